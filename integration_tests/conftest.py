@@ -9,6 +9,7 @@ import pytest
 
 _HERE = Path(__file__).parent
 _SHARED = ("mca-models/tests", "mca-models/tests/torch_checkpoint", "mca-train/tests")
+pytest.register_assert_rewrite("gradients", "lora_gradients", "optimizer_states")
 sys.path[:0] = [str(_HERE), *(str(_HERE.parent / "packages" / tests) for tests in _SHARED)]
 
 
@@ -18,6 +19,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from train_cases import tiny_checkpoint
 
     return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What runs of the command train on, and where they write."""
+    from cli_runs import fill
+
+    return fill(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture

@@ -17,24 +17,17 @@ from typing import Any
 
 from harness import run_ranks
 from train_cases import filled_packs, sparse_checkpoint, tiny_checkpoint, train_losses
+from train_settings import CP, DP, EP, ETP1, PP, SP, TP, VPP
 
 STEPS = 50
 TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
 
-TP = {"tensor_model_parallel_size": 2}
-SP = TP | {"sequence_parallel": True}
-PP = {"pipeline_model_parallel_size": 2}
-VPP = PP | {"virtual_pipeline_model_parallel_size": 2}
 UNEVEN = {"pipeline_model_parallel_layout": "Et|tt|tL", "pipeline_model_parallel_size": 3}
 FIRST = PP | {"num_layers_in_first_pipeline_stage": 1}
-CP = {"context_parallel_size": 2}
-EP = {"expert_model_parallel_size": 2}
-DP = {"gradient_accumulation_steps": 2}  # half as many micro-batches on each of two replicas
 ZERO = DP | {"use_distributed_optimizer": True, "ddp_bucket_size": 5000}
 REDUCE = {"overlap_grad_reduce": True, "ddp_bucket_size": 5000}
 GATHER = ZERO | {"overlap_grad_reduce": True, "overlap_param_gather": True}
-ETP1 = {"expert_tensor_parallel_size": 1}
 PACKED = {"sequence_packing": True}
 
 Curves = dict[str, tuple[int, dict[str, Any]]]

@@ -18,11 +18,9 @@ from typing import Any
 
 import pytest
 
+from cli_runs import config, logs
 from forked_cli import launched
 from object_store import OF_THE_USER, Store, serving
-from test_train_cli import config, folder, logs
-
-__all__ = ["folder"]
 
 pytestmark = pytest.mark.ranks
 

@@ -15,8 +15,7 @@ from mca_config.arguments import DistributingParallelArguments, MegatronArgument
 from mca_config.errors import McaError
 from mca_models.megatron import platform
 from prediction import deepseek_with_prediction
-from test_train_options import trained
-from train_cases import arguments, samples
+from train_cases import arguments, samples, trained
 
 pytestmark = pytest.mark.ranks
 

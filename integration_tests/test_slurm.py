@@ -16,13 +16,11 @@ from typing import Any
 import pytest
 
 import forked_cli
+from cli_runs import config, logs
 from source_tree import ROOT
-from test_train_cli import config, folder, logs
 
 sys.path.insert(0, str(ROOT))
 from tools import slurm_lab
-
-__all__ = ["folder"]
 
 STEPS = 8
 PATIENCE = 150.0

@@ -14,7 +14,6 @@ from emulated_te import needs_te, run_emulated
 from layouts import arguments
 from mca_config.errors import McaError
 from mca_train.checkpoint import fp8_scales
-from test_train_layouts import CP, PP, SP
 from train_cases import (
     make_trainer,
     quietly,
@@ -24,6 +23,7 @@ from train_cases import (
     tiny_checkpoint,
     train_losses,
 )
+from train_settings import CP, PP, SP
 
 pytestmark = [pytest.mark.ranks, needs_te]
 

@@ -7,14 +7,11 @@ import pytest
 
 from emulated_te import needs_te, run_emulated
 from loss_curves import worst
+from optimizer_states import after_loading, in_fp32, resumed_before_the_first_update
 from reference import make_reference
-from test_train_layouts import CP, SP, TP, ZERO
-from test_train_loss_scale import resumed_before_the_first_update
-from test_train_moe import tokens
-from test_train_offload import after_loading
-from test_train_precision import in_fp32
-from test_train_reshard import EP, ETP1, FIRST, HALF, TORCH_DIST, run
-from train_cases import filled_packs, stop_and_resume, train_losses
+from reshard_runs import FIRST, run
+from train_cases import filled_packs, stop_and_resume, tokens, train_losses
+from train_settings import CP, DP, EP, ETP1, SP, TORCH_DIST, TP, ZERO
 
 pytestmark = [pytest.mark.ranks, needs_te]
 
@@ -90,7 +87,7 @@ def test_resuming_changes_no_bit(changes: dict[str, Any], checkpoint: Path, tmp_
 
 
 RESUMED: dict[str, dict[str, Any]] = {
-    "qwen3_moe": EP | ZERO | HALF,
+    "qwen3_moe": EP | ZERO | DP,
     "deepseek_v3": SP | TORCH_DIST,
     "qwen3_next": TP | EP | ETP1 | SP | TORCH_DIST,
 }
@@ -126,7 +123,7 @@ PRECISE = {"use_precision_aware_optimizer": True}
 def precisely(model: Path, folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     """Curves of runs whose optimizer holds the fp32 weights, or not, and of each from the other's checkpoint."""
     kinds: dict[str, dict[str, Any]] = {"plain": {}, "precise": PRECISE}
-    changes = ZERO | HALF | changes
+    changes = ZERO | DP | changes
     found = {kind: run(model, folder / kind, STEPS, **changes | choice) for kind, choice in kinds.items()}
     for before in kinds:
         for kind, choice in kinds.items():

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from harness import run_ranks
-from test_train_layouts import ZERO
-from test_train_resume import ASYNC
-from test_train_watch import stop_at
+from interruptions import stop_at
 from train_cases import history, make_trainer, quietly, tiny_checkpoint
+from train_settings import ASYNC, ZERO
 
 pytestmark = pytest.mark.ranks
 

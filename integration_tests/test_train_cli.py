@@ -13,44 +13,15 @@ from typing import Any
 import pytest
 
 import forked_cli
+from cli_runs import config, logs
 from harness import run_ranks
 from mca_models.checkpoint.side_files import side_files
 from mca_train.checkpoint import integrity
-from train_cases import tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
 
 _HERE = Path(__file__).parent
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    from tokenizers_for_tests import byte_tokenizer
-
-    folder = tmp_path_factory.mktemp("run")
-    tiny_checkpoint(folder / "model", vocab_size=264)
-    byte_tokenizer().save_pretrained(folder / "model")
-    text = Path(json.__file__).read_text()
-    pieces = [text[i : i + 200] for i in range(0, len(text), 200)]
-    write(folder / "train.jsonl", [{"text": piece} for piece in pieces[:-8]])
-    write(folder / "eval.jsonl", [{"text": piece} for piece in pieces[-8:]])
-    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi there"}]
-    write(folder / "chat.jsonl", [{"messages": turns}] * 12)
-    return folder
-
-
-def write(path: Path, rows: list[Any]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def config(folder: Path, name: str, **changes: Any) -> list[str]:
-    values = {"train_file": str(folder / "train.jsonl"), "seq_length": 64, "per_device_train_batch_size": 2}
-    return forked_cli.command(folder, "sft" if "sft" in name else "pretrain", name, values | changes)
-
-
-def logs(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "train_log.jsonl").read_text().splitlines()]
 
 
 def test_pretrain_on_four_ranks_and_back_to_hugging_face(folder):

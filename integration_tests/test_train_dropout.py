@@ -8,8 +8,8 @@ import pytest
 
 from harness import run_ranks
 from mca_models.megatron.families import sparse_mixer
-from test_train_layouts import CP, PP, SP, TP
 from train_cases import make_trainer, quietly, stop_and_resume, tiny_checkpoint
+from train_settings import CP, PP, SP, TP
 
 pytestmark = pytest.mark.ranks
 

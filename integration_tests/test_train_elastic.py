@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
+from cli_runs import config, logs
 from harness import free_port, run_ranks
-from test_train_cli import config, folder, logs
-
-__all__ = ["folder"]
 
 pytestmark = pytest.mark.ranks
 

@@ -15,9 +15,8 @@ import pytest
 
 from harness import RanksFailed, run_ranks
 from layouts import sample
-from test_train_layouts import ZERO
-from test_train_resume import ASYNC
 from train_cases import history, make_trainer, quietly, tiny_checkpoint
+from train_settings import ASYNC, ZERO
 
 pytestmark = pytest.mark.ranks
 

@@ -3,13 +3,11 @@
 import hashlib
 import json
 import os
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import forked_cli
+from cli_runs import launched
 from harness import run_ranks
 from train_cases import quietly, tiny_checkpoint
 
@@ -33,11 +31,6 @@ def folder(tmp_path_factory):
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
-
-
-def launched(folder: Path, kind: str, name: str, **changes: Any) -> subprocess.CompletedProcess[str]:
-    values = {"train_file": str(folder / "rows.jsonl"), "seq_length": 32, "per_device_train_batch_size": 1}
-    return forked_cli.launched(forked_cli.command(folder, kind, name, values | changes))
 
 
 def logs(output: Path, key: str) -> list[float]:

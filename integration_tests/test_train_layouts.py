@@ -9,6 +9,7 @@ from harness import run_ranks
 from layouts import tiered
 from loss_curves import ALL, CurvesOf, worst
 from train_cases import STEPS, tiny_checkpoint, train_losses
+from train_settings import OVERLAP, TP, VPP
 
 pytestmark = pytest.mark.ranks
 
@@ -25,10 +26,6 @@ SAMPLE = (
 WIDE = ("dense/pp3-uneven", "dense/dp2-zero-reduce-gather", "dense/tp2-sp-cp2", "moe/cp2")
 EVERY = bool(os.environ.get("MCA_EVERY_CURVE"))
 CURVES = tuple(ALL) if EVERY else SAMPLE
-TP, SP, PP = loss_curves.TP, loss_curves.SP, loss_curves.PP
-VPP, CP = loss_curves.VPP, loss_curves.CP
-ZERO = {"gradient_accumulation_steps": 4, "use_distributed_optimizer": True}
-OVERLAP = ZERO | {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 5000}
 
 
 @pytest.fixture(scope="module")

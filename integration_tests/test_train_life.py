@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import signal
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from harness import run_ranks
+from interruptions import Killed, interruption
 from train_cases import make_trainer, quietly, sparse_checkpoint, tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
@@ -54,26 +54,6 @@ MORE = (
     "epochs that a callback ended",
 )
 TIMES = ("runtime", "per_second", "step_time", "tflops", "memory", "time", "slowest")
-
-
-class Killed(Exception):
-    """Ends a run as a kill does: what is on disk stays."""
-
-
-def interruption(step: int, how: str) -> Any:
-    """A callback that sends SIGTERM in the middle of ``step``, or kills when the step after it begins."""
-    from transformers import TrainerCallback
-
-    class Interrupt(TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if how == "SIGTERM" and state.global_step + 1 == step and int(os.environ["RANK"]) == 0:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if how == "kill" and state.global_step == step:
-                raise Killed
-
-    return Interrupt()
 
 
 def ending_epochs(size: int) -> Any:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from harness import run_ranks
+from optimizer_states import resumed_before_the_first_update
 from train_cases import history, make_trainer, quietly, sparse_checkpoint, tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
@@ -85,31 +85,6 @@ def test_experts_have_the_loss_scale_that_losses_have(tmp_path):
     for scales, skipped in run_ranks(2, overflowing_once, model, tmp_path / "out"):
         assert scales == [128.0, 128.0]
         assert skipped == [0, 1, 0]
-
-
-def resumed_before_the_first_update(
-    checkpoint: Path,
-    output_dir: Path,
-    cases: Sequence[dict[str, Any]] = ({}, {"use_distributed_optimizer": True}),
-) -> list[tuple[Any, Any]]:
-    """Logs of a run whose first steps are skipped, and of those that go on from its first checkpoint.
-
-    These are a new trainer, and the one that has made updates since.
-    """
-    found = []
-    for number, changes in enumerate(cases):
-        run = {"fp16": True, "initial_loss_scale": 2.0**14, "hysteresis": 1, "loss_scale_window": 9}
-        run |= {"max_steps": 6} | changes
-        folder = output_dir / str(number)
-        straight = make_trainer(checkpoint, folder, save_strategy="steps", save_steps=1, **run)
-        quietly(straight.train)
-        keys = ("loss", "grad_norm", "loss_scale", "skipped_steps")
-        curve = {key: history(straight, key) for key in keys}
-        straight.args.save_strategy = "no"
-        for resumed in (make_trainer(checkpoint, folder, **run), straight):
-            quietly(partial(resumed.train, resume_from_checkpoint=str(folder / "checkpoint-1")))
-            found += [(curve, {key: history(resumed, key) for key in keys})]
-    return found
 
 
 @pytest.mark.wide

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from harness import run_ranks
-from test_train_life import interruption
+from interruptions import interruption
 from train_cases import make_trainer, quietly, tiny_checkpoint
 
 pytestmark = pytest.mark.ranks

@@ -10,7 +10,7 @@ import tiny_vision
 
 from harness import run_ranks
 from reference import make_reference
-from train_cases import arguments, history, quietly, sparse_checkpoint, tiny_checkpoint
+from train_cases import arguments, history, quietly, sparse_checkpoint, tiny_checkpoint, tokens
 
 pytestmark = pytest.mark.ranks
 
@@ -29,15 +29,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[int, dict[str, Any]]]]] =
     ),
     "deepseek_v3": ({}, {"pp2": (2, {"pipeline_model_parallel_size": 2}), "tp2-sp": (2, SP)}),
 }
-
-
-def tokens(count: int) -> Any:
-    import numpy as np
-
-    from mca_train import TokenDataset
-
-    draw = np.random.default_rng(count)
-    return TokenDataset.from_samples([(draw.integers(0, 64, 16), np.ones(16, bool)) for _ in range(count)])
 
 
 def losses(checkpoint: Path, output: Path, **changes: Any) -> dict[str, list[float]]:

@@ -11,19 +11,15 @@ import pytest
 
 from harness import run_ranks
 from layouts import tiered
-from test_train_layouts import PP, TP, ZERO, worst
-from test_train_reshard import ALL, FIRST, run
-from test_train_reshard import HALF as TWO_EACH
-from test_train_resume import ASYNC
+from loss_curves import worst
+from optimizer_states import BF16, HALF, LOADED, OFF, PRECISE, after_loading
+from reshard_runs import ALL, FIRST, run
 from train_cases import history, make_trainer, quietly, tiny_checkpoint
+from train_settings import ASYNC, DP, PP, TP, ZERO
 
 pytestmark = pytest.mark.ranks
 
-OFF = {"optimizer_cpu_offload": True}
-HALF = OFF | {"optimizer_offload_fraction": 0.5}
 EACH = HALF | {"overlap_cpu_optimizer_d2h_h2d": True}
-PRECISE = {"use_precision_aware_optimizer": True}
-BF16 = {"bf16": True}
 EVERY = bool(os.environ.get("MCA_EVERY_OFFLOAD"))
 STEPS = 20 if EVERY else 6
 
@@ -116,7 +112,7 @@ def test_offloading_changes_nothing_but_the_hosts_rounding(layout, checkpoint, t
             )
 
 
-SPLIT = ZERO | TWO_EACH
+SPLIT = ZERO | DP
 RESUMED: dict[str, tuple[tuple[int, dict[str, Any]], tuple[int, dict[str, Any]]]] = {
     "exactly, bf16": ((1, EACH | BF16), (1, EACH | BF16)),
     "exactly, split, precise, in background": ((2, HALF | SPLIT | PRECISE | BF16 | ASYNC),) * 2,
@@ -145,29 +141,6 @@ def test_the_loss_curve_goes_on(name, checkpoint, tmp_path):
         assert resumed == straight
     assert resumed["loss"][:FIRST] == straight["loss"][:FIRST]
     assert worst(straight["loss"], resumed["loss"]) < 1e-4
-
-
-LOADED = {"fp32": OFF, "bf16": HALF | BF16, "split": ZERO | OFF, "split bf16": ZERO | HALF | BF16}
-LOADED["precise"] = ZERO | PRECISE | HALF | BF16
-
-
-def after_loading(
-    checkpoint: Path, output: Path, cases: dict[str, dict[str, Any]] = LOADED
-) -> dict[str, bool]:
-    """Whether a step at rate 0 leaves weights that were loaded under the optimizer after another step."""
-    found = {}
-    for name, changes in cases.items():
-        trainer = make_trainer(checkpoint, output / name, max_steps=1, warmup_steps=0, count=8, **changes)
-        model, before = trainer.model, dict(trainer.model.export_weights())
-        quietly(trainer.train)
-        assert any((tensor != before[key]).any() for key, tensor in model.export_weights())
-        model.load_weights(before.items())
-        trainer.engine.take_weights()
-        for group in trainer.engine.optimizer.param_groups:
-            group["lr"] = 0.0
-        trainer.engine.optimizer_step()
-        found[name] = all(bool((tensor == before[key]).all()) for key, tensor in model.export_weights())
-    return found
 
 
 def test_weights_loaded_under_the_optimizer_stay(checkpoint, tmp_path):

@@ -8,11 +8,10 @@ import pytest
 from harness import run_ranks
 from loss_curves import _BUILDERS, SMALL, worst
 from mca_config.errors import McaError
-from train_cases import history, make_trainer, quietly, tiny_checkpoint
+from train_cases import tiny_checkpoint, trained
 
 pytestmark = pytest.mark.ranks
 
-RUN = {"max_steps": 2, "gradient_accumulation_steps": 2, "count": 4, "warmup_steps": 0}
 FULL = {"recompute_granularity": "full"}
 RECOMPUTATION: dict[str, list[dict[str, Any]]] = {
     "dense": [
@@ -35,15 +34,6 @@ RECOMPUTATION: dict[str, list[dict[str, Any]]] = {
         {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj", "layernorm"]},
     ],
 }
-
-
-def trained(checkpoint: Path, output: Path, **changes: Any) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Parameters by name after a short run, and what it logged."""
-    trainer = make_trainer(checkpoint, output, **(RUN | changes))
-    quietly(trainer.train)
-    keys = ("loss", "grad_norm", "learning_rate")
-    parameters = {name: tensor.detach().clone() for name, tensor in trainer.model.canonical_parameters()}
-    return parameters, {key: history(trainer, key) for key in keys}
 
 
 def moved(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
@@ -156,9 +146,9 @@ def test_the_plan_of_an_adapter_counts_what_ranks_hold(tmp_path):
     config, adapter = model_config(str(checkpoint)), AdapterConfig.from_dict(LoraArguments(**LORA).config())
     plan = make_plan(config, args, 32, 2, adapter=adapter, reference=config)
     (stage,) = plan.stages
-    for held, trained in run_ranks(2, held_and_trained, checkpoint, tmp_path):
+    for held, trainable in run_ranks(2, held_and_trained, checkpoint, tmp_path):
         assert stage.parameters == held
-        assert stage.gradients == 4 * trained
+        assert stage.gradients == 4 * trainable
         assert stage.optimizer == 8 * trained
     assert stage.reference == stage.weights - 4 * (stage.gradients // 4)
 

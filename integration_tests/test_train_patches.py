@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from harness import prepare_parent, run_ranks
-from test_train_layouts import OVERLAP, TP, ZERO
 from train_cases import arguments, make_trainer, quietly, tiny_checkpoint
+from train_settings import OVERLAP, TP, ZERO
 
 pytestmark = pytest.mark.ranks
 

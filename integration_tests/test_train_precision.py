@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from harness import run_ranks
-from test_train_layouts import ZERO, worst
-from test_train_reshard import FIRST, HALF, TORCH_DIST, WITH_EXPERTS, adapter_of, run
-from train_cases import history, make_trainer, quietly, tiny_checkpoint
+from loss_curves import worst
+from optimizer_states import in_fp32
+from reshard_runs import FIRST, WITH_EXPERTS, adapter_of, run
+from train_cases import history, make_trainer, quietly, tiny_checkpoint, tokens
+from train_settings import DP, TORCH_DIST, ZERO
 
 pytestmark = pytest.mark.ranks
 
@@ -16,28 +18,6 @@ pytestmark = pytest.mark.ranks
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("model"), vocab_size=131)  # padded at tensor size 2
-
-
-def in_fp32(model: Path, output_dir: Path, changes: dict[str, Any]) -> list[Any]:
-    """This rank's weights when a run goes on in fp32 that was one in bf16."""
-    import torch
-    from transformers import TrainerCallback
-
-    begun: list[Any] = []
-
-    class Look(TrainerCallback):
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            begun.extend(tensor.detach().clone() for _, tensor in trainer.model.held())
-
-    settings = changes | HALF | {"save_strategy": "steps", "save_steps": 1, "warmup_steps": 0}
-    first = make_trainer(model, output_dir, max_steps=1, bf16=True, **settings)
-    quietly(first.train)
-    trainer = make_trainer(model, output_dir, max_steps=2, callbacks=[Look()], **settings)
-    quietly(lambda: trainer.train(resume_from_checkpoint=True))
-    assert all(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in begun), "masters"
-    for (_, half), tensor in zip(first.model.held(), begun, strict=True):
-        assert torch.equal(half, tensor.bfloat16()), "of another parameter"
-    return [tensor.tolist() for tensor in begun]
 
 
 @pytest.mark.sampled(2)
@@ -94,7 +74,7 @@ def in_half(model: Path, output_dir: Path, cases: dict[str, dict[str, Any]]) -> 
 
     found = {}
     for name, changes in cases.items():
-        settings = HALF | {"save_strategy": "steps", "save_steps": 1, "warmup_steps": 0} | changes
+        settings = DP | {"save_strategy": "steps", "save_steps": 1, "warmup_steps": 0} | changes
         first = make_trainer(model, output_dir / name, max_steps=1, **settings)
         quietly(first.train)
         exact = {name: tensor.detach().reshape(-1) for name, tensor in first.model.trained()}
@@ -108,8 +88,6 @@ def in_half(model: Path, output_dir: Path, cases: dict[str, dict[str, Any]]) -> 
 
 
 def test_main_parameters_begin_as_the_weights_of_a_run_in_fp32(tmp_path):
-    from test_train_moe import tokens
-
     model, adapter = adapter_of("qwen3_moe", tmp_path, **WITH_EXPERTS)
     whole = {"train_dataset": tokens(8)}
     cases = {"whole": whole, "split": whole, "adapter": whole | {"adapter": adapter}}

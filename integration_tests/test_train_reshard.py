@@ -1,6 +1,5 @@
 """A run stopped on one layout goes on upon another, or with another split of its optimizer, as if it had not."""
 
-import os
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -9,19 +8,14 @@ from typing import Any
 import pytest
 
 from harness import run_ranks
+from loss_curves import worst
 from mca_config.errors import McaError
-from test_train_layouts import CP, OVERLAP, PP, SP, TP, VPP, ZERO, worst
-from test_train_resume import ASYNC
-from train_cases import history, make_trainer, quietly, stop_and_resume, tiny_checkpoint
+from reshard_runs import ALL, EVERY, EXPERTS_ALONE, FIRST, WITH_EXPERTS, adapter_of, run
+from train_cases import make_trainer, quietly, stop_and_resume, tiny_checkpoint, tokens
+from train_settings import ASYNC, CP, DP, EP, ETP1, ETP2, OVERLAP, PP, SP, TORCH_DIST, TP, VPP, ZERO
 
 pytestmark = pytest.mark.ranks
 
-EVERY = bool(os.environ.get("MCA_EVERY_TRANSITION"))
-FIRST, ALL = (4, 24) if EVERY else (2, 4)
-EP = {"expert_model_parallel_size": 2}
-ETP1, ETP2 = {"expert_tensor_parallel_size": 1}, {"expert_tensor_parallel_size": 2}
-TORCH_DIST = {"ckpt_format": "torch_dist"}
-HALF = {"gradient_accumulation_steps": 2}  # on two replicas
 
 DENSE: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -30,22 +24,22 @@ DENSE: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, PP),
     "pp2-vpp2": (2, VPP | TORCH_DIST),
     "cp2": (2, CP),
-    "dp2": (2, HALF),
-    "dp2-split": (2, OVERLAP | HALF | ASYNC),
-    "tp2-dp2": (4, TP | HALF | TORCH_DIST),
-    "tp2-sp-dp2-split": (4, SP | OVERLAP | HALF),
-    "dp2-pp2-vpp2-split": (4, OVERLAP | VPP | HALF),
+    "dp2": (2, DP),
+    "dp2-split": (2, OVERLAP | DP | ASYNC),
+    "tp2-dp2": (4, TP | DP | TORCH_DIST),
+    "tp2-sp-dp2-split": (4, SP | OVERLAP | DP),
+    "dp2-pp2-vpp2-split": (4, OVERLAP | VPP | DP),
 }
 EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
-    "dp2-split": (2, ZERO | HALF),
-    "ep2": (2, EP | HALF),
-    "ep2-split": (2, EP | ZERO | HALF | ASYNC),
+    "dp2-split": (2, ZERO | DP),
+    "ep2": (2, EP | DP),
+    "ep2-split": (2, EP | ZERO | DP | ASYNC),
     "tp2-sp-ep2-etp1": (2, SP | EP | ETP1),
-    "dp2-etp2-split": (2, ETP2 | ZERO | HALF),
-    "dp2-etp2-split-torch-dist": (2, ETP2 | ZERO | HALF | TORCH_DIST),
+    "dp2-etp2-split": (2, ETP2 | ZERO | DP),
+    "dp2-etp2-split-torch-dist": (2, ETP2 | ZERO | DP | TORCH_DIST),
     "tp2-sp-etp1": (2, SP | ETP1),
-    "pp2-ep2-split": (4, PP | EP | ZERO | HALF | TORCH_DIST),
+    "pp2-ep2-split": (4, PP | EP | ZERO | DP | TORCH_DIST),
 }
 SOME_DENSE = (
     ("dp2-split", "tp2"),
@@ -74,25 +68,6 @@ def pairs(layouts: dict[str, Any], some: tuple[tuple[str, str], ...]) -> Any:
     return [
         pytest.param(*pair, id="-to-".join(pair), marks=marks[pair]) for pair in (every if EVERY else some)
     ]
-
-
-def run(checkpoint: Path, output_dir: Path, steps: int, resume: Path | None = None, **changes: Any) -> Any:
-    """Up to ``steps``, from the beginning or from ``resume``; leaves a checkpoint of step `FIRST`."""
-    from transformers import TrainerCallback
-
-    class Save(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_save = state.global_step == FIRST and not resume
-
-    settings: dict[str, Any] = {"lr_scheduler_type": "constant", "learning_rate": 2e-3}
-    settings["gradient_accumulation_steps"] = 4
-    settings["overwrite_output_dir"] = resume is None  # a curve is made longer by making it anew
-    data = changes.pop("data", None)
-    data = {"count": 200} if data is None else {"train_dataset": data()}
-    trainer = make_trainer(checkpoint, output_dir, max_steps=steps, **settings | data | changes)
-    trainer.add_callback(Save())
-    quietly(lambda: trainer.train(resume_from_checkpoint=str(resume) if resume else None))
-    return {key: history(trainer, key) for key in ("loss", "grad_norm")}
 
 
 @dataclass
@@ -144,7 +119,6 @@ def dense(tmp_path_factory):
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory):
     from reference import make_reference
-    from test_train_moe import tokens
 
     model = make_reference("qwen3_moe", tmp_path_factory.mktemp("experts")).path
     return Runs(model, tmp_path_factory.mktemp("runs"), EXPERTS, ALL, {"data": lambda: tokens(96)})
@@ -189,7 +163,6 @@ def test_experts_go_on(before, after, experts, tmp_path, record_property):
 def test_layers_with_fused_projections_go_on(case, changes, tmp_path):
     """The optimizer's state of their projections is stored in parts."""
     from reference import make_reference
-    from test_train_moe import tokens
 
     model = make_reference(case, tmp_path / "model").path
     changes = changes | {"data": lambda: tokens(96)}
@@ -203,51 +176,32 @@ def test_layers_with_fused_projections_go_on(case, changes, tmp_path):
 def test_state_spaces_beside_attention_go_on(before, after, tmp_path):
     """Falcon H1: both take parts of one layer, and each is cut over tensor ranks in its own way."""
     from reference import make_reference
-    from test_train_moe import tokens
 
     model = make_reference("falcon_h1", tmp_path / "model").path
     runs = Runs(model, tmp_path / "runs", DENSE, ALL, {"data": lambda: tokens(96)})
     assert runs.difference(before, after, tmp_path / "resumed") < 1e-4
 
 
-def adapter_of(case: str, folder: Path, **settings: Any) -> tuple[Path, Path]:
-    """A model, and PEFT's files of an adapter on it whose factors are both random."""
-    import peft
-    import transformers
-
-    from reference import make_reference
-
-    model = make_reference(case, folder / "model").path
-    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="float32")
-    chosen = peft.LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, **settings)
-    peft.get_peft_model(base, chosen).save_pretrained(folder / "adapter")
-    return model, folder / "adapter"
-
-
-EXPERTS_ALONE = {"target_parameters": ["mlp.experts.gate_up_proj"]}
 GATE_AND_UP = {"target_modules": ["gate_up_proj"], "modules_to_save": ["layers.1.self_attn"]}
-WITH_EXPERTS = EXPERTS_ALONE | {"target_modules": ["q_proj"]}
 
 
 @pytest.mark.parametrize(
     "case,before,after,adapted",
     [
-        pytest.param("qwen3_moe", EP | ZERO | HALF, ETP2 | ZERO | HALF, EXPERTS_ALONE, id="experts-alone"),
+        pytest.param("qwen3_moe", EP | ZERO | DP, ETP2 | ZERO | DP, EXPERTS_ALONE, id="experts-alone"),
         pytest.param(
             "qwen3_moe",
-            EP | ZERO | HALF,
-            ETP2 | HALF,
+            EP | ZERO | DP,
+            ETP2 | DP,
             WITH_EXPERTS,
             id="with-experts",
             marks=pytest.mark.wide,
         ),
-        pytest.param("phi3", SP, ZERO | HALF, GATE_AND_UP, id="gate-and-up", marks=pytest.mark.wide),
+        pytest.param("phi3", SP, ZERO | DP, GATE_AND_UP, id="gate-and-up", marks=pytest.mark.wide),
     ],
 )
 def test_adapters_go_on(case, before, after, adapted, tmp_path):
     """A rank's rows of lora_B of fused projections are some of each one's; a saved module may be of one layer."""
-    from test_train_moe import tokens
-
     model, adapter = adapter_of(case, tmp_path, **adapted)
     changes = {"data": lambda: tokens(96), "adapter": adapter, "learning_rate": 2e-2}
     straight = run_ranks(2, run, model, tmp_path / "straight", FIRST + 2, **changes | before)[0]
@@ -259,8 +213,6 @@ def test_adapters_go_on(case, before, after, adapted, tmp_path):
 
 def test_a_stage_that_trains_nothing_has_the_step_of_the_others(tmp_path):
     """Rank 0 writes the step, and its optimizer counts none."""
-    from test_train_moe import tokens
-
     model, adapter = adapter_of("phi3", tmp_path, target_modules=["qkv_proj"], layers_to_transform=[3])
     changes = {"max_steps": 2, "at": 1, "gradient_accumulation_steps": 2, "learning_rate": 2e-2}
     changes |= {"train_dataset": tokens(8), "adapter": adapter} | PP
@@ -309,7 +261,6 @@ def run_as_it_once_was(*args: Any, **changes: Any) -> Any:
 @pytest.mark.parametrize("case", [pytest.param("deepseek_v3", marks=pytest.mark.wide), "phi3"])
 def test_states_are_found_under_their_earlier_names(case, tmp_path):
     from reference import make_reference
-    from test_train_moe import tokens
 
     model = make_reference(case, tmp_path / "model").path
     changes = {"data": lambda: tokens(96)}
@@ -343,8 +294,6 @@ def refused(*args: Any, **changes: Any) -> str:
     "size,other", [(1, 2), pytest.param(2, 1, marks=pytest.mark.wide)], ids=["of-one", "of-two"]
 )
 def test_rows_of_ranks_go_on_where_as_many_ranks_are(size, other, tmp_path):
-    from test_train_moe import tokens
-
     model, adapter = adapter_of("phi3", tmp_path, target_modules=["gate_up_proj"])
     changes = {"data": lambda: tokens(96), "adapter": adapter, "learning_rate": 2e-2} | ZERO
     layouts = {1: changes, 2: changes | TP}

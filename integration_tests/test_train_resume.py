@@ -9,12 +9,11 @@ import pytest
 
 from harness import RanksFailed, prepare_parent, run_ranks
 from layouts import sample, tiered
-from test_train_layouts import OVERLAP, PP, TP, VPP, ZERO
-from train_cases import VOCAB, history, make_trainer, quietly, stop_and_resume, tiny_checkpoint
+from train_cases import VOCAB, history, make_trainer, quietly, stop_and_resume, tiny_checkpoint, tokens
+from train_settings import ASYNC, OVERLAP, PP, TP, VPP, ZERO
 
 pytestmark = pytest.mark.ranks
 
-ASYNC = {"ckpt_format": "torch_dist", "async_save": True}
 SMALL = {
     "gradient_accumulation_steps": 2,
     "count": 7,
@@ -328,8 +327,6 @@ def saved_as_hf(checkpoint: Path, output_dir: Path, **changes: Any) -> Any:
     saving = {"save_strategy": "steps", "save_steps": 2, "save_hf_model": True, "warmup_steps": 0}
     settings = {"max_steps": 2, "gradient_accumulation_steps": 2}
     if "expert_model_parallel_size" in changes:
-        from test_train_moe import tokens
-
         settings["train_dataset"] = tokens(8)
     trainer = make_trainer(checkpoint, output_dir, **settings | saving | changes | {"learning_rate": 0.02})
     quietly(trainer.train)

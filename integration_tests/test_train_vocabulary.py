@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cli_runs import launched
 from harness import run_ranks
 from mca_train.config.arguments import DataArguments
 from mca_train.run.vocabulary import vocabulary_problems
-from test_train_kinds import launched
 from train_cases import tiny_checkpoint
 
 pytestmark = pytest.mark.ranks

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from harness import RanksFailed, run_ranks
-from test_train_layouts import PP
+from interruptions import stop_at
 from train_cases import history, make_trainer, quietly, samples, tiny_checkpoint
+from train_settings import PP
 
 pytestmark = pytest.mark.ranks
 
@@ -18,18 +19,6 @@ pytestmark = pytest.mark.ranks
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-def stop_at(step: int, rank: int) -> Any:
-    """A callback that sends SIGTERM to the process of ``rank`` in the middle of ``step``."""
-    from transformers import TrainerCallback
-
-    class Stop(TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step + 1 == step and int(os.environ["RANK"]) == rank:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    return Stop()
 
 
 def stopped_in_an_evaluation(

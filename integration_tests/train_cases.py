@@ -10,6 +10,7 @@ import numpy as np
 
 STEPS = 10
 VOCAB = 130  # not a multiple of 4: padded rows take part
+SHORT = {"max_steps": 2, "gradient_accumulation_steps": 2, "count": 4, "warmup_steps": 0}
 
 
 def tiny_checkpoint(folder: Path, config_class: Any = None, model_class: Any = None, **changes: Any) -> Path:
@@ -170,3 +171,20 @@ def stop_and_resume(checkpoint: Path, output_dir: Path, at: int = 5, **changes: 
 def _equal_weights(one: Any, other: Any) -> bool:
     others = dict(other.canonical_parameters())
     return all(bool((tensor == others[name]).all()) for name, tensor in one.canonical_parameters())
+
+
+def tokens(count: int) -> Any:
+    """Samples of 16 tokens, all of them targets."""
+    from mca_train import TokenDataset
+
+    draw = np.random.default_rng(count)
+    return TokenDataset.from_samples([(draw.integers(0, 64, 16), np.ones(16, bool)) for _ in range(count)])
+
+
+def trained(checkpoint: Path, output: Path, **changes: Any) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """Parameters by name after a short run, and what it logged."""
+    trainer = make_trainer(checkpoint, output, **(SHORT | changes))
+    quietly(trainer.train)
+    keys = ("loss", "grad_norm", "learning_rate")
+    parameters = {name: tensor.detach().clone() for name, tensor in trainer.model.canonical_parameters()}
+    return parameters, {key: history(trainer, key) for key in keys}

@@ -1,0 +1,45 @@
+"""Runs up to a step and on from the checkpoint of another run, of whole models and of adapters."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from train_cases import history, make_trainer, quietly
+
+EVERY = bool(os.environ.get("MCA_EVERY_TRANSITION"))
+FIRST, ALL = (4, 24) if EVERY else (2, 4)
+EXPERTS_ALONE = {"target_parameters": ["mlp.experts.gate_up_proj"]}
+WITH_EXPERTS = EXPERTS_ALONE | {"target_modules": ["q_proj"]}
+
+
+def run(checkpoint: Path, output_dir: Path, steps: int, resume: Path | None = None, **changes: Any) -> Any:
+    """Up to ``steps``, from the beginning or from ``resume``; leaves a checkpoint of step `FIRST`."""
+    from transformers import TrainerCallback
+
+    class Save(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_save = state.global_step == FIRST and not resume
+
+    settings: dict[str, Any] = {"lr_scheduler_type": "constant", "learning_rate": 2e-3}
+    settings["gradient_accumulation_steps"] = 4
+    settings["overwrite_output_dir"] = resume is None  # a curve is made longer by making it anew
+    data = changes.pop("data", None)
+    data = {"count": 200} if data is None else {"train_dataset": data()}
+    trainer = make_trainer(checkpoint, output_dir, max_steps=steps, **settings | data | changes)
+    trainer.add_callback(Save())
+    quietly(lambda: trainer.train(resume_from_checkpoint=str(resume) if resume else None))
+    return {key: history(trainer, key) for key in ("loss", "grad_norm")}
+
+
+def adapter_of(case: str, folder: Path, **settings: Any) -> tuple[Path, Path]:
+    """A model, and PEFT's files of an adapter on it whose factors are both random."""
+    import peft
+    import transformers
+
+    from reference import make_reference
+
+    model = make_reference(case, folder / "model").path
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="float32")
+    chosen = peft.LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, **settings)
+    peft.get_peft_model(base, chosen).save_pretrained(folder / "adapter")
+    return model, folder / "adapter"
