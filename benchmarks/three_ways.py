@@ -41,15 +41,15 @@ KEYS = {
 }
 PARTS = ("weights", "gradients", "optimizer", "activations", "temporaries")
 ALONE = ("one rank", "recomputed", "dpo", "bf16", "lora", "experts")
-"""Cases of `test_process_memory` on one rank."""
+"""Cases of `step_memory` on one rank."""
 
 
 def without_ranks(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The stages of the plan, and of the dry run; runs in a process of its own."""
+    from dry_run_cases import be_no_rank, prepared
     from mca_train.dry_run.stages import needs_of_stages
     from mca_train.plan.memory import plan_of
     from mca_train.run.subject import subject_of
-    from test_dry_run import be_no_rank, prepared
 
     be_no_rank()
     run = prepared(folder, "pretrain", KEYS, RANKS)
@@ -61,8 +61,8 @@ def without_ranks(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, An
 
 def with_ranks(folder: Path) -> dict[str, Any]:
     """What a rank needed, and its process."""
-    from test_dry_run import prepared
-    from test_process_memory import stepped
+    from dry_run_cases import prepared
+    from step_memory import stepped
 
     process, needs = stepped(prepared(folder, "pretrain", KEYS, RANKS))
     return asdict(needs) | {"process": process}
@@ -91,7 +91,7 @@ def stages(folder: Path) -> list[str]:
 def processes(folder: Path) -> list[str]:
     """The lines of the second table."""
     from harness import run_ranks
-    from test_process_memory import said, taken, write_model
+    from step_memory import said, taken, write_model
 
     lines = ["| one rank | process | dry run | |", "|---|---|---|---|"]
     for name in ALONE:

@@ -42,7 +42,7 @@ def where() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        ours = "mca_models" in path.parts or "mca_train" in path.parts or path.name == "test_cuda_paths.py"
+        ours = "mca_models" in path.parts or "mca_train" in path.parts or path.name == "cuda_waits.py"
         if ("megatron" in path.parts or ours) and path.parent.name not in ("dry_run", "platform"):
             return f"{path.name}:{frame.f_code.co_name}"
         frame = frame.f_back
@@ -169,6 +169,8 @@ def step_of(
     folder: Path, kind: str, changes: dict[str, Any], planted: str = "", images: dict[str, int] | None = None
 ) -> dict[str, int]:
     """What one step of a run waits for."""
+    from cuda_waits import plant
+    from dry_run_cases import prepared
     from mca_models import AutoModel
     from mca_train.batching.loaders import steps_of
     from mca_train.dry_run import step
@@ -177,8 +179,6 @@ def step_of(
     from mca_train.dry_run.routing import known_as_arrays, route_evenly
     from mca_train.dry_run.tracker import Tracker
     from mca_train.dry_run.world import fake_world, moving_anew
-    from test_cuda_paths import plant
-    from test_dry_run import prepared
 
     class Watch(Tracker):
         """Notes what waits, once `restart` was called."""

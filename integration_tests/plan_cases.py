@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from dry_run_cases import be_no_rank
+
 Values = dict[str, Any]
 _BASE: Values = {
     "vocab_size": 32000,
@@ -291,3 +293,36 @@ def values_of(name: str, folder: str) -> Values:
         **SPLIT,
         **CASES[name][3],
     }
+
+
+WITHIN, OF_SAMPLE = 0.10, 0.05
+
+
+def checked(name: str, folder: str) -> Any:
+    """The checked run of a case."""
+    from mca_train.run.checks import check, settings_of
+    from mca_train.tasks.table import TASKS
+
+    _, kind, world_size, _ = CASES[name]
+    be_no_rank()
+    settings = settings_of(TASKS[kind], values_of(name, folder), "test")
+    findings = check(TASKS[kind], settings, lambda *_: world_size)
+    assert not findings.impossible
+    return findings.run
+
+
+def plan_and_dry_run(name: str, folder: str, stage: int) -> tuple[int, list[int]]:
+    """Bytes that the dry run finds on a stage, and those that the plan says of all; runs in a process of its own."""
+    from mca_train.dry_run.stages import micro_batches_to_run
+    from mca_train.dry_run.step import step_needs
+    from mca_train.plan.memory import plan_of
+    from mca_train.run.subject import images_of_run, subject_of
+
+    run = checked(name, folder)
+    args, images = run.settings.training, images_of_run(run)
+    subject = subject_of(run, "local", on_gpu=False, images=images)
+    plan = plan_of(subject, args, run.layout, run.world_size)
+    count = micro_batches_to_run(args.gradient_accumulation_steps, run.layout, stage)
+    rank = run.world_size // run.layout.pp * stage
+    found = step_needs(run.task, run.settings, run.model, rank, run.world_size, count, images)
+    return found.peak, [needs.total for needs in plan.stages]

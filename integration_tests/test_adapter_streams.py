@@ -10,7 +10,7 @@ from harness import run_ranks
 from layouts import arguments
 from mca_config.errors import McaError
 from reference import make_reference
-from test_weight_streams import SMALL, facts_of, in_disorder, names_and_bytes, stored
+from weight_streams import SMALL, facts_of, in_disorder, names_and_bytes, stored
 
 pytestmark = pytest.mark.ranks
 

@@ -15,8 +15,8 @@ import tiny_hf
 import tiny_vision
 import transformers
 
-from test_cuda_paths import ALWAYS, ONCE, waits_of
-from test_plan_families import described
+from cuda_waits import ALWAYS, ONCE, waits_of
+from family_sizes import described
 
 pytestmark = [pytest.mark.fork, pytest.mark.timeout(0)]  # the processes have limits of their own
 RUN = {"bf16": True, "transformer_impl": "local"}

@@ -21,6 +21,7 @@ import pytest
 
 import forked_cli
 from harness import run_ranks
+from pages import BLOCK
 from train_cases import tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
@@ -48,7 +49,6 @@ AS_PUBLISHED = {"docs/planning.md": "tools/recipes/qwen3-8b.json"}
 NOT_RUN = ("pip ", "uv ", "sbatch ", "python tools/", "PYTHONPATH=", "git ", "#", "eval ", "mkdocs ")
 """Beginnings of commands that install, lock, or need another machine."""
 _UNITS = {"min", "ms", "us", "KB", "MB", "GB", "MiB", "GiB"}
-_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _SMALL = {
     "max_steps": 4,
     "seq_length": 128,
@@ -64,7 +64,7 @@ _SMALL_FLAGS = _SMALL | {"max_steps": 6, "nproc-per-node": 4}  # over those of t
 
 
 def _blocks(page: Path) -> Iterator[tuple[str, str]]:
-    yield from _BLOCK.findall(page.read_text())
+    yield from BLOCK.findall(page.read_text())
 
 
 def _commands(text: str) -> Iterator[str]:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from dry_run_cases import DENSE, PP, SPLIT, TP, VPP, be_no_rank, prepared
 from harness import run_ranks
 from layouts import tiered
 from mca_train.dry_run.step import StepNeeds
-from test_dry_run import DENSE, PP, SPLIT, TP, VPP, be_no_rank, prepared
 
 pytestmark = pytest.mark.ranks
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_hf import save
+from torch_dist_files import by_layer
+from torch_dist_files import save as save_torch_dist
 
 from checkpoint_files import tensors_of
 from harness import RanksFailed, run_ranks
@@ -50,18 +52,16 @@ def test_a_rank_reads_what_it_holds(case: str, tmp_path: Path) -> None:
 
 def load_untied(path: Path, folder: Path) -> str:
     """Why a torch_dist checkpoint of a tied model is refused whose output layer is another. Runs on one rank."""
-    from test_torch_dist import by_layer, save
-
     from mca_models.megatron import AutoModel
     from mca_models.opening import open_checkpoint
 
     state = by_layer(open_checkpoint(path).config, load_file(path / "model.safetensors"))
     shutil.copytree(path, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     state["output_layer.weight"] = state["embedding.word_embeddings.weight"].clone()
-    AutoModel.from_pretrained(save(folder / "equal", state))
+    AutoModel.from_pretrained(save_torch_dist(folder / "equal", state))
     state["output_layer.weight"][3, 3] += 1
     with pytest.raises(McaError) as error:
-        AutoModel.from_pretrained(save(folder / "other", state))
+        AutoModel.from_pretrained(save_torch_dist(folder / "other", state))
     return str(error.value)
 
 

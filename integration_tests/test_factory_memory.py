@@ -3,57 +3,21 @@
 ``MCA_TEST_LAYERS=40 pytest -s integration_tests/test_factory_memory.py`` prints the figures for a larger model.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from harness import run_ranks
+from large_model import HIDDEN, ROWS, make_model
 from layouts import arguments
-from mca_models.checkpoint.hf_writer import METADATA
-from mca_models.storage.safetensors import plan_file
-from mca_models.storage.writer import SafetensorsWriter
 from memory import MIB, peak
 from reference import make_reference
 
 pytestmark = pytest.mark.ranks
 
-LAYERS = int(os.environ.get("MCA_TEST_LAYERS", "6"))
-HIDDEN, FFN, ROWS = 768, 2560, 12000
 SLACK = 12 * MIB  # what imports and Python leave behind
 KINDS = (("hf", "tp2"), ("mca", "pp2"), ("torch_dist", "pp2"))
-
-
-def make_model(folder: Path) -> Path:
-    """A llama of 121 MiB in bf16 with 6 layers (14.5 MiB a layer)."""
-    import torch
-    import transformers
-
-    config = transformers.LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=FFN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        vocab_size=ROWS,
-        dtype="bfloat16",
-        tie_word_embeddings=False,
-    )
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(folder)
-    with torch.device("meta"):
-        shapes = {n: tuple(t.shape) for n, t in transformers.LlamaForCausalLM(config).state_dict().items()}
-    plan = plan_file(
-        folder / "model.safetensors", [(n, "BF16", shape) for n, shape in shapes.items()], METADATA
-    )
-    random = np.random.default_rng(1)
-    block = random.integers(0, 0x4000, 1 << 22, dtype=np.uint16)
-    with SafetensorsWriter(plan) as writer:
-        for name, info in plan.tensors.items():
-            writer.write(name, np.resize(block, info.nbytes // 2).view(np.uint8))
-    return folder
 
 
 def save_kinds(source: Path, folder: Path) -> None:

@@ -9,7 +9,6 @@ import errno
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -18,11 +17,9 @@ from typing import Any
 
 import pytest
 
+from fault_library import ERRORS, EVERY, HERE, compiled
 from fault_sites import Fault, Site, code_of, lot, named
 
-HERE = Path(__file__).parent
-ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES)
-EVERY = bool(os.environ.get("MCA_EVERY_FAULT"))
 SAMPLE = 8  # of each conversion
 WORKERS = (1, 2, 4)
 CALLED = {"open64", "read", "write", "close", "mkdir", "fstat64", "lseek64", "fcntl64", "fsync"}
@@ -32,16 +29,6 @@ CALLED = {"open64", "read", "write", "close", "mkdir", "fstat64", "lseek64", "fc
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compiled(tmp_path_factory.mktemp("library") / "faults.so")
-
-
-def compiled(target: Path) -> Path:
-    """The preloaded library."""
-    if shutil.which("gcc") is None:
-        pytest.skip("needs gcc, which is not here")
-    subprocess.run(
-        ["gcc", "-shared", "-fPIC", "-Wall", "-Werror", "-o", target, HERE / "faults.c", "-ldl"], check=True
-    )
-    return target
 
 
 @dataclass(frozen=True)

@@ -10,46 +10,15 @@ from typing import Any
 
 import pytest
 
+from dry_run_cases import be_no_rank, prepared
 from harness import run_ranks
 from layouts import tiered
-from plan_cases import CASES, MODELS, SAMPLE, values_of
-from test_dry_run import be_no_rank
+from plan_cases import CASES, MODELS, OF_SAMPLE, SAMPLE, WITHIN, plan_and_dry_run
 
 pytestmark = pytest.mark.ranks
 
-WITHIN, OF_SAMPLE = 0.10, 0.05
 CHOSEN = tuple(CASES) if os.environ.get("MCA_DRY_RUNS") else SAMPLE
 WIDE = ("chunked tp", "prediction", "windows")
-
-
-def prepared(name: str, folder: str) -> Any:
-    """The checked run of a case."""
-    from mca_train.run.checks import check, settings_of
-    from mca_train.tasks.table import TASKS
-
-    _, kind, world_size, _ = CASES[name]
-    be_no_rank()
-    settings = settings_of(TASKS[kind], values_of(name, folder), "test")
-    findings = check(TASKS[kind], settings, lambda *_: world_size)
-    assert not findings.impossible
-    return findings.run
-
-
-def plan_and_dry_run(name: str, folder: str, stage: int) -> tuple[int, list[int]]:
-    """Bytes that the dry run finds on a stage, and those that the plan says of all; runs in a process of its own."""
-    from mca_train.dry_run.stages import micro_batches_to_run
-    from mca_train.dry_run.step import step_needs
-    from mca_train.plan.memory import plan_of
-    from mca_train.run.subject import images_of_run, subject_of
-
-    run = prepared(name, folder)
-    args, images = run.settings.training, images_of_run(run)
-    subject = subject_of(run, "local", on_gpu=False, images=images)
-    plan = plan_of(subject, args, run.layout, run.world_size)
-    count = micro_batches_to_run(args.gradient_accumulation_steps, run.layout, stage)
-    rank = run.world_size // run.layout.pp * stage
-    found = step_needs(run.task, run.settings, run.model, rank, run.world_size, count, images)
-    return found.peak, [needs.total for needs in plan.stages]
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +73,6 @@ def evaluations(folder: Path) -> list[tuple[int, int]]:
     from mca_train.dry_run.tracker import KEPT, STEP, Tracker
     from mca_train.plan.memory import plan_of
     from mca_train.run.subject import subject_of
-    from test_dry_run import prepared
 
     found = []
     for changes in EVALUATED:
@@ -133,7 +101,6 @@ def computed_first(folder: Path) -> tuple[int, int, int]:
     from mca_train.dry_run.step import step_needs
     from mca_train.plan.memory import plan_of
     from mca_train.run.subject import subject_of
-    from test_dry_run import prepared
 
     be_no_rank()
     named = {"precompute_ref_log_probs": True, "reference_model_name_or_path": str(folder)}

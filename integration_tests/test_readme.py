@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from pages import blocks
+from source_tree import ROOT
+
 PAGES = [
     *ROOT.glob("*.md"),
     *ROOT.glob("docs/**/*.md"),
@@ -17,12 +19,7 @@ PAGES = [
     *ROOT.glob("examples/**/*.md"),
 ]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return [text for found, text in BLOCK.findall(page.read_text()) if found == language]
 
 
 def wrong_values(text: str) -> list[str]:

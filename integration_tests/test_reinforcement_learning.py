@@ -14,8 +14,9 @@ from harness import run_ranks
 from layouts import EVERY
 from mca_config.errors import McaError
 from mca_models.megatron.log_probs.vocabulary import TokenValues
+from pages import blocks
 from reference import make_reference
-from test_readme import ROOT, blocks
+from source_tree import ROOT
 from train_cases import history, make_trainer, quietly, samples
 
 pytestmark = pytest.mark.ranks

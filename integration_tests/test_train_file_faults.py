@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
+from fault_library import ERRORS, EVERY, HERE, compiled
 from fault_sites import Fault, Site, lot
 from layouts import tiered
-from test_file_faults import ERRORS, EVERY, HERE, compiled
 from train_cases import tiny_checkpoint
 
 pytestmark = pytest.mark.ranks

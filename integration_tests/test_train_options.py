@@ -149,7 +149,7 @@ def test_the_plan_of_an_adapter_counts_what_ranks_hold(tmp_path):
     for held, trainable in run_ranks(2, held_and_trained, checkpoint, tmp_path):
         assert stage.parameters == held
         assert stage.gradients == 4 * trainable
-        assert stage.optimizer == 8 * trained
+        assert stage.optimizer == 8 * trainable
     assert stage.reference == stage.weights - 4 * (stage.gradients // 4)
 
 

@@ -3,7 +3,6 @@
 ``MCA_EVERY_LAYOUT=1`` tests all families on all layouts.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,16 @@ import pytest
 import torch
 
 import vision_reference
+from checkpoint_files import read
 from gradients import worst_errors
 from harness import run_ranks
 from layouts import EVERY, Pair, arguments, by_layout, selected, tiered, world_size
 from parity import TOLERANCE
-from vision_reference import LENGTH, ROWS, Mixed, batch_of, mixed
+from vision_passes import DENSE, SPARSE, forward_backward, of_all_parts, sizes, wrapped
+from vision_reference import Mixed, mixed
 
 pytestmark = pytest.mark.ranks
 
-DENSE = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl", "internvl", "mistral3", "glm4v", "gemma3")
-SPARSE = ("qwen3_5_moe", "qwen3_vl_moe", "glm4v_moe", "minimax_m3_vl-moe", "mistral3-mistral4-moe")
 COMMON = (
     "tp1",
     "tp2",
@@ -57,13 +56,6 @@ WIDE = (
 )
 
 
-def sizes(layout: str) -> str:
-    """The part of a layout's name that says how many ranks there are of what."""
-    for word in ("packed", "recompute", "overlap", "-"):
-        layout = layout.replace(word, "")
-    return layout
-
-
 def compute(work: list[Mixed], layout: str, folder: Path) -> list[str | list[float]]:
     """Row losses of each model on this rank, or what went wrong; the gradients are exported. Runs on every rank."""
     found: list[str | list[float]] = []
@@ -87,124 +79,6 @@ def _one(reference: Mixed, layout: str, path: Path) -> list[float]:
                 tensor.copy_(tensor.main_grad)
     model.save_pretrained_as_hf(path)
     return losses
-
-
-def of_all_parts(reference: Mixed, layout: str, **of_ddp: Any) -> tuple[Any, list[Any]]:
-    """A model all of which trains, and its chunks in Megatron's wrapper."""
-    from mca_models.megatron import AutoModel
-
-    settings: dict[str, Any] = {"calculate_per_token_loss": True, "moe_aux_loss_coeff": 0.0}
-    settings["moe_router_bias_update_rate"] = 0.0  # transformers leaves the bias of experts as it is
-    if "recompute" in layout:
-        settings |= {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-    model = AutoModel.from_pretrained(reference.path, arguments(sizes(layout), **settings))
-    model.train_parts({"language", "vision", "projector"})
-    return model, wrapped(model, layout, **of_ddp)
-
-
-def wrapped(model: Any, layout: str, **of_ddp: Any) -> list[Any]:
-    """Its chunks in Megatron's wrapper."""
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-
-    overlap = "overlap" in layout
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, **of_ddp)
-    chunks = [DistributedDataParallel(model.megatron, ddp, chunk) for chunk in model.chunks]
-    model.megatron.finalize_model_grads_func = finalize_model_grads
-    if overlap:
-        model.megatron.no_sync_func = chunks[0].no_sync
-    return chunks
-
-
-def forward_backward(
-    reference: Mixed, layout: str, model: Any, chunks: list[Any], losses: list[float]
-) -> None:
-    """The gradients of all rows, from zero on."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    per_batch = 2 if "packed" in layout else 1
-    for chunk in chunks:
-        chunk.zero_grad_buffer()
-    get_forward_backward_func()(
-        forward_step_func=lambda iterator, chunk: forward_step(iterator, chunk, losses),
-        data_iterator=[batches(reference, model, layout, per_batch) for _ in chunks],
-        model=chunks,
-        num_microbatches=len(_of_replica(per_batch)),
-        seq_length=LENGTH * per_batch if "packed" in layout else LENGTH,
-        micro_batch_size=1,
-        forward_only=False,
-    )
-
-
-def _of_replica(per_batch: int) -> list[range]:
-    from megatron.core import parallel_state
-
-    replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    starts = range(replica * per_batch, len(ROWS), replicas * per_batch)
-    return [range(start, start + per_batch) for start in starts]
-
-
-def batches(reference: Mixed, model: Any, layout: str, per_batch: int) -> Iterator[dict[str, Any]]:
-    """This data-parallel rank's micro-batches, this context rank's part of them."""
-    from mca_models.megatron.distributed import parallel
-    from mca_models.megatron.layers.zigzag import take
-
-    group = parallel.context_group()
-    sections = model.config.mrope_section is not None
-    for rows in _of_replica(per_batch):
-        whole = batch_of(reference, rows, sections=sections)
-        images = {"images": whole.pop("images")} if "images" in whole else {}
-        if "packed" in layout:
-            yield packed(whole, group.rank(), group.size(), sections=sections) | images
-            continue
-        yield {
-            name: take(x, x.dim() - 1, group.rank(), group.size()).contiguous() for name, x in whole.items()
-        } | images
-
-
-def packed(whole: dict[str, torch.Tensor], rank: int, size: int, *, sections: bool) -> dict[str, Any]:
-    """The rows one after the other in one; positions stay whole."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    from mca_models.megatron.layers.zigzag import take
-
-    count = len(whole["input_ids"])
-    ends = torch.arange(0, LENGTH * count + 1, LENGTH, dtype=torch.int32)
-    batch: dict[str, Any] = {
-        name: take(x, 1, rank, size).reshape(1, -1) for name, x in whole.items() if x.dim() == 2
-    }
-    if sections:
-        batch["position_ids"] = whole["position_ids"].reshape(3, 1, -1)
-    batch["packed_seq_params"] = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
-        cu_seqlens_q_padded=ends,
-        cu_seqlens_kv_padded=ends,
-        max_seqlen_q=LENGTH,
-        max_seqlen_kv=LENGTH,
-    )
-    return batch
-
-
-def forward_step(iterator: Iterator[dict[str, Any]], chunk: Any, seen: list[float]) -> Any:
-    batch = next(iterator)
-    mask = batch["loss_mask"]
-    losses = chunk(**batch, attention_mask=None)
-
-    def loss(losses: torch.Tensor) -> Any:
-        total = (losses.float() * mask).sum()
-        seen.append(float(total.detach()))
-        return total, mask.sum().int(), {}
-
-    return losses, loss
 
 
 Computed = tuple[Path, dict[str, Mixed], dict[Pair, list[Any]]]
@@ -238,8 +112,6 @@ def test_losses_and_gradients_equal_transformers(case: str, layout: str, compute
 @pytest.mark.parametrize("case", (*DENSE, *SPARSE))
 def test_references_are_not_trivial(case: str, tmp_path: Path) -> None:
     """Images reach the loss, and every parameter of the vision model has a gradient."""
-    from checkpoint_files import read
-
     reference = mixed(case, tmp_path)
     gradients = read(reference.gradients)
     tower = {name: x for name, x in gradients.items() if "visual" in name or "vision_tower" in name}

@@ -15,7 +15,7 @@ from gradients import worst_errors
 from harness import run_ranks
 from layouts import EVERY, arguments, world_size
 from parity import TOLERANCE
-from test_vision_images import forward_backward, sizes, wrapped
+from vision_passes import forward_backward, sizes, wrapped
 from vision_reference import Mixed, mixed
 
 pytestmark = pytest.mark.ranks

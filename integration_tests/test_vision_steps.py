@@ -15,7 +15,7 @@ import vision_reference
 from checkpoint_files import read
 from harness import run_ranks
 from layouts import EVERY, arguments
-from test_vision_images import DENSE, SPARSE, forward_backward, of_all_parts, sizes
+from vision_passes import DENSE, SPARSE, forward_backward, of_all_parts, sizes
 from vision_reference import Mixed, mixed
 
 pytestmark = pytest.mark.ranks

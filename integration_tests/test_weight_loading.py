@@ -14,7 +14,7 @@ from harness import run_ranks
 from layouts import EVERY, arguments, by_case, world_size
 from mca_config.errors import McaError
 from reference import FAMILY_CASES, make_reference
-from test_weight_streams import checkpoint_of, in_disorder
+from weight_streams import checkpoint_of, in_disorder
 
 pytestmark = pytest.mark.ranks
 

@@ -1,8 +1,6 @@
 """A live model as a stream: what arrives is what is saved, on whom it should, in bounded memory, and nobody waits."""
 
-import hashlib
 import os
-import random
 import time
 from collections.abc import Iterator
 from math import prod
@@ -15,19 +13,18 @@ import tiny_vision
 import torch
 
 from harness import RanksFailed, run_ranks
+from large_model import make_model
 from layouts import EVERY, arguments, by_case, world_size
 from mca_config.errors import McaError
-from mca_models.megatron.tensors import CODES, to_numpy
+from mca_models.megatron.tensors import to_numpy
 from mca_models.quantised import blocks
 from mca_models.storage.safetensors import read_header
 from memory import MIB, peak
 from reference import FAMILY_CASES, make_reference
-from test_factory_memory import make_model
+from weight_streams import SMALL, checkpoint_of, facts_of, names_and_bytes, stored
 
 pytestmark = pytest.mark.ranks
 
-SMALL = 30_000
-"""Bytes of a bucket: several, and some tensors that are larger."""
 LAYOUTS = ("tp2pp2sp", "tp2pp2vpp2sp", "pp2dp2", "tp2cp2sp", "tp2ep2etp1dp2sp", "ep2pp2")
 SAMPLE = (
     ("llama", "tp2pp2vpp2sp"),
@@ -42,47 +39,6 @@ SAMPLE = (
 GRIDS = by_case((*FAMILY_CASES, *tiny_vision.CASES), LAYOUTS, SAMPLE)
 
 IDS = torch.arange(48).reshape(2, 24)
-
-Facts = dict[str, tuple[str, tuple[int, ...], str]]
-
-
-def checkpoint_of(case: str, folder: Path) -> Path:
-    """A random model of ``case`` in bf16, with a vision part or without."""
-    if case in tiny_vision.CASES:
-        return Path(tiny_vision.save(case, folder / case, "bfloat16"))
-    return make_reference(case, folder, "bfloat16").path
-
-
-def facts_of(name: str, tensor: torch.Tensor) -> tuple[str, tuple[str, tuple[int, ...], str]]:
-    array = to_numpy(tensor).reshape(-1).view(np.uint8)
-    return name, (CODES[tensor.dtype], tuple(tensor.shape), hashlib.sha256(array.data).hexdigest())
-
-
-def stored(path: Path) -> Facts:
-    """Code, shape and checksum of every tensor of a directory."""
-    found = {}
-    for file in path.glob("*.safetensors"):
-        for name, info in read_header(file).tensors.items():
-            digest = hashlib.sha256(info.array().reshape(-1).view(np.uint8).data).hexdigest()
-            found[name] = (info.dtype, info.shape, digest)
-    return found
-
-
-def in_disorder(tensors: dict[str, torch.Tensor]) -> Iterator[Any]:
-    """Each tensor whole, or its rows in up to three pieces, all in a random order."""
-    draw = random.Random(5)
-    pieces: list[Any] = []
-    for name, tensor in tensors.items():
-        if draw.random() < 0.5:
-            pieces.append((name, tensor))
-            continue
-        step = -(-len(tensor) // 3)
-        pieces += [(name, tensor[row : row + step], row) for row in range(0, len(tensor), step)]
-    draw.shuffle(pieces)
-    for name, tensor, *start in pieces:
-        lent = tensor.clone()
-        yield (name, lent, *start)
-        lent.fill_(float("nan"))  # the sender's buffer is used again
 
 
 def stream_all(pairs: list[tuple[Path, str]], folder: Path) -> list[Any]:
@@ -175,10 +131,6 @@ def forms(path: Path, layout: str) -> dict[str, Any]:
         "held": sum(t.nbytes for _, t in models.canonical_parameters()),
         "fp8": len(fp8),
     }
-
-
-def names_and_bytes(named: tuple[str, torch.Tensor]) -> tuple[str, bytes]:
-    return named[0], to_numpy(named[1]).tobytes()
 
 
 def _require_blocks(plain: dict[str, torch.Tensor], fp8: dict[str, torch.Tensor]) -> None:

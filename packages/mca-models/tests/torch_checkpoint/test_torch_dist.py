@@ -3,7 +3,6 @@
 What Megatron itself saves is read in ``integration_tests/test_torch_dist_reading.py``.
 """
 
-import json
 import os
 import pickle
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import pytest
 import tiny_hf
 import torch
 from compare import assert_same
-from torch.distributed import checkpoint as dcp
+from torch_dist_files import State, by_layer, save
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
@@ -22,25 +21,6 @@ from mca_models.templates import family_of, gated_delta_net, mamba
 from mca_models.torch_checkpoint.opening import open_foreign
 from mca_models.torch_checkpoint.torch_dist import find_torch_dist, open_torch_dist
 from mca_models.weights import Stage
-
-State = dict[str, Any]
-
-
-def by_layer(config: McaModelConfig, hf: dict[str, torch.Tensor]) -> State:
-    """Every parameter under its own name; experts stacked."""
-    state: dict[str, Any] = {}
-    for param in family_of(config.model_type).params(config):
-        if param.alias_of is not None:
-            continue
-        whole = param.to_whole([hf[name] for name in param.hf_names()]).clone()
-        name = param.mca_name()
-        if param.expert is None:
-            state[name] = whole
-        else:
-            state.setdefault(
-                name.replace(".experts.", ".experts.experts.").removesuffix(str(param.expert)), []
-            ).append(whole)
-    return {name: torch.stack(value) if isinstance(value, list) else value for name, value in state.items()}
 
 
 def stacked(config: McaModelConfig, hf: dict[str, torch.Tensor]) -> State:
@@ -103,12 +83,6 @@ def state_space_parts(config: McaModelConfig, hf: dict[str, torch.Tensor]) -> St
         pieces = zip(("z", "x", "B", "C", "dt")[parts], state.pop(name).split(sizes[parts]), strict=True)
         state |= {f"{name}.{part}": piece.clone() for part, piece in pieces}
     return state
-
-
-def save(path: Path, state: State) -> Path:
-    dcp.save(state, checkpoint_id=path, no_dist=True)
-    (path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
-    return path
 
 
 FORMS = [by_layer, stacked, singleton, local_norms]

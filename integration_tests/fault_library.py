@@ -1,0 +1,23 @@
+"""`faults.c` compiled, and the errors that it gives."""
+
+import errno
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES)
+EVERY = bool(os.environ.get("MCA_EVERY_FAULT"))
+
+
+def compiled(target: Path) -> Path:
+    """The preloaded library."""
+    if shutil.which("gcc") is None:
+        pytest.skip("needs gcc, which is not here")
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-Wall", "-Werror", "-o", target, HERE / "faults.c", "-ldl"], check=True
+    )
+    return target
