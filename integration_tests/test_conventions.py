@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from source_tree import PACKAGES, ROOT, SOURCES, Source, defined, report
+from source_tree import PACKAGES, ROOT, SOURCES, Source, defined, imports, report
 
 MAX_FILE_LINES = 400
 
@@ -95,6 +95,15 @@ def missing_names(source: Source, modules: dict[str, set[str]]) -> list[str]:
     ]
 
 
+def imported_tests(source: Source) -> list[str]:
+    """Imports of test modules: what several tests use stands in a helper, so each can be moved and read alone."""
+    return [
+        f"{source.module}:{found.line} imports {found.name}"
+        for found in imports(source.text)
+        if any(part.startswith("test_") for part in found.name.split("."))
+    ]
+
+
 def test_files_and_functions_are_short():
     assert not report(too_long(source) for source in SOURCES)
 
@@ -115,6 +124,10 @@ def test_what_tests_and_tools_import_is_there():
         modules = ours | {source.module: defined(source.text) for source in folder}
         problems += [missing_names(source, modules) for source in folder]
     assert not report(iter(problems))
+
+
+def test_nothing_imports_a_test_module():
+    assert not report(imported_tests(source) for folder in _beside_the_sources() for source in folder)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -166,6 +179,21 @@ def test_an_import_that_finds_nothing_is_caught():
     assert not missing_names(Source("m", there), modules)
     assert missing_names(Source("m", "def f():\n    from a import h\n"), modules) == ["m:2 a has no h"]
     assert not missing_names(Source("m", "from a import h"), {"a": defined("def __getattr__(name): ...")})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from test_lora import CASES",
+        "def f():\n    import test_lora as lora",
+        "from torch_checkpoint.test_torch_dist import save",
+        "from torch_checkpoint import test_torch_dist",
+        'importlib.import_module("test_lora")',
+    ],
+)
+def test_an_import_of_a_test_module_is_caught(text):
+    assert imported_tests(Source("test_m", text))
+    assert not imported_tests(Source("test_m", "from tests_of import test\nimport testing.latest_test"))
 
 
 @pytest.mark.parametrize("names", ['["b", "a"]', '["a", "a"]', "sorted(x)"])
