@@ -6,10 +6,10 @@ import pytest
 
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.names import Spelling, chunk_params
+from mca_models.megatron.names import NamingScheme, chunk_params
 from mca_models.templates import config_from_hf
 
-TE, LOCAL = Spelling("transformer_engine", grouped_experts=True), Spelling("local")
+TE, LOCAL = NamingScheme("transformer_engine", grouped_experts=True), NamingScheme("local")
 
 
 @pytest.fixture
@@ -58,14 +58,14 @@ def dense() -> McaModelConfig:
         ),
     ],
 )
-def test_spelling(canonical: str, te: str, local: str) -> None:
+def test_naming(canonical: str, te: str, local: str) -> None:
     assert TE.live(canonical) == te
     assert LOCAL.live(canonical) == local
 
 
 def test_the_prediction_layer_is_renamed() -> None:
-    spelling = replace(LOCAL, mtp_layer="mtp_model_layer")
-    assert spelling.live("mtp.layers.{layer}.transformer_layer.x") == "mtp.layers.{layer}.mtp_model_layer.x"
+    naming = replace(LOCAL, mtp_layer="mtp_model_layer")
+    assert naming.live("mtp.layers.{layer}.transformer_layer.x") == "mtp.layers.{layer}.mtp_model_layer.x"
 
 
 def test_layers_are_numbered_from_zero_in_each_chunk(dense: McaModelConfig) -> None:

@@ -26,7 +26,7 @@ Implementation = Literal["transformer_engine", "local"]
 
 
 @dataclass(frozen=True)
-class Spelling:
+class NamingScheme:
     """How the live modules of this process name things.
 
     Args:
@@ -65,14 +65,22 @@ class Held:
 
 
 def chunk_params(
-    config: McaModelConfig, chunk: PipelineChunk, layout: ParallelLayout, at: Coordinates, spelling: Spelling
+    config: McaModelConfig,
+    chunk: PipelineChunk,
+    layout: ParallelLayout,
+    at: Coordinates,
+    naming: NamingScheme,
 ) -> list[Held]:
     """Every parameter that the rank at ``at`` holds of ``chunk``, in checkpoint order."""
-    return list(_held(config, chunk, layout, at, spelling))
+    return list(_held(config, chunk, layout, at, naming))
 
 
 def _held(
-    config: McaModelConfig, chunk: PipelineChunk, layout: ParallelLayout, at: Coordinates, spelling: Spelling
+    config: McaModelConfig,
+    chunk: PipelineChunk,
+    layout: ParallelLayout,
+    at: Coordinates,
+    naming: NamingScheme,
 ) -> Iterator[Held]:
     experts = experts_of(config, layout, at.ep)
     for param in family_of(config.model_type).params(config):
@@ -83,5 +91,5 @@ def _held(
             continue
         if param.alias_of is not None and chunk.has_embedding:
             continue  # the output layer uses the embedding's own tensor
-        name = live_name(param, spelling.live(param.mca), chunk, experts)
+        name = live_name(param, naming.live(param.mca), chunk, experts)
         yield Held(name, param, copy=copied or param.alias_of is not None)

@@ -25,7 +25,7 @@ from mca_models.megatron.forward import model_logits
 from mca_models.megatron.layers.tp_marks import mark_parameters
 from mca_models.megatron.log_probs.forward import Batch, LogProbs, model_log_probs
 from mca_models.megatron.log_probs.vocabulary import TokenValues
-from mca_models.megatron.names import Held, Implementation, Spelling, chunk_params
+from mca_models.megatron.names import Held, Implementation, NamingScheme, chunk_params
 from mca_models.megatron.state.arrivals import Weight
 from mca_models.megatron.state.export import (
     BUCKET_BYTES,
@@ -116,16 +116,14 @@ class VirtualModels(torch.nn.Module):
             )
 
     def _match(self, index: int) -> Iterator[tuple[Held, Tensor]]:
-        held = chunk_params(
-            self.config, self._parts[index], self.place.layout, self.place.at, self._spelling()
-        )
+        held = chunk_params(self.config, self._parts[index], self.place.layout, self.place.at, self._naming())
         tensors = live_tensors(self.chunks[index], held)
         for item in held:
             yield item, tensors[item.live]
 
-    def _spelling(self) -> Spelling:
+    def _naming(self) -> NamingScheme:
         grouped = self.implementation == "transformer_engine" and self.megatron.moe_grouped_gemm
-        return Spelling(self.implementation, grouped, _mtp_layer_name())
+        return NamingScheme(self.implementation, grouped, _mtp_layer_name())
 
     def held(self) -> Sequence[tuple[Held, Tensor]]:
         """Every parameter (and saved buffer) of this rank with its rule, second copies included: this rank's pieces."""

@@ -1,8 +1,8 @@
 """Where a parameter of a template stands in a live model, and the tables of what Megatron calls it there.
 
-Checkpoints have one spelling, Transformer Engine's with global layer and expert numbers. A live chunk numbers its
+Checkpoints have one naming scheme, Transformer Engine's with global layer and expert numbers. A live chunk numbers its
 layers from 0 and its experts from 0 on each rank, and spells some names after the layer spec that it was built from.
-Which of the spellings a model or a file has is not decided here.
+Which of the schemes a model or a file has is not decided here.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Distributed checkpoints have one spelling, Transformer Engine's, whichever layers wrote them.
+"""Distributed checkpoints have one naming scheme, Transformer Engine's, whichever layers wrote them.
 
 Megatron's local layers call a norm of their own what Transformer Engine fuses into the linear after it; its map of
 their names to the checkpoint's takes every MLP for a dense one, every attention for an ordinary one, and is missing
@@ -8,7 +8,7 @@ could not be loaded by Transformer Engine's, nor by them what those wrote.
 
 from collections.abc import Iterable, Mapping
 
-from mca_models.megatron.names import Spelling
+from mca_models.megatron.names import NamingScheme
 from mca_models.templates.mtp import MTP
 from mca_models.weights import Param, Stage
 
@@ -23,7 +23,7 @@ def keys_map(params: Iterable[Param], stage: Stage, layer: int) -> Mapping[str, 
         stage: `Stage.LAYER`, or `Stage.MTP` for the decoder layer inside a prediction layer.
         layer: Its number in the model.
     """
-    local, before = Spelling("local", grouped_experts=True), _INSIDE[stage]
+    local, before = NamingScheme("local", grouped_experts=True), _INSIDE[stage]
     mine = [
         param.mca
         for param in params

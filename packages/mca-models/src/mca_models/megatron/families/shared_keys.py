@@ -19,7 +19,7 @@ Arguments = tuple[object, ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class ContextSlice:
     """Where keys and values of one layer lie in a context, in channels of this tensor rank.
 
     Args:
@@ -43,27 +43,27 @@ class Place:
 
 def share_keys(model: GptModel, config: McaModelConfig) -> None:
     """Has the layers of a chunk lend and take keys and values."""
-    places = _places(config)
+    slices = _slices(config)
     for layer in model.decoder.layers:
         number = layer.layer_number - 1
-        if number in places:
+        if number in slices:
             layer.register_forward_hook(_lend)
         source = config.keys_from(number)
         if source is not None:
-            layer.register_forward_pre_hook(partial(_take, places[source]), with_kwargs=True)
+            layer.register_forward_pre_hook(partial(_take, slices[source]), with_kwargs=True)
 
 
-def _places(config: McaModelConfig) -> dict[int, Place]:
+def _slices(config: McaModelConfig) -> dict[int, ContextSlice]:
     """By the number of the layer that lends, in order."""
     sources = {config.keys_from(layer) for layer in range(config.num_layers)} - {None}
-    places: dict[int, Place] = {}
+    slices: dict[int, ContextSlice] = {}
     start = 0
     for layer in sorted(source for source in sources if source is not None):
         own = config.of_layer(layer)
         groups = own.num_query_groups // config.layout.tp
-        places[layer] = Place(start, groups * own.kv_channels, groups * own.value_width, groups)
+        slices[layer] = ContextSlice(start, groups * own.kv_channels, groups * own.value_width, groups)
         start += groups * (own.kv_channels + own.value_width)
-    return places
+    return slices
 
 
 def _lend(
@@ -76,5 +76,5 @@ def _lend(
     return hidden, lent if context is None else torch.cat([context, lent], -1)
 
 
-def _take(place: Place, layer: MegatronModule, args: Arguments, kwargs: JsonObject) -> None:
-    layer.self_attention.taken = place.of(kwargs["context"])
+def _take(source: ContextSlice, layer: MegatronModule, args: Arguments, kwargs: JsonObject) -> None:
+    layer.self_attention.taken = source.of(kwargs["context"])

@@ -88,7 +88,7 @@ def adapted_prediction(spec: Spec, config: McaModelConfig, implementation: Imple
 def _spelled(
     params: Sequence[Param], stage: Stage, layer: int, implementation: Implementation
 ) -> dict[str, Change]:
-    """The change that gives the keys of a layer's checkpoint their one spelling."""
+    """The change that gives the keys of a layer's checkpoint their one naming scheme."""
     if implementation == "transformer_engine":
         return {}
     keys = keys_map(params, stage, layer)

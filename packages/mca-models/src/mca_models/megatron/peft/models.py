@@ -99,7 +99,7 @@ class PeftModels(VirtualModels):
             overlap=bool(self.megatron.moe_shared_expert_overlap),
             fuser=bool(vars(self.megatron).get("use_transformer_engine_op_fuser")),  # since 0.17
         )
-        grouped = self._spelling().grouped_experts
+        grouped = self._naming().grouped_experts
         attached: list[Attached] = []
         dropout = self.adapter.dropout
         tell_undropped(self.rules, dropout)
