@@ -15,10 +15,12 @@ from safetensors.torch import load_file, save_file
 from mca_config.checks import check_layout
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
-from mca_models.lora import AdapterConfig, merge_to_hf, open_adapter, write_mca_adapter, write_peft
+from mca_models.lora import Adapter, AdapterConfig, merge_to_hf, open_adapter, write_mca_adapter, write_peft
 from mca_models.lora.parts import exclude_unadapted, name_linears, save_head
+from mca_models.lora.peft_directory import peft_shapes
 from mca_models.lora.rules import rules_for_training
 from mca_models.lora.targets import linear_targets
+from mca_models.lora.unread import TURNED
 from mca_models.opening import open_checkpoint
 from mca_models.templates import FAMILIES, config_from_hf
 
@@ -151,6 +153,104 @@ def test_peft_reads_all_factors_of_all_linear_beside_experts(case: str, tmp_path
     torch.testing.assert_close(adapters.logits(lora), right, atol=1e-3, rtol=0)
     with lora.disable_adapter():
         assert float((adapters.logits(lora) - right).abs().max()) > 0.1
+
+
+def loaded_by_peft(case: str, settings: dict[str, Any], folder: Path) -> tuple[float, float]:
+    """How far peft's model with a new adapter is from the merged one, and that from the model without it."""
+    base = tiny_hf.save(case, folder / "base")
+    checkpoint = open_checkpoint(base)
+    document = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 4, **settings}
+    exclude_unadapted(document, checkpoint.config, ())
+    name_linears(document, checkpoint.config)
+    adapter = AdapterConfig.from_dict(document, "LoraConfig")
+    rules = rules_for_training(checkpoint.config, adapter)
+    shapes = peft_shapes(Adapter(checkpoint.config, adapter, rules, lambda param: None))
+    torch.manual_seed(5)
+    (folder / "adapter").mkdir()
+    tensors = {name: 0.1 * torch.randn(shape) for name, shape in shapes.items()}
+    save_file(tensors, folder / "adapter" / "adapter_model.safetensors")
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(document))
+    merge_to_hf(checkpoint, open_adapter(folder / "adapter", checkpoint.config), folder / "merged")
+    right, plain = (adapters.logits(adapters.base_model(path)) for path in (folder / "merged", base))
+    lora = peft.PeftModel.from_pretrained(adapters.base_model(base), folder / "adapter")
+    return tuple(float((each - right).abs().max()) for each in (adapters.logits(lora), plain))
+
+
+PROJECTIONS = ["gate_proj", "up_proj", "down_proj"]
+SHARED = ["o_proj", "shared_experts.up_proj"]
+SIZES = {"rank_pattern": {"shared_experts.up_proj": 3}, "alpha_pattern": {"mlp.gate_proj": 16}}
+
+
+@pytest.mark.parametrize(
+    "case,settings",
+    [
+        pytest.param("glm4_moe", {"target_modules": PROJECTIONS, **SIZES}, id="glm4_moe"),
+        *(
+            pytest.param(case, {"target_modules": targets, **more}, id=name, marks=pytest.mark.wide)
+            for name, case, targets, more in (
+                ("pattern", "glm4_moe", rf".*\.({'|'.join(PROJECTIONS)})", {}),
+                ("shared", "glm4_moe", SHARED, {}),
+                ("layer", "glm4_moe", SHARED, {"layers_to_transform": [2]}),
+                ("afmoe", "afmoe", PROJECTIONS, {}),
+                ("longcat_flash", "longcat_flash", PROJECTIONS, {}),
+                ("qwen3_moe", "qwen3_moe", ["q_proj", *PROJECTIONS], {}),
+                ("down", "mixtral", ["q_proj", "w2"], {}),
+            )
+        ),
+    ],
+)
+def test_peft_reads_all_factors_of_given_names_beside_experts(
+    case: str, settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    difference, moved = loaded_by_peft(case, settings, tmp_path)
+    assert difference < 1e-4 * moved  # sums in another order; factors that are not read are a tenth and more
+    assert "PEFT on transformers 5" not in caplog.text
+
+
+UNREAD: dict[str, tuple[str, dict[str, Any]]] = {
+    "type": ("qwen2_moe", {"target_modules": PROJECTIONS}),
+    "gate-alone": ("glm4_moe", {"target_modules": ["gate_proj"]}),
+    "without-down": ("qwen3_moe", {"target_modules": PROJECTIONS[:2]}),
+    "rslora": ("qwen3_moe", {"target_modules": PROJECTIONS, "use_rslora": True}),
+    "alpha": ("qwen3_moe", {"target_modules": PROJECTIONS, "alpha_pattern": {"gate_proj": 32}}),
+}
+REFUSED_BY_PEFT = ("gate-alone",)
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_what_peft_does_not_read_of_experts_is_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    case, settings = UNREAD[name]
+    kind, different = tiny_hf.ALL[case]
+    config = config_from_hf({**tiny_hf.SIZE, **different, "model_type": kind})
+    rules_for_training(config, AdapterConfig.from_dict({"peft_type": "LORA", **settings}))
+    (told,) = [each.message for each in caplog.records if "PEFT on transformers 5" in each.message]
+    assert "\n" not in told
+    assert "name mlp.experts.gate_up_proj, mlp.experts.down_proj in target_parameters" in told
+    named = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    caplog.clear()
+    rules_for_training(config, AdapterConfig.from_dict({"peft_type": "LORA", **named}))
+    assert not caplog.records
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", UNREAD)
+def test_what_is_told_peft_does_not_read(name: str, tmp_path: Path) -> None:
+    case, settings = UNREAD[name]
+    if name in REFUSED_BY_PEFT:
+        with pytest.raises(ValueError, match="without also targeting"):
+            loaded_by_peft(case, settings, tmp_path)
+    else:
+        difference, moved = loaded_by_peft(case, settings, tmp_path)
+        assert difference > 0.05 * moved
+
+
+def test_types_whose_experts_peft_turns() -> None:
+    """When this fails, PEFT or transformers has other ones: `TURNED` takes them over."""
+    from peft.utils import transformers_weight_conversion as conversion
+
+    bases = conversion._MODEL_TO_CONVERSION_PATTERN
+    turned = {kind for kind in FAMILIES if bases.get(kind) in conversion._MOE_TARGET_MODULE_MAPPING}
+    assert turned == TURNED
 
 
 LAYER = r"model\.layers\.1\..*"

@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_models.lora.config import ALL_LINEAR, AdapterConfig
+from mca_models.lora.config import ALL_LINEAR, AdapterConfig, ends_with
 from mca_models.lora.targets import Target, linear_targets
+from mca_models.lora.unread import TURNED
 from mca_models.templates import family_of
 
 _OF_EXPERTS = frozenset("gate gate_proj up_proj down_proj w1 w2 w3".split())
@@ -55,40 +56,55 @@ def exclude_unadapted(document: JsonObject, config: McaModelConfig, adapted: Col
 
 
 def name_linears(document: JsonObject, config: McaModelConfig) -> None:
-    """Names what ``all-linear`` means in a model with experts, where PEFT takes it for something else.
+    """Names linears of a model with experts where PEFT takes ``target_modules`` for something else.
 
-    PEFT turns the names of linears that routed experts had in transformers 4 into those of their stacked weights. It
-    would not read the factors of shared experts and of dense layers, whose linears have the same names. By the names
-    of their weights it does. These are named one by one where some with the same end of a name are left out or differ,
-    and patterns name them too, so that they have the ranks and scales that they had as modules.
+    PEFT turns the names of linears that routed experts had in transformers 4 into those of their stacked weights:
+    those that ``all-linear`` means, and in models of most types those that are given. It would not read the factors
+    of shared experts and of dense layers, whose linears have the same names. By the names of their weights it does.
+    These are named one by one where some with the same end of a name are left out or differ, and patterns name them
+    too, so that they have the ranks and scales that they had as modules.
 
     Args:
         document: Of ``adapter_config.json``, with what it excludes; it is changed.
         config: Of the model.
     """
-    if not _means_all(document) or not config.num_moe_experts or document.get("lora_dropout"):
+    turned = _means_all(document) or config.model_type in TURNED
+    if not turned or not config.num_moe_experts or document.get("lora_dropout"):
         return  # with dropout PEFT takes no parameters
     adapter = AdapterConfig.from_dict(document)
     targets = linear_targets(config)
     meant = [each for each in targets if adapter.targets(each.module, linear=each.linear)]
-    if not any(each.label in _OF_EXPERTS for each in meant):
+    alike = [each for each in meant if each.linear and each.label in _OF_EXPERTS]
+    if not alike:
         return
     modules = {each.module for each in meant}
     left = [each.module for each in targets if each.module not in modules]
-    whole = family_of(config.model_type).vision is not None  # whose parts share ends of names
-    groups: dict[str, list[Target]] = {}
-    for each in meant:
-        groups.setdefault(each.module if whole else _end(each), []).append(each)
-    others = [name for name, group in groups.items() if group[0].label not in _OF_EXPERTS]
     weights = {
         f"{name}.weight": each
-        for end, group in groups.items()
-        if group[0].label in _OF_EXPERTS
+        for end, group in _by_end(alike, config).items()
         for name, each in _spelled(end, group, adapter, left).items()
     }
-    document["target_modules"] = others
+    others = [each for each in meant if each not in alike]
+    if _means_all(document):
+        document["target_modules"] = list(_by_end(others, config))
+    elif not isinstance(given := document["target_modules"], str):
+        document["target_modules"] = [name for name in given if _keeps(name, others, alike)]
     document["target_parameters"] = [*(document.get("target_parameters") or ()), *weights]
     _extend_patterns(document, adapter, weights)
+
+
+def _by_end(targets: Iterable[Target], config: McaModelConfig) -> Mapping[str, list[Target]]:
+    whole = family_of(config.model_type).vision is not None  # whose parts share ends of names
+    groups: dict[str, list[Target]] = {}
+    for each in targets:
+        groups.setdefault(each.module if whole else _end(each), []).append(each)
+    return groups
+
+
+def _keeps(name: str, others: Iterable[Target], alike: Iterable[Target]) -> bool:
+    """Whether a given name means more than what parameters name now, or nothing at all."""
+    found = any(ends_with(each.module, [name]) for each in others)
+    return found or not any(ends_with(each.module, [name]) for each in alike)
 
 
 def _end(target: Target) -> str:

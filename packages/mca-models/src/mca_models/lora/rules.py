@@ -23,6 +23,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.lora.config import AdapterConfig
 from mca_models.lora.targets import UNSAVED, Target, linear_targets, stacked_targets
 from mca_models.lora.unmatched import excluding_nothing, unmatched
+from mca_models.lora.unread import unread
 from mca_models.templates import family_of
 from mca_models.weights import COLUMN, REPLICATED, ROW, Param, Shard, Stage
 from mca_models.weights.layouts import SEPARATE, Concat, GroupedHeads
@@ -77,9 +78,10 @@ def rules_for_training(config: McaModelConfig, adapter: AdapterConfig) -> Adapte
     """
     factors = (*_linear_factors(config, adapter), *_stacked_factors(config, adapter))
     rules = _checked(config, adapter, AdapterRules(factors, tuple(_saved(config, adapter))))
-    problems = unmatched(config, adapter, [pair.target for pair in rules.factors])
+    adapted = [pair.target for pair in rules.factors]
+    problems = unmatched(config, adapter, adapted)
     raise_problems(problems, "LoraConfig", shown=8)
-    for told in excluding_nothing(config, adapter):
+    for told in (*excluding_nothing(config, adapter), *unread(config, adapter, adapted)):
         logger.warning("LoraConfig: %s", told)
     return rules
 

@@ -1,0 +1,49 @@
+"""Factors of routed experts, each with its own, that PEFT does not read as they are on transformers 5.
+
+There the weights of all experts are one parameter, and gate and up are one more. In models of some types PEFT makes
+the factors of these parameters out of those of each expert, with a single scale; in others it passes over them in
+silence.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from mca_config.model_config import McaModelConfig
+from mca_models.lora.config import AdapterConfig
+from mca_models.lora.targets import Target, linear_targets, stacked_targets
+
+TURNED = frozenset(
+    "afmoe cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5_moe exaone_moe flex_olmo glm4_moe "
+    "glm4_moe_lite glm4v_moe glm_moe_dsa hunyuan_v1_moe longcat_flash mellum minimax_m2 mixtral olmoe qwen3_moe "
+    "qwen3_next solar_open".split()
+)
+"""Types of models in which PEFT does so."""
+_DOWN = frozenset({"down_proj", "w2"})
+
+
+def unread(config: McaModelConfig, adapter: AdapterConfig, adapted: Sequence[Target]) -> Iterator[str]:
+    """Yields in words which factors PEFT would leave out, or scale otherwise.
+
+    Args:
+        config: The model.
+        adapter: The adapter's configuration.
+        adapted: What of the model has factors.
+    """
+    own = [each for each in adapted if each.base.expert is not None and not each.stacked]
+    named = {each.label for each in own}
+    every = {each.label for each in linear_targets(config) if each.base.expert is not None}
+    turned = config.model_type in TURNED and (named == every or named <= _DOWN)
+    if not own or (turned and not _scaled(adapter, [each for each in own if each.label not in _DOWN])):
+        return
+    stacks = dict.fromkeys(".".join(each.module.split(".")[-3:]) for each in stacked_targets(config))
+    yield (
+        f"target_modules: each routed expert has factors of its own for {', '.join(sorted(named))}, which PEFT on "
+        f"transformers 5 leaves out or scales otherwise in this {config.model_type} model; to load the adapter "
+        f"there, name {', '.join(stacks)} in target_parameters instead"
+    )
+
+
+def _scaled(adapter: AdapterConfig, joined: Sequence[Target]) -> bool:
+    """Whether PEFT gives another scale to what it joins, of which it doubles rank and alpha of the whole adapter."""
+    usual = adapter.document.get("r", 8), adapter.document.get("lora_alpha", 8)
+    sizes = {(adapter.rank(each.module), adapter.alpha(each.module)) for each in joined}
+    return bool(sizes) and (bool(adapter.document.get("use_rslora")) or sizes != {usual})
