@@ -194,8 +194,9 @@ def _end_megatron() -> None:
 def timeout() -> timedelta:
     """How long ranks wait for each other: what torch.distributed was started with."""
     world: ProcessGroup = torch.distributed.distributed_c10d._get_default_group()
-    options = world._get_backend(torch.device(platform.device_type())).options
-    return getattr(options, "_timeout", _TIMEOUT)  # torch's fake backend has no options
+    backend = world._get_backend(torch.device(platform.device_type()))
+    options = getattr(backend, "options", None)  # torch's fake backend has none, or none with a time
+    return getattr(options, "_timeout", _TIMEOUT)
 
 
 def _wanted_sizes(layout: ParallelLayout) -> tuple[int, ...]:
