@@ -1,5 +1,6 @@
 """What a step counts is kept where it is until a log is due."""
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,3 +38,26 @@ def test_a_step_copies_nothing_to_the_device(rank: int, monkeypatch: pytest.Monk
     assert report.losses == [1.5, 1.5]
     counted = (report.num_tokens, report.num_samples, report.squares, report.image_tokens)
     assert counted == ((14, 4, 50, 6) if rank == 0 else (0, 0, 0, 0))
+
+
+def test_an_interval_that_is_cut_adds_up_to_the_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mca_train.groups.sum_over_data", lambda rows: rows)
+    steps: list[tuple[StepLoss, Any]] = [
+        (
+            StepLoss(torch.tensor(float(number)), torch.tensor(number + 1)),
+            SimpleNamespace(num_tokens=number, num_samples=2, squares=5, image_tokens=0, checksum=0),
+        )
+        for number in range(3)
+    ]
+    whole, before, after = LossMeter(0), LossMeter(0), LossMeter(0)
+    for step in steps:
+        whole.add(*step)
+    before.add(*steps[0])
+    after.restore(json.loads(json.dumps(before.state())))
+    assert after.samples_before == 2
+    for step in steps[1:]:
+        after.add(*step)
+    expected, found = whole.flush(), after.flush()
+    assert found.losses == expected.losses == [0.0, 0.5, 2 / 3]
+    assert (found.num_tokens, found.num_samples) == (expected.num_tokens, expected.num_samples) == (3, 6)
+    assert found.seconds > 0
