@@ -114,18 +114,18 @@ def test_one_command_runs_steps_and_keeps_what_they_found(tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> run.Place:
+def workspace(tmp_path: Path) -> run.Workspace:
     (tmp_path / "results").mkdir()
-    return run.Place(tmp_path / "results", tmp_path / "scratch", run.install(None, tmp_path), "cpu", True)
+    return run.Workspace(tmp_path / "results", tmp_path / "scratch", run.install(None, tmp_path), "cpu", True)
 
 
 @pytest.mark.wide
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", one_of_each_kind())
-def test_every_kind_of_step_is_rehearsed(name: str, tmp_path: Path, place: run.Place) -> None:
+def test_every_kind_of_step_is_rehearsed(name: str, tmp_path: Path, workspace: run.Workspace) -> None:
     over_engine = name.endswith("-engine")
     if over_engine and IS_THERE:  # emulated in a process of its own
-        result = run.run(step_of(name), place, 600)
+        result = run.run(step_of(name), workspace, 600)
         assert result["status"] == "passed", result
         assert result["checks"]
         return
@@ -137,13 +137,13 @@ def test_every_kind_of_step_is_rehearsed(name: str, tmp_path: Path, place: run.P
         assert checked
 
 
-def test_a_step_that_breaks_or_hangs_is_kept_and_the_next_goes_on(place: run.Place) -> None:
-    broken = run.run(Step("no-such-step", "nothing:nothing", 1, 5), place, 20)
+def test_a_step_that_breaks_or_hangs_is_kept_and_the_next_goes_on(workspace: run.Workspace) -> None:
+    broken = run.run(Step("no-such-step", "nothing:nothing", 1, 5), workspace, 20)
     assert broken["status"] == "failed"
     assert "invalid choice: 'no-such-step'" in broken["log"]
-    assert run.run(step_of("memory"), place, 0.1)["status"] == "out of time"
-    summary.write_summary(place.results)
-    table = (place.results / "summary.md").read_text()
+    assert run.run(step_of("memory"), workspace, 0.1)["status"] == "out of time"
+    summary.write_summary(workspace.results)
+    table = (workspace.results / "summary.md").read_text()
     assert "| no-such-step | failed |" in table
     assert "| memory | out of time |" in table
     assert "invalid choice" in table
@@ -216,8 +216,8 @@ def test_a_speed_step_that_is_stopped_keeps_the_rounds_that_it_measured(tmp_path
     assert kept == [(speed.EACH * number, speed.WARM + speed.EACH * number) for number in (1, 2)]
 
 
-def test_a_step_that_is_stopped_keeps_what_its_processes_printed(place: run.Place) -> None:
-    folder, log = place.results / "step", place.results / "step.txt"
+def test_a_step_that_is_stopped_keeps_what_its_processes_printed(workspace: run.Workspace) -> None:
+    folder, log = workspace.results / "step", workspace.results / "step.txt"
     folder.mkdir()
     (folder / "sft.log").write_text("what a run printed")
     run._add_logs(folder, log)

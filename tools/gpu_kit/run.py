@@ -39,7 +39,7 @@ _SOURCES = (
 
 
 @dataclass(frozen=True)
-class Place:
+class Workspace:
     """Where steps run.
 
     Args:
@@ -98,18 +98,26 @@ def install(kit: Path | None, target: Path) -> tuple[str, ...]:
     return (*paths, str(target))
 
 
-def run(step: Step, place: Place, seconds: float) -> dict[str, Any]:
+def run(step: Step, workspace: Workspace, seconds: float) -> dict[str, Any]:
     """Runs a step and keeps its result, which is returned."""
-    output, log = place.scratch / f"{step.name}.json", place.scratch / f"{step.name}.log"
-    folder = place.scratch / step.name
+    output, log = workspace.scratch / f"{step.name}.json", workspace.scratch / f"{step.name}.log"
+    folder = workspace.scratch / step.name
     folder.mkdir(parents=True)
-    command = [sys.executable, "-m", "tools.gpu_kit.steps", step.name, str(folder), str(output), place.device]
-    command += ["--tiny"] * place.tiny
+    command = [
+        sys.executable,
+        "-m",
+        "tools.gpu_kit.steps",
+        step.name,
+        str(folder),
+        str(output),
+        workspace.device,
+    ]
+    command += ["--tiny"] * workspace.tiny
     start = time.monotonic()
     with log.open("w") as stream:
         started = subprocess.Popen(
             command,
-            env=place.environment(step),
+            env=workspace.environment(step),
             stdout=stream,
             stderr=stream,
             cwd=ROOT,
@@ -121,17 +129,17 @@ def run(step: Step, place: Place, seconds: float) -> dict[str, Any]:
         "step": step.name,
         "status": {0: "passed", LEFT_OUT: "left out", 124: "out of time"}.get(code, "failed"),
         "seconds": round(time.monotonic() - start, 1),
-        "device": place.device,
-        "tiny": place.tiny,
+        "device": workspace.device,
+        "tiny": workspace.tiny,
         **found,
         "log": log.read_text(errors="replace")[-_LAST:] if code else "",
     }
     if code:
         _add_logs(folder, log)
     for picture in folder.glob("*.svg"):
-        shutil.copy(picture, place.results)
+        shutil.copy(picture, workspace.results)
     shutil.rmtree(folder, ignore_errors=True)
-    keep(result, place.results, log)
+    keep(result, workspace.results, log)
     return result
 
 
@@ -207,12 +215,12 @@ def main() -> int:
     found = []
     with tempfile.TemporaryDirectory(prefix="gpu-kit-") as scratch:
         paths = install(args.kit and args.kit.absolute(), args.site)
-        place = Place(results, Path(scratch), paths, args.device, args.tiny)
+        workspace = Workspace(results, Path(scratch), paths, args.device, args.tiny)
         steps = chosen(args.part, args.only)
         patience = _PATIENCE if args.device == "cpu" else 1
         for number, step in enumerate(steps, 1):
             left = args.seconds - (time.monotonic() - start)
-            found.append(run(step, place, patience * time_of(step, steps[number:], left / patience)))
+            found.append(run(step, workspace, patience * time_of(step, steps[number:], left / patience)))
             write_summary(results)
     print((results / "summary.md").read_text())
     return int(any(result["status"] in ("failed", "out of time") for result in found))

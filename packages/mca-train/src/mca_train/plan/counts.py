@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 _LAYERS = ("layer", "mtp")
-Place = tuple[str, int]
+ModelPart = tuple[str, int]
 """``("first" | "norm" | "last" | "layer" | "mtp", layer)``."""
 
 
@@ -75,7 +75,7 @@ class ModelCounts:
 
     def __init__(self, config: McaModelConfig, sized: "Iterable[tuple[Param, Shape]]") -> None:
         self.config = config
-        self._elements = Counter[tuple[Place, Kind]]()
+        self._elements = Counter[tuple[ModelPart, Kind]]()
         self._by_stage: dict[tuple[ParallelLayout, bool], list[Count]] = {}
         self.total = 0
         """Parameters of the whole model; a tied head is not counted again."""
@@ -83,7 +83,7 @@ class ModelCounts:
             row = prod(shape[1:]) if param.vocab else 0
             tied = param.alias_of is not None
             kind = Kind(param.shard.axis is not None, param.expert is not None, row, tied)
-            self._elements[_place(param), kind] += prod(shape)
+            self._elements[_model_part(param), kind] += prod(shape)
             self.total += 0 if tied else prod(shape)
 
     @classmethod
@@ -122,13 +122,13 @@ class ModelCounts:
         config = replace(self.config, layout=layout)
         plan = config.pipeline_plan()
         dense, experts = [0] * layout.pp, [0] * layout.pp
-        for (place, kind), elements in self._elements.items():
-            if layers_only and place[0] not in _LAYERS:
+        for (part, kind), elements in self._elements.items():
+            if layers_only and part[0] not in _LAYERS:
                 continue
             size = config.padded_vocab_size * kind.row if kind.row else elements
             if kind.cut:
                 size //= layout.etp if kind.expert else layout.tp
-            for stage in _stages(place, kind, plan):
+            for stage in _stages(part, kind, plan):
                 (experts if kind.expert else dense)[stage] += size
         return [Count(*both) for both in zip(dense, (size // layout.ep for size in experts), strict=True)]
 
@@ -140,13 +140,13 @@ def shares(distributed_optimizer: bool | None, grid: RankGrid) -> Count:
     return Count(grid.data_parallel_size * grid.layout.cp, grid.expert_data_parallel_size)
 
 
-def _place(param: "Param") -> Place:
+def _model_part(param: "Param") -> ModelPart:
     return param.stage.name.lower(), param.layer or 0
 
 
-def _stages(place: Place, kind: Kind, plan: PipelinePlan) -> tuple[int, ...]:
+def _stages(part: ModelPart, kind: Kind, plan: PipelinePlan) -> tuple[int, ...]:
     """The pipeline ranks that hold it: of an embedding also that of the prediction layers, which embed too."""
-    name, layer = place
+    name, layer = part
     if name in _LAYERS:
         return ((plan.chunk_of_mtp if name == "mtp" else plan.chunk_of_layer)(layer).pp,)
     if name == "first" and kind.row:
