@@ -5,9 +5,12 @@ those.
 """
 
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -88,3 +91,11 @@ def test_what_was_found_before_is_right(name: str, small: dict[str, Verdict]) ->
     verdict = small[KNOWN[name].name]
     assert verdict.figures, str(verdict)
     assert not verdict.wrong, str(verdict)
+
+
+@pytest.mark.wide
+def test_it_runs_by_itself() -> None:
+    command = [sys.executable, "-m", "net", "0", "0"]
+    ran = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    assert "0 right" in ran.stdout
