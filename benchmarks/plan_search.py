@@ -1,5 +1,6 @@
 """Times ``mca-train plan --search`` for Llama-3.1-405B on 1,024 devices: ``python benchmarks/plan_search.py``."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -28,6 +29,7 @@ RUN = "bf16: true\nmax_steps: 1\nseq_length: 4096\nper_device_train_batch_size: 
 
 def main() -> None:
     """Prints the best layouts and the seconds."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
         run = Path(folder) / "run.yaml"

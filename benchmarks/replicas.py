@@ -6,6 +6,7 @@ process) and what was mapped of files, the second time, when everything is impor
 docs/clusters.md.
 """
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -111,6 +112,7 @@ def span(found: list[Found], key: str) -> str:
 
 def main() -> None:
     """Prints the table."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     from harness import run_ranks
     from train_cases import tiny_checkpoint
 

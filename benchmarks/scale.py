@@ -8,6 +8,7 @@ A second table is of the files that such a world writes: their number and index 
 bytes that those of a model of 70 billion parameters have.
 """
 
+import argparse
 import itertools
 import json
 import math
@@ -16,7 +17,6 @@ import os
 import pickle
 import re
 import resource
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -340,7 +340,11 @@ def _apart(world: int) -> Costs:
 
 def main() -> None:
     """Prints two tables."""
-    worlds = [int(word) for word in sys.argv[1:]] or list(WORLDS)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "ranks", type=int, nargs="*", default=list(WORLDS), help="of each world; default: %(default)s"
+    )
+    worlds = parser.parse_args().ranks
     measure(_TENSOR * _PIPELINE)  # imports
     found = [_apart(world) for world in worlds]
     _tell(_COLUMNS, found)

@@ -4,6 +4,7 @@ Prints the tables of "One model, three ways" in docs/planning.md: MiB of the fir
 one rank those of the process.
 """
 
+import argparse
 import json
 import sys
 import tempfile
@@ -105,6 +106,7 @@ def processes(folder: Path) -> list[str]:
 
 def main() -> None:
     """Prints both tables."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         sys.stdout.write("\n".join([*stages(Path(folder)), "", *processes(Path(folder))]) + "\n")
 
