@@ -20,7 +20,7 @@ from mca_models.lora.parts import exclude_unadapted, name_linears, save_head
 from mca_models.lora.peft_directory import peft_shapes
 from mca_models.lora.rules import rules_for_training
 from mca_models.lora.targets import linear_targets
-from mca_models.lora.unread import TURNED
+from mca_models.lora.unread import MODULES, TURNED
 from mca_models.opening import open_checkpoint
 from mca_models.templates import FAMILIES, config_from_hf
 
@@ -157,7 +157,7 @@ def test_peft_reads_all_factors_of_all_linear_beside_experts(case: str, tmp_path
 
 def loaded_by_peft(case: str, settings: dict[str, Any], folder: Path) -> tuple[float, float]:
     """How far peft's model with a new adapter is from the merged one, and that from the model without it."""
-    base = tiny_hf.save(case, folder / "base")
+    base = tiny_hf.save(case, folder / "base", **({"head_dim": 4} if case == "deepseek_v3" else {}))
     checkpoint = open_checkpoint(base)
     document = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 4, **settings}
     exclude_unadapted(document, checkpoint.config, ())
@@ -193,6 +193,8 @@ SIZES = {"rank_pattern": {"shared_experts.up_proj": 3}, "alpha_pattern": {"mlp.g
                 ("layer", "glm4_moe", SHARED, {"layers_to_transform": [2]}),
                 ("afmoe", "afmoe", PROJECTIONS, {}),
                 ("longcat_flash", "longcat_flash", PROJECTIONS, {}),
+                ("deepseek_v3", "deepseek_v3", PROJECTIONS, {}),
+                ("deepseek_v32", "deepseek_v32", PROJECTIONS, {}),
                 ("qwen3_moe", "qwen3_moe", ["q_proj", *PROJECTIONS], {}),
                 ("down", "mixtral", ["q_proj", "w2"], {}),
             )
@@ -242,6 +244,22 @@ def test_what_is_told_peft_does_not_read(name: str, tmp_path: Path) -> None:
     else:
         difference, moved = loaded_by_peft(case, settings, tmp_path)
         assert difference > 0.05 * moved
+
+
+def test_of_experts_that_are_modules_there_is_nothing_to_tell(caplog: pytest.LogCaptureFixture) -> None:
+    kind, different = tiny_hf.ALL["kimi_k2"]
+    config = config_from_hf({**tiny_hf.SIZE, **different, "model_type": kind})
+    rules_for_training(config, AdapterConfig.from_dict({"peft_type": "LORA", "target_modules": PROJECTIONS}))
+    assert not caplog.records
+
+
+def test_types_with_experts_that_transformers_does_not_have() -> None:
+    """When this fails, transformers has got one, or a family came that it has not: `MODULES` says which."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    cases = {kind: different for kind, different in tiny_hf.ALL.values() if kind not in CONFIG_MAPPING_NAMES}
+    configs = [config_from_hf({**tiny_hf.SIZE, **of, "model_type": kind}) for kind, of in cases.items()]
+    assert {config.model_type for config in configs if config.num_moe_experts} == MODULES
 
 
 def test_types_whose_experts_peft_turns() -> None:

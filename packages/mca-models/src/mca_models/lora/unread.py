@@ -17,6 +17,8 @@ TURNED = frozenset(
     "qwen3_next solar_open".split()
 )
 """Types of models in which PEFT does so."""
+MODULES = frozenset({"kimi_k2"})
+"""Types that transformers does not have. In their publisher's code each expert has modules of its own, as here."""
 _DOWN = frozenset({"down_proj", "w2"})
 
 
@@ -32,7 +34,9 @@ def unread(config: McaModelConfig, adapter: AdapterConfig, adapted: Sequence[Tar
     named = {each.label for each in own}
     every = {each.label for each in linear_targets(config) if each.base.expert is not None}
     turned = config.model_type in TURNED and (named == every or named <= _DOWN)
-    if not own or (turned and not _scaled(adapter, [each for each in own if each.label not in _DOWN])):
+    if not own or config.model_type in MODULES:
+        return
+    if turned and not _scaled(adapter, [each for each in own if each.label not in _DOWN]):
         return
     stacks = dict.fromkeys(".".join(each.module.split(".")[-3:]) for each in stacked_targets(config))
     yield (
