@@ -117,6 +117,7 @@ def pretend() -> ExitStack:
         "_conv_determine_backend_memory_format": lambda *a: torch.contiguous_format,
     }
     stack.enter_context(patch.multiple(torch._C, **cudnn))  # which ask the driver
+    stack.enter_context(patch("torch._subclasses.fake_tensor.init_gpu_context", nothing))  # torch 2.11 makes a true one
     stack.enter_context(patch.object(torch.Tensor, "record_stream", nothing))
     stack.enter_context(patch.object(torch.Tensor, "pin_memory", pin))
     return stack
@@ -135,6 +136,8 @@ def wait_of(func: Any, args: Sequence[Any], options: Mapping[str, Any], out: Any
     if name in _INDEXING:
         masks = (torch.bool, torch.uint8)
         indices = [index for index in args[1] if index is not None]
+        if _fills(args, options) and len(indices) == 1 and indices[0].dtype in masks and indices[0].is_cuda:
+            return None
         return "mask" if any(i.dtype in masks or i.device.type == "cpu" for i in indices) else None
     if torch.Tag.data_dependent_output in func.tags:
         return "value"
@@ -147,6 +150,12 @@ def wait_of(func: Any, args: Sequence[Any], options: Mapping[str, Any], out: Any
         waits = not options.get("non_blocking") and not (len(args) > 2 and args[2])
         return ("copy to the host" if source.is_cuda else "copy to the GPU") if waits else None
     return None
+
+
+def _fills(args: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Whether a number on the host is written: by one mask torch fills, which 2.11 calls an index."""
+    accumulates = options.get("accumulate", len(args) > 3 and args[3])
+    return len(args) > 2 and args[2].numel() == 1 and not args[2].is_cuda and not accumulates
 
 
 def _is_tensor(value: object) -> bool:
