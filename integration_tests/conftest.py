@@ -13,6 +13,13 @@ pytest.register_assert_rewrite("gradients", "lora_gradients", "optimizer_states"
 sys.path[:0] = [str(_HERE), *(str(_HERE.parent / "packages" / tests) for tests in _SHARED)]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips the models that this transformers has not, or not right."""
+    from tiny_versions import skip
+
+    skip(items)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3 of four layers, only to be read."""

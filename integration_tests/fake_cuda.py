@@ -117,7 +117,9 @@ def pretend() -> ExitStack:
         "_conv_determine_backend_memory_format": lambda *a: torch.contiguous_format,
     }
     stack.enter_context(patch.multiple(torch._C, **cudnn))  # which ask the driver
-    stack.enter_context(patch("torch._subclasses.fake_tensor.init_gpu_context", nothing))  # torch 2.11 makes a true one
+    stack.enter_context(
+        patch("torch._subclasses.fake_tensor.init_gpu_context", nothing)
+    )  # torch 2.11 makes a true one
     stack.enter_context(patch.object(torch.Tensor, "record_stream", nothing))
     stack.enter_context(patch.object(torch.Tensor, "pin_memory", pin))
     return stack

@@ -103,6 +103,7 @@ def chosen(request: pytest.FixtureRequest, *names: str) -> set[Any]:
         item.callspec.params
         for item in request.session.items
         if isinstance(item, pytest.Function)
+        and not item.get_closest_marker("skip")
         and request.fixturename in item.fixturenames
         and item.module is request.module
         and hasattr(item, "callspec")

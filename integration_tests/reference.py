@@ -11,6 +11,7 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "packages" / "mca-models" / "tests"))
+import tiny_versions
 from tiny_hf import ALL as FAMILY_CASES
 from tiny_hf import SIZE
 
@@ -131,6 +132,7 @@ SCALES = ("norm", ".ln_", "layer_scalar")
 def hf_model(case: str) -> Any:
     """The model of ``case`` in fp32, its weights random and far from their initial ones."""
     model_type, different = CASES[case]
+    tiny_versions.require(model_type, different)
     config = transformers.AutoConfig.for_model(model_type, **{**SIZE, **different})
     generator = torch.Generator().manual_seed(len(case))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tiny_versions import require
 
 from layouts import chosen, tiered
 from net.case import numbers
@@ -56,6 +57,7 @@ def net(request: pytest.FixtureRequest) -> Net:
 
 @pytest.mark.parametrize("number", tiered(CHOSEN, *(WIDE if DEFAULT else ())))
 def test_training_equals_one_process_of_transformers(number: int, net: Net) -> None:
+    require(net[number].case.base, net[number].case.changes)
     assert not net[number].wrong, str(net[number])
 
 
@@ -88,6 +90,7 @@ def test_a_planted_fault_is_seen(name: str, small: dict[str, Verdict]) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", tiered(tuple(KNOWN), "prediction-rates-of-one-replica"))
 def test_what_was_found_before_is_right(name: str, small: dict[str, Verdict]) -> None:
+    require(KNOWN[name].base, KNOWN[name].changes)
     verdict = small[KNOWN[name].name]
     assert verdict.figures, str(verdict)
     assert not verdict.wrong, str(verdict)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import tiny_classes
+import tiny_versions
 import torch
 import transformers
 from tiny_newer import LATEST, NEWER
@@ -352,6 +353,7 @@ tiny_classes.register()
 def save(case: str, directory: Path, dtype: str = "float32", seed: int = 0, **overrides: Any) -> Path:
     """Writes the checkpoint of ``case`` to ``directory``; no weight is a constant."""
     model_type, different = ALL[case]
+    tiny_versions.require(model_type, {**different, **overrides})
     config = transformers.AutoConfig.for_model(model_type, **{**SIZE, **different, **overrides})
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)

@@ -1,0 +1,65 @@
+"""Model types that a release of transformers cannot be the reference of: the one place that says so."""
+
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+
+NEEDED = {
+    "minicpm3": ("5.23", "takes no longrope, whose parameters have no factor"),
+    "longcat_flash": ("5.18", "does not know moe_intermediate_size"),
+    "iquestcoder": ("5.23", "has no such model"),
+    "internlm3": ("5.23", "has no such model"),
+    "flint": ("5.21", "has no such model"),
+}
+"""By model type: since which release, and what is wrong before."""
+OF_GROUPS = ("granitemoehybrid", ("5.23", "takes the norm of all groups of state space heads at once"))
+"""A model type that is wrong where ``mamba_n_groups`` is over 1."""
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", release)[:2])
+
+
+def before(release: str) -> bool:
+    """Whether the transformers that is installed is older."""
+    return _numbers(version("transformers")) < _numbers(release)
+
+
+def lacking(case: str, changes: Mapping[str, Any] | None = None) -> str | None:
+    """Why the model of ``case``, whose name starts with its type, is not to be had; None if it is.
+
+    Args:
+        case: Its name.
+        changes: What differs in ``config.json``.
+    """
+    groups = (changes or {}).get("mamba_n_groups", 1) > 1
+    for kind, (release, wrong) in [*NEEDED.items(), *([OF_GROUPS] if groups else [])]:
+        if re.match(rf"(images )?{kind}(?![a-z0-9_])", case) and before(release):
+            return f"{kind}: transformers {version('transformers')} {wrong}; {release} is needed"
+    return None
+
+
+def require(case: str, changes: Mapping[str, Any] | None = None) -> None:
+    """Skips the test where the model of ``case`` is not to be had."""
+    if (reason := lacking(case, changes)) is not None:
+        pytest.skip(reason)
+
+
+def available(cases: Iterable[str]) -> list[str]:
+    """Those of ``cases`` that are to be had, for a test of many; warns of the others."""
+    reasons = {case: lacking(case) for case in cases}
+    for reason in filter(None, reasons.values()):
+        warnings.warn(reason, stacklevel=2)
+    return [case for case, reason in reasons.items() if reason is None]
+
+
+def skip(items: Iterable[pytest.Item]) -> None:
+    """Skips each test that has the name of a model that is not to be had for a parameter."""
+    for item in items:
+        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        for reason in filter(None, (lacking(value) for value in values if isinstance(value, str))):
+            item.add_marker(pytest.mark.skip(reason=reason))
