@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tiny_versions import lacking
+
 from harness import RanksFailed, prepare_parent, run_ranks
 from mca_config.errors import McaError
 from net.admission import NoSuchModel, require_layable
@@ -118,6 +120,9 @@ def _make_some(cases: list[Case], folder: Path) -> list[Truth | str]:
     logging.disable(logging.WARNING)
     found: list[Truth | str] = []
     for case in cases[int(os.environ["RANK"]) :: AT_ONCE]:
+        if (reason := lacking(case.base, case.changes)) is not None:
+            found.append(reason)
+            continue
         try:
             found.append(make(case, folder / case.name))
         except Exception as error:
