@@ -106,7 +106,10 @@ class WithPrediction(torch.nn.Module):
         hidden = inner(input_ids, use_cache=False).last_hidden_state
         hook.remove()
         found = [self.main.lm_head(hidden)]
-        rotary = inner.rotary_emb(hidden, torch.arange(input_ids.shape[1])[None])
+        positions = torch.arange(input_ids.shape[1])[None]
+        if hasattr(inner.rotary_emb, "mrope_section"):
+            positions = positions.expand(3, 1, -1)  # which older transformers do not do by themselves
+        rotary = inner.rotary_emb(hidden, positions)
         hidden = before[0] if self.names is BESIDE else hidden
         for depth, layer in enumerate(self.layers, 1):
             hidden = layer(hidden, inner.embed_tokens(input_ids.roll(-depth, 1)), rotary)

@@ -8,15 +8,19 @@ from typing import Any
 
 import pytest
 
+_NORM = "5.23", "takes the norm of all groups of state space heads at once"
 NEEDED = {
     "minicpm3": ("5.23", "takes no longrope, whose parameters have no factor"),
     "longcat_flash": ("5.18", "does not know moe_intermediate_size"),
     "iquestcoder": ("5.23", "has no such model"),
     "internlm3": ("5.23", "has no such model"),
     "flint": ("5.21", "has no such model"),
+    "minimax_m2": ("5.18", "does not read rotary_dim"),
+    "minimax_m3_vl": ("5.22", "saves MLPs under the name of experts"),
+    "bamba": _NORM,
 }
 """By model type: since which release, and what is wrong before."""
-OF_GROUPS = ("granitemoehybrid", ("5.23", "takes the norm of all groups of state space heads at once"))
+OF_GROUPS = ("granitemoehybrid", _NORM)
 """A model type that is wrong where ``mamba_n_groups`` is over 1."""
 
 
