@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
+import transformers
 from drawn_images import draw
 from PIL import Image
 from tokenizers_for_tests import byte_tokenizer
@@ -18,6 +19,7 @@ from mca_config.errors import McaError, UsageError
 from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
 from mca_train.batching.image_batch import ImageBatching
 from mca_train.config.arguments import DataArguments
+from mca_train.data import image_kinds
 from mca_train.data.image_kinds import image_tokens
 from mca_train.data.image_rows import ImageReader
 from mca_train.tasks.load import load_tokenized
@@ -185,6 +187,15 @@ def test_a_tokenizer_without_the_marks_is_told(tmp_path, monkeypatch):
     kind.tokenizer = byte_tokenizer(kind.tokenizer.chat_template)
     with pytest.raises(McaError, match=r"the tokenizer has no token \[IMG_BREAK\], \[IMG_END\]"):
         load(kind, tmp_path, row("<image>?", "small"))
+
+
+def test_a_processor_is_found_where_transformers_exports_none_without_torchvision(tmp_path, monkeypatch):
+    def refuse(*args, **options):
+        raise ImportError("requires the Torchvision library")
+
+    PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size=4).save_pretrained(tmp_path)
+    monkeypatch.setattr(transformers, "AutoImageProcessor", SimpleNamespace(from_pretrained=refuse))
+    assert isinstance(image_kinds._processor([tmp_path]), PixtralImageProcessorPil)
 
 
 def test_images_whose_marks_are_not_known_are_refused_by_name():

@@ -257,7 +257,8 @@ _MAKERS: Mapping[ImageTokenKind, _Maker] = {
 
 
 def _processor(directories: Sequence[Path]) -> ImageProcessor:
-    from transformers import AutoImageProcessor
+    # where torchvision is not installed, transformers 5.17 exports a stand-in that refuses
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     reasons = []
     for directory in directories:
