@@ -191,7 +191,7 @@ GATE_AND_UP = {"target_modules": ["gate_up_proj"], "modules_to_save": ["layers.1
         pytest.param("qwen3_moe", EP | ZERO | DP, ETP2 | ZERO | DP, EXPERTS_ALONE, id="experts-alone"),
         pytest.param(
             "qwen3_moe",
-            EP | ZERO | DP,
+            EP | DP,
             ETP2 | DP,
             WITH_EXPERTS,
             id="with-experts",
