@@ -108,6 +108,14 @@ def fault_of(kind: str, found: Found, whole: Found, failed: str) -> str | None:
     return None if complete in ({}, expected) else f"incomplete: {sorted(complete)[:5]}"
 
 
+def by_chance(rank: str, fault: Fault) -> bool:
+    """Whether a call may be missing: how often a rank looks into a folder hangs on the others.
+
+    Rank 0 makes the run's folder to try it and takes it away again; another rank may look before, while or after.
+    """
+    return fault.nth > 1 or (rank != "0" and fault.site.split()[1] == "0/#")
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("turn", tiered(tuple(TURNS), *tuple(TURNS)[1:]))
@@ -122,11 +130,11 @@ def test_every_call_of_a_rank_fails_once(kind: str, turn: int, runs: Runs, whole
         chosen = sorted(chosen, key=lambda each: lot(kind, turn, each[0], each[1].site))[:SAMPLE]
     results = runs.run([runs.case(kind, fault, rank=rank) for rank, fault in chosen])
     unheard = [
-        fault for found, (rank, fault) in zip(results, chosen, strict=True) if not found["sites"][rank]
+        (rank, fault)
+        for found, (rank, fault) in zip(results, chosen, strict=True)
+        if not found["sites"][rank] and not by_chance(rank, fault)
     ]
-    assert all(fault.nth > 1 for fault in unheard), (
-        unheard
-    )  # how often a folder is looked into hangs on the others
+    assert not unheard, unheard
     faults = [
         f"{fault.nth} {errno.errorcode[fault.error]} {found['sites'][rank]}: {wrong}\n{found['ranks'].get(rank)}"
         for found, (rank, fault) in zip(results, chosen, strict=True)
