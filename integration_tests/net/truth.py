@@ -133,11 +133,12 @@ class _Run:
         decay = float(self.options.get("weight_decay", 0.1))
         apart = self.options.get("decoupled_lr")
         main = self.model.main if self.case.prediction else self.model
-        of_words = [module.weight for module in (main.get_input_embeddings(), main.get_output_embeddings())]
+        ends = (main.get_input_embeddings(), main.get_output_embeddings())
+        of_words = [parameter for module in ends for parameter in module.parameters()]
         groups = []
         for name, p in self.trained:
             matrix = p.dim() > 1 and not name.endswith(("bias", "A_log")) and "norm" not in name
-            outer = apart is not None and any(p is weight for weight in of_words)
+            outer = apart is not None and any(p is each for each in of_words)
             highest = float(apart) if outer and apart is not None else self.base
             rates = {"highest": highest, "least": self._least(outer=outer)}
             groups.append({"params": [p], "weight_decay": decay if matrix else 0.0, **rates})
