@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -109,8 +110,17 @@ def _answer(task: Callable[[], StepNeeds], connection: Connection) -> None:
     try:
         result: StepNeeds | BaseException = task()
     except Exception as error:  # reported by the parent, once
-        result = error
+        result = _sendable(error)
     connection.send(result)
+
+
+def _sendable(error: Exception) -> Exception:
+    """``error``, or what it says where it refers to something that cannot leave the process."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return McaError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _received(connection: Connection) -> StepNeeds:

@@ -6,6 +6,7 @@ is answered here; nothing is sent.
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from unittest.mock import patch
 
 import torch
@@ -19,6 +20,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
     """A block in which this process is ``rank`` of ``world_size``; no process group may stand before."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    _answer_collectives()
     new_group = dist.new_group
 
     def fake_group(*args: Upstream, **options: Upstream) -> Upstream:
@@ -31,6 +33,12 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         stack.enter_context(patch.object(dist, "all_gather_object", _same_of_all))
         stack.enter_context(patch.object(dist, "broadcast_object_list", _already_there))
         yield
+
+
+def _answer_collectives() -> None:
+    """Has collectives take tensors without memory, as they do by themselves after torch 2.8."""
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta"):
+        import_module("torch.distributed._tools.fake_collectives")
 
 
 def _end() -> None:
