@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mca_config.errors import McaError
@@ -23,6 +24,12 @@ def test_every_causal_language_model_of_transformers_has_a_line() -> None:
 def test_what_is_supported_has_a_template_and_nothing_else_has() -> None:
     assert SUPPORTED.keys() == FAMILIES.keys()
     assert not SUPPORTED.keys() & REFUSED.keys()
+
+
+def test_which_types_transformers_has() -> None:
+    assert {kind for kind in FAMILIES if kind in CONFIG_MAPPING_NAMES} == {
+        kind for kind, family in FAMILIES.items() if family.in_transformers
+    }
 
 
 def test_only_the_family_that_is_asked_for_is_imported() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from mca_config.model_config import McaModelConfig
 from mca_models.lora.config import AdapterConfig
 from mca_models.lora.targets import Target, linear_targets, stacked_targets
+from mca_models.templates import family_of
 
 TURNED = frozenset(
     "afmoe cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5_moe exaone_moe flex_olmo glm4_moe "
@@ -17,8 +18,6 @@ TURNED = frozenset(
     "qwen3_next solar_open".split()
 )
 """Types of models in which PEFT does so."""
-MODULES = frozenset({"kimi_k2"})
-"""Types that transformers does not have. In their publisher's code each expert has modules of its own, as here."""
 _DOWN = frozenset({"down_proj", "w2"})
 
 
@@ -34,7 +33,7 @@ def unread(config: McaModelConfig, adapter: AdapterConfig, adapted: Sequence[Tar
     named = {each.label for each in own}
     every = {each.label for each in linear_targets(config) if each.base.expert is not None}
     turned = config.model_type in TURNED and (named == every or named <= _DOWN)
-    if not own or config.model_type in MODULES:
+    if not own or not family_of(config.model_type).in_transformers:
         return
     if turned and not _scaled(adapter, [each for each in own if each.label not in _DOWN]):
         return

@@ -72,6 +72,8 @@ class Family:
         experts_turned: The stacked weights of routed experts are stored transposed, which PEFT does not know.
         module_names: Facts in ``extra`` with which everything has the names of transformers' modules, where files
             have others.
+        in_transformers: Whether transformers has the type; where not, models have their publisher's code, in which each
+            routed expert is modules of its own.
         fp8_unread: Why transformers cannot read weights of this type in fp8 blocks; None: it can.
         texts: The families that its text part may be of, by HF's ``model_type`` of that part.
         vision: What lies beside the text part.
@@ -91,6 +93,7 @@ class Family:
     unadapted: frozenset[str] = frozenset()
     experts_turned: bool = False
     module_names: Values = field(default_factory=dict)
+    in_transformers: bool = True
     fp8_unread: str | None = None
     texts: Mapping[str, "Family"] = field(default_factory=dict)
     vision: VisionPart | None = None

@@ -4,4 +4,4 @@ from dataclasses import replace
 
 from mca_models.templates import deepseek_v3
 
-FAMILY = replace(deepseek_v3.FAMILY, model_type="kimi_k2")
+FAMILY = replace(deepseek_v3.FAMILY, model_type="kimi_k2", in_transformers=False)

@@ -49,4 +49,5 @@ FAMILY = replace(
     config=CONFIG,
     params=params,
     prediction_layers=partial(counted_layers, prefix=MTP),
+    in_transformers=False,
 )
