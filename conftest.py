@@ -11,6 +11,7 @@ import contextlib
 import gc
 import os
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -108,6 +109,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark, (skipped, reason) in _OTHER.items():
             if skipped and item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures
+def pytest_runtest_setup() -> None:
+    """Skips what would begin after ``MCA_STOP_AT`` (seconds since 1970), for a part of many tests."""
+    if time.time() > float(os.environ.get("MCA_STOP_AT", "inf")):
+        pytest.skip("MCA_STOP_AT was over")
 
 
 def pytest_collection_finish() -> None:

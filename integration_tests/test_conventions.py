@@ -1,8 +1,10 @@
 """Lengths, prints, exports and metadata of the four packages. Each check is shown to fail on planted source."""
 
 import ast
+import os
 import re
 import subprocess
+import sys
 import sysconfig
 import tomllib
 from itertools import chain
@@ -209,3 +211,11 @@ def test_every_stage_of_ci_has_its_command() -> None:
     commands = re.findall(r'^ *stage ".*" (\S+)', script, re.MULTILINE)
     assert len(functions) == len(set(functions))
     assert len(commands) > 8 and set(commands) <= {*functions, "uv", "timeout"}
+
+
+def test_no_test_begins_after_the_time_is_over() -> None:
+    test = "packages/mca-config/tests/test_public.py::test_all_is_sorted_and_complete"
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", test]
+    environment = os.environ | {"MCA_STOP_AT": "0"}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert "1 skipped" in ran.stdout and "MCA_STOP_AT was over" in ran.stdout, ran.stdout + ran.stderr
