@@ -96,9 +96,18 @@ def _fused_ropes() -> dict[Any, Callable[..., Tensor]]:
     def padded(t: Tensor, freqs: Tensor, interleaved: bool = False) -> Tensor:
         return rope_utils._apply_rotary_pos_emb_bshd(t, as_read(freqs), rotary_interleaved=interleaved)
 
-    def packed(t: Tensor, ends: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
+    def packed(
+        t: Tensor,
+        ends: Tensor,
+        freqs: Tensor,
+        cp_size: int = 1,
+        cp_rank: int = 0,
+        interleaved: bool = False,  # megatron-core 0.19 says which
+    ) -> Tensor:
         group = SimpleNamespace(size=lambda: cp_size, rank=lambda: cp_rank)
-        return rope_utils._apply_rotary_pos_emb_thd(t, ends, as_read(freqs), cp_group=group)
+        return rope_utils._apply_rotary_pos_emb_thd(
+            t, ends, as_read(freqs), rotary_interleaved=interleaved, cp_group=group
+        )
 
     return {of.fused_apply_rotary_pos_emb: padded, of.fused_apply_rotary_pos_emb_thd: packed}
 
