@@ -10,6 +10,8 @@ from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING
 
+import torch
+
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_train.dry_run.step import StepNeeds, step_needs
@@ -107,6 +109,8 @@ def _started(task: Callable[[], StepNeeds]) -> Connection:
 
 
 def _answer(task: Callable[[], StepNeeds], connection: Connection) -> None:
+    # a fork has its parent's pool made anew when it is first asked for; autograd's threads would ask at once, and abort
+    torch.set_num_threads(torch.get_num_threads())
     try:
         result: StepNeeds | BaseException = task()
     except Exception as error:  # reported by the parent, once
