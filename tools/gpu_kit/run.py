@@ -103,16 +103,8 @@ def run(step: Step, workspace: Workspace, seconds: float) -> dict[str, Any]:
     output, log = workspace.scratch / f"{step.name}.json", workspace.scratch / f"{step.name}.log"
     folder = workspace.scratch / step.name
     folder.mkdir(parents=True)
-    command = [
-        sys.executable,
-        "-m",
-        "tools.gpu_kit.steps",
-        step.name,
-        str(folder),
-        str(output),
-        workspace.device,
-    ]
-    command += ["--tiny"] * workspace.tiny
+    command = [sys.executable, "-m", "tools.gpu_kit.steps", step.name, str(folder), str(output)]
+    command += [workspace.device, *["--tiny"] * workspace.tiny]
     start = time.monotonic()
     with log.open("w") as stream:
         started = subprocess.Popen(

@@ -30,11 +30,11 @@ def unread(config: McaModelConfig, adapter: AdapterConfig, adapted: Sequence[Tar
         adapted: What of the model has factors.
     """
     own = [each for each in adapted if each.base.expert is not None and not each.stacked]
+    if not own or not family_of(config.model_type).in_transformers:
+        return
     named = {each.label for each in own}
     every = {each.label for each in linear_targets(config) if each.base.expert is not None}
     turned = config.model_type in TURNED and (named == every or named <= _DOWN)
-    if not own or not family_of(config.model_type).in_transformers:
-        return
     if turned and not _scaled(adapter, [each for each in own if each.label not in _DOWN]):
         return
     stacks = dict.fromkeys(".".join(each.module.split(".")[-3:]) for each in stacked_targets(config))
