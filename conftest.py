@@ -9,6 +9,7 @@ that use it. ``MCA_DEVICE=cuda pytest -m gpu`` runs the tests of a GPU, and thos
 
 import contextlib
 import gc
+import hashlib
 import os
 import sys
 import time
@@ -97,9 +98,30 @@ _ASK_LITTLE_OF_MEGATRON = (
 """Modules that fork ranks, and that the second fork leaves out: others run what they use of Megatron."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--cases``."""
+    parser.addoption(
+        "--cases",
+        choices=("default", "all"),
+        default="default",
+        help="default: of each test marked cases(n), one case in n and the named ones; all: every case",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Select every case with ``--cases all``, also where a module lists fewer by default."""
+    if config.option.cases == "all":
+        os.environ["MCA_EVERY_LAYOUT"] = "1"
+        if config.option.markexpr == "not wide":
+            config.option.markexpr = ""
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Gives the tests of a module one group; skips what the chosen device is not for; leaves out what is sampled."""
+    for item in items:
+        if not is_default(item):
+            item.add_marker(pytest.mark.wide)
     _sample(items)
     items.sort(key=_turn)  # a stable sort
     for item in items:
@@ -127,6 +149,23 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Lets libraries free at exit what they imported: some tell what is left."""
     gc.unfreeze()
+
+
+def is_default(item: pytest.Item) -> bool:
+    """Return whether ``item`` runs without ``--cases all``, by its own name alone.
+
+    Of a test marked ``cases(n, always=[ids])`` those run whose hash is a multiple of ``n``, and those in ``always``,
+    so that an added or a removed case never changes which others run.
+    """
+    mark = item.get_closest_marker("cases")
+    if mark is None or not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+        return True
+    name = item.callspec.id
+    digest = hashlib.sha256(f"{item.originalname}[{name}]".encode()).digest()
+    one_in = mark.args[0]
+    return name in mark.kwargs.get("always", ()) or bool(
+        one_in and int.from_bytes(digest[:8], "big") % one_in == 0
+    )
 
 
 def _sample(items: list[pytest.Item]) -> None:

@@ -63,6 +63,26 @@ def test_a_row_restarts_positions_and_has_no_target_across_sequences():
     assert (row.max_seqlen, made.seq_length, made.num_tokens, made.num_samples) == (4, 9, 9, 3)
 
 
+def test_following_counts_the_tokens_after_each_token_of_its_own_sequence():
+    (row,) = step([3, 2, 4]).micro_batches
+    assert row.following.tolist() == [[2, 1, 0, 1, 0, 3, 2, 1, 0]]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_each_sequence_of_a_pack_is_padded_so_that_context_ranks_share_it_evenly(size):
+    lengths = [5, 2, 12]
+    padded = [length + -length % (2 * size) for length in lengths]
+    after = []
+    for rank in range(size):
+        options = {"context_parallel_size": size, "context_parallel_rank": rank, "multiple": 2 * size}
+        (row,) = step(lengths, room=48, **options).micro_batches
+        assert row.cu_seqlens.tolist() == [0, *np.cumsum(padded)]
+        assert [int((row.segments == number).sum()) for number in range(3)] == [n // size for n in padded]
+        after.append(row.following[row.following >= 0])
+    expected = [left for length in lengths for left in range(length)]
+    assert sorted(torch.cat(after).tolist()) == sorted(expected)
+
+
 def test_rows_of_a_step_have_one_length_the_rest_a_sequence_of_its_own():
     made = step([10, 9], room=10, indices=(0, 1), multiple=1)
     short = made.micro_batches[1]

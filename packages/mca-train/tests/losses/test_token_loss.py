@@ -1,8 +1,24 @@
-"""What a loss of one's own may return."""
+"""The two sums of a loss: of a trainer's own function, and of sequences that context ranks share."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 
-from mca_train.losses.token_loss import require_sums
+from mca_train.losses.token_loss import of_sequences, require_sums
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_loss_of_sequences_is_counted_once_and_has_the_whole_gradient_on_each_context_rank(
+    rank: int,
+) -> None:
+    ranks = SimpleNamespace(layout=SimpleNamespace(cp=3), context_parallel_rank=rank)
+    losses = torch.tensor([3.0, 5.0, 7.0, 100.0], requires_grad=True)
+    total, number = of_sequences(losses, torch.tensor([1.0, 1.0, 1.0, 0.0]), ranks)
+    assert float(total.detach()) * 3 == 15, "the sum over context ranks is that of the sequences that count"
+    assert int(number) == (3 if rank == 0 else 0)
+    total.backward()
+    assert losses.grad is not None and losses.grad.tolist() == [1.0, 1.0, 1.0, 0.0]
 
 
 def test_a_view_is_copied_and_keeps_its_gradient() -> None:

@@ -1,0 +1,42 @@
+"""The losses of pairs that the comparison of formulas with TRL leaves out, on two pairs of different lengths."""
+
+from math import exp, expm1, log
+
+import pytest
+import torch
+
+from mca_train.losses.preference import Answers, PreferenceLoss
+
+CHOSEN, REJECTED = (-6.0, -20.0), (-9.0, -14.0)
+TOKENS = Answers(torch.tensor([3.0, 5.0]), torch.tensor([2.0, 7.0]))
+POLICY = Answers(torch.tensor(CHOSEN), torch.tensor(REJECTED))
+REFERENCE = Answers(torch.tensor([-7.0, -19.0]), torch.tensor([-8.0, -15.0]))
+MEANS = [(-6 / 3, -9 / 2), (-20 / 5, -14 / 7)]
+
+
+def log_sigmoid(x: float) -> float:
+    return -log(1 + exp(-x))
+
+
+def test_rpo_adds_the_cross_entropy_of_the_chosen_answer_as_a_mean_over_its_tokens() -> None:
+    plain = PreferenceLoss(kind="sigmoid", beta=0.3)(POLICY, TOKENS, REFERENCE)
+    found = PreferenceLoss(kind="sigmoid", beta=0.3, rpo_alpha=0.7)(POLICY, TOKENS, REFERENCE)
+    assert (found - plain).tolist() == pytest.approx([0.7 * 6 / 3, 0.7 * 20 / 5])
+    margins = [(-6 + 7) - (-9 + 8), (-20 + 19) - (-14 + 15)]
+    assert plain.tolist() == pytest.approx([-log_sigmoid(0.3 * margin) for margin in margins])
+
+
+def test_simpo_compares_means_over_tokens_with_a_margin() -> None:
+    found = PreferenceLoss(kind="simpo", beta=2.0, simpo_gamma=0.9)(POLICY, TOKENS)
+    right = [-log_sigmoid(2.0 * (chosen - rejected) - 0.9) for chosen, rejected in MEANS]
+    assert found.tolist() == pytest.approx(right)
+
+
+def test_orpo_adds_odds_to_the_chosen_answers_cross_entropy() -> None:
+    found = PreferenceLoss(kind="orpo", beta=0.4)(POLICY, TOKENS)
+
+    def log_odds(x: float) -> float:
+        return x - log(-expm1(x))
+
+    right = [-chosen - 0.4 * log_sigmoid(log_odds(chosen) - log_odds(rejected)) for chosen, rejected in MEANS]
+    assert found.tolist() == pytest.approx(right)
