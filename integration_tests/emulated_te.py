@@ -81,6 +81,8 @@ def install() -> None:
     kernels |= emulated_fp8.install()
     replaced = {getattr(tex, name): kernel for name, kernel in kernels.items()}
     replaced |= emulated_attention.install() | _fused_ropes()
+    replaced[te.distributed._get_cuda_rng_state] = lambda **_: torch.get_rng_state()
+    replaced[te.distributed._set_cuda_rng_state] = lambda state, **_: torch.set_rng_state(state)
     _exchange({**replaced, te.utils.get_device_compute_capability: lambda: (9, 0)})  # an H100
     _choose_as_on_a_gpu()
 

@@ -13,14 +13,19 @@ from safetensors.torch import load_file
 from emulated_te import needs_te, run_emulated
 from layouts import arguments
 from mca_config.errors import McaError
+from mca_config.types import JsonObject
 from mca_train.checkpoint import fp8_scales
+from reference import hf_model
+from train_cases import arguments as train_arguments
 from train_cases import (
+    history,
     make_trainer,
     quietly,
     samples,
     sparse_checkpoint,
     stop_and_resume,
     tiny_checkpoint,
+    tokens,
     train_losses,
 )
 from train_settings import CP, PP, SP
@@ -30,6 +35,7 @@ pytestmark = [pytest.mark.ranks, needs_te]
 FP8 = {"fp8": "hybrid", "additional_configs": {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}}
 TENSORWISE = {"fp8": "e4m3", "fp8_recipe": "tensorwise"}
 SHORT = {"max_steps": 3}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RESUMED: dict[str, dict[str, Any]] = {
     "tp2-sp": SP,
     "cp2-evaluated": CP | {"eval_strategy": "steps", "eval_steps": 2},
@@ -133,3 +139,28 @@ def test_experts_take_no_others_ranges(tmp_path: Path) -> None:
     assert run_emulated(1, begun_anew, model, folder, **alone) == [[]]
     for said in run_emulated(2, begun_anew, model, folder, **halved):
         assert [message.partition(" holds no fp8 ranges of ")[2][:11] for message in said] == ["8 modules ("]
+
+
+def with_mtp(described: JsonObject, folder: Path, recipe: JsonObject) -> list[dict[str, list[float]]]:
+    """Losses and gradient norms of a random model with an MTP layer in fp8: as it is, and recomputed."""
+    from mca_models import AutoModel
+    from mca_models.templates import config_from_hf
+    from mca_train import McaTrainer
+
+    found = []
+    for changes in ({}, RECOMPUTE):
+        args = train_arguments(folder, max_steps=2, gradient_accumulation_steps=2, **recipe, **changes)
+        model = AutoModel.from_config(config_from_hf(described), args, dtype="float32")
+        trainer = quietly(
+            lambda model=model, args=args: McaTrainer(model=model, args=args, train_dataset=tokens(4))
+        )
+        quietly(trainer.train)
+        found.append({key: history(trainer, key) for key in ("loss", "mtp_1_loss", "grad_norm")})
+    return found
+
+
+@pytest.mark.parametrize("recipe", [FP8, TENSORWISE], ids=["delayed", "tensorwise"])
+def test_a_recomputed_mtp_layer_has_its_gradients(recipe: JsonObject, tmp_path: Path) -> None:
+    described = hf_model("mimo").config.to_dict() | {"num_nextn_predict_layers": 1}
+    ((plain, recomputed),) = run_emulated(1, with_mtp, described, tmp_path, recipe)
+    assert recomputed == plain

@@ -31,8 +31,14 @@ def anatomy(model: Any) -> dict[str, dict[str, Any]]:
     """What a model is made of on this rank, by canonical name: shape and marks; and what a checkpoint of it holds."""
     from megatron.core import parallel_state
 
-    marks = ("tensor_model_parallel", "sequence_parallel", "allreduce", "is_embedding_or_output_parameter")
-    defaults = {"allreduce": True}
+    marks = (
+        "tensor_model_parallel",
+        "partition_dim",
+        "sequence_parallel",
+        "allreduce",
+        "is_embedding_or_output_parameter",
+    )
+    defaults = {"allreduce": True, "partition_dim": -1}
     metadata = {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": False,

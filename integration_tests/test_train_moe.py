@@ -17,6 +17,7 @@ pytestmark = pytest.mark.ranks
 KEYS = ("loss", "grad_norm", "eval_loss", "moe_load_balancing_loss", "mtp_1_loss")
 AUX = {"moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "aux_loss"}
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 # case -> settings of all its runs, layouts
 CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[int, dict[str, Any]]]]] = {
     "qwen3_moe": (
@@ -90,14 +91,15 @@ def predicting(checkpoint: Path, output: Path, **changes: Any) -> dict[str, list
     return {key: history(trainer, key) for key in KEYS}
 
 
-def test_prediction_losses_are_logged_apart_and_packing_changes_nothing(tmp_path):
+def test_mtp_losses_are_logged_apart_and_packing_and_recomputation_change_nothing(tmp_path):
     checkpoint = make_reference("deepseek_v3", tmp_path).path
     single = run_ranks(1, predicting, checkpoint, tmp_path / "one")[0]
     assert len(single["mtp_1_loss"]) == 3
     assert single["mtp_1_loss"] != single["loss"]
-    others = {
-        "pp2": (2, {"pipeline_model_parallel_size": 2}),
-        "packed": (1, {"sequence_packing": True}),
+    packed = {"sequence_packing": True}
+    others: dict[str, tuple[int, dict[str, Any]]] = {
+        "packed": (1, packed),
+        "pp2-packed-recomputed": (2, {"pipeline_model_parallel_size": 2} | packed | RECOMPUTE),
     }
     for name, (size, changes) in others.items():
         for rank in run_ranks(size, predicting, checkpoint, tmp_path / name, **changes):
@@ -110,10 +112,7 @@ WEIGHED = {
     "single": (1, {}),
     "tp2-sp": (2, SP),
     "cp2": (2, {"context_parallel_size": 2}),
-    "recomputed": (
-        1,
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    ),
+    "recomputed": (1, RECOMPUTE),
 }
 
 

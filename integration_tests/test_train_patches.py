@@ -77,16 +77,39 @@ def test_megatron_still_gathers_all_and_counts_the_padding_it_has_removed():
     assert "buffer.param_index_map.items()" in cut
 
 
-def marks(checkpoint: Path, output_dir: Path) -> tuple[bool, int]:
+def built(checkpoint: Path, output_dir: Path) -> dict[str, Any]:
+    """Marks of a model's parameters, and the tensor groups that its modules name. Runs on every rank."""
+    from megatron.core import parallel_state
+
     from mca_models import AutoModel
     from mca_models.megatron.layers.tp_marks import mark_parameters
 
     model: Any = AutoModel.from_pretrained(checkpoint, arguments(output_dir, **TP))
     cut = [tensor for item, tensor in model.held() if item.param.shard.axis is not None]
-    return all(tensor.tensor_model_parallel for tensor in cut), mark_parameters(
-        model.held(), model.config.layout
-    )
+    groups = [
+        getattr(holder, name)
+        for chunk in model.chunks
+        for module in chunk.modules()
+        for holder, name in ((module, "tp_group"), (getattr(module, "pg_collection", None), "tp"))
+        if getattr(holder, name, None) is not None
+    ]
+    own = parallel_state.get_tensor_model_parallel_group()
+    return {
+        "marked": all(tensor.tensor_model_parallel for tensor in cut),
+        "marks to set": mark_parameters(model.held(), model.config.layout),
+        "groups": (len(groups) > 10, all(group is own for group in groups)),
+    }
 
 
-def test_cut_parameters_are_marked_when_a_model_is_built(checkpoint, tmp_path):
-    assert run_ranks(2, marks, checkpoint, tmp_path) == [(True, 0)] * 2
+@pytest.fixture(scope="module")
+def found(checkpoint, tmp_path_factory):
+    return run_ranks(2, built, checkpoint, tmp_path_factory.mktemp("built"))
+
+
+def test_cut_parameters_are_marked_when_a_model_is_built(found):
+    assert [(rank["marked"], rank["marks to set"]) for rank in found] == [(True, 0)] * 2
+
+
+def test_models_use_megatrons_own_tensor_group(found):
+    """Megatron and mca scatter and gather over it by default; with another, results are wrong silently."""
+    assert [rank["groups"] for rank in found] == [(True, True)] * 2

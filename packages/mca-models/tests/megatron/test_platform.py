@@ -138,6 +138,7 @@ MENDED = (
     "split-sizes",
     "distributed-adam",
     "mla-flags",
+    "mtp-recompute",
     "hybrid-grads",
     "hybrid-split",
     "hybrid-views",

@@ -3,8 +3,9 @@
 The norm of all gradients counts a parameter once: a cut one on every tensor rank, a replicated one on the first.
 Megatron marks cut weights while it initialises them; weights that are filled from a checkpoint instead
 (``perform_initialization`` off) stay unmarked before megatron-core 0.18, and the norm, and with it clipping, silently
-misses all ranks but the first. Transformer Engine marks the replicated down-projections of latent attention too, which
-would then count once on every tensor rank.
+misses all ranks but the first. Transformer Engine marks the replicated down-projections of MLA too, which would then
+count once on every tensor rank. megatron-core 0.19 takes that mark back, but leaves ``partition_dim``, by which Muon
+gathers shards.
 
 Rows of the vocabulary have a learning rate of their own (``decoupled_lr``). The copy of the embedding that prediction
 layers have on another pipeline rank stays unmarked in 0.16: its rows would leave those of the first rank.
@@ -37,9 +38,9 @@ def mark_parameters(held: Iterable[tuple[Held, Tensor]], layout: ParallelLayout)
         if item.param.vocab:
             param.is_embedding_or_output_parameter = True
         axis, expert = item.param.shard.axis, item.param.expert is not None
-        if (axis is not None) != getattr(param, "tensor_model_parallel", False):
-            param.tensor_model_parallel = axis is not None
-            param.partition_dim = -1 if axis is None else axis
+        cut = (axis is not None, -1 if axis is None else axis)
+        if cut != (getattr(param, "tensor_model_parallel", False), getattr(param, "partition_dim", -1)):
+            param.tensor_model_parallel, param.partition_dim = cut
             param.partition_stride = 1
             marked += 1
         if expert and getattr(param, "allreduce", True) == apart:
