@@ -85,11 +85,8 @@ def _merge(
     from mca_models.lora import MergedSource, open_adapter
 
     if names := different_tokenizer(Path(options.checkpoint_path), adapter):
-        logger.warning(
-            "%s: not copied, because the base model's tokenizer goes along: %s; copy them if the adapter was trained "
-            "with them",
-            adapter,
-            ", ".join(names),
+        logger.info(
+            "tokenizer: the base model's files are written; %s has other versions of %s", adapter, ", ".join(names)
         )
     base = open_checkpoint(Path(options.checkpoint_path), options.cast)
     source = MergedSource(base, open_adapter(adapter, base.config), options.cast)
