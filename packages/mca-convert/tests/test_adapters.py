@@ -272,7 +272,10 @@ def test_merging_writes_the_base_models_tokenizer_and_names_files_that_differ(
     run(*merge, tmp_path / "other")
     (told,) = caplog.messages
     own = tmp_path / "adapter"
-    assert told == f"tokenizer: the base model's files are written; {own} has other versions of chat_template.jinja"
+    assert (
+        told
+        == f"tokenizer: the base model's files are written; {own} has other versions of chat_template.jinja"
+    )
     assert caplog.records[-1].levelname == "INFO"
     assert (tmp_path / "other" / "chat_template.jinja").read_text() == "plain"
 

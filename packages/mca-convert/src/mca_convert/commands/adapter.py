@@ -86,7 +86,9 @@ def _merge(
 
     if names := different_tokenizer(Path(options.checkpoint_path), adapter):
         logger.info(
-            "tokenizer: the base model's files are written; %s has other versions of %s", adapter, ", ".join(names)
+            "tokenizer: the base model's files are written; %s has other versions of %s",
+            adapter,
+            ", ".join(names),
         )
     base = open_checkpoint(Path(options.checkpoint_path), options.cast)
     source = MergedSource(base, open_adapter(adapter, base.config), options.cast)
