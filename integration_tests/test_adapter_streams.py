@@ -59,6 +59,13 @@ def _load_again(models: Any, theirs: dict[str, torch.Tensor]) -> None:
     models.load_weights(in_disorder(theirs))
     for (name, tensor), wanted in zip(models.adapter_parameters(), before, strict=True):
         assert torch.equal(tensor, wanted), name
+    last = torch.distributed.get_rank() == 3
+    with pytest.raises(McaError) as error:
+        models.load_weights([("model.norm.weight", torch.ones(1))] if last else theirs.items())
+    assert str(error.value) == (
+        "load_weights: weights differs between ranks: 'those of an adapter' on ranks 0, 1, 2, 'those of the base "
+        "model' on rank 3; give all ranks the same value"
+    )
     first, *rest = theirs.items()
     wrong = [*rest[1:], (rest[0][0], rest[0][1][:1]), ("model.norm.weight", first[1])]
     with pytest.raises(McaError) as error:

@@ -28,6 +28,7 @@ SAMPLE = (
     ("qwen3_vl", "tp2pp2vpp2sp"),
 )
 ROWS = "model.layers.0.mlp.up_proj.weight"
+FLOATS = "expected float32, bfloat16, float16, float64"
 GRIDS = by_case((*FAMILY_CASES, *tiny_vision.CASES), LAYOUTS, SAMPLE)
 if EVERY:
     GRIDS["gemma4_text-e2b"] = [("gemma4_text-e2b", "tp2sp")]  # on one stage alone
@@ -90,7 +91,7 @@ def load_fp8(pairs: list[tuple[Path, str]]) -> None:
 
 
 def test_fp8_is_taken_with_its_scales(tmp_path: Path) -> None:
-    pairs = [("deepseek_v3", "tp2pp2sp"), ("gpt_oss", "ep2pp2dp2")]
+    pairs = [("deepseek_v3", "tp2pp2sp"), ("granitemoe", "ep2pp2dp2")]
     sizes = {"hidden_size": 320, "intermediate_size": 272}
     made = [(save(case, tmp_path / case, "bfloat16", **sizes), layout) for case, layout in pairs]
     run_ranks(4, load_fp8, made)
@@ -131,6 +132,8 @@ def spoil(path: Path) -> dict[str, str]:
         "scales alone": [*tensors.items(), (f"{ROWS}_scale_inv", scales)],
         "scales of another": {**tensors, ROWS: eighths, f"{ROWS}_scale_inv": embedding}.items(),
         "scales of a norm": [*tensors.items(), (f"{norm}_scale_inv", scales)],
+        "integers": {**tensors, ROWS: tensors[ROWS].int(), norm: tensors[norm].bool()}.items(),
+        "integer scales": {**tensors, ROWS: eighths, f"{ROWS}_scale_inv": scales.to(torch.uint8)}.items(),
         "tied": [*tensors.items(), ("lm_head.weight", embedding)],
         "tied otherwise": [("lm_head.weight", embedding + 1), *tensors.items()],
         "a rank": failing(),
@@ -144,7 +147,7 @@ def spoil(path: Path) -> dict[str, str]:
 
 def test_what_is_wrong_is_told_at_once_on_every_rank(tmp_path: Path) -> None:
     first, second = run_ranks(2, spoil, make_reference("qwen3-tied", tmp_path).path)
-    rank, weights = "rank {} could not load the weights: ", "the weights: "
+    rank, weights, norm = "rank {} could not load the weights: ", "the weights: ", "model.norm.weight"
     assert first == second
     assert {key: text.removeprefix(rank.format(0)).removeprefix(weights) for key, text in first.items()} == {
         "missing": "1 missing tensor (model.norm.weight)",
@@ -159,6 +162,9 @@ def test_what_is_wrong_is_told_at_once_on_every_rank(tmp_path: Path) -> None:
         "scales of another": f"2 problems\n  {ROWS}_scale_inv has shape [70, 32], expected [1, 1]"
         f"\n  {ROWS} is fp8, and {ROWS}_scale_inv is missing or incomplete",
         "scales of a norm": "model.norm.weight_scale_inv has shape [1, 1]; expected a plain [32]",
+        "integers": f"2 problems\n  {ROWS} has dtype int32, {FLOATS}\n  {norm} has dtype bool, {FLOATS}",
+        "integer scales": f"2 problems\n  {ROWS}_scale_inv has dtype uint8, {FLOATS}"
+        f"\n  {ROWS} is fp8, and {ROWS}_scale_inv is missing or incomplete",
         "tied otherwise": "model.embed_tokens.weight differs from the tensor that it is tied to",
         "a rank": rank.format(1) + "ConnectionError: the sender is gone",
     }

@@ -2,23 +2,32 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+import tiny_hf
 import tiny_vision
 import torch
+import transformers
 
 from harness import RanksFailed, run_ranks
 from large_model import make_model
 from layouts import EVERY, arguments, by_case, world_size
 from mca_config.errors import McaError
+from mca_config.model_config import McaModelConfig
+from mca_convert import conversion
+from mca_models.megatron.state import export
 from mca_models.megatron.tensors import to_numpy
 from mca_models.quantised import blocks
 from mca_models.storage.safetensors import read_header
+from mca_models.templates import FAMILIES, config_from_hf
+from mca_models.templates.shapes import whole_shape
 from memory import MIB, peak
 from reference import FAMILY_CASES, make_reference
 from weight_streams import SMALL, checkpoint_of, facts_of, names_and_bytes, stored
@@ -173,6 +182,55 @@ def test_every_form_holds_the_same_weights(tmp_path: Path) -> None:
         assert found["fp8"] > 100
 
 
+def fp8_refusals(config: McaModelConfig) -> list[str]:
+    """The errors of a live model and of the converter that ``config`` is not written in fp8, without weights."""
+    params = [param for param in FAMILIES[config.model_type].params(config) if not param.alias_of]
+    wholes = {param.mca_name(): whole_shape(param, config) for param in params}
+    part = SimpleNamespace(info=SimpleNamespace(dtype="BF16"))
+    file: Any = SimpleNamespace(
+        config=config,
+        params=params,
+        parts=lambda _: [part],
+        whole_shape=lambda param: wholes[param.mca_name()],
+    )
+    place: Any = SimpleNamespace(world_size=1)
+    live: Any = SimpleNamespace(config=config, place=place, canonical_parameters=lambda: [])
+    found = []
+    with (
+        patch.object(export, "facts_of", lambda _: {name: ("BF16", shape) for name, shape in wholes.items()}),
+        patch.object(export, "stream", lambda *_: closed(())),
+        patch.object(conversion, "fills_to_hf", lambda *_: []),
+    ):
+        for write in (
+            lambda: list(export.export_buckets(live, export.Wanted(fp8=True))),
+            lambda: conversion.plan_to_hf(file, fp8=True),
+        ):
+            try:
+                write()
+            except McaError as error:
+                found.append(str(error))
+    return found
+
+
+def closed(values: Iterable[Any]) -> Iterator[Any]:
+    """A generator of ``values``."""
+    yield from values
+
+
+def test_streams_and_the_converter_refuse_fp8_of_the_same_families() -> None:
+    described = {kind: {**tiny_hf.SIZE, **more, "model_type": kind} for kind, more in tiny_hf.ALL.values()}
+    described |= {kind: tiny_vision.described(case) for case, (kind, *_) in tiny_vision.CASES.items()}
+    assert described.keys() == FAMILIES.keys()
+    for kind, settings in described.items():
+        messages = fp8_refusals(config_from_hf(transformers.AutoConfig.for_model(**settings).to_dict()))
+        expected = (
+            []
+            if FAMILIES[kind].fp8_unread is None
+            else [f"fp8: transformers reads no fp8 blocks of {kind}"] * 2
+        )
+        assert [message.partition(" models")[0] for message in messages] == expected, kind
+
+
 def misuse(path: Path) -> dict[str, str]:
     """What each rank is told when one of four leaves a stream. Runs on every rank."""
     from mca_models.megatron import AutoModel
@@ -196,8 +254,20 @@ def misuse(path: Path) -> dict[str, str]:
     with _failing_piece(rank == 3):
         take("sender fails", list, to="first")
     take("goes on afterwards", list)
-    for options in ({"to": "none"}, {"dtype": "int8"}, {"bucket_bytes": 0}):
+    for options in ({"to": "none"}, {"dtype": "int8"}, {"bucket_bytes": 0}, {"merged": True}):
         take(f"{options}", list, **options)
+    for key, act in {
+        "destinations": lambda: models.export_weights(to="first" if rank == 2 else "all"),
+        "invalid on one": lambda: models.export_weights(dtype="int8" if rank == 1 else None),
+        "folders": lambda: models.save_pretrained(path / f"out{rank % 2}"),
+        "shards": lambda: models.save_pretrained_as_hf(path / "out", max_shard_bytes=1000 * (rank + 1)),
+        "temperatures": lambda: models.log_probs(IDS, temperature=1.0 + (rank == 3)),
+        "lengths": lambda: models.logits(IDS[:, : 20 + rank // 2]),
+        "methods": lambda: models.export_weights() if rank else models.save_pretrained(path / "out"),
+    }.items():
+        with pytest.raises(McaError) as error:
+            act()
+        said[key] = str(error.value)
     return said
 
 
@@ -229,12 +299,36 @@ class _failing_piece:
         _Transfer._own = self._plain  # type: ignore[method-assign]
 
 
-def test_one_that_leaves_is_told_to_all(tmp_path: Path) -> None:
-    found = run_ranks(4, misuse, make_reference("llama", tmp_path).path)
+SAME = "; give all ranks the same value"
+DIFFERENT = {
+    "destinations": f"export_weights: to differs between ranks: 'all' on ranks 0, 1, 3, 'first' on rank 2{SAME}",
+    "invalid on one": f"export_weights: dtype differs between ranks: None on ranks 0, 2, 3, 'int8' on rank 1{SAME}",
+    "folders": "save_pretrained: directory differs between ranks: 'PATH/out0' on ranks 0, 2, 'PATH/out1' on ranks 1, 3"
+    + SAME,
+    "shards": "save_pretrained_as_hf: max_shard_bytes differs between ranks: 1000 on rank 0, 2000 on rank 1, "
+    f"3000 on rank 2, 4000 on rank 3{SAME}",
+    "temperatures": f"log_probs: temperature differs between ranks: 1.0 on ranks 0, 1, 2, 2.0 on rank 3{SAME}",
+    "lengths": "logits: the shape of input_ids differs between ranks: [2, 20] on ranks 0, 1, [2, 21] on ranks 2, 3"
+    + SAME,
+    "methods": "ranks called different methods: save_pretrained on rank 0, export_weights on ranks 1, 2, 3; call the "
+    "same one on all ranks",
+}
+"""What every rank is told where their arguments differ."""
+
+
+def test_a_rank_that_leaves_or_asks_for_something_else_is_reported_on_all(tmp_path: Path) -> None:
+    path = make_reference("llama", tmp_path).path
+    found = run_ranks(4, misuse, path)
     left = "rank {} failed or stopped receiving weights before the last one; all ranks must run the loop to its end"
     for rank, said in enumerate(found):
         for options in ({"to": "none"}, {"dtype": "int8"}, {"bucket_bytes": 0}):
             assert said.pop(f"{options}")
+        assert (
+            said.pop("{'merged': True}")
+            == "merged=True: this model has no adapter to merge; leave merged out"
+        )
+        for key, text in DIFFERENT.items():
+            assert said.pop(key).replace(str(path), "PATH") == text
         expected = {
             "breaks": None if rank == 2 else left.format(2),
             "first breaks": None if rank == 0 else left.format(0),

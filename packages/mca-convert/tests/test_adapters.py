@@ -254,7 +254,7 @@ def test_verify_tells_where_adapters_differ(
     assert missing[0] == 1 and name in missing[1].out + missing[1].err
 
 
-def test_a_tokenizer_of_the_adapters_own_is_told_when_it_is_merged(
+def test_merging_writes_the_base_models_tokenizer_and_names_files_that_differ(
     tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     base = shutil.copytree(tiny("llama"), tmp_path / "base")
@@ -271,7 +271,12 @@ def test_a_tokenizer_of_the_adapters_own_is_told_when_it_is_merged(
     (tmp_path / "adapter" / "chat_template.jinja").write_text("of chats")
     run(*merge, tmp_path / "other")
     (told,) = caplog.messages
-    assert "not copied, because the base model's tokenizer goes along: chat_template.jinja; copy them" in told
+    own = tmp_path / "adapter"
+    assert (
+        told
+        == f"tokenizer: the base model's files are written; {own} has other versions of chat_template.jinja"
+    )
+    assert caplog.records[-1].levelname == "INFO"
     assert (tmp_path / "other" / "chat_template.jinja").read_text() == "plain"
 
 

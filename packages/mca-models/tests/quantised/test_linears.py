@@ -111,5 +111,5 @@ def test_a_family_whose_blocks_are_not_read_is_refused(case: str) -> None:
     config = config_from_hf(
         transformers.AutoConfig.for_model(kind, **{**tiny_hf.SIZE, **different}).to_dict()
     )
-    with pytest.raises(McaError, match=f"--fp8: transformers reads no fp8 blocks of {kind} models"):
+    with pytest.raises(McaError, match=f"fp8: transformers reads no fp8 blocks of {kind} models"):
         HfLayout([], config, {}, {}, fp8=True)

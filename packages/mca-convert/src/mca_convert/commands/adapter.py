@@ -85,9 +85,8 @@ def _merge(
     from mca_models.lora import MergedSource, open_adapter
 
     if names := different_tokenizer(Path(options.checkpoint_path), adapter):
-        logger.warning(
-            "%s: not copied, because the base model's tokenizer goes along: %s; copy them if the adapter was trained "
-            "with them",
+        logger.info(
+            "tokenizer: the base model's files are written; %s has other versions of %s",
             adapter,
             ", ".join(names),
         )

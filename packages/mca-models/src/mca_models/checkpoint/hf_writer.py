@@ -64,7 +64,7 @@ class HfLayout:
         self.scales: dict[str, str] = {}
         if fp8 and (why := family_of(config.model_type).text(config).fp8_unread):
             raise McaError(
-                f"--fp8: transformers reads no fp8 blocks of {config.model_type} models ({why}); leave --fp8 out"
+                f"fp8: transformers reads no fp8 blocks of {config.model_type} models ({why}); leave fp8 out"
             )
         linears = (
             [param for param in self.params if is_linear(param, wholes[param.mca_name()])] if fp8 else []

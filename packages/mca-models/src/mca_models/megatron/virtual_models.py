@@ -17,6 +17,7 @@ from mca_config.errors import McaError, raise_problems
 from mca_config.model_config import DtypeName, McaModelConfig
 from mca_models.lora import AdapterConfig
 from mca_models.megatron.distributed import parallel
+from mca_models.megatron.distributed.collectives import require_same_arguments
 from mca_models.megatron.factory.chunks import build_chunk, live_tensors
 from mca_models.megatron.factory.transformer_config import implementation_of, transformer_config
 from mca_models.megatron.families.image_limits import image_problems
@@ -30,8 +31,8 @@ from mca_models.megatron.state.arrivals import Weight
 from mca_models.megatron.state.export import (
     BUCKET_BYTES,
     Destination,
-    Wanted,
     WeightBucket,
+    agreed,
     each_tensor,
     export_buckets,
 )
@@ -182,6 +183,7 @@ class VirtualModels(torch.nn.Module):
             fp32 ``[batch, seq, vocab]`` without padding rows, the same on every rank.
         """
         self.require_own()
+        require_same_arguments("logits", **{"the shape of input_ids": list(input_ids.shape)})
         return model_logits(self, input_ids)
 
     def log_probs(
@@ -223,6 +225,14 @@ class VirtualModels(torch.nn.Module):
             raise McaError(
                 f"the model has a head for {self.config.head}, not a vocabulary: it has no log_probs"
             )
+        require_same_arguments(
+            "log_probs",
+            temperature=temperature,
+            entropy=entropy,
+            micro_batch_size=micro_batch_size,
+            chunk_size=chunk_size,
+            to=to,
+        )
         if to not in ("all", "replicas"):
             raise McaError(f"to={to!r} is none of all, replicas")
         packed = packed or cu_seqlens is not None
@@ -257,6 +267,13 @@ class VirtualModels(torch.nn.Module):
         Raises:
             McaError: A rank could not write: all ranks raise, naming it, and ``directory`` is as before.
         """
+        require_same_arguments(
+            "save_pretrained",
+            directory=str(directory),
+            overwrite=overwrite,
+            ckpt_format=ckpt_format,
+            async_save=async_save,
+        )
         if ckpt_format not in get_args(CheckpointFormat):
             raise McaError(f"ckpt_format {ckpt_format!r} is none of {', '.join(get_args(CheckpointFormat))}")
         if ckpt_format == "mca":
@@ -277,6 +294,7 @@ class VirtualModels(torch.nn.Module):
         bucket_bytes: int = BUCKET_BYTES,
         dtype: DtypeName | None = None,
         fp8: bool = False,
+        merged: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and tensors, as `save_pretrained_as_hf` writes them, one after the other; collective.
 
@@ -290,12 +308,15 @@ class VirtualModels(torch.nn.Module):
                 replica.
             bucket_bytes: Limit of a bucket; a tensor that is larger is one of its own.
             dtype: Cast weights to ``float32``, ``bfloat16`` or ``float16``; None: as they are.
-            fp8: Weights of linears as e4m3 with a scale for each block of 128 x 128, ``..._scale_inv``.
+            fp8: Weights of linears as e4m3 with a scale for each block of 128 x 128, ``..._scale_inv``. Families that
+                `mca-convert --fp8` does not write are refused here too.
+            merged: Only for a model with an adapter.
 
         Raises:
-            McaError: A rank failed, died, or stopped before the end; all say so.
+            McaError: The arguments differ between ranks, or a rank failed, died, or stopped before the end; all raise.
         """
-        return each_tensor(self.export_buckets(to=to, bucket_bytes=bucket_bytes, dtype=dtype, fp8=fp8))
+        buckets = self.export_buckets(to=to, bucket_bytes=bucket_bytes, dtype=dtype, fp8=fp8, merged=merged)
+        return each_tensor(buckets)
 
     def export_buckets(
         self,
@@ -304,9 +325,14 @@ class VirtualModels(torch.nn.Module):
         bucket_bytes: int = BUCKET_BYTES,
         dtype: DtypeName | None = None,
         fp8: bool = False,
+        merged: bool = False,
     ) -> Iterator[WeightBucket]:
         """`export_weights` in whole buckets, for transports that want one buffer; collective."""
-        return export_buckets(self, Wanted(to, bucket_bytes, dtype, fp8))
+        wanted = agreed(to=to, bucket_bytes=bucket_bytes, dtype=dtype, fp8=fp8, merged=merged)
+        if merged:
+            self.require_own()
+            raise McaError("merged=True: this model has no adapter to merge; leave merged out")
+        return export_buckets(self, wanted)
 
     def load_weights(self, weights: Iterable[Weight]) -> None:
         """Sets all weights to Hugging Face tensors, as `export_weights` yields them, in any order; collective.
@@ -316,10 +342,10 @@ class VirtualModels(torch.nn.Module):
         of the new weights. Then refresh a trainer's optimizer: ``trainer.engine.take_weights()``.
 
         Args:
-            weights: Names and tensors, of any floating type and on any device.
+            weights: Names and tensors, in fp64, fp32, bf16 or fp16, or in fp8 with scales, on any device.
 
         Raises:
-            McaError: Names are missing or too many, a shape differs, or a rank failed; all ranks raise.
+            McaError: Names are missing or too many, a shape or dtype is wrong, or a rank failed; all ranks raise.
         """
         load_weights(self, weights)
 
@@ -333,6 +359,12 @@ class VirtualModels(torch.nn.Module):
             overwrite: Replaces what stands there.
             max_shard_bytes: Limit of one file's tensors; None: 5 GB.
         """
+        require_same_arguments(
+            "save_pretrained_as_hf",
+            directory=str(directory),
+            overwrite=overwrite,
+            max_shard_bytes=max_shard_bytes,
+        )
         save_hf(self, Path(directory), overwrite=overwrite, max_shard_bytes=max_shard_bytes)
 
 

@@ -6,7 +6,7 @@ Only Python objects are exchanged here. Tensors go through torch's own collectiv
 import errno
 import logging
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar, cast
@@ -18,7 +18,8 @@ from mca_models.storage.atomic import PartialDirectory
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-
+_SHOWN = 4
+"""Ranks of a value that an error names."""
 
 _FULL = ("no space left on device", "pytorchstreamwriter failed", "unexpected pos", "disk quota exceeded")
 """How torch's writers, which keep no error number, say in their texts that a disk is full."""
@@ -30,6 +31,39 @@ def all_gather(value: Result, group: torch.distributed.ProcessGroup | None = Non
     values: list[Result] = [value] * size
     torch.distributed.all_gather_object(values, value, group=group)
     return values
+
+
+def require_same_arguments(method: str, **arguments: object) -> None:
+    """Check that all ranks called ``method`` with the same ``arguments``, before anything is sent; collective.
+
+    Raises:
+        McaError: Names the argument and the values of all ranks, on every rank.
+    """
+    found = all_gather((method, arguments))
+    methods = [each for each, _ in found]
+    if set(methods) != {method}:
+        raise McaError(f"ranks called different methods: {_by_rank(methods)}; call the same one on all ranks")
+    for name in arguments:
+        values = [repr(each[name]) for _, each in found]
+        if len(set(values)) > 1:
+            raise McaError(
+                f"{method}: {name} differs between ranks: {_by_rank(values)}; give all ranks the same value"
+            )
+
+
+def _by_rank(values: Sequence[str]) -> str:
+    """Each of ``values``, one of each rank, with its ranks."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ", ".join(f"{value} on {_ranks(each)}" for value, each in ranks.items())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:_SHOWN]))
+    return f"ranks {shown}" + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
 
 
 def together(work: Callable[[], Result]) -> list[Result]:

@@ -6,6 +6,7 @@ It is made in `create`. How a factor lies on a linear is in `attach` and `linear
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from mca_models.lora import (
 )
 from mca_models.lora.rules import PREFIX
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.distributed.collectives import told_by_first
+from mca_models.megatron.distributed.collectives import require_same_arguments, told_by_first
 from mca_models.megatron.factory.fill import cut_of, whole_shape
 from mca_models.megatron.peft.attach import (
     Attached,
@@ -46,6 +47,7 @@ from mca_models.megatron.state.export import (
     Destination,
     Wanted,
     WeightBucket,
+    agreed,
     each_tensor,
     export_buckets,
     packed_buckets,
@@ -264,6 +266,13 @@ class PeftModels(VirtualModels):
         async_save: bool = False,
     ) -> None:
         """Writes an MCA adapter directory of this layout; collective. An adapter has no other format."""
+        require_same_arguments(
+            "save_pretrained",
+            directory=str(directory),
+            overwrite=overwrite,
+            ckpt_format=ckpt_format,
+            async_save=async_save,
+        )
         if ckpt_format != "mca" or async_save:
             raise McaError(
                 "an adapter is always written with ckpt_format mca and without async_save; remove both settings"
@@ -276,17 +285,25 @@ class PeftModels(VirtualModels):
         self, directory: str | Path, *, overwrite: bool = False, max_shard_bytes: int | None = None
     ) -> None:
         """Writes a PEFT adapter directory, which ``peft`` loads onto the HF model; collective."""
+        require_same_arguments("save_pretrained_as_hf", directory=str(directory), overwrite=overwrite)
         self._write(lambda found: write_peft(found, Path(directory), overwrite=overwrite))
 
     def save_merged_as_hf(
         self, directory: str | Path, *, overwrite: bool = False, max_shard_bytes: int | None = None
     ) -> None:
         """Writes the HF model with the adapter folded in; collective."""
+        require_same_arguments(
+            "save_merged_as_hf",
+            directory=str(directory),
+            overwrite=overwrite,
+            max_shard_bytes=max_shard_bytes,
+        )
         piece = self._merged_piece()
         save_hf(self, Path(directory), overwrite=overwrite, max_shard_bytes=max_shard_bytes, piece=piece)
 
     def save_merged(self, directory: str | Path, *, overwrite: bool = False) -> None:
         """Writes an MCA checkpoint of the model with the adapter folded in; collective."""
+        require_same_arguments("save_merged", directory=str(directory), overwrite=overwrite)
         with self._folded():
             super().save_pretrained(directory, overwrite=overwrite)
 
@@ -298,14 +315,16 @@ class PeftModels(VirtualModels):
         """
         if self.merged:
             raise McaError("the adapter is merged; call unmerge_adapter before load_weights")
-        on_every_rank(lambda: self._take(iter(weights)))
+        given = iter(weights)
+        first: list[Weight] = []
+        on_every_rank(lambda: first.extend(islice(given, 1)))
+        adapts = bool(first) and first[0][0].startswith(PREFIX)
+        kind = "those of an adapter" if adapts else "those of the base model" if first else "none"
+        require_same_arguments("load_weights", weights=kind)
+        take = self._take if adapts else partial(take_weights, self)
+        on_every_rank(lambda: take(chain(first, given)))
 
-    def _take(self, weights: Iterator[Weight]) -> None:
-        first = list(islice(weights, 1))
-        every = chain(first, weights)
-        if not first or not first[0][0].startswith(PREFIX):
-            take_weights(self, every)
-            return
+    def _take(self, every: Iterable[Weight]) -> None:
         read = received(Adapter(self.config, self.adapter, self.rules, lambda param: None), every)
         self.fill(lambda param, shape: read(param), saved=True)
 
@@ -340,7 +359,7 @@ class PeftModels(VirtualModels):
         merged: bool = False,
     ) -> Iterator[WeightBucket]:
         """`export_weights` in whole buckets; collective."""
-        wanted = Wanted(to, bucket_bytes, dtype, fp8)
+        wanted = agreed(to=to, bucket_bytes=bucket_bytes, dtype=dtype, fp8=fp8, merged=merged)
         if merged:
             return export_buckets(self, wanted, self._merged_piece())
         if fp8:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mca_config.errors import McaError, RankFailed, raise_problems
 from mca_models.megatron.distributed.collectives import together
+from mca_models.megatron.tensors import CODES
 from mca_models.storage.runs import Shape
 from mca_models.storage.source import different_names
 
@@ -91,7 +92,7 @@ class Arrivals:
         if (arrived := self._all.get(name)) is None:
             self._problems.append(f"1 unexpected tensor ({name})")
             return None
-        if fault := _fault(arrived, tensor, start):
+        if fault := _fault(arrived, tensor, start) or (dtype_fault(tensor) if keep else None):
             self.refuse(name, f"{name} {fault}")
             return None
         first, rows = start or 0, tensor.shape[0] if tensor.dim() else 1
@@ -113,6 +114,14 @@ class Arrivals:
         come = [name for name in self._required if self._all[name].complete]
         missing = different_names(come, self._required)
         raise_problems([*self._problems, *([missing] if missing else [])], "the weights", shown=_SHOWN)
+
+
+def dtype_fault(tensor: Tensor) -> str | None:
+    """Why ``tensor`` cannot be a weight, in words: its elements are of another type; None: they are not."""
+    if tensor.dtype in CODES:
+        return None
+    found, *expected = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, *CODES))
+    return f"has dtype {found}, expected {', '.join(expected)}"
 
 
 def _fault(arrived: _Arrived, tensor: Tensor, start: int | None) -> str | None:

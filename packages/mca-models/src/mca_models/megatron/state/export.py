@@ -3,7 +3,7 @@
 The stream is the one that saving writes to files (`stream`). Here is who gets it, and in which form.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -14,14 +14,13 @@ from torch import Tensor
 from mca_config.errors import McaError
 from mca_config.model_config import DtypeName
 from mca_models.checkpoint.hf_writer import HfLayout
+from mca_models.megatron.distributed.collectives import require_same_arguments
 from mca_models.megatron.distributed.parallel import Place
 from mca_models.megatron.live import LiveModel
-from mca_models.megatron.state.buckets import Entry, Facts, Unit, aligned, plan_buckets, stacks
+from mca_models.megatron.state.buckets import Entry, Unit, aligned, plan_buckets, stacks
 from mca_models.megatron.state.facts import cast_facts, facts_of, hf_layout, params_of
 from mca_models.megatron.state.fp8 import quantised
 from mca_models.megatron.state.stream import Filled, Holders, Piece, stream
-from mca_models.quantised.fp8 import SCALE_SUFFIX
-from mca_models.quantised.linears import is_linear
 from mca_models.storage.dtypes import CODES
 
 Destination = Literal["all", "first", "replicas"]
@@ -66,6 +65,18 @@ class Wanted:
         return frozenset(place.grid.rank(dp=dp) for dp in range(place.grid.data_parallel_size))
 
 
+def agreed(*, to: Destination, bucket_bytes: int, dtype: DtypeName | None, fp8: bool, merged: bool) -> Wanted:
+    """The arguments of ``export_weights``, the same on all ranks; collective.
+
+    Raises:
+        McaError: They differ, or one of them has no such value.
+    """
+    require_same_arguments(
+        "export_weights", to=to, bucket_bytes=bucket_bytes, dtype=dtype, fp8=fp8, merged=merged
+    )
+    return Wanted(to, bucket_bytes, dtype, fp8)
+
+
 @dataclass(frozen=True)
 class WeightBucket:
     """Tensors one after the other in one buffer.
@@ -95,18 +106,17 @@ def export_buckets(models: LiveModel, wanted: Wanted, piece: Piece | None = None
     facts = facts_of(models)
     if wanted.dtype is not None:
         facts = cast_facts(params_of(models), facts, wanted.dtype)
-    layout = hf_layout(models, facts, wanted.dtype)
+    layout = hf_layout(models, facts, wanted.dtype, fp8=wanted.fp8)
     targets = wanted.targets(models.place)
     units = [Unit(group, targets) for group in stacks(layout.params)]
     # three stand for a moment: one is gathered, one is handed out, one is still in the consumer's variable
     buckets = plan_buckets(units, facts, models.config, max(wanted.bucket_bytes * 2 // 3, 1))
     holders = Holders(models.place, models.config, piece or dict(models.canonical_parameters()).get)
-    linears = _linears(layout, facts) if wanted.fp8 else frozenset()
     with closing(stream(holders, buckets)) as arriving:
         for filled in arriving:
             bucket = _bucket(filled, layout)
             del filled
-            yield _in_fp8(bucket, linears) if linears else bucket
+            yield _in_fp8(bucket, layout.scales) if layout.scales else bucket
             del bucket
 
 
@@ -127,20 +137,15 @@ def _bucket(filled: Filled, layout: HfLayout) -> WeightBucket:
     return WeightBucket(filled.buffer, tuple(entries))
 
 
-def _linears(layout: HfLayout, facts: Facts) -> frozenset[str]:
-    found = (param for param in layout.params if is_linear(param, facts[param.mca_name()][1]))
-    return frozenset(name for param in found for name in param.hf_names())
+def _in_fp8(bucket: WeightBucket, scales: Mapping[str, str]) -> WeightBucket:
+    return packed([named for each in bucket.tensors() for named in _fp8_of(*each, scales)])
 
 
-def _in_fp8(bucket: WeightBucket, linears: frozenset[str]) -> WeightBucket:
-    return packed([named for each in bucket.tensors() for named in _fp8_of(*each, linears)])
-
-
-def _fp8_of(name: str, tensor: Tensor, linears: frozenset[str]) -> list[Named]:
-    if name not in linears:
+def _fp8_of(name: str, tensor: Tensor, scales: Mapping[str, str]) -> list[Named]:
+    if name not in scales:
         return [(name, tensor)]
-    values, scales = quantised(name, tensor)
-    return [(name, values), (name + SCALE_SUFFIX, scales)]
+    values, scale = quantised(name, tensor)
+    return [(name, values), (scales[name], scale)]
 
 
 def packed(tensors: Sequence[Named]) -> WeightBucket:

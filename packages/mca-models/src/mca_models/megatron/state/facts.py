@@ -56,7 +56,12 @@ def split(facts: Facts) -> tuple[dict[str, str], dict[str, Shape]]:
 
 
 def hf_layout(
-    models: LiveModel, facts: Facts, dtype: DtypeName | None = None, max_shard_bytes: int | None = None
+    models: LiveModel,
+    facts: Facts,
+    dtype: DtypeName | None = None,
+    max_shard_bytes: int | None = None,
+    *,
+    fp8: bool = False,
 ) -> HfLayout:
     """The Hugging Face checkpoint of the model.
 
@@ -65,6 +70,10 @@ def hf_layout(
         facts: What it consists of.
         dtype: What it is cast to; None: nothing.
         max_shard_bytes: Limit of one file's tensors; None: the writer's own.
+        fp8: Weights of linears as blocks of fp8.
+
+    Raises:
+        McaError: transformers could not read this family's weights in fp8.
     """
     config = models.config if dtype is None else replace(models.config, dtype=dtype)
-    return HfLayout(params_of(models), config, *split(facts), max_shard_bytes or MAX_SHARD_BYTES)
+    return HfLayout(params_of(models), config, *split(facts), max_shard_bytes or MAX_SHARD_BYTES, fp8=fp8)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mca_models.megatron.state.arrivals import Weight
+from mca_models.megatron.state.arrivals import Weight, dtype_fault
 from mca_models.quantised.blocks import scale_shape
 from mca_models.quantised.fp8 import SCALE_SUFFIX
 from mca_models.quantised.tile import BLOCK
@@ -84,7 +84,7 @@ class PlainWeights:
 
     def _scales(self, base: str, entry: _Quantised, weight: Weight) -> Iterator[Weight]:
         name, scales, *start = weight
-        if fault := _fault(entry, scales, start[0] if start else None):
+        if fault := _fault(entry, scales, start[0] if start else None) or _scale_fault(scales):
             self._refuse(base, f"{name} {fault}")
             return
         first = start[0] if start else 0
@@ -137,6 +137,10 @@ def _fault(entry: _Quantised, scales: Tensor, start: int | None) -> str | None:
         rows = "" if start is None else f" from row {start} on"
         return f"has shape {list(given)}{rows}, expected {list(grid)}"
     return "came twice" if entry.rows[first : first + len(scales) if given else None].any() else None
+
+
+def _scale_fault(scales: Tensor) -> str | None:
+    return None if scales.is_floating_point() else dtype_fault(scales)
 
 
 def _multiply(matrix: Tensor, scales: Tensor, first: int) -> None:
