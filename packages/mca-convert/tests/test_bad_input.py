@@ -311,6 +311,23 @@ def test_wrong_usage_exits_2(arguments: list[str], message: str, capsys) -> None
     assert error.startswith("error: ") and len(error.splitlines()) == 1 and message in error
 
 
+def test_nothing_that_is_printed_has_the_secrets_of_an_address(source: Path, tmp_path: Path, capsys) -> None:
+    address, model = "https://me:SECRET@host/model?sig=SECRET", ["--checkpoint_path", str(source)]
+    for words in (
+        ["--checkpoint_path", address, "--output_path", str(tmp_path / "out")],
+        [*model, "--output_path", str(source / "config.json" / address)],
+        [*model, "--output_path", str(tmp_path / "out"), "--adapter_path", address],
+        [*model, "--output_path", str(tmp_path / "out"), "--push_to_hub", address],
+        ["plan", "--checkpoint_path", address],
+        ["inspect", address],
+        ["verify", address, str(source)],
+        [address],
+    ):
+        assert main(words) != 0, words
+        printed = "".join(capsys.readouterr())
+        assert "https:/" in printed and "SECRET" not in printed, words
+
+
 def test_layout_flags_make_no_sense_for_an_export(source: Path, tmp_path: Path, capsys) -> None:
     mca = tmp_path / "mca"
     assert main(["--checkpoint_path", str(source), "--output_path", str(mca)]) == 0

@@ -125,6 +125,18 @@ def test_an_adapter_does_not_hide_a_whole_mca_model(api, tmp_path, monkeypatch):
     assert api.calls == []
 
 
+def test_what_the_client_says_is_passed_on_without_secrets(api, monkeypatch):
+    def refused(*_, **__):
+        raise OSError("401 for https://me:SECRET@mirror/api?sig=SECRET, Authorization: Bearer SECRET")
+
+    monkeypatch.setattr(api, "whoami", refused)
+    monkeypatch.setattr(api, "model_info", refused)
+    for asked in (require_upload, directory_of):
+        with pytest.raises(McaError, match=r"OSError: 401 for https://...@mirror/api, Auth") as caught:
+            asked("org/name")
+        assert "SECRET" not in str(caught.value)
+
+
 def test_what_an_upload_needs_is_looked_for_before(api, monkeypatch):
     require_upload("org/name@branch")
     assert api.calls == ["whoami"]

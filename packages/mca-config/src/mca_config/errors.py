@@ -6,11 +6,13 @@ A class of its own has what a caller must tell from other errors; nothing here p
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from mca_config.redaction import redacted
+
 
 class McaError(ValueError):
     """A mistake in a user's input, reported in one line.
 
-    The message names the file, parameter or flag, what was expected and what to change. The commands
+    The message names the file, parameter or flag, what was expected and what to change. It is redacted. The commands
     print it as ``error: <message>`` and exit 1.
 
     Attributes:
@@ -18,6 +20,9 @@ class McaError(ValueError):
     """
 
     problems: tuple[str, ...] = ()
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(redacted(each) if isinstance(each, str) else each for each in args))
 
 
 class UsageError(McaError):
@@ -62,7 +67,7 @@ def checking_usage() -> Iterator[None]:
 def named(error: McaError, where: object) -> McaError:
     """``error`` with the file that it is about, if it does not begin with that."""
     text = str(error)
-    return error if text.startswith(str(where)) else McaError(f"{where}: {text}")
+    return error if text.startswith(redacted(str(where))) else McaError(f"{where}: {text}")
 
 
 def raise_problems(
@@ -79,7 +84,7 @@ def raise_problems(
     Raises:
         McaError: There is a problem.
     """
-    found = tuple(problems)
+    found = tuple(map(redacted, problems))
     if not found:
         return
     if len(found) == 1:
@@ -94,4 +99,4 @@ def raise_problems(
 def problems_of(error: ValueError) -> tuple[str, ...]:
     """What ``error`` says is wrong, each on one line."""
     found = error.problems if isinstance(error, McaError) else ()
-    return found or (" ".join(str(error).split()),)
+    return found or (redacted(" ".join(str(error).split())),)

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeVar, Union
 
 from mca_config.errors import McaError, UsageError, problems_of, raise_problems
+from mca_config.redaction import is_secret
 from mca_config.types import JsonObject, Typed, Values
 
 T = TypeVar("T")
@@ -139,7 +140,8 @@ def cast(name: str, value: Typed, hint: TypeHint, *, words: bool) -> Typed:
     if inner and isinstance(value, list | tuple):
         raise inner
     bare = "; a flag without a value means true" if words and value is True else ""
-    raise kind(f"{name} must be {describe(hint)}, not {value!r:.80}{bare}")
+    found = "a secret of another type" if is_secret(name) else f"{value!r:.80}"
+    raise kind(f"{name} must be {describe(hint)}, not {found}{bare}")
 
 
 def alternatives(hint: TypeHint) -> tuple[TypeHint, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
+from mca_config.redaction import redacted
 from mca_config.types import Typed
 
 
@@ -19,10 +20,11 @@ class Forgiving:
     Args:
         stream: The one that is written to, until it fails.
         name: Its name when a failure is reported on standard error; without one it is not reported.
+        redacts: Writes no secrets.
     """
 
-    def __init__(self, stream: TextIO, name: str = "") -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, name: str = "", *, redacts: bool = False) -> None:
+        self._stream, self._redacts = stream, redacts
         self._name = name
         self.failed = False
         """Whether something was lost; what a reader that went away did not want is not."""
@@ -30,7 +32,7 @@ class Forgiving:
     def write(self, text: str) -> int:
         """Writes ``text`` if that is possible."""
         try:
-            self._stream.write(text)
+            self._stream.write(redacted(text) if self._redacts else text)
             self._stream.flush()
         except (OSError, ValueError) as error:  # a closed one raises ValueError
             self._give_up(error)
@@ -60,6 +62,8 @@ class Forgiving:
 def safe_streams(*, to_the_end: bool, output_too: bool = False) -> Iterator[None]:
     """Has standard error take everything, ``to_the_end`` of the process or of the block; with ``output_too`` output.
 
+    Standard error is redacted. Output is not: it may be texts of the user's data.
+
     Where a standard stream is closed, ``/dev/null`` is opened in its place: a checkpoint's file would else get its
     number, and what is meant for the stream.
     """
@@ -70,7 +74,7 @@ def safe_streams(*, to_the_end: bool, output_too: bool = False) -> Iterator[None
             os.open(os.devnull, os.O_RDWR)
     before = sys.stdout, sys.stderr
     sys.stdout = sys.stdout or _nowhere()
-    forgiving: Typed = Forgiving(sys.stderr or _nowhere())
+    forgiving: Typed = Forgiving(sys.stderr or _nowhere(), redacts=True)
     sys.stderr = forgiving
     output = sys.stdout if output_too and isinstance(sys.stdout, io.TextIOWrapper) else None
     errors = output.errors if output else None

@@ -15,7 +15,13 @@ _SWITCH, _DATE, _TEXT = (f"tag:yaml.org,2002:{name}" for name in ("bool", "times
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader that refuses a key given twice, and takes dates for text."""
+    """A safe loader that refuses a key given twice, takes dates for text, and quotes no line in errors.
+
+    A line can have a token, which an excerpt would show.
+    """
+
+    def get_mark(self) -> yaml.Mark:
+        return yaml.Mark(self.name, self.index, self.line, self.column, None, 0)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Typed, Typed]:
         seen: set[str] = set()
@@ -77,7 +83,7 @@ def _read(text: str, change: Callable[[yaml.Node], None]) -> Typed:
         raise ValueError("it is nested too deeply") from error
     except (yaml.YAMLError, ValueError) as error:
         told = str(error).replace('"<unicode string>", ', "")  # what PyYAML calls a text that was read before
-        raise ValueError(" ".join(told.split()).removesuffix(" ^")) from error
+        raise ValueError(" ".join(told.split())) from error
 
 
 def _keep_words(node: yaml.Node) -> None:

@@ -1,4 +1,4 @@
-"""What the commands print: safe for a terminal, in any encoding, whether or not somebody reads it.
+"""What the commands print: safe for a terminal, redacted, in any encoding, whether or not somebody reads it.
 
 What is said is decided in `commands`.
 """
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from mca_config.errors import McaError
 from mca_config.printable import printable
+from mca_config.redaction import redacted
 from mca_config.types import Values
 
 JSON_VERSION = 1
@@ -26,7 +27,7 @@ def say(text: str) -> None:
         return
     encoding = stream.encoding or "utf-8"
     try:
-        stream.write(f"{printable(text)}\n".encode(encoding, "backslashreplace").decode(encoding))
+        stream.write(f"{printable(redacted(text))}\n".encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
     except BrokenPipeError:
         _forget(stream.fileno())

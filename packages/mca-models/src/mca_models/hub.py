@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mca_config.errors import McaError, UsageError
 from mca_config.files import inside
+from mca_config.redaction import redacted
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -365,4 +366,4 @@ def _in_one_line(install: str, about: str, known: Mapping[str, str]) -> Iterator
 def _reason(error: Exception, known: Mapping[str, str]) -> str:
     """What ``error`` of the Hub's client means, if its kind is ``known``, else what it says."""
     words = [known[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in known]
-    return words[0] if words else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return words[0] if words else f"{type(error).__name__}: {redacted(' '.join(str(error).split()))[:200]}"

@@ -1,6 +1,7 @@
 """Rows with images become samples whose placeholders are as many as the images have tokens."""
 
 import base64
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -154,6 +155,22 @@ def test_what_is_wrong_with_a_row_is_told_in_one_line(told, tokenizer, folder):
     with pytest.raises(McaError, match=f"^train_file, {told}") as caught:
         load([WRONG[told]], tokenizer, folder)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("column", [True, False])
+def test_an_image_that_cannot_be_fetched_is_named_without_its_secrets(column, tokenizer, folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    address = "https://me:SECRET@host/a.png?sig=SECRET"
+    row = (
+        {**asked({"type": "image"}), "images": [address]}
+        if column
+        else asked({"type": "image", "path": address})
+    )
+    with pytest.raises(
+        McaError, match=r"^train_file, row 0: image: https://...@host/a.png needs the package"
+    ) as caught:
+        load([row], tokenizer, folder)
+    assert "SECRET" not in str(caught.value)
 
 
 def test_images_that_are_too_large_or_too_long_are_refused(tokenizer, folder, monkeypatch):

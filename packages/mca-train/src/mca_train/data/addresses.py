@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mca_config.errors import McaError, UsageError
+from mca_config.redaction import redacted
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -29,22 +30,10 @@ _CLIENTS = (
     "asyncio",
 )  # log each attempt with its traceback, and what a fork leaves behind
 
-_SECRETS = (
-    (re.compile(r"(://[^/@:\s]*):[^/@\s]*@"), r"\1:...@"),
-    (re.compile(r"""(https?://[^\s?#'"]*)[?#][^\s'"]*?(?=[,:;)]*(?:[\s'"]|$))"""), r"\1"),
-)
-
 
 def is_address(file: str) -> bool:
     """Whether ``file`` is one that ``fsspec`` opens: ``s3://``, ``gs://``, ``hf://``, ``https://``, ..."""
     return "://" in file
-
-
-def shown(text: str) -> str:
-    """``text`` as messages may hold it: without the passwords and the signed queries of the addresses in it."""
-    for found, kept in _SECRETS:
-        text = found.sub(kept, text)
-    return text
 
 
 def name_in(file: str) -> str:
@@ -97,20 +86,19 @@ def require_client(file: str, key: str) -> None:
 
     for name in _CLIENTS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    told = shown(file)
     for link in of_hub(file).split("::"):
         scheme = link.partition("://")[0]
         try:
             get_filesystem_class(scheme)
         except ValueError as error:
             raise UsageError(
-                f"{key}: {told}: '{scheme}' is no file system that fsspec knows; expected a path, or an address "
+                f"{key}: {file}: '{scheme}' is no file system that fsspec knows; expected a path, or an address "
                 "such as s3://bucket/rows.jsonl, gs://..., hf://... or https://..."
             ) from error
         except ImportError as error:
             package = getattr(error.__cause__, "name", None) or scheme
             raise UsageError(
-                f"{key}: {told} needs the package {package}, which is not installed; "
+                f"{key}: {file} needs the package {package}, which is not installed; "
                 f"pip install {_EXTRAS.get(package, package)}"
             ) from error
 
@@ -213,7 +201,7 @@ def fetching(key: str, file: str) -> Iterator[None]:
 
 def unfetched(key: str, file: str, error: BaseException) -> McaError:
     """What to tell of an address where reading ended with ``error``, in one line."""
-    told = f"{key}: {shown(file)}"
+    told = f"{key}: {file}"
     if any(type(each).__name__ == "OfflineModeIsEnabled" for each in _causes(error)):
         return McaError(
             f"{told} cannot be fetched in the offline mode of the Hub's libraries; "
@@ -224,7 +212,7 @@ def unfetched(key: str, file: str, error: BaseException) -> McaError:
         return McaError(
             f"{told}: there is no such file or bucket, or no right to see it; check the address and the credentials"
         )
-    reason = shown(" ".join(str(cause).split())) or type(cause).__name__
+    reason = redacted(" ".join(str(cause).split())) or type(cause).__name__
     return McaError(
         f"{told} cannot be fetched: {reason[:200]}; check the address, the credentials and the network"
     )

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from mca_config.redaction import redacted
 from mca_config.types import JsonObject, Values
-from mca_train.data.addresses import called, shown
+from mca_train.data.addresses import called
 from mca_train.data.files import named, reader_of
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class FileRows:
                 if found is None:
                     break
                 row = Row(found)
-                row.place = f"row {number}" + (f" of {shown(file)}" if len(self._parts) > 1 else "")
+                row.place = f"row {number}" + (f" of {redacted(file)}" if len(self._parts) > 1 else "")
                 yield row
                 number += 1
 
@@ -97,7 +98,7 @@ class FileRows:
             logger.warning(
                 "%s: %s has changed since the run began; rows may be used twice or not at all",
                 self._key,
-                file,
+                redacted(file),
             )
             self._stamps[file] = stamp
 

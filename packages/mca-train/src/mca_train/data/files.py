@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar, overload
 
 from mca_config.errors import McaError, UsageError
+from mca_config.redaction import redacted
 from mca_config.types import JsonObject, Values
 from mca_models.hub import is_id
 from mca_train.config.arguments import DataArguments
@@ -22,7 +23,6 @@ from mca_train.data.addresses import (
     of_hub,
     pattern_of,
     require_client,
-    shown,
     unfetched,
 )
 from mca_train.data.call_arguments import as_json
@@ -71,9 +71,9 @@ def load_rows(
     places: Sequence[Path | None] = copies or [None] * len(files)
     parts = [_load_file(file, key, copy) for file, copy in zip(files, places, strict=True)]
     if not any(map(len, parts)):
-        raise McaError(f"{key}: {shown(', '.join(files))} has no rows")
+        raise McaError(f"{key}: {', '.join(files)} has no rows")
     for file, part in zip(files, parts, strict=True):
-        require_column(part.column_names, column, f"{key}: {shown(file)}")
+        require_column(part.column_names, column, f"{key}: {file}")
     rows = joined(parts, files, key, arguments, vision)
     return rows if limit is None else rows.select(range(min(limit, len(rows))))
 
@@ -110,9 +110,9 @@ def joined(
     try:
         return datasets.concatenate_datasets(list(parts))
     except (ValueError, TypeError) as error:
-        reason = " ".join(str(error).split())
+        reason = redacted(" ".join(str(error).split()))
         raise McaError(
-            f"{key}: the columns of {shown(', '.join(files))} cannot be combined: {reason[:300]}"
+            f"{key}: the columns of {', '.join(files)} cannot be combined: {reason[:300]}"
         ) from error
 
 
@@ -137,7 +137,7 @@ def check_file(file: str, key: str) -> tuple[str, JsonObject]:
     if reader is None:
         ends = Path(name_in(file)).suffix
         raise McaError(
-            f"{key}: {shown(file)} ends in '{ends}'; expected one of {', '.join(_READERS)}, or one of these and "
+            f"{key}: {file} ends in '{ends}'; expected one of {', '.join(_READERS)}, or one of these and "
             f"{', '.join(_COMPRESSED)}"
         )
     return reader, {"sample_by": "document"} if reader == "text" else {}
@@ -241,7 +241,7 @@ def require_shallow(file: str, key: str, limit: int | None = None, copy: Path | 
         for number, line in enumerate(stream):
             if line.count(b"[") + line.count(b"{") > _DEEPEST and _depth(line) > _DEEPEST:
                 raise McaError(
-                    f"{key}: {shown(file)}, row {number}: nested more than {_DEEPEST} deep; leave the row out"
+                    f"{key}: {file}, row {number}: nested more than {_DEEPEST} deep; leave the row out"
                 )
             if limit is not None and stream.tell() > limit:
                 return
@@ -273,11 +273,11 @@ def named(key: str, files: str, reader: str, errors: type[Exception] = Exception
     except errors as error:  # of datasets, pyarrow, pandas and codecs, each with errors of its own
         cause = error.__cause__ or error
         reason = " ".join(str(cause).split()) or type(cause).__name__
-        told = f"{key}: {shown(files)}"
+        told = f"{key}: {files}"
         if "corresponds to no data" in reason or isinstance(cause, StopIteration):
             raise McaError(f"{told} has no rows") from error
         if is_missing(error):
             if is_address(files):
                 raise unfetched(key, files, error) from error
             raise McaError(f"{told} is not there any more") from error
-        raise McaError(f"{told} cannot be read as {reader}: {shown(reason)[:200]}") from error
+        raise McaError(f"{told} cannot be read as {reader}: {redacted(reason)[:200]}") from error

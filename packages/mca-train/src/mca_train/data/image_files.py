@@ -16,7 +16,8 @@ from typing import BinaryIO
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from mca_config.errors import McaError
-from mca_train.data.addresses import is_address, read_whole, shown
+from mca_config.redaction import redacted
+from mca_train.data.addresses import is_address, read_whole
 from mca_train.data.message_parts import KEYS, require_no_size
 
 _OF_PNG = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
@@ -66,20 +67,20 @@ class ImageFile:
             raise
         except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
             raise McaError(
-                f"image {shown(self.place)} is too large: more than {Image.MAX_IMAGE_PIXELS:,} pixels; make it smaller"
+                f"image {self.place} is too large: more than {Image.MAX_IMAGE_PIXELS:,} pixels; make it smaller"
             ) from error
         except FileNotFoundError as error:
-            raise McaError(f"image {shown(self.place)} is not there") from error
+            raise McaError(f"image {self.place} is not there") from error
         except UnidentifiedImageError as error:
-            raise McaError(f"image {shown(self.place)} is no image that PIL can read") from error
+            raise McaError(f"image {self.place} is no image that PIL can read") from error
         except (
             OSError,
             SyntaxError,
             ValueError,
             EOFError,
         ) as error:  # PIL's readers have no error of their own
-            reason = " ".join(str(error).split())[:200]
-            raise McaError(f"image {shown(self.place)} cannot be read: {reason}") from error
+            reason = redacted(" ".join(str(error).split()))[:200]
+            raise McaError(f"image {self.place} cannot be read: {reason}") from error
 
     def _stream(self) -> BinaryIO:
         if self.data is not None:

@@ -161,11 +161,11 @@ class ImageRows:
         Raises:
             McaError: It cannot be read, or the processor does not take it.
         """
+        size = file.size()
         try:
-            return self.tokens.grid(*file.size())
+            return self.tokens.grid(*size)
         except McaError as error:
-            told = str(error)
-            raise McaError(told if file.place in told else f"image {file.place}: {told}") from error
+            raise McaError(f"image {file.place}: {error}") from error
 
     def _read(self, row: Values) -> tuple[Values, list[list[ImageFile]]]:
         """The row with places for images, and the images of each of its sequences."""

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Literal
 
 from mca_config.errors import McaError, UsageError, raise_problems
 from mca_config.printable import counted
+from mca_config.redaction import redacted
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import PairArguments
 from mca_train.config.fields import build
 from mca_train.config.usual import Usual, column_keys
-from mca_train.data.addresses import is_address, name_in, shown
+from mca_train.data.addresses import is_address, name_in
 from mca_train.data.files import load_rows, named, reader_of
 from mca_train.data.row_formats import OF_SHAPES, READ
 
@@ -221,7 +222,7 @@ def _options_of(path: Path, source: Source, key: str) -> JsonObject:
             "%s: %s: leaves out %s (%s, ...), as the names of others say train, test or validation; name each file as "
             "an entry, or rename them",
             key,
-            shown(source.path),
+            redacted(source.path),
             counted(len(left), "file"),
             left[0].relative_to(path),
         )
@@ -240,5 +241,5 @@ def _require_without(source: Source, key: str, what: str, names: Sequence[str]) 
     if given:
         hint = " (max_samples takes the first rows)" if "split" in given else ""
         raise UsageError(
-            f"{key}: {shown(source.path)} is {what}, which has no {' or '.join(given)}; remove it{hint}"
+            f"{key}: {source.path} is {what}, which has no {' or '.join(given)}; remove it{hint}"
         )

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from mca_config.errors import McaError
 from mca_config.types import Values
 from mca_train.config.arguments import DataArguments
-from mca_train.data.addresses import is_address, require_there, shown
+from mca_train.data.addresses import is_address, require_there
 from mca_train.data.answered import AnsweredRows, SampleMaker
 from mca_train.data.call_arguments import without_others
 from mca_train.data.encoding import BlockTokenizer, Encoded, RowEncoder, RowNumbers
@@ -181,15 +181,15 @@ def _parts(
             part = undecoded(opened(reader, file, options, streaming=True))
             first = next(iter(part), None)
         if first is None:
-            raise McaError(f"{key}: {shown(file)} has no rows")
-        require_column(list(first), column, f"{key}: {shown(file)}")
+            raise McaError(f"{key}: {file} has no rows")
+        require_column(list(first), column, f"{key}: {file}")
         parts.append(part)
         heads.append(first)
     columns = {
         file: sorted(first.keys() & column_names(arguments)) for file, first in zip(files, heads, strict=True)
     }
     if any(some != columns[files[0]] for some in columns.values()):
-        told = "; ".join(f"{shown(file)}: {', '.join(some)}" for file, some in columns.items())
+        told = "; ".join(f"{file}: {', '.join(some)}" for file, some in columns.items())
         raise McaError(f"{key}: with streaming all files must have the same columns ({told})")
     with named(key, ", ".join(files), "one"):
         joined(parts, files, key, arguments, vision)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mca_config.errors import McaError, UsageError
+from mca_config.redaction import redacted
 from mca_train.launch.stopping import Stopped
 
 _LOST = (
@@ -65,7 +66,7 @@ def report_failure(target: Callable[[], None], folder: Path | None, rank: int) -
         if folder is not None:
             done_mark(folder, rank).touch()
         return 0
-    _say(folder, _Report(time.time(), rank, text))
+    _say(folder, _Report(time.time(), rank, redacted(text)))
     return code
 
 

@@ -16,6 +16,7 @@ from mca_config.checks import check_layout
 from mca_config.errors import McaError, UsageError, problems_of, raise_problems
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig, trained_dtype
+from mca_config.redaction import redacted
 from mca_config.types import Values
 from mca_models.checkpoint.side_files import side_files
 from mca_train.checkpoint.output_dir import require_own
@@ -155,8 +156,8 @@ def check(
     return Findings(
         where=settings.where,
         run=run,
-        impossible=tuple(dict.fromkeys(impossible)),
-        missing=tuple(dict.fromkeys(missing)),
+        impossible=tuple(dict.fromkeys(map(redacted, impossible))),
+        missing=tuple(dict.fromkeys(map(redacted, missing))),
     )
 
 

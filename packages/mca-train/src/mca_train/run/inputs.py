@@ -14,9 +14,9 @@ from mca_config.errors import UsageError, checking_usage
 from mca_config.files import read_json
 from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
+from mca_config.redaction import redacted
 from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.config.run_config import Settings
-from mca_train.data.addresses import shown
 from mca_train.run.checks import Run, require_start
 from mca_train.run.vocabulary import growth_problem
 from mca_train.tasks.load import load_mixture, load_stream, load_tokenized
@@ -58,7 +58,7 @@ def read_inputs(run: Run, lock: OutputLock) -> Inputs:
         if told := growth_problem(run.settings, len(tokenizer), run.model.vocab_size):
             raise UsageError(told)  # `check` counts the tokens of tokenizer.json alone
     paths = data.train_file or [str(entry.get("path")) for entry in data.datasets]
-    logger.info("reading %s", ", ".join(map(shown, paths)))
+    logger.info("reading %s", ", ".join(map(redacted, paths)))
     images = image_reader(run.settings, run.model)
     train, longest = _training_data(run, tokenizer, images)
     if told := positions_exceeded(run.model, longest):
@@ -113,7 +113,7 @@ def load_tokenizer(settings: Settings) -> "PreTrainedTokenizerBase":
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = redacted(" ".join(str(error).split()))[:200]
         raise UsageError(f"no tokenizer in {path} (set tokenizer_name_or_path): {reason}") from error
     beside = Path(path) / "chat_template.json"  # of processors, which tokenizers do not read
     if tokenizer.chat_template is None and beside.is_file():

@@ -9,6 +9,7 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from mca_config.redaction import redacted_values
 from mca_config.types import JsonObject
 from mca_train.plan.document import document_of
 from mca_train.plan.memory import plan_of
@@ -31,7 +32,7 @@ def record_of(run: Run) -> JsonObject:
         "task": run.task.name,
         "world_size": run.world_size,
         "layout": str(run.layout),
-        "configuration": run.settings.values,
+        "configuration": redacted_values(run.settings.values),
         "versions": {name: found for name in _PACKAGES if (found := _version(name)) is not None},
         "plan": _plan(run),
     }
