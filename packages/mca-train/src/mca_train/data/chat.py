@@ -6,6 +6,7 @@ from earlier ones. A template that marks answers itself (``{% generation %}``) i
 messages, and whether these are well formed, is decided in `encoding`.
 """
 
+import copy
 import logging
 import re
 from collections.abc import Iterable, Sequence
@@ -31,6 +32,7 @@ Span = tuple[int, int]
 _MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _STAND_IN = "\ue000"  # an answer that no text contains
 _PRINTED = {"argument": "as Python writes it"}
+_IMAGE_TEXT = "mca_image_text"  # an attribute of a tokenizer
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts")
 NO_VARIABLES = frozenset(
     {
@@ -68,6 +70,16 @@ class TemplateInputs:
 
     tools: Tools | None = None
     options: JsonObject = field(default_factory=dict)
+
+
+def writing_images(tokenizer: "PreTrainedTokenizerBase", mark: str, text: str) -> "PreTrainedTokenizerBase":
+    """Return a copy of ``tokenizer`` whose chats have ``text`` where the chat template writes ``mark``.
+
+    As in processors, the rendered text is changed and not the template: Jinja removes line breaks next to its tags.
+    """
+    changed = copy.copy(tokenizer)
+    setattr(changed, _IMAGE_TEXT, (mark, text))
+    return changed
 
 
 def marks_answers(tokenizer: "PreTrainedTokenizerBase") -> bool:
@@ -151,18 +163,22 @@ class Conversation:
         """``messages`` as text; with ``prompt`` also the words that open the assistant's turn."""
         given = inputs or self._inputs
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    list(messages),
-                    tools=given.tools,
-                    tokenize=False,
-                    add_generation_prompt=prompt,
-                    **given.options,
-                )
+            rendered = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=given.tools,
+                tokenize=False,
+                add_generation_prompt=prompt,
+                **given.options,
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             reason = " ".join(str(error).split())[:200]
             raise McaError(f"messages: the tokenizer's chat template cannot render them: {reason}") from error
+        return self._with_image_text(str(rendered))
+
+    def _with_image_text(self, rendered: str) -> str:
+        """What the processor makes of a text of the template."""
+        replaced: tuple[str, str] | None = getattr(self._tokenizer, _IMAGE_TEXT, None)
+        return rendered.replace(*replaced) if replaced else rendered
 
     def learnt(self, first: int = 0) -> tuple[str, list[Span]]:
         """The text with an end of its last answer, and where in it the assistant speaks.
@@ -205,14 +221,19 @@ class Conversation:
         """What stands between the template's own marks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        _, marked = render_jinja_template(
+        rendered, marked = render_jinja_template(
             conversations=[self._messages],
             tools=self._inputs.tools,
             chat_template=template,
             return_assistant_tokens_mask=True,
             **{**self._tokenizer.special_tokens_map, **self._inputs.options},
         )
-        return [(start, end) for start, end in marked[0]]
+        text = str(rendered[0])
+
+        def moved(edge: int) -> int:
+            return len(self._with_image_text(text[:edge]))
+
+        return [(moved(start), moved(end)) for start, end in marked[0]]
 
     def _start_of(self, turn: int) -> int:
         context = self._messages[:turn]

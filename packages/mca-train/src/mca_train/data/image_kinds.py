@@ -6,7 +6,6 @@ Mistral 3    rows of tokens, each with a mark at its end
 Gemma 3      as many tokens for every image, between two marks and empty lines
 """
 
-import copy
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from mca_config.types import Values
 from mca_models.images import ImagePlace, placeholders
 from mca_models.templates import family_of
 from mca_models.templates.vision import ImageTokenKind
+from mca_train.data.chat import writing_images
 from mca_train.data.image_tokens import Grid, ImageTokens
 from mca_train.types import ImageProcessor
 
@@ -292,14 +292,11 @@ def _of_gemma(tokenizer: "PreTrainedTokenizerBase", vision: Values) -> tuple[str
 def with_image_marks(
     tokenizer: "PreTrainedTokenizerBase", config: McaModelConfig
 ) -> "PreTrainedTokenizerBase":
-    """A tokenizer whose chat template writes what stands around an image, and a placeholder.
+    """A tokenizer whose rendered chats have what the family's processor writes for an image, and a placeholder.
 
-    Gemma's templates write the first mark alone, and its processor the rest into the text, where line breaks become
-    one token with those beside them.
+    Gemma's templates write the first mark alone, and its processor the rest into the rendered text, where line breaks
+    become one token with those next to them.
     """
-    template = tokenizer.chat_template
-    if _kind(config) != "fixed" or config.vision is None or not isinstance(template, str):
+    if _kind(config) != "fixed" or config.vision is None:
         return tokenizer
-    changed = copy.copy(tokenizer)
-    changed.chat_template = template.replace(*_of_gemma(tokenizer, config.vision))
-    return changed
+    return writing_images(tokenizer, *_of_gemma(tokenizer, config.vision))

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 Made = TokenDataset | PairDataset
 Images = Callable[[], "tuple[datasets.Dataset, ImageRows, str]"]
 """The rows that samples were made of, what they mean, and the argument that named them."""
-_VERSION = 11  # of what samples are made of; raised whenever the same rows make others
+_VERSION = 12  # of what samples are made of; raised whenever the same rows make others
 _ARRAYS = ("tokens", "offsets", "is_target", "values")
 _TABLE = ("starts", "grids", "origins")
 _PIECE = 1 << 20

@@ -1,0 +1,366 @@
+"""Conversations with images have the tokens that transformers' processors make of them, for every family."""
+
+import sys
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from drawn_images import draw, processor
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.pixtral import image_processing_pil_pixtral
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+from mca_config.errors import McaError
+from mca_models.templates import FAMILIES
+from mca_train.config.arguments import DataArguments
+from mca_train.data.encoding import row_encoder
+from mca_train.data.image_rows import ImageReader, ImageRows
+
+SIDE = {"height": 16, "width": 16}
+SIZES = {"small": (16, 16), "wide": (40, 16), "tall": (24, 50)}
+SPECIAL = ["<pad>", "<bos>", "<eos>", "<turn>", "<end>"]
+CORPUS = [
+    "user\nwhat\n\n is\n\n\nthis \n\n\n\n? see: a\n b\n\n c the\n\n\n\n\n two <turn>\n\nmodel\n red\n\n"
+] * 8
+
+
+def pixtral_processor():
+    """The class, whose module imports one that needs torchvision for a function that is not called."""
+    name = "transformers.models.pixtral.image_processing_pixtral"
+    stand_in = ModuleType(name)
+    stand_in.get_resize_output_image_size = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, name, stand_in)
+        from transformers.models.pixtral.processing_pixtral import PixtralProcessor
+    return PixtralProcessor
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family.
+
+    Args:
+        processor: The class of transformers.
+        mark: What its chat template writes for an image.
+        tokens: The special tokens of images, by their names in the tokenizer.
+        images: The image processor.
+        vision: What ``config.json`` says of images, from the ids of the tokens.
+        options: For the class.
+    """
+
+    processor: Any
+    mark: str
+    tokens: dict[str, str]
+    images: Any
+    vision: Any
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def qwen(processor_class):
+    return Case(
+        lambda: processor_class,
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        {
+            "image_token": "<|image_pad|>",
+            "video_token": "<|video_pad|>",
+            "vision_start_token": "<|vision_start|>",
+            "vision_end_token": "<|vision_end|>",
+        },
+        processor,
+        lambda ids: {f"{name}_id": ids[name] for name in ids},
+    )
+
+
+def glm():
+    sizes = {"size": {"shortest_edge": 4 * 64, "longest_edge": 16 * 64}}
+    return Case(
+        lambda: Glm4vProcessor,
+        "<|begin_of_image|><|image|><|end_of_image|>",
+        {
+            "image_token": "<|image|>",
+            "video_token": "<|video|>",
+            "image_start_token": "<|begin_of_image|>",
+            "image_end_token": "<|end_of_image|>",
+        },
+        lambda: Glm4vImageProcessorPil(patch_size=4, merge_size=2, **sizes),
+        lambda ids: {f"{name}_id": ids[name] for name in ids},
+    )
+
+
+INTERNVL = Case(
+    lambda: InternVLProcessor,
+    "<IMG_CONTEXT>",
+    {
+        "context_image_token": "<IMG_CONTEXT>",
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "video_token": "<video>",
+    },
+    lambda: GotOcr2ImageProcessorPil(size=SIDE, max_patches=6),
+    lambda ids: {
+        "image_token_id": ids["context_image_token"],
+        "image_seq_length": 4,
+        "vision_config": {},
+    },
+    {"image_seq_length": 4},
+)
+MISTRAL = Case(
+    pixtral_processor,
+    "[IMG]",
+    {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
+    lambda: image_processing_pil_pixtral.PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size=4),
+    lambda ids: {
+        "image_token_index": ids["image_token"],
+        "spatial_merge_size": 2,
+        "vision_config": {"patch_size": 4},
+    },
+    {"patch_size": 4, "spatial_merge_size": 2},
+)
+GEMMA = Case(
+    lambda: Gemma3Processor,
+    "<start_of_image>",
+    {
+        "image_token": "<image_soft_token>",
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+    },
+    lambda: Gemma3ImageProcessorPil(size=SIDE),
+    lambda ids: {
+        "image_token_index": ids["image_token"],
+        "boi_token_index": ids["boi_token"],
+        "eoi_token_index": ids["eoi_token"],
+        "mm_tokens_per_image": 4,
+        "vision_config": {},
+    },
+    {"image_seq_length": 4},
+)
+CASES = {
+    "qwen2_vl": qwen(Qwen2VLProcessor),
+    "qwen2_5_vl": qwen(Qwen2_5_VLProcessor),
+    "qwen3_vl": qwen(Qwen3VLProcessor),
+    "qwen3_vl_moe": qwen(Qwen3VLProcessor),
+    "qwen3_5": qwen(Qwen3VLProcessor),
+    "qwen3_5_moe": qwen(Qwen3VLProcessor),
+    "glm4v": glm(),
+    "glm4v_moe": glm(),
+    "internvl": INTERNVL,
+    "mistral3": MISTRAL,
+    "gemma3": GEMMA,
+}
+
+_TURNS = (
+    "{{ bos_token }}{% for m in messages %}<turn>{{ m['role'] }}\n"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}@{% endfor %}{% endif %}"
+    "<end>\n{% endfor %}{% if add_generation_prompt %}<turn>assistant\n{% endif %}"
+)
+_TEXT = "{% else %}{{ part['text'] }}{% endif %}"
+_IF = "{% if part['type'] == 'image' %}"
+STYLES = {
+    "expression": _TURNS.replace("@", _IF + "{{ 'MARK' }}" + _TEXT),
+    "expression that trims": _TURNS.replace("@", _IF + "  {{- 'MARK' -}}\n " + _TEXT),
+    "raw": _TURNS.replace("@", _IF + "MARK" + _TEXT),
+    "raw in lines": _TURNS.replace("@", _IF + "\nMARK\n" + _TEXT),
+    "raw in spaces": _TURNS.replace("@", _IF + " MARK  " + _TEXT),
+    "raw at line begins": _TURNS.replace("@", _IF + "\n\n  MARK\n  " + _TEXT),
+    "raw and trimmed": _TURNS.replace(
+        "@", "{%- if part['type'] == 'image' -%}\n MARK \n{%- else -%} {{ part['text'] }} {%- endif -%}"
+    ),
+    "raw and kept": _TURNS.replace(
+        "@", "{%+ if part['type'] == 'image' +%}\nMARK\n  {%+ else %}" + _TEXT[10:]
+    ),
+    "behind a comment": _TURNS.replace("@", _IF + "{# an image #}MARK{# and on #}" + _TEXT),
+    "images first": _TURNS.replace(
+        "{% for part in m['content'] %}@",
+        "{% for part in m['content'] if part['type'] == 'image' %}MARK{% endfor %}"
+        "{% for part in m['content'] if part['type'] != 'image' %}{{ part['text'] }}",
+    ),
+    "a variable": "{% set mark = 'MARK' %}"
+    + _TURNS.replace(
+        "@", _IF + "{{ mark }}{% elif mark in part['text'] %}{{ raise_exception('a mark') }}" + _TEXT
+    ),
+    "a special token's name": _TURNS.replace("@", _IF + "NAMED" + _TEXT),
+    "answers are marked": _TURNS.replace("@", _IF + "MARK" + _TEXT)
+    .replace(
+        "\n{% if m['content'] is string %}",
+        "\n{% if m['role'] == 'assistant' %}{% generation %}{% if m['content'] is string %}{{ m['content'] }}"
+        "{% else %}{% for part in m['content'] %}" + _IF + "MARK" + _TEXT + "{% endfor %}{% endif %}<end>"
+        "{% endgeneration %}{% elif m['content'] is string %}",
+    )
+    .replace(
+        "{% endif %}<end>\n{% endfor %}",
+        "{% endif %}{% if m['role'] != 'assistant' %}<end>{% endif %}\n{% endfor %}",
+    ),
+}
+
+
+def image(name="small"):
+    return {"type": "image", "path": f"{name}.png"}
+
+
+def words(text):
+    return {"type": "text", "text": text}
+
+
+def turns(*contents):
+    roles = ("user", "assistant")
+    return [{"role": roles[turn % 2], "content": content} for turn, content in enumerate(contents)]
+
+
+RED = [words("red")]
+CHATS = {
+    "image first": turns([image(), words("what?")], RED),
+    "image last": turns([words("see:\n"), image("wide")], RED),
+    "image in the middle": turns([words("a\n"), image("tall"), words("\n\n b")], RED),
+    "two in a row": turns([image(), image("wide"), words(" the two")], RED),
+    "two apart": turns([image(), words("\n"), image("tall")], RED),
+    "several turns": turns(
+        [image(), words("what?")], RED, [words("and ")], [words("a\n")], [words("this "), image("wide")], RED
+    ),
+    "system": [{"role": "system", "content": [words("see\n")]}, *turns([image("tall")], RED)],
+    "texts as strings": turns("what?", "red\n", [image(), words("and this?")], "red"),
+    "image in an answer": turns(
+        [words("what?")], [image(), words("\nred")], [words("c")], [words("the "), image()]
+    ),
+    "none": turns([words("what\n\n?")], RED),
+}
+
+
+@lru_cache
+def trained():
+    """A byte-level BPE whose tokens join letters and line breaks; it begins texts with BOS."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    core.train_from_iterator(
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    core.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    return core.to_str()
+
+
+@lru_cache
+def made(family):
+    """The tokenizer, the processor and the configuration of a family."""
+    case = CASES[family]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(trained()),
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        extra_special_tokens=dict(case.tokens),
+    )
+
+    class Processor(case.processor()):
+        """One that takes no videos, whose processors need torchvision."""
+
+        def check_argument_for_proper_class(self, name, argument):
+            return type(argument)
+
+    inner = {"image_processor": case.images(), "tokenizer": tokenizer}
+    if "video_processor" in Processor.get_attributes():
+        inner["video_processor"] = None
+    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in case.tokens.items()}
+    config = SimpleNamespace(model_type=family, vision={"vision_config": {}, **case.vision(ids)})
+    return tokenizer, Processor(**inner, **case.options), config
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    for name, size in SIZES.items():
+        draw(folder / f"{name}.png", *size)
+    return folder
+
+
+def encoded(family, chat, folder):
+    """What mca makes of a row."""
+    tokenizer, _, config = made(family)
+    place = folder / family
+    if not place.exists():
+        CASES[family].images().save_pretrained(place)
+    reader = ImageReader(config=config, directories=(place,), folder=folder)
+    rows = ImageRows(["messages"], reader, DataArguments(model_name_or_path="m"), tokenizer, "train_file")
+    (sequence,), _ = rows.encoded(
+        {"messages": chat}, row_encoder(rows.names, rows.tokenizer, rows.arguments, "train_file")
+    )
+    return sequence
+
+
+def expected(family, chat, folder):
+    """What transformers makes of it, and which tokens the template says are the assistant's; None: it does not say."""
+    _, whole, _ = made(family)
+
+    def absolute(content):
+        if isinstance(content, str):
+            return content
+        return [{**part, "path": str(folder / part["path"])} if "path" in part else part for part in content]
+
+    given = [{**turn, "content": absolute(turn["content"])} for turn in chat]
+    marked = "{% generation %}" in whole.chat_template
+    found = whole.apply_chat_template(
+        given, tokenize=True, return_dict=True, return_assistant_tokens_mask=marked
+    )
+    (ids,) = found["input_ids"]
+    return [int(token) for token in ids], found.get("assistant_masks", [None])[0]
+
+
+def with_template(family, style):
+    tokenizer, whole, _ = made(family)
+    case = CASES[family]
+    names = {token: name for name, token in case.tokens.items()}
+    named = "".join(f"{{{{ {names[part]} }}}}" for part in case.mark.replace("><", ">\0<").split("\0"))
+    template = STYLES[style].replace("MARK", case.mark).replace("NAMED", named)
+    tokenizer.chat_template = whole.chat_template = template
+
+
+def pairs():
+    """Every family in every style; by default those that differ in what their processors write."""
+    few = ("raw", "raw and trimmed", "images first", "answers are marked")
+    chosen = {"gemma3": tuple(STYLES), **dict.fromkeys(("qwen2_5_vl", "internvl", "mistral3"), few)}
+    for family in CASES:
+        for style in STYLES:
+            marks = () if style in chosen.get(family, ("raw",)) else pytest.mark.wide
+            yield pytest.param(family, style, marks=marks)
+
+
+@pytest.mark.parametrize(("family", "style"), pairs())
+def test_chats_have_the_tokens_of_the_familys_processor(family, style, folder):
+    with_template(family, style)
+    tokenizer, whole, _ = made(family)
+    written = set(whole.image_token_ids)
+    for name, chat in CHATS.items():
+        ids, mask = expected(family, chat, folder)
+        tokens, targets = encoded(family, chat, folder)
+        assert tokenizer.decode(tokens) == tokenizer.decode(ids), name
+        assert tokens == ids, name
+        if mask is not None:
+            learnt = [bool(said) and token not in written for said, token in zip(mask, ids, strict=True)]
+            assert targets == learnt, name
+
+
+def test_no_family_with_images_is_left_out():
+    seeing = {name for name, family in FAMILIES.items() if family.vision and family.vision.image_tokens}
+    assert seeing == CASES.keys()
+
+
+def test_a_mark_in_the_words_of_a_row_is_no_image(folder):
+    with_template("gemma3", "raw")
+    with pytest.raises(McaError, match=r"contains the image placeholder .*, but the row has no image"):
+        encoded("gemma3", turns("what is <start_of_image>?", "red"), folder)
+    with pytest.raises(McaError, match=r"makes 2 placeholders .* of 1 image;"):
+        encoded("gemma3", turns([image(), words("<start_of_image>?")], "red"), folder)
