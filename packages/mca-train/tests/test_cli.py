@@ -35,6 +35,11 @@ def test_wrong_usage_is_one_line_and_2(words, message, capsys):
     [
         ("sft", "--learing-rate=1", "unknown flag --learing_rate; did you mean --learning_rate?"),
         ("plan", "--dry_rn", "unknown flag --dry_rn; did you mean --dry_run?"),
+        (
+            "dpo",
+            "--per_device_batch_size",
+            "unknown flag --per_device_batch_size; did you mean --per_device_train_batch_size?",
+        ),
         ("pretrain", "--lr", "--lr: is called learning_rate here; set that instead"),
         ("data", "--dpo_bta", "unknown flag --dpo_bta; did you mean --dpo_beta?"),
     ],
@@ -51,6 +56,7 @@ def test_a_misspelt_flag_is_told_where_the_file_is_missing_too(command, flag, to
     [
         ({"learning_rte": 1}, [], "run.yaml: unknown key 'learning_rte'; did you mean 'learning_rate'?"),
         ({}, ["--tensor-model-paralel-size", "2"], "did you mean 'tensor_model_parallel_size'?"),
+        ({"per_device_batch_size": 1}, [], "did you mean 'per_device_train_batch_size'?"),
         ({"learning_rate": "fast"}, [], "learning_rate must be a number, not 'fast'"),
         ({"output_dir": ...}, [], "missing output_dir"),
         ({"overlap_param_gather": True}, [], "use_distributed_optimizer"),

@@ -64,7 +64,7 @@ def build(
         McaError: Unknown keys, missing ones, values of a wrong type, and what the classes themselves refuse: all of it.
     """
     fields = [_init_fields(cls) for cls in classes]
-    known = {name for table in fields for name in table}
+    known = {name: None for table in fields for name in table}  # in the order of the classes
     problems = [unknown(key, known) for key in values if key not in known]
     required = {name for table in fields for name, (_, needed) in table.items() if needed}
     lacking = {name for name in required if name not in values or (words and _is_empty(values[name]))}

@@ -5,6 +5,8 @@ The log of losses and speeds is something else: it is written in ``metrics``.
 
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from mca_train.launch.environment import is_first
@@ -31,3 +33,15 @@ def quiet_libraries(*, first: bool) -> None:
     for name in ("mca_train", "mca_models", "mca_config"):
         logging.getLogger(name).setLevel(logging.INFO if first else logging.ERROR)
     warnings.filterwarnings("ignore")
+
+
+@contextmanager
+def silent_arguments() -> Iterator[None]:
+    """Keep `mca_config` from logging again what it has logged about the same arguments."""
+    log = logging.getLogger("mca_config")
+    level = log.level
+    log.setLevel(max(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        log.setLevel(level)

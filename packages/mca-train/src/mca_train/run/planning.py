@@ -28,6 +28,7 @@ from mca_train.plan.report import render, render_remedies
 from mca_train.plan.towers import Images
 from mca_train.run.checks import Findings, Run, check, settings_of
 from mca_train.run.hub_paths import with_directories
+from mca_train.run.logs import silent_arguments
 from mca_train.run.subject import image_check, images_of_run, subject_of
 from mca_train.tasks.table import TASKS, task_of
 from mca_train.tasks.task import Task
@@ -73,7 +74,8 @@ def print_plan(task: Task | None, config: Path, overrides: list[str], options: P
     values = with_directories(values, only="config")
     settings = settings_of(task, values, where, [flag.name for flag in fields(options)])
     if options.search:
-        return _search(task, values, settings, options, named=named)
+        with silent_arguments():
+            return _search(task, values, settings, options, named=named)
     target = _target(settings, hardware)
     findings = check(task, settings, _ranks_of(options), target)
     if findings.impossible or findings.run is None:

@@ -22,14 +22,14 @@ from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.config.model import given_ranks
 from mca_train.config.run_config import Settings, given_values
 from mca_train.launch import environment, failures, launcher
-from mca_train.launch.rendezvous import join
+from mca_train.launch.rendezvous import LISTENER, join
 from mca_train.launch.scratch import scratch_folder
 from mca_train.launch.stopping import raising_stopped
 from mca_train.metrics.plot import plot_losses
 from mca_train.run.checks import check, settings_of
 from mca_train.run.hub_paths import named_on_the_hub, with_directories
 from mca_train.run.inputs import Inputs, prepare_inputs
-from mca_train.run.logs import quiet_libraries, set_log_levels
+from mca_train.run.logs import quiet_libraries, set_log_levels, silent_arguments
 from mca_train.run.record import write_record
 from mca_train.run.summary import summary
 from mca_train.tasks.task import Task
@@ -69,10 +69,12 @@ def run(task: Task, config: Path, overrides: list[str], command: list[str]) -> i
 
 def _launch(task: Task, values: Values, where: str, command: list[str]) -> int:
     values = _without_device(values)
-    if named_on_the_hub(values):  # what is wrong is found before weights are fetched
+    on_the_hub = named_on_the_hub(values)
+    if on_the_hub:  # what is wrong is found before weights are fetched
         check(task, settings_of(task, with_directories(values, only="config"), where)).require()
         values = with_directories(values)
-    settings = settings_of(task, values, where)
+    with silent_arguments() if on_the_hub else nullcontext():
+        settings = settings_of(task, values, where)
     set_log_levels(settings.training)
     run = check(task, settings).require()
     ranks = run.world_size
@@ -123,7 +125,8 @@ def settings_on_rank(task: Task, values: Values, where: str) -> tuple[Settings, 
         platform.use_own_device()
         seconds = cast("ddp_timeout", values.get("ddp_timeout", 1800), int, words=True)
         attempt = join(platform.backend(), timedelta(seconds=seconds))
-    return settings_of(task, continued(values, attempt), where), attempt
+    with silent_arguments() if LISTENER in os.environ else nullcontext():  # the launcher has logged it
+        return settings_of(task, continued(values, attempt), where), attempt
 
 
 def _launched_rank(task: Task, values: Values, where: str) -> None:
