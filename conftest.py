@@ -11,6 +11,7 @@ import contextlib
 import gc
 import hashlib
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -28,9 +29,23 @@ if os.environ.pop(
     os.environ["PYTHONPYCACHEPREFIX"] = str(Path(__file__).parent / ".pytest_cache" / "bytecode")
     sys.pycache_prefix, sys.dont_write_bytecode = os.environ["PYTHONPYCACHEPREFIX"], False
 
+
 import pytest
 from hypothesis import HealthCheck, settings
 
+
+def catch_ignored_signals() -> None:
+    """Let what tests start have the default dispositions, also where ``nohup`` or ``&`` had these signals ignored.
+
+    A caught signal has its default disposition again after ``exec``; an ignored one stays ignored.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)  # a terminal that closes still ends no test run
+
+
+catch_ignored_signals()
 settings.register_profile("mca", suppress_health_check=[HealthCheck.too_slow], deadline=None)
 settings.load_profile("mca")  # where others compute beside the tests, time says nothing of them
 gc.disable()  # until all is imported and collected: none of it is garbage

@@ -3,6 +3,7 @@
 import os
 import resource
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -118,3 +119,28 @@ def faults_at_any_depth() -> int:
 def test_calls_of_a_rank_map_no_memory_for_their_frames() -> None:
     (found,) = run_ranks(1, faults_at_any_depth, process_group=False)
     assert found < 2500  # 5,000 where one of these loops stands at the end of a piece of 16 KiB
+
+
+CHILD = """
+import signal, subprocess, sys
+SHOW = "import signal; print(*[signal.getsignal(each) is signal.SIG_IGN for each in (signal.SIGINT, signal.SIGHUP)])"
+
+def test_child():
+    assert subprocess.check_output([sys.executable, "-c", SHOW], text=True).split() == ["False", "False"]
+"""
+
+
+def test_children_of_tests_catch_signals_that_the_test_run_inherited_as_ignored(tmp_path: Path) -> None:
+    """``nohup pytest &`` starts so."""
+    (tmp_path / "test_child.py").write_text(CHILD)
+    root = Path(__file__).parents[1]
+    pytest_words = f"{sys.executable} -m pytest -p conftest -n 0 -q {tmp_path / 'test_child.py'}"
+    done = subprocess.run(
+        ["sh", "-c", f'trap "" INT HUP; exec {pytest_words}'],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
