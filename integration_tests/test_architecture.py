@@ -61,7 +61,9 @@ ARROWS = (
 # From the ground up. A module imports from rungs below its own, and from its own room.
 LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "mca_config": (
-        ("errors", "types", "lazy_names", "suggestions", "printable", "page_tables", "_megatron_keys"),
+        ("types",),
+        ("redaction",),
+        ("errors", "lazy_names", "suggestions", "printable", "page_tables", "_megatron_keys"),
         (
             "bounds",
             "completion",
