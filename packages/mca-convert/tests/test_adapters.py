@@ -206,6 +206,50 @@ def test_casts_of_adapters_overflow_by_name(pair: tuple[Path, Path], tmp_path: P
     assert name in capsys.readouterr().err
 
 
+def broken(folder: Path, file: str, part: str) -> str:
+    """Makes two values of the first tensor whose name has ``part`` NaN; its name."""
+    tensors = load_file(folder / file)
+    name = next(name for name in sorted(tensors) if part in name)
+    tensors[name][0, :2] = torch.nan
+    save_file(tensors, folder / file, {"format": "pt"})
+    return name
+
+
+def test_an_adapter_that_is_not_finite_is_copied_with_a_warning_and_not_cast(
+    pair: tuple[Path, Path], tmp_path: Path, caplog, capsys
+) -> None:
+    base, adapter = pair
+    name = broken(adapter, "adapter_model.safetensors", "lora_A")
+    told = f"1 tensor has values that are not finite (infinite or NaN): {name} (2 values)"
+    words = "--checkpoint_path", base, "--adapter_path", adapter, "--output_path"
+    run(*words, tmp_path / "mca")
+    assert caplog.messages == [f"{adapter}: {told}; they are copied as they are"]
+    for folder in (adapter, tmp_path / "mca"):
+        assert main(["inspect", str(folder), "--values"]) == 1
+        assert f"{name}, 2 values" in capsys.readouterr().out
+    assert main(["verify", str(adapter), str(tmp_path / "mca")]) == 0
+    assert f"warning: in both, {told}" in capsys.readouterr().out
+    assert main([*map(str, words), str(tmp_path / "cast"), "--bf16"]) == 1
+    assert f"{told}; it cannot be cast" in capsys.readouterr().err
+    assert main([*map(str, words), str(tmp_path / "merged"), "--merge"]) == 1
+    assert f"the adapter's {told}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["q_proj.weight", "embed_tokens"])
+def test_a_base_that_is_not_finite_is_not_merged_into(
+    part: str, pair: tuple[Path, Path], tmp_path: Path, capsys
+) -> None:
+    shared, adapter = pair
+    base = shutil.copytree(shared, tmp_path / "base")
+    name = broken(base, "model.safetensors", part)
+    words = ["--checkpoint_path", base, "--adapter_path", adapter, "--merge"]
+    assert main([*map(str, words), "--output_path", str(tmp_path / "merged")]) == 1
+    error = capsys.readouterr().err
+    assert f"{base}/model.safetensors: {name}" in error and "2 values" in error
+    assert main(["plan", *map(str, words), "--values"]) == 1
+    assert f"{base}/model.safetensors: {name}" in capsys.readouterr().out
+
+
 def test_verify_compares_adapters(pair: tuple[Path, Path], tmp_path: Path, capsys) -> None:
     base, adapter = pair
     mca, half = tmp_path / "mca", tmp_path / "half"

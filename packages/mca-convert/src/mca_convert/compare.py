@@ -19,6 +19,7 @@ from mca_convert.pool import Limits, run_all
 from mca_convert.reader import SourceFiles
 from mca_convert.tasks import source_dtypes
 from mca_models.storage.dtypes import ITEM_SIZES
+from mca_models.storage.finite import counts_in
 from mca_models.storage.moves import HF
 from mca_models.storage.source import ModelSource
 from mca_models.weights import Param
@@ -65,6 +66,8 @@ class Comparison:
     differences: dict[str, TensorDifference] = field(default_factory=dict)
     tensors: int = 0
     elements: int = 0
+    not_finite: tuple[dict[str, int], dict[str, int]] = field(default_factory=lambda: ({}, {}))
+    """Of each of the two, the number of infinite and NaN values of the tensors that have any."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -83,6 +86,10 @@ class Comparison:
         """Compares two flat stretches of tensor ``name`` that begin at its element ``start``; thread-safe."""
         import numpy as np
 
+        for counts, array in zip(self.not_finite, arrays, strict=True):
+            if number := counts_in([(name, array)]).get(name):
+                with self._lock:
+                    counts[name] = counts.get(name, 0) + number
         different = _different(arrays[0], arrays[1], tolerance)
         if not different.size:
             return

@@ -3,6 +3,7 @@
 How bytes are moved is in `engine`, what a checkpoint holds in `mca_models`.
 """
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_convert.engine import Engine
+from mca_convert.non_finite import Notes, RefusedParam, counts_of, refusal, search, warning
 from mca_convert.pool import Limits
 from mca_convert.reader import SourceFiles
 from mca_convert.tasks import Fill, fills_to_hf, fills_to_mca, source_dtypes, target_dtypes
@@ -24,6 +26,8 @@ from mca_models.storage.dtypes import DTYPE_NAMES
 from mca_models.storage.manifest import FileRecord
 from mca_models.storage.safetensors import FilePlan, plan_file
 from mca_models.storage.source import ModelSource
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int], None]
 
@@ -81,7 +85,8 @@ class Conversion:
             overwrite: Replaces what stands at ``destination``.
 
         Raises:
-            McaError: The destination is taken, or something cannot be read or written.
+            McaError: The destination is taken, something cannot be read or written, or values would be computed from
+                some that are not finite.
         """
         self.source.check_duplicates()
         side_files(self.source.path)  # what is refused is refused before the work
@@ -109,13 +114,21 @@ class Conversion:
             progress(nbytes)
 
         sources = SourceFiles(self.source.checksums())
-        to_mca = isinstance(self.target, McaLayout)
+        to_mca, notes = isinstance(self.target, McaLayout), Notes(self.source, self.fills)
+        plans = self.file_plans(directory)
         try:
-            engine = Engine(self.file_plans(directory), sources, limits, checksum=to_mca, progress=advance)
+            engine = Engine(plans, sources, limits, checksum=to_mca, progress=advance, note=notes.note)
             records = engine.run(self.fills)
             sources.check(limits.workers, proceed)
+        except RefusedParam as refused:
+            casts = notes.casts()
+            (first, *_) = search(self.source, [refused.param], limits, casts=casts, proceed=proceed)
+            raise refusal(first, notes.work or "", casts.get(refused.param.mca_name(), "")) from None
         finally:
             sources.close()
+        if notes.params:
+            found = search(self.source, list(notes.params.values()), limits, proceed=proceed)
+            logger.warning("%s", warning(self.source.path, counts_of(found)))
         return records
 
 

@@ -18,8 +18,9 @@ from mca_convert.reader import SourceFiles
 from mca_convert.tasks import Chunking, Fill, band_elements, fill_item_size
 from mca_models.quantised.blocks import quantised, scale_shape
 from mca_models.quantised.tile import Tile
-from mca_models.storage.cast import cast_into
+from mca_models.storage.cast import Overflow, cast_into
 from mca_models.storage.dtypes import ITEM_SIZES
+from mca_models.storage.finite import all_finite
 from mca_models.storage.manifest import FileRecord
 from mca_models.storage.safetensors import FilePlan
 from mca_models.storage.writer import SafetensorsWriter
@@ -47,6 +48,8 @@ class Engine:
         limits: Threads and memory.
         checksum: Sum up what is written.
         progress: Called with the bytes of each written chunk, from any thread.
+        note: Called with each fill that has a value that is not finite, or that its cast makes infinite, from any
+            thread; raises to refuse it.
     """
 
     def __init__(
@@ -57,9 +60,10 @@ class Engine:
         *,
         checksum: bool,
         progress: Progress = lambda nbytes: None,
+        note: Callable[[Fill], None] = lambda fill: None,
     ) -> None:
         self._plans, self._sources, self._limits = files, sources, limits
-        self._checksum, self._progress = checksum, progress
+        self._checksum, self._progress, self._note = checksum, progress, note
         self._writers: dict[str, SafetensorsWriter] = {}
         self._left: dict[str, int] = dict.fromkeys(files, 0)
         self._lock = threading.Lock()
@@ -109,6 +113,8 @@ class Engine:
         with writer.stretch(fill.tensor, (fill.start + chunks[0].start) * size) as append:
             for chunk in chunks:
                 data = worker.collector.collect(chunk, fill.parts, fill.source_dtype, "out")
+                if not all_finite(data):
+                    self._note(fill)
                 if fill.scales is not None:
                     values = worker.buffers.array("cast", "U8", data.size)
                     rows = data.reshape(-1, fill.gather.shape[-1])
@@ -116,7 +122,11 @@ class Engine:
                     writer.write(fill.scales, scales, first_scale(fill, chunk) * scales.itemsize)
                 elif fill.dtype != fill.source_dtype:
                     collected, data = data, worker.buffers.array("cast", fill.dtype, data.size)
-                    cast_into(collected, data, fill.tensor)
+                    try:
+                        cast_into(collected, data, fill.tensor)
+                    except Overflow:
+                        self._note(fill)
+                        raise
                 append(data)
                 self._progress(data.nbytes)
         with self._lock:

@@ -60,6 +60,11 @@ def _convert_flags(parser: Parser) -> None:
 def _plan_flags(parser: Parser) -> None:
     _conversion_flags(parser, planning=True)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON, with every file")
+    parser.add_argument(
+        "--values",
+        action="store_true",
+        help="read all weights too, and report values that are not finite or that a cast would make infinite",
+    )
 
 
 def _quiet_flag(parser: Parser) -> None:
@@ -74,6 +79,11 @@ def _quiet_flag(parser: Parser) -> None:
 def _inspect_flags(parser: Parser) -> None:
     parser.add_argument("path", metavar="PATH", help="a directory of any kind, or a model of the Hub")
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    parser.add_argument(
+        "--values",
+        action="store_true",
+        help="read all weights too, and list the tensors with values that are not finite; exit code 1 if there are any",
+    )
     add_flag(
         parser,
         "top",
@@ -236,12 +246,12 @@ _COMMANDS = {
         ),
     ),
     "inspect": Command(
-        usage="PATH [--json] [--top N]",
+        usage="PATH [--json] [--top N] [--values]",
         summary="shows what a directory holds: kind, model, layout, dtypes, sizes",
         text="Shows what a directory holds: kind, model, layout, dtypes, sizes, and the biggest tensors. Ends with "
         "exit code 1 if the checkpoint is incomplete.",
         flags=_inspect_flags,
-        examples=("inspect qwen3-mca", "inspect Qwen/Qwen3-8B --top 20"),
+        examples=("inspect qwen3-mca", "inspect Qwen/Qwen3-8B --top 20", "inspect qwen3-mca --values"),
     ),
     "verify": Command(
         usage="A B [flags]",

@@ -13,10 +13,13 @@ from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
 from mca_config.types import JsonObject
+from mca_convert.non_finite import counts_of, search
+from mca_convert.pool import Limits
 from mca_models.checkpoint.hf_directory import HfSource, read_config
 from mca_models.checkpoint.mca_directory import McaSource, load_config
 from mca_models.opening import CheckpointKind, kind_of, open_checkpoint
 from mca_models.quantised.hf_config import quantisation_of
+from mca_models.storage.finite import counts_in
 from mca_models.storage.safetensors import TensorInfo, read_header
 from mca_models.storage.source import ModelSource
 from mca_models.templates import family_of
@@ -51,6 +54,8 @@ class Inspection:
     """Tensors and bytes of each."""
     biggest: list[tuple[str, str, list[int], int]] = field(default_factory=list)
     """Name, dtype, shape and bytes."""
+    not_finite: dict[str, int] | None = None
+    """Number of such values in each tensor that has any; None: no value was read."""
     problem: str | None = None
     """Why it cannot be read as what it looks like."""
 
@@ -59,12 +64,13 @@ class Inspection:
         return dataclasses.asdict(self)
 
 
-def inspect_directory(path: Path, top: int = 5) -> Inspection:
+def inspect_directory(path: Path, top: int = 5, limits: Limits | None = None) -> Inspection:
     """What directory ``path`` holds.
 
     Args:
         path: The directory.
         top: How many of the biggest tensors are listed.
+        limits: Threads and memory with which all values are read; None: none is read.
 
     Raises:
         McaError: There is no such directory.
@@ -73,15 +79,15 @@ def inspect_directory(path: Path, top: int = 5) -> Inspection:
     found = Inspection(str(path), kind.value)
     try:
         if kind.is_adapter:
-            _adapter(path, kind, found, top)
+            _adapter(path, kind, found, top, values=limits is not None)
         else:
-            _model(path, kind, found, top)
+            _model(path, kind, found, top, limits)
     except McaError as error:
         found.problem = found.problem or str(error)
     return found
 
 
-def _model(path: Path, kind: CheckpointKind, found: Inspection, top: int) -> None:
+def _model(path: Path, kind: CheckpointKind, found: Inspection, top: int, limits: Limits | None) -> None:
     try:
         source = open_checkpoint(path)
     except McaError:
@@ -109,6 +115,8 @@ def _model(path: Path, kind: CheckpointKind, found: Inspection, top: int) -> Non
             for param in source.params
         ]
     _biggest(shapes, found, top)
+    if limits is not None:
+        found.not_finite = counts_of(search(source, source.params, limits))
 
 
 def _configuration(path: Path, kind: CheckpointKind, found: Inspection) -> None:
@@ -199,7 +207,7 @@ def _biggest(shapes: list[tuple[str, str, list[int]]], found: Inspection, top: i
     found.biggest = sorted(sized, key=lambda entry: -entry[-1])[:top]
 
 
-def _adapter(path: Path, kind: CheckpointKind, found: Inspection, top: int) -> None:
+def _adapter(path: Path, kind: CheckpointKind, found: Inspection, top: int, *, values: bool) -> None:
     from mca_models.lora import AdapterConfig, open_adapter
     from mca_models.lora.peft_directory import PICKLE, WEIGHTS
     from mca_models.torch_checkpoint.hf_bin import tensors_of
@@ -218,11 +226,15 @@ def _adapter(path: Path, kind: CheckpointKind, found: Inspection, top: int) -> N
         _count(infos, path, found)
         found.facts["parameters"] = sum(prod(info.shape) for info in infos)
         _biggest([(info.name, info.dtype, list(info.shape)) for info in infos], found, top)
+        if values:
+            found.not_finite = counts_in((name, info.array()) for name, info in stored.items())
         return
     adapter = open_adapter(path)
     _describe(adapter.model, found)
     found.facts["layout"] = str(adapter.model.layout)
     files = sorted(path.glob("iter_*/pp_*/*.safetensors"))
     _count([info for file in files for info in read_header(file).tensors.values()], path, found)
+    if values:
+        found.not_finite = adapter.not_finite()
     wholes = [(param.mca_name(), adapter.read(param)) for param in adapter.params]
     found.facts["parameters"] = sum(int(whole.size) for _, whole in wholes)

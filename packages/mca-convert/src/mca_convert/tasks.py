@@ -35,6 +35,7 @@ class Fill:
     parts: tuple[Part, ...]
     source_dtype: str
     dtype: str
+    param: Param
     scales: str | None = None
     """Where the tensor is written as blocks of fp8: that of their scales."""
 
@@ -135,7 +136,7 @@ def fills_to_mca(source: ModelSource, target: McaLayout, found: Mapping[str, str
         gathers = source.gathers(param, side)
         files = files_of(param, target.config, plan)
         for file, gather in zip(files, gathers, strict=True):
-            yield Fill(file, name, 0, gather, source.parts(param), found[name], target.dtypes[name])
+            yield Fill(file, name, 0, gather, source.parts(param), found[name], target.dtypes[name], param)
 
 
 def fills_to_hf(source: ModelSource, target: HfLayout, found: Mapping[str, str]) -> Iterator[Fill]:
@@ -154,5 +155,6 @@ def fills_to_hf(source: ModelSource, target: HfLayout, found: Mapping[str, str])
                     source.parts(param),
                     found[param.mca_name()],
                     target.tensors[name][0],
+                    param,
                     target.scales.get(name),
                 )

@@ -10,22 +10,24 @@ from pathlib import Path
 from mca_config.printable import counted
 from mca_convert.inspection import Inspection, inspect_directory
 from mca_convert.output import as_json, by_name, say
+from mca_convert.pool import Limits, default_workers
 from mca_convert.tables import size_of
 
 
 def inspect(options: argparse.Namespace, called: Mapping[str, str]) -> int:
-    """Prints what is there; 0 if it is complete, else 1.
+    """Prints what is there; 0 if it is complete, and has no values that are not finite if they are read; else 1.
 
     Args:
         options: Of the command line.
         called: What the user called directories that stand for models of the Hub.
     """
-    found = inspect_directory(Path(options.path), options.top)
+    limits = Limits(workers=default_workers()) if options.values else None
+    found = inspect_directory(Path(options.path), options.top, limits)
     if options.json:
         say(by_name(as_json("inspect", found.as_dict()), called))
     else:
         say(by_name(report(found), called))
-    return 1 if found.problem else 0
+    return 1 if found.problem or found.not_finite else 0
 
 
 def report(found: Inspection) -> str:
@@ -40,6 +42,11 @@ def report(found: Inspection) -> str:
         lines.append((dtype, f"{counted(tensors, 'tensor')}, {size_of(nbytes)}"))
     for name, dtype, shape, nbytes in found.biggest:
         lines.append(("biggest", f"{name} {dtype} {shape}, {size_of(nbytes)}"))
+    if found.not_finite is not None:
+        lines.append(("values", "" if found.not_finite else "all are finite"))
+        lines[-1:] = [
+            ("not finite", f"{name}, {counted(values, 'value')}") for name, values in found.not_finite.items()
+        ] or lines[-1:]
     if found.problem:
         lines.append(("problem", found.problem))
     width = max(len(name) for name, _ in lines[1:]) if lines[1:] else 0

@@ -41,6 +41,7 @@ def plan(parser: Parser, options: argparse.Namespace, called: Mapping[str, str])
             merge=options.merge,
             overwrite=options.overwrite,
             fp8=options.fp8,
+            values=options.values,
         )
     )
     if result.target == "hf" and (fault := layout_flags_for_hf(options, megatron=True)):

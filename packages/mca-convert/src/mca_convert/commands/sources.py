@@ -1,6 +1,6 @@
 """Paths of the command line that name models of the Hub become directories here, before any command looks at them.
 
-Plans and inspections read the headers of weights alone; a conversion downloads what it needs.
+Plans and inspections read the headers of weights alone, or with ``--values`` all; a conversion downloads what it needs.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def local_sources(command: str, options: argparse.Namespace) -> Iterator[dict[st
             given = getattr(options, name, None)
             if not given or not is_id(given):
                 continue
-            if command in ("plan", "inspect"):
+            if command in ("plan", "inspect") and not options.values:
                 folder = stack.enter_context(headers_of(given, needs_weights=command == "inspect"))
                 called[str(folder)] = given
             else:

@@ -4,6 +4,7 @@ What is compared is in `compare` and `compare_adapters`; here it is printed.
 """
 
 import argparse
+from collections.abc import Iterator
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from mca_convert.open_files import allow_open_files
 from mca_convert.output import say, say_json
 from mca_convert.progress import bar
 from mca_models.opening import kind_of, open_checkpoint
+from mca_models.storage.finite import named_counts
 
 _SHOWN = 10
 
@@ -60,7 +62,8 @@ def document(result: Comparison, options: argparse.Namespace, what: str) -> dict
         }
     pair = {"what": what, "first": options.first, "second": options.second, "tolerance": options.tolerance}
     counts = {"same": result.same, "tensors": result.tensors, "elements": result.elements}
-    return pair | counts | {"problems": result.problems, "differences": differences}
+    not_finite = dict(zip(("first", "second"), result.not_finite, strict=True))
+    return pair | counts | {"not_finite": not_finite, "problems": result.problems, "differences": differences}
 
 
 def _number(value: float) -> float | str:
@@ -73,7 +76,8 @@ def report(result: Comparison, options: argparse.Namespace, what: str) -> str:
     pair = f"{options.first} and {options.second}"
     if result.same:
         how = "bit for bit" if options.tolerance is None else f"within {options.tolerance:g}"
-        return f"same {what}, {how}: {pair}, {counted(result.tensors, 'tensor')}, {counted(result.elements, 'element')}"
+        sizes = f"{counted(result.tensors, 'tensor')}, {counted(result.elements, 'element')}"
+        return "\n".join([f"same {what}, {how}: {pair}, {sizes}", *_warnings(result, options)])
     lines = [f"different {what}s: {pair}"]
     lines += [f"  {problem}" for problem in result.problems[:_SHOWN]]
     for name, difference in sorted(result.differences.items())[:_SHOWN]:
@@ -85,4 +89,16 @@ def report(result: Comparison, options: argparse.Namespace, what: str) -> str:
     hidden = len(result.problems) + len(result.differences) - (len(lines) - 1)
     if hidden:
         lines.append(f"  and {hidden} more")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_warnings(result, options)])
+
+
+def _warnings(result: Comparison, options: argparse.Namespace) -> Iterator[str]:
+    """The values that are not finite: one line where both have the same number of them, else one for each."""
+    first, second = (dict(sorted(counts.items())) for counts in result.not_finite)
+    if first == second:
+        if first:
+            yield f"warning: in both, {named_counts(first)}"
+        return
+    for path, counts in ((options.first, first), (options.second, second)):
+        if counts:
+            yield f"warning: {path}: {named_counts(counts)}"

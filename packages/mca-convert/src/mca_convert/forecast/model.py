@@ -15,6 +15,7 @@ from mca_convert.collect import computed_bytes
 from mca_convert.conversion import Conversion, plan_to_hf, plan_to_mca
 from mca_convert.forecast.outcome import Forecast, Request, anonymous_bytes, check_destination, require_space
 from mca_convert.forecast.stages import stages_of
+from mca_convert.non_finite import Notes, counts_of, refusal, search, warning
 from mca_convert.open_files import too_many_files
 from mca_convert.pool import Limits
 from mca_convert.tasks import Chunking, Fill, band_elements, dtype_faults, fill_item_size
@@ -60,6 +61,8 @@ def forecast(request: Request) -> Forecast:
     if conversion is not None:
         _describe(conversion, request, result)
         require_space(request.destination, result)
+        if not result.config_only:
+            _report_values(conversion, request, result)
     return result
 
 
@@ -107,8 +110,6 @@ def _plan(
     result.refusals += faults
     if faults or (layout is None and result.target == "mca"):
         return None
-    if request.cast == "F16":
-        result.notes.append("values above 65504 overflow fp16; only the conversion itself finds them")
     if request.fp8 and result.target == "mca":
         result.refusals.append("--fp8 is for Hugging Face targets; remove it")
         return None
@@ -117,6 +118,25 @@ def _plan(
             lambda: plan_to_hf(source, request.cast, request.max_shard_bytes, fp8=request.fp8)
         )
     return result.attempt(lambda: plan_to_mca(source, layout or ParallelLayout(), request.cast))
+
+
+def _report_values(conversion: Conversion, request: Request, result: Forecast) -> None:
+    """Report the values that are not finite or would not be, if they are to be read; else how to find them."""
+    notes = Notes(conversion.source, conversion.fills)
+    if not request.values:
+        if notes.work is not None:
+            result.notes.append(
+                "no value was read, and those that are not finite in the target would be refused; --values reads them"
+            )
+        return
+    source, casts = conversion.source, notes.casts()
+    found = result.attempt(lambda: search(source, source.params, request.limits, casts=casts))
+    if not found:
+        return
+    if notes.work is None:
+        result.notes.append(warning(source.path, counts_of(found)))
+    else:
+        result.refusals += [str(refusal(one, notes.work, request.cast or "")) for one in found]
 
 
 def _stored_bytes(info: Stored) -> int:

@@ -76,6 +76,7 @@ class Request:
         merge: Fold it.
         overwrite: Replace a checkpoint that stands at the destination.
         fp8: Write weights of linears as fp8 blocks.
+        values: Read all weights and report values that are not finite.
     """
 
     path: Path | None
@@ -89,6 +90,7 @@ class Request:
     merge: bool = False
     overwrite: bool = False
     fp8: bool = False
+    values: bool = False
 
 
 def check_destination(request: Request, result: Forecast) -> None:

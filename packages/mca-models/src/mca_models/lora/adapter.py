@@ -11,6 +11,7 @@ from mca_config.errors import McaError, raise_problems
 from mca_config.model_config import McaModelConfig
 from mca_models.lora.config import AdapterConfig
 from mca_models.lora.rules import AdapterRules, Factors, by_part
+from mca_models.storage.finite import counts_in
 from mca_models.storage.moves import HF, Rule, part_shapes
 from mca_models.templates.common import EMBEDDING
 from mca_models.templates.shapes import whole_shape
@@ -50,6 +51,10 @@ class Adapter:
     def saved_of(self) -> Mapping[str, Param]:
         """Parameters saved whole, by canonical name."""
         return {param.mca_name(): param for param in self.rules.whole}
+
+    def not_finite(self) -> dict[str, int]:
+        """Return the number of infinite and NaN values of each tensor that has any, by PEFT's names."""
+        return counts_in((param.hf_names()[0], self.read(param)) for param in self.params)
 
     def piece(self, param: Param, rank: int, size: int) -> Array:
         """What ``rank`` of ``size`` (tp, or etp for an expert) holds of ``param``."""

@@ -3,6 +3,7 @@
 Merging an adapter into its base model is in `merge`.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,10 +26,13 @@ from mca_models.lora.mca_directory import (
 from mca_models.lora.peft_directory import is_peft, open_peft, stored_tensors, write_peft
 from mca_models.lora.rules import AdapterRules, rules_as_found
 from mca_models.storage.dtypes import numpy_dtype
+from mca_models.storage.finite import counts_in, named_counts
 from mca_models.templates import config_from_hf
 from mca_models.templates.shapes import whole_shape
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
+
+logger = logging.getLogger(__name__)
 
 AdapterKind = Literal["mca", "hf"]
 _SAME_MODEL = ("model_type", "num_layers", "hidden_size", "num_attention_heads", "num_moe_experts")
@@ -141,6 +145,8 @@ def convert_adapter(
     """
     adapter = open_adapter(source, model)
     written = casted(adapter, cast) if cast else adapter
+    if cast is None and (counts := adapter.not_finite()):
+        logger.warning("%s: %s; they are copied as they are", source, named_counts(counts))
     if (to or ("hf" if is_mca_adapter(source) else "mca")) == "hf":
         write_peft(written, destination, side_files=source, overwrite=overwrite, proceed=proceed)
     else:
@@ -152,15 +158,19 @@ def convert_adapter(
 
 
 def casted(adapter: Adapter, code: str) -> Adapter:
-    """``adapter`` with its tensors in the dtype of safetensors code ``code``; reading raises where fp16 overflows."""
+    """``adapter`` with its tensors in the dtype of code ``code``; reading raises if values are not finite."""
     import numpy as np
 
     from mca_models.storage.cast import cast_into
 
     def read(param: Param) -> Array:
-        values = adapter.read(param)
+        values, name = adapter.read(param), param.hf_names()[0]
+        if values.dtype != numpy_dtype(code) and (counts := counts_in([(name, values)])):
+            raise McaError(
+                f"{named_counts(counts)}; it cannot be cast, so remove the flag or repair the adapter"
+            )
         out = np.empty(values.shape, numpy_dtype(code))
-        cast_into(values, out, param.hf_names()[0])
+        cast_into(values, out, name)
         return out
 
     return replace(adapter, read=read)

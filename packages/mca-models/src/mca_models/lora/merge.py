@@ -22,6 +22,7 @@ from mca_models.lora.scored import with_head_of
 from mca_models.storage.atomic import atomic_directory
 from mca_models.storage.cast import cast_into
 from mca_models.storage.dtypes import DTYPE_NAMES, numpy_dtype
+from mca_models.storage.finite import counts_in, named_counts, non_finite
 from mca_models.storage.moves import HF, Rule, Side, part_shapes
 from mca_models.storage.runs import Gather, Shape, clip
 from mca_models.storage.safetensors import TensorInfo, plan_file
@@ -183,11 +184,28 @@ class MergedTensor(TensorBase):
                 low, high = max(rows.start, start), max(min(rows.stop, stop), start)
                 changed, b = weight[low - start : high - start], b[low - rows.start : high - rows.start]
             if len(changed) and not add_product(changed, a, b, pair.scale):
-                raise McaError(
-                    f"{self.name}: merging gives values that are not finite in {own}; the adapter is broken or its "
-                    "scale too large"
-                )
+                raise self._fault(own)
         return weight
+
+    def _fault(self, dtype: NumpyDtype) -> McaError:
+        """Return the error about a result that is not finite, which names the operand that is not, if one is not."""
+        step = max(1, _BLOCK // max(1, prod(self.shape[1:])))
+        blocks = ((start, min(start + step, self.shape[0])) for start in range(0, self.shape[0], step))
+        stored = sum(int(non_finite(self._stored(*block, dtype)).sum()) for block in blocks)
+        counts = {f"{self.file}: {self.name}": stored} if stored else {}
+        if not counts:
+            factors = self.source.adapter.factors_of.get(self.param.mca_name(), ())
+            params = (param for pair in factors for param in (pair.a, pair.b))
+            counts = counts_in((param.hf_names()[0], self.source.adapter.read(param)) for param in params)
+        if not counts:
+            return McaError(
+                f"{self.name}: merging gives values that are not finite in {dtype}; the adapter's scale is too large"
+            )
+        where, what = ("", "checkpoint") if stored else ("the adapter's ", "adapter")
+        return McaError(
+            f"{self.name}: merging gives values that are not finite in {dtype}: {where}{named_counts(counts)}; repair "
+            f"the {what}"
+        )
 
     def _stored(self, start: int, stop: int, dtype: NumpyDtype) -> NumpyArray:
         """Rows ``start:stop`` before merging, or as the adapter saved them, wide; a fresh array."""

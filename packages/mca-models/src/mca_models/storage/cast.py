@@ -4,14 +4,15 @@ Which dtype is written is not decided here.
 """
 
 from mca_config.errors import McaError
+from mca_models.storage.finite import all_finite, non_finite
 from mca_models.weights.arrays import NumpyArray
 
-# by the target's name: bits of its infinity, its largest value, and what does not overflow
 _NARROW = {
-    "float16": (0x7C00, "fp16, whose largest value is 65504; use bf16 or fp32"),
-    "bfloat16": (0x7F80, "bf16, whose largest value is 3.39e38; use fp32"),
-    "float32": (0x7F800000, "fp32, whose largest value is 3.40e38; leave the weights as they are"),
+    "float16": "fp16, whose largest value is 65504; use bf16 or fp32",
+    "bfloat16": "bf16, whose largest value is 3.39e38; use fp32",
+    "float32": "fp32, whose largest value is 3.40e38; leave the weights as they are",
 }
+"""By the target's name: its largest value, and what does not overflow."""
 _WIDE_ENOUGH = {
     "float16": (),
     "bfloat16": ("float16",),
@@ -41,15 +42,31 @@ def can_overflow(source: str, target: str) -> bool:
 
 
 def _require_finite(source: NumpyArray, target: NumpyArray, name: str) -> None:
+    if all_finite(target):
+        return
+    overflowed = source[overflows(source, target)]
+    if overflowed.size:
+        raise overflow(name, f"{float(overflowed[0]):g}", target.dtype.name)
+
+
+def overflows(source: NumpyArray, target: NumpyArray) -> NumpyArray:
+    """Return the mask of the finite elements of ``source`` that its cast to ``target`` made infinite."""
     import numpy as np
 
-    kind = target.dtype.name
-    bits = target.view(f"u{target.itemsize}") & (1 << (8 * target.itemsize - 1)) - 1
-    for value in map(float, source[bits == _NARROW[kind][0]]):
-        if np.isfinite(value):
-            raise overflow(name, f"{value:g}", kind)
+    mask = non_finite(target)
+    mask[mask] = np.isfinite(source[mask].astype(np.float64))
+    return mask
 
 
-def overflow(name: str, value: str, kind: str) -> McaError:
+def overflow(name: str, value: str, kind: str) -> "Overflow":
     """What to raise where ``value`` of tensor ``name`` is too large for dtype ``kind`` (NumPy's name)."""
-    return McaError(f"tensor {name}: {value} overflows {_NARROW[kind][1]}")
+    return Overflow(f"tensor {name}: {value} overflows {too_narrow(kind)}")
+
+
+def too_narrow(kind: str) -> str:
+    """Return the dtype with NumPy's name ``kind``, its largest value, and what to use instead."""
+    return _NARROW[kind]
+
+
+class Overflow(McaError):
+    """A cast makes a finite value infinite."""
