@@ -84,6 +84,7 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("chunks", "flags", "inspection", "interrupts", "mapped", "open_files", "output", "pool", "tables"),
         ("progress", "reader", "tasks"),
         ("collect",),
+        ("non_finite",),
         ("compare", "engine"),
         ("compare_adapters", "conversion"),
         ("forecast",),

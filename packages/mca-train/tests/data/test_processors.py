@@ -296,7 +296,7 @@ def encoded(family, chat, folder):
     reader = ImageReader(config=config, directories=(place,), folder=folder)
     rows = ImageRows(["messages"], reader, DataArguments(model_name_or_path="m"), tokenizer, "train_file")
     (sequence,), _ = rows.encoded(
-        {"messages": chat}, row_encoder(rows.names, rows.tokenizer, rows.arguments, "train_file")
+        {"messages": chat}, row_encoder(rows.names, rows.tokenizer, rows.arguments, "train_file"), "row 0"
     )
     return sequence
 

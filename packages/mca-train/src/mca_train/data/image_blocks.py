@@ -110,7 +110,7 @@ def text_encoder(names: Sequence[str], read: ImageRows, arguments: DataArguments
             if not files:
                 return tokens, targets, []
             require_words(tokens, read.vision, has_images=True)
-            grids = [read.grid(file) for file in files]
+            grids = [read.grid(file, f"{key}, {place}") for file in files]
             return *read.tokens.expanded(tokens, targets, grids), grids
         except McaError as error:
             told = str(error).removeprefix(f"{key}, {place}: ")

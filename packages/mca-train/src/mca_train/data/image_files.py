@@ -6,23 +6,36 @@ Which parts of a row are images is decided in `image_rows`.
 import base64
 import binascii
 import io
+import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+import numpy as np
+from PIL import Image, ImageOps, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError
 
 from mca_config.errors import McaError
 from mca_config.redaction import redacted
 from mca_train.data.addresses import is_address, read_whole
 from mca_train.data.message_parts import KEYS, require_no_size
 
-_OF_PNG = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
+_OF_PNG = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
 """Modes of images that a PNG can hold."""
+_OF_SEVERAL_FRAMES = ("AVIF", "GIF", "PNG", "TIFF", "WEBP")
+"""Formats of animations and of documents; in others (MPO, PSD) the further frames are parts of one image."""
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # of EXIF
+_WIDTH, _LENGTH, _BITS = 256, 257, 258  # tags of TIFF
+_TURNING = (
+    b"eXIf",
+    b"iTXtXML:com.adobe.xmp\0",
+    b"tEXtRaw profile type exif\0",
+    b"zTXtRaw profile type exif\0",
+)
+"""What chunks of a PNG begin with that may say how the image is to be turned."""
+_LONGEST = max(map(len, _TURNING))
 
 
 @dataclass(frozen=True)
@@ -37,15 +50,23 @@ class ImageFile:
     place: str
     data: bytes | None = field(default=None, repr=False)
 
-    def size(self) -> tuple[int, int]:
+    def size(self, several: Callable[[], None] = lambda: None) -> tuple[int, int]:
         """Height and width as people see it, from the header; an image at an address is fetched whole for it.
 
+        Args:
+            several: Called if the file has several frames, of which `pixels` returns the first.
+
         Raises:
-            McaError: It is missing, no image, or too large.
+            McaError: It is missing, no image, too large, or has pixels of floating point.
         """
         with self._opened() as image:
-            turned = _orientation(image) in _ON_ITS_SIDE
-            return (image.width, image.height) if turned else (image.height, image.width)
+            _require_integers(image, self.place)
+            if image.format in _OF_SEVERAL_FRAMES and getattr(image, "is_animated", False):
+                several()
+            width, height = image.size
+            if isinstance(image, TiffImagePlugin.TiffImageFile):  # whose `size` is of the turned image
+                width, height = image.tag_v2[_WIDTH], image.tag_v2[_LENGTH]
+            return (width, height) if _orientation(image) in _ON_ITS_SIDE else (height, width)
 
     def pixels(self) -> Image.Image:
         """The image as people see it, in red, green and blue; what is transparent is white.
@@ -54,7 +75,9 @@ class ImageFile:
             McaError: The same, or it is broken further on.
         """
         with self._opened() as image:
-            return _on_white(ImageOps.exif_transpose(image) if _orientation(image) > 1 else image)
+            _require_integers(image, self.place)
+            top = _top(image)
+            return _in_colour(ImageOps.exif_transpose(image), self.place, top)
 
     @contextmanager
     def _opened(self) -> Iterator[Image.Image]:
@@ -91,19 +114,73 @@ class ImageFile:
 
 
 def _orientation(image: Image.Image) -> int:
-    """How the image is to be turned; a PNG that says so only behind its pixels is not, as those would be read."""
-    if image.format == "PNG" and "exif" not in image.info:
-        return 1
+    """How the image is to be turned; its pixels are read only if the file may say so behind them."""
+    if isinstance(image, PngImagePlugin.PngImageFile) and not _is_turned_late(image):
+        return int(Image.Image.getexif(image).get(_ORIENTATION, 1))  # that of a PNG reads pixels
     return int(image.getexif().get(_ORIENTATION, 1))
 
 
-def _on_white(image: Image.Image) -> Image.Image:
-    """As the image processors of transformers 5.21 and later make it; earlier ones drop the transparency."""
+def _is_turned_late(image: PngImagePlugin.PngImageFile) -> bool:
+    """Whether a PNG may say behind its pixels how it is to be turned."""
+    stream = image.fp
+    assert stream is not None, "the pixels are not read yet"
+    start, is_behind = stream.tell(), False
+    try:
+        stream.seek(8)
+        while len(head := stream.read(4 + _LONGEST)) > 8:
+            is_behind = is_behind or head[4:8] == b"IDAT"
+            if is_behind and head[4:].startswith(_TURNING):
+                return True
+            stream.seek(12 + int.from_bytes(head[:4], "big") - len(head), os.SEEK_CUR)
+    finally:
+        stream.seek(start)
+    return False
+
+
+def _require_integers(image: Image.Image, place: str) -> None:
+    """Refuses pixels without a largest value, which PIL would cut to 0 to 255."""
+    if image.mode == "F":
+        raise McaError(
+            f"image {shown(place)} has floating-point pixels (mode F), of which nothing says what is white; expected "
+            "integers of 8 or 16 bits; scale the values to 0 to 255, and save them with 8 bits"
+        )
+
+
+def _top(image: Image.Image) -> int:
+    """What is white, of an image of more than 8 bits."""
+    bits = image.tag_v2.get(_BITS, (16,)) if isinstance(image, TiffImagePlugin.TiffImageFile) else (16,)
+    return (1 << min(int(bits[0]), 16)) - 1
+
+
+def _in_colour(image: Image.Image, place: str, top: int) -> Image.Image:
+    """Red, green and blue of 8 bits, on white: as the image processors of transformers 5.21 and later make it.
+
+    Earlier ones drop the transparency. All cut gray values of more than 8 bits at 255, where those up to ``top`` are
+    scaled here.
+    """
+    if image.mode.startswith("I"):
+        image = _in_eight_bits(image, place, top)
     if "A" not in image.getbands() and image.info.get("transparency") is None:
         return image.convert("RGB")
     clear = image.convert("RGBA")
     white = Image.new("RGBA", clear.size, "white")
     return Image.alpha_composite(white, clear).convert("RGB")
+
+
+def _in_eight_bits(image: Image.Image, place: str, top: int) -> Image.Image:
+    """A gray image with values up to ``top``, with an alpha band if one of them is transparent."""
+    values = np.asarray(image)
+    low, high = int(values.min()), int(values.max())
+    if low < 0 or high > top:
+        raise McaError(
+            f"image {shown(place)} has pixels from {low} to {high} (mode {image.mode}); expected 0 to {top}; scale "
+            "them, and save them with 8 or 16 bits"
+        )
+    gray = Image.fromarray(((values.astype(np.uint32) * 255 + top // 2) // top).astype(np.uint8))
+    clear = image.info.get("transparency")
+    if clear is not None:
+        gray.putalpha(Image.fromarray(np.where(values == clear, 0, 255).astype(np.uint8)))
+    return gray
 
 
 def image_file(given: object, folder: Path | None) -> ImageFile:
@@ -160,6 +237,9 @@ def _decoded(text: str) -> ImageFile:
 
 
 def _in_memory(image: Image.Image) -> ImageFile:
-    held = io.BytesIO()
-    (image if image.mode in _OF_PNG else _on_white(image)).save(held, "PNG")
-    return ImageFile(f"of {image.width} x {image.height} pixels", held.getvalue())
+    place, held = f"of {image.width} x {image.height} pixels", io.BytesIO()
+    _require_integers(image, place)
+    top = _top(image)
+    turned = ImageOps.exif_transpose(image)  # which a PNG would not say
+    (turned if turned.mode in _OF_PNG else _in_colour(turned, place, top)).save(held, "PNG")
+    return ImageFile(place, held.getvalue())

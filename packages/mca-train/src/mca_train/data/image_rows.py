@@ -4,6 +4,7 @@ What places for images a row's messages have is known in `image_places`, how lar
 many tokens that is in `image_tokens`.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import PairArguments
+from mca_train.data.addresses import shown
 from mca_train.data.encoding import Encoded, RowEncoder, without_nulls
 from mca_train.data.formats import Converted, converted, image_columns, other_columns
 from mca_train.data.image_files import ImageFile, image_file
@@ -30,6 +32,8 @@ from mca_train.types import Upstream
 if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 Rows = TypeVar("Rows", "datasets.Dataset", "datasets.IterableDataset")
 
@@ -91,6 +95,7 @@ class ImageRows:
         self.vision = reader.config.vision
         self._columns = image_columns(self.vision, arguments)
         self._words = ImageWords(self.vision, arguments)
+        self._has_told_of_frames = False
         self.names = list(names)
         if texts:
             return
@@ -110,12 +115,15 @@ class ImageRows:
         """The images of one of a row's sequences, in the order of their placeholders."""
         return self.text(row)[1] if self._texts else self._read(row)[1][side]
 
-    def encoded(self, row: Values, encode: RowEncoder) -> tuple[Sequence[Encoded], list[list[Grid]]]:
+    def encoded(
+        self, row: Values, encode: RowEncoder, told: str
+    ) -> tuple[Sequence[Encoded], list[list[Grid]]]:
         """The sequences of a row with what stands for every placeholder in its place; the grids of each's images.
 
         Args:
             row: As it stands in the file.
             encode: Makes tokens of a row with the columns `names`, one placeholder for an image.
+            told: The row's place, for warnings.
         """
         plain, files = self._read(row)
         if not any(files):
@@ -124,7 +132,7 @@ class ImageRows:
                 require_words(tokens, self.vision)
             return sequences, [[] for _ in files]
         expanded = self.tokens.expanded
-        grids = [[self.grid(file) for file in of_side] for of_side in files]
+        grids = [[self.grid(file, told) for file in of_side] for of_side in files]
         sequences = encode(plain)
         for tokens, _ in sequences:
             require_words(tokens, self.vision, has_images=True)
@@ -155,17 +163,26 @@ class ImageRows:
         marked = text.replace(PLACE, self.tokens.mark(self.tokenizer))
         return marked, [image_file(each, self._reader.folder) for each in given]
 
-    def grid(self, file: ImageFile) -> Grid:
-        """Of an image, whose header is read.
+    def grid(self, file: ImageFile, told: str) -> Grid:
+        """Return the grid of an image, whose header is read; ``told`` is the place of its row, for warnings.
 
         Raises:
             McaError: It cannot be read, or the processor does not take it.
         """
-        size = file.size()
+        size = file.size(lambda: self._tell_of_frames(file, told))
         try:
             return self.tokens.grid(*size)
         except McaError as error:
             raise McaError(f"image {file.place}: {error}") from error
+
+    def _tell_of_frames(self, file: ImageFile, told: str) -> None:
+        if not self._has_told_of_frames:
+            logger.warning(
+                "%s: image %s has several frames or pages, of which only the first is used; this is reported once",
+                told,
+                shown(file.place),
+            )
+            self._has_told_of_frames = True
 
     def _read(self, row: Values) -> tuple[Values, list[list[ImageFile]]]:
         """The row with places for images, and the images of each of its sequences."""

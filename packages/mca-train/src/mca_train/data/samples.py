@@ -143,12 +143,12 @@ def _tokenized(
     own = without_others(rows.features)
 
     def tokenize(row: Values, index: int) -> JsonObject:
-        row = row if own is None else own(row)
+        row, place = row if own is None else own(row), f"{key}, row {index}"
         try:
-            encoded, grids = (encode(row), None) if images is None else images.encoded(row, encode)
+            encoded, grids = (encode(row), None) if images is None else images.encoded(row, encode, place)
             said = [] if numbers is None else numbers(row)
         except McaError as error:
-            raise McaError(f"{key}, row {index}: {error}") from error
+            raise McaError(f"{place}: {error}") from error
         return {
             "input_ids": [tokens[:length] for tokens, _ in encoded],
             "is_target": [targets[:length] for _, targets in encoded],

@@ -211,10 +211,10 @@ def _with_images(
     images: ImageRows, row: Values, encode: RowEncoder, prefixes: Sequence[str], length: int, key: str
 ) -> Sample:
     """The sample of a row that may have images; without a target if it ends within one."""
-    sequences, grids = images.encoded(row, encode)
-    sample = _sample(sequences, prefixes, length)
     place = getattr(row, "place", "")
     told = f"{key}{place and ', ' + place}"
+    sequences, grids = images.encoded(row, encode, told)
+    sample = _sample(sequences, prefixes, length)
     for side, (prefix, own) in enumerate(zip(prefixes, grids, strict=True)):
         if not own:
             continue
