@@ -144,6 +144,7 @@ def test_wrong_configurations_are_one_line_and_2(run, changes, flags, message, c
         ({"output_dir": "/proc/none"}, "output_dir: /proc/none cannot be written"),
         ({"train_file": __file__}, "ends in '.py'"),
         ({"train_file": "/tmp"}, "train_file: /tmp is a directory; name its files"),
+        ({"eval_file": "/dev/null"}, "eval_file: /dev/null is a pipe, socket or device; name a file"),
         ({"eval_file": "/none.jsonl"}, "eval_file: file /none.jsonl does not exist"),
         ({"tokenizer_name_or_path": str(Path(__file__).parent)}, "set tokenizer_name_or_path"),
         ({"text_column": "words"}, "no column 'words' (columns: text); set text_column"),

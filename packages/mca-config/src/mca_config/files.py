@@ -98,9 +98,14 @@ def open_regular(file: Path) -> int:
 
     Raises:
         OSError: It cannot be opened.
-        McaError: It is a directory, pipe or device.
+        McaError: It is a directory, pipe, socket or device.
     """
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise McaError(f"{file}: not a file but a socket, or a device that is not there") from None
+        raise
     try:
         regular = stat.S_ISREG(os.fstat(fd).st_mode)
     except OSError:

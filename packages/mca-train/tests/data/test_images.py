@@ -1,6 +1,8 @@
 """Rows with images become samples whose placeholders are as many as the images have tokens."""
 
 import base64
+import os
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -171,6 +173,37 @@ def test_an_image_that_cannot_be_fetched_is_named_without_its_secrets(column, to
     ) as caught:
         load([row], tokenizer, folder)
     assert "SECRET" not in str(caught.value)
+
+
+def make_socket(path):
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+SPECIAL = {
+    "pipe": os.mkfifo,
+    "socket": make_socket,
+    "directory": os.mkdir,
+    "device": lambda path: path.symlink_to(os.devnull),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_what_is_no_file_is_not_waited_for(kind, tokenizer, tmp_path_factory, folder):
+    special = tmp_path_factory.mktemp("s") / "x.png"  # a socket's path is short
+    SPECIAL[kind](special)
+    told = rf"^train_file, row 0: image {special}: not a file but a "
+    with pytest.raises(McaError, match=told):
+        load([asked({"type": "image", "path": str(special)})], tokenizer, folder)
+
+
+@pytest.mark.parametrize(
+    "row", [{**asked({"type": "image"}), "images": [""]}, asked({"type": "image", "path": ""})]
+)
+def test_an_empty_path_of_an_image_is_named_so(row, tokenizer, folder):
+    with pytest.raises(McaError, match=r"^train_file, row 0: the path of an image is empty; name a file"):
+        load([row], tokenizer, folder)
 
 
 def test_images_that_are_too_large_or_too_long_are_refused(tokenizer, folder, monkeypatch):

@@ -147,6 +147,8 @@ def _require_there(path: Path, key: str) -> None:
     if path.is_dir():
         raise McaError(f"{key}: {path} is a directory; name its files")
     if not path.is_file():
+        if path.exists():
+            raise McaError(f"{key}: {path} is a pipe, socket or device; name a file")
         raise McaError(f"{key}: file {path} does not exist{_meant(path, key)}")
     if path.stat().st_size == 0 and _suffix(str(path)) in _READERS:
         raise McaError(f"{key}: {path} is empty")

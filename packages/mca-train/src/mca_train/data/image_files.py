@@ -18,6 +18,7 @@ import numpy as np
 from PIL import Image, ImageOps, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError
 
 from mca_config.errors import McaError
+from mca_config.files import open_regular
 from mca_config.redaction import redacted
 from mca_train.data.addresses import is_address, read_whole
 from mca_train.data.message_parts import KEYS, require_no_size
@@ -86,7 +87,7 @@ class ImageFile:
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
                 with Image.open(stream) as image:
                     yield image
-        except McaError:  # of an address
+        except McaError:  # of an address, or of what is no file
             raise
         except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
             raise McaError(
@@ -110,7 +111,10 @@ class ImageFile:
             return io.BytesIO(self.data)
         if is_address(self.place):
             return io.BytesIO(read_whole(self.place))
-        return Path(self.place).open("rb")
+        try:
+            return os.fdopen(open_regular(Path(self.place)), "rb")
+        except McaError as error:
+            raise McaError(f"image {error}; name a file") from error
 
 
 def _orientation(image: Image.Image) -> int:
@@ -214,6 +218,8 @@ def image_file(given: object, folder: Path | None) -> ImageFile:
 
 
 def _named(text: str, folder: Path | None) -> ImageFile:
+    if not text:
+        raise McaError("the path of an image is empty; name a file, or leave the image out of the row")
     if text.startswith("data:"):
         return _decoded(text.partition(",")[2])
     if is_address(text) and not text.startswith("file://"):

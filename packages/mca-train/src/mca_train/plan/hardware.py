@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from mca_config.errors import UsageError
+from mca_config.files import read_text
 from mca_config.types import JsonObject
 
 RESERVED_GIB = 4.0
@@ -104,7 +105,7 @@ def _gib(name: str) -> float:
 
 def _sections(table: Path | None) -> dict[str, JsonObject]:
     try:
-        text = (files(__package__) / "hardware.toml").read_text() if table is None else table.read_text()
+        text = (files(__package__) / "hardware.toml").read_text() if table is None else read_text(table)
         found: JsonObject = tomllib.loads(text)
     except (OSError, ValueError) as error:
         raise UsageError(f"--hardware {table}: {error}; see the comment in hardware.toml") from None
