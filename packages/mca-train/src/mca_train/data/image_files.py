@@ -145,7 +145,7 @@ def _require_integers(image: Image.Image, place: str) -> None:
     """Refuses pixels without a largest value, which PIL would cut to 0 to 255."""
     if image.mode == "F":
         raise McaError(
-            f"image {shown(place)} has floating-point pixels (mode F), of which nothing says what is white; expected "
+            f"image {place} has floating-point pixels (mode F), of which nothing says what is white; expected "
             "integers of 8 or 16 bits; scale the values to 0 to 255, and save them with 8 bits"
         )
 
@@ -177,7 +177,7 @@ def _in_eight_bits(image: Image.Image, place: str, top: int) -> Image.Image:
     low, high = int(values.min()), int(values.max())
     if low < 0 or high > top:
         raise McaError(
-            f"image {shown(place)} has pixels from {low} to {high} (mode {image.mode}); expected 0 to {top}; scale "
+            f"image {place} has pixels from {low} to {high} (mode {image.mode}); expected 0 to {top}; scale "
             "them, and save them with 8 or 16 bits"
         )
     gray = Image.fromarray(((values.astype(np.uint32) * 255 + top // 2) // top).astype(np.uint8))

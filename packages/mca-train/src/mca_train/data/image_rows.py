@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mca_config.errors import McaError, UsageError
 from mca_config.model_config import McaModelConfig
+from mca_config.redaction import redacted
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import PairArguments
-from mca_train.data.addresses import shown
 from mca_train.data.encoding import Encoded, RowEncoder, without_nulls
 from mca_train.data.formats import Converted, converted, image_columns, other_columns
 from mca_train.data.image_files import ImageFile, image_file
@@ -180,7 +180,7 @@ class ImageRows:
             logger.warning(
                 "%s: image %s has several frames or pages, of which only the first is used; this is reported once",
                 told,
-                shown(file.place),
+                redacted(file.place),
             )
             self._has_told_of_frames = True
 
