@@ -81,11 +81,11 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("checks",),
     ),
     "mca_convert": (
-        ("chunks", "flags", "inspection", "interrupts", "mapped", "open_files", "output", "pool", "tables"),
+        ("chunks", "flags", "interrupts", "mapped", "open_files", "output", "pool", "tables"),
         ("progress", "reader", "tasks"),
         ("collect",),
         ("non_finite",),
-        ("compare", "engine"),
+        ("compare", "engine", "inspection"),
         ("compare_adapters", "conversion"),
         ("forecast",),
         ("commands",),
