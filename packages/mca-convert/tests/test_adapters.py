@@ -229,6 +229,9 @@ def test_an_adapter_that_is_not_finite_is_copied_with_a_warning_and_not_cast(
         assert f"{name}, 2 values" in capsys.readouterr().out
     assert main(["verify", str(adapter), str(tmp_path / "mca")]) == 0
     assert f"warning: in both, {told}" in capsys.readouterr().out
+    plan = ["plan", "--checkpoint_path", str(base), "--adapter_path", str(adapter)]
+    assert main(plan) == 0 and f"note: {adapter}: {told}" in capsys.readouterr().out
+    assert main([*plan, "--bf16"]) == 1
     assert main([*map(str, words), str(tmp_path / "cast"), "--bf16"]) == 1
     assert f"{told}; it cannot be cast" in capsys.readouterr().err
     assert main([*map(str, words), str(tmp_path / "merged"), "--merge"]) == 1

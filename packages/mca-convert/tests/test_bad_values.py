@@ -51,7 +51,6 @@ def test_values_that_are_all_finite_are_reported_as_such(source: Path, capsys) -
     assert "note" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize(
     ("dtype", "flags", "work"),
     [
@@ -63,7 +62,7 @@ def test_values_that_are_all_finite_are_reported_as_such(source: Path, capsys) -
     ],
 )
 def test_what_computes_values_refuses_those_that_are_not_finite(
-    dtype: str, flags: list[str], work: str, value: float, source: Path, tmp_path: Path, capsys
+    dtype: str, flags: list[str], work: str, source: Path, tmp_path: Path, capsys
 ) -> None:
     import torch
     from safetensors.torch import load_file, save_file
@@ -72,7 +71,7 @@ def test_what_computes_values_refuses_those_that_are_not_finite(
         name: tensor.to(getattr(torch, dtype))
         for name, tensor in load_file(source / "model.safetensors").items()
     }
-    tensors[BROKEN][2:4, 3] = value
+    tensors[BROKEN][2:4, 3] = torch.tensor([torch.nan, -torch.inf])
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     values = "2 values that are not finite (infinite or NaN)"
     told = f"{source}/model.safetensors: {BROKEN} has {values} and cannot be {work}"

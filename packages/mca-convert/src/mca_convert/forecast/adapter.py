@@ -26,6 +26,7 @@ from mca_models.lora import (
 from mca_models.lora.peft_directory import WEIGHTS
 from mca_models.opening import kind_of
 from mca_models.storage.dtypes import code_of
+from mca_models.storage.finite import named_counts
 from mca_models.storage.safetensors import plan_file
 
 
@@ -45,6 +46,8 @@ def forecast_adapter(request: Request, path: Path) -> Forecast:
     result.attempt(lambda: side_files(path))
     _count(adapter, result)
     written = casted(adapter, request.cast) if request.cast else adapter
+    if not request.cast and (counts := adapter.not_finite()):  # its tensors are read in any case
+        result.notes.append(f"{path}: {named_counts(counts)}; they are copied as they are")
     if target == "hf":
         result.attempt(lambda: _as_peft(written, result))
     elif arguments is not None:
