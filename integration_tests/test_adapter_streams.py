@@ -8,7 +8,9 @@ import torch
 
 from harness import run_ranks
 from layouts import arguments
+from lora_cases import LINEAR, STACKED
 from mca_config.errors import McaError
+from mca_models.lora import AdapterConfig
 from reference import make_reference
 from weight_streams import SMALL, facts_of, in_disorder, names_and_bytes, stored
 
@@ -31,6 +33,10 @@ def adapters(base: Path, layout: str, settings: dict[str, Any], folder: Path) ->
         )  # ranks with the same piece add the same
     models.save_pretrained_as_hf(folder / "peft")
     theirs = load_file(folder / "peft" / "adapter_model.safetensors")
+    if settings["target_modules"] == "all-linear":
+        assert (
+            AdapterConfig.load(folder / "peft").document["target_modules"] == LINEAR[:4]
+        )  # no router, no experts
     rank = torch.distributed.get_rank()
     for to in ("all", "first"):
         arrived = list(models.export_weights(to=to, bucket_bytes=SMALL))
@@ -83,7 +89,7 @@ def _load_again(models: Any, theirs: dict[str, torch.Tensor]) -> None:
     "case,layout,settings",
     [
         ("llama", "tp2pp2sp", {"target_modules": ["up_proj", "k_proj"], "modules_to_save": ["lm_head"]}),
-        ("qwen3_moe", "ep2pp2", {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
+        ("qwen3_moe", "ep2pp2", {"target_modules": "all-linear", "target_parameters": STACKED}),
     ],
 )
 def test_adapters_arrive_alone_or_merged(

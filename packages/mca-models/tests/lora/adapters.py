@@ -1,14 +1,24 @@
 """Random PEFT adapters on the tiny checkpoints, made and saved by peft itself."""
 
+import copy
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import peft
 import tiny_hf
+import tiny_vision
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+
+from mca_config.model_config import McaModelConfig
+from mca_models.lora import Adapter, AdapterConfig, merge_to_hf, open_adapter
+from mca_models.lora.parts import complete_config
+from mca_models.lora.peft_directory import peft_shapes
+from mca_models.lora.rules import rules_for_training
+from mca_models.opening import open_checkpoint
 
 STACKED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 DENSE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -79,6 +89,58 @@ def save(name: str, folder: Path, dtype: str = "float32") -> tuple[Path, Path]:
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder / "adapter")
     return base, folder / "adapter"
+
+
+def described(config: McaModelConfig, settings: dict[str, Any]) -> tuple[dict[str, Any], Adapter]:
+    """The contents of ``adapter_config.json`` for ``settings``, and the new adapter, without values."""
+    document = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 2,
+        "lora_alpha": 4,
+        **copy.deepcopy(settings),
+    }
+    complete_config(document, config, ("language",))
+    adapter = AdapterConfig.from_dict(document, "LoraConfig")
+    return document, Adapter(config, adapter, rules_for_training(config, adapter), lambda param: None)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """PEFT's model with a new adapter of random values.
+
+    Args:
+        model: The model.
+        tensors: The adapter's.
+        difference: How far its logits are from those of the merged model.
+        moved: How far these are from those of the model without the adapter.
+    """
+
+    model: Any
+    tensors: dict[str, torch.Tensor]
+    difference: float
+    moved: float
+
+
+def loaded_by_peft(case: str, settings: dict[str, Any], folder: Path) -> Loaded:
+    """Makes a new adapter with ``settings`` as mca saves it, and loads it with PEFT."""
+    sees = case in tiny_vision.CASES
+    sizes = {"head_dim": 4} if case == "deepseek_v3" else {}
+    base = (tiny_vision if sees else tiny_hf).save(case, folder / "base", **sizes)
+    checkpoint = open_checkpoint(base)
+    document, adapter = described(checkpoint.config, settings)
+    torch.manual_seed(5)
+    tensors = {name: 0.1 * torch.randn(shape) for name, shape in peft_shapes(adapter).items()}
+    (folder / "adapter").mkdir()
+    save_file(tensors, folder / "adapter" / "adapter_model.safetensors")
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(document))
+    merge_to_hf(checkpoint, open_adapter(folder / "adapter", checkpoint.config), folder / "merged")
+    kind: Any = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+    merged, plain = (kind.from_pretrained(path, dtype=torch.float32) for path in (folder / "merged", base))
+    right, before = logits(merged), logits(plain)
+    model = peft.PeftModel.from_pretrained(plain, folder / "adapter")
+    difference, moved = (float((each - right).abs().max()) for each in (logits(model), before))
+    return Loaded(model, tensors, difference, moved)
 
 
 def logits(model: Any) -> torch.Tensor:

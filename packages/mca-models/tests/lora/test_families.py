@@ -10,14 +10,13 @@ import pytest
 import tiny_hf
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from mca_config.checks import check_layout
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
-from mca_models.lora import Adapter, AdapterConfig, merge_to_hf, open_adapter, write_mca_adapter, write_peft
-from mca_models.lora.parts import exclude_unadapted, name_linears, save_head
-from mca_models.lora.peft_directory import peft_shapes
+from mca_models.lora import AdapterConfig, merge_to_hf, open_adapter, write_mca_adapter, write_peft
+from mca_models.lora.parts import exclude_unadapted, name_targets, save_head
 from mca_models.lora.rules import rules_for_training
 from mca_models.lora.targets import linear_targets
 from mca_models.lora.unread import TURNED
@@ -119,63 +118,6 @@ def test_all_linear_leaves_out_what_peft_cannot_adapt(case: str) -> None:
     assert model(torch.arange(1, 9)[None], use_cache=False).logits.shape[1] == 8
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "glm4_moe",
-        *(pytest.param(case, marks=pytest.mark.wide) for case in ("afmoe", "longcat_flash", "qwen2_moe")),
-    ],
-)
-def test_peft_reads_all_factors_of_all_linear_beside_experts(case: str, tmp_path: Path) -> None:
-    base = tiny_hf.save(case, tmp_path / "base")
-    config, model, merged = open_checkpoint(base).config, adapters.base_model(base), adapters.base_model(base)
-    document = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "target_modules": "all-linear"}
-    meant = AdapterConfig.from_dict(document)
-    modules = {
-        each.module for each in linear_targets(config) if meant.targets(each.module, linear=each.linear)
-    }
-    exclude_unadapted(document, config, ())
-    name_linears(document, config)
-    factors = rules_for_training(config, AdapterConfig.from_dict(document, "LoraConfig")).factors
-    assert {pair.target.module for pair in factors} == modules
-    tensors = {}
-    for pair in factors:
-        weight = merged.get_submodule(pair.target.module).weight
-        a, b = torch.randn(2, weight.shape[1]), 0.1 * torch.randn(len(weight), 2)
-        tensors |= {pair.a.hf_names()[0]: a, pair.b.hf_names()[0]: b}
-        weight.data += pair.scale * b @ a
-    (tmp_path / "adapter").mkdir()
-    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(document))
-    lora = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
-    right = adapters.logits(merged)
-    # what is not read changes logits by a tenth; merging before the product rounds otherwise
-    torch.testing.assert_close(adapters.logits(lora), right, atol=1e-3, rtol=0)
-    with lora.disable_adapter():
-        assert float((adapters.logits(lora) - right).abs().max()) > 0.1
-
-
-def loaded_by_peft(case: str, settings: dict[str, Any], folder: Path) -> tuple[float, float]:
-    """How far peft's model with a new adapter is from the merged one, and that from the model without it."""
-    base = tiny_hf.save(case, folder / "base", **({"head_dim": 4} if case == "deepseek_v3" else {}))
-    checkpoint = open_checkpoint(base)
-    document = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 4, **settings}
-    exclude_unadapted(document, checkpoint.config, ())
-    name_linears(document, checkpoint.config)
-    adapter = AdapterConfig.from_dict(document, "LoraConfig")
-    rules = rules_for_training(checkpoint.config, adapter)
-    shapes = peft_shapes(Adapter(checkpoint.config, adapter, rules, lambda param: None))
-    torch.manual_seed(5)
-    (folder / "adapter").mkdir()
-    tensors = {name: 0.1 * torch.randn(shape) for name, shape in shapes.items()}
-    save_file(tensors, folder / "adapter" / "adapter_model.safetensors")
-    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(document))
-    merge_to_hf(checkpoint, open_adapter(folder / "adapter", checkpoint.config), folder / "merged")
-    right, plain = (adapters.logits(adapters.base_model(path)) for path in (folder / "merged", base))
-    lora = peft.PeftModel.from_pretrained(adapters.base_model(base), folder / "adapter")
-    return tuple(float((each - right).abs().max()) for each in (adapters.logits(lora), plain))
-
-
 PROJECTIONS = ["gate_proj", "up_proj", "down_proj"]
 SHARED = ["o_proj", "shared_experts.up_proj"]
 SIZES = {"rank_pattern": {"shared_experts.up_proj": 3}, "alpha_pattern": {"mlp.gate_proj": 16}}
@@ -204,8 +146,8 @@ SIZES = {"rank_pattern": {"shared_experts.up_proj": 3}, "alpha_pattern": {"mlp.g
 def test_peft_reads_all_factors_of_given_names_beside_experts(
     case: str, settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    difference, moved = loaded_by_peft(case, settings, tmp_path)
-    assert difference < 1e-4 * moved  # sums in another order; factors that are not read are a tenth and more
+    found = adapters.loaded_by_peft(case, settings, tmp_path)
+    assert found.difference < 1e-4 * found.moved  # factors that are not read are a tenth and more
     assert "PEFT on transformers 5" not in caplog.text
 
 
@@ -240,10 +182,10 @@ def test_what_is_told_peft_does_not_read(name: str, tmp_path: Path) -> None:
     case, settings = UNREAD[name]
     if name in REFUSED_BY_PEFT:
         with pytest.raises(ValueError, match="without also targeting"):
-            loaded_by_peft(case, settings, tmp_path)
+            adapters.loaded_by_peft(case, settings, tmp_path)
     else:
-        difference, moved = loaded_by_peft(case, settings, tmp_path)
-        assert difference > 0.05 * moved
+        found = adapters.loaded_by_peft(case, settings, tmp_path)
+        assert found.difference > 0.05 * found.moved
 
 
 def test_of_experts_that_are_modules_there_is_nothing_to_tell(caplog: pytest.LogCaptureFixture) -> None:
@@ -290,7 +232,7 @@ def test_ranks_scales_and_exclusions_outlast_the_names_of_all_linear(settings: d
         return {pair.target.module: (pair.rank, pair.scale) for pair in rules.factors}
 
     meant = sizes()
-    name_linears(document, config)
+    name_targets(document, config)
     assert document["target_modules"] != "all-linear"
     assert sizes() == meant
     document = json.loads(AdapterConfig.from_dict(document).to_json())

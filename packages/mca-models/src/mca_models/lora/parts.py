@@ -4,19 +4,51 @@ What else a configuration says is read in `config`.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Typed
 from mca_models.lora.config import ALL_LINEAR, AdapterConfig, ends_with
-from mca_models.lora.targets import Target, linear_targets
-from mca_models.lora.unread import TURNED
+from mca_models.lora.targets import UNSAVED, Target, linear_targets
+from mca_models.lora.unread import OF_EXPERTS, TURNED
 from mca_models.templates import family_of
+from mca_models.weights import Stage
 
-_OF_EXPERTS = frozenset("gate gate_proj up_proj down_proj w1 w2 w3".split())
-"""What PEFT takes for the stacked weights of routed experts, in all models of their types."""
+_NOT_BUILT = (Stage.MTP, Stage.CARRIED)
+"""What HF models do not have."""
+_NAMING = ("target_modules", "target_parameters", "modules_to_save")
+_MOST_SHOWN = 8
 _HEADS = ("classifier", "score")
 _HEAD_TASKS = ("SEQ_CLS", "TOKEN_CLS")
+
+
+def complete_config(document: JsonObject, config: McaModelConfig, adapted: Collection[str]) -> str | None:
+    """Write into a new adapter's configuration what PEFT would otherwise read differently.
+
+    Args:
+        document: Of ``adapter_config.json``; it is changed.
+        config: Of the model.
+        adapted: Of ``language``, ``vision`` and ``projector``, those that get an adapter.
+
+    Returns:
+        A line for the log if names were replaced, else None.
+    """
+    save_head(document)
+    exclude_unadapted(document, config, adapted)
+    given = dict(document)
+    if not name_targets(document, config):
+        return None
+    changed = (_shown(key, document[key]) for key in _NAMING if document.get(key) != given.get(key))
+    return (
+        f"PEFT would adapt or save other modules of this {config.model_type} model; adapter_config.json therefore "
+        f"names what is trained: {'; '.join(changed)}"
+    )
+
+
+def _shown(key: str, value: Typed) -> str:
+    names = list(value)
+    more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
+    return f"{key} {', '.join(names[:_MOST_SHOWN]) or 'none'}{more}"
 
 
 def save_head(document: JsonObject) -> None:
@@ -55,72 +87,129 @@ def exclude_unadapted(document: JsonObject, config: McaModelConfig, adapted: Col
         document["exclude_modules"] = "|".join([*own, *left])
 
 
-def name_linears(document: JsonObject, config: McaModelConfig) -> None:
-    """Names linears of a model with experts where PEFT takes ``target_modules`` for something else.
+def name_targets(document: JsonObject, config: McaModelConfig) -> bool:
+    """Name what is adapted wherever PEFT would adapt something else; return whether it would.
 
-    PEFT turns the names of linears that routed experts had in transformers 4 into those of their stacked weights:
-    those that ``all-linear`` means, and in models of most types those that are given. It would not read the factors
-    of shared experts and of dense layers, whose linears have the same names. By the names of their weights it does.
-    These are named one by one where some with the same end of a name are left out or differ, and patterns name them
-    too, so that they have the ranks and scales that they had as modules.
+    - In models of some types PEFT turns names of linears that routed experts had in transformers 4 into those of their
+      stacked weights, and adds these and the router to ``all-linear``. Shared experts and dense layers have linears
+      of the same names: they are named by their weights, in ``target_parameters``. So are routers.
+    - In these models PEFT reduces a regular expression to the last words of what it matches, in all layers.
+    - A name or a regular expression may match modules that have no adapter here, such as those that choose keys.
+    - A name in ``modules_to_save`` may match modules of the vision model, which are not saved.
 
     Args:
         document: Of ``adapter_config.json``, with what it excludes; it is changed.
         config: Of the model.
     """
-    turned = _means_all(document) or config.model_type in TURNED
-    if not turned or not config.num_moe_experts or document.get("lora_dropout"):
-        return  # with dropout PEFT takes no parameters
+    before = dict(document)
     adapter = AdapterConfig.from_dict(document)
-    targets = linear_targets(config)
-    meant = [each for each in targets if adapter.targets(each.module, linear=each.linear)]
-    alike = [each for each in meant if each.linear and each.label in _OF_EXPERTS]
-    if not alike:
-        return
-    modules = {each.module for each in meant}
-    left = [each.module for each in targets if each.module not in modules]
-    weights = {
-        f"{name}.weight": each
-        for end, group in _by_end(alike, config).items()
-        for name, each in _spelled(end, group, adapter, left).items()
-    }
-    others = [each for each in meant if each not in alike]
-    if _means_all(document):
-        document["target_modules"] = list(_by_end(others, config))
-    elif not isinstance(given := document["target_modules"], str):
-        document["target_modules"] = [name for name in given if _keeps(name, others, alike)]
-    document["target_parameters"] = [*(document.get("target_parameters") or ()), *weights]
-    _extend_patterns(document, adapter, weights)
+    given = document.get("target_modules")
+    if given:
+        found = _Found(adapter, config, every=_means_all(document))
+        weights = found.named_weights()
+        if isinstance(given, list):
+            document["target_modules"] = list(
+                dict.fromkeys(name for each in given for name in found.kept(each))
+            )
+        elif found.is_strayed(given):
+            document["target_modules"] = list(found.ends(found.modules))
+        if weights:
+            document["target_parameters"] = [*(document.get("target_parameters") or ()), *weights]
+            _extend_patterns(document, adapter, weights)
+    if adapter.modules_to_save and family_of(config.model_type).vision is not None:
+        document["modules_to_save"] = list(_named_saved(adapter, config))
+    return document != before
 
 
-def _by_end(targets: Iterable[Target], config: McaModelConfig) -> Mapping[str, list[Target]]:
-    whole = family_of(config.model_type).vision is not None  # whose parts share ends of names
-    groups: dict[str, list[Target]] = {}
-    for each in targets:
-        groups.setdefault(each.module if whole else _end(each), []).append(each)
-    return groups
+class _Found:
+    """What a configuration means of a model.
+
+    Args:
+        adapter: The configuration.
+        config: The model.
+        every: Its ``target_modules`` is ``all-linear``.
+
+    Attributes:
+        weights: Linears and routers that are named by their weights.
+        modules: The other ones that are adapted.
+    """
+
+    def __init__(self, adapter: AdapterConfig, config: McaModelConfig, *, every: bool) -> None:
+        self._adapter, self._every = adapter, every
+        self._turned = config.model_type in TURNED
+        self._experts = bool(config.num_moe_experts)
+        targets = linear_targets(config)
+        meant = [each for each in targets if adapter.targets(each.module, linear=each.linear)]
+        self.weights = list(filter(self._is_by_weight, meant))
+        self.modules = [each for each in meant if not self._is_by_weight(each)]
+        names = {each.module for each in meant}
+        self._others = {*_modules_of(config), *(each.module for each in targets)} - names
+
+    def _is_by_weight(self, target: Target) -> bool:
+        if target.base.expert is not None or not self._experts or self._adapter.dropout:
+            return False  # with dropout PEFT adapts no parameters
+        return target.is_router or ((self._turned or self._every) and target.label in OF_EXPERTS)
+
+    def is_strayed(self, given: str) -> bool:
+        """Whether PEFT takes ``given``, a regular expression or ``all-linear``, for something else."""
+        if self._every or self._turned:
+            return self._experts
+        return bool(self.weights) or any(map(self._adapter.targets, self._others))
+
+    def kept(self, name: str) -> list[str]:
+        """Names for what ``name`` in a list means, without what is named by its weight; itself where it is right."""
+        mine = [each for each in self.modules if ends_with(each.module, [name])]
+        if any(ends_with(other, [name]) and self._adapter.targets(other) for other in self._others):
+            return list(self.ends(mine))
+        if mine or not any(ends_with(each.module, [name]) for each in self.weights):
+            return [name]
+        return []
+
+    def ends(self, targets: Sequence[Target], *more: Target) -> Mapping[str, list[Target]]:
+        """The shortest ends of the names of ``targets`` with which neither those of others nor of ``more`` end."""
+        taken = {end for name in (*self._others, *(each.module for each in more)) for end in _ends(name)}
+        groups: dict[str, list[Target]] = {}
+        for each in targets:
+            end = next((end for end in _ends(each.module) if end not in taken), each.module)
+            groups.setdefault(end, []).append(each)
+        return groups
+
+    def named_weights(self) -> Mapping[str, Target]:
+        """The names of ``weights`` as parameters, each with one of those that it means, which are of the same sizes."""
+        named: dict[str, Target] = {}
+        for end, group in self.ends(self.weights, *self.modules).items():
+            alike = len({_sizes(self._adapter, each) for each in group}) == 1
+            named |= (
+                {f"{end}.weight": group[0]} if alike else {f"{each.module}.weight": each for each in group}
+            )
+        return named
 
 
-def _keeps(name: str, others: Iterable[Target], alike: Iterable[Target]) -> bool:
-    """Whether a given name means more than what parameters name now, or nothing at all."""
-    found = any(ends_with(each.module, [name]) for each in others)
-    return found or not any(ends_with(each.module, [name]) for each in alike)
+def _ends(name: str) -> Iterator[str]:
+    """The last word of ``name``, its last two words, ..., and all of it."""
+    words = name.split(".")
+    return (".".join(words[-count:]) for count in range(1, len(words) + 1))
 
 
-def _end(target: Target) -> str:
-    """The end of its name with which no routed expert's ends."""
-    owner, label = target.module.split(".")[:-1], target.label
-    return ".".join([*owner[-2 if owner[-1].isdigit() else -1 :], label])
+def _modules_of(config: McaModelConfig) -> set[str]:
+    """All modules of the HF model that have weights, and those that hold them."""
+    family = family_of(config.model_type)
+    params = (each for each in family.params(family.as_modules(config)) if each.stage not in _NOT_BUILT)
+    words = [name.split(".")[:-1] for each in params for name in each.hf_names()]
+    return {".".join(each[:count]) for each in words for count in range(1, len(each) + 1)}
 
 
-def _spelled(
-    end: str, group: Sequence[Target], adapter: AdapterConfig, left: Iterable[str]
-) -> Mapping[str, Target]:
-    """A name for all of ``group``, whose names end in ``end``, or one for each: they differ, or some are ``left``."""
-    alike = len({_sizes(adapter, each) for each in group}) == 1
-    if alike and not any(name.endswith(f".{end}") for name in left):
-        return {end: group[0]}
-    return {each.module: each for each in group}
+def _named_saved(adapter: AdapterConfig, config: McaModelConfig) -> Iterator[str]:
+    """``modules_to_save``; a name that modules of the vision model have too is replaced by those of the others."""
+    family = family_of(config.model_type)
+    params = family.params(family.as_modules(config))
+    for entry in adapter.modules_to_save:
+        saved = AdapterConfig({"modules_to_save": [entry]})
+        found = [(each.stage, name) for each in params for name in each.hf_names() if saved.saves(name)]
+        if all(stage is not Stage.VISION for stage, _ in found):
+            yield entry
+        else:
+            yield from dict.fromkeys(name.rpartition(".")[0] for stage, name in found if stage not in UNSAVED)
 
 
 def _sizes(adapter: AdapterConfig, target: Target) -> tuple[float, ...]:

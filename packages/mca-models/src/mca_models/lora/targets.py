@@ -61,6 +61,11 @@ class Target:
         return self.base.stage is Stage.VISION
 
     @property
+    def is_router(self) -> bool:
+        """Whether it is a router, which is no linear in most HF models."""
+        return self.base.mca.endswith(".router.weight")
+
+    @property
     def transposed(self) -> bool:
         """Whether the HF tensor is ``[in, out]``."""
         return isinstance(self.base.hf_layout, Transposed)

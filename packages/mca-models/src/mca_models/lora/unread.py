@@ -18,31 +18,57 @@ TURNED = frozenset(
     "qwen3_next solar_open".split()
 )
 """Types of models in which PEFT does so."""
+OF_EXPERTS = frozenset("gate gate_proj up_proj down_proj w1 w2 w3".split())
+"""Names of linears that PEFT takes for the router and the stacked weights of routed experts there."""
 _DOWN = frozenset({"down_proj", "w2"})
 
 
 def unread(config: McaModelConfig, adapter: AdapterConfig, adapted: Sequence[Target]) -> Iterator[str]:
-    """Yields in words which factors PEFT would leave out, or scale otherwise.
+    """Yield, as messages, which factors PEFT would leave out or scale otherwise, or why it loads none.
 
     Args:
         config: The model.
         adapter: The adapter's configuration.
         adapted: What of the model has factors.
     """
+    if not family_of(config.model_type).in_transformers:
+        return
+    yield from _undropped(config, adapter, adapted)
     own = [each for each in adapted if each.base.expert is not None and not each.stacked]
-    if not own or not family_of(config.model_type).in_transformers:
+    if not own or _is_joined(config, adapter, own):
         return
     named = {each.label for each in own}
-    every = {each.label for each in linear_targets(config) if each.base.expert is not None}
-    turned = config.model_type in TURNED and (named == every or named <= _DOWN)
-    if turned and not _scaled(adapter, [each for each in own if each.label not in _DOWN]):
-        return
     stacks = dict.fromkeys(".".join(each.module.split(".")[-3:]) for each in stacked_targets(config))
     yield (
         f"target_modules: each routed expert has factors of its own for {', '.join(sorted(named))}, which PEFT on "
         f"transformers 5 leaves out or scales otherwise in this {config.model_type} model; to load the adapter "
         f"there, name {', '.join(stacks)} in target_parameters instead"
     )
+
+
+def _undropped(config: McaModelConfig, adapter: AdapterConfig, adapted: Sequence[Target]) -> Iterator[str]:
+    """Yield what PEFT takes for parameters, which it does not adapt with dropout."""
+    turned = OF_EXPERTS if config.model_type in TURNED else ()
+    found = dict.fromkeys(
+        each.label for each in adapted if not each.stacked and (each.is_router or each.label in turned)
+    )
+    if adapter.dropout and config.num_moe_experts and found:
+        yield (
+            f"lora_dropout: PEFT on transformers 5 adapts {', '.join(found)} of this {config.model_type} model as "
+            "parameters, without dropout, and refuses to load the adapter; set lora_dropout to 0, or name them in "
+            "exclude_modules"
+        )
+
+
+def _is_joined(config: McaModelConfig, adapter: AdapterConfig, own: Sequence[Target]) -> bool:
+    """Whether PEFT makes factors of stacked weights out of all factors of single experts, ``own``."""
+    if config.model_type not in TURNED:
+        return False
+    every = [each for each in linear_targets(config) if each.base.expert is not None]
+    labels = {each.label for each in own}
+    complete = len(own) == sum(each.label in labels for each in every)
+    known = labels == {each.label for each in every} or labels <= _DOWN
+    return complete and known and not _scaled(adapter, [each for each in own if each.label not in _DOWN])
 
 
 def _scaled(adapter: AdapterConfig, joined: Sequence[Target]) -> bool:

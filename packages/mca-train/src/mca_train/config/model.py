@@ -108,15 +108,13 @@ def adapter_of(
         McaError: The adapter's directory, or what is asked for, cannot be used.
     """
     from mca_models.lora import AdapterConfig, rules_for_training, rules_of
-    from mca_models.lora.parts import exclude_unadapted, name_linears, save_head
+    from mca_models.lora.parts import complete_config
 
     if lora.adapter_name_or_path is not None:
         return rules_of(Path(lora.adapter_name_or_path), config)
     if not lora.wanted:
         return None
     document = {**lora.config(peft_task(config))}
-    save_head(document)
-    exclude_unadapted(document, config, parts)
-    name_linears(document, config)
+    complete_config(document, config, parts)
     adapter = AdapterConfig.from_dict(document, "LoraConfig")
     return adapter, rules_for_training(config, adapter)

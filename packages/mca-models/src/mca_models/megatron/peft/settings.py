@@ -4,15 +4,18 @@ What the contents mean is said in `mca_models.lora.config`.
 """
 
 import enum
+import logging
 from collections.abc import Collection, Mapping
 
 from mca_config.errors import McaError
 from mca_config.types import Typed
 from mca_models.lora import AdapterConfig
-from mca_models.lora.parts import exclude_unadapted, name_linears, save_head
+from mca_models.lora.parts import complete_config
 from mca_models.megatron.families.vision_model import TEXT, Part
 from mca_models.megatron.types import PeftConfig
 from mca_models.megatron.virtual_models import VirtualModels
+
+logger = logging.getLogger(__name__)
 
 
 def adapter_config(
@@ -34,9 +37,8 @@ def adapter_config(
         document["target_modules"] = _usual_targets(models.config.model_type)
     if not document.get("base_model_name_or_path") and models.source is not None:
         document["base_model_name_or_path"] = str(models.source)
-    save_head(document)
-    exclude_unadapted(document, models.config, parts)
-    name_linears(document, models.config)
+    if named := complete_config(document, models.config, parts):
+        logger.info("LoraConfig: %s", named)
     document["inference_mode"] = True  # what is saved is to be used; PEFT writes the same
     return AdapterConfig.from_dict(document, "LoraConfig")
 

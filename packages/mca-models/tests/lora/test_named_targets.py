@@ -1,0 +1,170 @@
+"""PEFT adapts what was trained, and nothing else, whatever names the adapter was asked for with."""
+
+import copy
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import adapters
+import peft
+import pytest
+import tiny_hf
+import tiny_vision
+import torch
+import transformers
+
+from mca_config.model_config import McaModelConfig
+from mca_models.lora.parts import complete_config
+from mca_models.lora.peft_directory import peft_shapes
+from mca_models.lora.targets import linear_targets, stacked_targets
+from mca_models.lora.unread import OF_EXPERTS
+from mca_models.templates import FAMILIES, config_from_hf
+
+Settings = dict[str, Any]
+_PARTS = ("expert", "mamba", "linear_", "lora_rank", "index_", "ssm")
+"""What the settings of models with experts, state spaces, delta nets, MLA or indexers are called."""
+TEXT = [
+    case
+    for case, (kind, settings) in sorted(tiny_hf.ALL.items())
+    if any(part in name for part in _PARTS for name in (kind, *settings))
+]
+DEFAULT = ("gemma4_text-experts", "glm4_moe", "minimax_m3_vl_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe")
+ALL_LINEAR = (
+    *(
+        "afmoe",
+        "deepseek_v3",
+        "gemma4_text-experts",
+        "longcat_flash",
+        "nemotron_h",
+        "qwen2_moe",
+        "qwen3_next",
+    ),
+    "qwen3_vl_moe",
+)
+
+
+def hf_model(case: str) -> tuple[Any, McaModelConfig]:
+    """The model of ``case`` without values, and its configuration here."""
+    if case in tiny_vision.CASES:
+        config = transformers.AutoConfig.for_model(**copy.deepcopy(tiny_vision.described(case)))
+        kind: Any = transformers.AutoModelForImageTextToText
+    else:
+        name, different = tiny_hf.ALL[case]
+        config = transformers.AutoConfig.for_model(name, **{**tiny_hf.SIZE, **different})
+        kind = transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        model = kind.from_config(config)
+    return model, config_from_hf(config.to_dict())
+
+
+def settings_of(config: McaModelConfig) -> Iterator[Settings]:
+    """Ways to ask for an adapter on ``config``: by one word, expressions and names, with modules left out or added."""
+    found = [each for each in linear_targets(config) if each.linear and not each.sees]
+    left_out = FAMILIES[config.model_type].unadapted
+    labels = sorted({each.label for each in found} - left_out - OF_EXPERTS)
+    last = next(name for name in ("o_proj", "out_proj", "dense", "q_proj", *labels) if name in labels)
+    layers = {
+        match[1] for each in found if each.label == last if (match := re.search(r"\.(\d+)\.", each.module))
+    }
+    layer = min(layers)
+    every = {"target_modules": "all-linear"}
+    yield every
+    yield {**every, "exclude_modules": [last], "rank_pattern": {labels[0]: 3}, "use_rslora": True}
+    yield {**every, "exclude_modules": rf".*\.{layer}\..*"}
+    yield {**every, "lora_dropout": 0.1}
+    if stacks := {".".join(each.module.split(".")[-2:]) for each in stacked_targets(config)}:
+        if not FAMILIES[config.model_type].experts_turned:
+            yield {**every, "target_parameters": sorted(stacks)}
+    yield {"target_modules": rf".*\.{layer}\..*\.{last}"}
+    yield {"target_modules": rf".*\.({'|'.join(labels)})"}
+    yield {"target_modules": labels}
+    yield {"target_modules": [last], "layers_to_transform": [int(layer)]}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[] if case in DEFAULT else [pytest.mark.wide])
+        for case in (*TEXT, *sorted(tiny_vision.CASES))
+    ],
+)
+def test_peft_adapts_what_is_trained_and_nothing_else(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, config = hf_model(case)
+    for settings in settings_of(config):
+        caplog.clear()
+        document, adapter = adapters.described(config, settings)
+        expected = peft_shapes(adapter)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            try:
+                lora = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**document))
+            except ValueError as error:
+                assert "does not work with lora_dropout" in str(error), settings
+                assert "set lora_dropout to 0, or name them in exclude_modules" in caplog.text
+                continue
+        assert "lora_dropout" not in caplog.text
+        found = {
+            name.replace(".default", ""): tuple(each.shape)
+            for name, each in lora.named_parameters()
+            if ".lora_" in name
+        }
+        assert found == expected, settings
+
+
+@pytest.mark.parametrize(
+    "case,settings",
+    [
+        ("qwen3_moe", {"target_modules": "all-linear"}),
+        ("qwen3_moe", {"target_modules": r".*\.1\.self_attn\.o_proj"}),
+        ("glm4_moe", {"target_modules": "all-linear"}),
+        *(
+            pytest.param(case, settings, marks=pytest.mark.wide)
+            for case, settings in (
+                ("mixtral", {"target_modules": "all-linear", "modules_to_save": ["lm_head"]}),
+                ("minimax_m3_vl_text", {"target_modules": ["q_proj", "k_proj"]}),
+                *((case, {"target_modules": "all-linear"}) for case in ALL_LINEAR),
+                ("qwen3_vl-tied", {"target_modules": "all-linear", "modules_to_save": ["norm"]}),
+            )
+        ),
+    ],
+)
+def test_peft_loads_what_is_trained_and_computes_the_same(
+    case: str, settings: Settings, tmp_path: Path
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        loaded = adapters.loaded_by_peft(case, settings, tmp_path)
+    found = {name.replace(".default", "") for name, _ in loaded.model.named_parameters() if ".lora_" in name}
+    assert found == {name for name in loaded.tensors if ".lora_" in name}
+    assert loaded.difference < 1e-4 * loaded.moved
+
+
+def test_the_names_are_written_in_one_line_of_the_log() -> None:
+    _, config = hf_model("qwen3_moe")
+    document: Settings = {"peft_type": "LORA", "target_modules": "all-linear"}
+    assert complete_config(document, config, ()) == (
+        "PEFT would adapt or save other modules of this qwen3_moe model; adapter_config.json therefore names what is "
+        "trained: target_modules q_proj, k_proj, v_proj, o_proj"
+    )
+    for right in (["q_proj", "v_proj"], ["q_proj", "gate_proj", "up_proj", "down_proj"]):
+        assert complete_config({"peft_type": "LORA", "target_modules": right}, config, ()) is None
+    for case in ("llama", "bamba", "qwen3_5_text"):
+        document = {"peft_type": "LORA", "target_modules": "all-linear"}
+        assert complete_config(document, hf_model(case)[1], ()) is None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["gate_proj", "up_proj", "down_proj"], "layers_to_transform": [1]},
+        {"target_modules": ["gate_proj", "up_proj", "down_proj"], "exclude_modules": ["experts.2.up_proj"]},
+        {"target_modules": r".*\.2\.mlp\..*"},
+    ],
+)
+def test_factors_of_some_experts_alone_are_reported(
+    settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapters.described(hf_model("qwen3_moe")[1], settings)
+    assert "each routed expert has factors of its own" in caplog.text
