@@ -277,7 +277,9 @@ def test_rows_of_a_dataset_are_read_by_its_id_and_by_addresses(tmp_path, monkeyp
     from huggingface_hub import HfFileSystem, constants
 
     from mca_train.config.arguments import DataArguments
+    from mca_train.data.addresses import read_whole
     from mca_train.data.files import load_rows
+    from mca_train.data.row_paths import row_paths
     from mca_train.data.sources import rows_of, sources_of
 
     revisions = {}
@@ -303,7 +305,9 @@ def test_rows_of_a_dataset_are_read_by_its_id_and_by_addresses(tmp_path, monkeyp
         found = load_rows(["hf://datasets/org/rows/train.jsonl"], "train_file", arguments)
         page = f"{hub.address}/datasets/org/rows/resolve/main/train.jsonl?download=true"
         of_page = load_rows([page], "train_file", arguments)
+        of_row = read_whole(row_paths(["org/rows"], None, "v1").file_of("train.jsonl"))
     HfFileSystem.clear_instance_cache()
     wanted = [[f"{name} {number}" for number in range(3)] for name in ("main", "v1")]
     assert texts == [*wanted, ["other of main"]]
+    assert of_row == (tmp_path / "v1" / "train.jsonl").read_bytes()
     assert list(found["question"]) == list(of_page["question"]) == [f"main {number}" for number in range(4)]

@@ -90,6 +90,13 @@ def directory_of(name: str | Path, needed: Needed = "all") -> Path:
         return Path(api.snapshot_download(repository, revision=revision, allow_patterns=patterns))
 
 
+def dataset_cache(name: str) -> Path:
+    """Return the directory in which the client keeps the files of the dataset ``name``."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}")
+
+
 @contextmanager
 def headers_of(name: str | Path, *, needs_weights: bool) -> Iterator[Path]:
     """A directory to plan with: of a Hub id the small files, and of each safetensors file the header alone.

@@ -14,6 +14,7 @@ from mca_config.errors import McaError
 from mca_train.data.encoding import check_messages
 from mca_train.data.image_files import image_file
 from mca_train.data.placeholders import require_words
+from mca_train.data.row_paths import RowPaths
 from mca_train.tasks.load import load_mixture, load_stream, load_tokenized
 from mca_train.tasks.table import TASKS
 
@@ -304,8 +305,8 @@ def test_images_inside_messages_are_not_decoded_early(tokenizer, folder, tmp_pat
     assert placed(made[0]) == placed(streams)
     pixels = made[0]["images"].tensors()["pixel_values"]
     assert torch.equal(pixels, streams["images"].tensors()["pixel_values"])
-    held = image_file(Image.open(tmp_path / "print.jpg"), None)
-    assert held.pixels().tobytes() == image_file(str(tmp_path / "print.jpg"), None).pixels().tobytes()
+    held = image_file(Image.open(tmp_path / "print.jpg"), RowPaths())
+    assert held.pixels().tobytes() == image_file(str(tmp_path / "print.jpg"), RowPaths()).pixels().tobytes()
 
 
 def test_blocks_begin_an_image_with_its_mark_and_are_never_one_token(tokenizer, folder):

@@ -20,6 +20,7 @@ from mca_train.batching.image_batch import ImageBatching
 from mca_train.batching.packing import PackedDataset
 from mca_train.config.arguments import DataArguments
 from mca_train.data.image_files import image_file
+from mca_train.data.row_paths import RowPaths
 from mca_train.tasks.classify import Labels
 from mca_train.tasks.load import load_tokenized
 from mca_train.tasks.table import TASKS
@@ -35,7 +36,7 @@ FORMS = {
     "path": lambda folder: asked({"type": "image", "path": "wide.png"}, text("what?")),
     "image": lambda folder: asked({"type": "image", "image": str(folder / "wide.png")}, text("what?")),
     "base64": lambda folder: asked({"type": "image", "base64": in_base64(folder)}, text("what?")),
-    "url": lambda folder: asked({"type": "image", "url": f"file://{folder / 'wide.png'}"}, text("what?")),
+    "url": lambda folder: asked({"type": "image", "url": str(folder / "wide.png")}, text("what?")),
     "data-url": lambda folder: asked(
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{in_base64(folder)}"}},
         text("what?"),
@@ -53,7 +54,7 @@ FORMS = {
     "alpaca": lambda folder: {"instruction": "<image>what?", "output": "red", "images": ["wide.png"]},
     "qwen-parts": lambda folder: asked({"image": "wide.png"}, {"text": "what?"}),
     "responses": lambda folder: asked(
-        {"type": "input_image", "image_url": f"file://{folder / 'wide.png'}"},
+        {"type": "input_image", "image_url": str(folder / "wide.png")},
         {"type": "input_text", "text": "what?"},
     ),
     "llava": lambda folder: {
@@ -221,7 +222,7 @@ def test_images_lie_as_people_see_them(folder):
     exif = turned.getexif()
     exif[0x0112] = 6
     turned.save(folder / "turned.jpg", exif=exif)
-    found = image_file("turned.jpg", folder)
+    found = image_file("turned.jpg", RowPaths(str(folder)))
     assert found.size() == (24, 16)
     assert found.pixels().size == (16, 24)
 
@@ -239,7 +240,11 @@ def test_what_is_transparent_is_white_as_for_the_image_processor(mode, tokenizer
     expected = processor()(images=[Image.open(folder / "clear.png")], return_tensors="pt")
     assert torch.equal(sample["images"].tensors()["pixel_values"], expected["pixel_values"])
     corner = 0 if mode == "RGB" else 255
-    assert image_file("clear.png", folder).pixels().getpixel((0, 0)) == (corner, corner, corner)
+    assert image_file("clear.png", RowPaths(str(folder))).pixels().getpixel((0, 0)) == (
+        corner,
+        corner,
+        corner,
+    )
 
 
 def test_models_and_kinds_that_take_no_images_say_so(tokenizer, folder):

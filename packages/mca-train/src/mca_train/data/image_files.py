@@ -22,6 +22,7 @@ from mca_config.files import open_regular
 from mca_config.redaction import redacted
 from mca_train.data.addresses import is_address, read_whole
 from mca_train.data.message_parts import KEYS, require_no_size
+from mca_train.data.row_paths import RowPaths
 
 _OF_PNG = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
 """Modes of images that a PNG can hold."""
@@ -187,20 +188,22 @@ def _in_eight_bits(image: Image.Image, place: str, top: int) -> Image.Image:
     return gray
 
 
-def image_file(given: object, folder: Path | None) -> ImageFile:
+def image_file(given: object, paths: RowPaths) -> ImageFile:
     """The image that a row gives: a path, an address, bytes, base64, or a mapping with one of them.
 
     Args:
         given: What stands in the row.
-        folder: What relative paths start from; None: there is none.
+        paths: The files that its row may open.
 
     Raises:
-        McaError: It is none of these.
+        McaError: It is none of these, or the row may not open it.
     """
     if isinstance(given, bytes):
         return ImageFile(f"of {len(given)} bytes", given)
     if isinstance(given, str):
-        return _named(given, folder)
+        if given.startswith("data:"):
+            return _decoded(given.partition(",")[2])
+        return ImageFile(paths.file_of(given))
     if isinstance(given, Image.Image):
         return _in_memory(given)
     if isinstance(given, Mapping):
@@ -211,27 +214,10 @@ def image_file(given: object, folder: Path | None) -> ImageFile:
             return _decoded(text)
         found = next((given[key] for key in KEYS if given.get(key) is not None), None)
         if found is not None:
-            return image_file(found, folder)
+            return image_file(found, paths)
     raise McaError(
         f"an image is {given!r:.80}; expected a path, an address, bytes, base64, or a mapping with one of them"
     )
-
-
-def _named(text: str, folder: Path | None) -> ImageFile:
-    if not text:
-        raise McaError("the path of an image is empty; name a file, or leave the image out of the row")
-    if text.startswith("data:"):
-        return _decoded(text.partition(",")[2])
-    if is_address(text) and not text.startswith("file://"):
-        return ImageFile(text)
-    path = Path(text.removeprefix("file://"))
-    if path.is_absolute():
-        return ImageFile(str(path))
-    if folder is None:
-        raise McaError(
-            f"image {text} is a relative path, and the rows are not from files of one folder; set image_folder"
-        )
-    return ImageFile(str(folder / path))
 
 
 def _decoded(text: str) -> ImageFile:

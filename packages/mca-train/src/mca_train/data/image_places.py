@@ -8,7 +8,6 @@ Neither               <image> is text
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 from mca_config.errors import McaError
 from mca_config.printable import counted
@@ -16,6 +15,7 @@ from mca_config.types import JsonObject
 from mca_train.data.image_files import ImageFile, image_file
 from mca_train.data.image_words import PLACE
 from mca_train.data.message_parts import IMAGE, has_data, kind_of, require_text_or_image
+from mca_train.data.row_paths import RowPaths
 
 
 class Places:
@@ -23,14 +23,12 @@ class Places:
 
     Args:
         given: The images of the row's column. If there is one, ``<image>`` in a text is a place for one.
-        folder: What relative paths start from.
+        paths: The files that the row may open.
         unmarked: Called with a user's words that have ``<image>`` though there is none.
     """
 
-    def __init__(
-        self, given: Sequence[object], folder: Path | None, *, unmarked: Callable[[str], None]
-    ) -> None:
-        self._given, self._folder, self._unmarked = list(given), folder, unmarked
+    def __init__(self, given: Sequence[object], paths: RowPaths, *, unmarked: Callable[[str], None]) -> None:
+        self._given, self._paths, self._unmarked = list(given), paths, unmarked
         self._next = self._asked = 0
         self.files: list[ImageFile] = []
 
@@ -66,7 +64,7 @@ class Places:
             return part
         if has_data(part):
             self._asked += 1
-            self.files.append(image_file({**part, "type": None}, self._folder))
+            self.files.append(image_file({**part, "type": None}, self._paths))
         else:
             self._take()
         return {"type": "image"}
@@ -74,7 +72,7 @@ class Places:
     def _take(self) -> None:
         self._asked += 1
         if self._next < len(self._given):
-            self.files.append(image_file(self._given[self._next], self._folder))
+            self.files.append(image_file(self._given[self._next], self._paths))
         self._next += 1
 
     def require_all(self, columns: JsonObject) -> None:

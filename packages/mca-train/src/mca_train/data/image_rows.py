@@ -27,6 +27,7 @@ from mca_train.data.long_texts import Beginning
 from mca_train.data.message_parts import IMAGE, kind_of
 from mca_train.data.placeholders import require_words
 from mca_train.data.row_formats import format_of
+from mca_train.data.row_paths import RowPaths
 from mca_train.types import Upstream
 
 if TYPE_CHECKING:
@@ -45,12 +46,12 @@ class ImageReader:
     Args:
         config: The model.
         directories: Where its image processor may be.
-        folder: What relative paths start from; None: there is no one folder.
+        paths: The files that rows may open.
     """
 
     config: McaModelConfig
     directories: tuple[Path, ...]
-    folder: Path | None = None
+    paths: RowPaths = field(default_factory=RowPaths)
     _made: list[ImageTokens] = field(default_factory=list)
 
     def tokens(self, tokenizer: "PreTrainedTokenizerBase") -> ImageTokens:
@@ -161,7 +162,7 @@ class ImageRows:
             return text, []
         require_as_many(text.count(PLACE), len(given))
         marked = text.replace(PLACE, self.tokens.mark(self.tokenizer))
-        return marked, [image_file(each, self._reader.folder) for each in given]
+        return marked, [image_file(each, self._reader.paths) for each in given]
 
     def grid(self, file: ImageFile, told: str) -> Grid:
         """Return the grid of an image, whose header is read; ``told`` is the place of its row, for warnings.
@@ -196,7 +197,7 @@ class ImageRows:
             self._words.meet(words, row.keys(), "a turn of the user")
 
         for columns in self._sides:
-            places = Places(given, self._reader.folder, unmarked=unmarked)
+            places = Places(given, self._reader.paths, unmarked=unmarked)
             turns = {name: plain[name] for name in columns if isinstance(plain.get(name), list)}
             if repeated:
                 del turns[prompt]

@@ -52,7 +52,7 @@ def load_tokenized(
     key = "eval_file" if evaluation else "train_file"
     limit = arguments.max_eval_samples if evaluation else arguments.max_train_samples
 
-    own = _beside(images, arguments, files)
+    own = _with_paths(images, arguments, files)
     for file in files:
         check_file(file, key)
     # once, so that the key and the rows are of the same content
@@ -131,17 +131,13 @@ def _again(
     return again
 
 
-def _beside(
-    images: "ImageReader | None", arguments: DataArguments, files: Sequence[str]
+def _with_paths(
+    images: "ImageReader | None", arguments: DataArguments, files: Sequence[str], revision: str | None = None
 ) -> "ImageReader | None":
-    """``images`` with what relative paths in ``files`` start from."""
-    from mca_train.data.addresses import is_address
+    """Return ``images`` for the rows of ``files``."""
+    from mca_train.data.row_paths import row_paths
 
-    if images is None or arguments.image_folder is not None:
-        return images and replace(images, folder=Path(arguments.image_folder or ""))
-    folders = {path.parent if path.suffix and not path.is_dir() else path for path in map(Path, files)}
-    one = len(folders) == 1 and not any(map(is_address, files))
-    return replace(images, folder=folders.pop() if one else None)
+    return images and replace(images, paths=row_paths(files, arguments.image_folder, revision))
 
 
 def load_mixture(
@@ -179,8 +175,8 @@ def load_mixture(
             parts.append(_in_order_of([prefix.name], task.indexed(prefix, tokenizer, arguments)))
         if rows is not None:
             own = arguments_of(source, arguments, rows.column_names, columns, key)
-            beside = _beside(images, own, [source.path])
-            parts.append(_samples_of(task, source, rows, tokenizer, own, key, beside))
+            reader = _with_paths(images, own, [source.path], source.revision)
+            parts.append(_samples_of(task, source, rows, tokenizer, own, key, reader))
     weights = [source.weight for source in sources if source.weight is not None]
     return Mixture(parts, [source.called for source in sources], weights or None, seed)
 
@@ -246,7 +242,7 @@ def load_stream(
     key = "train_file"
     column = task.required_column(arguments)
     rows, names = open_rows(files, key, arguments, column, seed=seed, vision=_vision(images))
-    return task.stream(rows, names, tokenizer, arguments, key, _beside(images, arguments, files))
+    return task.stream(rows, names, tokenizer, arguments, key, _with_paths(images, arguments, files))
 
 
 def load_first(
@@ -279,4 +275,4 @@ def load_first(
     rows = datasets.Dataset.from_list(first, on_mixed_types="use_json")
     if (features := as_json(rows.features)) is not None:
         rows = datasets.Dataset.from_list(first, features=features)
-    return task.samples(rows, tokenizer, arguments, key, _beside(images, arguments, files))
+    return task.samples(rows, tokenizer, arguments, key, _with_paths(images, arguments, files))
