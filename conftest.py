@@ -10,6 +10,7 @@ that use it. ``MCA_DEVICE=cuda pytest -m gpu`` runs the tests of a GPU, and thos
 import contextlib
 import gc
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -26,6 +27,11 @@ if os.environ.pop(
 ):  # torch, Megatron and transformers anew: 6 s in every process
     os.environ["PYTHONPYCACHEPREFIX"] = str(Path(__file__).parent / ".pytest_cache" / "bytecode")
     sys.pycache_prefix, sys.dont_write_bytecode = os.environ["PYTHONPYCACHEPREFIX"], False
+
+for _number in (signal.SIGINT, signal.SIGHUP):  # nohup, or "&" in a script, has them ignored
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        # pytest still survives them, and what tests start has the defaults again: exec resets handlers
+        signal.signal(_number, lambda *_: None)
 
 import pytest
 from hypothesis import HealthCheck, settings
