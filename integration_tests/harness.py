@@ -166,6 +166,8 @@ def _rank_main(call: _Call, number: int, pipe: int, stacks: Path, parent: int) -
         CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             return
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever pytest was started with
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         with stacks.open("w") as file:
             faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
             outcome = _outcome(call, number)

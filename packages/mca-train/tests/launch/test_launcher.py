@@ -19,10 +19,11 @@ def run(body, ranks=2, **options):
         from mca_config.errors import McaError, UsageError
         from mca_train.launch.launcher import fork_ranks
         from mca_train.launch.scratch import scratch_folder
+        from mca_train.launch.stopping import raising_stopped
         def target():
             rank = int(os.environ["RANK"])
 {textwrap.indent(textwrap.dedent(body), " " * 12)}
-        with scratch_folder() as folder:
+        with raising_stopped(), scratch_folder() as folder:
             code = fork_ranks(target, {ranks}, folder)
         sys.exit(code)
         """
@@ -154,13 +155,24 @@ def test_a_signal_before_training_leaves_nothing(tmp_path):
             stderr=subprocess.PIPE,
             text=True,
             env=os.environ | {"TMPDIR": str(tmp_path)},
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
         assert process.communicate(timeout=120) == ("", f"stopped by {said}\n")
         assert process.returncode == 128 + number
         assert list(tmp_path.iterdir()) == []
+
+
+def test_under_nohup_launcher_and_ranks_ignore_sighup():
+    body = """
+    import signal
+    for process in (os.getppid(), os.getpid()):
+        os.kill(process, signal.SIGHUP)
+    time.sleep(0.2)
+    print("trained")
+    """
+    done = run(body, ranks=1, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n", "")
 
 
 def test_ranks_may_all_leave_early():
