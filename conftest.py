@@ -28,11 +28,6 @@ if os.environ.pop(
     os.environ["PYTHONPYCACHEPREFIX"] = str(Path(__file__).parent / ".pytest_cache" / "bytecode")
     sys.pycache_prefix, sys.dont_write_bytecode = os.environ["PYTHONPYCACHEPREFIX"], False
 
-for _number in (signal.SIGINT, signal.SIGHUP):  # nohup, or "&" in a script, has them ignored
-    if signal.getsignal(_number) is signal.SIG_IGN:
-        # pytest still survives them, and what tests start has the defaults again: exec resets handlers
-        signal.signal(_number, lambda *_: None)
-
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -101,6 +96,16 @@ _ASK_LITTLE_OF_MEGATRON = (
     "test_workers",
 )
 """Modules that fork ranks, and that the second fork leaves out: others run what they use of Megatron."""
+
+
+def pytest_configure() -> None:
+    """Gives what tests start the default signals where pytest ignores some, as with nohup or in the background.
+
+    A handler that does nothing lets pytest go on as before; a new program does not inherit it, as it does SIG_IGN.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
