@@ -26,6 +26,7 @@ from mca_models.templates import FAMILIES
 from mca_train.config.arguments import DataArguments
 from mca_train.data.encoding import row_encoder
 from mca_train.data.image_rows import ImageReader, ImageRows
+from mca_train.data.row_paths import RowPaths
 
 SIDE = {"height": 16, "width": 16}
 SIZES = {"small": (16, 16), "wide": (40, 16), "tall": (24, 50)}
@@ -293,7 +294,7 @@ def encoded(family, chat, folder):
     place = folder / family
     if not place.exists():
         CASES[family].images().save_pretrained(place)
-    reader = ImageReader(config=config, directories=(place,), folder=folder)
+    reader = ImageReader(config=config, directories=(place,), paths=RowPaths(str(folder)))
     rows = ImageRows(["messages"], reader, DataArguments(model_name_or_path="m"), tokenizer, "train_file")
     (sequence,), _ = rows.encoded(
         {"messages": chat}, row_encoder(rows.names, rows.tokenizer, rows.arguments, "train_file"), "row 0"
