@@ -122,6 +122,7 @@ def test_all_ranks_fail_together(tmp_path: Path) -> None:
     for case, message in first.items():
         assert message.startswith(f"rank {case[0]} could not save: "), (case, message)
         assert FULL in message or "limit" in case, (case, message)
+        assert ".partial-" not in message, (case, message)
         assert "\n" not in message
     assert [path.name for path in folder.iterdir()] == ["saved"]
 

@@ -125,7 +125,12 @@ def test_a_full_disk_is_one_line(folder, small_disk):
     assert done.returncode == 1
     after = done.stderr.split("training 20 steps", 1)[1].splitlines()[1:]
     assert len(after) == 1, done.stderr
-    assert "cannot be written, the disk is full; make room and resume" in after[0]
+    assert re.search(
+        rf"error: {small_disk}/run/checkpoint-\d+: cannot be written, the disk is full; make room and resume",
+        after[0],
+    )
+    assert ".partial-" not in after[0] and "nothing half-written is left" in after[0]
+    assert not list(small_disk.rglob("*.partial-*"))
 
 
 def test_a_damaged_model_is_one_line(folder):

@@ -1,6 +1,7 @@
 """A run that is stopped and resumed is the run that was not; checkpoints are whole."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -268,6 +269,9 @@ def test_a_full_disk_is_told_whatever_is_written(tmp_path):
     refused = cannot_write(tmp_path / "x", OSError(errno.ENOSPC, "No space left on device"))
     assert told(refused) == full and told(RankFailed(1, refused)) == full
     assert told(RuntimeError("[enforce fail] . PytorchStreamWriter failed writing file data/3")) == full
+    large = cannot_write(tmp_path / "x", OSError(errno.ENOSPC, "No space left on device"), 1 << 50)
+    room = r"\(x needs 1,125,899,906,842,624 bytes, [\d,]+ bytes are free; nothing half-written is left\)$"
+    assert full.endswith("(nothing half-written is left)") and re.search(room, told(RankFailed(1, large)))
     assert told(McaError("rank 1 fell")) == f"{tmp_path}: cannot be written: rank 1 fell"
     around = McaError("rank 0 fell")
     around.__cause__ = RankFailed(0, around)  # as `told_by_first` raises it

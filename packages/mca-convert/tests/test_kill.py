@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -109,17 +110,28 @@ def small_disk(folder: Path, nbytes: int) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def assert_nothing_is_left(source: Path, disk: Path, capsys) -> None:
+def assert_nothing_is_left(source: Path, disk: Path, capsys) -> str:
+    """What is said, in which the output has its own name and not that of the folder it is written in."""
     capsys.readouterr()
     assert main(["--checkpoint_path", str(source), "--output_path", str(disk / "out")]) == 1
     assert not any(disk.iterdir())
-    error = capsys.readouterr().err
+    error: str = capsys.readouterr().err
     assert len(error.splitlines()) == 1 and "No space left on device" in error
+    assert error.startswith(f"error: {disk}/out") and ".partial-" not in error
+    return error
+
+
+def assert_bytes_are_told(error: str, disk: Path) -> None:
+    words = r"at least ([\d,]+) bytes are needed, ([\d,]+) bytes are free; nothing half-written is left; make room"
+    found = re.search(words, error)
+    assert found is not None, error
+    needed, free = (int(number.replace(",", "")) for number in found.groups())
+    assert needed > free == shutil.disk_usage(disk).free
 
 
 def test_a_full_disk_is_found_before_any_work(tiny, tmp_path: Path, capsys) -> None:
     with small_disk(tmp_path / "small", 64 << 10) as disk:
-        assert_nothing_is_left(tiny("llama"), disk, capsys)
+        assert_bytes_are_told(assert_nothing_is_left(tiny("llama"), disk, capsys), disk)
 
 
 @pytest.mark.parametrize("target", ["mca", "hf"])
@@ -132,7 +144,7 @@ def test_a_disk_that_fills_halfway(target: str, tiny, convert, tmp_path: Path, c
             writes = []
             write = os.pwrite
             patch.setattr(os, "pwrite", lambda fd, data, at: writes.append(write(fd, data, at)) or writes[-1])
-            assert_nothing_is_left(source, disk, capsys)
+            assert_bytes_are_told(assert_nothing_is_left(source, disk, capsys), disk)
         assert sum(writes) > 64 << 10  # it had begun
 
 

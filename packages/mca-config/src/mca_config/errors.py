@@ -30,7 +30,13 @@ class UsageError(McaError):
 
 
 class DiskFull(McaError):
-    """A file cannot be written, because its disk or the user's share of it has no room left."""
+    """A file cannot be written, because its disk or the user's share of it has no room left.
+
+    Attributes:
+        room: The size of the file and the room for it, in words, where both are known.
+    """
+
+    room: str = ""
 
 
 class HfConfigError(McaError):

@@ -6,12 +6,14 @@ What a file's contents mean is for those who read it.
 import errno
 import json
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mca_config.errors import DiskFull, McaError
+from mca_config.printable import counted
 from mca_config.types import JsonObject, Typed
 
 MAX_TEXT_BYTES = 256 << 20
@@ -58,10 +60,19 @@ def present(directory: Path, name: str) -> bool:
         return True
 
 
-def cannot_write(file: object, error: OSError) -> McaError:
-    """What to raise where the system refuses to write ``file``."""
-    kind = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else McaError
-    return kind(f"{file}: cannot be written ({error.strerror})")
+def cannot_write(file: object, error: OSError, needed: int | None = None) -> McaError:
+    """Return what to raise where the system refuses to write ``file``, which needs ``needed`` bytes, if known."""
+    told = f"{file}: cannot be written ({error.strerror})"
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return McaError(told)
+    full = DiskFull(told)
+    if needed is not None and error.errno == errno.ENOSPC:
+        with suppress(OSError):
+            free = shutil.disk_usage(Path(str(file)).parent).free
+            full.room = (
+                f"{Path(str(file)).name} needs {counted(needed, 'byte')}, {counted(free, 'byte')} are free"
+            )
+    return full
 
 
 @contextmanager

@@ -89,21 +89,18 @@ class Conversion:
                 some that are not finite.
         """
         self.source.check_duplicates()
-        side_files(self.source.path)  # what is refused is refused before the work
+        small = side_files(self.source.path)  # what is refused is refused before the work
         partial = PartialDirectory(destination, overwrite=overwrite)
-        try:
-            records = self._write_weights(partial.path, limits, progress, proceed)
+        with partial.writing(self.nbytes + sum(file.stat().st_size for file in small)) as path:
+            records = self._write_weights(path, limits, progress, proceed)
             files = {str(Path(self.prefix, name)): record.nbytes for name, record in records.items()}
-            files |= copy_side_files(self.source.path, partial.path)
+            files |= copy_side_files(self.source.path, path)
             if isinstance(self.target, McaLayout):
-                files |= self.target.finish(partial.path, records)
+                files |= self.target.finish(path, records)
             else:
-                files |= self.target.finish(partial.path)
+                files |= self.target.finish(path)
             proceed()
             partial.publish(files)
-        except BaseException:
-            partial.discard()
-            raise
         return destination
 
     def _write_weights(

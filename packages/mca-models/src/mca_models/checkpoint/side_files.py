@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mca_config.errors import McaError
-from mca_config.files import inside, open_regular, present
+from mca_config.files import cannot_write, inside, open_regular, present
 from mca_models.storage.partial_folder import close
 
 logger = logging.getLogger(__name__)
@@ -170,4 +170,6 @@ def _naming(file: Path, done: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if done == "written":
+            raise cannot_write(file, error) from None
         raise McaError(f"{file}: cannot be {done} ({error.strerror})") from None

@@ -9,13 +9,15 @@ replaces a directory gets its owner and mode.
 import fcntl
 import logging
 import os
+import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mca_config.errors import McaError
+from mca_config.errors import DiskFull, McaError
 from mca_config.files import cannot_write
+from mca_config.printable import counted
 from mca_models.storage.partial_folder import (
     CONTENT,
     PartialFolder,
@@ -117,6 +119,43 @@ class PartialDirectory:
         self._made = []
         self.discard()
 
+    @contextmanager
+    def writing(self, needed: int | None = None) -> Iterator[Path]:
+        """A block that writes into ``path`` and may publish it.
+
+        An error removes everything, and calls files as they would be in place.
+
+        Args:
+            needed: Bytes of the whole directory, for the error of a full disk; None: not known.
+
+        Raises:
+            McaError: Something cannot be written.
+        """
+        try:
+            yield self.path
+        except BaseException as error:
+            is_written = self._folder is None  # `publish` names the destination itself
+            self.discard()
+            if not is_written and (told := self._in_place(error, needed)) is not None:
+                raise told from error
+            raise
+
+    def _in_place(self, error: BaseException, needed: int | None) -> McaError | None:
+        """Return ``error`` with the names of files after `publish`; None: it names none."""
+        if isinstance(error, OSError) and isinstance(error.filename, str):
+            if Path(error.filename).is_relative_to(self.path):
+                error = cannot_write(error.filename, error)
+        if not isinstance(error, McaError):
+            return None
+        told = in_place(error, self.path, self.destination)
+        if not isinstance(told, DiskFull):
+            return told
+        need = "" if needed is None else f"at least {counted(needed, 'byte')} are needed, "
+        with suppress(OSError):
+            there = next(each for each in (self.destination, *self.destination.parents) if each.is_dir())
+            need += f"{counted(shutil.disk_usage(there).free, 'byte')} are free; "
+        return DiskFull(f"{told}; {need}nothing half-written is left; make room, or name another directory")
+
     def discard(self) -> None:
         """Removes everything written so far, and parents that were made for it. A second call does nothing."""
         for name in reversed(self._moved):
@@ -198,13 +237,20 @@ def atomic_directory(
 ) -> Iterator[Path]:
     """A fresh directory that becomes ``destination`` if neither the block nor then ``proceed`` raises an error."""
     partial = PartialDirectory(destination, overwrite=overwrite)
-    try:
-        yield partial.path
+    with partial.writing() as path:
+        yield path
         proceed()
         partial.publish()
-    except BaseException:
-        partial.discard()
-        raise
+
+
+def in_place(error: McaError, path: Path, destination: Path) -> McaError | None:
+    """Return ``error`` with files of ``destination`` where it names those of ``path``; None: it names none."""
+    if str(path) not in str(error):
+        return None
+    told = type(error)(str(error).replace(str(path), str(destination)))
+    if isinstance(error, DiskFull) and isinstance(told, DiskFull):
+        told.room = error.room
+    return told
 
 
 def require_absent(destination: Path) -> None:

@@ -177,7 +177,7 @@ def make_file(plan: FilePlan) -> None:
         finally:
             os.close(fd)
     except OSError as error:
-        raise cannot_write(plan.file, error) from None
+        raise cannot_write(plan.file, error, plan.nbytes) from None
 
 
 def joined_record(plan: FilePlan, written: Iterable[Written]) -> FileRecord:

@@ -14,7 +14,7 @@ from typing import TypeVar, cast
 import torch.distributed
 
 from mca_config.errors import DiskFull, McaError, RankFailed
-from mca_models.storage.atomic import PartialDirectory
+from mca_models.storage.atomic import PartialDirectory, in_place
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -99,6 +99,11 @@ def as_mca_error(error: BaseException) -> McaError:
     return (DiskFull if is_disk_full(error) else McaError)(f"{type(error).__name__}: {first}".rstrip(": "))
 
 
+def room_for(error: BaseException) -> str:
+    """Return what is known of the room on the disk that `is_disk_full` finds full."""
+    return next((cause.room for cause in _led_to(error) if isinstance(cause, DiskFull) and cause.room), "")
+
+
 def is_disk_full(error: BaseException) -> bool:
     """Whether ``error``, or what led to it, is that a disk has no room."""
     for cause in _led_to(error):
@@ -170,6 +175,7 @@ class SharedDirectory:
 
     def __init__(self, destination: Path, *, overwrite: bool = False) -> None:
         self._owned: PartialDirectory | None = None
+        self._destination = destination
         self._open = True
 
         def make() -> str:
@@ -200,9 +206,14 @@ class SharedDirectory:
 
     @contextmanager
     def discarded_on_error(self) -> Iterator[Path]:
-        """Its path; an error inside the block removes it."""
+        """Its path; an error inside the block removes it, and calls files as they would be in place."""
         try:
             yield self.path
+        except RankFailed as error:
+            self.discard()
+            if (cause := in_place(error.cause, self.path, self._destination)) is not None:
+                raise RankFailed(error.rank, cause) from error
+            raise
         except BaseException:
             self.discard()
             raise
