@@ -133,6 +133,8 @@ def between_rounds(checkpoint: Path, folder: Path, resumed: Any) -> set[tuple[fl
 
 def in_rounds(checkpoint: Path, folder: Path) -> dict[str, Any]:
     """Six steps at once, and two rounds of three steps each on what the dataset then holds."""
+    from transformers import TrainerCallback
+
     from mca_train import McaTrainer
 
     class InRounds(McaTrainer):
@@ -143,6 +145,10 @@ def in_rounds(checkpoint: Path, folder: Path) -> dict[str, Any]:
             self.signals.add({"round": torch.tensor(float(self.round))}, 1)
             return super().compute_loss(output, batch)
 
+    class EndsAtStep4(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop |= state.global_step == 4
+
     data = samples(24, longest=24)
     changes = {"lr_scheduler_type": "constant", "warmup_steps": 0, "gradient_accumulation_steps": 4}
     changes |= {"train_sampling_strategy": "sequential", "train_dataset": data}
@@ -150,8 +156,14 @@ def in_rounds(checkpoint: Path, folder: Path) -> dict[str, Any]:
     quietly(whole.train)
 
     def new() -> Any:
-        saving = {"max_steps": 3, "logging_steps": 2, "save_strategy": "steps"}
+        saving = {"max_steps": 3, "logging_steps": 5, "save_strategy": "steps"}
         return make_trainer(checkpoint, folder / "rounds", kind=InRounds, **changes | saving)
+
+    def losses(**changed: Any) -> list[float]:
+        other = make_trainer(checkpoint, folder / "other", **changes | changed)
+        other.add_callback(EndsAtStep4())
+        quietly(other.train)
+        return history(other, "loss")
 
     trainer = new()
     found: dict[str, Any] = {"whole": history(whole, "loss"), "loss": [], "round": []}
@@ -161,6 +173,8 @@ def in_rounds(checkpoint: Path, folder: Path) -> dict[str, Any]:
         quietly(trainer.train)
         for key in ("loss", "round"):
             found[key] += history(trainer, key)
+    found["ended"] = losses(logging_steps=5, max_steps=6)
+    found["no logs"] = losses(logging_strategy="no", max_steps=1)
     resumed = new()
     quietly(lambda: resumed.train(resume_from_checkpoint="auto"))
     resumed.args.learning_rate, resumed.args.min_lr = 1e-5, 1e-6
@@ -177,10 +191,13 @@ def in_rounds(checkpoint: Path, folder: Path) -> dict[str, Any]:
 def test_a_loop_outside_trains_round_by_round(checkpoint: Path, tmp_path: Path) -> None:
     found = run_ranks(1, in_rounds, checkpoint, tmp_path)[0]
     whole = found["whole"]
-    means = [(whole[first] + whole[first + 1]) / 2 for first in (0, 3)]
-    assert found["loss"] == pytest.approx(means, rel=1e-6)
-    assert found["round"] == [0.0, 1.0], "nothing of the first round's last step is in the second's log"
-    assert found["logged"] == [0, 1, 2]
+    assert len(whole) == 6, "the last step is logged once"
+    first_and_last = [whole[0], sum(whole[1:3]) / 2, whole[3], sum(whole[4:6]) / 2]
+    assert found["loss"] == pytest.approx(first_and_last, rel=1e-6)
+    assert found["round"] == [0.0, 0.0, 1.0, 1.0], "nothing of the first round is in the second's log"
+    assert found["logged"] == [0, 0, 1, 1, 2, 2]
+    assert found["ended"] == pytest.approx([whole[0], sum(whole[1:4]) / 3], rel=1e-6)
+    assert found["no logs"] == []
     assert found["rates"] == {1e-5, 1e-6}, "those of the arguments, which changed"
     assert found["ends"] == {(2e-3, 5e-5), (2e-3, 1e-4)}, "one that was given for a part alone stays"
     assert found["checkpoints"] == ["checkpoint-3"]

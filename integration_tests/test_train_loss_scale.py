@@ -43,7 +43,7 @@ def overflowing(checkpoint: Path, output_dir: Path) -> tuple[list[list[dict[str,
 def overflowed(checkpoint: Path, output_dir: Path, **changes: Any) -> tuple[list[dict[str, Any]], str]:
     from mca_config.errors import McaError
 
-    trainer = make_trainer(checkpoint, output_dir, max_steps=3, **changes)
+    trainer = make_trainer(checkpoint, output_dir, max_steps=3, save_strategy="steps", **changes)
     try:
         quietly(trainer.train)
     except McaError as error:
@@ -58,6 +58,7 @@ def test_skipped_steps_are_counted_and_a_run_of_nothing_else_fails(checkpoint, t
     assert [log["loss_scale"] for log in at_least if "loss" in log] == [2.0**59] * 3
     assert logs[1]["learning_rate"] == logs[0]["learning_rate"], "a skipped step moves no schedule"
     assert error.startswith("all 3 steps of the run were skipped") and "lower initial_loss_scale" in error
+    assert not list(tmp_path.glob("*/checkpoint-*")), "a model that has not changed is not saved"
     assert {"loss_scale", "skipped_steps"} <= of_half[0].keys(), "fp16 by config.json is fp16"
 
 

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.ranks
 
 RUN = {
     "tensor_model_parallel_size": 2,
-    "max_steps": 2,
-    "logging_steps": 2,
+    "max_steps": 3,
+    "logging_steps": 5,
     "train_sampling_strategy": "sequential",
 }
 
@@ -35,7 +35,7 @@ def told(call: Any) -> str:
 
 
 def given(checkpoint: Path, output: Path) -> dict[str, Any]:
-    """What runs of 2 steps of 8 samples say that were given other samples on rank 1, and what evaluations find."""
+    """What runs of 3 steps of 8 samples say that were given other samples on rank 1, and what evaluations find."""
     from mca_train import McaTrainer
 
     class OfRanks(McaTrainer):
@@ -54,7 +54,7 @@ def given(checkpoint: Path, output: Path) -> dict[str, Any]:
 
     found: dict[str, Any] = {
         "first": trained(rows(16, 0, rank)),
-        "later": trained(rows(16, 8, rank)),
+        "later": trained(rows(24, 16, rank)),
         "more": trained(rows(16 + rank, 0)),
         "same": trained(rows(16, 0)),
         "evaluated": told(lambda: trainer.evaluate(rows(2, 0, rank))),
@@ -70,7 +70,7 @@ def test_ranks_are_given_the_same_samples_and_find_the_same(checkpoint, tmp_path
     assert one == other
     for name, when in {
         "first": "step 1",
-        "later": "steps 1 to 2",
+        "later": "steps 2 to 3",
         "evaluated": "evaluation",
         "evaluated later": "evaluation",
     }.items():

@@ -12,6 +12,7 @@ from itertools import count
 from typing import Protocol
 
 from transformers import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import IntervalStrategy
 
 from mca_config.errors import McaError
 from mca_config.types import Typed
@@ -70,6 +71,9 @@ class WithLogs(TrainerParts):
         """Does what the callbacks asked for."""
         if self.control.should_log and self.state.global_step > self._totals.logged:
             self._log_step()
+        new_steps = self.state.global_step > self.started_at_step
+        if self.control.should_training_stop and new_steps and not self.watch.stopped:
+            self._require_updates()  # before anything is saved or reported as the result
         if self.control.should_evaluate:
             self._evaluate_or_put_off()
         if self.control.should_save:
@@ -97,6 +101,12 @@ class WithLogs(TrainerParts):
                 self.control.should_save = best
         finally:
             self._can_put_off = False
+
+    def _ask_for_log(self) -> None:
+        """Has the first and the last step of a run logged, where steps are logged at all."""
+        is_end = self.state.global_step in (1, self.state.max_steps)
+        if is_end and self.args.logging_strategy == IntervalStrategy.STEPS:
+            self.control.should_log = True
 
     def _log_step(self) -> None:
         report = self._meter.flush()
@@ -146,16 +156,23 @@ class WithLogs(TrainerParts):
                     "override num_items with what compute_loss counts"
                 )
 
-    def _require_trained(self, *, over_tokens: bool) -> None:
+    def _require_updates(self) -> None:
+        """Raises if the run has changed nothing."""
+        with self._checkpoint_completed():
+            self.watch.require_updates(self._totals, self.state.global_step, over_tokens=self._is_token_loss)
+
+    def _require_trained(self) -> None:
         """Raises if the run has changed nothing, or broken the model."""
-        self.watch.require_updates(self._totals, self.state.global_step, over_tokens=over_tokens)
+        self.watch.warn_without_targets(self._totals, self.state.global_step)
+        self._require_updates()
         require_finite_weights(self.state.global_step, self.model.trained())
 
     def _add_up(self, report: LossReport) -> None:
         first, last = max(self._totals.logged, self.started_at_step) + 1, self.state.global_step
         with self._checkpoint_completed():
             if first <= last:
-                require_same_samples(self.ranks, report.checksum, f"steps {first} to {last}")
+                when = f"step {last}" if first == last else f"steps {first} to {last}"
+                require_same_samples(self.ranks, report.checksum, when)
             self._require_number(report.targets, last)
         self._totals.loss += sum(report.losses)
         self._totals.steps += len(report.losses)

@@ -105,8 +105,15 @@ class Watch:
             )
         self._has_told = True
 
+    def warn_without_targets(self, totals: Totals, steps: int) -> None:
+        """Log how many steps of a run had no target, if any."""
+        if empty := totals.without_targets:
+            logger.warning(
+                "%d of %d steps of the run were skipped: their losses are over 0 targets", empty, steps
+            )
+
     def require_updates(self, totals: Totals, steps: int, *, over_tokens: bool) -> None:
-        """Refuses the end of a run that has changed nothing, and says how many steps had no target.
+        """Refuses the end of a run that has changed nothing.
 
         Args:
             totals: Of the run.
@@ -116,10 +123,7 @@ class Watch:
         Raises:
             McaError: All its steps were skipped.
         """
-        if empty := totals.without_targets:
-            logger.warning(
-                "%d of %d steps of the run were skipped: their losses are over 0 targets", empty, steps
-            )
+        empty = totals.without_targets
         if empty == steps and over_tokens and steps:
             raise McaError(
                 f"all {steps} steps of the run were skipped, no token of their samples is a target: the model has not "

@@ -94,6 +94,8 @@ class TrainerParts(Trainer):  # type: ignore[misc]
     signal_differences: Mapping[str, tuple[str, str]]
     signal_extremes: Mapping[str, Extreme]
     run_kind: str = "pretrain or sft"
+    _is_token_loss: bool
+    """The loss is the mean over target tokens, not that of an overridden `compute_loss`."""
     _training: Training
     _pipeline: Pipeline
     """Runs the model forward; from the beginning of ``train`` on it is the engine."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, TrainerCallback
-from transformers.trainer_utils import TrainOutput, speed_metrics
+from transformers.trainer_utils import IntervalStrategy, TrainOutput, speed_metrics
 
 from mca_config.errors import McaError
 from mca_config.files import reading
@@ -150,6 +150,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         self._checkpoints = CheckpointWriter(in_background=args.async_save)
         self._place, self._totals, self._due = RunPosition(), Totals(), Due()
         self.started_at_step = 0
+        self._is_token_loss = type(self).compute_loss is McaTrainer.compute_loss
         self.watch = Watch(args, model, self.ranks)
         self._loaders = Loaders(
             args=args,
@@ -342,6 +343,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             self._place = self._place.after_step()
             self.state.epoch = epoch + sampler.share(self._place.samples)
             self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+            self._ask_for_log()
             self._due = self.watch.stop_if_asked(self.control, self.state.global_step)
             self._checkpoints.advance()
             self._log_evaluate_save()
@@ -381,9 +383,13 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             pass  # the last step's parameters have arrived
         self._checkpoints.finish()
         steps = self.state.global_step - first
-        self._add_up(self._meter.flush())
+        stepwise = self.args.logging_strategy == IntervalStrategy.STEPS
+        if steps and stepwise and not self.watch.stopped and self.state.global_step > self._totals.logged:
+            self._log_step()  # a callback ended the run; the checkpoint has the interval as an unfinished one
+        else:
+            self._add_up(self._meter.flush())
         if steps and not self.watch.stopped:
-            self._require_trained(over_tokens=type(self).compute_loss is McaTrainer.compute_loss)
+            self._require_trained()
         samples = self._samples
         metrics = speed_metrics("train", started, num_samples=samples, num_steps=steps)
         if self._totals.steps:
