@@ -28,9 +28,13 @@ UNTRAINED = ("e_score_correction_bias", "expert_bias", "layer_scalar", "act_fn.b
 def expected_gradients(reference: Reference, folder: Path) -> Path:
     """A checkpoint with transformers' gradients in the place of weights."""
     path = folder / f"{reference.case}-expected"
-    model = copy.deepcopy(hf_model(reference.case))
-    logits = model(reference.input_ids, use_cache=False).logits[:, :-1]
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), reference.input_ids[:, 1:].flatten()).backward()
+    return export_transformers_gradient(copy.deepcopy(hf_model(reference.case)), reference.input_ids, path)
+
+
+def export_transformers_gradient(model: Any, input_ids: torch.Tensor, path: Path) -> Path:
+    """Replace the weights of ``model`` by their gradients, and save it."""
+    logits = model(input_ids, use_cache=False).logits[:, :-1]
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), input_ids[:, 1:].flatten()).backward()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
@@ -182,6 +186,11 @@ def compute_all(grid: Sequence[Pair], folder: Path) -> Computed:
     return computed
 
 
+def is_trained(name: str) -> bool:
+    """Whether a tensor of this name gets a gradient: a router's bias, a buffer, and an indexer do not."""
+    return not name.endswith(UNTRAINED) and not any(part in name for part in (".indexer.", ".index_"))
+
+
 def worst_errors(expected: Path, found: Path) -> list[tuple[str, float]]:
     """The three tensors that differ most, relative to their own largest gradient, or a thousandth of all."""
     right, ours = read(expected), read(found)
@@ -190,7 +199,6 @@ def worst_errors(expected: Path, found: Path) -> list[tuple[str, float]]:
     errors = {
         name: float((ours[name] - x).abs().max()) / max(float(x.abs().max()), largest * 1e-3)
         for name, x in right.items()
-        if not name.endswith(UNTRAINED)  # the router's bias is a buffer and has no gradient
-        and not any(part in name for part in (".indexer.", ".index_"))  # nor has what chooses keys
+        if is_trained(name)
     }
     return sorted(errors.items(), key=lambda item: -item[1])[:3]

@@ -134,12 +134,17 @@ def loaded_logits(base: Path, adapter: Path) -> torch.Tensor:
 
 
 def peft_gradients(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
-    """Of the adapter's tensors by their names in its file, after one backward pass of transformers."""
+    """`adapter_gradients` of ``adapter`` on the model in ``base``."""
     import peft
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager").float()
-    lora = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True).eval()  # seed_oss has dropout
+    # seed_oss has dropout
+    return adapter_gradients(peft.PeftModel.from_pretrained(model, adapter, is_trainable=True).eval())
+
+
+def adapter_gradients(lora: Any) -> dict[str, torch.Tensor]:
+    """Of the trained tensors of a ``PeftModel`` by their names in its file, after one backward pass."""
     batch = tokens()
     logits = lora(batch, use_cache=False).logits[:, :-1]
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).backward()

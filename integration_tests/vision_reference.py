@@ -130,9 +130,8 @@ def losses_of(
     return losses.view(len(input_ids), -1)
 
 
-def stepped(case: str, reference: Mixed, steps: int, rate: float, clip: float) -> tuple[Any, list[float]]:
-    """The model after some steps of AdamW with clipping, and the norms of its gradients."""
-    model = copy.deepcopy(vision_model(case))
+def stepped(model: Any, reference: Mixed, steps: int, rate: float, clip: float) -> list[float]:
+    """The norms of a model's gradients in some steps of AdamW with clipping."""
     optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.0)
     norms = []
     for _ in range(steps):
@@ -140,7 +139,7 @@ def stepped(case: str, reference: Mixed, steps: int, rate: float, clip: float) -
         losses_of(model, reference.input_ids, reference.images).mean().backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)))
         optimizer.step()
-    return model, norms
+    return norms
 
 
 def _for_transformers(
