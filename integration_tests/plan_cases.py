@@ -320,7 +320,7 @@ def plan_and_dry_run(name: str, folder: str, stage: int) -> tuple[int, list[int]
 
     run = checked(name, folder)
     args, images = run.settings.training, images_of_run(run)
-    subject = subject_of(run, "local", on_gpu=False, images=images)
+    subject = subject_of(run, "local", images=images)
     plan = plan_of(subject, args, run.layout, run.world_size)
     count = micro_batches_to_run(args.gradient_accumulation_steps, run.layout, stage)
     rank = run.world_size // run.layout.pp * stage

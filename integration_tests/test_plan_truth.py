@@ -77,7 +77,7 @@ def evaluations(folder: Path) -> list[tuple[int, int]]:
     found = []
     for changes in EVALUATED:
         run = prepared(folder, "sft", changes | {"per_device_eval_batch_size": 8}, 1)
-        subject = replace(subject_of(run, "local", on_gpu=False), evaluated=True)
+        subject = replace(subject_of(run, "local"), evaluated=True)
         (stage,) = plan_of(subject, run.settings.training, run.layout, 1).stages
         modes = Modes(Tracker(ModuleNames()))
         trainer, _ = build(run.task, run.settings, run.model, modes, AutoModel.from_config)
@@ -105,7 +105,7 @@ def computed_first(folder: Path) -> tuple[int, int, int]:
     be_no_rank()
     named = {"precompute_ref_log_probs": True, "reference_model_name_or_path": str(folder)}
     run = prepared(folder, "dpo", named | {"bf16": True, "per_device_eval_batch_size": 1}, 1)
-    subject = subject_of(run, "local", on_gpu=False)
+    subject = subject_of(run, "local")
     (stage,) = plan_of(subject, run.settings.training, run.layout, 1).stages
     found = step_needs(run.task, run.settings, run.model, 0, 1, 2)
     return found.reference, found.peak, stage.total

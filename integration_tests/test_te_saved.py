@@ -90,3 +90,10 @@ def test_a_line_is_what_its_module_saves(constant: str) -> None:
     place, counted, beside = SOURCES[constant]
     (node,) = [n for n in ast.walk(tree(source(constant))) if getattr(n, "name", "") == place]
     assert kept(node) == counted | beside
+
+
+@pytest.mark.parametrize("module", ["attention.py", "multi_latent_attention.py"])
+def test_the_projection_behind_attention_saves_its_original_input(module: str) -> None:
+    place = source("_PROJECTION").with_name(module)
+    calls = [node for node in ast.walk(tree(place)) if isinstance(node, ast.Call)]
+    assert "set_save_original_input(self.linear_proj)" in map(ast.unparse, calls)

@@ -58,7 +58,7 @@ def _one(kit: Kit, name: str, changes: dict[str, Any]) -> tuple[float, float]:
     run = _run_of(kit, name, changes)
     args = run.settings.training
     model, trainer_of = _maker(run)
-    plan = plan_of(subject_of(run, model, on_gpu=kit.device == "cuda"), args, run.layout, 1)
+    plan = plan_of(subject_of(run, model), args, run.layout, 1)
     planned = max(needs.total for needs in plan.stages)
     with measured_peak(kit) as peak:
         trainer = trainer_of()

@@ -133,7 +133,9 @@ def test_a_frozen_text_model_gets_no_gradient():
 @pytest.mark.parametrize(
     "name,peak",
     [
+        ("NVIDIA GB300", 2500),
         ("NVIDIA GB200", 2500),
+        ("NVIDIA B300 SXM6 AC", 2250),
         ("NVIDIA B200", 2250),
         ("NVIDIA GH200 480GB", 989),
         ("NVIDIA H200 NVL", 989),
@@ -158,7 +160,7 @@ def test_the_peak_is_of_the_named_gpu_and_of_none_with_a_longer_name(name, peak,
 
 
 def test_the_peak_of_a_device_that_a_plan_knows_is_the_same_there():
-    for device in ("h100-80", "h200", "b200"):
+    for device in ("h100-80", "h200", "b200", "gb200", "gb300", "b300"):
         name = device.partition("-")[0].upper()
         assert PEAK_TFLOPS[name] == hardware_of(device).device.tflops, device
 

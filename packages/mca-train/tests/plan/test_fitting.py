@@ -107,6 +107,22 @@ def test_gradients_in_half_precision_are_copied_for_the_step(tmp_path: Path) -> 
     assert half.stages[0].temporaries == 4 * parameters and half.stages[0].activations == 0
 
 
+@pytest.mark.parametrize(
+    ("device", "recipe", "copies"),
+    [("h100-80", "tensorwise", 2), ("gb200", "tensorwise", 1), ("gb200", None, 1), ("gb200", "mxfp8", 2)],
+)
+def test_a_weight_has_a_transposed_copy_in_fp8_where_products_take_one(
+    device: str, recipe: str | None, copies: int, tmp_path: Path
+) -> None:
+    subject, args, plan = planned(tmp_path, fp8="hybrid", fp8_recipe=recipe)
+    subject = replace(subject, fp8_transposed=hardware_of(device).device.fp8_transposed)
+    plan = plan_of(subject, args, plan.layout, 8)
+    (stage,) = plan.stages
+    assert plan.fp8_copies == copies
+    ends = 2 * 128256 * 4096 + 4096  # embedding, output layer and final norm stay in bf16
+    assert stage.weights == 2 * stage.parameters + copies * (stage.parameters - ends)
+
+
 @pytest.mark.parametrize(("version", "freed"), [((0, 16, 1), False), ((0, 19, 2), True)])
 def test_outputs_of_virtual_stages_stay_where_megatron_does_not_wait_for_sends(
     version: tuple[int, ...], freed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -160,7 +176,7 @@ def test_a_users_table_adds_a_device_or_changes_keys_of_one(tmp_path: Path) -> N
     assert changed_one.device == replace(own.device, network_gb_s=25)
     assert changed_one.efficiency == replace(own.efficiency, overlapped=0)
     assert hardware_of("gib:40", table).device == replace(changed_one.device, name="gib:40", memory_gib=40)
-    with pytest.raises(UsageError, match="expected h100-80, h200, b200 or gib:N"):
+    with pytest.raises(UsageError, match="expected h100-80, h200, b200, gb200, gb300, b300 or gib:N"):
         hardware_of("h1000")
 
 
@@ -187,6 +203,7 @@ def test_a_device_of_no_size_is_refused(size: str) -> None:
         ("[devices.h200]\nlink_us = -1", "link_us = -1: expected a number of at least 0$"),
         ("[devices.h200]\nlink_us = '8'", "link_us = '8': expected a number of at least 0$"),
         ("[devices.h200]\nmemory_gib = 4", "memory_gib = 4: expected a number above 4$"),
+        ("[devices.h200]\nfp8_transposed = 1", "fp8_transposed = 1: expected true or false$"),
         ("[devices.h200]\nnode = 0", "node = 0: expected a whole number of at least 1$"),
         ("[devices.h200]\nnode = 1.5", "node = 1.5: expected a whole number of at least 1$"),
         ("[efficiency]\nmemory = 2", "memory = 2: expected a number above 0 and at most 1$"),

@@ -1,10 +1,15 @@
 """Predicted speeds against those that Megatron-Bridge publishes with the misses that docs/evidence.md has.
 
 Source: docs/performance-summary.md and performance-summary-archive.md of NVIDIA-NeMo/Megatron-Bridge, releases 25.09,
-25.11 and 26.02, tables DGX-H100 and DGX-B200, all rows without FSDP but those of DeepSeek-V3. Products are in fp8 but
-for gpt-oss. What the rows do not say (recomputation, overlap) is in scripts/performance/configs of the same repository.
+25.11 and 26.02, tables DGX-H100 and DGX-B200, all rows without FSDP but those of DeepSeek-V3; of DGX-GB200, DGX-GB300
+and DGX-B300 a choice. Products are in fp8 but for gpt-oss and rows with HALF. What the rows do not say
+(recomputation, overlap) is in scripts/performance/configs of the same repository.
+
+The published runs keep no weights of layers in bf16 (fp8_param_gather), which mca does not support, and free the
+outputs of virtual stages, which mca does with Megatron-core 0.18 and later.
 """
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +18,12 @@ import pytest
 from mca_config import TrainingArguments
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron import platform
 from mca_models.templates import config_from_hf
 from mca_train.plan.counts import ModelCounts
-from mca_train.plan.fitting import changed, over
+from mca_train.plan.fitting import changed, fullest, over
 from mca_train.plan.hardware import hardware_of
-from mca_train.plan.memory import Subject, plan_of
+from mca_train.plan.memory import GIB, Subject, plan_of
 from mca_train.plan.search import predicted
 
 _LLAMA: dict[str, Any] = {
@@ -97,7 +103,9 @@ MODELS: dict[str, dict[str, Any]] = {
 OVERLAPPED = {"overlap_moe_expert_parallel_comm": True}
 AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act"]}
 DROPPED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
-H, B = "h100-80", "b200"
+MX = {"fp8_recipe": "mxfp8"}
+HALF = {"fp8": None, "fp8_recipe": None}
+H, B, GB200, GB300, B300 = "h100-80", "b200", "gb200", "gb300", "b300"
 ROWS: list[Any] = [
     # model, release, device, how many, batch, micro-batch, length, (tp, pp, cp, vpp, ep), keys, published, ratio, fits
     ("Llama-3 70B", "25.09", H, 64, 128, 1, 8192, (4, 8, 1, 5, 1), {}, 1619, 0.92, True),
@@ -126,15 +134,49 @@ ROWS: list[Any] = [
     ("Qwen3 235B-A22B", "25.09", B, 64, 1024, 1, 4096, (1, 8, 1, 2, 8), DROPPED, 4104, 0.63, True),
     ("Qwen3 235B-A22B", "25.11", B, 64, 1024, 1, 4096, (1, 8, 1, 2, 8), OVERLAPPED, 3269, 1.10, True),
     ("Qwen3 235B-A22B", "26.02", B, 256, 8192, 1, 4096, (1, 8, 1, 1, 8), {}, 3805, 0.86, True),
+    ("Llama-3 8B", "25.11", GB200, 8, 128, 2, 8192, (1, 1, 1, 1, 1), {}, 31508, 1.22, True),
+    ("Llama-3 70B", "25.09", GB200, 64, 128, 1, 8192, (2, 4, 1, 5, 1), MX, 3546, 1.24, True),
+    ("Llama-3 70B", "26.02", GB200, 64, 256, 1, 8192, (2, 4, 1, 5, 1), MX, 3613, 1.24, True),
+    ("Llama-3.1 405B", "25.09", GB200, 128, 64, 1, 8192, (4, 8, 2, 8, 1), MX, 578, 1.48, True),
+    ("Llama-3.1 405B", "25.11", GB200, 256, 1536, 1, 8192, (4, 16, 1, 4, 1), {}, 813, 1.08, True),
+    ("Llama-3.1 405B", "26.02", GB200, 256, 1536, 1, 8192, (4, 16, 1, 8, 1), MX, 786, 1.12, True),
+    ("gpt-oss 120B", "25.11", GB200, 64, 1280, 1, 8192, (1, 1, 1, 1, 64), {}, 15876, 1.06, True),
+    ("gpt-oss 120B", "26.02", GB200, 64, 1280, 4, 4096, (1, 1, 1, 1, 64), AGAIN, 15784, 1.32, True),
+    ("Qwen3 30B-A3B", "25.11", GB200, 8, 512, 4, 4096, (1, 1, 1, 1, 8), {}, 23766, 0.84, True),
+    ("Qwen3 235B-A22B", "25.11", GB200, 256, 8192, 1, 4096, (1, 8, 1, 3, 32), HALF, 4916, 0.69, True),
+    ("Qwen3 235B-A22B", "26.04", GB200, 256, 8192, 1, 4096, (1, 8, 1, 3, 32), {}, 5672, 0.63, True),
+    ("Llama-3 8B", "25.11", GB300, 8, 128, 2, 8192, (1, 1, 1, 1, 1), {}, 37556, 1.02, True),
+    ("Llama-3 70B", "26.02", GB300, 64, 256, 1, 8192, (1, 4, 1, 5, 1), MX, 4596, 1.04, False),
+    ("Llama-3.1 405B", "25.11", GB300, 256, 1536, 1, 8192, (2, 8, 2, 4, 1), {}, 999, 0.97, True),
+    ("Llama-3.1 405B", "26.02", GB300, 256, 1536, 1, 8192, (2, 8, 2, 4, 1), MX, 931, 1.04, False),
+    ("gpt-oss 120B", "26.02", GB300, 64, 1280, 4, 4096, (1, 1, 1, 1, 64), {}, 19412, 1.09, True),
+    ("Qwen3 30B-A3B", "26.02", GB300, 8, 512, 8, 4096, (1, 1, 1, 1, 8), {}, 30376, 0.80, True),
+    ("Qwen3 235B-A22B", "25.11", GB300, 256, 8192, 2, 4096, (1, 4, 1, 12, 16), HALF, 6131, 0.71, True),
+    ("gpt-oss 120B", "26.02", B300, 64, 1280, 4, 4096, (1, 1, 1, 1, 64), {}, 8359, 1.50, True),
+    ("Qwen3 30B-A3B", "26.02", B300, 8, 512, 8, 4096, (1, 1, 1, 1, 8), {}, 29521, 0.79, True),
+    ("Qwen3 235B-A22B", "26.02", B300, 256, 8192, 1, 4096, (1, 8, 1, 4, 8), {}, 2691, 1.25, True),
 ]
+CONTRADICTORY = ("gpt-oss 120B", "25.11", H)
+"""With the micro-batch and recomputation of its recipe it is the row of 26.02."""
 MISSED = (
     ("Qwen3 30B-A3B", "25.11", H),
     ("gpt-oss 120B", "25.11", B),
     ("Qwen3 30B-A3B", "25.09", B),
     ("Qwen3 235B-A22B", "25.09", B),
+    ("Llama-3.1 405B", "25.09", GB200),
+    ("Qwen3 235B-A22B", "26.04", GB200),
+    ("gpt-oss 120B", "26.02", B300),
 )
-DISORDERED = {("Qwen3 235B-A22B", "25.11", B), ("gpt-oss 120B", "26.02", B)}
-"""docs/evidence.md says why."""
+DISORDERED = {
+    ("Qwen3 235B-A22B", "25.11", B),
+    ("gpt-oss 120B", "26.02", B),
+    ("gpt-oss 120B", "26.02", GB200),
+    ("Qwen3 235B-A22B", "25.11", GB200),
+    ("Qwen3 235B-A22B", "25.11", GB300),
+    ("Llama-3.1 405B", "26.02", GB300),
+}
+"""docs/evidence.md says why. Qwen3 on GB200 and GB300 runs with HybridEP and CUDA graphs, which are not modelled, and
+mxfp8 is predicted as fast as one scale for each tensor."""
 APART = 1.05
 """Published speeds whose order is looked at; nearer ones say as much of the day as of the layout."""
 
@@ -160,7 +202,7 @@ def _args(row: Any, layout: ParallelLayout, folder: Path) -> TrainingArguments:
         fp8_recipe=None
         if name.startswith("gpt")
         else "mxfp8"
-        if device == B and "Qwen" in name and release != "25.09"
+        if device != H and "Qwen" in name and release != "25.09"
         else "tensorwise",
     )
     return changed(args, keys)
@@ -181,33 +223,43 @@ def _layout(config: McaModelConfig, sizes: tuple[int, ...]) -> ParallelLayout:
     )
 
 
-def _ran(row: Any, folder: Path) -> tuple[float, bool]:
-    """Predicted tokens a second and device, and whether the plan says that it fits."""
+@cache
+def _counts(name: str) -> ModelCounts:
+    return ModelCounts.of(config_from_hf(MODELS[name]))
+
+
+def _ran(row: Any, folder: Path) -> tuple[float, bool, bool]:
+    """Predicted tokens a second and device; whether the plan fits, and without weights of layers in bf16."""
     name, _, device, gpus, _, _, length, sizes, *_ = row
-    config, hardware = config_from_hf(MODELS[name]), hardware_of(device)
-    layout = _layout(config, sizes)
+    counts, hardware = _counts(name), hardware_of(device)
+    layout = _layout(counts.config, sizes)
     args = _args(row, layout, folder)
     subject = Subject(
-        config=config,
+        config=counts.config,
         seq_length=length,
-        model=ModelCounts.of(config),
+        model=counts,
         implementation="transformer_engine",
         on_gpu=True,
+        fp8_transposed=hardware.device.fp8_transposed,
     )
     time, plan = predicted(subject, args, layout, gpus, hardware), plan_of(subject, args, layout, gpus)
-    return plan.tokens_per_step / time.total / gpus, not over(plan, hardware.device)
+    half = 2 * max(count.total for count in counts.by_stage(layout, layers_only=True)) if args.fp8 else 0
+    as_published = fullest(plan) - half <= hardware.device.usable_gib * GIB
+    return plan.tokens_per_step / time.total / gpus, not over(plan, hardware.device), as_published
 
 
 def test_published_speeds_are_predicted_within_a_third_and_in_their_order_or_named_as_missed(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(platform, "megatron_version", lambda: (0, 19, 2))
     found: dict[Any, tuple[float, float]] = {}
     for row in ROWS:
         *_, published, ratio, fits = row
-        speed, fitted = _ran(row, tmp_path)
+        speed, fitted, fitted_as_published = _ran(row, tmp_path)
         assert speed / published == pytest.approx(ratio, abs=0.02), row  # what docs/evidence.md says
         assert (abs(speed / published - 1) <= 0.35) == (row[:3] not in MISSED), row
         assert fitted == fits, row
+        assert fitted_as_published == (row[:3] != CONTRADICTORY), row
         if row[:3] not in MISSED:
             found[row[:3]] = published, speed
     for one, (its, predicted_one) in found.items():

@@ -91,6 +91,14 @@ def test_recomputed_experts_keep_their_input_alone(tmp_path: Path) -> None:
         assert kept("deepseek-v3", tmp_path, 3, **one, recompute_modules=["moe"]) == dense + of_norm
 
 
+def test_the_projection_behind_attention_keeps_its_own_copy_in_fp8_with_delayed_scaling_alone(
+    tmp_path: Path,
+) -> None:
+    delayed, tensorwise = {"fp8": "hybrid"}, {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+    for name, query in (("llama-3.1-8b", 32 * 128), ("deepseek-v3", 128 * 128)):
+        assert kept(name, tmp_path, **delayed) - kept(name, tmp_path, **tensorwise) == query
+
+
 def test_a_norm_that_is_computed_again_keeps_its_input(tmp_path: Path) -> None:
     again = kept("qwen3-30b-a3b", tmp_path, **CORE | {"recompute_modules": ["layernorm"]})
     assert kept("qwen3-30b-a3b", tmp_path) - again == 2 * 2048

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from mca_models.lora.rules import AdapterRules
 
 PEAK_TFLOPS = {
+    "GB300": 2500.0,
     "GB200": 2500.0,
+    "B300": 2250.0,
     "B200": 2250.0,
     "GH200": 989.0,
     "H200": 989.0,

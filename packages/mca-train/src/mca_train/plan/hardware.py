@@ -2,7 +2,7 @@
 
 import tomllib
 from collections.abc import Collection
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from importlib.resources import files
 from math import inf
 from pathlib import Path
@@ -33,6 +33,7 @@ class Device:
     link_us: float
     network_us: float
     node: int
+    fp8_transposed: bool = True
 
     @property
     def usable_gib(self) -> float:
@@ -129,7 +130,8 @@ def _only_known(values: JsonObject, known: Collection[str], where: str, table: P
 def _made(kind: type[T], values: JsonObject, section: str, table: Path | None, **more: str) -> T:
     names = {field.name for field in fields(kind)} - more.keys()  # type: ignore[arg-type]
     _only_known(values, names, f"[{section}]", table)
-    if missing := sorted(names - values.keys()):
+    needed = {field.name for field in fields(kind) if field.default is MISSING} - more.keys()  # type: ignore[arg-type]
+    if missing := sorted(needed - values.keys()):
         raise UsageError(f"--hardware {table}: [{section}] lacks the keys {', '.join(missing)}")
     for name, value in values.items():
         if (expected := _expected(name, value, share=kind is Efficiency)) is not None:
@@ -142,6 +144,8 @@ def _expected(name: str, value: object, *, share: bool) -> str | None:
     least = RESERVED_GIB if name == "memory_gib" else 0.0
     most = 1.0 if share and name != "launch_us" else inf
     known = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+    if name == "fp8_transposed":
+        return None if isinstance(value, bool) else "true or false"
     if name == "node":
         return None if known and isinstance(value, int) and value else "a whole number of at least 1"
     if known and value != inf and (value != least or name in _MAY_BE_ZERO):

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 GIB = 1024**3
 _ADAM_MOMENTS = 2
 """Numbers in fp32 that Adam keeps of a parameter; muon, which keeps fewer, is taken for it."""
-_FP8_COPIES = 2
-"""Of a weight: as forward passes take it and, turned round, backward passes; kept for all micro-batches of a step."""
 PARTS = ("weights", "gradients", "optimizer", "activations", "temporaries")
 
 
@@ -84,8 +82,8 @@ class Plan:
     bubble: float
     images: Images | None = None
     """That each sequence was counted with."""
-    fp8: bool = False
-    """Whether products were counted in fp8."""
+    fp8_copies: int = 0
+    """Copies of layers' weights in fp8; 0: products are not in fp8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +105,7 @@ class Subject:
         precomputed: Whether log-probabilities of the reference are computed before training, in such micro-batches;
             it is gone by then.
         forwards: Forward passes of all samples of a step beside training, as of a reference.
+        fp8_transposed: Whether the device's products in fp8 take a transposed copy of a weight.
     """
 
     config: McaModelConfig
@@ -122,6 +121,7 @@ class Subject:
     evaluated: bool = False
     precomputed: bool = False
     forwards: int = 0
+    fp8_transposed: bool = True
     _on: dict[ParallelLayout, McaModelConfig] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -217,7 +217,7 @@ def plan_of(subject: Subject, training: "TrainingArguments", layout: ParallelLay
         tokens_per_step=batch * subject.seq_length * subject.sequences,
         bubble=layout.bubble(accumulation),
         images=subject.images,
-        fp8=bool(training.fp8),
+        fp8_copies=_fp8_copies(subject, training),
     )
 
 
@@ -250,7 +250,8 @@ def _counted(subject: Subject, training: "TrainingArguments", grid: RankGrid) ->
     adapter = subject.adapter.by_stage(layout) if subject.adapter else none
     beside = subject.reference.by_stage(layout) if subject.reference else none
     beside_width = width_of(subject.reference.config, training) if subject.reference else 0
-    copied = subject.model.by_stage(layout, layers_only=True) if training.fp8 else none
+    copies = _fp8_copies(subject, training)
+    copied = subject.model.by_stage(layout, layers_only=True) if copies else none
     share = shares(training.use_distributed_optimizer, grid)
     by_stage = zip(
         subject.model.by_stage(layout),
@@ -266,10 +267,20 @@ def _counted(subject: Subject, training: "TrainingArguments", grid: RankGrid) ->
             trained.total,
             trained.dense // share.dense + trained.experts // share.experts,
             reference.total * beside_width,
-            quantized.total,
+            quantized.total * copies * EIGHTH,
         )
         for held, added, trained, reference, quantized in by_stage
     ]
+
+
+def _fp8_copies(subject: Subject, training: "TrainingArguments") -> int:
+    """Return the number of copies in fp8 of a weight, which are kept for all micro-batches of a step.
+
+    Forward passes take one and backward passes its transpose. With one scale for a whole tensor, devices whose
+    products need no transpose take the same copy in both (Transformer Engine: `is_non_tn_fp8_gemm_supported`).
+    """
+    scale_of_tensor = training.fp8_recipe in (None, "delayed", "tensorwise")
+    return 0 if not training.fp8 else 1 if scale_of_tensor and not subject.fp8_transposed else 2
 
 
 def _stages(subject: Subject, model: Model, grid: RankGrid, evaluating: Model | None) -> list[StageNeeds]:
@@ -297,7 +308,7 @@ class _Counts:
     reference: int
     """Bytes of the frozen model beside it."""
     quantized: int
-    """Of those held, whose copies in fp8 stand beside them."""
+    """Bytes of the copies in fp8 of those held."""
 
 
 def _held(training: "TrainingArguments", width: int, counts: _Counts) -> StageNeeds:
@@ -311,7 +322,7 @@ def _held(training: "TrainingArguments", width: int, counts: _Counts) -> StageNe
     return StageNeeds(
         layers="",
         parameters=counts.held,
-        weights=counts.held * width + counts.quantized * _FP8_COPIES * EIGHTH,
+        weights=counts.held * width + counts.quantized,
         gradients=counts.trained * _of_gradient(training, width),
         optimizer=int(counts.stepped * (moments * (1 - moved) + main * (1 - main_moved))),
         host=int(counts.stepped * moved * (moments + 2 * SINGLE)),  # with weights and gradients in fp32

@@ -24,7 +24,7 @@ class PlanOptions:
         default=None,
         metadata=_flag(
             "NAME",
-            "device to plan for (h100-80, h200, b200, ... or gib:N): shows which stages do not fit, "
+            "device to plan for (h100-80, h200, b200, gb200, ... or gib:N): shows which stages do not fit, "
             "and what would make them fit",
         ),
     )

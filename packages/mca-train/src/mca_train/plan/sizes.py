@@ -43,6 +43,8 @@ class Sizes:
     """Bytes of a number."""
     operand: int
     """Those of a number that a product of Transformer Engine takes, as it is kept: fewer in fp8."""
+    projected: int
+    """Those that the projection behind attention keeps of its input: its own copy in fp8 with delayed scaling alone."""
     sequences: int
     length: int
     """Tokens of a sequence on this context rank."""
@@ -100,11 +102,11 @@ class Sizes:
         count = (micro_batch or training.per_device_train_batch_size) * sequences
         tokens = count * length
         width = width_of(config, training)
+        quantised = training.fp8 and not frozen  # an adapter takes what no cast has changed
         return cls(
             width=width,
-            operand=EIGHTH
-            if training.fp8 and not frozen
-            else width,  # an adapter takes what no cast has changed
+            operand=EIGHTH if quantised else width,
+            projected=EIGHTH if quantised and training.fp8_recipe in (None, "delayed") else width,
             sequences=count,
             length=length,
             tokens=tokens,

@@ -14,6 +14,7 @@ _NORM_LINEAR = (
 )
 _NORM = "transformer_engine/pytorch/ops/basic/rmsnorm.py: forward (x, rstdevs)"
 _LINEAR = "transformer_engine/pytorch/module/linear.py: _linear_setup_ctx (saved_inputmat)"
+_PROJECTION = "megatron/core/transformer/attention.py: Attention (set_save_original_input)"
 _GROUPED = "transformer_engine/pytorch/module/grouped_linear.py: _GroupedLinear (inputmats)"
 _ATTENTION = (
     "transformer_engine/pytorch/attention/dot_product_attention/backends.py: _fused_attn_forward_impl "
@@ -77,7 +78,7 @@ def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[Line]:
     if sizes.own_attention:
         return beside + lines + local_layers.core(config, sizes, number)
     if config.attention_output_gate:
-        gate = sizes.tokens * query * (sizes.width + sizes.operand)
+        gate = sizes.tokens * query * (sizes.width + sizes.projected)
         lines.append(Line("output gate, and its input", gate, _GATE))
     return beside + lines + _core(config, sizes, query + key, key, query)
 
@@ -101,8 +102,8 @@ def _core(
         Line("sums of attention", tokens * heads * SINGLE, _ATTENTION, "core_attn"),
         Line("attention's output", tokens * out * width, _ATTENTION),
     ]
-    if sizes.operand < width:  # else it is the same tensor
-        lines.append(Line("attention's output in fp8", tokens * out * sizes.operand, _LINEAR))
+    if sizes.projected < width and not config.attention_output_gate:  # else it is the same tensor
+        lines.append(Line("attention's output in fp8", tokens * out * sizes.projected, _PROJECTION))
     return lines
 
 

@@ -124,7 +124,7 @@ def _search(task: Task, values: Values, settings: Settings, options: PlanOptions
         _say_impossible(replace(findings, impossible=images.refused), options)
         return 2
     batch = searching.batch_of(given, run.model, gpus)
-    subject = subject_of(run, _implementation(settings, hardware), on_gpu=True, images=images.counted)
+    subject = subject_of(run, _implementation(settings, hardware), hardware.device, images=images.counted)
     found = searching.best_layouts(task, values, run, subject, batch, hardware, images.allow)
     if options.json:
         sys.stdout.write(json.dumps(searching.document(found, batch, gpus, hardware), indent=2) + "\n")
@@ -235,7 +235,9 @@ class _Planned:
     def of(cls, run: Run, hardware: Hardware | None, images: _PlannedImages) -> "_Planned":
         """The plan of ``run``."""
         implementation = _implementation(run.settings, hardware)
-        subject = subject_of(run, implementation, on_gpu=hardware is not None, images=images.counted)
+        subject = subject_of(
+            run, implementation, hardware.device if hardware else None, images=images.counted
+        )
         training = run.settings.training
         plan = plan_of(subject, training, run.layout, run.world_size)
         found: list[Remedy] = []

@@ -10,6 +10,7 @@ from mca_train.config.model import adapter_of
 from mca_train.config.parts import adapted_parts, trained_parts
 from mca_train.plan.chunks import Implementation
 from mca_train.plan.counts import ModelCounts
+from mca_train.plan.hardware import Device
 from mca_train.plan.memory import Subject
 from mca_train.plan.towers import Images, images_of
 from mca_train.run.checks import Run
@@ -48,9 +49,9 @@ def image_check(run: Run, target: "Target | None") -> Callable[[ParallelLayout],
 
 
 def subject_of(
-    run: Run, implementation: Implementation, *, on_gpu: bool, images: Images | None = None
+    run: Run, implementation: Implementation, device: Device | None = None, *, images: Images | None = None
 ) -> Subject:
-    """What is planned of ``run`` on any layout."""
+    """Return what is planned of ``run`` on any layout of ``device``; None: of this machine."""
     from mca_models.megatron import platform
 
     settings, config = run.settings, replace(run.model, layout=run.layout)
@@ -68,9 +69,10 @@ def subject_of(
         frozen=ModelCounts.of_frozen(config, parts),
         reference=reference,
         implementation=implementation,
-        on_gpu=on_gpu or platform.device_type() == "cuda",
+        on_gpu=device is not None or platform.device_type() == "cuda",
         images=images,
         evaluated=bool(settings.data.eval_file),
+        fp8_transposed=device is None or device.fp8_transposed,
         forwards=run.task.forwards_beside(settings),
         precomputed=getattr(settings.own, "precompute_ref_log_probs", False),
     )
