@@ -116,7 +116,9 @@ def test_a_weight_has_a_transposed_copy_in_fp8_where_products_take_one(
 ) -> None:
     subject, args, plan = planned(tmp_path, fp8="hybrid", fp8_recipe=recipe)
     subject = replace(subject, fp8_transposed=hardware_of(device).device.fp8_transposed)
-    (stage,) = plan_of(subject, args, plan.layout, 8).stages
+    plan = plan_of(subject, args, plan.layout, 8)
+    (stage,) = plan.stages
+    assert plan.fp8_copies == copies
     ends = 2 * 128256 * 4096 + 4096  # embedding, output layer and final norm stay in bf16
     assert stage.weights == 2 * stage.parameters + copies * (stage.parameters - ends)
 

@@ -2,7 +2,7 @@
 
 Source: docs/performance-summary.md and performance-summary-archive.md of NVIDIA-NeMo/Megatron-Bridge, releases 25.09,
 25.11 and 26.02, tables DGX-H100 and DGX-B200, all rows without FSDP but those of DeepSeek-V3; of DGX-GB200, DGX-GB300
-and DGX-B300 each model once or twice. Products are in fp8 but for gpt-oss and rows with HALF. What the rows do not say
+and DGX-B300 a choice. Products are in fp8 but for gpt-oss and rows with HALF. What the rows do not say
 (recomputation, overlap) is in scripts/performance/configs of the same repository.
 
 The published runs keep no weights of layers in bf16 (fp8_param_gather), which mca does not support, and free the

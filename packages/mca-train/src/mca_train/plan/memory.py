@@ -82,8 +82,8 @@ class Plan:
     bubble: float
     images: Images | None = None
     """That each sequence was counted with."""
-    fp8: bool = False
-    """Whether products were counted in fp8."""
+    fp8_copies: int = 0
+    """Copies of layers' weights in fp8; 0: products are not in fp8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +217,7 @@ def plan_of(subject: Subject, training: "TrainingArguments", layout: ParallelLay
         tokens_per_step=batch * subject.seq_length * subject.sequences,
         bubble=layout.bubble(accumulation),
         images=subject.images,
-        fp8=bool(training.fp8),
+        fp8_copies=_fp8_copies(subject, training),
     )
 
 
@@ -250,8 +250,8 @@ def _counted(subject: Subject, training: "TrainingArguments", grid: RankGrid) ->
     adapter = subject.adapter.by_stage(layout) if subject.adapter else none
     beside = subject.reference.by_stage(layout) if subject.reference else none
     beside_width = width_of(subject.reference.config, training) if subject.reference else 0
-    copied = subject.model.by_stage(layout, layers_only=True) if training.fp8 else none
     copies = _fp8_copies(subject, training)
+    copied = subject.model.by_stage(layout, layers_only=True) if copies else none
     share = shares(training.use_distributed_optimizer, grid)
     by_stage = zip(
         subject.model.by_stage(layout),
@@ -267,20 +267,20 @@ def _counted(subject: Subject, training: "TrainingArguments", grid: RankGrid) ->
             trained.total,
             trained.dense // share.dense + trained.experts // share.experts,
             reference.total * beside_width,
-            quantized.total * copies,
+            quantized.total * copies * EIGHTH,
         )
         for held, added, trained, reference, quantized in by_stage
     ]
 
 
 def _fp8_copies(subject: Subject, training: "TrainingArguments") -> int:
-    """Copies in fp8 of a weight, which are kept for all micro-batches of a step, or their bytes.
+    """Return the number of copies in fp8 of a weight, which are kept for all micro-batches of a step.
 
     Forward passes take one and backward passes its transpose. With one scale for a whole tensor, devices whose
     products need no transpose take the same copy in both (Transformer Engine: `is_non_tn_fp8_gemm_supported`).
     """
     scale_of_tensor = training.fp8_recipe in (None, "delayed", "tensorwise")
-    return EIGHTH * (1 if scale_of_tensor and not subject.fp8_transposed else 2)
+    return 0 if not training.fp8 else 1 if scale_of_tensor and not subject.fp8_transposed else 2
 
 
 def _stages(subject: Subject, model: Model, grid: RankGrid, evaluating: Model | None) -> list[StageNeeds]:

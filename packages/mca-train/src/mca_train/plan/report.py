@@ -7,7 +7,7 @@ from mca_train.plan.fitting import Remedy
 from mca_train.plan.hardware import Device
 from mca_train.plan.memory import GIB, PARTS, Plan, StageNeeds
 
-_FP8 = "fp8          counted: two copies of layers' weights, inputs of products; not counted: their scales"
+_FP8 = "fp8          counted: {} of layers' weights, inputs of products; not counted: their scales"
 _LAYERS = {"local": "Megatron's own", "transformer_engine": "Transformer Engine's"}
 
 
@@ -26,7 +26,7 @@ def render(plan: Plan, settings: Settings, model: McaModelConfig, device: Device
         f"layers       {_LAYERS[plan.implementation]}"
         + (f", on {device.name}: {device.usable_gib:.1f} GiB usable" if device else ""),
         *([f"images       {plan.images}"] if plan.images else []),
-        *([_FP8] if plan.fp8 else []),
+        *([_FP8.format("two copies" if plan.fp8_copies > 1 else "one copy")] if plan.fp8_copies else []),
         "",
         *_table(plan, device),
         "",
