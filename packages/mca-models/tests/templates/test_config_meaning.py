@@ -234,12 +234,39 @@ def test_more_experts_for_a_token_than_its_groups_have_are_refused(case: str) ->
         config_from_hf(described(case, num_experts_per_tok=3))
 
 
+@pytest.mark.parametrize(
+    ("case", "groups", "message"),
+    [
+        ("mistral4", 1, "'topk_group' is 3; supported: 1"),
+        ("deepseek_v3", 2, "'topk_group' is 3, for 2 groups of experts; supported: up to 2"),
+    ],
+)
+def test_more_groups_for_a_token_than_there_are_are_refused(case: str, groups: int, message: str) -> None:
+    assert config_from_hf(described(case, n_group=groups, topk_group=groups))
+    with pytest.raises(McaError, match=message):
+        config_from_hf(described(case, n_group=groups, topk_group=3))
+
+
+@pytest.mark.parametrize("case", ["phi", "persimmon", "glm4", "stablelm"])
+def test_an_odd_number_of_rotated_dimensions_is_refused(case: str) -> None:
+    width = config_from_hf(described(case)).kv_channels
+
+    def rotating(dimensions: int) -> Any:
+        return described(case, partial_rotary_factor=dimensions / width)
+
+    assert config_from_hf(rotating(4)).rotary_percent == 4 / width
+    with pytest.raises(
+        McaError, match=f"'partial_rotary_factor' is .*, which rotates 3 of the {width} dimensions"
+    ):
+        config_from_hf(rotating(3))
+
+
 @pytest.mark.parametrize("case", ["deepseek_v3", "glm4_moe", "nemotron_h"])
 @pytest.mark.parametrize("said", [{}, {"topk_group": None}])
 def test_a_token_is_sent_to_one_group_where_their_number_is_not_said(
     case: str, said: dict[str, None]
 ) -> None:
-    groups = described(case, n_group=2, topk_group=1)
+    groups = described(case, n_group=4, n_routed_experts=8, topk_group=1)
     unsaid = {key: value for key, value in groups.items() if key != "topk_group"} | said
     assert config_from_hf(groups).moe_router_group_topk == 1
     # without the key transformers' default of the family stands

@@ -123,6 +123,7 @@ MUST_BE_SAID: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 8,
         "norm_topk_prob": True,
     },
+    "glm4_moe": {"head_dim": 128},  # transformers' own, 42, would rotate 21 dimensions
 }
 
 

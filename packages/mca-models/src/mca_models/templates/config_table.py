@@ -169,7 +169,9 @@ class ConfigTable:
         values = {field.mca: field.read(hf) for field in self.fields}
         require_bounded(values)  # before lists are made that are as long as they say
         values |= dict(self.constants) | read_rope(hf) | self.derive(hf)
-        if not self.partial_rotary:
+        if self.partial_rotary:
+            _require_pairs(values)
+        else:
             values["rotary_percent"] = _whole_head(values)
         return values
 
@@ -217,6 +219,16 @@ class ConfigTable:
                     f"{getattr(config, name)!r}: it would mean {getattr(back, name)!r}"
                 )
         return hf
+
+
+def _require_pairs(values: JsonObject) -> None:
+    """Raise if a head rotates an odd number of its dimensions: RoPE rotates them in pairs."""
+    width, share = values["kv_channels"], values["rotary_percent"]
+    if (rotated := int(width * share)) % 2:
+        raise HfConfigError(
+            f"config.json: 'partial_rotary_factor' is {share:g}, which rotates {rotated} of the {width} dimensions of "
+            "a head; expected an even number, as they are rotated in pairs"
+        )
 
 
 def _whole_head(values: Values) -> float:

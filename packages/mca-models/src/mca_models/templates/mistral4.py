@@ -37,6 +37,7 @@ CONFIG = replace(
             (1, None),
             "groups are chosen by their two best experts, whose chances Megatron has not",
         ),
+        Fixed("topk_group", (1, None), "there is one group of experts to choose from"),
     ),
     aliases={"num_local_experts": "n_routed_experts"},
     derive=derive,

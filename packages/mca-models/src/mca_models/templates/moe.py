@@ -53,8 +53,8 @@ def require_sigmoid_choice(hf: HfConfig) -> None:
 
     Raises:
         McaError: One expert for a token, whose weight Megatron does not normalise; groups without two experts, by
-            whose sum they are chosen; or fewer experts in a token's groups than it is sent to, of which the others
-            are then any.
+            whose sum they are chosen; more groups for a token than there are; or fewer experts in a token's groups
+            than it is sent to, of which the others are then any.
     """
     topk, groups = hf["num_experts_per_tok"], hf.get("n_group") or 1
     experts = hf.get("n_routed_experts") or hf.get("num_local_experts") or 2 * groups
@@ -67,6 +67,11 @@ def require_sigmoid_choice(hf: HfConfig) -> None:
         raise HfConfigError(
             f"config.json: 'n_group' is {groups}, for {experts} experts; supported: up to {experts // 2} (groups are "
             "chosen by their two best experts)"
+        )
+    if groups > 1 and (hf.get("topk_group") or 1) > groups:
+        raise HfConfigError(
+            f"config.json: 'topk_group' is {hf['topk_group']}, for {groups} groups of experts; supported: up to "
+            f"{groups}, or a larger 'n_group'"
         )
     if groups > 1 and topk > (allowed := experts // groups * (hf.get("topk_group") or 1)):
         raise HfConfigError(
