@@ -152,6 +152,25 @@ def test_remedies_are_what_the_run_takes_and_keep_the_batch(optimizer: str, tmp_
     assert (optimizer == "adam") == bool(seen & {*of_adam})
 
 
+def test_micro_batches_of_one_and_a_divided_optimizer_are_suggested_together_where_ranks_share_parameters(
+    tmp_path: Path,
+) -> None:
+    keys = {
+        "use_distributed_optimizer": None,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+    }
+    subject, args, plan = planned(tmp_path, **keys)
+    device = hardware_of("gib:130").device
+    smaller = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+    found = remedies(subject, args, plan.layout, 8, device)
+    assert found[0].changes == {"use_distributed_optimizer": True} | smaller and found[0].fits
+    alone = remedies(subject, args, plan.layout, 1, device)
+    assert alone[0].changes == smaller and not any(
+        "use_distributed_optimizer" in one.changes for one in alone
+    )
+
+
 def test_what_a_search_writes_replaces_the_virtual_stages_of_a_checkpoint(tmp_path: Path) -> None:
     subject, args, _ = planned(tmp_path)
     base = ParallelLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)

@@ -51,9 +51,9 @@ def changed(training: "TrainingArguments", changes: JsonObject) -> "TrainingArgu
 def remedies(
     subject: Subject, training: "TrainingArguments", layout: ParallelLayout, world_size: int, device: Device
 ) -> list[Remedy]:
-    """Single changes that fit, the cheapest first; if none does, those that save most. Steps stay as large."""
+    """Return changes that fit, the cheapest first; if none does, those that save most. Steps stay as large."""
     found = []
-    for changes in _candidates(subject, training, layout):
+    for changes in _candidates(subject, training, layout, world_size):
         sizes = {name: value for name, value in changes.items() if name in layout.__dataclass_fields__}
         try:
             other = replace(layout, **sizes)
@@ -68,14 +68,17 @@ def remedies(
 
 
 def _candidates(
-    subject: Subject, training: "TrainingArguments", layout: ParallelLayout
+    subject: Subject, training: "TrainingArguments", layout: ParallelLayout, world_size: int
 ) -> Iterator[JsonObject]:
     most = training.per_device_train_batch_size
     if subject.runs_forward_alone and training.per_device_eval_batch_size > most:
         yield {"per_device_eval_batch_size": most}
     adam = training.optimizer in (None, "adam")  # others are neither split nor offloaded
-    if adam and not training.use_distributed_optimizer and subject.adapter is None:
-        yield {"use_distributed_optimizer": True}
+    divided: JsonObject = {}
+    several = world_size > layout.tp * layout.pp  # ranks that hold the same parameters
+    if adam and not training.use_distributed_optimizer and subject.adapter is None and several:
+        divided = {"use_distributed_optimizer": True}
+        yield divided
     if layout.tp > 1 and training.sequence_parallel is None:
         yield {"sequence_parallel": True}
     has_logits = subject.config.num_labels is None
@@ -83,7 +86,10 @@ def _candidates(
         yield {"loss_chunk_size": 1024}
     if training.per_device_train_batch_size > 1:
         accumulated = training.per_device_train_batch_size * training.gradient_accumulation_steps
-        yield {"per_device_train_batch_size": 1, "gradient_accumulation_steps": accumulated}
+        smaller: JsonObject = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": accumulated}
+        yield smaller
+        if divided:
+            yield divided | smaller
     if training.recompute_granularity is None:
         yield {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
     if training.recompute_granularity != "full":

@@ -25,13 +25,13 @@ warmup_steps: 0.03                      # a fraction of the run if it is below 1
 bf16: {bf16}                              # {bf16_text}
 {own}
 # The layout: tensor x pipeline x context x data-parallel ranks.
-# `mca-train plan {kind} run.yaml` shows what each rank holds.
+# `mca-train plan {kind} run.yaml` shows what each rank holds; with --device h100-80, whether it fits.
 tensor_model_parallel_size: 1
 pipeline_model_parallel_size: 1
+use_distributed_optimizer: true         # divides the optimizer over data-parallel ranks
 # context_parallel_size: 1              # divides long sequences
 # expert_model_parallel_size: 1         # distributes experts
 # sequence_parallel: true               # with several tensor ranks; saves memory
-# use_distributed_optimizer: true       # splits the optimizer over data-parallel ranks
 # recompute_granularity: selective      # or full, with recompute_method: uniform and recompute_num_layers: 1
 {lora}
 # What is logged and kept.

@@ -1,0 +1,105 @@
+"""The runs of the documents fit the devices that their files name: each is planned, with the flags of each command.
+
+The second line of a file names the devices: ``# on 8 x H100 80 GB``.
+"""
+
+import json
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pages import blocks
+from source_tree import ROOT
+
+FILE = re.compile(r"# (\w+\.yaml)\n(?:# on (\d+) x H100 80 GB\n)?")
+ELSEWHERE = {
+    "planning.md": "its file is planned on the page, and does not fit there",
+    "recipes.md": "test_recipes.py plans its recipes",
+}
+PAGES = [
+    page
+    for page in sorted((ROOT / "docs").glob("*.md"))
+    if page.name not in ELSEWHERE and any(FILE.match(text) for text in blocks(page, "yaml"))
+]
+KINDS = ("pretrain", "sft", "dpo", "kto", "reward", "classify")
+
+
+@cache
+def configs() -> dict[str, dict[str, Any]]:
+    """The ``config.json`` of each model, as published."""
+    data = ROOT / "packages" / "mca-models" / "tests" / "data" / "vision_configs"
+    seeing = json.loads((data / "qwen2.5-vl-72b.json").read_text())
+    sizes = {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+    }
+    seeing |= sizes | {"num_key_value_heads": 4, "max_window_layers": 28}
+    seeing["vision_config"] = seeing["vision_config"] | {"out_hidden_size": 3584, "intermediate_size": 3420}
+    dense = json.loads((ROOT / "tools" / "recipes" / "qwen3-8b.json").read_text())
+    half = {"torch_dtype": "bfloat16"}
+    return {"Qwen3-8B": dense | half, "Qwen/Qwen2.5-VL-7B-Instruct": seeing | half}
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The commands of ``page`` that train: kind, file, flags."""
+    lines = [line for text in blocks(page, "console") for line in text.splitlines()]
+    words = [shlex.split(line, comments=True) for line in lines if line.startswith("$ mca-train ")]
+    return [found[2:] for found in words if found[2] in KINDS]
+
+
+def needs(kind: str, file: Path, flags: list[str], gpus: int) -> tuple[int, list[int]]:
+    """Bytes of the fullest stage, and the stages that do not fit."""
+    from mca_models.megatron.factory.target import Target
+    from mca_train.config.run_config import given_values
+    from mca_train.plan.fitting import fullest, over
+    from mca_train.plan.hardware import hardware_of
+    from mca_train.plan.memory import plan_of
+    from mca_train.run.checks import check, settings_of
+    from mca_train.run.subject import image_check, images_of_run, subject_of
+    from mca_train.tasks.table import TASKS
+
+    values, where = given_values(file, flags)
+    if values.pop("bf16", None):
+        values["use_cpu"] = True  # Hugging Face refuses bf16 where there is no GPU
+        values["bf16"] = True
+    task, target = TASKS[kind], Target.planned("transformer_engine")
+    settings = settings_of(task, values, where)
+    findings = check(task, settings, lambda *_: gpus, target)
+    assert findings.run is not None and not findings.impossible, findings.impossible
+    run, device = findings.run, hardware_of("h100-80").device
+    images = images_of_run(run)
+    if images is not None:
+        assert not image_check(run, target)(run.layout)
+    subject = subject_of(run, "transformer_engine", device, images=images)
+    plan = plan_of(subject, run.settings.training, run.layout, run.world_size)
+    return fullest(plan), over(plan, device)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_runs_of_a_page_fit_the_devices_that_it_names(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name, config in configs().items():
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    devices: dict[str, int] = {}
+    for text in blocks(page, "yaml"):
+        if found := FILE.match(text):
+            assert found[2], f"{found[1]}: expected a second line such as '# on 8 x H100 80 GB'"
+            (tmp_path / found[1]).write_text(text)
+            devices[found[1]] = int(found[2])
+    planned = []
+    for kind, file, *flags in commands(page):
+        if file in devices:
+            total, too_full = needs(kind, tmp_path / file, flags, devices[file])
+            planned.append(file)
+            assert not too_full, f"{kind} {file} {' '.join(flags)}: {total / 2**30:.1f} GiB"
+    assert planned
