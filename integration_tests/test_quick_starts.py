@@ -22,7 +22,11 @@ ELSEWHERE = {
 }
 PAGES = [
     page
-    for page in sorted((ROOT / "docs").glob("*.md"))
+    for page in (
+        ROOT / "README.md",
+        ROOT / "packages/mca-train/README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+    )
     if page.name not in ELSEWHERE and any(FILE.match(text) for text in blocks(page, "yaml"))
 ]
 KINDS = ("pretrain", "sft", "dpo", "kto", "reward", "classify")
@@ -81,7 +85,7 @@ def needs(kind: str, file: Path, flags: list[str], gpus: int) -> tuple[int, list
     return fullest(plan), over(plan, device)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_the_runs_of_a_page_fit_the_devices_that_it_names(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
