@@ -13,8 +13,6 @@ import hashlib
 import os
 import signal
 import sys
-import time
-from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("MCA_DEVICE", "cpu")  # before anything asks; what tests start inherits it
@@ -126,18 +124,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Select every case with ``--cases all``, also where a module lists fewer by default."""
     if config.option.cases == "all":
-        os.environ["MCA_EVERY_LAYOUT"] = "1"
-        if config.option.markexpr == "not wide":
+        os.environ["MCA_ALL_CASES"] = "1"
+        if config.option.markexpr == "not qualify":
             config.option.markexpr = ""
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives the tests of a module one group; skips what the chosen device is not for; leaves out what is sampled."""
+    """Gives the tests of a module one group; skips what the chosen device is not for; leaves out cases."""
     for item in items:
-        if not is_default(item):
-            item.add_marker(pytest.mark.wide)
-    _sample(items)
+        if item.config.option.cases == "default" and not is_default(item):
+            item.add_marker(pytest.mark.qualify)
     items.sort(key=_turn)  # a stable sort
     for item in items:
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
@@ -146,13 +143,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark, (skipped, reason) in _OTHER.items():
             if skipped and item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
-
-
-@pytest.hookimpl(tryfirst=True)  # before fixtures
-def pytest_runtest_setup() -> None:
-    """Skips what would begin after ``MCA_STOP_AT`` (seconds since 1970), for a part of many tests."""
-    if time.time() > float(os.environ.get("MCA_STOP_AT", "inf")):
-        pytest.skip("MCA_STOP_AT was over")
 
 
 def pytest_collection_finish() -> None:
@@ -181,19 +171,6 @@ def is_default(item: pytest.Item) -> bool:
     return name in mark.kwargs.get("always", ()) or bool(
         one_in and int.from_bytes(digest[:8], "big") % one_in == 0
     )
-
-
-def _sample(items: list[pytest.Item]) -> None:
-    """Marks ``wide`` all but each n-th case of a test that is marked ``sampled(n)``."""
-    seen: Counter[tuple[Path, str]] = Counter()
-    for item in items:
-        mark = item.get_closest_marker("sampled")
-        if mark is None or item.get_closest_marker("wide") or "MCA_EVERY_LAYOUT" in os.environ:
-            continue
-        test = item.path, item.name.partition("[")[0]
-        if seen[test] % mark.args[0]:
-            item.add_marker(pytest.mark.wide)
-        seen[test] += 1
 
 
 def _turn(item: pytest.Item) -> int:

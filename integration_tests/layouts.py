@@ -14,7 +14,7 @@ from mca_config.layout import SIZE_FIELDS
 Pair = tuple[str, str]
 ONE_STAGE = ("gemma4_text-e2b",)
 """Cases whose layers all stand on one pipeline stage."""
-EVERY = bool(os.environ.get("MCA_EVERY_LAYOUT"))
+EVERY = bool(os.environ.get("MCA_ALL_CASES"))
 """Test every case on every layout; by default a choice, in which each of both is at least once."""
 
 
@@ -58,14 +58,14 @@ def by_case(cases: Iterable[str], layouts: Sequence[str], some: Iterable[Pair]) 
 
 
 def tiered(cases: Sequence[Any], *wide: Any) -> list[ParameterSet]:
-    """``cases``, of which those in ``wide`` are run by ``pytest -m wide`` and by CI; or, with `EVERY`, all alike."""
+    """``cases``, of which those in ``wide`` are run by ``pytest --cases all`` alone; or, with `EVERY`, all alike."""
     unknown = [case for case in wide if case not in cases]
     if unknown and not EVERY:
         raise ValueError(f"no case {unknown}")
     return [
         pytest.param(
             *(case if isinstance(case, tuple) else (case,)),
-            marks=[pytest.mark.wide] if case in wide and not EVERY else [],
+            marks=[pytest.mark.qualify] if case in wide and not EVERY else [],
         )
         for case in cases
     ]

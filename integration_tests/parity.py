@@ -117,7 +117,7 @@ def render(found: dict[tuple[str, str], Measured], cases: Iterable[str], layouts
         "",
         "The gradient of every tensor is compared too, to 1e-4 of its largest, on twelve layouts of dense models and",
         "twenty-one of those with experts (`integration_tests/test_gradient_parity.py`; families with layers of their",
-        "own: `test_families.py`): a choice of the pairs by default, all with `MCA_EVERY_LAYOUT=1`.",
+        "own: `test_families.py`): a choice of the pairs by default, all with `--cases all`.",
         "",
         "## Refused",
         "",

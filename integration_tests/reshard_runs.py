@@ -6,7 +6,7 @@ from typing import Any
 
 from train_cases import history, make_trainer, quietly
 
-EVERY = bool(os.environ.get("MCA_EVERY_TRANSITION"))
+EVERY = bool(os.environ.get("MCA_ALL_CASES"))
 FIRST, ALL = (4, 24) if EVERY else (2, 4)
 EXPERTS_ALONE = {"target_parameters": ["mlp.experts.gate_up_proj"]}
 WITH_EXPERTS = EXPERTS_ALONE | {"target_modules": ["q_proj"]}

@@ -153,7 +153,7 @@ def of_transformers(name: str, folder: Path) -> Reference | None:
         return None
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_every_value_is_computed_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = {}
     for name, case, different in models():

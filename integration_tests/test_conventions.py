@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from tools.qualified import BEGIN, written
 
 from source_tree import PACKAGES, ROOT, SOURCES, Source, defined, imports, report
 
@@ -204,18 +205,50 @@ def test_a_wrong_export_list_is_caught(names):
     assert not wrong_exports(Source("m", 'a = B = 1\n__all__ = ["B", "a"]\n'))
 
 
-def test_every_stage_of_ci_has_its_command() -> None:
-    """A stage is a function of the script once, or a program."""
-    script = (ROOT / ".ci" / "run").read_text()
-    functions = re.findall(r"^(\w+)\(\) \{", script, re.MULTILINE)
-    commands = re.findall(r'^ *stage ".*" (\S+)', script, re.MULTILINE)
+@pytest.mark.parametrize("tier", ["run", "qualify"])
+def test_every_stage_of_ci_has_its_command(tier: str) -> None:
+    """A stage is a function of the shared script once, or a program."""
+    shared = (ROOT / ".ci" / "stages.sh").read_text()
+    functions = re.findall(r"^(\w+)\(\) \{", shared, re.MULTILINE)
+    commands = re.findall(r'stage ".*?" (\S+)', shared + (ROOT / ".ci" / tier).read_text())
     assert len(functions) == len(set(functions))
-    assert len(commands) > 8 and set(commands) <= {*functions, "uv", "timeout"}
+    assert len(commands) > 5 and set(commands) <= {*functions, "uv", "env"}
 
 
-def test_no_test_begins_after_the_time_is_over() -> None:
-    test = "packages/mca-config/tests/test_public.py::test_all_is_sorted_and_complete"
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", test]
-    environment = os.environ | {"MCA_STOP_AT": "0"}
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert "1 skipped" in ran.stdout and "MCA_STOP_AT was over" in ran.stdout, ran.stdout + ran.stderr
+def test_a_qualification_replaces_the_one_before() -> None:
+    page = (ROOT / "docs" / "evidence.md").read_text()
+    once = written(page, ["passed: a", "FAILED: b"], "Commit 1:")
+    assert written(once, ["passed: c"], "Commit 2:") == written(page, ["passed: c"], "Commit 2:")
+    assert "Commit 2:\n\n- passed: c\n" in written(once, ["passed: c"], "Commit 2:")
+    assert page.partition(BEGIN)[0] == once.partition(BEGIN)[0]
+
+
+SHORT = """
+import pytest
+
+@pytest.mark.cases(3, always=["7"])
+@pytest.mark.parametrize("number", range(LAST))
+def test_it(number):
+    pass
+"""
+
+
+def test_more_cases_change_none_of_those_that_run_by_default(tmp_path: Path) -> None:
+    def chosen(last: int, *words: str) -> set[int]:
+        (tmp_path / "test_cases.py").write_text(SHORT.replace("LAST", str(last)))
+        command = [sys.executable, "-m", "pytest", "-p", "conftest", "-n", "0", "-q", "--collect-only"]
+        ran = subprocess.run(
+            [*command, "-m", "not qualify", *words, str(tmp_path)],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=True,
+        )
+        return {int(number) for number in re.findall(r"test_it\[(\d+)\]", ran.stdout)}
+
+    few, many = chosen(20), chosen(60)
+    assert few == {number for number in many if number < 20} and 7 in few
+    assert 10 < len(many) < 40
+    assert chosen(60, "--cases", "all") == set(range(60))

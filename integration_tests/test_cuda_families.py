@@ -1,6 +1,6 @@
 """A step for CUDA of every family mixes no devices, and waits for the GPU only where it must; see `test_cuda_paths`.
 
-``MCA_DRY_RUNS=1`` runs every family, padded and packed, and those with a vision model on images; the default two. It
+`--cases all` runs every family, padded and packed, and those with a vision model on images; the default two. It
 can be done in pieces: only what ``-k`` selects is run.
 """
 
@@ -41,7 +41,7 @@ EVERY = [
     for kind in KINDS
 ]
 SAMPLE = ("images qwen2_5_vl, packed", "gemma4_text-e2b, padded")
-CHOSEN = EVERY if os.environ.get("MCA_DRY_RUNS") else SAMPLE
+CHOSEN = EVERY if os.environ.get("MCA_ALL_CASES") else SAMPLE
 PROCESSES = 2
 
 
@@ -84,7 +84,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     return {name: waits for result in results for name, waits in result.items()}
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 @pytest.mark.parametrize("name", CHOSEN)
 def test_a_family_waits_for_the_gpu_only_where_it_must(name: str, found: dict[str, Any]) -> None:
     waits = found[name]

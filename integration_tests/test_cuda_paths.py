@@ -1,6 +1,6 @@
 """A step for CUDA mixes no devices and waits for the GPU only where Megatron must know sizes, or at the step's end.
 
-Here there is no GPU: see fake_cuda. Kernels, values and the order of streams are not covered. ``MCA_DRY_RUNS=1`` runs
+Here there is no GPU: see fake_cuda. Kernels, values and the order of streams are not covered. `--cases all` runs
 every case, the default a sample.
 """
 
@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 PLANTED = ("planted tensor", "planted item")
 SAMPLE = ("packed lora", "experts ep", *PLANTED)
-CHOSEN = tuple(CASES) if os.environ.get("MCA_DRY_RUNS") else SAMPLE
+CHOSEN = tuple(CASES) if os.environ.get("MCA_ALL_CASES") else SAMPLE
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return waits_of(folder, {name: {"model": "dense"} | CASES[name] for name in names}, 240)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", [name for name in CHOSEN if name not in PLANTED])
 def test_a_step_waits_for_the_gpu_only_where_it_must(name: str, found: dict[str, Any]) -> None:
     waits = found[name]

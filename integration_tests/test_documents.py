@@ -2,7 +2,7 @@
 
 ``Qwen3-8B`` is a random model of four layers and ``data/`` has a few rows. Only sizes are changed (`_SMALL`).
 What a page shows as printed (its blocks of ``text``) must be printed, but for the numbers.
-By default a few pages are run; ``MCA_EVERY_DOCUMENT=1`` runs all.
+By default a few pages are run; `--cases all` runs all.
 """
 
 import json
@@ -242,15 +242,15 @@ def _not_run_here(name: str, shown: list[str]) -> str:
     """Why a page is not run; empty if it is."""
     if not shown:
         return "shows nothing that is run"
-    if name not in SAMPLE and not os.environ.get("MCA_EVERY_DOCUMENT"):
-        return ELSEWHERE.get(name, "MCA_EVERY_DOCUMENT=1 runs all pages")
+    if name not in SAMPLE and not os.environ.get("MCA_ALL_CASES"):
+        return ELSEWHERE.get(name, "`--cases all` runs all pages")
     return ELSEWHERE.get(name, "")
 
 
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(ROOT / name, id=name, marks=[pytest.mark.wide] if name in WIDE else [])
+        pytest.param(ROOT / name, id=name, marks=[pytest.mark.qualify] if name in WIDE else [])
         for name in (str(page.relative_to(ROOT)) for page in PAGES)
     ],
 )
@@ -284,7 +284,7 @@ def test_what_a_page_shows_runs(page, place, tmp_path, monkeypatch, capfd):
         assert _processor_seconds() - before < EXAMPLE_SECONDS
 
 
-@pytest.mark.skipif(not os.environ.get("MCA_EVERY_DOCUMENT"), reason="MCA_EVERY_DOCUMENT=1 runs it")
+@pytest.mark.skipif(not os.environ.get("MCA_ALL_CASES"), reason="`--cases all` runs it")
 def test_a_model_learns_to_see(tmp_path):
     command = [sys.executable, str(ROOT / "examples" / "vision.py"), "--output_dir", str(tmp_path / "vision")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)

@@ -1,7 +1,7 @@
 """A step without memory and without ranks needs what the same step needs on real ones, on every stage.
 
 The tracker is the same in both; so bytes, floating-point operations and messages are equal but for what an allocation
-of the library's own makes of real values. ``MCA_DRY_RUNS=1`` runs every case, the default a sample.
+of the library's own makes of real values. `--cases all` runs every case, the default a sample.
 """
 
 import json
@@ -81,7 +81,7 @@ SAMPLE = (
     "images",
     "latent again",
 )
-CHOSEN = tuple(CASES) if os.environ.get("MCA_DRY_RUNS") else SAMPLE
+CHOSEN = tuple(CASES) if os.environ.get("MCA_ALL_CASES") else SAMPLE
 WIDE = (
     ()
     if CHOSEN is not SAMPLE
@@ -151,14 +151,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 GROUPS = [
-    pytest.param(size, names, id=f"{size}-{tier}", marks=[pytest.mark.wide] if tier == "wide" else [])
+    pytest.param(size, names, id=f"{size}-{tier}", marks=[pytest.mark.qualify] if tier == "qualify" else [])
     for size in sorted({CASES[name][1] for name in CHOSEN})
-    for tier, wide in (("default", False), ("wide", True))
-    if (names := [name for name in CHOSEN if CASES[name][1] == size and (name in WIDE) == wide])
+    for tier, left_out in (("default", False), ("qualify", True))
+    if (names := [name for name in CHOSEN if CASES[name][1] == size and (name in WIDE) == left_out])
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.cases(0, always=["1-default"])
 @pytest.mark.parametrize(("size", "names"), GROUPS)
 def test_a_step_needs_what_it_needs_with_memory_and_ranks(size: int, names: list[str], folder: Path) -> None:
     real = run_ranks(size, with_memory, folder, names, timeout=300)

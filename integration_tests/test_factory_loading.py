@@ -195,7 +195,7 @@ def grow_all(paths: list[Path], layout: str, folder: Path) -> None:
         model.save_pretrained_as_hf(folder / path.name)
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 @pytest.mark.parametrize("layout", GROWN)
 def test_the_vocabulary_of_every_family_grows(layout: str, tmp_path: Path) -> None:
     """Old rows are kept bit for bit, of biases too; new ones lie within noise of the mean; transformers takes them."""

@@ -45,7 +45,7 @@ Case = tuple[str, str, str]
 OFTEN = (CASES[0], CASES[1], CASES[3])
 """What is tested by default, and what other tests of the module take."""
 TIERED = [
-    pytest.param(case, id="-".join(case), marks=[] if case in OFTEN or EVERY else [pytest.mark.wide])
+    pytest.param(case, id="-".join(case), marks=[] if case in OFTEN or EVERY else [pytest.mark.qualify])
     for case in CASES
 ]
 
@@ -315,7 +315,7 @@ def _other_python() -> Path | None:
     return next((p for p in found if p.exists() and p.parent.parent.resolve() != here), None)
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_two_versions_of_megatron_read_each_other(tmp_path: Path) -> None:
     python = _other_python()
     if python is None:

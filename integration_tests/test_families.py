@@ -175,7 +175,7 @@ def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return compute_all(selected(request, GRID), tmp_path_factory.mktemp("computed"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("case,layout", tiered(GRID, *WIDE))
 def test_logits_and_gradients_equal_transformers(case: str, layout: str, computed: Computed) -> None:
     computed.check(case, layout)
@@ -190,7 +190,7 @@ PACKED_ALIKE = (
 )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("layout", ["tp1", "cp2", "tp2cp2sp"])
 def test_packed_equals_separate(layout: str, tmp_path: Path) -> None:
     of_layout = (*PACKED, *(PACKED_ALIKE if EVERY or layout == "tp1" else ()))

@@ -1,6 +1,6 @@
 """Every call that touches a file fails once: the result is complete or absent, one line says so, nothing is left.
 
-A sample by default, with one, two and four workers by turns. With MCA_EVERY_FAULT=1 each site (see `fault_sites`: calls
+A sample by default, with one, two and four workers by turns. With `--cases all` each site (see `fault_sites`: calls
 of one function on one kind of file from the same code are one) fails with each of the errors, the first, the middle or
 the last call from it, with each number of workers.
 """
@@ -136,7 +136,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.cases(3)
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("name", "workers"), CASES)
 def test_every_call_of_a_conversion_fails_once(

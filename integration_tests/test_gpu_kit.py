@@ -99,7 +99,7 @@ def rehearsed(name: str, folder: Path) -> tuple[str, list[str]]:
     return "passed" if kit.passed else f"wrong: {wrong}", [check.name for check in kit.checks]
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_one_command_runs_steps_and_keeps_what_they_found(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tools.gpu_kit.run", str(tmp_path / "results")]
     command += ["--device", "cpu", "--tiny", "--only", "smoke"]
@@ -119,7 +119,7 @@ def workspace(tmp_path: Path) -> run.Workspace:
     return run.Workspace(tmp_path / "results", tmp_path / "scratch", run.install(None, tmp_path), "cpu", True)
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", one_of_each_kind())
 def test_every_kind_of_step_is_rehearsed(name: str, tmp_path: Path, workspace: run.Workspace) -> None:

@@ -1,7 +1,7 @@
 """The factory's models compute transformers' logits, choose its experts, and have the gradients of its autograd.
 
 Gradients travel as weights do: they are put in the place of the weights and exported, so that gathering and
-templates are the tested ones. ``MCA_EVERY_LAYOUT=1`` tests the whole product of models and layouts.
+templates are the tested ones. `--cases all` tests the whole product of models and layouts.
 """
 
 from dataclasses import replace
@@ -60,7 +60,7 @@ def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return compute_all(list(dict.fromkeys([*chosen, *alone])), tmp_path_factory.mktemp("computed"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("case,layout", tiered(GRID, *WIDE))
 def test_logits_and_gradients_equal_transformers(case: str, layout: str, computed: Computed) -> None:
     computed.check(case, layout)

@@ -106,7 +106,7 @@ def ours(
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("case", "layout"), tiered(PAIRS, *WIDE))
 def test_training_equals_peft(
     case: str,

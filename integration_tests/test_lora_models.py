@@ -96,7 +96,7 @@ def merged_files(base: Path, layout: str, adapter: Path, target: Path) -> None:
 
 @pytest.mark.parametrize(
     ("case", "layout"),
-    [pytest.param("qwen2", "tp2pp2", marks=pytest.mark.wide), ("qwen3_moe", "tp2ep2etp1sp")],
+    [pytest.param("qwen2", "tp2pp2", marks=pytest.mark.qualify), ("qwen3_moe", "tp2ep2etp1sp")],
 )
 def test_live_merging_equals_the_converters(case: str, layout: str, tmp_path: Path) -> None:
     from mca_models.lora import merge_to_hf, open_adapter
@@ -267,7 +267,7 @@ def of_dropped(base: Path, layout: str) -> dict[str, list[torch.Tensor]]:
     return found | {"in one chunk": gradients()}
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 @pytest.mark.parametrize("layout", ["tp1", "tp2sp"])
 def test_what_is_computed_again_drops_the_same(layout: str, tmp_path: Path) -> None:
     base = make_reference("qwen2", tmp_path).path
@@ -387,7 +387,7 @@ def with_prediction_layers(hf: dict[str, Any], layout: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_models_with_prediction_layers_train_adapters_on_the_decoder(tmp_path: Path) -> None:
     path = make_reference("deepseek_v3", tmp_path).path
     hf = json.loads((path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}

@@ -98,7 +98,7 @@ def test_a_fault_is_planted_judged_and_taken_out(tmp_path):
     for name, more in (("test_seeing.py", " and not f(1, 1, 0, 0)\n"), ("test_blind.py", "\n")):
         (tree / name).write_text(test + more)
     (tree / "test_failing.py").write_text("def test_g():\n    assert False\n")
-    bench = mutate.Bench([tree], "not wide")
+    bench = mutate.Bench([tree], "not qualify")
     assert bench.judge(ours, ["test_blind.py"], 1).verdict == "survived"
     assert bench.judge(ours, ["test_failing.py"], 1).verdict == "error"
     verdict = bench.judge(ours, ["test_blind.py", "test_seeing.py"], 1)

@@ -77,7 +77,7 @@ def small(request: pytest.FixtureRequest) -> dict[str, Verdict]:
     return {verdict.case.name: verdict for verdict in verdicts(cases)}
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_seen(name: str, small: dict[str, Verdict]) -> None:
     _, case, where = FAULTS[name]
@@ -87,7 +87,6 @@ def test_a_planted_fault_is_seen(name: str, small: dict[str, Verdict]) -> None:
     assert any(line.startswith(where) for line in wrong), wrong
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", tiered(tuple(KNOWN), "prediction-rates-of-one-replica"))
 def test_what_was_found_before_is_right(name: str, small: dict[str, Verdict]) -> None:
     require(KNOWN[name].base, KNOWN[name].changes)
@@ -96,7 +95,7 @@ def test_what_was_found_before_is_right(name: str, small: dict[str, Verdict]) ->
     assert not verdict.wrong, str(verdict)
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_it_runs_by_itself() -> None:
     command = [sys.executable, "-m", "net", "0", "0"]
     ran = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=300)

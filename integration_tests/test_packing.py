@@ -15,11 +15,11 @@ LAYOUTS = ("tp1", "cp2", "tp2sp", "tp2cp2sp")
 CASES = ("qwen3", "mistral", "qwen2-yarn", "deepseek_v3")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "size",
     [
-        pytest.param(size, marks=[pytest.mark.wide] if size == 4 else [])
+        pytest.param(size, marks=[pytest.mark.qualify] if size == 4 else [])
         for size in sorted({world_size(layout) for layout in LAYOUTS})
     ],
 )

@@ -1,6 +1,6 @@
 """The arithmetic plan of Megatron's own layers agrees with the dry run, which runs the engine, on every stage.
 
-``MCA_DRY_RUNS=1`` runs every case of `plan_cases`, the default a sample.
+`--cases all` runs every case of `plan_cases`, the default a sample.
 """
 
 import json
@@ -17,7 +17,7 @@ from plan_cases import CASES, MODELS, OF_SAMPLE, SAMPLE, WITHIN, plan_and_dry_ru
 
 pytestmark = pytest.mark.ranks
 
-CHOSEN = tuple(CASES) if os.environ.get("MCA_DRY_RUNS") else SAMPLE
+CHOSEN = tuple(CASES) if os.environ.get("MCA_ALL_CASES") else SAMPLE
 WIDE = ("chunked tp", "prediction", "windows")
 
 
@@ -30,12 +30,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", tiered(CHOSEN, *(WIDE if CHOSEN is SAMPLE else ())))
 def test_the_plan_of_a_stage_is_what_the_engine_allocates(name: str, folder: Path) -> None:
     model = str(folder / CASES[name][0])
     stages = CASES[name][3].get("pipeline_model_parallel_size", 1)
-    for stage in range(stages) if os.environ.get("MCA_DRY_RUNS") else (stages - 1,):
+    for stage in range(stages) if os.environ.get("MCA_ALL_CASES") else (stages - 1,):
         ((real, planned),) = run_ranks(1, plan_and_dry_run, name, model, stage, process_group=False)
         assert planned[stage] == pytest.approx(real, rel=OF_SAMPLE if name in SAMPLE else WITHIN), name
 

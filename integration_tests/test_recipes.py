@@ -1,6 +1,6 @@
 """The recipes of docs/recipes.md are runs that can be made, and need what the page says.
 
-By default two are planned, with ``MCA_EVERY_DOCUMENT=1`` all. Whether they are the fastest is not searched again.
+By default two are planned, with `--cases all` all. Whether they are the fastest is not searched again.
 """
 
 import importlib.util
@@ -43,7 +43,7 @@ def test_every_recipe_below_the_first_lines_is_a_configuration(tool, tmp_path):
 def test_recipes_need_what_the_page_says(tool):
     sections = {part.partition("\n")[0]: part for part in tool.PAGE.read_text().split("\n## ")[1:]}
     assert list(sections) == [recipe.model for recipe in tool.RECIPES]
-    every = os.environ.get("MCA_EVERY_DOCUMENT") == "1"
+    every = os.environ.get("MCA_ALL_CASES") == "1"
     for recipe in tool.RECIPES:
         if not every and recipe.model not in SAMPLE:
             continue

@@ -213,7 +213,7 @@ def learn(rounds: int, folder: Path) -> list[float]:
     return rewards
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_the_example_learns_from_rewards(tmp_path: Path) -> None:
     rounds = 30 if EVERY else 3
     for rewards in run_ranks(4, learn, rounds, tmp_path, timeout=300):

@@ -18,7 +18,7 @@ def _digests(files: list[Path]) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_every_file_of_a_release_names_the_project_s_addresses(tmp_path: Path) -> None:
     files = release.build("HEAD", ADDRESS, tmp_path)
     packages = {"mca_config", "mca_models", "mca_train", "mca_convert"}
@@ -30,7 +30,7 @@ def test_every_file_of_a_release_names_the_project_s_addresses(tmp_path: Path) -
         release.check(files[0], "https://example.org/them/mca")
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_a_release_is_the_same_bytes_again(tmp_path: Path) -> None:
     first, second, other = tmp_path / "first", tmp_path / "second", tmp_path / "other"
     built = _digests(release.build("HEAD", ADDRESS, first))

@@ -57,7 +57,7 @@ def of_replicas(checkpoint: Path, folder: Path) -> dict[str, int]:
     return found
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_a_replica_holds_and_reads_its_share_of_the_optimizer(tmp_path):
     sizes = _benchmark("replicas").SIZES
     checkpoint = tiny_checkpoint(tmp_path / "hf", **sizes)

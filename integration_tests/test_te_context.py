@@ -1,6 +1,6 @@
 """Context parallelism over Transformer Engine's attention computes what transformers does, whatever way keys travel.
 
-What it cannot compute, or would compute wrongly, is refused by name. ``MCA_EVERY_LAYOUT=1`` tests every family.
+What it cannot compute, or would compute wrongly, is refused by name. `--cases all` tests every family.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Transformer Engine's layers hold and compute what the local ones do, and what ``transformers`` computes.
 
-Every family is built on one layout of the parity matrix, on all of them with ``MCA_EVERY_LAYOUT=1``.
+Every family is built on one layout of the parity matrix, on all of them with `--cases all`.
 """
 
 from pathlib import Path

@@ -147,7 +147,7 @@ def saved(request: pytest.FixtureRequest, folder: Path) -> Any:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[pytest.mark.wide] if case in WIDE and not EVERY else []) for case in CASES],
+    [pytest.param(case, marks=[pytest.mark.qualify] if case in WIDE and not EVERY else []) for case in CASES],
     ids="-".join,
 )
 def test_every_tensor_is_recovered(case: Case, saved: Any, folder: Path) -> None:
@@ -262,7 +262,7 @@ OF_OTHERS_PARTS = [case for case in EVERY_MODEL if case not in WITH_PARTS_OF_THE
     "cases",
     [
         pytest.param(WITH_PARTS_OF_THEIR_OWN, id="own"),
-        pytest.param(OF_OTHERS_PARTS, id="others", marks=pytest.mark.wide),
+        pytest.param(OF_OTHERS_PARTS, id="others", marks=pytest.mark.qualify),
     ],
 )
 def test_what_any_family_would_write_can_be_read(cases: Sequence[str]) -> None:

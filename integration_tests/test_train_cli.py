@@ -104,7 +104,7 @@ def test_sft_on_two_replicas_and_resume(folder):
     ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.cases(0, always=["|-unread", "--closed"])
 @pytest.mark.parametrize("stdout,name", [("|", "unread"), ("/dev/full", "full"), ("-", "closed")])
 def test_training_goes_on_where_nothing_can_be_printed(folder, stdout, name):
     saving = {"save_strategy": "steps", "save_steps": 2}
@@ -169,7 +169,7 @@ def waited_for(log: Path, process: "subprocess.Popen[str]") -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.wide  # 17 s of imports; test_train_elastic.py has torchrun's agent start forks
+@pytest.mark.qualify  # 17 s of imports; test_train_elastic.py has torchrun's agent start forks
 def test_under_torchrun_two_ranks_train_and_sigterm_to_one_saves(folder):
     _, _, module, *words = config(folder, "torchrun", max_steps=100000, tensor_model_parallel_size=2)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -171,7 +171,7 @@ def sgd(model: Path, folder: Path) -> dict[str, Any]:
     return {name: stop_and_resume(model, folder / name, **SHORT, **fields) for name, fields in SGD.items()}
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_sgd_resumes_without_changing_a_bit(tmp_path):
     (found,) = run_ranks(1, sgd, tiny_checkpoint(tmp_path / "tiny"), tmp_path)
     for run in found.values():

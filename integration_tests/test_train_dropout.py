@@ -83,7 +83,9 @@ def experts_drawn(checkpoint: Path, output: Path, **changes: Any) -> list[list[f
 
 
 @pytest.mark.parametrize(
-    ("size", "changes"), [(2, {}), pytest.param(4, PP | CP, marks=pytest.mark.wide)], ids=["dp2", "pp2-cp2"]
+    ("size", "changes"),
+    [(2, {}), pytest.param(4, PP | CP, marks=pytest.mark.qualify)],
+    ids=["dp2", "pp2-cp2"],
 )
 def test_ranks_draw_experts_of_their_own(size, changes, tmp_path):
     from transformers import PhimoeConfig, PhimoeForCausalLM
@@ -152,7 +154,7 @@ def on_tensor_ranks(checkpoint: Path, output: Path) -> tuple[int, Any]:
     return hash(torch.get_rng_state().numpy().tobytes()), norms
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_tensor_ranks_drop_alike_after_a_run_on_replicas(checkpoint, tmp_path):
     first, second = run_ranks(2, on_tensor_ranks, checkpoint, tmp_path)
     assert first[1] and first == second
@@ -166,7 +168,7 @@ def resumed(checkpoint: Path, output: Path) -> dict[str, Any]:
         return stop_and_resume(checkpoint, output, 1, **RUN | {"max_steps": 3})
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_a_run_that_draws_experts_resumes_bit_for_bit(tmp_path):
     from transformers import PhimoeConfig, PhimoeForCausalLM
 

@@ -100,7 +100,7 @@ def curve(output: Path) -> list[tuple[int, float]]:
     return [(log["step"], log["loss"]) for log in logs(output) if "loss" in log]
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_a_killed_rank_is_started_anew_and_the_curve_is_that_of_a_whole_run(folder, tmp_path):
     changes = {
         "max_steps": _STEPS,
@@ -122,7 +122,7 @@ def test_a_killed_rank_is_started_anew_and_the_curve_is_that_of_a_whole_run(fold
     assert state["global_step"] == _STEPS
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_a_node_that_is_lost_leaves_the_other_to_go_on_from_the_last_complete_checkpoint(folder, tmp_path):
     changes = {"max_steps": _STEPS, "save_strategy": "steps", "save_steps": 1}
     mark = tmp_path / "killed"

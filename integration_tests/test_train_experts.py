@@ -206,7 +206,7 @@ def test_experts_train_as_in_transformers(
     compare(expected, found[name], tensors(base))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", tiered(SOME_ADAPTED, "ep2-etp2"))
 def test_adapters_of_experts_train_as_in_peft(
     name: str, adapter: Path, adapted: tuple[Trained, dict[str, Trained]]
@@ -215,7 +215,7 @@ def test_adapters_of_experts_train_as_in_peft(
     compare(expected, found[name], tensors(adapter))
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_three_of_eight_experts_cut_in_four_train_as_in_transformers(tmp_path: Path) -> None:
     """Experts are cut over all ranks and the rest over none, and every step is clipped to a small part."""
     clip, larger = 0.1, {"num_local_experts": 8, "num_experts_per_tok": 3, "initializer_range": 0.15}

@@ -130,7 +130,7 @@ def whole(checkpoint, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "name",
-    KILLED if SEEDS else ("two ranks", pytest.param("two ranks in background", marks=pytest.mark.wide)),
+    KILLED if SEEDS else ("two ranks", pytest.param("two ranks in background", marks=pytest.mark.qualify)),
 )
 def test_killed_runs_go_on_from_their_last_complete_checkpoint(name, whole, checkpoint, tmp_path):
     """Twenty times with MCA_TEST_KILLS=20, also one rank. Every kill also leaves whatever it interrupted beside."""
@@ -217,7 +217,7 @@ def find_all(folders: dict[str, Path]) -> dict[str, tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("ckpt_format", ["mca", pytest.param("torch_dist", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("ckpt_format", ["mca", pytest.param("torch_dist", marks=pytest.mark.qualify)])
 def test_any_damage_to_any_file_is_told_and_the_one_before_is_taken(
     ckpt_format, checkpoint, finished, tmp_path
 ):
@@ -278,7 +278,7 @@ def test_nothing_starts_anew_where_every_checkpoint_is_damaged(checkpoint, finis
     assert "bytes, the manifest says" in message
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 @pytest.mark.parametrize("name", sample(SAVED, "two ranks"))
 def test_a_full_disk_leaves_the_checkpoints_before(name, whole, checkpoint, small_disk):
     from mca_train.checkpoint.directory import checkpoints

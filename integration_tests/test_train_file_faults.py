@@ -1,7 +1,7 @@
 """Every call of a rank that touches a file fails once, while it saves, resumes and exports.
 
 Complete or absent, one line says so, nothing is left, and what goes on has the same losses. A sample by default. With
-MCA_EVERY_FAULT=1 each site (see `fault_sites`: calls of one function on one kind of file from the same code are one)
+`--cases all` each site (see `fault_sites`: calls of one function on one kind of file from the same code are one)
 fails with each of the errors: the first, the middle and the last call from it, one a turn.
 """
 
@@ -116,7 +116,7 @@ def by_chance(rank: str, fault: Fault) -> bool:
     return fault.nth > 1 or (rank != "0" and fault.site.split()[1] == "0/#")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.cases(3)
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("turn", tiered(tuple(TURNS), *tuple(TURNS)[1:]))
 @pytest.mark.parametrize("kind", KINDS)

@@ -95,7 +95,7 @@ def hung(checkpoint: Path, output_dir: Path, told: Path) -> None:
         told.with_suffix(f".{os.environ['RANK']}").write_text("\n".join([*found.texts, str(logs)]))
 
 
-@pytest.mark.wide  # it waits for half a minute; test_hang_report.py and test_stragglers.py have the parts
+@pytest.mark.qualify  # it waits for half a minute; test_hang_report.py and test_stragglers.py have the parts
 def test_ranks_that_hold_up_the_others_are_named(checkpoint, tmp_path):
     with pytest.raises(RanksFailed) as failed:
         run_ranks(2, hung, checkpoint, tmp_path / "run", tmp_path / "told", process_group=False, timeout=240)

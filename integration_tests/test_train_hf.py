@@ -83,7 +83,7 @@ def with_megatron(checkpoint: Path, output_dir: Path, **changes: Any) -> dict[st
     return found | {"eval": quietly(trainer.evaluate)["eval_loss"]}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("tied", "steps", "changes"),
     [(False, 50 if EVERY else 15, {}), (True, 5, {}), (False, 5, {"optim": "sgd", "learning_rate": 0.3})],

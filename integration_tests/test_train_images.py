@@ -1,6 +1,6 @@
 """Rows with pictures through ``mca-train``: losses, and what is trained, are transformers' on every layout.
 
-``MCA_EVERY_LAYOUT=1`` runs more families, kinds and layouts.
+`--cases all` runs more families, kinds and layouts.
 """
 
 import json
@@ -189,7 +189,7 @@ def test_all_parts_train_as_in_transformers(folder: Path) -> None:
     assert _worst(folder / "one" / "hf", model)[0] < 2e-5
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_the_same_on_four_ranks_packed_and_resumed(folder: Path) -> None:
     losses, model = _expected(folder)
     packed = (*PACKS, "--sequence_packing", "true", "--seq_length", "96")
@@ -296,7 +296,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 @pytest.mark.parametrize("layout", LAYOUTS if EVERY else ["tp2"])
 def test_judged_answers_to_pictures_train_as_in_transformers(layout: str, folder: Path) -> None:
     told = ("--freeze", "[]", "--kto_beta", "1", "--save_hf_model", "false", *LAYOUTS[layout])
@@ -306,7 +306,7 @@ def test_judged_answers_to_pictures_train_as_in_transformers(layout: str, folder
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.mark.skipif(not EVERY, reason="MCA_EVERY_LAYOUT=1 runs it")
+@pytest.mark.skipif(not EVERY, reason="`--cases all` runs it")
 @pytest.mark.parametrize("source", ["file", "stream"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_texts_with_pictures_train_as_in_transformers(layout: str, source: str, folder: Path) -> None:
@@ -326,7 +326,7 @@ def test_texts_with_pictures_train_as_in_transformers(layout: str, source: str, 
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.mark.skipif(not EVERY, reason="MCA_EVERY_LAYOUT=1 runs it")
+@pytest.mark.skipif(not EVERY, reason="`--cases all` runs it")
 @pytest.mark.parametrize("layout", [*LAYOUTS, "dp2"])
 def test_a_stream_of_pictures_trains_as_in_transformers(layout: str, folder: Path) -> None:
     losses, _ = _expected(folder)
@@ -344,7 +344,7 @@ def test_pairs_with_pictures_are_compared_as_in_transformers(folder: Path) -> No
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.mark.skipif(not EVERY, reason="MCA_EVERY_LAYOUT=1 runs it")
+@pytest.mark.skipif(not EVERY, reason="`--cases all` runs it")
 def test_the_text_part_may_be_frozen(folder: Path) -> None:
     """The last stage has nothing to train then, and one row in four has no image."""
     losses, model = _expected(folder, "language")

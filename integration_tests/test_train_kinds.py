@@ -85,7 +85,7 @@ def peft_takes(model: Path, adapter: Path) -> int:
     return sum(bool(p.abs().sum() > 0) for name, p in loaded.named_parameters() if "lora_" in name)
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_a_reward_adapter_with_its_head_resumed_and_taken_by_peft(folder):
     import peft
     import torch

@@ -22,9 +22,9 @@ SAMPLE = (
     "moe/cp2",
     "moe/ep2-zero-reduce-gather",
 )
-"""Of `ALL`, which take ten minutes: they are run with MCA_EVERY_CURVE=1, for fifty steps."""
+"""Of `ALL`, which take ten minutes: they are run with `--cases all`, for fifty steps."""
 WIDE = ("dense/pp3-uneven", "dense/dp2-zero-reduce-gather", "dense/tp2-sp-cp2", "moe/cp2")
-EVERY = bool(os.environ.get("MCA_EVERY_CURVE"))
+EVERY = bool(os.environ.get("MCA_ALL_CASES"))
 CURVES = tuple(ALL) if EVERY else SAMPLE
 
 

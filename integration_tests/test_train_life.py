@@ -15,7 +15,7 @@ from train_cases import make_trainer, quietly, sparse_checkpoint, tiny_checkpoin
 
 pytestmark = pytest.mark.ranks
 
-EVERY = bool(os.environ.get("MCA_EVERY_INTERRUPTION"))
+EVERY = bool(os.environ.get("MCA_ALL_CASES"))
 RUN = {
     "max_steps": 8,
     "gradient_accumulation_steps": 2,
@@ -46,7 +46,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "epochs that a callback ended": (4, SHORT),
     "in an epoch after one that a callback ended": (4, SHORT),
 }
-"""Runs, and the step at which they are interrupted; with MCA_EVERY_INTERRUPTION=1 at every step."""
+"""Runs, and the step at which they are interrupted; with `--cases all` at every step."""
 MORE = (
     "early stopping",
     "steps that end epochs",
@@ -185,14 +185,14 @@ def other_differences(checkpoint: Path, output: Path) -> list[str]:
     )
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_runs_that_are_ended_again_or_by_a_callback_are_whole_ones(tmp_path):
     model = tiny_checkpoint(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
     (found,) = run_ranks(1, other_differences, model, tmp_path, timeout=600)
     assert found == []
 
 
-@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.wide)], ids=["", "more"])
+@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.qualify)], ids=["", "more"])
 def test_an_interrupted_run_is_the_whole_one(more, tmp_path):
     model = tiny_checkpoint(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
     last = RUN["max_steps"]
@@ -219,7 +219,7 @@ def trained(checkpoint: Path, output: Path, last: int, **changes: Any) -> Any:
     return [*found, result.training_loss]
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_an_interval_of_logs_that_is_cut_goes_on_upon_another_layout(tmp_path):
     model = sparse_checkpoint(tmp_path / "model")
     run = {

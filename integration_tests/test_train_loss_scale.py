@@ -88,7 +88,7 @@ def test_experts_have_the_loss_scale_that_losses_have(tmp_path):
         assert skipped == [0, 1, 0]
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_a_checkpoint_before_the_first_update_resumes(checkpoint, tmp_path):
     for straight, resumed in run_ranks(1, resumed_before_the_first_update, checkpoint, tmp_path)[0]:
         assert straight["skipped_steps"][0] == 1

@@ -46,7 +46,7 @@ def unpacked(checkpoint, tmp_path_factory):
     return run_ranks(1, train_losses, checkpoint, tmp_path_factory.mktemp("out"), **PLAIN)[0]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.cases(0, always=["cp2"])
 @pytest.mark.parametrize(
     "name", tiered(sample(LAYOUTS, "single", "micro-batch-2", "cp2", "pp2"), "single", "pp2")
 )

@@ -79,8 +79,8 @@ def _assert_same_losses(steady: list[dict[str, float]], cut: list[dict[str, floa
         )
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("packed", [True, False] if os.environ.get("MCA_EVERY_LAYOUT") else [True])
+@pytest.mark.cases(0, always=["True"])
+@pytest.mark.parametrize("packed", [True, False] if os.environ.get("MCA_ALL_CASES") else [True])
 def test_sources_have_losses_of_their_own_on_every_layout_and_after_resuming(folder, packed):
     steady = _trained(folder, f"steady{packed}", sequence_packing=packed)
     seen = {key for log in steady for key in log if key.startswith("loss/")}
@@ -103,8 +103,8 @@ PIPELINE = ("--local_ranks", "2", "--pipeline_model_parallel_size", "2")
     ("kind", "first", "second"),
     [
         ("pretrain", TENSOR, ()),
-        pytest.param("sft", PIPELINE, TENSOR, marks=pytest.mark.wide),
-        pytest.param("pretrain", PIPELINE, TENSOR, marks=pytest.mark.wide),
+        pytest.param("sft", PIPELINE, TENSOR, marks=pytest.mark.qualify),
+        pytest.param("pretrain", PIPELINE, TENSOR, marks=pytest.mark.qualify),
     ],
 )
 def test_indexed_tokens_and_rows_are_resumed_on_another_layout(folder, kind, first, second):

@@ -52,7 +52,7 @@ def worst(one: list[float], other: list[float]) -> float:
     return max((abs(a - b) / abs(a) for a, b in zip(one, other, strict=True)), default=0.0)
 
 
-@pytest.mark.parametrize("case", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("case", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.qualify)])
 def test_losses_equal_the_single_process_run(case, tmp_path):
     checkpoint = make_reference(case, tmp_path).path
     settings, layouts = CASES[case]
@@ -272,7 +272,7 @@ def test_the_coefficient_of_config_json_is_hugging_faces(tmp_path):
     require_hugging_faces({"qwen3_moe": one_layer, "minimax_m2": of_sigmoids, **made}, tmp_path)
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_so_it_is_where_routers_are_alike(tmp_path):
     require_hugging_faces(
         {case: tiny(case, changes) for case, changes in HUGGING_FACES_TOO.items()}, tmp_path

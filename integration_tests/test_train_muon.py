@@ -91,7 +91,7 @@ SPLITS = {
 
 @pytest.mark.parametrize(
     ("case", "settings"),
-    [("gemma4_text-e2b", {}), pytest.param("gemma4_text", {"bf16": True}, marks=pytest.mark.wide)],
+    [("gemma4_text-e2b", {}), pytest.param("gemma4_text", {"bf16": True}, marks=pytest.mark.qualify)],
 )
 def test_every_layer_is_split_at_its_own_heads(case, settings, tmp_path):
     each = reference.make_reference(case, tmp_path / "model")

@@ -1,6 +1,6 @@
 """Optimizer state in host memory changes nothing but the host's rounding, and is saved as any other.
 
-A sample of the cases; all with ``MCA_EVERY_OFFLOAD=1``.
+A sample of the cases; all with `--cases all`.
 """
 
 import os
@@ -20,7 +20,7 @@ from train_settings import ASYNC, DP, PP, TP, ZERO
 pytestmark = pytest.mark.ranks
 
 EACH = HALF | {"overlap_cpu_optimizer_d2h_h2d": True}
-EVERY = bool(os.environ.get("MCA_EVERY_OFFLOAD"))
+EVERY = bool(os.environ.get("MCA_ALL_CASES"))
 STEPS = 20 if EVERY else 6
 
 

@@ -20,7 +20,7 @@ def model(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("model"), vocab_size=131)  # padded at tensor size 2
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("changes", [ZERO, {}], ids=["split", "whole"])
 def test_ranks_go_on_in_fp32_with_the_same_weights(changes, model, tmp_path):
     first, second = run_ranks(2, in_fp32, model, tmp_path, changes)
@@ -111,7 +111,7 @@ def trained_again(model: Path, output_dir: Path) -> list[Any]:
     return found
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_a_trainer_that_has_trained_goes_on_from_the_weights_of_a_checkpoint(model, tmp_path):
     ((new, old),) = run_ranks(1, trained_again, model, tmp_path)
     assert new == old

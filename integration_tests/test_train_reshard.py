@@ -53,7 +53,7 @@ SOME_EXPERTS = (
     ("dp2-etp2-split", "tp2-sp-etp1"),
     ("dp2-etp2-split-torch-dist", "tp2-sp-etp1"),
 )
-"""Of all pairs, 202 in all, which are run with MCA_EVERY_TRANSITION=1."""
+"""Of all pairs, 202 in all, which are run with `--cases all`."""
 WIDE = (
     ("cp2", "dp2-pp2-vpp2-split"),
     ("ep2", "ep2"),
@@ -64,7 +64,7 @@ WIDE = (
 
 def pairs(layouts: dict[str, Any], some: tuple[tuple[str, str], ...]) -> Any:
     every = [(before, after) for after in layouts for before in layouts]
-    marks = {pair: () if EVERY or pair not in WIDE else pytest.mark.wide for pair in every}
+    marks = {pair: () if EVERY or pair not in WIDE else pytest.mark.qualify for pair in every}
     return [
         pytest.param(*pair, id="-to-".join(pair), marks=marks[pair]) for pair in (every if EVERY else some)
     ]
@@ -144,7 +144,7 @@ def test_rates_of_their_own_go_on(before, after, rates, tmp_path, record_propert
     assert difference < 1e-4
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("before", "after"), pairs(EXPERTS, SOME_EXPERTS))
 def test_experts_go_on(before, after, experts, tmp_path, record_property):
     difference = experts.difference(before, after, tmp_path)
@@ -155,9 +155,9 @@ def test_experts_go_on(before, after, experts, tmp_path, record_property):
 @pytest.mark.parametrize(
     "case,changes",
     [
-        pytest.param("qwen3_next", {}, id="whole", marks=pytest.mark.wide),
+        pytest.param("qwen3_next", {}, id="whole", marks=pytest.mark.qualify),
         pytest.param("qwen3_next", ZERO, id="split"),
-        pytest.param("nemotron_h", ZERO, id="state-space", marks=pytest.mark.wide),
+        pytest.param("nemotron_h", ZERO, id="state-space", marks=pytest.mark.qualify),
     ],
 )
 def test_layers_with_fused_projections_go_on(case, changes, tmp_path):
@@ -171,7 +171,7 @@ def test_layers_with_fused_projections_go_on(case, changes, tmp_path):
     assert run_ranks(1, run, model, tmp_path / "resumed", FIRST + 2, before, **changes) == [straight]
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 @pytest.mark.parametrize(("before", "after"), [("tp2", "dp2-split"), ("dp2-split", "tp2")])
 def test_state_spaces_beside_attention_go_on(before, after, tmp_path):
     """Falcon H1: both take parts of one layer, and each is cut over tensor ranks in its own way."""
@@ -195,9 +195,9 @@ GATE_AND_UP = {"target_modules": ["gate_up_proj"], "modules_to_save": ["layers.1
             ETP2 | DP,
             WITH_EXPERTS,
             id="with-experts",
-            marks=pytest.mark.wide,
+            marks=pytest.mark.qualify,
         ),
-        pytest.param("phi3", SP, ZERO | DP, GATE_AND_UP, id="gate-and-up", marks=pytest.mark.wide),
+        pytest.param("phi3", SP, ZERO | DP, GATE_AND_UP, id="gate-and-up", marks=pytest.mark.qualify),
     ],
 )
 def test_adapters_go_on(case, before, after, adapted, tmp_path):
@@ -258,7 +258,7 @@ def run_as_it_once_was(*args: Any, **changes: Any) -> Any:
         return run(*args, **changes)
 
 
-@pytest.mark.parametrize("case", [pytest.param("deepseek_v3", marks=pytest.mark.wide), "phi3"])
+@pytest.mark.parametrize("case", [pytest.param("deepseek_v3", marks=pytest.mark.qualify), "phi3"])
 def test_states_are_found_under_their_earlier_names(case, tmp_path):
     from reference import make_reference
 
@@ -291,7 +291,7 @@ def refused(*args: Any, **changes: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    "size,other", [(1, 2), pytest.param(2, 1, marks=pytest.mark.wide)], ids=["of-one", "of-two"]
+    "size,other", [(1, 2), pytest.param(2, 1, marks=pytest.mark.qualify)], ids=["of-one", "of-two"]
 )
 def test_rows_of_ranks_go_on_where_as_many_ranks_are(size, other, tmp_path):
     model, adapter = adapter_of("phi3", tmp_path, target_modules=["gate_up_proj"])

@@ -71,7 +71,7 @@ def test_resuming_changes_no_bit(name, checkpoint, tmp_path):
         assert found["state"] == {"steps": 5, "equal_weights": True}
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_layers_that_differ_in_shape_resume(tmp_path):
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
@@ -219,7 +219,7 @@ def by_another_metric(checkpoint: Path, output_dir: Path) -> list[Any]:
     return [(same[0] == losses[0], *same[1:]), other, told]
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_the_best_model_by_another_metric_is_none(checkpoint, tmp_path):
     ((same, other, told),) = run_ranks(1, by_another_metric, checkpoint, tmp_path)
     assert same == (True, str(tmp_path / "checkpoint-1"), 1, 1)

@@ -93,7 +93,7 @@ def test_packed_streams(checkpoint, tmp_path):
         same(whole, found)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("workers", [0, 2] if EVERY else [2])
 def test_resuming_a_stream_is_exact(workers, checkpoint, tmp_path):
     data = Stream(samples(RUN["count"]))

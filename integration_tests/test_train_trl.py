@@ -119,7 +119,7 @@ def ours(request: pytest.FixtureRequest, folder: Path) -> Any:
     return lambda kind, layout: of_size(1 if layout == "single" else 4)[kind, layout]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.cases(0, always=["sigmoid-single", "precomputed-single", "reward-tp2-pp2", "grpo-dapo-cp2-dp2"])
 @pytest.mark.parametrize(("case", "layout"), tiered(GRID, *WIDE))
 def test_every_step_is_that_of_trl(case: str, layout: str, theirs: Theirs, ours: Any) -> None:
     kind = case
@@ -164,7 +164,7 @@ def again_without_reference(folder: Path, *, factor: float = 1.0) -> list[float]
     return history(trainer, "loss")
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_kept_log_probabilities_serve_the_run_that_goes_on(folder: Path, ours: Any) -> None:
     first = ours(*KEPT)["loss"]
     assert run_ranks(1, again_without_reference, folder)[0] == first
@@ -224,7 +224,7 @@ def resumed(folder: Path, kinds: list[str]) -> list[tuple[Logged, Logged]]:
     return found
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_an_adapter_goes_on_as_if_it_had_not_stopped(folder: Path) -> None:
     kinds = list(RESUMED) if EVERY else ["kto"]
     for kind, (whole, again) in zip(kinds, run_ranks(2, resumed, folder, kinds)[0], strict=True):

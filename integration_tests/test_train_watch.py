@@ -97,7 +97,10 @@ def patience(trainer: Any) -> set[float]:
 
 @pytest.mark.parametrize(
     ("size", "changes"),
-    [pytest.param(1, {}, marks=pytest.mark.wide), (2, PP)],  # one rank: test_train_life.py interrupts it too
+    [
+        pytest.param(1, {}, marks=pytest.mark.qualify),
+        (2, PP),
+    ],  # one rank: test_train_life.py interrupts it too
 )
 def test_sigterm_to_any_rank_saves_and_ends_at_one_step(size, changes, checkpoint, tmp_path):
     found = run_ranks(size, stopped_and_resumed, checkpoint, tmp_path, size - 1, max_steps=8, **changes)
@@ -155,7 +158,7 @@ def poisoned(checkpoint: Path, output_dir: Path, **changes: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("size", "changes"), [pytest.param(1, {}, marks=pytest.mark.wide), (2, PP | {"bf16": True})]
+    ("size", "changes"), [pytest.param(1, {}, marks=pytest.mark.qualify), (2, PP | {"bf16": True})]
 )
 def test_a_gradient_that_is_no_number_is_named_and_not_saved(size, changes, checkpoint, tmp_path):
     for message in run_ranks(size, poisoned, checkpoint, tmp_path, **changes):

@@ -66,7 +66,7 @@ def found(
     return folder, differences
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("case,layout", GRID)
 def test_text_computes_the_same_and_everything_is_exported(
     case: str, layout: str, found: Any, tmp_path: Path

@@ -1,6 +1,6 @@
 """Images: the loss and the gradient of every parameter, the vision model's too, are those of transformers.
 
-``MCA_EVERY_LAYOUT=1`` tests all families on all layouts.
+`--cases all` tests all families on all layouts.
 """
 
 from pathlib import Path
@@ -97,7 +97,7 @@ def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return folder, references, by_pair
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.cases(2, always=["qwen2_5_vl-tp2cp2packed-sp", "mistral3-tp2sp"])
 @pytest.mark.parametrize("case,layout", tiered(GRID, *WIDE))
 def test_losses_and_gradients_equal_transformers(case: str, layout: str, computed: Computed) -> None:
     folder, references, by_pair = computed

@@ -1,6 +1,6 @@
 """Adapters on the vision model and the projector: gradients and merged weights are PEFT's on transformers' model.
 
-``MCA_EVERY_LAYOUT=1`` tests more families and layouts.
+`--cases all` tests more families and layouts.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """Models with images after three steps, and after an export, are transformers'.
 
-``MCA_EVERY_LAYOUT=1`` tests every family, and steps on more layouts.
+`--cases all` tests every family, and steps on more layouts.
 """
 
 import copy

@@ -312,7 +312,9 @@ def arguments() -> argparse.ArgumentParser:
         command.add_argument(
             "--seconds", type=float, default=90, help="CPU seconds of tests per fault (default: 90)"
         )
-        command.add_argument("--marks", default="not wide", help="marker expression (default: 'not wide')")
+        command.add_argument(
+            "--marks", default="not qualify", help="marker expression (default: 'not qualify')"
+        )
         command.add_argument("--map", type=Path, default=MAP, help="folder that the command map has written")
         command.add_argument(
             "--out",

@@ -26,11 +26,11 @@ LAYOUTS: dict[str, dict[str, int | str]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.wide] if name not in ("deepseek-v3", "gpt-oss-120b") else [])
+        pytest.param(name, marks=[pytest.mark.qualify] if name not in ("deepseek-v3", "gpt-oss-120b") else [])
         for name in sorted(LAYOUTS)
     ],
 )
@@ -91,7 +91,7 @@ UNCUT = ("gemma-4-e2b", "gemma-4-e4b")
 """All layers stand on one pipeline stage, which makes the embeddings of each."""
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_every_written_down_configuration_is_planned(name: str, tmp_path: Path, capsys) -> None:
     """Each on two pipeline stages, with the size that is published."""

@@ -179,11 +179,11 @@ RESEMBLING = (
 """Those whose tensors another one has too, cut alike."""
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(kind, marks=[pytest.mark.wide] if kind in RESEMBLING else [])
+        pytest.param(kind, marks=[pytest.mark.qualify] if kind in RESEMBLING else [])
         for kind in sorted({kind for kind, _ in CASES.values() if FAMILIES[kind].vision is None})
     ],
 )

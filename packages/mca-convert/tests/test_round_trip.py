@@ -35,7 +35,7 @@ EXPERTS = [
     {"tp": 2, "pp": 2, "vpp": 2, "ep": 4, "etp": 2},
 ]
 DTYPES = ("float32", "bfloat16", "float16")
-EVERY = bool(os.environ.get("MCA_EVERY_LAYOUT"))
+EVERY = bool(os.environ.get("MCA_ALL_CASES"))
 
 
 def trainable(case: str, layout: dict) -> dict:
@@ -43,7 +43,7 @@ def trainable(case: str, layout: dict) -> dict:
     return {**layout, "etp": 1} if case == "gpt_oss" else layout
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("case", TIERED)
 def test_round_trip_is_bit_exact_on_every_layout(case: str, tiny, convert, tmp_path: Path) -> None:
     """Every family meets every third layout that it can be trained in, and every layout every third family."""
@@ -81,7 +81,7 @@ CUT_EXPERTS = [
 ]
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 @pytest.mark.parametrize("case", sorted(ALIKE))
 def test_families_of_shared_parts_come_back_from_one_layout(case: str, tiny, convert) -> None:
     """From the first that the model can be trained in; each begins with another."""
@@ -98,7 +98,7 @@ def test_families_of_shared_parts_come_back_from_one_layout(case: str, tiny, con
     assert_same_tensors_and_config(source, back)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("case", TIERED)
 def test_verify_finds_them_the_same(case: str, tiny, convert) -> None:
     source = tiny(case, "bfloat16")

@@ -23,7 +23,7 @@ from mca_models.templates import family_of
 CASES = sorted(tiny_vision.CASES)
 LAYOUTS = ({"tp": 2, "pp": 2, "vpp": 2}, {"pp": 4}, {"tp": 4}, {"tp": 2, "pp": 3, "first": 2})
 MOE = ({"ep": 2, "pp": 2}, {"tp": 2, "ep": 2, "etp": 1}, {"tp": 2, "pp": 2, "vpp": 2, "ep": 4, "etp": 2})
-EVERY = bool(os.environ.get("MCA_EVERY_LAYOUT"))
+EVERY = bool(os.environ.get("MCA_ALL_CASES"))
 PROCESSOR = (
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     *("chat_template.json", "chat_template.jinja"),
@@ -53,7 +53,7 @@ def sizes(layout: dict) -> ParallelLayout:
     return ParallelLayout(**{LAYOUT[key]: size for key, size in layout.items()})
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("case", CASES)
 def test_everything_goes_both_ways_on_every_layout(case: str, saved, convert) -> None:
     source = saved(case)

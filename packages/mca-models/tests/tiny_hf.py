@@ -336,17 +336,17 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Families of parts that those above have too, put together otherwise: not every test takes them by default."""
 ALL = {**CASES, **ALIKE}
-SOME = ALL if os.environ.get("MCA_EVERY_LAYOUT") else CASES
+SOME = ALL if os.environ.get("MCA_ALL_CASES") else CASES
 TIED_OR_PLAIN = (
     *("cwm", "exaone4-no-window", "granite", "llama-tied", "minimax_m2", "mistral", "mistral-tied", "olmoe"),
     *("deepseek_v2-no-q-lora", "glm4_moe_lite", "qwen2-tied", "qwen3-tied", "seed_oss", "smollm3"),
 )
 """Those of `CASES` whose tensors another one has too, cut alike."""
 TIERED = [
-    pytest.param(case, marks=[pytest.mark.wide] if case in TIED_OR_PLAIN and SOME is CASES else [])
+    pytest.param(case, marks=[pytest.mark.qualify] if case in TIED_OR_PLAIN and SOME is CASES else [])
     for case in sorted(SOME)
 ]
-"""`SOME`, of which ``pytest -m wide`` takes those."""
+"""`SOME`, of which ``pytest --cases all`` takes those."""
 tiny_classes.register()
 
 

@@ -46,12 +46,14 @@ EXPERT_LAYOUTS = [
 
 
 OFTEN = ("deepseek_v3", "llama-saved", "qwen3_moe")
-"""Between them these have every kind of part; the other cases are wide."""
+"""Between them these have every kind of part; `--cases all` runs the others."""
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.wide]) for name in adapters.CASES],
+    params=[
+        pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.qualify]) for name in adapters.CASES
+    ],
 )
 def saved(request: Any, tmp_path_factory: Any) -> tuple[Path, Path]:
     return adapters.save(request.param, tmp_path_factory.mktemp("adapter"))

@@ -56,7 +56,7 @@ def targets(model: Any) -> dict[str, list[str]]:
     return {"target_modules": sorted(linears), "target_parameters": sorted(stacked)}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("case", tiny_hf.TIERED)
 def test_every_linear_of_every_family(case: str, tmp_path: Path) -> None:
     base = tiny_hf.save(case, tmp_path / "base")
@@ -100,7 +100,7 @@ def test_linears_are_called_as_modules_whatever_files_call_them(case: str) -> No
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case in ROUTERS else [pytest.mark.wide]) for case in UNADAPTED]
+    "case", [pytest.param(case, marks=[] if case in ROUTERS else [pytest.mark.qualify]) for case in UNADAPTED]
 )
 def test_all_linear_leaves_out_what_peft_cannot_adapt(case: str) -> None:
     kind, different = tiny_hf.ALL[case]
@@ -128,7 +128,7 @@ SIZES = {"rank_pattern": {"shared_experts.up_proj": 3}, "alpha_pattern": {"mlp.g
     [
         pytest.param("glm4_moe", {"target_modules": PROJECTIONS, **SIZES}, id="glm4_moe"),
         *(
-            pytest.param(case, {"target_modules": targets, **more}, id=name, marks=pytest.mark.wide)
+            pytest.param(case, {"target_modules": targets, **more}, id=name, marks=pytest.mark.qualify)
             for name, case, targets, more in (
                 ("pattern", "glm4_moe", rf".*\.({'|'.join(PROJECTIONS)})", {}),
                 ("shared", "glm4_moe", SHARED, {}),
@@ -176,7 +176,7 @@ def test_what_peft_does_not_read_of_experts_is_told(name: str, caplog: pytest.Lo
     assert not caplog.records
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 @pytest.mark.parametrize("name", UNREAD)
 def test_what_is_told_peft_does_not_read(name: str, tmp_path: Path) -> None:
     case, settings = UNREAD[name]

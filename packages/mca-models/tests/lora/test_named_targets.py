@@ -86,7 +86,7 @@ def settings_of(config: McaModelConfig) -> Iterator[Settings]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[] if case in DEFAULT else [pytest.mark.wide])
+        pytest.param(case, marks=[] if case in DEFAULT else [pytest.mark.qualify])
         for case in (*TEXT, *sorted(tiny_vision.CASES))
     ],
 )
@@ -120,7 +120,7 @@ def test_peft_adapts_what_is_trained_and_nothing_else(case: str, caplog: pytest.
         ("qwen3_moe", {"target_modules": r".*\.1\.self_attn\.o_proj"}),
         ("glm4_moe", {"target_modules": "all-linear"}),
         *(
-            pytest.param(case, settings, marks=pytest.mark.wide)
+            pytest.param(case, settings, marks=pytest.mark.qualify)
             for case, settings in (
                 ("mixtral", {"target_modules": "all-linear", "modules_to_save": ["lm_head"]}),
                 ("minimax_m3_vl_text", {"target_modules": ["q_proj", "k_proj"]}),

@@ -15,7 +15,7 @@ from mca_models.lora.targets import linear_targets
 from mca_models.megatron.families.vision_model import part_of
 from mca_models.templates import config_from_hf
 
-EVERY = bool(os.environ.get("MCA_EVERY_LAYOUT"))
+EVERY = bool(os.environ.get("MCA_ALL_CASES"))
 PARTS = ("language", "vision", "projector")
 SOME = list(chain.from_iterable(combinations(PARTS, count) for count in (1, 2, 3)))
 

@@ -156,21 +156,21 @@ def test_patch_mends_the_fault(name: str, needed: dict[str, list[bool]]) -> None
     assert needed[name][1] is False
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_prepare_after_megatron_is_refused(ended: dict[str, dict[str, Any]]) -> None:
     assert "before mca_models.megatron.platform.prepare()" in ended["after megatron"]["stderr"]
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_prepare_is_quiet_idempotent_and_gives_compile_back(ended: dict[str, dict[str, Any]]) -> None:
     assert ended["twice"] == {"returncode": 0, "stderr": "", "stdout": ""}
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_the_cpu_of_a_machine_with_a_gpu_leaves_the_gpu_alone(ended: dict[str, dict[str, Any]]) -> None:
     assert ended["cpu beside a gpu"]["returncode"] == 0, ended["cpu beside a gpu"]["stderr"]
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 def test_an_unknown_device_is_refused(ended: dict[str, dict[str, Any]]) -> None:
     assert "MCA_DEVICE is 'tpu'" in ended["unknown device"]["stderr"]

@@ -73,7 +73,7 @@ def written_as_blocks(config: McaModelConfig) -> set[str]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[] if case in NAMED else [pytest.mark.wide])
+        pytest.param(case, marks=[] if case in NAMED else [pytest.mark.qualify])
         for case in sorted(tiny_hf.ALL.keys() - set(UNREAD))
     ],
 )
@@ -93,7 +93,7 @@ def test_a_head_for_scores_stays_as_it_is(end: str) -> None:
     assert "score.weight" not in layout.scales and len(layout.scales) == 7 * config.num_layers
 
 
-@pytest.mark.wide
+@pytest.mark.qualify
 @pytest.mark.parametrize("case", sorted(tiny_vision.CASES))
 def test_blocks_beside_a_vision_model_are_written_where_they_are_read(case: str) -> None:
     described = transformers.AutoConfig.for_model(**tiny_vision.described(case))

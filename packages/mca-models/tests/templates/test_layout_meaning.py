@@ -104,7 +104,7 @@ def test_phi3_packs_queries_with_the_keys_of_their_group(tmp_path: Path) -> None
 STACKED = [case for case, (kind, _) in tiny_hf.ALL.items() if family_of(kind).moe and "-dense" not in case]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("case", STACKED)
 def test_stacked_experts_give_the_same_parameters_as_single_ones(case: str, tmp_path: Path) -> None:
     single, config, params = loaded(case, tmp_path)

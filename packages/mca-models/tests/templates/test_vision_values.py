@@ -47,7 +47,7 @@ def changed(hf: dict[str, Any]) -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[] if case == "internvl" else [pytest.mark.wide])
+        pytest.param(case, marks=[] if case == "internvl" else [pytest.mark.qualify])
         for case in sorted(tiny_vision.CASES)
     ],
 )

@@ -72,7 +72,7 @@ def write(tmp_path: Path, made: Any, at: ParallelLayout, *args: Any, **options: 
     return tmp_path / "roll", hf
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("case", "at", "rename"), SPELLED, ids=spelled)
 def test_every_layout_and_spelling_is_recovered(
     tmp_path: Path, checkpoint: Any, case: str, at: ParallelLayout, rename: Any
@@ -93,7 +93,7 @@ def test_every_layout_and_spelling_is_recovered(
                 assert (piece.view(np.int16) == param.shard.take(whole, rank, side)).all()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("rename", [roll_tree.te_grouped, roll_tree.local_sequential])
 @pytest.mark.parametrize("case", tiny_hf.SOME)
 def test_every_family_is_recovered(tmp_path: Path, checkpoint: Any, case: str, rename: Any) -> None:

@@ -113,7 +113,7 @@ def test_parts_of_fused_projections_are_joined(
     assert_same(source, hf)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("form", [by_layer, singleton])
 @pytest.mark.parametrize("case", tiny_hf.SOME)
 def test_every_family_is_read(tmp_path: Path, checkpoint: Any, case: str, form: Callable[..., State]) -> None:

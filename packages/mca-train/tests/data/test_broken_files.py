@@ -144,7 +144,7 @@ class Counting:
 
 
 @pytest.mark.parametrize(
-    "row", ["text", *(pytest.param(row, marks=pytest.mark.wide) for row in ("completion", "messages"))]
+    "row", ["text", *(pytest.param(row, marks=pytest.mark.qualify) for row in ("completion", "messages"))]
 )
 def test_of_a_row_of_megabytes_only_what_is_trained_on_is_tokenized(row, tmp_path):
     long = "ab c" * 500_000

@@ -335,7 +335,7 @@ def pairs():
     chosen = {"gemma3": tuple(STYLES), **dict.fromkeys(("qwen2_5_vl", "internvl", "mistral3"), few)}
     for family in CASES:
         for style in STYLES:
-            marks = () if style in chosen.get(family, ("raw",)) else pytest.mark.wide
+            marks = () if style in chosen.get(family, ("raw",)) else pytest.mark.qualify
             yield pytest.param(family, style, marks=marks)
 
 

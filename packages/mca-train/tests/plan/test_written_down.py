@@ -14,7 +14,7 @@ from mca_train.plan.memory import make_plan
 DATA = Path(__file__).parents[3] / "mca-models/tests/data/published.json"
 SIZES: dict[str, Any] = json.loads(DATA.read_text())
 SAMPLE = ("gemma-4-31b", "command-r-plus")  # heads by kind of layer, and a parallel block
-NAMES = list(SIZES) if os.environ.get("MCA_EVERY_LAYOUT") else SAMPLE
+NAMES = list(SIZES) if os.environ.get("MCA_ALL_CASES") else SAMPLE
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,131 @@
+# Sourced by .ci/run and .ci/qualify: the environment, and a function for each stage.
+# Works from a fresh clone with nothing but Python >= 3.11 (and uv, which it fetches if it is missing).
+# Every stage runs, so that one run shows everything that is wrong; the exit code says whether anything is.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+started=$SECONDS
+passed=() failed=()
+say() { printf '\n=== [%4ds] %s\n' "$((SECONDS - started))" "$*"; }
+
+# stage TITLE COMMAND...: the command runs in a subshell with `set -e`
+stage() {
+    local title=$1 code=0
+    shift
+    say "$title"
+    set +e
+    (set -e; "$@")
+    code=$?
+    set -e
+    if ((code)); then failed+=("$title"); say "FAILED ($code): $title"; else passed+=("$title"); fi
+}
+
+work=$(mktemp -d "${TMPDIR:-/tmp}/mca-ci.XXXXXX")
+trap 'rm -rf "$work"' EXIT
+export UV_PYTHON_DOWNLOADS=never UV_NO_PROGRESS=1
+unset VIRTUAL_ENV
+unset PYTHONDONTWRITEBYTECODE # set, it makes every process compile what it imports: 20 s of a core
+
+if ! command -v uv >/dev/null 2>&1; then
+    say "uv is missing: installing it beside the run"
+    python3 -m venv "$work/uv"
+    "$work/uv/bin/python" -m pip install --quiet uv
+    export PATH="$work/uv/bin:$PATH"
+fi
+
+say "environment (uv sync)"
+uv sync --quiet
+python=$(uv run python -c 'import sys; print(sys._base_executable)')
+uv run python -c 'import sys, torch; print("Python", sys.version.split()[0], "torch", torch.__version__)'
+
+lint() {
+    uv run ruff check
+    uv run ruff format --check
+}
+
+converter_alone() {
+    uv build --quiet --all-packages --wheel --out-dir "$work/wheels"
+    uv venv --quiet --no-project --python "$python" "$work/convert"
+    # by path, so that nothing of the same name on an index can stand in for ours
+    for wheel in "$work"/wheels/*.whl; do
+        name=$(basename "$wheel")
+        echo "${name%%-*} @ file://$wheel"
+    done >"$work/ours.txt"
+    uv pip install --quiet --python "$work/convert/bin/python" --constraint "$work/ours.txt" \
+        "$work"/wheels/mca_convert-*.whl
+    "$work/convert/bin/python" tools/converter_only_check.py
+}
+
+# Every page and anchor that is linked is there, and no page fetches anything from elsewhere.
+site() {
+    NO_MKDOCS_2_WARNING=1 uv run --quiet --isolated --only-group docs \
+        mkdocs build --quiet --strict --site-dir "$work/site"
+    ! grep -rlE 'src="https?://' --include='*.html' "$work/site"
+}
+
+# A Python 3.12 for the second fork: one that uv sees, else one that pyenv keeps inactive.
+find_312() {
+    if ! uv python find --no-project 3.12 2>/dev/null && command -v pyenv >/dev/null 2>&1; then
+        compgen -G "$(pyenv root)/versions/3.12*/bin/python3.12" | sort -V | tail -n 1
+    fi
+}
+
+second_fork() {
+    export UV_PROJECT_ENVIRONMENT="$PWD/.venv-3.12"
+    uv sync --quiet --python "$python312"
+    uv run --python "$python312" python -c 'import megatron.core; print("megatron-core", megatron.core.__version__)'
+    uv run --python "$python312" pytest "$@" -m "$marks" # what depends on the version of Megatron (conftest.py)
+}
+
+# The real clients of S3, Google's storage, wandb and mlflow, in an environment of their own: some need older versions
+# of packages that the others share. Speaks to loopback alone.
+clients() {
+    export UV_PROJECT_ENVIRONMENT="$PWD/.venv-clients"
+    uv run --quiet --no-default-groups --group clients pytest -n 0 integration_tests/test_clients.py
+}
+
+# Minutes of building the first time; kept in the user's cache by versions.
+transformer_engine() {
+    local folder
+    folder=$(uv run tools/build_transformer_engine.py)
+    PYTHONPATH="$folder" uv run pytest "$@" integration_tests/test_te_*.py
+}
+
+slurm_is_there() {
+    local each
+    for each in slurmctld slurmd sbatch munged; do command -v "$each" >/dev/null || return 1; done
+}
+
+# Whether a SLURM can be started here; Debian's packages are installed if that takes less than a minute.
+has_slurm() {
+    [[ $(id -u) == 0 ]] || return 1
+    slurm_is_there && return
+    command -v apt-get >/dev/null || return 1
+    DEBIAN_FRONTEND=noninteractive timeout 60 bash -c '
+        apt-get update -qq
+        apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge' >/dev/null 2>&1 || return 1
+    slurm_is_there
+}
+
+slurm() {
+    MCA_SLURM=1 timeout --signal=INT --kill-after=30 600 uv run pytest -n 0 -m slurm integration_tests/test_slurm.py
+}
+
+finish() {
+    say "${#passed[@]} stages passed, ${#failed[@]} failed"
+    ((${#failed[@]} == 0)) || { printf 'FAILED: %s\n' "${failed[@]}"; exit 1; }
+}
+
+# Transformer Engine and SLURM, where this machine can have them; arguments go to pytest.
+where_they_can_be() {
+    if command -v c++ >/dev/null 2>&1; then
+        stage "Transformer Engine's layers, emulated" transformer_engine "$@"
+    else
+        say "SKIPPED: no C++ compiler (c++) found, so Transformer Engine was not built and its layers were NOT tested"
+    fi
+    if has_slurm; then
+        stage "train.slurm under a SLURM of two nodes" slurm
+    else
+        say "SKIPPED: no SLURM can be installed here within a minute as root, so train.slurm was NOT tested"
+    fi
+}
