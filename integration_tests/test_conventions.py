@@ -210,7 +210,7 @@ def test_every_stage_of_ci_has_its_command(tier: str) -> None:
     """A stage is a function of the shared script once, or a program."""
     shared = (ROOT / ".ci" / "stages.sh").read_text()
     functions = re.findall(r"^(\w+)\(\) \{", shared, re.MULTILINE)
-    commands = re.findall(r'stage ".*?" (\S+)', shared + (ROOT / ".ci" / tier).read_text())
+    commands = re.findall(r'stage "(?:[^"$]|\$\(.*?\))*" (\S+)', shared + (ROOT / ".ci" / tier).read_text())
     assert len(functions) == len(set(functions))
     assert len(commands) > 5 and set(commands) <= {*functions, "uv", "env"}
 
