@@ -18,14 +18,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-
-from harness import run_ranks
-from source_tree import ROOT
-
-sys.path.insert(0, str(ROOT))
 from tools.gpu_kit import device_code, gather, needs, parity, run, speed, summary
 from tools.gpu_kit.kit import Kit, LeftOut
 from tools.gpu_kit.steps import STEPS, Step, step_of
+
+from harness import run_ranks
+from source_tree import ROOT
 
 EVERY = bool(os.environ.get("MCA_GPU_KIT"))
 CASES = parity.TINY if EVERY else parity.TINY[:1]

@@ -1,14 +1,9 @@
 """What a release is made of: the files of every package, with addresses, the same whoever builds them."""
 
 import hashlib
-import sys
 from pathlib import Path
 
 import pytest
-
-from source_tree import ROOT
-
-sys.path.insert(0, str(ROOT))
 from tools import release
 
 ADDRESS = "https://example.org/us/mca"

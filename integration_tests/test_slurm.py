@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools import slurm_lab
 
 import forked_cli
 from cli_runs import config, logs
 from source_tree import ROOT
-
-sys.path.insert(0, str(ROOT))
-from tools import slurm_lab
 
 STEPS = 8
 PATIENCE = 150.0

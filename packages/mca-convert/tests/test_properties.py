@@ -63,6 +63,7 @@ def config_of(family: str, draw: Any) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": heads if latent else groups,
         "head_dim": head_dim,
+        "partial_rotary_factor": 0.5 if head_dim % 4 == 0 else 1.0,  # dimensions are rotated in pairs
         "max_position_embeddings": 64,
         "tie_word_embeddings": draw(st.booleans()) and family not in ("gpt_oss", "qwen2_moe"),
         "rms_norm_eps": 1e-6,
