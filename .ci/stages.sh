@@ -81,14 +81,14 @@ second_fork() {
 # of packages that the others share. Speaks to loopback alone.
 clients() {
     export UV_PROJECT_ENVIRONMENT="$PWD/.venv-clients"
-    uv run --quiet --no-default-groups --group clients pytest -n 0 integration_tests/test_clients.py
+    uv run --quiet --no-default-groups --group clients pytest -n 0 integration_tests/cli/test_clients.py
 }
 
 # Minutes of building the first time; kept in the user's cache by versions.
 transformer_engine() {
     local folder
     folder=$(uv run tools/build_transformer_engine.py)
-    PYTHONPATH="$folder" uv run pytest "$@" integration_tests/test_te_*.py
+    PYTHONPATH="$folder" uv run pytest "$@" integration_tests/*/test_te_*.py
 }
 
 slurm_is_there() {
@@ -108,7 +108,7 @@ has_slurm() {
 }
 
 slurm() {
-    MCA_SLURM=1 timeout --signal=INT --kill-after=30 600 uv run pytest -n 0 -m slurm integration_tests/test_slurm.py
+    MCA_SLURM=1 timeout --signal=INT --kill-after=30 600 uv run pytest -n 0 -m slurm integration_tests/cli/test_slurm.py
 }
 
 finish() {

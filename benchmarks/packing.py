@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "integration_tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "integration_tests" / "support"))
 
 LONGEST, BATCH, PACKS = 512, 8, 4
 PADDED = {"per_device_train_batch_size": BATCH, "gradient_accumulation_steps": 1}

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "integration_tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "integration_tests" / "support"))
 
 RANKS = 4
 SIZES = {

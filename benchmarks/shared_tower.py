@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "integration_tests"), str(ROOT / "packages" / "mca-models" / "tests")]
+sys.path[:0] = [str(ROOT / "integration_tests" / "support"), str(ROOT / "packages" / "mca-models" / "tests")]
 
 GRIDS = ((16, 16), (24, 16), (16, 8), (20, 20), (12, 12), (16, 24), (8, 8), (24, 24))
 """Patches of each image; four are a token."""

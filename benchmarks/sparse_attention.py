@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "integration_tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "integration_tests" / "support"))
 
 SIZES: dict[str, Any] = {
     **{"num_hidden_layers": 1, "hidden_size": 896, "intermediate_size": 64, "vocab_size": 64},

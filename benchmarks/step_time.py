@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "integration_tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "integration_tests" / "support"))
 
 
 def by_hand(trainer: Any, batches: list[Any]) -> Any:

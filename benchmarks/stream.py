@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "integration_tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "integration_tests" / "support"))
 
 BUCKET = 64 << 20
 

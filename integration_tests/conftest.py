@@ -10,7 +10,11 @@ import pytest
 _HERE = Path(__file__).parent
 _SHARED = ("mca-models/tests", "mca-models/tests/torch_checkpoint", "mca-train/tests")
 pytest.register_assert_rewrite("gradients", "lora_gradients", "optimizer_states")
-sys.path[:0] = [str(_HERE), str(_HERE.parent), *(str(_HERE.parent / "packages" / tests) for tests in _SHARED)]
+sys.path[:0] = [
+    str(_HERE / "support"),
+    str(_HERE.parent),
+    *(str(_HERE.parent / "packages" / tests) for tests in _SHARED),
+]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,7 +1,7 @@
 """Builds Transformer Engine for this environment's torch, on a machine that needs no GPU and no CUDA toolkit.
 
     folder=$(uv run tools/build_transformer_engine.py)            # minutes the first time, then at once
-    PYTHONPATH=$folder uv run pytest integration_tests/test_te_*.py
+    PYTHONPATH=$folder uv run pytest integration_tests/*/test_te_*.py
 
 The folder holds what the extra ``te`` of ``mca-models`` adds to the environment, in the locked versions. It lies in
 the user's cache by the versions it was built for, or where ``MCA_TRANSFORMER_ENGINE`` says; ``MAX_JOBS`` is the number

@@ -16,7 +16,7 @@ def gpu_tests(kit: Kit) -> None:
     """Counts what passed, test by test, so that a step that is stopped keeps them; any failure fails the step."""
     command = [sys.executable, "-m", "pytest", "-n", "0", "-v", "-p", "no:cacheprovider", "-m", "gpu"]
     command += ["-p", "tools.gpu_kit.at_once", "--no-header", "--tb", "short"]
-    command += ["integration_tests/test_gpu.py", "--timeout", "120"]
+    command += ["integration_tests/system/test_gpu.py", "--timeout", "120"]
     if kit.tiny:
         command += ["-k", "local and (qwen2-tied or bfloat16)"]
     rehearsal = {"MCA_GPU_REHEARSAL": "1"} if kit.device == "cpu" else {}

@@ -34,7 +34,7 @@ _LAST, _LAST_OF_OTHERS = 1500, 6000
 _SOURCES = (
     ".",
     *(f"packages/{name}/src" for name in ("mca-config", "mca-models", "mca-train", "mca-convert")),
-    *("integration_tests", "packages/mca-models/tests", "packages/mca-train/tests"),
+    *("integration_tests/support", "packages/mca-models/tests", "packages/mca-train/tests"),
 )
 
 

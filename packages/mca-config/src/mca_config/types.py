@@ -1,7 +1,7 @@
 """Names for values whose types only their readers know: what JSON and YAML documents hold, and settings by name.
 
 What such a value must be is checked where it is read; these names say where it came from. Where else ``Any`` stands is
-counted in ``integration_tests/test_architecture.py``.
+counted in ``integration_tests/system/test_architecture.py``.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """DCP directories under every form of Megatron's names, and every way in which they can be wrong.
 
-What Megatron itself saves is read in ``integration_tests/test_torch_dist_reading.py``.
+What Megatron itself saves is read in ``integration_tests/checkpoints/test_torch_dist_reading.py``.
 """
 
 import os

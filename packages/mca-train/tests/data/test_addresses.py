@@ -1,7 +1,7 @@
 """Files at addresses: what is needed to open them, and that they are read as they are now.
 
 ``memory://`` stands for those whose server does not say when a file has changed; S3 and Google's storage are in
-``integration_tests/test_clients.py``.
+``integration_tests/cli/test_clients.py``.
 """
 
 import json

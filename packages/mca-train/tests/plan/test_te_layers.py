@@ -1,6 +1,6 @@
 """What a layer of Transformer Engine's keeps of a token, against sums by hand over what the sources save.
 
-`integration_tests/test_te_saved.py` looks at those sources.
+`integration_tests/parity/test_te_saved.py` looks at those sources.
 """
 
 import json

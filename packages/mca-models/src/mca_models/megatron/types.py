@@ -1,7 +1,7 @@
 """Names for the objects of megatron-core, transformers and peft, which ship no types that a checker can follow.
 
 Each name says which upstream object is meant; to a type checker all of them are ``Any``. Where else ``Any``
-stands is counted in ``integration_tests/test_architecture.py``.
+stands is counted in ``integration_tests/system/test_architecture.py``.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """What a decoder layer of Megatron's local implementation keeps for its backward pass, and needs while it runs.
 
-Each line was read off the dry run, which counts what the engine allocates; `integration_tests/test_plan_truth.py` holds
+Each line was read off the dry run, which counts what the engine allocates; `test_plan_truth.py` holds
 the two together.
 """
 

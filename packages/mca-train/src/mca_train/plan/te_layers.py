@@ -1,6 +1,6 @@
 """What a decoder layer of Transformer Engine's modules keeps for its backward pass, by what those modules save.
 
-Each line names the file and what is saved there (Transformer Engine 2.20): `integration_tests/test_te_saved.py` reads
+Each line names the file and what is saved there (Transformer Engine 2.20): `test_te_saved.py` reads
 the installed source. Nothing here could be measured without a GPU.
 """
 

@@ -13,7 +13,7 @@ from train_cases import quietly, tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
 
-_HERE = Path(__file__).parent
+_ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 LORA = {"lora_rank": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj", "down_proj"], "use_rslora": True}
 
@@ -137,7 +137,7 @@ def test_keys_that_say_nothing_are_refused(folder, kind, changes, message):
 def run_example(folder: Path) -> list[float]:
     import runpy
 
-    module = runpy.run_path(str(_HERE.parent / "examples" / "custom_loss" / "train.py"))
+    module = runpy.run_path(str(_ROOT / "examples" / "custom_loss" / "train.py"))
     losses: list[float] = quietly(lambda: module["train"](str(folder), 1))
     return losses
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 _VARIABLE = re.compile(r"(?<=/\.tmp)\w{6}|[0-9a-f]{8}|\d+")
 _SHOWN = 4  # frames
 _PACKAGES = "/site-packages/"
-_ROOTS = (f"{Path(__file__).parents[1]}/", f"{sysconfig.get_path('stdlib')}/")
+_ROOTS = (f"{Path(__file__).parents[2]}/", f"{sysconfig.get_path('stdlib')}/")
 
 
 class Site(NamedTuple):

@@ -20,7 +20,6 @@ from mca_train.checkpoint import integrity
 
 pytestmark = pytest.mark.ranks
 
-_HERE = Path(__file__).parent
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 

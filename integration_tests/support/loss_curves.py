@@ -1,6 +1,6 @@
 """Loss curves: fifty fp32 steps on every kind of layout against a single process.
 
-    .venv/bin/python integration_tests/loss_curves.py [PATTERN ...]
+    .venv/bin/python integration_tests/support/loss_curves.py [PATTERN ...]
 
 Prints a row for each curve whose name fits a pattern (default: all, about 8 minutes on 2 cores): the largest relative
 differences of loss and gradient norm over the steps, and of the loss on held-out samples. 1 if one is too large.

@@ -17,7 +17,7 @@ import transformers
 import forked_cli
 from layouts import EVERY
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "packages" / "mca-models" / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "mca-models" / "tests"))
 import tiny_vision
 
 pytestmark = pytest.mark.ranks

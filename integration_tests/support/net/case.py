@@ -57,7 +57,7 @@ class Case:
 
     def repeat(self) -> str:
         """The line that runs this case alone."""
-        test = "integration_tests/test_option_net.py"
+        test = "integration_tests/parity/test_option_net.py"
         return f"MCA_NET_SEED={self.seed} MCA_NET_ONLY={self.number} pytest -n 0 {test}  # {self}"
 
 

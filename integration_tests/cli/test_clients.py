@@ -1,7 +1,7 @@
 """Files at addresses through the real clients of S3 and Google's storage, and runs reported through real clients.
 
     UV_PROJECT_ENVIRONMENT=.venv-clients uv run --no-default-groups --group clients \
-        pytest -n 0 integration_tests/test_clients.py
+        pytest -n 0 integration_tests/cli/test_clients.py
 
 The clients speak to a server on loopback, or write their files offline. Without a client its tests are skipped.
 """

@@ -42,7 +42,7 @@ def test_the_plan_of_a_stage_is_what_the_engine_allocates(name: str, folder: Pat
 
 def test_the_table_of_the_documents_has_every_stage_of_every_case() -> None:
     """What they say of its mean and largest difference is computed of it."""
-    root = Path(__file__).parents[1] / "docs"
+    root = Path(__file__).parents[2] / "docs"
     text = "".join((root / page).read_text() for page in ("planning.md", "evidence.md"))
     head, rows = "| run | % | run | % | run | % |\n", []
     for line in text.partition(head)[2].splitlines()[1:]:

@@ -5,6 +5,7 @@ import sys
 import time
 
 import conftest  # noqa: F401  (makes what packages' tests share importable)
+
 from net.drawing import draw
 from net.run import verdicts
 from net.tally import coverage, summary

@@ -20,7 +20,7 @@ FEW, MANY = 64, 512
 
 
 def _benchmark(name: str = "scale") -> ModuleType:
-    path = Path(__file__).parent.parent / "benchmarks" / f"{name}.py"
+    path = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

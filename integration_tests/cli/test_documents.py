@@ -26,7 +26,7 @@ from train_cases import tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     path
     for pattern in ("*.md", "docs/**/*.md", "packages/*/README.md", "examples/*/README.md")

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 HOST = "https://mirror.example"
 LOCK = f"""\
 version = 1

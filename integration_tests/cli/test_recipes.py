@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = ("Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B")
 _SHOWN = re.compile(r"\*\*.*?\*\* on (\d+) devices?: ([\d.]+) GiB.*?```yaml\n(.*?)```", re.DOTALL)
 

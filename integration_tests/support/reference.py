@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "packages" / "mca-models" / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "mca-models" / "tests"))
 import tiny_versions
 from tiny_hf import ALL as FAMILY_CASES
 from tiny_hf import SIZE

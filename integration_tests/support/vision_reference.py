@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "packages" / "mca-models" / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "mca-models" / "tests"))
 import tiny_vision
 
 from mca_models.images import ImagePlace, attention_ends, feature_rows, positions

@@ -1,6 +1,6 @@
 """Values of ``config.json`` that no family's own case has: computed as transformers does, or refused; never otherwise.
 
-    MCA_TEST_CONFIGS=1000 .venv/bin/pytest integration_tests/test_config_values.py
+    MCA_TEST_CONFIGS=1000 .venv/bin/pytest integration_tests/parity/test_config_values.py
 
 draws so many models instead of a few; each takes about 0.06 s.
 """

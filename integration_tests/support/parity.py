@@ -1,6 +1,6 @@
 """The parity matrix: every family on every kind of layout against ``transformers``.
 
-    .venv/bin/python integration_tests/parity.py docs/parity.md [CASE ...]
+    .venv/bin/python integration_tests/support/parity.py docs/parity.md [CASE ...]
 
 Prints a table of the largest absolute differences of the fp32 logits, and which combinations are refused and why;
 fails where a difference is too large or a token is sent to other experts.
@@ -92,7 +92,7 @@ def render(found: dict[tuple[str, str], Measured], cases: Iterable[str], layouts
     lines = [
         "# Parity with transformers",
         "",
-        "Printed by `.venv/bin/python integration_tests/parity.py docs/parity.md`; do not edit.",
+        "Printed by `.venv/bin/python integration_tests/support/parity.py docs/parity.md`; do not edit.",
         f"megatron-core {version('megatron-core')}, transformers {version('transformers')}, torch CPU over gloo.",
         "",
         "Each figure is the largest absolute difference of the fp32 logits of a tiny random model (4 layers; 8 where",
@@ -116,7 +116,7 @@ def render(found: dict[tuple[str, str], Measured], cases: Iterable[str], layouts
     lines += [
         "",
         "The gradient of every tensor is compared too, to 1e-4 of its largest, on twelve layouts of dense models and",
-        "twenty-one of those with experts (`integration_tests/test_gradient_parity.py`; families with layers of their",
+        "twenty-one of those with experts (`test_gradient_parity.py`; families with layers of their",
         "own: `test_families.py`): a choice of the pairs by default, all with `--cases all`.",
         "",
         "## Refused",

@@ -1,6 +1,6 @@
 """Gradients in fp32 of the factory's models and of transformers against gradients in fp64.
 
-    .venv/bin/python integration_tests/fp64_judge.py CASE LAYOUT [SEQUENCES] [LENGTH]
+    .venv/bin/python integration_tests/support/fp64_judge.py CASE LAYOUT [SEQUENCES] [LENGTH]
 
 Prints, for each tensor, how far transformers in fp32, and the factory in fp32 and fp64, are from transformers in fp64.
 A difference in fp64 is a fault. A difference in fp32 alone is rounding, if transformers' own is about as large.

@@ -26,7 +26,7 @@ from reference import make_reference
 
 pytestmark = pytest.mark.ranks
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CASES = (
     ("llama-tied", "tp2dp2", "pp2vpp2"),  # family, layout that saves, layout that loads
     ("qwen2", "cp2", "tp2pp2cp1"),

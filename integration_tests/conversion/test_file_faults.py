@@ -183,5 +183,5 @@ def test_a_site_has_one_name_in_every_checkout_and_below_lines_that_are_new() ->
         exec(compile(source, file, "exec"), space)
         found.add(space["name"])
     assert len(found) == 1
-    assert named(__file__) == "integration_tests/test_file_faults.py"
+    assert named(__file__) == "integration_tests/conversion/test_file_faults.py"
     assert named(random.__file__) == "random.py"

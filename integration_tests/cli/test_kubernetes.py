@@ -9,7 +9,7 @@ import yaml
 
 from kubernetes_schema import problems
 
-_FOLDER = Path(__file__).parent.parent / "examples" / "kubernetes"
+_FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes"
 MANIFESTS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(_FOLDER.glob("*.yaml"))}
 
 
