@@ -1,6 +1,6 @@
 """Keeps the tests of a module in one xdist worker: they share its process groups, models and fixtures.
 
-The workers take the groups in the order of collection, so the longest modules come first (`_LONGEST`), and no worker
+The workers take the groups in the order of collection, so the longest modules come first (`DURATIONS`), and no worker
 is left alone with one at the end. ``pytest -m fork`` chooses what depends on Megatron's version.
 
 Everything is computed on the CPU, also where there is a GPU: a process that has asked CUDA anything cannot fork ranks
@@ -10,9 +10,12 @@ that use it. ``MCA_DEVICE=cuda pytest -m gpu`` runs the tests of a GPU, and thos
 import contextlib
 import gc
 import hashlib
+import json
 import os
 import signal
 import sys
+from collections import Counter
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("MCA_DEVICE", "cpu")  # before anything asks; what tests start inherits it
@@ -58,57 +61,8 @@ _OTHER = {
     "slurm": (not os.environ.get("MCA_SLURM"), "starts a SLURM on this machine: MCA_SLURM=1 pytest -m slurm"),
 }
 
-_LONGEST = (
-    "test_families",
-    "test_train_elastic",  # it and the next one wait most of the time: others have the cores
-    "test_train_hang",
-    "test_train_losses",
-    "test_train_reshard",
-    "test_train_resume",
-    "test_option_net",
-    "test_train_trl",
-    "test_train_layouts",
-    "test_vision_images",
-    "test_train_cli",
-    "test_lora_models",
-    "test_train_life",
-    "test_gradient_parity",
-    "test_train_watch",
-    "test_train_faults",
-    "test_dry_run",
-    "test_cuda_paths",
-    "test_adapters",
-    "test_train_streams",
-    "test_train_precision",
-    "test_hub",
-)
-"""Modules, those that last longest first; all others last less than twenty seconds each."""
-_ASK_LITTLE_OF_MEGATRON = (
-    "test_factory_loading",
-    "test_factory_memory",
-    "test_file_faults",
-    "test_harness",
-    "test_lora",
-    "test_lora_gradients",
-    "test_slurm",
-    "test_train_cli",
-    "test_train_distrust",
-    "test_train_dpo",
-    "test_train_elastic",
-    "test_train_faults",
-    "test_train_hang",
-    "test_train_hf",
-    "test_train_kinds",
-    "test_train_life",
-    "test_train_lineage",
-    "test_train_place",
-    "test_train_streams",
-    "test_train_trl",
-    "test_train_vocabulary",
-    "test_train_watch",
-    "test_workers",
-)
-"""Modules that fork ranks, and that the second fork leaves out: others run what they use of Megatron."""
+DURATIONS = Path(__file__).parent / "integration_tests" / "support" / "durations.json"
+"""Seconds of each test module in a run of the default tests: `--record-durations` writes it."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -118,6 +72,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("default", "all"),
         default="default",
         help="default: of each test marked cases(n), one case in n and the named ones; all: every case",
+    )
+    parser.addoption(
+        "--record-durations", action="store_true", help=f"write seconds of each module to {DURATIONS.name}"
     )
 
 
@@ -135,10 +92,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.config.option.cases == "default" and not is_default(item):
             item.add_marker(pytest.mark.qualify)
-    items.sort(key=_turn)  # a stable sort
+    items.sort(key=partial(_turn, json.loads(DURATIONS.read_text())))  # a stable sort
     for item in items:
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
-        if item.get_closest_marker("ranks") and item.path.stem not in _ASK_LITTLE_OF_MEGATRON:
+        if item.get_closest_marker("ranks") and not item.get_closest_marker("one_fork"):
             item.add_marker(pytest.mark.fork)
         for mark, (skipped, reason) in _OTHER.items():
             if skipped and item.get_closest_marker(mark):
@@ -173,8 +130,22 @@ def is_default(item: pytest.Item) -> bool:
     )
 
 
-def _turn(item: pytest.Item) -> int:
-    """The longest modules first, then the others that fork ranks, then what takes milliseconds."""
-    if item.path.stem in _LONGEST:
-        return _LONGEST.index(item.path.stem)
-    return len(_LONGEST) + (item.get_closest_marker("ranks") is None)
+def _turn(durations: dict[str, float], item: pytest.Item) -> tuple[float, bool]:
+    """The longest modules first; of those that are new, the ones that fork ranks."""
+    return -durations.get(item.path.stem, 0.0), item.get_closest_marker("ranks") is None
+
+
+SECONDS: Counter[str] = Counter()
+"""What the modules of this run have taken, by their names."""
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add up setup, call and teardown of each test of a module."""
+    SECONDS[Path(report.location[0]).stem] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write what `--record-durations` asks for; with xdist, in the process that starts the workers."""
+    if session.config.option.record_durations and not hasattr(session.config, "workerinput"):
+        longest = {name: round(seconds) for name, seconds in SECONDS.most_common() if seconds >= 2}
+        DURATIONS.write_text(json.dumps(longest, indent=0) + "\n")

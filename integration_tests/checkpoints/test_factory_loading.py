@@ -18,7 +18,7 @@ from layouts import arguments, sample, world_size
 from mca_config.errors import McaError
 from reference import FAMILY_CASES, Reference, make_reference
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
 
 def load_and_save(path: Path, folder: Path) -> None:

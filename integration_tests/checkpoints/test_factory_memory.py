@@ -15,7 +15,7 @@ from layouts import arguments
 from memory import MIB, peak
 from reference import make_reference
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
 SLACK = 12 * MIB  # what imports and Python leave behind
 KINDS = (("hf", "tp2"), ("mca", "pp2"), ("torch_dist", "pp2"))

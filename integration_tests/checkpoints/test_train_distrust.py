@@ -14,7 +14,7 @@ import pytest
 from harness import run_ranks
 from train_cases import make_trainer, quietly, stop_and_resume, tiny_checkpoint
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
 SHORT = {"gradient_accumulation_steps": 1}
 SAVING = SHORT | {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}

@@ -18,7 +18,7 @@ from layouts import sample
 from train_cases import history, make_trainer, quietly, tiny_checkpoint
 from train_settings import ASYNC, ZERO
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
 STEPS = 4
 

@@ -11,7 +11,7 @@ import pytest
 from harness import run_ranks
 from train_cases import make_trainer, quietly, tiny_checkpoint
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
 
 def trained(

@@ -12,7 +12,7 @@ import pytest
 from harness import run_ranks
 from train_cases import history, make_trainer, quietly, tiny_checkpoint
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
 SAMPLES, STOP = 23, 5
 RUN = {

@@ -63,6 +63,7 @@ if os.environ.get("RANK") == "1" and "HELD" in os.environ:
 
 
 pytestmark = [
+    pytest.mark.one_fork,
     pytest.mark.slurm,
     pytest.mark.ranks,
     pytest.mark.skipif(bool(slurm_lab.lacking()), reason=f"no SLURM: {slurm_lab.lacking()}"),

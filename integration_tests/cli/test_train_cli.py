@@ -18,7 +18,7 @@ from harness import run_ranks
 from mca_models.checkpoint.side_files import side_files
 from mca_train.checkpoint import integrity
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 

@@ -14,7 +14,7 @@ from lora_training import adapter_of, loaded_logits, tokens, train_megatron
 from parity import is_sparse
 from reference import make_reference
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
 
 # the others by default only in test_lora_gradients.py, which goes through the same code

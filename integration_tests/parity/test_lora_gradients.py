@@ -10,7 +10,7 @@ from mca_models.templates import FAMILIES
 from parity import is_sparse
 from reference import CASES as REFERENCES
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
 LAYOUTS = ("tp2pp2", "tp1", "tp2cp2sp") if EVERY else ("pp2", "tp1", "tp2sp", "tp2pp2", "cp2")
 EXPERT_LAYOUTS = ("cp2ep2", "tp1", "tp2ep2etp1sp")

@@ -19,7 +19,7 @@ from layouts import sample
 from mca_config.errors import McaError
 from train_cases import arguments, history, quietly, tiny_checkpoint
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
 KEYS = ("loss", "grad_norm", "rewards/accuracies")
 RUN = {

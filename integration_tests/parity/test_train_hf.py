@@ -11,7 +11,7 @@ from layouts import EVERY
 from loss_curves import SMALL
 from train_cases import arguments, history, make_trainer, quietly, samples, tiny_checkpoint
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
 COMMON = {"train_sampling_strategy": "sequential", "max_grad_norm": 0.5, "gradient_accumulation_steps": 4}
 COMMON |= {"learning_rate": 3e-3}

@@ -15,7 +15,7 @@ from loss_curves import SMALL
 from train_cases import history, quietly, tiny_checkpoint
 from trl_kinds import KINDS, LABELS, PLAIN, STEPS, Logged, Theirs, mca_trained, mca_trainer, with_trl
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
 ROWS = 24
 LOSS, NORM = 1e-5, 1e-4

@@ -14,7 +14,7 @@ import torch
 import harness
 from harness import RanksFailed, run_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
 
 def _sum_of_ranks(offset: int) -> tuple[int, int, torch.Tensor]:

@@ -5,6 +5,7 @@ import os
 import pytest
 
 
+@pytest.mark.one_fork
 @pytest.mark.ranks
 def test_multi_process_tests_are_grouped(request):
     if "PYTEST_XDIST_WORKER" not in os.environ:

@@ -12,7 +12,7 @@ import pytest
 from cli_runs import config, logs
 from harness import free_port, run_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
 _PR_SET_PDEATHSIG = 1
 _KILLED_AT = 3

@@ -16,7 +16,7 @@ import pytest
 from harness import RanksFailed, run_ranks
 from train_cases import make_trainer, quietly
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
 _PATIENCE = 12  # seconds that ranks wait for each other
 _SLOW, _SLEEPS, _STOPS = (2, 3), 4, 6

@@ -13,7 +13,7 @@ from harness import run_ranks
 from interruptions import Killed, interruption
 from train_cases import make_trainer, quietly, sparse_checkpoint, tiny_checkpoint
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
 EVERY = bool(os.environ.get("MCA_ALL_CASES"))
 RUN = {

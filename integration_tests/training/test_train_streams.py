@@ -18,7 +18,7 @@ from train_cases import (
     train_losses,
 )
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
 RUN = {"max_steps": 7, "gradient_accumulation_steps": 4, "count": 14}  # 3 steps and a half are one pass
 ORDERED = RUN | {"train_sampling_strategy": "sequential"}

@@ -15,7 +15,7 @@ from mca_train.config.arguments import DataArguments
 from mca_train.run.vocabulary import vocabulary_problems
 from train_cases import tiny_checkpoint
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
 OLD, TOKENS = 256, 263
 EMBEDDING = "model.embed_tokens.weight"

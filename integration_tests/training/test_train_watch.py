@@ -13,7 +13,7 @@ from interruptions import stop_at
 from train_cases import history, make_trainer, quietly, samples, tiny_checkpoint
 from train_settings import PP
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
 
 @pytest.fixture(scope="module")
