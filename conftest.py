@@ -1,4 +1,4 @@
-"""Keeps the tests of a module in one xdist worker: they share its process groups, models and fixtures.
+"""Keep the tests of a module in one xdist worker: they share its process groups, models and fixtures.
 
 The workers take the groups in the order of collection, so the longest modules come first (`DURATIONS`), and no worker
 is left alone with one at the end. ``pytest -m fork`` chooses what depends on Megatron's version.
@@ -136,7 +136,7 @@ def _turn(durations: dict[str, float], item: pytest.Item) -> tuple[float, bool]:
 
 
 SECONDS: Counter[str] = Counter()
-"""What the modules of this run have taken, by their names."""
+"""Module -> seconds that its tests took in this run."""
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -37,7 +37,7 @@ from reference import CASES, SIZE, Reference, hf_model, make_reference
 
 Tensors = dict[str, Tensor]
 PLAIN = {"attn_implementation": "eager", "experts_implementation": "eager"}
-"""Of models in float64, which torch's grouped product does not take."""
+"""Arguments of models in float64, which torch's grouped product does not take."""
 
 
 class DoublePrecision(TorchFunctionMode):
@@ -83,7 +83,7 @@ def double_precision() -> Iterator[None]:
 
 
 def in_double(make: Callable[[], Any], weights: Tensors) -> Any:
-    """What ``make`` makes of a model in float64, its ropes too, with ``weights``."""
+    """Return the result of ``make`` for a model in float64, its ropes too, with ``weights``."""
     with double_precision():
         model = make()
         model.load_state_dict(weights)

@@ -62,10 +62,10 @@ def present(directory: Path, name: str) -> bool:
 
 def cannot_write(file: object, error: OSError, needed: int | None = None) -> McaError:
     """Return what to raise where the system refuses to write ``file``, which needs ``needed`` bytes, if known."""
-    told = f"{file}: cannot be written ({error.strerror})"
+    message = f"{file}: cannot be written ({error.strerror})"
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return McaError(told)
-    full = DiskFull(told)
+        return McaError(message)
+    full = DiskFull(message)
     if needed is not None and error.errno == errno.ENOSPC:
         with suppress(OSError):
             free = shutil.disk_usage(Path(str(file)).parent).free

@@ -82,8 +82,10 @@ def _read(text: str, change: Callable[[yaml.Node], None]) -> Typed:
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except (yaml.YAMLError, ValueError) as error:
-        told = str(error).replace('"<unicode string>", ', "")  # what PyYAML calls a text that was read before
-        raise ValueError(" ".join(told.split())) from error
+        message = str(error).replace(
+            '"<unicode string>", ', ""
+        )  # what PyYAML calls a text that was read before
+        raise ValueError(" ".join(message.split())) from error
 
 
 def _keep_words(node: yaml.Node) -> None:

@@ -136,8 +136,8 @@ class PartialDirectory:
         except BaseException as error:
             is_written = self._folder is None  # `publish` names the destination itself
             self.discard()
-            if not is_written and (told := self._in_place(error, needed)) is not None:
-                raise told from error
+            if not is_written and (moved := self._in_place(error, needed)) is not None:
+                raise moved from error
             raise
 
     def _in_place(self, error: BaseException, needed: int | None) -> McaError | None:
@@ -147,14 +147,14 @@ class PartialDirectory:
                 error = cannot_write(error.filename, error)
         if not isinstance(error, McaError):
             return None
-        told = in_place(error, self.path, self.destination)
-        if not isinstance(told, DiskFull):
-            return told
+        moved = in_place(error, self.path, self.destination)
+        if not isinstance(moved, DiskFull):
+            return moved
         need = "" if needed is None else f"at least {counted(needed, 'byte')} are needed, "
         with suppress(OSError):
             there = next(each for each in (self.destination, *self.destination.parents) if each.is_dir())
             need += f"{counted(shutil.disk_usage(there).free, 'byte')} are free; "
-        return DiskFull(f"{told}; {need}nothing half-written is left; make room, or name another directory")
+        return DiskFull(f"{moved}; {need}nothing half-written is left; make room, or name another directory")
 
     def discard(self) -> None:
         """Removes everything written so far, and parents that were made for it. A second call does nothing."""
@@ -247,10 +247,10 @@ def in_place(error: McaError, path: Path, destination: Path) -> McaError | None:
     """Return ``error`` with files of ``destination`` where it names those of ``path``; None: it names none."""
     if str(path) not in str(error):
         return None
-    told = type(error)(str(error).replace(str(path), str(destination)))
-    if isinstance(error, DiskFull) and isinstance(told, DiskFull):
-        told.room = error.room
-    return told
+    moved = type(error)(str(error).replace(str(path), str(destination)))
+    if isinstance(error, DiskFull) and isinstance(moved, DiskFull):
+        moved.room = error.room
+    return moved
 
 
 def require_absent(destination: Path) -> None:

@@ -201,20 +201,20 @@ def fetching(key: str, file: str) -> Iterator[None]:
 
 def unfetched(key: str, file: str, error: BaseException) -> McaError:
     """What to tell of an address where reading ended with ``error``, in one line."""
-    told = f"{key}: {file}"
+    subject = f"{key}: {file}"
     if any(type(each).__name__ == "OfflineModeIsEnabled" for each in _causes(error)):
         return McaError(
-            f"{told} cannot be fetched in the offline mode of the Hub's libraries; "
+            f"{subject} cannot be fetched in the offline mode of the Hub's libraries; "
             "unset HF_HUB_OFFLINE, or name a copy on this machine"
         )
     cause = _reason(error)
     if cause is None:
         return McaError(
-            f"{told}: there is no such file or bucket, or no right to see it; check the address and the credentials"
+            f"{subject}: there is no such file or bucket, or no right to see it; check the address and the credentials"
         )
     reason = redacted(" ".join(str(cause).split())) or type(cause).__name__
     return McaError(
-        f"{told} cannot be fetched: {reason[:200]}; check the address, the credentials and the network"
+        f"{subject} cannot be fetched: {reason[:200]}; check the address, the credentials and the network"
     )
 
 

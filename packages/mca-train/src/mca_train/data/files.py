@@ -275,11 +275,11 @@ def named(key: str, files: str, reader: str, errors: type[Exception] = Exception
     except errors as error:  # of datasets, pyarrow, pandas and codecs, each with errors of its own
         cause = error.__cause__ or error
         reason = " ".join(str(cause).split()) or type(cause).__name__
-        told = f"{key}: {files}"
+        subject = f"{key}: {files}"
         if "corresponds to no data" in reason or isinstance(cause, StopIteration):
-            raise McaError(f"{told} has no rows") from error
+            raise McaError(f"{subject} has no rows") from error
         if is_missing(error):
             if is_address(files):
                 raise unfetched(key, files, error) from error
-            raise McaError(f"{told} is not there any more") from error
-        raise McaError(f"{told} cannot be read as {reader}: {redacted(reason)[:200]}") from error
+            raise McaError(f"{subject} is not there any more") from error
+        raise McaError(f"{subject} cannot be read as {reader}: {redacted(reason)[:200]}") from error

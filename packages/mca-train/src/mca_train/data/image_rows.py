@@ -96,7 +96,7 @@ class ImageRows:
         self.vision = reader.config.vision
         self._columns = image_columns(self.vision, arguments)
         self._words = ImageWords(self.vision, arguments)
-        self._has_told_of_frames = False
+        self._has_warned_of_frames = False
         self.names = list(names)
         if texts:
             return
@@ -117,14 +117,14 @@ class ImageRows:
         return self.text(row)[1] if self._texts else self._read(row)[1][side]
 
     def encoded(
-        self, row: Values, encode: RowEncoder, told: str
+        self, row: Values, encode: RowEncoder, row_place: str
     ) -> tuple[Sequence[Encoded], list[list[Grid]]]:
         """The sequences of a row with what stands for every placeholder in its place; the grids of each's images.
 
         Args:
             row: As it stands in the file.
             encode: Makes tokens of a row with the columns `names`, one placeholder for an image.
-            told: The row's place, for warnings.
+            row_place: The row's place, for warnings.
         """
         plain, files = self._read(row)
         if not any(files):
@@ -133,7 +133,7 @@ class ImageRows:
                 require_words(tokens, self.vision)
             return sequences, [[] for _ in files]
         expanded = self.tokens.expanded
-        grids = [[self.grid(file, told) for file in of_side] for of_side in files]
+        grids = [[self.grid(file, row_place) for file in of_side] for of_side in files]
         sequences = encode(plain)
         for tokens, _ in sequences:
             require_words(tokens, self.vision, has_images=True)
@@ -164,26 +164,26 @@ class ImageRows:
         marked = text.replace(PLACE, self.tokens.mark(self.tokenizer))
         return marked, [image_file(each, self._reader.paths) for each in given]
 
-    def grid(self, file: ImageFile, told: str) -> Grid:
-        """Return the grid of an image, whose header is read; ``told`` is the place of its row, for warnings.
+    def grid(self, file: ImageFile, row_place: str) -> Grid:
+        """Return the grid of an image, whose header is read; ``row_place`` is the place of its row, for warnings.
 
         Raises:
             McaError: It cannot be read, or the processor does not take it.
         """
-        size = file.size(lambda: self._tell_of_frames(file, told))
+        size = file.size(lambda: self._warn_of_frames(file, row_place))
         try:
             return self.tokens.grid(*size)
         except McaError as error:
             raise McaError(f"image {file.place}: {error}") from error
 
-    def _tell_of_frames(self, file: ImageFile, told: str) -> None:
-        if not self._has_told_of_frames:
+    def _warn_of_frames(self, file: ImageFile, row_place: str) -> None:
+        if not self._has_warned_of_frames:
             logger.warning(
                 "%s: image %s has several frames or pages, of which only the first is used; this is reported once",
-                told,
+                row_place,
                 redacted(file.place),
             )
-            self._has_told_of_frames = True
+            self._has_warned_of_frames = True
 
     def _read(self, row: Values) -> tuple[Values, list[list[ImageFile]]]:
         """The row with places for images, and the images of each of its sequences."""

@@ -189,8 +189,8 @@ def _parts(
         file: sorted(first.keys() & column_names(arguments)) for file, first in zip(files, heads, strict=True)
     }
     if any(some != columns[files[0]] for some in columns.values()):
-        told = "; ".join(f"{file}: {', '.join(some)}" for file, some in columns.items())
-        raise McaError(f"{key}: with streaming all files must have the same columns ({told})")
+        differing = "; ".join(f"{file}: {', '.join(some)}" for file, some in columns.items())
+        raise McaError(f"{key}: with streaming all files must have the same columns ({differing})")
     with named(key, ", ".join(files), "one"):
         joined(parts, files, key, arguments, vision)
     changes = [without_others(part.features) for part in parts]
@@ -212,13 +212,13 @@ def _with_images(
 ) -> Sample:
     """The sample of a row that may have images; without a target if it ends within one."""
     place = getattr(row, "place", "")
-    told = f"{key}{place and ', ' + place}"
-    sequences, grids = images.encoded(row, encode, told)
+    row_place = f"{key}{place and ', ' + place}"
+    sequences, grids = images.encoded(row, encode, row_place)
     sample = _sample(sequences, prefixes, length)
     for side, (prefix, own) in enumerate(zip(prefixes, grids, strict=True)):
         if not own:
             continue
-        found = images_in_stream(images, row, side, sample[f"{prefix}input_ids"].tolist(), own, told)
+        found = images_in_stream(images, row, side, sample[f"{prefix}input_ids"].tolist(), own, row_place)
         if found is None:
             sample[f"{prefix}labels"] = torch.full_like(sample[f"{prefix}labels"], IGNORED)
         elif found.places:
