@@ -21,7 +21,7 @@ def help_of(task: Task) -> str:
         "",
         f"Trains {task.summary}.",
         "",
-        "Write each key in CONFIG.yaml as `key: value` or pass it as a flag. Flags win; without a file they are enough.",
+        "Write each key in CONFIG.yaml as `key: value`, or pass it as a flag, which wins. Flags alone are enough.",
         "Flags are written with - or _, and `--key null` unsets what the file says.",
         f"Required: {', '.join(REQUIRED)}.",
         f"`mca-train init {task.name} MODEL` writes a file to start from.",
