@@ -105,7 +105,7 @@ def processes(folder: Path) -> list[str]:
 
 
 def main() -> None:
-    """Prints both tables."""
+    """Print both tables."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         sys.stdout.write("\n".join([*stages(Path(folder)), "", *processes(Path(folder))]) + "\n")

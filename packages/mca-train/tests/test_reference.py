@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mca_config.page_tables import updated
+from mca_config.page_tables import update_document
 from mca_train.cli import main
 from mca_train.config.renamed import RENAMED
 from mca_train.reference.flags import shown, value_of
@@ -176,7 +176,7 @@ def test_other_programs_keys_are_no_keys_here_and_point_to_keys():
 def test_the_tables_of_the_documents_are_those_of_the_classes():
     docs = Path(__file__).parents[3] / "docs"
     texts = {page: page.read_text() for page in docs.glob("*.md")}
-    stale = [page.name for page, text in texts.items() if updated(text, TABLES) != text]
+    stale = [page.name for page, text in texts.items() if update_document(text, TABLES) != text]
     assert not stale, f"python -m mca_train.reference.pages {' '.join(f'docs/{name}' for name in stale)}"
     whole = "".join(texts.values())
     shown = {name for name in TABLES if f"<!-- {name} -->" in whole}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; the exit code: 0, 1 for a failure, 2 for wrong usage."""
+    """Run the command line; the exit code: 0, 1 for a failure, 2 for wrong usage."""
     words = sys.argv[1:] if arguments is None else arguments
     with safe_streams(to_the_end=arguments is None, output_too=True):
         code = _main(words)
@@ -48,13 +48,13 @@ def _main(words: list[str]) -> int:
 
 
 def _run(known: Program, words: list[str]) -> int:
-    command, words = known.command_of(words)
+    command, words = known.find_command(words)
     if command in ("init", "schema", "completion"):
         return _about_keys(command, known.parser(command).read(words).operands)
     if command == "report":
         return _report(known.parser(command).read(words))
     parser = known.parser(command)
-    options, overrides = parser.read_own(words)
+    options, overrides = parser.read_known(words)
     usage = known.commands[command].usage
     kind, config = _kind_and_file(command, usage, options.operands, parser.flags, overrides)
     from mca_train.launch.environment import one_thread_until_forked, started_by_launcher

@@ -33,12 +33,12 @@ class Ranks:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank has the embedding, and the vision model if there is one."""
+        """Return whether this rank has the embedding, and the vision model if there is one."""
         return self.pipeline_rank == 0
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for the run: logs, progress bar, small files."""
+        """Return whether this rank speaks for the run: logs, progress bar, small files."""
         return self.rank == 0
 
 
@@ -135,7 +135,7 @@ def of_every_rank(numbers: Sequence[int], ranks: Ranks) -> list[list[int]]:
 
 
 def barrier() -> None:
-    """Waits for every rank."""
+    """Wait for every rank."""
     dist.barrier()
 
 
@@ -160,7 +160,7 @@ def largest_over_stage(values: Tensor) -> Tensor:
 
 
 def is_first_of_stage() -> bool:
-    """Whether this rank speaks for those of its pipeline stage."""
+    """Return whether this rank speaks for those of its pipeline stage."""
     return _stage_group().rank() == 0
 
 

@@ -35,8 +35,8 @@ def stage(number: int) -> StepNeeds:
         curve=tuple(20 * GIB + step * GIB // 100 for step in range(100)),
         flops=10**12,
         messages=(
-            Message("_allgather_base", GRID.group_of("tp", rank), 40, 8 * GIB, 2.5, GIB / 2),
-            Message("allreduce", GRID.group_of("dp", rank), 4, 5 << 10),
+            Message("_allgather_base", GRID.rank_group("tp", rank), 40, 8 * GIB, 2.5, GIB / 2),
+            Message("allreduce", GRID.rank_group("dp", rank), 4, 5 << 10),
         ),
         passes=(),
         order=tuple(Order(STAGES, 1, MICRO_BATCHES).of_rank(number)),
@@ -81,7 +81,7 @@ def test_passes_that_take_equally_long_wait_as_the_formula_of_the_bubble_says() 
 
 def test_groups_are_named_by_their_axis() -> None:
     for axis in ("tp", "dp", "pp"):
-        message = Message("allreduce", GRID.group_of(axis, 0), 1, 1)
+        message = Message("allreduce", GRID.rank_group(axis, 0), 1, 1)
         assert group_name(message, 0, GRID).startswith(f"{axis} (")
     assert group_name(Message("allreduce", tuple(range(64)), 1, 1), 0, GRID) == "all 64 ranks"
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mca_config.files import reading
+from mca_config.files import naming_read_errors
 from mca_config.printable import counted
 from mca_models.megatron import platform
 from mca_models.storage.safetensors import TensorInfo, read_header
@@ -62,7 +62,7 @@ def load(folder: Path, chunks: Sequence[Chunk]) -> None:
         return
     saved: dict[str, TensorInfo] = {}
     for path in sorted(folder.glob(f"{_PREFIX}*.safetensors")):
-        with reading(path):
+        with naming_read_errors(path):
             saved |= read_header(path).tensors
     anew = [name for name, module in _modules(chunks) if not _restore(name, module, recipe, saved)]
     if anew:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from mca_config.errors import McaError, problems_of
+from mca_config.errors import McaError, list_problems
 from mca_config.model_config import McaModelConfig
 from mca_train.config.model import adapter_of
 from mca_train.config.parts import trained_parts
@@ -24,7 +24,7 @@ def adapter_problems(settings: Settings, config: McaModelConfig, *, new_head: bo
     try:
         adapter = adapter_of(lora, config, trained_parts(settings.training))
     except McaError as error:
-        yield from problems_of(error)
+        yield from list_problems(error)
         return
     if adapter is None or path is None or not new_head:
         return

@@ -178,7 +178,7 @@ class LoraArguments:
 
     @property
     def wanted(self) -> bool:
-        """Whether an adapter is trained."""
+        """Return whether an adapter is trained."""
         return self.lora_rank is not None or self.adapter_name_or_path is not None
 
     def config(self, task_type: str = "CAUSAL_LM") -> JsonObject:

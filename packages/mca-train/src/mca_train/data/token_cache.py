@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mca_config.files import cannot_write
+from mca_config.files import write_error
 from mca_train.config.arguments import DataArguments
 from mca_train.config.usual import given_columns
 from mca_train.data.image_rows import ImageRows
@@ -84,7 +84,7 @@ def cached(folder: Path, key: str, make: Callable[[], Made], images: Images) -> 
             _write(place, made, told)
             return made
     except OSError as error:
-        raise cannot_write(folder, error) from error
+        raise write_error(folder, error) from error
 
 
 def key_of(

@@ -41,7 +41,7 @@ class End:
 
 
 def report_failure(target: Callable[[], None], folder: Path | None, rank: int) -> int:
-    """Runs ``target``; a failure goes to ``folder`` for the launcher to print, or to stderr. The exit code."""
+    """Run ``target``; a failure goes to ``folder`` for the launcher to print, or to stderr. The exit code."""
     code = 1
     try:
         target()
@@ -79,7 +79,7 @@ def _say(folder: Path | None, report: _Report) -> None:
 
 
 def _is_first_to_say(text: str) -> bool:
-    """Whether no rank has said the same before: all find what is wrong with a configuration, one reports it."""
+    """Return whether no rank has said the same before: all find what is wrong with a configuration, one reports it."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_initialized():
         return True
@@ -102,7 +102,7 @@ def done_mark(folder: Path, rank: int) -> Path:
 
 
 def explain(folder: Path, ended: Sequence[End], received: Sequence[int]) -> int:
-    """Prints why the rank failed that pulled down the others, and returns the launcher's exit code."""
+    """Print why the rank failed that pulled down the others, and returns the launcher's exit code."""
     if received:
         name = signal.Signals(received[0]).name
         sys.stderr.write(f"stopped by {name}\n")

@@ -32,7 +32,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def fork_ranks(target: Callable[[], None], num_ranks: int, folder: Path) -> int:
-    """Runs ``target`` in ``num_ranks`` forks of this process; 0 if all succeed, else an exit code.
+    """Run ``target`` in ``num_ranks`` forks of this process; 0 if all succeed, else an exit code.
 
     Args:
         target: The work of a rank.
@@ -62,7 +62,7 @@ def fork_ranks(target: Callable[[], None], num_ranks: int, folder: Path) -> int:
 
 
 def spawn_ranks(command: Sequence[str], num_ranks: int, folder: Path) -> int:
-    """Runs ``command`` as ``num_ranks`` new processes; each must call its work through `report_failure`."""
+    """Run ``command`` as ``num_ranks`` new processes; each must call its work through `report_failure`."""
     launcher = os.getpid()
 
     def start(rank: int, environment: dict[str, str]) -> int:
@@ -85,7 +85,7 @@ def spawn_ranks(command: Sequence[str], num_ranks: int, folder: Path) -> int:
 
 
 def _die_with(launcher: int) -> None:
-    """Asks Linux to kill this process when its launcher ends, however it ends; it may have ended already."""
+    """Ask Linux to kill this process when its launcher ends, however it ends; it may have ended already."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
         os._exit(1)
@@ -132,7 +132,7 @@ def _wait(
     is_failure: Callable[[End], bool] = lambda _: False,
     seconds: float = float("inf"),
 ) -> list[End]:
-    """Reaps ranks for up to ``seconds`` or until one failed; drops them from ``pids`` and says how they ended."""
+    """Reap ranks for up to ``seconds`` or until one failed; drops them from ``pids`` and says how they ended."""
     ended: list[End] = []
     last = time.monotonic() + seconds
     while pids and time.monotonic() < last and not any(is_failure(end) for end in ended):

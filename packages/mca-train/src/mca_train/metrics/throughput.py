@@ -94,7 +94,7 @@ class ModelFlops:
         for param, shape in () if adapter is None else adapter_shapes(config, adapter.factors):
             per_token += 6 * prod(shape) * _share(param, config)
         squared = [
-            config.of_layer(layer)
+            config.layer_config(layer)
             for layer in range(config.num_layers)
             if config.has_attention(layer) and not config.is_mamba_layer(layer)
         ]

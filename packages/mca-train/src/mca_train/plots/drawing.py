@@ -21,7 +21,7 @@ BACKWARD = ("#f58518", "#ffbf79", "#e45756", "#ff9d98", "#d8b5a5", "#bab0ac", "#
 
 
 def ready(folder: Path) -> None:
-    """Makes ``folder``, before what is drawn into it is computed.
+    """Make ``folder``, before what is drawn into it is computed.
 
     Raises:
         UsageError: It cannot be written, or matplotlib is not installed.
@@ -52,7 +52,7 @@ def axes(width: float, height: float, title: str, note: str | None = None) -> tu
 
 
 def save(figure: Any, folder: Path, name: str) -> list[Path]:
-    """Writes ``name.svg`` and ``name.png`` into ``folder``."""
+    """Write ``name.svg`` and ``name.png`` into ``folder``."""
     paths = [folder / f"{name}.{kind}" for kind in ("svg", "png")]
     from matplotlib import rc_context
 

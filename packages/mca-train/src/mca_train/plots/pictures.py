@@ -21,7 +21,7 @@ _AXES = ("tp", "cp", "dp", "dp-cp", "tp-cp", "tp-dp-cp", "pp", "ep", "etp", "etp
 def draw_all(
     folder: Path, dry_run: DryRun, plan: PipelinePlan, grid: RankGrid, limit_gib: float | None
 ) -> list[Path]:
-    """Writes every picture into ``folder``.
+    """Write every picture into ``folder``.
 
     Args:
         folder: Is there.
@@ -227,7 +227,7 @@ def group_name(message: Message, rank: int, grid: RankGrid) -> str:
     if len(ranks) == 1:
         return "itself"
     for axis in _AXES:
-        if tuple(sorted(grid.group_of(axis, rank))) == ranks:
+        if tuple(sorted(grid.rank_group(axis, rank))) == ranks:
             return f"{axis} ({len(ranks)} ranks)"
     apart = {second - first for first, second in pairwise(ranks)}
     return f"{len(ranks)} ranks, {', '.join(map(str, sorted(apart)[:2]))} apart"

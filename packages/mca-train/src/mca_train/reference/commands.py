@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mca_config.errors import UsageError
-from mca_config.files import cannot_write
+from mca_config.files import write_error
 from mca_config.suggestions import suggestion
 from mca_train.reference.program import program
 from mca_train.tasks.table import TASKS
@@ -56,7 +56,7 @@ def _write_new(path: Path, text: str) -> None:
     except FileExistsError:
         raise UsageError(f"{path} exists; name another file") from None
     except OSError as error:
-        raise cannot_write(path, error) from error
+        raise write_error(path, error) from error
 
 
 def _model_problem(model: str) -> str:

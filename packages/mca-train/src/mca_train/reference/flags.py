@@ -5,7 +5,7 @@ import typing
 from collections.abc import Iterator
 from itertools import groupby
 
-from mca_config.fields import TypeHint, alternatives, is_enum, origin_of
+from mca_config.fields import TypeHint, alternatives, hint_origin, is_enum
 from mca_config.types import Typed
 from mca_train.reference.keys import REQUIRED, Key, keys_of
 from mca_train.tasks.task import Task
@@ -61,9 +61,9 @@ def value_of(hint: TypeHint) -> str:
 def _value(member: TypeHint) -> str:
     if is_enum(member):
         return "{" + ",".join(str(choice.value) for choice in member) + "}"
-    if origin_of(member) is typing.Literal:
+    if hint_origin(member) is typing.Literal:
         return "{" + ",".join(map(str, typing.get_args(member))) + "}"
-    if (origin_of(member) or member) is list:
+    if (hint_origin(member) or member) is list:
         return "TEXT ..."
     words = {bool: "[true|false]", int: "N", float: "X", dict: "JSON"}
-    return words.get(origin_of(member) or member, "TEXT")
+    return words.get(hint_origin(member) or member, "TEXT")

@@ -75,7 +75,7 @@ def _kind(task: Task) -> Command:
         return help_of(task)
 
     return Command(
-        usage="CONFIG.yaml [--key value ...]", summary=task.summary, flags=_operands, whole_help=help_
+        usage="CONFIG.yaml [--key value ...]", summary=task.summary, flags=_operands, full_help=help_
     )
 
 

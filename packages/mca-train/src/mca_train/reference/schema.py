@@ -4,7 +4,7 @@ import json
 import typing
 from collections.abc import Iterable
 
-from mca_config.fields import TypeHint, alternatives, is_enum, origin_of
+from mca_config.fields import TypeHint, alternatives, hint_origin, is_enum
 from mca_config.types import JsonObject, Typed
 from mca_train.reference.keys import REQUIRED, Key, keys_of
 from mca_train.tasks.task import Task
@@ -52,9 +52,9 @@ def _kinds(member: TypeHint) -> list[JsonObject]:
     if is_enum(member):
         values: list[Typed] = [choice.value for choice in member]
         return [{"enum": [*values, False] if "no" in values else values}]  # to YAML 1.1 a bare no is false
-    if origin_of(member) is typing.Literal:
+    if hint_origin(member) is typing.Literal:
         return [{"enum": list(typing.get_args(member))}]
-    kind = origin_of(member) or member
+    kind = hint_origin(member) or member
     if kind in (list, tuple):
         items = [form for one in alternatives((typing.get_args(member) or (str,))[0]) for form in _kinds(one)]
         return [*items, {"type": "array", "items": items[0] if len(items) == 1 else {"anyOf": items}}]

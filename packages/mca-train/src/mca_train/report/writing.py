@@ -19,7 +19,7 @@ _OBJECTS = ("configuration", "versions", "plan")
 def write_report(
     folder: Path, *, compare: str | None = None, output: str | None = None, json: bool = False
 ) -> int:
-    """Writes the page about a run, and prints where it is.
+    """Write the page about a run, and prints where it is.
 
     Args:
         folder: The run's ``output_dir``.

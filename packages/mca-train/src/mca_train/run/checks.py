@@ -11,11 +11,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mca_config.arguments import of_float16
+from mca_config.arguments import float16_problems
 from mca_config.checks import check_layout
-from mca_config.errors import McaError, UsageError, problems_of, raise_problems
+from mca_config.errors import McaError, UsageError, list_problems, raise_problems
 from mca_config.layout import ParallelLayout, RankGrid
-from mca_config.model_config import McaModelConfig, trained_dtype
+from mca_config.model_config import McaModelConfig, training_dtype
 from mca_config.redaction import redacted
 from mca_config.types import Values
 from mca_models.checkpoint.side_files import side_files
@@ -149,7 +149,7 @@ def check(
             world_size=world_size,
         )
     except McaError as error:
-        impossible += problems_of(error)
+        impossible += list_problems(error)
     if run is not None:
         impossible += [*_architecture(run, target), *of_reference, *_images(run)]
         impossible += vocabulary_problems(settings, model.vocab_size)
@@ -197,10 +197,10 @@ def _architecture(run: Run, target: "Target | None") -> list[str]:
     if problems := check_layout(config, run.layout, run.world_size):
         return problems
     try:
-        megatron = transformer_config(config, args, run.layout, trained_dtype(config, args), target)
+        megatron = transformer_config(config, args, run.layout, training_dtype(config, args), target)
     except McaError as error:
-        return list(problems_of(error))
-    of_dtype = of_float16(args) if megatron.fp16 else []
+        return list(list_problems(error))
+    of_dtype = float16_problems(args) if megatron.fp16 else []
     samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
     samples *= RankGrid(run.layout, run.world_size).data_parallel_size
     of_steps = run.task.problems_in_steps(samples)
@@ -229,7 +229,7 @@ def _reference(
         reference = model_config(path)
         problems = [*reference_problems(reference, model)]
     except McaError as error:
-        problems = [*problems_of(error)]
+        problems = [*list_problems(error)]
     return reference, [f"reference_model_name_or_path: {problem}" for problem in problems]
 
 
@@ -288,7 +288,7 @@ def _start(settings: Settings) -> Iterator[str]:
 
 
 def require_start(settings: Settings) -> None:
-    """Refuses an ``output_dir`` of another run, and a ``resume_from_checkpoint`` that is not there.
+    """Refuse an ``output_dir`` of another run, and a ``resume_from_checkpoint`` that is not there.
 
     What a checkpoint holds is checked by the ranks together.
 
@@ -304,7 +304,7 @@ def require_start(settings: Settings) -> None:
 
 
 def require_writable(folder: Path) -> None:
-    """Tries ``output_dir`` before anything is read; what was made for that is taken away again.
+    """Try ``output_dir`` before anything is read; what was made for that is taken away again.
 
     Raises:
         McaError: Nothing can be written there.
@@ -329,4 +329,4 @@ def _messages(check: Callable[..., object], *arguments: object) -> Iterator[str]
     try:
         check(*arguments)
     except McaError as error:
-        yield from problems_of(error)
+        yield from list_problems(error)

@@ -15,7 +15,7 @@ _KEYS: Mapping[str, Needed] = {
 
 
 def named_on_the_hub(values: Values) -> bool:
-    """Whether a key names a model of the Hub."""
+    """Return whether a key names a model of the Hub."""
     return any(isinstance(values.get(key), str) and is_id(values[key]) for key in _KEYS)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mca_config.checks import positions_exceeded
+from mca_config.checks import position_problem
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.types import JsonObject, Values
@@ -58,7 +58,7 @@ _OF_DEVICES = (
 
 
 def print_plan(task: Task | None, config: Path, overrides: list[str], options: PlanOptions) -> int:
-    """Prints the plan of a configuration file; 2 if the run is impossible.
+    """Print the plan of a configuration file; 2 if the run is impossible.
 
     Args:
         task: The kind of run; None: the one whose keys are given.
@@ -110,7 +110,7 @@ def _first_line(task: Task, *, named: bool) -> str:
 
 
 def _search(task: Task, values: Values, settings: Settings, options: PlanOptions, *, named: bool) -> int:
-    """Prints the best layouts; the layout of the configuration only says how many samples a step has."""
+    """Print the best layouts; the layout of the configuration only says how many samples a step has."""
     from mca_train.run import searching
 
     gpus = options.gpus or 1
@@ -215,7 +215,7 @@ class _PlannedImages:
         return cls(None if refused else images, refused, bool(refused) and needed, problems)
 
     def allow(self, layout: ParallelLayout) -> bool:
-        """Whether what is counted can be run there."""
+        """Return whether what is counted can be run there."""
         return self.counted is None or not self.problems(layout)
 
     def told(self) -> str:
@@ -258,7 +258,7 @@ class _Planned:
             from mca_train.dry_run.report import render_dry_run
 
             told += "\n" + render_dry_run(dry_run)
-        if long := positions_exceeded(self.run.model, settings.data.seq_length):
+        if long := position_problem(self.run.model, settings.data.seq_length):
             told += f"seq_length {settings.data.seq_length}: {long}\n"
         told += self.images.told()
         if findings.missing:

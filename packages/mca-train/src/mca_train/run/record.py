@@ -64,7 +64,7 @@ def _version(package: str) -> str | None:
 
 
 def write_record(run: Run) -> None:
-    """Writes ``run.json``."""
+    """Write ``run.json``."""
     path = Path(run.settings.training.output_dir) / "run.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ _BEFORE = "mca/checkpoints_before"
 
 
 def is_started_again() -> bool:
-    """Whether torchrun starts ranks anew that end with a failure.
+    """Return whether torchrun starts ranks anew that end with a failure.
 
     Then a run that was stopped before its end is one: another machine may be about to take the place of the one that
     was told to end, and torchrun would take the others for done.
@@ -100,7 +100,7 @@ class NotesStart(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Notes it, once."""
+        """Note it, once."""
         if state.is_world_process_zero and not self._store.check([_BEFORE]):
             self._store.set(
                 _BEFORE, json.dumps([_told_apart(path) for path in checkpoints(Path(args.output_dir))])

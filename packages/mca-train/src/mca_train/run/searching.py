@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from mca_config.errors import McaError, problems_of
+from mca_config.errors import McaError, list_problems
 from mca_config.layout import SIZE_FIELDS, ParallelLayout
-from mca_config.model_config import McaModelConfig, trained_dtype
+from mca_config.model_config import McaModelConfig, training_dtype
 from mca_config.printable import counted
 from mca_config.types import JsonObject, Values
 from mca_train.config.model import layout_of
@@ -60,7 +60,7 @@ def best_layouts(
     hardware: Hardware,
     allowed: Callable[[ParallelLayout], bool],
 ) -> Best:
-    """Checks those that fit, the fastest first, until enough have passed.
+    """Check those that fit, the fastest first, until enough have passed.
 
     Args:
         task: The kind of run.
@@ -102,7 +102,7 @@ def _attends(run: Run, target: "Target") -> Callable[[int, int], bool]:
     """The function that says whether so many tensor and context ranks of ``target`` can compute attention."""
     from mca_models.megatron.factory.transformer_config import transformer_config
 
-    dtype = trained_dtype(run.model, run.settings.training)
+    dtype = training_dtype(run.model, run.settings.training)
 
     @cache
     def attends(tp: int, cp: int) -> bool:
@@ -141,7 +141,7 @@ def _problems(
     try:
         settings = settings_of(task, {**without_layout(values), **changes}, "--search")
     except McaError as error:
-        return tuple(problems_of(error))
+        return tuple(list_problems(error))
     return check(task, settings, lambda *_: gpus, target).impossible
 
 

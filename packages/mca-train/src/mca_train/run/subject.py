@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mca_config.layout import ParallelLayout
-from mca_config.model_config import trained_dtype
+from mca_config.model_config import training_dtype
 from mca_train.config.model import adapter_of
 from mca_train.config.parts import adapted_parts, trained_parts
 from mca_train.plan.chunks import Implementation
@@ -44,7 +44,7 @@ def image_check(run: Run, target: "Target | None") -> Callable[[ParallelLayout],
     from mca_models.megatron.families.image_limits import image_problems
 
     args, model = run.settings.training, run.model
-    megatron = transformer_config(model, args, run.layout, trained_dtype(model, args), target)
+    megatron = transformer_config(model, args, run.layout, training_dtype(model, args), target)
     return lambda layout: image_problems(model, layout, megatron)
 
 

@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mca_config.errors import McaError, UsageError, checking_usage, raise_problems
+from mca_config.errors import McaError, UsageError, raise_problems, raising_usage_errors
 from mca_config.printable import counted
 from mca_config.types import Values
 from mca_train.config.model import model_config
@@ -25,7 +25,7 @@ _ROWS_AT_ONCE = 256
 
 
 def tokenize(config: Path, overrides: list[str], output_prefix: str | None) -> int:
-    """Tokenizes ``train_file``, each row a document that ends with the end-of-sequence token.
+    """Tokenize ``train_file``, each row a document that ends with the end-of-sequence token.
 
     Args:
         config: The YAML file of a pre-training run.
@@ -45,7 +45,7 @@ def tokenize(config: Path, overrides: list[str], output_prefix: str | None) -> i
     raise_problems(data_problems(settings), where, kind=UsageError)
     if settings.data.datasets:
         raise UsageError(f"{where}: mca-train tokenize reads train_file, not datasets")
-    with checking_usage():
+    with raising_usage_errors():
         tokenizer = load_tokenizer(settings)
     from mca_train.data.indexed import write_indexed
 

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def run(task: Task, config: Path, overrides: list[str], command: list[str]) -> int:
-    """Trains; starts local ranks unless a launcher already did. The exit code.
+    """Train; starts local ranks unless a launcher already did. The exit code.
 
     Args:
         task: What is trained.

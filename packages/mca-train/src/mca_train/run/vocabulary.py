@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from mca_config.errors import McaError, problems_of
+from mca_config.errors import McaError, list_problems
 from mca_config.files import read_json
 from mca_config.types import JsonObject
 from mca_models.hub import is_id
@@ -36,7 +36,7 @@ def tokenizer_problems(data: DataArguments) -> Iterator[str]:
     try:
         _count(folder)
     except McaError as error:
-        yield from problems_of(error)
+        yield from list_problems(error)
 
 
 def vocabulary_problems(settings: Settings, rows: int) -> Iterator[str]:
