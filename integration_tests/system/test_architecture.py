@@ -165,7 +165,7 @@ ANY = {
     "mca_train.dry_run.tracker": 15,
     "mca_train.lr_schedule": 1,
     "mca_train.plots.drawing": 4,
-    "mca_train.plots.pictures": 1,
+    "mca_train.plots.figures": 1,
 }
 
 

@@ -11,8 +11,8 @@ from mca_train.dry_run.report import DryRun
 from mca_train.dry_run.step import StepNeeds
 from mca_train.dry_run.tracker import Message
 from mca_train.plan.schedule import Order
-from mca_train.plots.drawing import ready
-from mca_train.plots.pictures import draw_all, group_name, ran_of, waiting
+from mca_train.plots.drawing import prepare_folder
+from mca_train.plots.figures import bubble_fraction, draw_all, group_name, run_timeline
 
 GIB = 1024**3
 STAGES, MICRO_BATCHES = 16, 16
@@ -71,12 +71,12 @@ def test_every_picture_is_written_and_says_what_it_shows(tmp_path: Path) -> None
 
 
 def test_passes_that_take_equally_long_wait_as_the_formula_of_the_bubble_says() -> None:
-    ran = ran_of([stage(number) for number in range(STAGES)], 1)
+    ran = run_timeline([stage(number) for number in range(STAGES)], 1)
     end = max(run.end for run in ran)
     busy = sum(run.end - run.start for run in ran) / STAGES
     assert 1 - busy / end == pytest.approx(LAYOUT.bubble(MICRO_BATCHES))
     for micro_batches in (MICRO_BATCHES, 128):
-        assert waiting(ran, STAGES, micro_batches) == pytest.approx(LAYOUT.bubble(micro_batches))
+        assert bubble_fraction(ran, STAGES, micro_batches) == pytest.approx(LAYOUT.bubble(micro_batches))
 
 
 def test_groups_are_named_by_their_axis() -> None:
@@ -89,6 +89,6 @@ def test_groups_are_named_by_their_axis() -> None:
 def test_a_directory_that_cannot_be_written_is_told_before_anything_is_computed(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"cannot be written .*; name another directory"):
-        ready(tmp_path / "file" / "pictures")
-    ready(tmp_path / "new" / "pictures")
+        prepare_folder(tmp_path / "file" / "pictures")
+    prepare_folder(tmp_path / "new" / "pictures")
     assert list((tmp_path / "new" / "pictures").iterdir()) == []

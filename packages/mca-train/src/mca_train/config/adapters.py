@@ -5,8 +5,8 @@ from pathlib import Path
 
 from mca_config.errors import McaError, list_problems
 from mca_config.model_config import McaModelConfig
-from mca_train.config.model import adapter_of
-from mca_train.config.parts import trained_parts
+from mca_train.config.model import make_adapter
+from mca_train.config.model_parts import trained_parts
 from mca_train.config.run_config import Settings
 
 
@@ -22,7 +22,7 @@ def adapter_problems(settings: Settings, config: McaModelConfig, *, new_head: bo
     if path is not None and not Path(path).is_dir():
         return  # which is told with the other directories
     try:
-        adapter = adapter_of(lora, config, trained_parts(settings.training))
+        adapter = make_adapter(lora, config, trained_parts(settings.training))
     except McaError as error:
         yield from list_problems(error)
         return

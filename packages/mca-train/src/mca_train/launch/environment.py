@@ -37,7 +37,7 @@ def threads_per_rank(ranks: int) -> int:
     return int(asked) if asked.isdigit() else share if share >= 4 else 1
 
 
-def threads_beside_gpu(ranks: int) -> int:
+def threads_per_gpu_rank(ranks: int) -> int:
     """Threads for a rank that has a GPU: what the user asked for, else its share of the cores.
 
     They are for what the host does: the optimizer of offloaded parameters, tokens, checksums of files.

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from mca_train.launch.environment import rank_environment, threads_beside_gpu
+from mca_train.launch.environment import rank_environment, threads_per_gpu_rank
 from mca_train.launch.failures import End, done_mark, explain, report_failure
 from mca_train.launch.rendezvous import LISTENER, listening
 
@@ -48,7 +48,7 @@ def fork_ranks(target: Callable[[], None], num_ranks: int, folder: Path) -> int:
         code = 1
         try:
             _die_with(launcher)
-            _become_rank(rank, environment, folder)
+            _set_up_rank(rank, environment, folder)
             code = report_failure(target, folder, rank)
             if code:
                 timer = threading.Timer(_LAST_WORDS, os._exit, (code,))
@@ -67,7 +67,7 @@ def spawn_ranks(command: Sequence[str], num_ranks: int, folder: Path) -> int:
 
     def start(rank: int, environment: dict[str, str]) -> int:
         variables = {**os.environ, **environment, "MCA_TRAIN_REPORTS": str(folder)}
-        variables["OMP_NUM_THREADS"] = str(threads_beside_gpu(num_ranks))  # the launcher has one
+        variables["OMP_NUM_THREADS"] = str(threads_per_gpu_rank(num_ranks))  # the launcher has one
         with (folder / f"output_{rank}.log").open("wb") as log:
             output = None if rank == 0 else log
             process = subprocess.Popen(
@@ -91,7 +91,7 @@ def _die_with(launcher: int) -> None:
         os._exit(1)
 
 
-def _become_rank(rank: int, environment: dict[str, str], folder: Path) -> None:
+def _set_up_rank(rank: int, environment: dict[str, str], folder: Path) -> None:
     """In a fresh fork: a process group of its own, the rank's variables, and silence unless rank 0."""
     atexit._clear()  # what the launcher does when it ends
     os.setpgid(0, 0)  # Ctrl-C reaches the launcher only, which passes it on once

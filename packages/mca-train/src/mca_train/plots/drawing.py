@@ -20,7 +20,7 @@ CHUNKS = ("#4c78a8", "#9ecae9", "#54a24b", "#b4e197", "#72b7b2", "#b279a2", "#d6
 BACKWARD = ("#f58518", "#ffbf79", "#e45756", "#ff9d98", "#d8b5a5", "#bab0ac", "#eeca3b", "#d67195")
 
 
-def ready(folder: Path) -> None:
+def prepare_folder(folder: Path) -> None:
     """Make ``folder``, before what is drawn into it is computed.
 
     Raises:
@@ -37,7 +37,7 @@ def ready(folder: Path) -> None:
         ) from None
 
 
-def axes(width: float, height: float, title: str, note: str | None = None) -> tuple[Any, Any]:
+def make_axes(width: float, height: float, title: str, note: str | None = None) -> tuple[Any, Any]:
     """A figure and its axes; ``note`` stands small below."""
     from matplotlib.figure import Figure
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from mca_config.fields import TypeHint, alternatives, hint_origin, is_enum
 from mca_config.types import JsonObject, Typed
-from mca_train.reference.keys import REQUIRED, Key, keys_of
+from mca_train.reference.keys import REQUIRED, Key, task_keys
 from mca_train.tasks.task import Task
 
 _NAMES: dict[TypeHint, str] = {
@@ -24,7 +24,7 @@ def schema(tasks: Iterable[Task]) -> JsonObject:
     tasks = tuple(tasks)
     keys: dict[str, Key] = {}
     for task in tasks:
-        keys |= {key.name: key for key in keys_of(task)}
+        keys |= {key.name: key for key in task_keys(task)}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"configuration of mca-train {' or '.join(task.name for task in tasks)}",

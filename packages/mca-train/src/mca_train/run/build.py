@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mca_config.errors import raising_usage_errors
 from mca_train.config.model import peft_task
-from mca_train.config.parts import trained_parts
+from mca_train.config.model_parts import trained_parts
 from mca_train.config.run_config import Settings
 from mca_train.data.scored import padding_of
 from mca_train.run.inputs import Inputs

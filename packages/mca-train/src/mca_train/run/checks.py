@@ -23,8 +23,8 @@ from mca_train.checkpoint.output_dir import require_own
 from mca_train.config.adapters import adapter_problems
 from mca_train.config.arguments import LaunchArguments
 from mca_train.config.checks import contradictions
-from mca_train.config.model import layout_of, model_config, num_local_ranks
-from mca_train.config.parts import part_problems
+from mca_train.config.model import local_world_size, model_config, resolve_layout
+from mca_train.config.model_parts import part_problems
 from mca_train.config.run_config import Settings, parse
 from mca_train.plan.options import PlanOptions
 from mca_train.run.vocabulary import tokenizer_problems, vocabulary_problems
@@ -35,7 +35,7 @@ from mca_train.tasks.task import Task
 if TYPE_CHECKING:
     from mca_models.megatron.factory.target import Target
 
-_OF_PLANS = {
+_PLAN_FLAGS = {
     flag.name: f"is a flag of mca-train plan (--{flag.name}), no key of a run; remove it"
     for flag in fields(PlanOptions)
 }
@@ -93,7 +93,7 @@ class Findings:
         return self.run
 
 
-def settings_of(task: Task, values: Values, where: str, flags: Iterable[str] = ()) -> Settings:
+def make_settings(task: Task, values: Values, where: str, flags: Iterable[str] = ()) -> Settings:
     """The arguments that ``values`` give for ``task``; ``flags`` of the command are no keys.
 
     Raises:
@@ -105,7 +105,7 @@ def settings_of(task: Task, values: Values, where: str, flags: Iterable[str] = (
         kind=task.name,
         data=task.data_arguments,
         own=task.own_arguments,
-        elsewhere=_OF_PLANS | keys_of_others(task),
+        elsewhere=_PLAN_FLAGS | keys_of_others(task),
         flags=flags,
     )
 
@@ -113,7 +113,7 @@ def settings_of(task: Task, values: Values, where: str, flags: Iterable[str] = (
 def check(
     task: Task,
     settings: Settings,
-    ranks: Callable[[LaunchArguments, ParallelLayout], int] = num_local_ranks,
+    ranks: Callable[[LaunchArguments, ParallelLayout], int] = local_world_size,
     target: "Target | None" = None,
 ) -> Findings:
     """Looks for everything that is wrong with a run, as far as no weight and no row is read.
@@ -136,7 +136,7 @@ def check(
         stored = model_config(settings.data.model_name_or_path)
         model = _with_head(task, settings, stored)
         settings = replace(settings, data=task.data_of(settings.data, model))
-        layout = layout_of(settings.training, model)
+        layout = resolve_layout(settings.training, model)
         world_size = ranks(settings.launch, layout)
         reference, of_reference = _reference(task, settings, model)
         run = Run(

@@ -14,7 +14,7 @@ _KEYS: Mapping[str, Needed] = {
 }
 
 
-def named_on_the_hub(values: Values) -> bool:
+def has_hub_ids(values: Values) -> bool:
     """Return whether a key names a model of the Hub."""
     return any(isinstance(values.get(key), str) and is_id(values[key]) for key in _KEYS)
 

@@ -72,11 +72,11 @@ def _count(folder: Path) -> int | None:
         McaError: The file is no JSON document.
     """
     file = folder / _FILE
-    return _count_of(file, file.stat().st_mtime_ns) if file.is_file() else None
+    return _count_tokens(file, file.stat().st_mtime_ns) if file.is_file() else None
 
 
 @cache
-def _count_of(file: Path, changed: int) -> int | None:
+def _count_tokens(file: Path, changed: int) -> int | None:
     """The same, once for each time that the file has ``changed``: a search of layouts asks often."""
     document = read_json(file, "a tokenizer")
     vocabulary = (document.get("model") or {}).get("vocab")

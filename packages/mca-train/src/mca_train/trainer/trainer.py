@@ -127,7 +127,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             raise McaError(problem)
         require_steps(train_dataset, args.max_steps)
         require_format(model, args.ckpt_format)
-        self.ranks = groups.here(model.config.layout)
+        self.ranks = groups.current_ranks(model.config.layout)
         view = ModelView(model.config.hf_config)
         super().__init__(
             model=view,

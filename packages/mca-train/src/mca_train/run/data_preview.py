@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from mca_config.errors import UsageError, raise_problems, raising_usage_errors
 from mca_config.printable import counted
 from mca_train.config.model import model_config
-from mca_train.config.run_config import Settings, given_values
+from mca_train.config.run_config import Settings, load_values
 from mca_train.data.kept_warnings import KeptWarnings
-from mca_train.run.checks import data_problems, settings_of
+from mca_train.run.checks import data_problems, make_settings
 from mca_train.run.hub_paths import with_directories
 from mca_train.run.inputs import image_reader, load_tokenizer
 from mca_train.run.logs import quiet_libraries
@@ -38,9 +38,9 @@ def print_data(task: Task | None, config: Path | None, overrides: list[str]) -> 
         overrides: ``--key value`` words.
     """
     quiet_libraries(first=True)
-    values, where = given_values(config, overrides)
+    values, where = load_values(config, overrides)
     task = task or task_of(values)
-    settings = settings_of(task, with_directories(values, only="tokenizer"), where)
+    settings = make_settings(task, with_directories(values, only="tokenizer"), where)
     raise_problems(data_problems(settings), where, kind=UsageError)
     with raising_usage_errors():
         tokenizer = load_tokenizer(settings)
