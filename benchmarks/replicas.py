@@ -111,7 +111,7 @@ def span(found: list[Found], key: str) -> str:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     from harness import run_ranks
     from train_cases import tiny_checkpoint

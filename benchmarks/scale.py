@@ -104,7 +104,7 @@ def _resident() -> float:
 
 
 def measure(world: int) -> Costs:
-    """Starts a rank of ``world``, makes its model and optimizer, and plans a checkpoint."""
+    """Start a rank of ``world``, makes its model and optimizer, and plans a checkpoint."""
     from mca_models.megatron import platform
 
     platform.prepare()
@@ -339,7 +339,7 @@ def _apart(world: int) -> Costs:
 
 
 def main() -> None:
-    """Prints two tables."""
+    """Print two tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "ranks", type=int, nargs="*", default=list(WORLDS), help="of each world; default: %(default)s"

@@ -207,7 +207,7 @@ PICTURES = {
 
 
 def main() -> None:
-    """Writes all pictures."""
+    """Write all pictures."""
     FOLDER.mkdir(exist_ok=True)
     for name, draw in PICTURES.items():
         (FOLDER / f"{name}.svg").write_text(draw().svg(), encoding="utf-8")

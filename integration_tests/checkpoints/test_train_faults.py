@@ -204,7 +204,7 @@ def find_all(folders: dict[str, Path]) -> dict[str, tuple[str, str]]:
     from mca_train.checkpoint import directory
 
     parallel.start(ParallelLayout())
-    ranks = groups.here(ParallelLayout())
+    ranks = groups.current_ranks(ParallelLayout())
     found = {}
     for name, folder in folders.items():
         auto = directory.find("auto", folder, ranks)

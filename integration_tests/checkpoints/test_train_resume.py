@@ -254,7 +254,7 @@ def test_a_full_disk_is_told_whatever_is_written(tmp_path):
     import errno
 
     from mca_config.errors import McaError, RankFailed
-    from mca_config.files import cannot_write
+    from mca_config.files import write_error
     from mca_train.checkpoint.writer import name_errors
 
     prepare_parent()
@@ -266,10 +266,10 @@ def test_a_full_disk_is_told_whatever_is_written(tmp_path):
 
     full = told(OSError(errno.ENOSPC, "No space left on device"))
     assert full.startswith(f"{tmp_path}: cannot be written, the disk is full; make room and resume")
-    refused = cannot_write(tmp_path / "x", OSError(errno.ENOSPC, "No space left on device"))
+    refused = write_error(tmp_path / "x", OSError(errno.ENOSPC, "No space left on device"))
     assert told(refused) == full and told(RankFailed(1, refused)) == full
     assert told(RuntimeError("[enforce fail] . PytorchStreamWriter failed writing file data/3")) == full
-    large = cannot_write(tmp_path / "x", OSError(errno.ENOSPC, "No space left on device"), 1 << 50)
+    large = write_error(tmp_path / "x", OSError(errno.ENOSPC, "No space left on device"), 1 << 50)
     room = r"\(x needs 1,125,899,906,842,624 bytes, [\d,]+ bytes are free; nothing half-written is left\)$"
     assert full.endswith("(nothing half-written is left)") and re.search(room, told(RankFailed(1, large)))
     assert told(McaError("rank 1 fell")) == f"{tmp_path}: cannot be written: rank 1 fell"

@@ -104,9 +104,9 @@ def model_of(name: str) -> str:
 
 def images_in(run: Any) -> Any:
     """Of each sequence, if the model takes any."""
-    from mca_train.run.subject import images_of_run
+    from mca_train.run.plan_input import planned_images
 
-    return images_of_run(run, **OF_IMAGES) if run.model.vision else None
+    return planned_images(run, **OF_IMAGES) if run.model.vision else None
 
 
 def without_memory(folder: Path, kind: str, changes: dict[str, Any], rank: int, world_size: int) -> StepNeeds:

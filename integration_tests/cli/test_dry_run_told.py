@@ -57,10 +57,10 @@ def printed(folder: Path) -> list[str]:
     from functools import cache
 
     from mca_train.cli import main
-    from mca_train.run import planning
+    from mca_train.run import plan_command
 
     be_no_rank()
-    of_run, found = planning._dry_run, []
+    of_run, found = plan_command._dry_run, []
     once = cache(lambda: of_run(*given[0], ordered=True))
     given: list[Any] = []
 
@@ -68,7 +68,7 @@ def printed(folder: Path) -> list[str]:
         given.append(args)
         return once()
 
-    planning._dry_run = dry_run
+    plan_command._dry_run = dry_run
     words = ["plan", "pretrain", str(folder / "run.yaml"), "--gpus", "2", "--device", "h100-80"]
     for more in (["--plot", str(folder / "pictures"), "--json"], ["--dry_run"]):
         out = io.StringIO()

@@ -69,27 +69,27 @@ def commands(page: Path) -> list[list[str]]:
 def needs(kind: str, file: Path | None, flags: list[str], gpus: int) -> tuple[int, list[int]]:
     """Bytes of the fullest stage, and the stages that do not fit."""
     from mca_models.megatron.factory.target import Target
-    from mca_train.config.run_config import given_values
+    from mca_train.config.run_config import load_values
     from mca_train.plan.fitting import fullest, over
     from mca_train.plan.hardware import hardware_of
     from mca_train.plan.memory import plan_of
-    from mca_train.run.checks import check, settings_of
-    from mca_train.run.subject import image_check, images_of_run, subject_of
+    from mca_train.run.checks import check, make_settings
+    from mca_train.run.plan_input import make_image_check, make_plan_input, planned_images
     from mca_train.tasks.table import TASKS
 
-    values, where = given_values(file, flags)
+    values, where = load_values(file, flags)
     if values.pop("bf16", None):
         values["use_cpu"] = True  # Hugging Face refuses bf16 where there is no GPU
         values["bf16"] = True
     task, target = TASKS[kind], Target.planned("transformer_engine")
-    settings = settings_of(task, values, where)
+    settings = make_settings(task, values, where)
     findings = check(task, settings, lambda *_: gpus, target)
     assert findings.run is not None and not findings.impossible, findings.impossible
     run, device = findings.run, hardware_of("h100-80").device
-    images = images_of_run(run)
+    images = planned_images(run)
     if images is not None:
-        assert not image_check(run, target)(run.layout)
-    subject = subject_of(run, "transformer_engine", device, images=images)
+        assert not make_image_check(run, target)(run.layout)
+    subject = make_plan_input(run, "transformer_engine", device, images=images)
     plan = plan_of(subject, run.settings.training, run.layout, run.world_size)
     return fullest(plan), over(plan, device)
 

@@ -114,13 +114,13 @@ def restored(folder: Path) -> dict[str, Any]:
         parallel.seed_device(3, parallel.start(layout))
         own = torch.rand(4).tolist()
         parallel.seed_device(3, parallel.start(layout))
-        here: Any = groups.here(layout)
+        here: Any = groups.current_ranks(layout)
         nothing: Any = None
         TrainingState(nothing, nothing, here, RunPosition()).load_rng(folder / checkpoint)
         return torch.rand(4).tolist(), own
 
     parallel.seed_device(3, parallel.start(one))
-    here = groups.here(one)
+    here = groups.current_ranks(one)
     torch.rand(7)
     save_rng(folder / "of-replicas" / TRAINING, here)
     if here.is_first:

@@ -167,13 +167,13 @@ def _is_tensor(value: object) -> bool:
 def images_in(run: Any, images: dict[str, int] | None) -> Any:
     """Of each sequence, those of a model that takes one size only of that size."""
     from mca_train.plan.towers import Tower
-    from mca_train.run.subject import images_of_run
+    from mca_train.run.plan_input import planned_images
 
     if images is None:
         return None
     tower = Tower.of(run.model)
     assert tower is not None, "the sizes of its vision tower are not known"
-    return images_of_run(run, images["count"], tower.side or images["pixels"])
+    return planned_images(run, images["count"], tower.side or images["pixels"])
 
 
 def step_of(

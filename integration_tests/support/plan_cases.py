@@ -300,12 +300,12 @@ WITHIN, OF_SAMPLE = 0.10, 0.05
 
 def checked(name: str, folder: str) -> Any:
     """The checked run of a case."""
-    from mca_train.run.checks import check, settings_of
+    from mca_train.run.checks import check, make_settings
     from mca_train.tasks.table import TASKS
 
     _, kind, world_size, _ = CASES[name]
     be_no_rank()
-    settings = settings_of(TASKS[kind], values_of(name, folder), "test")
+    settings = make_settings(TASKS[kind], values_of(name, folder), "test")
     findings = check(TASKS[kind], settings, lambda *_: world_size)
     assert not findings.impossible
     return findings.run
@@ -316,11 +316,11 @@ def plan_and_dry_run(name: str, folder: str, stage: int) -> tuple[int, list[int]
     from mca_train.dry_run.stages import micro_batches_to_run
     from mca_train.dry_run.step import step_needs
     from mca_train.plan.memory import plan_of
-    from mca_train.run.subject import images_of_run, subject_of
+    from mca_train.run.plan_input import make_plan_input, planned_images
 
     run = checked(name, folder)
-    args, images = run.settings.training, images_of_run(run)
-    subject = subject_of(run, "local", images=images)
+    args, images = run.settings.training, planned_images(run)
+    subject = make_plan_input(run, "local", images=images)
     plan = plan_of(subject, args, run.layout, run.world_size)
     count = micro_batches_to_run(args.gradient_accumulation_steps, run.layout, stage)
     rank = run.world_size // run.layout.pp * stage

@@ -81,7 +81,7 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("checks",),
     ),
     "mca_convert": (
-        ("chunks", "flags", "interrupts", "mapped", "open_files", "output", "pool", "tables"),
+        ("chunks", "flags", "interrupts", "open_files", "output", "pool", "sigbus", "tables"),
         ("progress", "reader", "tasks"),
         ("collect",),
         ("compare", "engine", "non_finite"),
@@ -165,7 +165,7 @@ ANY = {
     "mca_train.dry_run.tracker": 15,
     "mca_train.lr_schedule": 1,
     "mca_train.plots.drawing": 4,
-    "mca_train.plots.pictures": 1,
+    "mca_train.plots.figures": 1,
 }
 
 
@@ -353,7 +353,7 @@ def test_a_planted_import_is_caught(module, text):
         ("mca_config.errors", "from mca_config.arguments import MegatronArguments"),
         ("mca_config.layout", "from mca_config.model_config import McaModelConfig"),
         ("mca_convert.chunks", "from mca_convert.cli import main"),
-        ("mca_convert.forecast.outcome", "from mca_convert.commands import carry_out"),
+        ("mca_convert.forecast.outcome", "from mca_convert.commands import conversion_run"),
     ],
 )
 def test_a_planted_arrow_up_is_caught(module, text):

@@ -11,7 +11,8 @@ import torch
 from harness import prepare_parent, run_ranks
 from loss_curves import _BUILDERS
 from mca_config import _megatron_keys as keys
-from mca_config.arguments import DistributingParallelArguments, MegatronArguments, _additional, _unfollowed
+from mca_config.arguments import DistributingParallelArguments, MegatronArguments, _additional
+from mca_config.arguments import _unsupported_settings as rules
 from mca_config.errors import McaError
 from mca_models.megatron import platform
 from prediction import deepseek_with_prediction
@@ -334,9 +335,11 @@ def test_what_is_off_without_being_set_may_be_set_off():
         name = field.name
         if name not in _additional.settable_keys() - keys.ARCHITECTURE - own:
             continue
-        is_detail = any(_unfollowed._is_one_of(name, names) for names in _unfollowed._DETAILS.values())
-        if _unfollowed.refusal(name) == _unfollowed._UNTRIED or (is_detail and not _unfollowed.refusal(name)):
-            if _unfollowed.is_off(name, False):
+        is_detail = any(rules._matches(name, names) for names in rules._DETAILS.values())
+        if rules.unsupported_reason(name) == rules._UNTRIED or (
+            is_detail and not rules.unsupported_reason(name)
+        ):
+            if rules.is_off(name, False):
                 assert field.default in (None, False, 0), name
                 off[name] = False
     off |= {"qk_clip": False, "moe_deepep_num_sms": None}

@@ -53,12 +53,12 @@ def memory(kit: Kit) -> None:
 def _one(kit: Kit, name: str, changes: dict[str, Any]) -> tuple[float, float]:
     """Planned and measured."""
     from mca_train.plan.memory import plan_of
-    from mca_train.run.subject import subject_of
+    from mca_train.run.plan_input import make_plan_input
 
     run = _run_of(kit, name, changes)
     args = run.settings.training
     model, trainer_of = _maker(run)
-    plan = plan_of(subject_of(run, model), args, run.layout, 1)
+    plan = plan_of(make_plan_input(run, model), args, run.layout, 1)
     planned = max(needs.total for needs in plan.stages)
     with measured_peak(kit) as peak:
         trainer = trainer_of()
@@ -69,7 +69,7 @@ def _one(kit: Kit, name: str, changes: dict[str, Any]) -> tuple[float, float]:
 
 def _run_of(kit: Kit, name: str, changes: dict[str, Any]) -> Any:
     """The checked run of a configuration."""
-    from mca_train.run.checks import check, settings_of
+    from mca_train.run.checks import check, make_settings
     from mca_train.tasks.table import TASKS
 
     folder = kit.scratch / name.replace(" ", "-")
@@ -92,7 +92,7 @@ def _run_of(kit: Kit, name: str, changes: dict[str, Any]) -> Any:
         "use_cpu": kit.device == "cpu",
         **changes,
     }
-    findings = check(TASKS["pretrain"], settings_of(TASKS["pretrain"], values, name), lambda *_: 1)
+    findings = check(TASKS["pretrain"], make_settings(TASKS["pretrain"], values, name), lambda *_: 1)
     if findings.impossible:
         raise RuntimeError("; ".join(findings.impossible))
     return findings.run
@@ -138,9 +138,9 @@ def measured_peak(kit: Kit) -> Iterator[list[int]]:
 
 def draw(kit: Kit, found: dict[str, tuple[float, float]]) -> None:
     """Planned and measured beside each other."""
-    from mca_train.plots.drawing import axes, save
+    from mca_train.plots.drawing import make_axes, save
 
-    figure, place = axes(8.0, 1.2 + 0.5 * len(found), "memory of a rank: planned and measured")
+    figure, place = make_axes(8.0, 1.2 + 0.5 * len(found), "memory of a rank: planned and measured")
     for number, (planned, measured) in enumerate(found.values()):
         place.barh(
             number - 0.2, planned, height=0.38, color="#9ecae9", label="planned" if not number else None

@@ -23,7 +23,7 @@ def test_bash_completes_commands_and_flags_with_and_without_a_command(tmp_path: 
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["completion", "csh"], "mca-convert completion knows bash, zsh, fish, not 'csh'"),
+    (["completion", "csh"], "mca-convert completion: expected one of bash, zsh, fish, not 'csh'"),
     (["completion"], "missing SHELL; see mca-convert completion --help"),
     (["complete"], "unknown command 'complete'; did you mean 'completion'?"),
 ])  # fmt: skip

@@ -69,7 +69,7 @@ def tell(error):
     given.set()
 
 mapped._file_at = one_after_the_other
-with mapped.cut_files_told(tell):
+with mapped.catching_truncated_files(tell):
     threads = [threading.Thread(target=ctypes.string_at, args=(start, 1)) for _ in range(2)]
     for thread in threads:
         thread.start()

@@ -12,15 +12,15 @@ pytestmark = pytest.mark.usefixtures("own_threads")
 
 
 def test_a_metric_of_preferences_can_choose_the_best_model(run, tmp_path):
-    from mca_train.config.run_config import given_values
-    from mca_train.run.checks import check, settings_of
+    from mca_train.config.run_config import load_values
+    from mca_train.run.checks import check, make_settings
     from mca_train.tasks.table import TASKS
 
-    values, where = given_values(Path(run(metric_for_best_model="eval_rewards/margins")), [])
-    pairs = check(TASKS["dpo"], settings_of(TASKS["dpo"], values, where))
+    values, where = load_values(Path(run(metric_for_best_model="eval_rewards/margins")), [])
+    pairs = check(TASKS["dpo"], make_settings(TASKS["dpo"], values, where))
     assert not pairs.impossible
     with pytest.raises(McaError, match="mca-train sft evaluates loss, runtime"):
-        check(TASKS["sft"], settings_of(TASKS["sft"], values, where)).require()
+        check(TASKS["sft"], make_settings(TASKS["sft"], values, where)).require()
 
 
 @pytest.mark.parametrize(
@@ -58,24 +58,24 @@ def test_what_pairs_cannot_be_trained_with_is_told_before_reading(run, changes, 
 
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
 def test_a_reference_that_scores_is_no_language_model(run, kind, tmp_path):
-    from mca_train.config.run_config import given_values
-    from mca_train.run.checks import check, settings_of
+    from mca_train.config.run_config import load_values
+    from mca_train.run.checks import check, make_settings
     from mca_train.tasks.table import TASKS
 
     (tmp_path / "reward").mkdir()
     path = Path(run(reference_model_name_or_path=str(tmp_path / "reward")))
     config = (tmp_path / "model" / "config.json").read_text()
     (tmp_path / "reward" / "config.json").write_text(config.replace("CausalLM", "SequenceClassification"))
-    values, where = given_values(path, [])
-    (told,) = check(TASKS[kind], settings_of(TASKS[kind], values, where)).impossible
+    values, where = load_values(path, [])
+    (told,) = check(TASKS[kind], make_settings(TASKS[kind], values, where)).impossible
     assert told.startswith(
         "reference_model_name_or_path: the reference has a head for sequence_classification, "
     )
 
 
 def test_labels_without_names_are_those_of_the_model(run, tmp_path, capsys):
-    from mca_train.config.run_config import given_values
-    from mca_train.run.checks import check, settings_of
+    from mca_train.config.run_config import load_values
+    from mca_train.run.checks import check, make_settings
     from mca_train.tasks.table import TASKS
 
     config = tmp_path / "model" / "config.json"
@@ -86,8 +86,8 @@ def test_labels_without_names_are_those_of_the_model(run, tmp_path, capsys):
     config.write_text(config.read_text().replace('"architectures": ["Qwen3ForCausalLM"]', names[1:-1]))
     (tmp_path / "a.jsonl").write_text('{"text": "hello there", "label": "yes"}\n')
     assert main(["data", "classify", text]) == 0
-    values, where = given_values(Path(text), [])
-    found = check(TASKS["classify"], settings_of(TASKS["classify"], values, where)).run
+    values, where = load_values(Path(text), [])
+    found = check(TASKS["classify"], make_settings(TASKS["classify"], values, where)).run
     assert found.settings.data.names == ("no", "yes")
     assert main(["plan", "classify", run(labels=["yes", "no"])]) == 2
     assert (
@@ -130,7 +130,7 @@ def test_columns_that_are_not_read_are_refused(run, kind, changes, message, caps
 
 def test_columns_that_some_source_reads_are_taken(run, tmp_path, capsys):
     names = ("text", "messages", None)
-    entries = [{"path": f"{tmp_path}/{name}.jsonl", "kind": name} for name in names]
+    entries = [{"path": f"{tmp_path}/{name}.jsonl", "format": name} for name in names]
     changes = {"train_file": ..., "datasets": entries[:2], "text_column": "t", "messages_column": "m"}
     assert main(["plan", "sft", run(**changes)]) == 0
     changes["completion_column"] = "a"
@@ -138,9 +138,9 @@ def test_columns_that_some_source_reads_are_taken(run, tmp_path, capsys):
     assert "completion_column: format messages, text does not read it" in capsys.readouterr().out
     for more in ({"eval_file": f"{tmp_path}/c.jsonl"}, {"datasets": entries}):  # whose format is not named
         assert main(["plan", "sft", run(**{**changes, **more})]) == 0
-    changes["datasets"] = [{**entries[0], "kind": ["text"]}]
+    changes["datasets"] = [{**entries[0], "format": ["text"]}]
     assert main(["plan", "sft", run(**changes)]) == 0
-    assert "kind must be 'messages' or" in capsys.readouterr().out
+    assert "format must be 'messages' or" in capsys.readouterr().out
     assert main(["plan", "dpo", run(prompt_column="q", tools_column="t", chosen_column="c")]) == 0
 
 
@@ -149,8 +149,8 @@ def test_columns_that_some_source_reads_are_taken(run, tmp_path, capsys):
     [
         (
             "reward",
-            {"train_file": ..., "datasets": [{"path": "a.jsonl", "kind": "text"}]},
-            "kind text: mca-train reward reads",
+            {"train_file": ..., "datasets": [{"path": "a.jsonl", "format": "text"}]},
+            "format text: mca-train reward reads",
         ),
         (
             "reward",

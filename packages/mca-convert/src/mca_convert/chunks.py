@@ -32,22 +32,22 @@ class ChunkCache:
         if id(gather) not in self._known:  # the gather is kept, so its id stays its own
             self._known[id(gather)] = (
                 gather,
-                tuple((cut_exactly if self._exactly else cut)(gather, self.elements)),
+                tuple((split_exactly if self._exactly else split)(gather, self.elements)),
             )
         return self._known[id(gather)][1]
 
 
-def cut(gather: Gather, elements: int) -> Iterator[Chunk]:
-    """Cuts ``gather`` every ``elements`` or a little before, where its strided moves are whole."""
+def split(gather: Gather, elements: int) -> Iterator[Chunk]:
+    """Cut ``gather`` every ``elements`` or a little before, where its strided moves are whole."""
     step = elements
     period = lcm(*(move.target_stride for move in gather.moves if move.repeat > 1), 1)
     if period <= elements:
         step -= elements % period
-    return cut_exactly(gather, step)
+    return split_exactly(gather, step)
 
 
-def cut_exactly(gather: Gather, elements: int) -> Iterator[Chunk]:
-    """Cuts ``gather`` every ``elements``."""
+def split_exactly(gather: Gather, elements: int) -> Iterator[Chunk]:
+    """Cut ``gather`` every ``elements``."""
     for start in range(0, gather.size, elements):
         stop = min(start + elements, gather.size)
         moves = tuple(part for move in gather.moves for part in clip(move, start, stop))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code.
+    """Run the command; returns its exit code.
 
     0 done, 1 failed, 2 wrong usage, 128 and the signal's number if one ended it: 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP.
     Only a code of 0 leaves anything at the output path, and it always does; but what an upload of it fails with, or is
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from mca_config.streams import safe_streams
 
             stack.enter_context(safe_streams(to_the_end=is_command))
-            code = _attempt(sys.argv[1:] if argv is None else argv, interrupts)
+            code = _run_command(sys.argv[1:] if argv is None else argv, interrupts)
             interrupts.finish()
             return code
         except Interrupted:
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return interrupts.code
 
 
-def _attempt(argv: Sequence[str], interrupts: Interrupts) -> int:
+def _run_command(argv: Sequence[str], interrupts: Interrupts) -> int:
     """The exit code of a command that no signal ended."""
     import logging
 
@@ -57,23 +57,23 @@ def _attempt(argv: Sequence[str], interrupts: Interrupts) -> int:
     from mca_config.printable import printable
     from mca_config.program import fail
     from mca_convert.flags import program
-    from mca_convert.output import say
+    from mca_convert.output import write_line
 
     known = program()
     try:
         if (answer := known.answer(argv)) is not None:
-            say(answer.rstrip())
+            write_line(answer.rstrip())
             return 0 if argv else 2
-        command, words = known.command_of(argv)
+        command, words = known.find_command(argv)
         parser = known.parser(command)
         options = parser.read(words)
         if command == "completion":
-            say(_completion(known, options.shell).rstrip())
+            write_line(_completion(known, options.shell).rstrip())
             return 0
     except McaError as error:
         return fail(error)
     from mca_convert.commands.sources import local_sources
-    from mca_convert.mapped import cut_files_told
+    from mca_convert.sigbus import catching_truncated_files
 
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the workers are threads enough
     level = logging.WARNING if getattr(options, "quiet", False) else logging.INFO
@@ -81,7 +81,11 @@ def _attempt(argv: Sequence[str], interrupts: Interrupts) -> int:
     for name in ("mca_config", "mca_models", "mca_convert"):  # not what libraries say of their requests
         logging.getLogger(name).setLevel(level)
     try:
-        with no_collection(), cut_files_told(interrupts.note), local_sources(command, options) as called:
+        with (
+            without_gc(),
+            catching_truncated_files(interrupts.note),
+            local_sources(command, options) as called,
+        ):
             code = _run(command, parser, options, interrupts, called)
             if interrupts.fault is None:
                 return code
@@ -89,14 +93,14 @@ def _attempt(argv: Sequence[str], interrupts: Interrupts) -> int:
     except McaError as error:
         return fail(error)
     except OSError as error:
-        sys.stderr.write(f"error: {printable(f'{_where(error)}{error.strerror or error}')}\n")
+        sys.stderr.write(f"error: {printable(f'{_error_prefix(error)}{error.strerror or error}')}\n")
     except MemoryError:
         sys.stderr.write("error: out of memory; give fewer --workers, or a smaller --memory_limit\n")
     return 1
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
+def without_gc() -> Iterator[None]:
     """Without searches for cycles: a plan of many thousand objects has none, and they cost a tenth of its time."""
     enabled = gc.isenabled()
     gc.disable()
@@ -114,7 +118,7 @@ def _completion(known: "Program", shell: str) -> str:
     return completion(known.name, shell, flags, known.default)
 
 
-def _where(error: OSError) -> str:
+def _error_prefix(error: OSError) -> str:
     return f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
 
 

@@ -81,8 +81,8 @@ def computed_bytes(part: Part) -> int:
     return prod(part.shape) * part.info.itemsize
 
 
-def is_kept(parts: tuple[Part, ...], limit: int) -> bool:
-    """Whether any of ``parts`` is computed once and kept, being small enough."""
+def is_any_kept(parts: tuple[Part, ...], limit: int) -> bool:
+    """Return whether any of ``parts`` is computed once and kept, being small enough."""
     return any(not isinstance(part.info, TensorInfo) and computed_bytes(part) <= limit for part in parts)
 
 
@@ -103,7 +103,7 @@ class ComputedParts:
             copy_move(self._whole(part), out, move)
             return
         flat = part.elements()
-        for piece in in_bands(move, _BAND):
+        for piece in split_bands(move, _BAND):
             start = part.start + piece.source
             band = flat[start : start + piece.source_span]
             copy_move(band, out, piece._replace(source=0))
@@ -124,7 +124,7 @@ def _key(part: Part) -> tuple[int, int]:
     return id(part.info), part.start
 
 
-def in_bands(move: Move, elements: int) -> Iterator[Move]:
+def split_bands(move: Move, elements: int) -> Iterator[Move]:
     """``move`` in parts that each reach over about ``elements`` of the source, if its runs are no longer."""
     step = max(1, elements // max(1, move.source_stride))
     for first in range(0, move.repeat, step):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
 from mca_config.types import Typed, Values
-from mca_convert.chunks import Chunk, cut_exactly
+from mca_convert.chunks import Chunk, split_exactly
 from mca_convert.collect import Buffers, Collector
 from mca_convert.pool import Limits, run_all
 from mca_convert.reader import SourceFiles
@@ -72,7 +72,7 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether the two are the same model."""
+        """Return whether the two are the same model."""
         return not self.problems and not self.differences
 
     def note(
@@ -83,7 +83,7 @@ class Comparison:
         tolerance: float | None,
         start: int = 0,
     ) -> None:
-        """Compares two flat stretches of tensor ``name`` that begin at its element ``start``; thread-safe."""
+        """Compare two flat stretches of tensor ``name`` that begin at its element ``start``; thread-safe."""
         import numpy as np
 
         for counts, array in zip(self.not_finite, arrays, strict=True):
@@ -117,7 +117,7 @@ def compare(
     tolerance: float | None = None,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Comparison:
-    """Compares every element of two models.
+    """Compare every element of two models.
 
     Args:
         first: One checkpoint.
@@ -197,7 +197,7 @@ def _pairs(
             result.tensors += 1
             result.elements += gather.size
             step = limits.buffer_bytes // size
-            for one, two in zip(cut_exactly(gather, step), cut_exactly(other, step), strict=True):
+            for one, two in zip(split_exactly(gather, step), split_exactly(other, step), strict=True):
                 sides = _Side(first, mine, one, dtypes[0][name]), _Side(second, its, two, dtypes[1][name])
                 yield label, gather.shape, *sides
 

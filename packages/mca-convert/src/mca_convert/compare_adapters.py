@@ -25,7 +25,7 @@ _Tensors = Mapping[str, "Callable[[], NumpyArray]"]
 
 
 def compare_adapters(first: Path, second: Path, *, tolerance: float | None = None) -> Comparison:
-    """Compares every element of two adapters, and what scales their products.
+    """Compare every element of two adapters, and what scales their products.
 
     Args:
         first: One directory.

@@ -12,7 +12,14 @@ from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_convert.engine import Engine
-from mca_convert.non_finite import Notes, RefusedParam, counts_of, refusal, search, warning
+from mca_convert.non_finite import (
+    Notes,
+    RefusedParam,
+    count_by_name,
+    non_finite_error,
+    non_finite_warning,
+    search,
+)
 from mca_convert.pool import Limits
 from mca_convert.reader import SourceFiles
 from mca_convert.tasks import Fill, fills_to_hf, fills_to_mca, source_dtypes, target_dtypes
@@ -75,7 +82,7 @@ class Conversion:
         *,
         overwrite: bool = False,
     ) -> Path:
-        """Writes the new checkpoint; it stands at ``destination`` completely or not at all.
+        """Write the new checkpoint; it stands at ``destination`` completely or not at all.
 
         Args:
             destination: Absent, or an empty directory, or with ``overwrite`` any.
@@ -120,12 +127,12 @@ class Conversion:
         except RefusedParam as refused:
             casts = notes.casts()
             (first, *_) = search(self.source, [refused.param], limits, casts=casts, proceed=proceed)
-            raise refusal(first, notes.work or "", casts.get(refused.param.mca_name(), "")) from None
+            raise non_finite_error(first, notes.work or "", casts.get(refused.param.mca_name(), "")) from None
         finally:
             sources.close()
         if notes.params:
             found = search(self.source, list(notes.params.values()), limits, proceed=proceed)
-            logger.warning("%s", warning(self.source.path, counts_of(found)))
+            logger.warning("%s", non_finite_warning(self.source.path, count_by_name(found)))
         return records
 
 
@@ -133,7 +140,7 @@ def plan_to_mca(source: ModelSource, layout: ParallelLayout, cast: str | None = 
     """A conversion to an MCA checkpoint of ``layout``; ``cast`` is a dtype code."""
     config = replace(_with_dtype(source.config, cast), layout=layout)
     found = source_dtypes(source)
-    target = McaLayout(source.params, config, target_dtypes(source.params, found, cast), _wholes(source))
+    target = McaLayout(source.params, config, target_dtypes(source.params, found, cast), _full_shapes(source))
     for file in target.files:
         target.specs(file)  # finds what does not divide, naming the flag
     return Conversion(source, target, list(fills_to_mca(source, target, found)), iteration_name(1))
@@ -150,11 +157,11 @@ def plan_to_hf(
     config = _with_dtype(source.config, cast)
     found = source_dtypes(source)
     dtypes = target_dtypes(source.params, found, cast)
-    target = HfLayout(source.params, config, dtypes, _wholes(source), max_shard_bytes, fp8=fp8)
+    target = HfLayout(source.params, config, dtypes, _full_shapes(source), max_shard_bytes, fp8=fp8)
     return Conversion(source, target, list(fills_to_hf(source, target, found)))
 
 
-def _wholes(source: ModelSource) -> dict[str, tuple[int, ...]]:
+def _full_shapes(source: ModelSource) -> dict[str, tuple[int, ...]]:
     return {param.mca_name(): source.whole_shape(param) for param in source.params}
 
 
@@ -165,21 +172,21 @@ def _with_dtype(config: McaModelConfig, cast: str | None) -> McaModelConfig:
     return replace(config, **names)  # type: ignore[arg-type]
 
 
-def refuse_no_adapter(path: Path) -> None:
-    """Raises if directory ``path`` holds no LoRA adapter."""
+def require_adapter(path: Path) -> None:
+    """Raise if directory ``path`` holds no LoRA adapter."""
     if not kind_of(path).is_adapter:
         raise McaError(
             f"--adapter_path {path}: no adapter_config.json is there; expected a PEFT or MCA adapter directory"
         )
 
 
-def refuse_taken(sources: Iterable[Path], destination: Path, *, overwrite: bool = False) -> None:
-    """Raises before any work if ``destination`` is not free, or with ``overwrite`` is more than a checkpoint."""
+def require_free_destination(sources: Iterable[Path], destination: Path, *, overwrite: bool = False) -> None:
+    """Raise before any work if ``destination`` is not free, or with ``overwrite`` is more than a checkpoint."""
     sources = tuple(sources)
     try:
         require_absent(destination)
     except McaError as error:
-        fault = _why_kept(destination, sources) if destination.is_dir() else ""
+        fault = _overwrite_problem(destination, sources) if destination.is_dir() else ""
         if not overwrite or not destination.is_dir():
             hint = "; --overwrite replaces the checkpoint there" if fault is None else ""
             raise McaError(f"--output_path {error}{hint}") from None
@@ -201,7 +208,7 @@ def refuse_taken(sources: Iterable[Path], destination: Path, *, overwrite: bool 
             )
 
 
-def _why_kept(destination: Path, sources: Iterable[Path]) -> str | None:
+def _overwrite_problem(destination: Path, sources: Iterable[Path]) -> str | None:
     """Why ``destination`` must not be replaced; None if all that is lost with it is a checkpoint."""
     if not is_checkpoint(destination):
         return "holds no checkpoint"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from mca_convert.chunks import Chunk
-from mca_convert.collect import Buffers, Collector, is_kept
+from mca_convert.collect import Buffers, Collector, is_any_kept
 from mca_convert.pool import Limits, run_all
 from mca_convert.reader import SourceFiles
 from mca_convert.tasks import Chunking, Fill, band_elements, fill_item_size
@@ -71,7 +71,7 @@ class Engine:
         self._buffer_bytes, self._makes_blocks = limits.buffer_bytes, False
 
     def run(self, fills: Sequence[Fill]) -> dict[str, FileRecord]:
-        """Writes every file completely; returns size and checksum of each.
+        """Write every file completely; returns size and checksum of each.
 
         Raises:
             McaError: Something could not be read or written; the first such error.
@@ -101,7 +101,7 @@ class Engine:
     def _stretches(self, fills: Sequence[Fill]) -> Iterator[Stretch]:
         for _, group in groupby(fills, lambda fill: id(fill.parts)):
             jobs: Stretch = [(fill, self._chunking.chunks(fill)) for fill in group]
-            if is_kept(jobs[0][0].parts, self._limits.computed_bytes):
+            if is_any_kept(jobs[0][0].parts, self._limits.computed_bytes):
                 yield jobs  # by one thread, which computes the parts once
                 continue
             for fill, chunks in jobs:
@@ -130,7 +130,7 @@ class Engine:
                 append(data)
                 self._progress(data.nbytes)
         with self._lock:
-            self._left[fill.file] -= fill.nbytes_of(chunks[-1].stop - chunks[0].start)
+            self._left[fill.file] -= fill.count_bytes(chunks[-1].stop - chunks[0].start)
             done = self._left[fill.file] == 0
         if done:
             writer.close()

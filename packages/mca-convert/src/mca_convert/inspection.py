@@ -13,7 +13,7 @@ from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
 from mca_config.types import JsonObject
-from mca_convert.non_finite import counts_of, search
+from mca_convert.non_finite import count_by_name, search
 from mca_convert.pool import Limits
 from mca_models.checkpoint.hf_directory import HfSource, read_config
 from mca_models.checkpoint.mca_directory import McaSource, load_config
@@ -116,7 +116,7 @@ def _model(path: Path, kind: CheckpointKind, found: Inspection, top: int, limits
         ]
     _biggest(shapes, found, top)
     if limits is not None:
-        found.not_finite = counts_of(search(source, source.params, limits))
+        found.not_finite = count_by_name(search(source, source.params, limits))
 
 
 def _configuration(path: Path, kind: CheckpointKind, found: Inspection) -> None:

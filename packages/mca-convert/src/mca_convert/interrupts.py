@@ -83,7 +83,7 @@ class Interrupts:
         self.fault = self.fault or fault
 
     def check(self) -> None:
-        """Raises if a signal has arrived or a fault was noted."""
+        """Raise if a signal has arrived or a fault was noted."""
         if self.fault is not None:
             raise self.fault
         if self.arrived is not None and not self._done:

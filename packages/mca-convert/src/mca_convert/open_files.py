@@ -11,7 +11,7 @@ _OTHER_FILES = 16
 
 
 def allow_open_files(count: int) -> None:
-    """Raises the soft limit of open files to the hard one: large checkpoints have hundreds.
+    """Raise the soft limit of open files to the hard one: large checkpoints have hundreds.
 
     Raises:
         McaError: ``count`` files are more than that.

@@ -16,8 +16,8 @@ from mca_config.types import Values
 JSON_VERSION = 1
 
 
-def say(text: str) -> None:
-    """Prints ``text`` and a new line; a reader who has gone away, or none at all, is no failure.
+def write_line(text: str) -> None:
+    """Print ``text`` and a new line; a reader who has gone away, or none at all, is no failure.
 
     Raises:
         McaError: It cannot be written, as on a full disk.
@@ -30,13 +30,13 @@ def say(text: str) -> None:
         stream.write(f"{printable(redacted(text))}\n".encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
     except BrokenPipeError:
-        _forget(stream.fileno())
+        _redirect_to_null(stream.fileno())
     except OSError as error:
-        _forget(stream.fileno())
+        _redirect_to_null(stream.fileno())
         raise McaError(f"standard output: cannot be written ({error.strerror})") from None
 
 
-def _forget(fd: int) -> None:
+def _redirect_to_null(fd: int) -> None:
     """What could not be written is not tried again when the process ends."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, fd)
@@ -48,13 +48,13 @@ def as_json(kind: str, document: Values) -> str:
     return json.dumps({"schema": f"mca-convert/{kind}", "version": JSON_VERSION, **document}, indent=1)
 
 
-def by_name(text: str, called: Mapping[str, str]) -> str:
+def restore_hub_ids(text: str, called: Mapping[str, str]) -> str:
     """``text`` with the directories that stand for models of the Hub called as the user called them."""
     for folder, name in called.items():
         text = text.replace(folder, name)
     return text
 
 
-def say_json(kind: str, document: Values) -> None:
-    """Prints ``document`` as JSON."""
-    say(as_json(kind, document))
+def write_json(kind: str, document: Values) -> None:
+    """Print ``document`` as JSON."""
+    write_line(as_json(kind, document))

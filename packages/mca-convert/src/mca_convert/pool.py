@@ -78,7 +78,7 @@ class _Shared(Generic[Item]):
         self._items, self._lock = items, threading.Lock()
         self.failures: list[BaseException] = []
 
-    def _take(self) -> tuple[Item] | None:
+    def _next_item(self) -> tuple[Item] | None:
         with self._lock:
             if not self.failures:
                 for item in self._items:
@@ -89,7 +89,7 @@ class _Shared(Generic[Item]):
         """What each thread does."""
         try:
             do = start()
-            while (taken := self._take()) is not None:
-                do(*taken)
+            while (item := self._next_item()) is not None:
+                do(*item)
         except BaseException as error:
             self.failures.append(error)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from mca_convert.tables import size_of
+from mca_convert.tables import format_size
 
 _SMALLEST_STEP = 16 << 20
 _SECONDS_BETWEEN_LINES = 10.0
@@ -17,7 +17,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @contextmanager
 def bar(nbytes: int, what: str, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
-    """Shows how many of ``nbytes`` are done; yields a thread-safe function that adds to it.
+    """Show how many of ``nbytes`` are done; yields a thread-safe function that adds to it.
 
     Args:
         nbytes: All there is to do.
@@ -62,4 +62,6 @@ class _Lines:
                 return
             self._next = time.monotonic() + _SECONDS_BETWEEN_LINES
             share = self._done / max(self._nbytes, 1)
-        sys.stderr.write(f"{self._what}: {size_of(self._done)} of {size_of(self._nbytes)} ({share:.0%})\n")
+        sys.stderr.write(
+            f"{self._what}: {format_size(self._done)} of {format_size(self._nbytes)} ({share:.0%})\n"
+        )

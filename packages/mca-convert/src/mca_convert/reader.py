@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mca_config.errors import McaError
-from mca_config.files import open_regular, reading
+from mca_config.files import naming_read_errors, open_regular
 from mca_convert.pool import run_all
 from mca_models.storage.checksum import crc32_join, crc32_of_file
 from mca_models.storage.partial_folder import close
@@ -36,7 +36,7 @@ class SourceFile:
 
     def __init__(self, path: Path, crc32: int | None = None) -> None:
         self.path, self.crc32 = path, crc32
-        with reading(path):
+        with naming_read_errors(path):
             self._fd = open_regular(path)
             self.nbytes = os.fstat(self._fd).st_size
         self._map: mmap.mmap | None = None
@@ -53,7 +53,7 @@ class SourceFile:
             except OSError as error:
                 raise McaError(f"{self.path}: cannot be read ({error.strerror})") from None
             if count == 0:
-                raise self._ended(offset + done)
+                raise self._truncated_error(offset + done)
             done += count
         if self.crc32 is not None:
             part = (offset, len(view), zlib.crc32(view))
@@ -69,27 +69,27 @@ class SourceFile:
                 if self._map is None and self.nbytes:
                     self._map = mmap.mmap(self._fd, self.nbytes, access=mmap.ACCESS_READ)
             except ValueError:  # it has become shorter
-                raise self._ended(os.fstat(self._fd).st_size) from None
+                raise self._truncated_error(os.fstat(self._fd).st_size) from None
             except OSError as error:
                 raise McaError(f"{self.path}: cannot be read ({error.strerror})") from None
         if self._map is None or offset + nbytes > self.nbytes:
-            raise self._ended(self.nbytes)
+            raise self._truncated_error(self.nbytes)
         return np.frombuffer(self._map, np.uint8, nbytes, offset)
 
-    def _ended(self, position: int) -> McaError:
+    def _truncated_error(self, position: int) -> McaError:
         return McaError(f"{self.path}: ended at byte {position} while it was read; was it changed?")
 
     def check(self) -> None:
-        """Raises if the file's checksum is not the manifest's; reads again only what has not passed once."""
+        """Raise if the file's checksum is not the manifest's; reads again only what has not passed once."""
         if self.crc32 is None:
             return
-        crc = self._crc_of_passed()
+        crc = self._full_crc()
         if crc != self.crc32:
             raise McaError(
                 f"{self.path}: its checksum is {crc:08x}, the manifest says {self.crc32:08x}; the file is damaged"
             )
 
-    def _crc_of_passed(self) -> int:
+    def _full_crc(self) -> int:
         """The file's checksum: of the reads in their order, and of what lies between them."""
         crc = position = 0
         for offset, length, part in sorted(self._passed):
@@ -102,12 +102,12 @@ class SourceFile:
     def _crc_between(self, crc: int, start: int, stop: int) -> int:
         """``crc`` continued by bytes ``start`` to ``stop`` (the header, padding, mapped tensors)."""
         for position in range(start, stop, _AT_ONCE):
-            with reading(self.path):
+            with naming_read_errors(self.path):
                 crc = zlib.crc32(os.pread(self._fd, min(_AT_ONCE, stop - position), position), crc)
         return crc
 
     def close(self) -> None:
-        """Closes the file; its map lives on while arrays use it."""
+        """Close the file; its map lives on while arrays use it."""
         close(self._fd)
 
 
@@ -129,7 +129,7 @@ class SourceFiles:
         return file
 
     def check(self, workers: int, proceed: Callable[[], None] = lambda: None) -> None:
-        """Checks every file that has a checksum; what has not been read as it lies is read by ``workers`` threads.
+        """Check every file that has a checksum; what has not been read as it lies is read by ``workers`` threads.
 
         Args:
             workers: How many.
@@ -146,6 +146,6 @@ class SourceFiles:
         run_all([self.get(path) for path in self._checksums], workers, lambda: check)
 
     def close(self) -> None:
-        """Closes all."""
+        """Close all."""
         for file in self._files.values():
             file.close()

@@ -6,7 +6,7 @@ It knows only rows of words.
 from collections.abc import Iterator, Sequence
 
 
-def size_of(nbytes: int) -> str:
+def format_size(nbytes: int) -> str:
     """A number of bytes in the unit that suits it."""
     value = float(nbytes)
     for unit in ("bytes", "KB", "MB", "GB"):

@@ -42,9 +42,9 @@ class Fill:
     @property
     def nbytes(self) -> int:
         """Bytes that will be written."""
-        return self.nbytes_of(self.gather.size)
+        return self.count_bytes(self.gather.size)
 
-    def nbytes_of(self, elements: int) -> int:
+    def count_bytes(self, elements: int) -> int:
         """What so many elements take, their scales included; of blocks whole rows of them."""
         nbytes = elements * ITEM_SIZES[self.dtype]
         if self.scales is not None:

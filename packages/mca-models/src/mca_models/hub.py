@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mca_config.errors import McaError, UsageError
-from mca_config.files import inside
+from mca_config.files import resolve_inside
 from mca_config.redaction import redacted
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _headers(repository: str, revision: str | None, folder: Path, *, needs_weigh
             raise McaError(f"{what}; fetch the model (hf download {repository}) and name its directory")
         logger.warning("%s: what is planned follows from its config.json", what)
     for file in files:
-        inside(folder, file).parent.mkdir(parents=True, exist_ok=True)
+        resolve_inside(folder, file).parent.mkdir(parents=True, exist_ok=True)
         if file.endswith(".safetensors"):
             address = hf_hub_url(repository, file, revision=revision, endpoint=api.endpoint)
             _write_header(address, folder / file)

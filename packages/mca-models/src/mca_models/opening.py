@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 
 from mca_config.errors import McaError
-from mca_config.files import present
+from mca_config.files import has_entry
 from mca_models.checkpoint.hf_directory import HfSource, Stored
 from mca_models.checkpoint.mca_directory import McaSource, is_mca, iteration_name, latest_iteration
 from mca_models.storage.manifest import FILE_NAME as MANIFEST
@@ -46,7 +46,7 @@ def kind_of(path: Path) -> CheckpointKind:
     """
     if not path.is_dir():
         raise McaError(f"{path}: {_why_no_directory(path)}")
-    if present(path, "adapter_config.json"):
+    if has_entry(path, "adapter_config.json"):
         return CheckpointKind.MCA_ADAPTER if is_mca(path) else CheckpointKind.PEFT
     if is_mca(path) and _has_manifest(path):
         return CheckpointKind.MCA
@@ -54,7 +54,7 @@ def kind_of(path: Path) -> CheckpointKind:
         raise McaError(
             f"{path}: one iteration of a checkpoint; name the checkpoint itself, {path.resolve().parent}"
         )
-    if not any(present(path, name) for name in _MEGATRON):
+    if not any(has_entry(path, name) for name in _MEGATRON):
         return CheckpointKind.MCA if is_mca(path) else CheckpointKind.HF
     from mca_models.torch_checkpoint.roll import is_roll
     from mca_models.torch_checkpoint.torch_dist import find_torch_dist
@@ -81,7 +81,7 @@ def _has_manifest(path: Path) -> bool:
 
 def _pickled(path: Path) -> Sequence[Stored] | None:
     """The tensors of a Hugging Face directory that keeps them in files of torch.save; None: it does not."""
-    if not any(present(path, name) for name in ("pytorch_model.bin", "pytorch_model.bin.index.json")):
+    if not any(has_entry(path, name) for name in ("pytorch_model.bin", "pytorch_model.bin.index.json")):
         return None
     from mca_models.torch_checkpoint.hf_bin import pickled_tensors
 

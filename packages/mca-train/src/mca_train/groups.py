@@ -33,16 +33,16 @@ class Ranks:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank has the embedding, and the vision model if there is one."""
+        """Return whether this rank has the embedding, and the vision model if there is one."""
         return self.pipeline_rank == 0
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for the run: logs, progress bar, small files."""
+        """Return whether this rank speaks for the run: logs, progress bar, small files."""
         return self.rank == 0
 
 
-def here(layout: ParallelLayout) -> Ranks:
+def current_ranks(layout: ParallelLayout) -> Ranks:
     """This rank, in the process groups that stand."""
     from megatron.core import parallel_state
 
@@ -65,7 +65,7 @@ def sum_over_data(values: Tensor) -> Tensor:
     return _over_data(values, dist.ReduceOp.SUM)
 
 
-def largest_over_data(values: Tensor) -> Tensor:
+def max_over_data(values: Tensor) -> Tensor:
     """Of each of ``values`` of the last pipeline stage the largest of those ranks, on every rank."""
     return _over_data(values, dist.ReduceOp.MAX)
 
@@ -98,7 +98,7 @@ def sum_over_samples_on_host(values: Tensor) -> Tensor:
     return total
 
 
-def from_replicas(values: Tensor) -> Tensor:
+def sum_over_replicas(values: Tensor) -> Tensor:
     """``values`` of the last pipeline stage, of which each replica knows some and has 0 for the rest, on every rank."""
     from megatron.core import parallel_state
 
@@ -118,14 +118,14 @@ def data_group_with_context() -> ProcessGroup:
     return group
 
 
-def largest(value: float, device: torch.device) -> float:
+def max_over_ranks(value: float, device: torch.device) -> float:
     """The largest ``value`` of all ranks."""
     box = torch.tensor([value], dtype=torch.float64, device=device)
     dist.all_reduce(box, dist.ReduceOp.MAX)
     return float(box)
 
 
-def of_every_rank(numbers: Sequence[int], ranks: Ranks) -> list[list[int]]:
+def gather_numbers(numbers: Sequence[int], ranks: Ranks) -> list[list[int]]:
     """The ``numbers`` of each rank, which are equally many; every rank waits for all."""
     table = torch.zeros(ranks.world_size, len(numbers), dtype=torch.int64, device=ranks.device)
     table[ranks.rank] = torch.tensor(numbers)
@@ -135,7 +135,7 @@ def of_every_rank(numbers: Sequence[int], ranks: Ranks) -> list[list[int]]:
 
 
 def barrier() -> None:
-    """Waits for every rank."""
+    """Wait for every rank."""
     dist.barrier()
 
 
@@ -152,15 +152,15 @@ def sum_over_stage(values: Tensor) -> Tensor:
     return sum_over(values, _stage_group())
 
 
-def largest_over_stage(values: Tensor) -> Tensor:
+def max_over_stage(values: Tensor) -> Tensor:
     """Of each of ``values`` the largest of all ranks of this pipeline stage."""
     found = values.clone()
     dist.all_reduce(found, dist.ReduceOp.MAX, group=_stage_group())
     return found
 
 
-def is_first_of_stage() -> bool:
-    """Whether this rank speaks for those of its pipeline stage."""
+def is_stage_leader() -> bool:
+    """Return whether this rank speaks for those of its pipeline stage."""
     return _stage_group().rank() == 0
 
 
@@ -171,7 +171,7 @@ def _stage_group() -> ProcessGroup:
     return group
 
 
-def own_tensor_share(values: Tensor, axis: int) -> Tensor:
+def sequence_parallel_shard(values: Tensor, axis: int) -> Tensor:
     """The tokens of ``values`` that this tensor-parallel rank has under sequence parallelism."""
     from megatron.core import parallel_state
 
@@ -180,7 +180,7 @@ def own_tensor_share(values: Tensor, axis: int) -> Tensor:
     return share.contiguous()
 
 
-def of_every_stage(value: T) -> list[T]:
+def gather_over_stages(value: T) -> list[T]:
     """``value`` of each pipeline stage."""
     from megatron.core import parallel_state
 

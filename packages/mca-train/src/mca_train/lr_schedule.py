@@ -70,7 +70,7 @@ class LearningRate:
         return rate if highest == self._base else highest * share
 
     def write(self, groups: Sequence[ParamGroup]) -> None:
-        """Sets the rate of every one of Megatron's parameter groups."""
+        """Set the rate of every one of Megatron's parameter groups."""
         for group in groups:
             highest, least = group.get("max_lr"), group.get("min_lr")
             rate = self._between(
@@ -80,7 +80,7 @@ class LearningRate:
             group["lr"] = rate * group.get("lr_mult", 1.0)
 
     def write_decay(self, groups: Sequence[ParamGroup]) -> None:
-        """Sets the decay of every group; callbacks may change it later."""
+        """Set the decay of every group; callbacks may change it later."""
         for group in groups:
             group["weight_decay"] = self._decay * group.get("wd_mult", 1.0)
 
@@ -90,14 +90,14 @@ class LearningRate:
             self.scheduler.step()
 
     def move(self, steps: int) -> None:
-        """Sets the schedule forward, or back; one that follows a metric stays."""
+        """Set the schedule forward, or back; one that follows a metric stays."""
         if steps == 0 or self._by_metric:
             return
         self.scheduler.last_epoch = max(self.scheduler.last_epoch + steps, 0)
         self._compute()
 
     def _compute(self) -> None:
-        """Sets the coming step's rate to what the schedule has at its place."""
+        """Set the coming step's rate to what the schedule has at its place."""
         rate = self._base * cast("LambdaLR", self.scheduler).lr_lambdas[0](self.scheduler.last_epoch)
         self._carrier.param_groups[0]["lr"] = rate
         self.scheduler._last_lr = [rate]
@@ -109,7 +109,7 @@ class LearningRate:
         return dict(self.scheduler.state_dict()) | own
 
     def load_state_dict(self, state: Values, steps: int) -> None:
-        """Restores the place in the schedule; its rates are those of this run, also where it was another's.
+        """Restore the place in the schedule; its rates are those of this run, also where it was another's.
 
         A schedule that follows a metric has no place but its rate, which is restored; what it knows of the metric is so
         only if it still is the same one.
@@ -136,7 +136,7 @@ _STEPS = 1000  # of a schedule that is only tried
 
 
 def schedule_problems(training: "TrainingArguments") -> Iterator[str]:
-    """Builds the schedule once: Hugging Face reports what its ``lr_scheduler_kwargs`` lack in many ways."""
+    """Build the schedule once: Hugging Face reports what its ``lr_scheduler_kwargs`` lack in many ways."""
     try:
         LearningRate(training, training.max_steps if training.max_steps > 0 else _STEPS)
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:

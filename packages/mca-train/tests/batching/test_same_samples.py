@@ -15,7 +15,7 @@ def ranks(world_size: int, replicas: int) -> Any:
 
 
 def everyone(monkeypatch: pytest.MonkeyPatch, *table: list[int]) -> None:
-    monkeypatch.setattr(groups, "of_every_rank", lambda numbers, ranks: list(table))
+    monkeypatch.setattr(groups, "gather_numbers", lambda numbers, ranks: list(table))
 
 
 def test_replicas_have_samples_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

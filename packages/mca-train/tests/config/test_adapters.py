@@ -12,8 +12,8 @@ from mca_models.lora import AdapterConfig, rules_for_training
 from mca_models.templates import config_from_hf
 from mca_train.cli import main
 from mca_train.config.arguments import LoraArguments
-from mca_train.config.model import adapter_of, model_config
-from mca_train.config.parts import adapted_parts, part_problems
+from mca_train.config.model import make_adapter, model_config
+from mca_train.config.model_parts import adapted_parts, part_problems
 
 VISION = Path(__file__).parents[3] / "mca-models/tests/data/vision_configs/qwen2.5-vl-72b.json"
 
@@ -74,5 +74,5 @@ def test_a_new_adapter_of_a_model_with_a_head_trains_that(run, tmp_path):
     config = with_head(
         model_config(str(tmp_path / "model")), Head(kind="sequence_classification", labels=("reward",))
     )
-    _, rules = adapter_of(LoraArguments(lora_rank=2), config, {"language"})
+    _, rules = make_adapter(LoraArguments(lora_rank=2), config, {"language"})
     assert [param.mca_name() for param in rules.saved] == ["output_layer.weight"]

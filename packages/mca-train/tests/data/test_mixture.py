@@ -97,7 +97,7 @@ def test_sources_of_every_kind_are_read_and_columns_renamed(tmp_path):
             {"path": str(tmp_path / "saved"), "columns": columns},
             {"path": str(tmp_path / "splits"), "columns": columns, "split": "test"},
             {"path": str(tmp_path / "folder"), "columns": columns, "split": "train[:1]", "name": "sliced"},
-            {"path": alpaca, "kind": "alpaca"},
+            {"path": alpaca, "format": "alpaca"},
         ]
     )
     assert mixture.names == ("file", "saved", "splits", "sliced", "alpaca")
@@ -132,7 +132,7 @@ def test_columns_that_entries_and_the_run_name_win_over_others(tmp_path):
     with pytest.raises(
         McaError, match=r"^datasets, rows: columns: prompt, completion: format messages does not"
     ):
-        loaded([renamed | {"kind": "messages"}])
+        loaded([renamed | {"format": "messages"}])
 
 
 @pytest.mark.parametrize(
@@ -143,12 +143,12 @@ def test_columns_that_entries_and_the_run_name_win_over_others(tmp_path):
         ([{"path": "a", "weigth": 1}], "datasets, entry 0: unknown key 'weigth'; did you mean 'weight'"),
         (
             [{"path": "a", "zzzz": 1}],
-            "datasets, entry 0: unknown key 'zzzz'; its keys are path, name, split, subset, revision, columns, kind, "
+            "datasets, entry 0: unknown key 'zzzz'; its keys are path, name, split, subset, revision, columns, format, "
             "weight, max_samples",
         ),
         (
             [{"path": "a", "data_format": "text"}],
-            "datasets, entry 0: data_format: is called kind in an entry; set that instead",
+            "datasets, entry 0: data_format: is called format in an entry; set that instead",
         ),
         ([{"path": "a", "weight": 0}], "datasets, entry 0: weight is 0.0; expected a number above 0"),
         ([{"weight": 1}], "datasets, entry 0: missing path"),

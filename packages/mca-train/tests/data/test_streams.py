@@ -7,7 +7,7 @@ from tokenizers_for_tests import byte_tokenizer
 
 from mca_config.errors import McaError
 from mca_train.config.columns import PairArguments
-from mca_train.run.checks import check, settings_of
+from mca_train.run.checks import check, make_settings
 from mca_train.tasks.load import load_stream, load_tokenized
 from mca_train.tasks.table import TASKS
 
@@ -106,7 +106,7 @@ def test_rows_of_others_are_not_tokenized(files):
 
 def test_a_stream_needs_max_steps(tmp_path):
     values = {"model_name_or_path": "m", "train_file": "f", "output_dir": str(tmp_path), "streaming": True}
-    settings = settings_of(TASKS["sft"], values, "run.yaml")
+    settings = make_settings(TASKS["sft"], values, "run.yaml")
     assert "streaming needs max_steps: a stream has no length" in check(TASKS["sft"], settings).impossible
 
 

@@ -15,7 +15,7 @@ from mca_train.trainer.hf_shims import telling_metric
 
 @pytest.fixture
 def signals(monkeypatch: pytest.MonkeyPatch) -> Signals:
-    for name in ("sum_over_data", "largest_over_data"):
+    for name in ("sum_over_data", "max_over_data"):
         monkeypatch.setattr(groups, name, lambda rows: rows)
     differences = {"margin": ("good", "bad")}
     return Signals(

@@ -238,7 +238,7 @@ def test_a_wrong_table_is_refused_in_one_line(text: str, said: str, tmp_path: Pa
 
 def test_the_plans_own_words_are_told_from_the_runs() -> None:
     parser = program().parser("plan")
-    options, rest = parser.read_own(
+    options, rest = parser.read_known(
         ["run.yaml", "--gpus", "8", "--max_steps", "3", "--dry-run", "--device=h200"]
     )
     assert (options.gpus, options.dry_run, options.device, rest) == (8, True, "h200", ["--max_steps", "3"])
@@ -253,4 +253,4 @@ def test_the_plans_own_words_are_told_from_the_runs() -> None:
         (["--image_size", "big"], "--image_size must be an integer"),
     ]:
         with pytest.raises(UsageError, match=said):
-            from_namespace(PlanOptions, parser.read_own(words)[0])
+            from_namespace(PlanOptions, parser.read_known(words)[0])

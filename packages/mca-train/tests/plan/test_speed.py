@@ -9,7 +9,7 @@ import pytest
 
 from mca_config import TrainingArguments
 from mca_config.layout import ParallelLayout
-from mca_config.model_config import McaModelConfig, trained_dtype
+from mca_config.model_config import McaModelConfig, training_dtype
 from mca_models.megatron.factory.target import Target
 from mca_models.megatron.factory.transformer_config import transformer_config
 from mca_models.templates import config_from_hf
@@ -133,4 +133,4 @@ def test_a_search_tries_what_the_layers_can_compute_again(
     assert (nothing["recompute_granularity"], everything["recompute_granularity"]) == (None, "full")
     assert some["recompute_modules"] == modules
     given, target = TrainingArguments(**settings, **some), Target.planned(implementation)
-    transformer_config(config, given, ParallelLayout(), trained_dtype(config, given), target)  # takes them
+    transformer_config(config, given, ParallelLayout(), training_dtype(config, given), target)  # takes them

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from mca_train.cli import main
-from mca_train.report.reading import read_run
-from mca_train.report.writing import write_report
+from mca_train.report.report_command import write_report
+from mca_train.report.run_files import read_run
 
 BROWSER = next(
     (found for name in ("chromium", "google-chrome", "chrome") if (found := shutil.which(name))), None

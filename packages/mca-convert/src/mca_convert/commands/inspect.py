@@ -9,13 +9,13 @@ from pathlib import Path
 
 from mca_config.printable import counted
 from mca_convert.inspection import Inspection, inspect_directory
-from mca_convert.output import as_json, by_name, say
+from mca_convert.output import as_json, restore_hub_ids, write_line
 from mca_convert.pool import Limits, default_workers
-from mca_convert.tables import size_of
+from mca_convert.tables import format_size
 
 
 def inspect(options: argparse.Namespace, called: Mapping[str, str]) -> int:
-    """Prints what is there; 0 if it is complete, and has no values that are not finite if they are read; else 1.
+    """Print what is there; 0 if it is complete, and has no values that are not finite if they are read; else 1.
 
     Args:
         options: Of the command line.
@@ -24,9 +24,9 @@ def inspect(options: argparse.Namespace, called: Mapping[str, str]) -> int:
     limits = Limits(workers=default_workers()) if options.values else None
     found = inspect_directory(Path(options.path), options.top, limits)
     if options.json:
-        say(by_name(as_json("inspect", found.as_dict()), called))
+        write_line(restore_hub_ids(as_json("inspect", found.as_dict()), called))
     else:
-        say(by_name(report(found), called))
+        write_line(restore_hub_ids(report(found), called))
     return 1 if found.problem or found.not_finite else 0
 
 
@@ -37,11 +37,11 @@ def report(found: Inspection) -> str:
     if found.files:
         nbytes = sum(found.files.values())
         count = len(found.files)
-        lines.append(("files", f"{count} with weights, {size_of(nbytes)}"))
+        lines.append(("files", f"{count} with weights, {format_size(nbytes)}"))
     for dtype, (tensors, nbytes) in sorted(found.dtypes.items(), key=lambda item: -item[1][1]):
-        lines.append((dtype, f"{counted(tensors, 'tensor')}, {size_of(nbytes)}"))
+        lines.append((dtype, f"{counted(tensors, 'tensor')}, {format_size(nbytes)}"))
     for name, dtype, shape, nbytes in found.biggest:
-        lines.append(("biggest", f"{name} {dtype} {shape}, {size_of(nbytes)}"))
+        lines.append(("biggest", f"{name} {dtype} {shape}, {format_size(nbytes)}"))
     if found.not_finite is not None:
         lines.append(("values", "" if found.not_finite else "all are finite"))
         lines[-1:] = [

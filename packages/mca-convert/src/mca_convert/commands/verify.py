@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from mca_config.printable import counted
-from mca_convert.commands.carry_out import limits_of
+from mca_convert.commands.conversion_run import make_limits
 from mca_convert.compare import Comparison, compare
 from mca_convert.compare_adapters import compare_adapters
 from mca_convert.interrupts import Interrupts
 from mca_convert.open_files import allow_open_files
-from mca_convert.output import say, say_json
+from mca_convert.output import write_json, write_line
 from mca_convert.progress import bar
 from mca_models.opening import kind_of, open_checkpoint
 from mca_models.storage.finite import named_counts
@@ -24,10 +24,10 @@ _SHOWN = 10
 
 
 def verify(options: argparse.Namespace, interrupts: Interrupts) -> int:
-    """Compares two checkpoints; prints what differs; 0 if they are the same model, else 1."""
+    """Compare two checkpoints; prints what differs; 0 if they are the same model, else 1."""
     paths = Path(options.first), Path(options.second)
     if any(kind_of(path).is_adapter for path in paths):
-        return _tell(compare_adapters(*paths, tolerance=options.tolerance), options, "adapter")
+        return _print_result(compare_adapters(*paths, tolerance=options.tolerance), options, "adapter")
     first, second = (open_checkpoint(path) for path in paths)
     total = sum(info.nbytes for info in first.tensors())
     allow_open_files(len({info.file for source in (first, second) for info in source.tensors()}))
@@ -37,16 +37,16 @@ def verify(options: argparse.Namespace, interrupts: Interrupts) -> int:
             interrupts.check()
             progress(nbytes)
 
-        result = compare(first, second, limits_of(options), tolerance=options.tolerance, progress=advance)
-    return _tell(result, options, "model")
+        result = compare(first, second, make_limits(options), tolerance=options.tolerance, progress=advance)
+    return _print_result(result, options, "model")
 
 
-def _tell(result: Comparison, options: argparse.Namespace, what: str) -> int:
-    """Prints what was found; the exit code."""
+def _print_result(result: Comparison, options: argparse.Namespace, what: str) -> int:
+    """Print what was found; the exit code."""
     if options.json:
-        say_json("verify", document(result, options, what))
+        write_json("verify", document(result, options, what))
     else:
-        say(report(result, options, what))
+        write_line(report(result, options, what))
     return 0 if result.same else 1
 
 

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mca_config.layout import ParallelLayout
-from mca_convert.conversion import refuse_no_adapter
+from mca_convert.conversion import require_adapter
 from mca_convert.forecast.outcome import Forecast, Request, anonymous_bytes, check_destination, require_space
-from mca_convert.forecast.stages import stages_of
+from mca_convert.forecast.stages import plan_stages
 from mca_models.checkpoint.hf_writer import METADATA
 from mca_models.checkpoint.mca_directory import iteration_name, layout_faults
 from mca_models.checkpoint.side_files import side_files
@@ -31,13 +31,13 @@ from mca_models.storage.safetensors import plan_file
 
 
 def forecast_adapter(request: Request, path: Path) -> Forecast:
-    """Plans the conversion of the adapter in ``path``; writes nothing."""
+    """Plan the conversion of the adapter in ``path``; writes nothing."""
     from_mca = is_mca_adapter(path)
     target = request.target or ("hf" if from_mca else "mca")
     result = Forecast(str(path), target, workers=1)
     kind = result.attempt(lambda: kind_of(path))
     result.kind = kind.value if kind is not None else ""
-    result.attempt(lambda: refuse_no_adapter(path))
+    result.attempt(lambda: require_adapter(path))
     check_destination(request, result)
     arguments = result.attempt(request.arguments)
     adapter = None if result.kind == "" else result.attempt(lambda: _open(request, path))
@@ -90,4 +90,4 @@ def _as_mca(adapter: Adapter, layout: ParallelLayout, result: Forecast) -> None:
     folder = Path(iteration_name(1))
     result.files = {name: plan_file(folder / name, plan.specs(name)).nbytes for name in plan.files}
     result.written_bytes = sum(result.files.values())
-    result.stages = list(stages_of(plan, result.files))
+    result.stages = list(plan_stages(plan, result.files))

@@ -14,8 +14,8 @@ from mca_convert.chunks import Chunk
 from mca_convert.collect import computed_bytes
 from mca_convert.conversion import Conversion, plan_to_hf, plan_to_mca
 from mca_convert.forecast.outcome import Forecast, Request, anonymous_bytes, check_destination, require_space
-from mca_convert.forecast.stages import stages_of
-from mca_convert.non_finite import Notes, counts_of, refusal, search, warning
+from mca_convert.forecast.stages import plan_stages
+from mca_convert.non_finite import Notes, count_by_name, non_finite_error, non_finite_warning, search
 from mca_convert.open_files import too_many_files
 from mca_convert.pool import Limits
 from mca_convert.tasks import Chunking, Fill, band_elements, dtype_faults, fill_item_size
@@ -35,7 +35,7 @@ _WORK_BYTES = 1 << 20  # what comes and goes while a conversion runs
 
 
 def forecast(request: Request) -> Forecast:
-    """Plans what ``request`` asks for, as far as it can be planned; writes nothing."""
+    """Plan what ``request`` asks for, as far as it can be planned; writes nothing."""
     if request.adapter is not None and not request.merge:
         from mca_convert.forecast.adapter import forecast_adapter
 
@@ -134,9 +134,9 @@ def _report_values(conversion: Conversion, request: Request, result: Forecast) -
     if not found:
         return
     if notes.work is None:
-        result.notes.append(warning(source.path, counts_of(found)))
+        result.notes.append(non_finite_warning(source.path, count_by_name(found)))
     else:
-        result.refusals += [str(refusal(one, notes.work, request.cast or "")) for one in found]
+        result.refusals += [str(non_finite_error(one, notes.work, request.cast or "")) for one in found]
 
 
 def _stored_bytes(info: Stored) -> int:
@@ -152,7 +152,7 @@ def _describe(conversion: Conversion, request: Request, result: Forecast) -> Non
     result.written_bytes = conversion.nbytes
     result.files = {name: plan.nbytes for name, plan in plans.items()}
     if isinstance(conversion.target, McaLayout):
-        result.stages = list(stages_of(conversion.target, result.files))
+        result.stages = list(plan_stages(conversion.target, result.files))
         _ = conversion.target.manifest_tensors  # takes its memory, as in the conversion itself
     buffers = _buffer_bytes(conversion, request.limits)
     result.peak_bytes = anonymous_bytes() + _WORK_BYTES + buffers

@@ -12,10 +12,10 @@ from typing import Literal, TypeVar
 from mca_config.arguments import DistributingParallelArguments
 from mca_config.errors import McaError
 from mca_config.types import JsonObject
-from mca_convert.conversion import refuse_taken
+from mca_convert.conversion import require_free_destination
 from mca_convert.forecast.stages import PlannedStage
 from mca_convert.pool import Limits
-from mca_convert.tables import size_of
+from mca_convert.tables import format_size
 from mca_models.storage.atomic import place_of
 
 T = TypeVar("T")
@@ -94,11 +94,11 @@ class Request:
 
 
 def check_destination(request: Request, result: Forecast) -> None:
-    """Notes whether the destination is taken, or lies inside what is read."""
+    """Note whether the destination is taken, or lies inside what is read."""
     destination = request.destination
     if destination is not None:
         sources = filter(None, (request.adapter, request.path))
-        result.attempt(partial(refuse_taken, sources, destination, overwrite=request.overwrite))
+        result.attempt(partial(require_free_destination, sources, destination, overwrite=request.overwrite))
         result.attempt(partial(require_writable, destination))
 
 
@@ -111,15 +111,15 @@ def anonymous_bytes() -> int:
 
 
 def require_writable(destination: Path) -> None:
-    """Raises if no directory can be made at ``destination``."""
-    place = _nearest(destination)
+    """Raise if no directory can be made at ``destination``."""
+    place = _existing_parent(destination)
     if not place.is_dir():
         raise McaError(f"--output_path {destination}: {place} is not a directory; name another place")
     if not os.access(place, os.W_OK | os.X_OK):
         raise McaError(f"--output_path {destination}: {place} cannot be written to; name another place")
 
 
-def _nearest(destination: Path) -> Path:
+def _existing_parent(destination: Path) -> Path:
     """What exists of the path to where the files would be written."""
     place = place_of(destination)
     while not place.exists() and place != place.parent:
@@ -128,15 +128,15 @@ def _nearest(destination: Path) -> Path:
 
 
 def require_space(destination: Path | None, result: Forecast) -> None:
-    """Notes it if the disk has no room for what would be written."""
+    """Note it if the disk has no room for what would be written."""
     if destination is None:
         return
-    place = result.attempt(lambda: _nearest(destination))
+    place = result.attempt(lambda: _existing_parent(destination))
     if place is None:
         return
     free = shutil.disk_usage(place).free
     if free < result.written_bytes:
         result.refusals.append(
-            f"--output_path {destination}: needs {size_of(result.written_bytes)}, {place} has "
-            f"{size_of(free)} free; make room or name another place"
+            f"--output_path {destination}: needs {format_size(result.written_bytes)}, {place} has "
+            f"{format_size(free)} free; make room or name another place"
         )

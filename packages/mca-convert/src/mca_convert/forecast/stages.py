@@ -27,7 +27,7 @@ class PlannedStage:
     """Of the fullest expert rank; 0 without experts."""
 
 
-def stages_of(target: McaLayout, sizes: dict[str, int]) -> Iterator[PlannedStage]:
+def plan_stages(target: McaLayout, sizes: dict[str, int]) -> Iterator[PlannedStage]:
     """What each pipeline rank would hold; ``sizes`` are those of the target's files."""
     plan = target.config.pipeline_plan()
     by_stage: dict[str, list[str]] = {}
@@ -42,7 +42,7 @@ def stages_of(target: McaLayout, sizes: dict[str, int]) -> Iterator[PlannedStage
         yield PlannedStage(
             rank=rank,
             holds="; ".join(map(str, chunks)),
-            layers=plan.layers_of_rank(rank),
+            layers=plan.rank_layers(rank),
             prediction_layers=tuple(layer for chunk in chunks for layer in chunk.mtp_layers),
             has_embedding=any(chunk.has_embedding for chunk in chunks),
             has_loss=any(chunk.has_loss for chunk in chunks),

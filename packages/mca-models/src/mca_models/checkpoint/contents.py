@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from mca_config.errors import McaError
-from mca_config.files import inside, read_json
+from mca_config.files import read_json, resolve_inside
 from mca_models.storage.partial_folder import leftovers
 
 _RECOGNISED = {
@@ -42,7 +42,7 @@ def is_checkpoint(directory: Path) -> bool:
 
 def _has_key(directory: Path, file: str, key: str) -> bool:
     try:
-        return key in read_json(inside(directory, file))
+        return key in read_json(resolve_inside(directory, file))
     except McaError:
         return False
 

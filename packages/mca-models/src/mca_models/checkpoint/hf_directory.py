@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
-from mca_config.errors import HfConfigError, McaError, named, raise_problems
-from mca_config.files import inside, present, read_json
+from mca_config.errors import HfConfigError, McaError, raise_problems, with_location
+from mca_config.files import has_entry, read_json, resolve_inside
 from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
 from mca_config.types import JsonObject
@@ -180,7 +180,7 @@ def naming_config(path: Path) -> Iterator[None]:
     except HfConfigError as error:
         raise McaError(str(path / str(error))) from None
     except McaError as error:
-        raise named(error, path / CONFIG) from None
+        raise with_location(error, path / CONFIG) from None
 
 
 def plain_dtype(hf_config: JsonObject) -> str:
@@ -215,15 +215,15 @@ def read_config(path: Path) -> JsonObject:
     if not path.is_dir():
         raise McaError(f"{path}: no such directory; expected a Hugging Face or MCA checkpoint directory")
     absent = "the directory is no Hugging Face checkpoint"
-    if not present(path, CONFIG) and not has_weights(path):
+    if not has_entry(path, CONFIG) and not has_weights(path):
         absent += f": it {what}" if (what := _what_else(path)).startswith(("holds", "looks")) else ""
-    return read_json(inside(path, CONFIG), absent)
+    return read_json(resolve_inside(path, CONFIG), absent)
 
 
 def _all_tensors(path: Path) -> list[TensorInfo]:
-    if present(path, SINGLE):
-        return list(read_header(inside(path, SINGLE)).tensors.values())
-    if present(path, INDEX):
+    if has_entry(path, SINGLE):
+        return list(read_header(resolve_inside(path, SINGLE)).tensors.values())
+    if has_entry(path, INDEX):
         return _indexed_tensors(path)
     if binaries := sorted(file.name for file in path.glob("*.bin")):
         raise McaError(
@@ -248,11 +248,11 @@ def _what_else(path: Path) -> str:
 
 
 def _indexed_tensors(path: Path) -> list[TensorInfo]:
-    weight_map = read_json(inside(path, INDEX)).get("weight_map")
+    weight_map = read_json(resolve_inside(path, INDEX)).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise McaError(f"{path / INDEX}: has no 'weight_map' from tensor to file names")
     files = sorted(set(weight_map.values()))
-    paths = {name: inside(path, name) for name in files}
+    paths = {name: resolve_inside(path, name) for name in files}
     absent = [name for name in files if not paths[name].exists()]
     if absent:
         raise McaError(

@@ -10,8 +10,8 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from mca_config.checks import check_layout, require_layout
-from mca_config.errors import McaError, named
-from mca_config.files import inside, present, read_text
+from mca_config.errors import McaError, with_location
+from mca_config.files import has_entry, read_text, resolve_inside
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import FILE_NAME as CONFIG
 from mca_config.model_config import McaModelConfig
@@ -78,7 +78,7 @@ class McaSource:
             )
         infos = {}
         for name, record in self.manifest.files.items():
-            file = inside(self.path, f"{self.folder.name}/{name}")
+            file = resolve_inside(self.path, f"{self.folder.name}/{name}")
             header = read_header(file)
             if file.stat().st_size != record.nbytes:
                 raise McaError(f"{file}: has {file.stat().st_size} bytes, the manifest says {record.nbytes}")
@@ -137,18 +137,18 @@ def load_config(path: Path) -> McaModelConfig:
     try:
         family_of(config.model_type).require_own(config)
     except McaError as error:
-        raise named(error, path / CONFIG) from None
+        raise with_location(error, path / CONFIG) from None
     return config
 
 
 def is_mca(path: Path) -> bool:
     """Whether ``path`` looks like an MCA checkpoint rather than a Hugging Face one."""
-    return present(path, CONFIG)
+    return has_entry(path, CONFIG)
 
 
 def latest_iteration(path: Path) -> int:
     """The iteration that ``latest_checkpointed_iteration.txt`` names."""
-    text = read_text(inside(path, LATEST), "the checkpoint is incomplete, write it again").strip()
+    text = read_text(resolve_inside(path, LATEST), "the checkpoint is incomplete, write it again").strip()
     if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
         raise McaError(f"{path / LATEST}: {text!r:.40} cannot be read as the number of an iteration")
     return int(text)

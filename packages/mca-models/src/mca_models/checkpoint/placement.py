@@ -39,7 +39,7 @@ def stage_of(param: Param, plan: PipelinePlan) -> int:
         return plan.last.pp
     if param.layer is None:
         raise ValueError(f"{param.mca}: a parameter of stage {param.stage} needs a layer")
-    chunk = plan.chunk_of_mtp if param.stage is Stage.MTP else plan.chunk_of_layer
+    chunk = plan.mtp_chunk if param.stage is Stage.MTP else plan.layer_chunk
     return chunk(param.layer).pp
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mca_config.errors import McaError
-from mca_config.files import cannot_write, inside, open_regular, present
+from mca_config.files import has_entry, open_regular, resolve_inside, write_error
 from mca_models.storage.partial_folder import close
 
 logger = logging.getLogger(__name__)
@@ -77,12 +77,12 @@ def different_tokenizer(own: Path, other: Path) -> list[str]:
 def config_folder(iteration: Path) -> Path | None:
     """Where the configuration of a Megatron checkpoint lies: beside its weights or up to two folders above."""
     places = (iteration, *list(iteration.resolve().parents)[:2])
-    return next((place for place in places if any(present(place, name) for name in _CONFIGS)), None)
+    return next((place for place in places if any(has_entry(place, name) for name in _CONFIGS)), None)
 
 
 def _folders(source: Path) -> list[Path]:
     """Where the small files of ``source`` lie: beside the configuration too, if that is in a folder above."""
-    iterations = (folder for folder in (source, source / _DIST_MODEL) if present(folder, _OF_MEGATRON))
+    iterations = (folder for folder in (source, source / _DIST_MODEL) if has_entry(folder, _OF_MEGATRON))
     iteration = next(iterations, None)
     above = None if iteration is None else config_folder(iteration)
     if above is None or above.resolve() not in source.resolve().parents:
@@ -102,7 +102,7 @@ def side_names(source: Path) -> set[str]:
 def _names(source: Path) -> Iterator[str]:
     for entry in source.iterdir():
         if entry.name in _FOLDERS and entry.is_dir():
-            folder = inside(source, entry.name)
+            folder = resolve_inside(source, entry.name)
             yield from (f"{entry.name}/{each.name}" for each in folder.iterdir() if not each.is_dir())
         elif not (entry.is_dir() or _is_other(entry.name)):
             yield entry.name
@@ -117,7 +117,7 @@ def _is_left(folder: str) -> bool:
 
 
 def _checked(source: Path, name: str) -> Path:
-    file = inside(source, name)
+    file = resolve_inside(source, name)
     try:
         close(open_regular(file))
     except FileNotFoundError:
@@ -171,5 +171,5 @@ def _naming(file: Path, done: str) -> Iterator[None]:
         yield
     except OSError as error:
         if done == "written":
-            raise cannot_write(file, error) from None
+            raise write_error(file, error) from None
         raise McaError(f"{file}: cannot be {done} ({error.strerror})") from None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mca_config.errors import raise_problems
-from mca_config.files import inside, read_json
+from mca_config.files import read_json, resolve_inside
 from mca_config.types import Typed, Values
 from mca_models.lora.patterns import Patterns
 from mca_models.lora.values import value_problems
@@ -74,7 +74,7 @@ class AdapterConfig:
     @staticmethod
     def load(directory: Path) -> "AdapterConfig":
         """Reads ``adapter_config.json`` in ``directory``."""
-        path = inside(directory, FILE_NAME)
+        path = resolve_inside(directory, FILE_NAME)
         return AdapterConfig.from_dict(read_json(path, "a PEFT adapter directory holds one"), path)
 
     def to_json(self) -> str:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mca_config.errors import McaError
-from mca_config.files import inside, present
+from mca_config.files import has_entry, resolve_inside
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import FILE_NAME as MODEL
 from mca_config.model_config import McaModelConfig
@@ -36,7 +36,7 @@ from mca_models.weights.arrays import Array
 
 def is_mca_adapter(path: Path) -> bool:
     """Whether ``path`` looks like an MCA adapter directory."""
-    return present(path, FILE_NAME) and present(path, MODEL)
+    return has_entry(path, FILE_NAME) and has_entry(path, MODEL)
 
 
 def open_mca_adapter(path: Path, iteration: int | None = None) -> Adapter:
@@ -70,7 +70,7 @@ class _Pieces:
         }
 
     def _header(self, name: str, record: FileRecord) -> Mapping[str, TensorInfo]:
-        file = inside(self._folder.parent, f"{self._folder.name}/{name}")
+        file = resolve_inside(self._folder.parent, f"{self._folder.name}/{name}")
         tensors = read_header(file).tensors
         if file.stat().st_size != record.nbytes:
             raise McaError(f"{file}: has {file.stat().st_size} bytes, the manifest says {record.nbytes}")

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 from mca_config.errors import McaError
-from mca_config.files import inside, present
+from mca_config.files import has_entry, resolve_inside
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
 from mca_models.checkpoint.hf_writer import METADATA
@@ -43,7 +43,7 @@ WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 
 def is_peft(path: Path) -> bool:
     """Whether ``path`` looks like a PEFT adapter directory."""
-    return present(path, FILE_NAME) and not is_mca(path)
+    return has_entry(path, FILE_NAME) and not is_mca(path)
 
 
 def open_peft(path: Path, model: McaModelConfig) -> Adapter:
@@ -70,8 +70,8 @@ def open_peft(path: Path, model: McaModelConfig) -> Adapter:
 
 def stored_tensors(path: Path) -> tuple[Path, Values]:
     """The file that holds the tensors of the adapter in ``path``, and these by name."""
-    pickled = not present(path, WEIGHTS) and present(path, PICKLE)
-    file = inside(path, PICKLE if pickled else WEIGHTS)
+    pickled = not has_entry(path, WEIGHTS) and has_entry(path, PICKLE)
+    file = resolve_inside(path, PICKLE if pickled else WEIGHTS)
     return file, tensors_of(file) if pickled else read_header(file).tensors
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from mca_config.arguments import DistributingParallelArguments
 from mca_config.checks import require_layout
-from mca_config.errors import McaError, checking_usage
-from mca_config.model_config import DtypeName, McaModelConfig, trained_dtype
+from mca_config.errors import McaError, raising_usage_errors
+from mca_config.model_config import DtypeName, McaModelConfig, training_dtype
 from mca_config.printable import counted
 from mca_models.hub import directory_of
 from mca_models.megatron import platform
@@ -72,7 +72,7 @@ class AutoModel:
             config = replace(config, vocab_size=vocab_size)
         if head is not None:
             config = with_head(config, head)
-        with checking_usage():
+        with raising_usage_errors():
             models = _build(config, args, dtype, seed, folder)
         told_by_first(source.check_duplicates)
         if config.vocab_size != source.config.vocab_size:
@@ -158,7 +158,7 @@ def _build(
     if dtype is not None and dtype not in DTYPES:
         raise McaError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
     place = parallel.start(layout, seed, embedding_ranks=_embedding_ranks(replace(config, layout=layout)))
-    models = VirtualModels(config, args, place, dtype=dtype or trained_dtype(config, args), source=source)
+    models = VirtualModels(config, args, place, dtype=dtype or training_dtype(config, args), source=source)
     if told := slower_layers(models.implementation, args.transformer_impl, _missing()):
         _log.warning("%s", told)
     if told := dealt_by_ranks(models.megatron):

@@ -11,7 +11,12 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mca_config.checks import require_learned, sequence_multiple, step_of_lengths, tokens_of_fp8
+from mca_config.checks import (
+    fp8_token_multiple,
+    length_multiple,
+    require_learned_positions,
+    sequence_multiple,
+)
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_models.images import placeholders
@@ -31,7 +36,7 @@ def model_logits(models: LiveModel, input_ids: Tensor) -> Tensor:
     refuse_placeholders(models.config, input_ids)
     batch, length = input_ids.shape
     if models.config.learned_positions:
-        require_learned(length, models.config.max_position_embeddings)
+        require_learned_positions(length, models.config.max_position_embeddings)
     tokens = _padded(models, input_ids.to(platform.current_device()))
     steps = micro_batch_group(models)
     rows = tokens.shape[0] // steps
@@ -74,8 +79,8 @@ def _padded(models: LiveModel, tokens: Tensor) -> Tensor:
     multiple = sequence_multiple(
         layout,
         models.megatron.sequence_parallel,
-        tokens=tokens_of_fp8(models.megatron.fp8, models.megatron.fp8_recipe),
-        step=step_of_lengths(tokens.device.type, models.megatron.transformer_impl, packed=False),
+        tokens=fp8_token_multiple(models.megatron.fp8, models.megatron.fp8_recipe),
+        step=length_multiple(tokens.device.type, models.megatron.transformer_impl, packed=False),
     )
     columns = -length % multiple
     rows = -batch % micro_batch_group(models)

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mca_config.errors import DiskFull, McaError
-from mca_config.files import cannot_write
+from mca_config.files import write_error
 from mca_config.printable import counted
 from mca_models.storage.partial_folder import (
     CONTENT,
@@ -67,7 +67,7 @@ class PartialDirectory:
         except BaseException as error:
             self.discard()
             if isinstance(error, OSError):
-                raise cannot_write(destination, error) from None
+                raise write_error(destination, error) from None
             raise
 
     def _make(self) -> None:
@@ -144,7 +144,7 @@ class PartialDirectory:
         """Return ``error`` with the names of files after `publish`; None: it names none."""
         if isinstance(error, OSError) and isinstance(error.filename, str):
             if Path(error.filename).is_relative_to(self.path):
-                error = cannot_write(error.filename, error)
+                error = write_error(error.filename, error)
         if not isinstance(error, McaError):
             return None
         moved = in_place(error, self.path, self.destination)
@@ -306,7 +306,7 @@ def write_file(path: Path, data: bytes | Iterable[bytes], mode: int = 0o666) -> 
             file.flush()
             os.fsync(fd)
     except OSError as error:
-        raise cannot_write(path, error) from None
+        raise write_error(path, error) from None
     return written
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mca_config.errors import McaError
-from mca_config.files import inside, read_json
+from mca_config.files import read_json, resolve_inside
 from mca_config.types import JsonObject
 from mca_models.storage.atomic import write_file
 
@@ -65,7 +65,7 @@ class Manifest:
     @staticmethod
     def load(iteration: Path) -> "Manifest":
         """Reads the manifest in ``iteration``."""
-        path = inside(iteration.parent, f"{iteration.name}/{FILE_NAME}")
+        path = resolve_inside(iteration.parent, f"{iteration.name}/{FILE_NAME}")
         document = read_json(path, "the checkpoint is incomplete, write it again")
         try:
             return _parse(document)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from mca_config.errors import McaError
-from mca_config.files import cannot_write
+from mca_config.files import write_error
 from mca_models.storage.checksum import crc32_join
 from mca_models.storage.manifest import FileRecord
 from mca_models.storage.partial_folder import close
@@ -90,7 +90,7 @@ class SafetensorsWriter:
         try:
             self._fd = os.open(plan.file, os.O_WRONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise cannot_write(plan.file, error) from None
+            raise write_error(plan.file, error) from None
         self._writeback = Writeback(self._fd)
 
     def write(self, name: str, data: Contiguous, start: int = 0) -> None:
@@ -126,7 +126,7 @@ class SafetensorsWriter:
         try:
             _pwrite(self._fd, data, position)
         except OSError as error:
-            raise cannot_write(self.plan.file, error) from None
+            raise write_error(self.plan.file, error) from None
 
     def close(self) -> None:
         """Checks completeness, computes the checksum, syncs and closes. A second call does nothing."""
@@ -138,7 +138,7 @@ class SafetensorsWriter:
             self._crc32 = crc  # a close that fails has closed
             os.close(self._fd)
         except OSError as error:  # some file systems find a full disk only now
-            raise cannot_write(self.plan.file, error) from None
+            raise write_error(self.plan.file, error) from None
 
     @property
     def record(self) -> FileRecord:
@@ -177,7 +177,7 @@ def make_file(plan: FilePlan) -> None:
         finally:
             os.close(fd)
     except OSError as error:
-        raise cannot_write(plan.file, error, plan.nbytes) from None
+        raise write_error(plan.file, error, plan.nbytes) from None
 
 
 def joined_record(plan: FilePlan, written: Iterable[Written]) -> FileRecord:

@@ -47,7 +47,7 @@ def qkv(config: McaModelConfig) -> list[Param]:
     parts = "q" if config.takes_keys else "qk" if config.values_are_keys else "qkv"
     # rows of different heads count one by one
     rows = (heads * width, width, config.value_width)[: len(parts)]
-    layout: Layout = GroupedHeads(rows, 1) if config.has_own_heads else GroupedHeads((heads, 1, 1), width)
+    layout: Layout = GroupedHeads(rows, 1) if config.has_custom_qkv else GroupedHeads((heads, 1, 1), width)
     hf_layout: Layout = SEPARATE
     if config.attention_output_gate:
         layout = GroupedHeads((heads, heads, 1, 1), width)
@@ -88,7 +88,7 @@ def attention(config: McaModelConfig, projections: Sequence[Param] | None = None
         config: The model.
         projections: Rules of ``linear_qkv``; None: from ``qkv``.
     """
-    own = "input_layernorm." if config.has_own_norms else "self_attention.linear_qkv.layer_norm_"
+    own = "input_layernorm." if config.has_custom_norms else "self_attention.linear_qkv.layer_norm_"
     before = [inner(f"{own}weight", "input_layernorm.weight")]
     after = [inner("self_attention.post_layernorm.weight", "post_attention_layernorm.weight")]
     bias = [inner("self_attention.linear_proj.bias", "self_attn.o_proj.bias")]
@@ -141,7 +141,7 @@ def dense_mlp(config: McaModelConfig, projections: Sequence[Param] | None = None
         config: The model.
         projections: Rules of ``linear_fc1`` and ``linear_fc2``; None: from separate gate and up.
     """
-    own = "pre_mlp_layernorm." if config.has_own_norms else "mlp.linear_fc1.layer_norm_"
+    own = "pre_mlp_layernorm." if config.has_custom_norms else "mlp.linear_fc1.layer_norm_"
     before, after = norms_around_mlp(config, f"{own}weight")
     return [*before, *(mlp_linears(config) if projections is None else projections), *after]
 
@@ -219,7 +219,7 @@ def in_layers(config: McaModelConfig, rules: Callable[[McaModelConfig], Sequence
         yield from each(rules(config), layers=range(config.num_layers))
         return
     for layer in range(config.num_layers):
-        yield from each(rules(config.of_layer(layer)), layers=[layer])
+        yield from each(rules(config.layer_config(layer)), layers=[layer])
 
 
 def embedding() -> Param:

@@ -111,8 +111,8 @@ CONFIG = ConfigTable(
 
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
-    of_layer = [*attention(config), *state_space(config, "self_attention.mamba."), *dense_mlp(config)]
-    return renamed([embedding(), *each(of_layer, layers=range(config.num_layers)), *head(config)], NAMES)
+    layer_config = [*attention(config), *state_space(config, "self_attention.mamba."), *dense_mlp(config)]
+    return renamed([embedding(), *each(layer_config, layers=range(config.num_layers)), *head(config)], NAMES)
 
 
 FAMILY = Family(

@@ -219,7 +219,7 @@ def params(config: McaModelConfig) -> list[Param]:
 
 def unused_keys(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
     """The projections and norms of keys and values in layers that take another's, which transformers passes over."""
-    takers = [layer for layer in range(config.num_layers) if config.keys_from(layer) is not None]
+    takers = [layer for layer in range(config.num_layers) if config.kv_source_layer(layer) is not None]
     parts = ("k_proj", "v_proj", "k_norm", "v_norm")
     known = {f"{HF_ATTN}{part}.weight".format(layer=layer) for layer in takers for part in parts}
     left = sorted(known.intersection(names))

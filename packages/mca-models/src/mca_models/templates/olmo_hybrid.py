@@ -97,7 +97,7 @@ def delta_net(config: McaModelConfig) -> list[Param]:
 
 def layer_rules(config: McaModelConfig, layer: int) -> list[Param]:
     """The rules of one layer."""
-    own = config.of_layer(layer)
+    own = config.layer_config(layer)
     if config.is_linear_layer(layer):
         return renamed([*delta_net(own), *dense_mlp(own)], PUBLISHED)
     rules = [*attention(own), *dense_mlp(own)]

@@ -20,7 +20,7 @@ def whole_shape(param: Param, config: McaModelConfig) -> Shape:
     if param.shape is not None:
         return param.shape
     if param.stage is Stage.LAYER and param.layer is not None:
-        config = config.of_layer(param.layer)
+        config = config.layer_config(param.layer)
     inside = param.mca.rpartition("{layer}.")[2].removeprefix("transformer_layer.")
     try:
         return _TABLES[type(config)][inside](config)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mca_config.errors import McaError
-from mca_config.files import inside, open_regular, read_bytes
+from mca_config.files import open_regular, read_bytes, resolve_inside
 from mca_models.storage.strided import Block, Shape, StridedTensor
 from mca_models.torch_checkpoint.allowed_globals import (
     ChunkStorageMetadata,
@@ -89,7 +89,7 @@ class DcpDirectory:
         return root
 
     def _file(self, name: str) -> Path:
-        return inside(self._whole, str((self.path / name).relative_to(self._whole)))
+        return resolve_inside(self._whole, str((self.path / name).relative_to(self._whole)))
 
     def _places(self, root: Metadata) -> dict[tuple[str, Shape], Blob]:
         places: dict[tuple[str, Shape], Blob] = {}

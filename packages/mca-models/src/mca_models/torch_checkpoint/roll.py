@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mca_config.errors import McaError
-from mca_config.files import inside, present, read_json, read_text
+from mca_config.files import has_entry, read_json, read_text, resolve_inside
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import FILE_NAME, McaModelConfig
 from mca_config.pipeline import PipelineChunk
@@ -62,7 +62,7 @@ def is_roll(path: Path) -> bool:
         folder = _iteration(path)
     except McaError:
         return False
-    return present(path, FILE_NAME) and any(folder.glob(f"mp_rank_*/{WEIGHTS}"))
+    return has_entry(path, FILE_NAME) and any(folder.glob(f"mp_rank_*/{WEIGHTS}"))
 
 
 def open_roll(path: Path) -> ForeignSource:
@@ -78,7 +78,7 @@ def open_roll(path: Path) -> ForeignSource:
     params = family_of(config.model_type).params(config)
     found = _Found(config, params)
     for name, at in files.items():
-        found.add(at, open_torch_file(inside(path, f"{folder.name}/{name}/{WEIGHTS}")))
+        found.add(at, open_torch_file(resolve_inside(path, f"{folder.name}/{name}/{WEIGHTS}")))
     if found.faults:
         raise McaError("\n  ".join([f"{folder}: {len(found.faults)} faults", *found.faults[:20]]))
     places = {param.mca_name(): found.place(param) for param in stored(params)}
@@ -92,7 +92,7 @@ def read_config(path: Path) -> McaModelConfig:
     config inside it does.
     """
     config = McaModelConfig.load(path)
-    document = read_json(inside(path, FILE_NAME))
+    document = read_json(resolve_inside(path, FILE_NAME))
     if "mca_version" in document or config.hf_config.get("model_type") != config.model_type:
         return load_config(path)
     try:
@@ -143,7 +143,7 @@ def _incomplete(layout: ParallelLayout, why: str) -> McaError:
 
 
 def _iteration(path: Path) -> Path:
-    text = read_text(inside(path, LATEST)).strip()
+    text = read_text(resolve_inside(path, LATEST)).strip()
     return path / ("release" if text == "release" else iteration_name(latest_iteration(path)))
 
 

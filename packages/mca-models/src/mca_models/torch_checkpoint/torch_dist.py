@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 
 from mca_config.errors import McaError
-from mca_config.files import inside, present, read_json, read_text
+from mca_config.files import has_entry, read_json, read_text, resolve_inside
 from mca_config.model_config import FILE_NAME, McaModelConfig
 from mca_config.printable import counted
 from mca_models.checkpoint.hf_directory import naming_config
@@ -47,12 +47,12 @@ def find_torch_dist(path: Path) -> Path | None:
     """The directory with ``.metadata`` that ``path`` is or leads to; None if there is none."""
     candidates = [path, path / _DIST_MODEL]
     try:
-        text = read_text(inside(path, LATEST)).strip()
+        text = read_text(resolve_inside(path, LATEST)).strip()
         folder = path / (text if text == "release" else iteration_name(latest_iteration(path)))
         candidates += [folder, folder / _DIST_MODEL]
     except McaError:
         pass
-    return next((folder for folder in candidates if present(folder, METADATA)), None)
+    return next((folder for folder in candidates if has_entry(folder, METADATA)), None)
 
 
 def open_torch_dist(path: Path, config: McaModelConfig | None = None) -> ForeignSource:
@@ -83,9 +83,9 @@ def open_torch_dist(path: Path, config: McaModelConfig | None = None) -> Foreign
 
 def _require_backend(folder: Path, root: Path) -> None:
     file = folder / "metadata.json"
-    if not present(folder, file.name):
+    if not has_entry(folder, file.name):
         return
-    backend = read_json(inside(root, str(file.relative_to(root)))).get("sharded_backend")
+    backend = read_json(resolve_inside(root, str(file.relative_to(root)))).get("sharded_backend")
     if backend is None:
         raise McaError(f"{file}: names no 'sharded_backend'; expected 'torch_dist' there")
     if backend != "torch_dist":
@@ -102,7 +102,7 @@ def _config_near(folder: Path) -> McaModelConfig:
             f"{folder}: a torch_dist checkpoint does not say what model it holds, and neither {FILE_NAME} nor "
             "config.json lies there or above; put the model's Hugging Face config.json beside it"
         )
-    if present(place, FILE_NAME):
+    if has_entry(place, FILE_NAME):
         return read_config(place)
     with naming_config(place):
         return config_from_hf(read_hf_config(place))

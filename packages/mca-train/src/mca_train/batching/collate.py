@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mca_config.checks import require_learned
+from mca_config.checks import require_learned_positions
 from mca_config.errors import McaError
 from mca_config.printable import counted
 from mca_config.types import JsonObject
@@ -128,7 +128,7 @@ class StepCollator:
         flat = [_sequences(group) for group in groups]
         made, lengths, tokens = self._packed(flat) if self.packed else self._padded(flat)
         if self.positions is not None:
-            require_learned(max(lengths), self.positions)
+            require_learned_positions(max(lengths), self.positions)
         made = tuple(self._completed(batch, group) for batch, group in zip(made, flat, strict=True))
         return StepBatch(
             micro_batches=made,

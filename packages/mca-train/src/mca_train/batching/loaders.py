@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.utils.data import DataLoader
 
-from mca_config.checks import sequence_multiple, step_of_lengths, tokens_of_fp8
+from mca_config.checks import fp8_token_multiple, length_multiple, sequence_multiple
 from mca_config.errors import McaError, UsageError
 from mca_config.printable import counted
 from mca_train.batching.collate import Collator, CountedSamples, PadCollator, StepCollator
@@ -202,8 +202,8 @@ class Loaders:
             multiple=sequence_multiple(
                 self.ranks.layout,
                 self.megatron.sequence_parallel,
-                tokens=tokens_of_fp8(self.megatron.fp8, self.megatron.fp8_recipe),
-                step=step_of_lengths(
+                tokens=fp8_token_multiple(self.megatron.fp8, self.megatron.fp8_recipe),
+                step=length_multiple(
                     self.ranks.device.type, self.megatron.transformer_impl, packed=args.sequence_packing
                 ),
             ),

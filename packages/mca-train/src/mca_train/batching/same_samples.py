@@ -48,7 +48,7 @@ def require_same_samples(ranks: Ranks, mine: int, when: str) -> None:
         McaError: Names two such ranks.
     """
     if ranks.world_size > ranks.data_parallel_size:
-        _require_alike(groups.of_every_rank([ranks.data_parallel_rank, mine], ranks), when)
+        _require_alike(groups.gather_numbers([ranks.data_parallel_rank, mine], ranks), when)
 
 
 def first_compared(
@@ -69,7 +69,7 @@ def first_compared(
         if number == 0 and ranks.world_size > 1:
             seed = -1 if sampler.seed is None else sampler.seed
             own = [ranks.data_parallel_rank, batch.checksum, sampler.num_samples, seed]
-            _require_alike(groups.of_every_rank(own, ranks), when)
+            _require_alike(groups.gather_numbers(own, ranks), when)
         yield batch
 
 

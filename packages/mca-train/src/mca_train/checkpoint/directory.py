@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from mca_config.errors import McaError, UsageError
-from mca_config.files import read_json, reading
+from mca_config.files import naming_read_errors, read_json
 from mca_models.megatron.distributed.collectives import on_first
 from mca_train.batching.position import RunPosition
 from mca_train.checkpoint import integrity
@@ -29,7 +29,7 @@ def checkpoints(output_dir: Path) -> list[Path]:
     Raises:
         McaError: It cannot be listed.
     """
-    with reading(output_dir):
+    with naming_read_errors(output_dir):
         try:
             names = [path.name for path in output_dir.iterdir()]
         except (FileNotFoundError, NotADirectoryError):

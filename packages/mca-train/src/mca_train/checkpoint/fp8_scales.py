@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mca_config.files import reading
+from mca_config.files import naming_read_errors
 from mca_config.printable import counted
 from mca_models.megatron import platform
 from mca_models.storage.safetensors import TensorInfo, read_header
@@ -36,7 +36,7 @@ def collect(chunks: Sequence[Chunk]) -> dict[str, Tensor]:
     if not modules:  # a stage without layers: on all of its ranks
         return {}
     ahead = _largest_of_coming_passes(modules)
-    if not groups.is_first_of_stage():
+    if not groups.is_stage_leader():
         return {}
     tensors: dict[str, Tensor] = {}
     for name, module in modules.items():
@@ -62,7 +62,7 @@ def load(folder: Path, chunks: Sequence[Chunk]) -> None:
         return
     saved: dict[str, TensorInfo] = {}
     for path in sorted(folder.glob(f"{_PREFIX}*.safetensors")):
-        with reading(path):
+        with naming_read_errors(path):
             saved |= read_header(path).tensors
     anew = [name for name, module in _modules(chunks) if not _restore(name, module, recipe, saved)]
     if anew:
@@ -112,7 +112,7 @@ def _largest_of_coming_passes(modules: dict[str, Upstream]) -> dict[str, Tensor]
         else torch.zeros(3 * getattr(module, "num_gemms", 1), device=platform.current_device())
         for name, module in modules.items()
     }
-    together = groups.largest_over_stage(torch.cat(list(own.values())))
+    together = groups.max_over_stage(torch.cat(list(own.values())))
     return dict(zip(own, together.split([tensor.numel() for tensor in own.values()]), strict=True))
 
 

@@ -51,7 +51,7 @@ class Checksums:
             self._list()
             self._thread = threading.Thread(target=self._sum, daemon=True)
             self._thread.start()
-        return not groups.largest(float(self._thread.is_alive()), self._ranks.device)
+        return not groups.max_over_ranks(float(self._thread.is_alive()), self._ranks.device)
 
     def finish(self) -> None:
         """Waits for them and writes the manifest; collective."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from stat import S_ISDIR
 
 from mca_config.errors import McaError
-from mca_config.files import reading
+from mca_config.files import naming_read_errors
 from mca_config.model_config import FILE_NAME
 from mca_train.checkpoint.model import HF_FOLDER
 
@@ -36,7 +36,7 @@ def require_own(output_dir: Path, sources: Iterable[str | Path | None]) -> None:
             cannot be read.
     """
     sources = list(sources)
-    with reading(output_dir):
+    with naming_read_errors(output_dir):
         try:
             _require_own(output_dir, sources)
         except FileNotFoundError:  # under torchrun the first rank makes it to try it, and takes it away again

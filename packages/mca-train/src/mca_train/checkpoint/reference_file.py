@@ -14,7 +14,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from mca_config.files import cannot_write, replacing
+from mca_config.files import atomic_write, write_error
 from mca_config.printable import counted
 from mca_models.megatron.state.fingerprint import fingerprint
 from mca_train.data.sample_images import SampleImages
@@ -77,10 +77,10 @@ class ReferenceFile:
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(self.path) as beside, beside.open("wb") as file:
+            with atomic_write(self.path) as beside, beside.open("wb") as file:
                 np.savez(file, log_probs=log_probs, key=np.array(self._key))
         except OSError as error:
-            raise cannot_write(self.path, error) from error
+            raise write_error(self.path, error) from error
         known = np.isfinite(log_probs).all(1).sum()
         logger.info(
             "%s: log-probabilities of the reference for %d of %s",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mca_config.errors import DiskFull, McaError
-from mca_config.files import reading
+from mca_config.files import naming_read_errors
 from mca_models.megatron.distributed.collectives import SharedDirectory, is_disk_full, room_for
 from mca_models.storage.partial_folder import remove_leftovers, retire
 from mca_train.types import Upstream
@@ -163,7 +163,7 @@ def remove_unfinished(output_dir: Path, prefix: str) -> None:
     Raises:
         McaError: It cannot be listed.
     """
-    with reading(output_dir):
+    with naming_read_errors(output_dir):
         found = list(output_dir.glob(f"{prefix}-*.partial-*"))
     for leftover in found:
         remove_leftovers(leftover.with_name(leftover.name.split(".partial-")[0]))

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from mca_config.errors import McaError, problems_of
+from mca_config.errors import McaError, list_problems
 from mca_config.model_config import McaModelConfig
-from mca_train.config.model import adapter_of
-from mca_train.config.parts import trained_parts
+from mca_train.config.model import make_adapter
+from mca_train.config.model_parts import trained_parts
 from mca_train.config.run_config import Settings
 
 
@@ -22,9 +22,9 @@ def adapter_problems(settings: Settings, config: McaModelConfig, *, new_head: bo
     if path is not None and not Path(path).is_dir():
         return  # which is told with the other directories
     try:
-        adapter = adapter_of(lora, config, trained_parts(settings.training))
+        adapter = make_adapter(lora, config, trained_parts(settings.training))
     except McaError as error:
-        yield from problems_of(error)
+        yield from list_problems(error)
         return
     if adapter is None or path is None or not new_head:
         return

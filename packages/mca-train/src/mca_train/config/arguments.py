@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from mca_config.errors import McaError
 from mca_config.types import JsonObject
-from mca_train.config.usual import Usual
+from mca_train.config.default_column import DefaultColumn
 
 
 @dataclass(kw_only=True)
@@ -36,7 +36,7 @@ class DataArguments:
         default_factory=list,
         metadata={
             "help": "Several sources instead of train_file, a mapping each: path (file, directory or dataset of the "
-            "Hub), name, split, subset, revision, columns, kind, weight, max_samples."
+            "Hub), name, split, subset, revision, columns, format, weight, max_samples."
         },
     )
     eval_file: list[str] = field(default_factory=list, metadata={"help": "Evaluation file(s), same formats."})
@@ -48,23 +48,25 @@ class DataArguments:
         },
     )
     text_column: str = field(
-        default=Usual("text"), metadata={"help": "Column with plain text (all kinds but dpo and reward)."}
+        default=DefaultColumn("text"),
+        metadata={"help": "Column with plain text (all kinds but dpo and reward)."},
     )
     prompt_column: str = field(
-        default=Usual("prompt"), metadata={"help": "Column with the prompt (sft, kto, dpo, reward)."}
+        default=DefaultColumn("prompt"), metadata={"help": "Column with the prompt (sft, kto, dpo, reward)."}
     )
     completion_column: str = field(
-        default=Usual("completion"), metadata={"help": "Column with the answer (sft, kto)."}
+        default=DefaultColumn("completion"), metadata={"help": "Column with the answer (sft, kto)."}
     )
     tools_column: str = field(
-        default=Usual("tools"),
+        default=DefaultColumn("tools"),
         metadata={"help": "Column with the tools for the chat template (all kinds but pretrain)."},
     )
     messages_column: str = field(
-        default=Usual("messages"), metadata={"help": "Column with chat messages (sft, kto, classify)."}
+        default=DefaultColumn("messages"),
+        metadata={"help": "Column with chat messages (sft, kto, classify)."},
     )
     images_column: str = field(
-        default=Usual("images"),
+        default=DefaultColumn("images"),
         metadata={"help": "Column with the images of a row, for <image> and parts of type image."},
     )
     image_folder: str | None = field(
@@ -124,7 +126,7 @@ class DataArguments:
 class LaunchArguments:
     """How many ranks ``mca-train`` starts on this machine. Ignored under torchrun."""
 
-    local_ranks: int | None = field(
+    nproc_per_node: int | None = field(
         default=None,
         metadata={
             "help": "Ranks to start here; None: every visible GPU, or without a GPU the fewest that the "
@@ -133,8 +135,8 @@ class LaunchArguments:
     )
 
     def __post_init__(self) -> None:
-        if self.local_ranks is not None and self.local_ranks < 1:
-            raise McaError(f"local_ranks is {self.local_ranks}; expected at least 1")
+        if self.nproc_per_node is not None and self.nproc_per_node < 1:
+            raise McaError(f"nproc_per_node is {self.nproc_per_node}; expected at least 1")
 
 
 @dataclass(kw_only=True)
@@ -178,7 +180,7 @@ class LoraArguments:
 
     @property
     def wanted(self) -> bool:
-        """Whether an adapter is trained."""
+        """Return whether an adapter is trained."""
         return self.lora_rank is not None or self.adapter_name_or_path is not None
 
     def config(self, task_type: str = "CAUSAL_LM") -> JsonObject:

@@ -23,7 +23,7 @@ def contradictions(settings: Settings) -> Iterator[str]:
         yield "streaming reads train_file, not datasets; remove one of the two"
     if data.datasets and data.max_train_samples is not None:
         yield "max_train_samples is for train_file; set max_samples in the entries of datasets"
-    yield from _of_streams(settings)
+    yield from _streaming_problems(settings)
     if values.get("do_train", True) is not True and not training.do_train:
         yield "do_train is false, but mca-train trains; remove it"
     if values.get("do_eval", True) is not True and not training.do_eval and data.eval_file:
@@ -38,11 +38,11 @@ def contradictions(settings: Settings) -> Iterator[str]:
             "or remove the key"
         )
     yield from schedule_problems(training)
-    yield from _of_adapters(settings)
-    yield from _of_backend(values.get("ddp_backend"))
+    yield from _adapter_problems(settings)
+    yield from _backend_problems(values.get("ddp_backend"))
 
 
-def _of_streams(settings: Settings) -> Iterator[str]:
+def _streaming_problems(settings: Settings) -> Iterator[str]:
     """A stream without an end, and keys that only streams follow, or that they do not."""
     training, data = settings.training, settings.data
     if data.streaming and training.max_steps <= 0:
@@ -70,7 +70,7 @@ def _without_evaluation(says_do_eval: bool, training: "TrainingArguments") -> It
     )
 
 
-def _of_adapters(settings: Settings) -> Iterator[str]:
+def _adapter_problems(settings: Settings) -> Iterator[str]:
     """Keys of an adapter that is not made here, which would be taken and not followed; a format it has not."""
     lora = settings.lora
     given = [key for key in settings.values if key in LoraArguments.__dataclass_fields__]
@@ -82,7 +82,7 @@ def _of_adapters(settings: Settings) -> Iterator[str]:
         yield f"an adapter is not written as {settings.training.ckpt_format}; remove ckpt_format and async_save"
 
 
-def _of_backend(given: object) -> Iterator[str]:
+def _backend_problems(given: object) -> Iterator[str]:
     """A ``ddp_backend`` that is not what ranks of this machine communicate over."""
     from mca_models.megatron import platform
 

@@ -51,7 +51,7 @@ def model_config(path: str) -> McaModelConfig:
         return config_from_hf(unquantised(document))
 
 
-def num_local_ranks(launch: LaunchArguments, layout: ParallelLayout) -> int:
+def local_world_size(launch: LaunchArguments, layout: ParallelLayout) -> int:
     """How many ranks to start here: those asked for, else one for each GPU, else (on a CPU too) the fewest.
 
     Raises:
@@ -62,19 +62,19 @@ def num_local_ranks(launch: LaunchArguments, layout: ParallelLayout) -> int:
     from mca_models.megatron import platform
 
     gpus = torch.cuda.device_count() if platform.device_type() == "cuda" else 0
-    if launch.local_ranks and 0 < gpus < launch.local_ranks:
+    if launch.nproc_per_node and 0 < gpus < launch.nproc_per_node:
         raise McaError(
-            f"local_ranks {launch.local_ranks} is above {gpus}, the number of visible GPUs; lower it"
+            f"nproc_per_node {launch.nproc_per_node} is above {gpus}, the number of visible GPUs; lower it"
         )
-    return launch.local_ranks or gpus or smallest_world(layout)
+    return launch.nproc_per_node or gpus or smallest_world(layout)
 
 
 def planned_ranks(launch: LaunchArguments, layout: ParallelLayout) -> int:
     """How many ranks to plan for, whatever this machine has: those asked for, else the fewest."""
-    return launch.local_ranks or smallest_world(layout)
+    return launch.nproc_per_node or smallest_world(layout)
 
 
-def given_ranks(launch: LaunchArguments, layout: ParallelLayout) -> int:
+def launcher_world_size(launch: LaunchArguments, layout: ParallelLayout) -> int:
     """How many ranks a launcher has started."""
     return int(os.environ["WORLD_SIZE"])
 
@@ -84,7 +84,7 @@ def smallest_world(layout: ParallelLayout) -> int:
     return layout.pp * math.lcm(layout.tp * layout.cp, layout.etp * layout.ep)
 
 
-def layout_of(arguments: MegatronArguments, config: McaModelConfig) -> ParallelLayout:
+def resolve_layout(arguments: MegatronArguments, config: McaModelConfig) -> ParallelLayout:
     """The layout that is asked for; what is left out comes from an MCA checkpoint."""
     return arguments.layout(config.layout)
 
@@ -94,7 +94,7 @@ def peft_task(config: McaModelConfig) -> str:
     return _PEFT_TASKS[config.head]
 
 
-def adapter_of(
+def make_adapter(
     lora: LoraArguments, config: McaModelConfig, parts: Collection[str]
 ) -> "tuple[AdapterConfig, AdapterRules] | None":
     """The adapter that is trained, and its tensors, whose values are not read. None: the whole model is.

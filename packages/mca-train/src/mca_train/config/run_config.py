@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments, LaunchArguments, LoraArguments
 from mca_train.config.fields import build
-from mca_train.config.renamed import RENAMED
+from mca_train.config.renamed_options import RENAMED
 from mca_train.config.source import parse_overrides, read_yaml
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Settings:
     where: str
 
 
-def given_values(config: Path | None, overrides: list[str]) -> tuple[JsonObject, str]:
+def load_values(config: Path | None, overrides: list[str]) -> tuple[JsonObject, str]:
     """Return the file's values, overridden by the command line's, and the name of the two in an error."""
     words = parse_overrides(overrides)
     if config is None:

@@ -16,7 +16,7 @@ from mca_config.errors import McaError
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import PairArguments
-from mca_train.config.usual import Usual
+from mca_train.config.default_column import DefaultColumn
 from mca_train.data.row_formats import alpaca_answer, conversation_in, format_of, pair_format_of
 from mca_train.data.tools import Tools, as_functions, calls_from, tools_from
 
@@ -56,7 +56,7 @@ def image_columns(vision: Values | None, arguments: DataArguments) -> tuple[str,
         arguments: Columns.
     """
     named = arguments.images_column
-    return (named, ONE_IMAGE) if vision is not None and isinstance(named, Usual) else (named,)
+    return (named, ONE_IMAGE) if vision is not None and isinstance(named, DefaultColumn) else (named,)
 
 
 def other_columns(vision: Values | None) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Set as AbstractSet
 from mca_config.errors import McaError
 from mca_config.types import Values
 from mca_train.config.arguments import DataArguments
-from mca_train.config.usual import Usual
+from mca_train.config.default_column import DefaultColumn
 from mca_train.data.formats import image_columns
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class ImageWords:
     def __init__(self, vision: Values | None, arguments: DataArguments) -> None:
         self._sees = vision is not None
         self._columns = image_columns(vision, arguments)
-        self._is_named = not isinstance(arguments.images_column, Usual)
+        self._is_named = not isinstance(arguments.images_column, DefaultColumn)
         self._has_told = False
 
     def meet(self, text: str, names: AbstractSet[str], told: str) -> None:

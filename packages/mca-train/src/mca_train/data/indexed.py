@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from mca_config.errors import McaError, UsageError
-from mca_config.files import cannot_write
+from mca_config.files import write_error
 from mca_train.data.largest_token import largest_token
 from mca_train.data.token_dataset import TokenDataset
 
@@ -94,7 +94,7 @@ def write_indexed(prefix: Path, documents: Iterable[Sequence[int]], vocab_size: 
         for partial, target in zip(beside, targets, strict=True):
             partial.rename(target)
     except OSError as error:
-        raise cannot_write(prefix, error) from error
+        raise write_error(prefix, error) from error
     finally:
         for partial in beside:
             with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ from typing import Literal
 from mca_config.errors import UsageError
 from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import PairArguments
-from mca_train.config.usual import given_columns
+from mca_train.config.default_column import explicit_columns
 
 Format = Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"]
 
@@ -47,7 +47,7 @@ def conversation_in(names: Iterable[str]) -> str:
 
 def alpaca_answer(arguments: DataArguments) -> str:
     """The column with the answer of Alpaca's rows."""
-    return arguments.completion_column if "completion_column" in given_columns(arguments) else "output"
+    return arguments.completion_column if "completion_column" in explicit_columns(arguments) else "output"
 
 
 def format_of(
@@ -71,7 +71,7 @@ def format_of(
             return named
         raise _unknown(names, arguments, key, known, f" of data_format {named}")
     whole = [each for each in known if {*_columns(each, names, arguments)} <= {*names}]
-    given = given_columns(arguments) & {column for each in known for column in READ[each]}
+    given = explicit_columns(arguments) & {column for each in known for column in READ[each]}
     if given:
         return _of_given(given, whole, names, arguments, key, known)
     if not whole:
@@ -121,7 +121,7 @@ def pair_format_of(
     for column in ("chosen_column", "rejected_column"):
         if (name := getattr(arguments, column)) not in names:
             raise UsageError(f"{key}: no column '{name}' ({_told(names)}); set {column}")
-    if _TOOLS in given_columns(arguments):
+    if _TOOLS in explicit_columns(arguments):
         require_given(_TOOLS, names, arguments, key)
     if arguments.data_format == "alpaca" or arguments.data_format == "sharegpt":
         return arguments.data_format
@@ -130,7 +130,7 @@ def pair_format_of(
     found: list[Literal["alpaca", "sharegpt"]] = []
     found += ["alpaca"] if "instruction" in names else []
     found += ["sharegpt"] if not {*_CONVERSATIONS}.isdisjoint(names) else []
-    if found and "prompt_column" in given_columns(arguments):
+    if found and "prompt_column" in explicit_columns(arguments):
         require_given("prompt_column", names, arguments, key, _told(names, found))
     return found[0] if found else None
 

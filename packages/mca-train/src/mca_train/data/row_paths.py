@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from mca_config.errors import McaError
-from mca_config.files import inside
+from mca_config.files import resolve_inside
 from mca_models.hub import dataset_cache
 from mca_train.data.addresses import is_address, name_in, of_hub
 from mca_train.data.files import reader_of
@@ -59,7 +59,7 @@ class RowPaths:
         if not self.places:
             return str(Path(self.folder, text))
         try:
-            return str(inside(Path(self.folder), text))
+            return str(resolve_inside(Path(self.folder), text))
         except McaError as error:
             raise self._outside(text) from error
 

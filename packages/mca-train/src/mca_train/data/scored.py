@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mca_config.errors import McaError, UsageError
 from mca_config.types import Typed, Values
 from mca_train.config.columns import ClassifyArguments, RewardArguments
-from mca_train.config.usual import given_columns
+from mca_train.config.default_column import explicit_columns
 from mca_train.data.chat import TemplateInputs, chat_ids
 from mca_train.data.encoding import (
     Encoded,
@@ -81,7 +81,7 @@ def _tokenize_whole(
 def margins(names: Sequence[str], arguments: RewardArguments, key: str) -> RowNumbers | None:
     """By how much the chosen one is better, if the rows say so; they must if the column was given a name."""
     column = arguments.margin_column
-    if "margin_column" in given_columns(arguments):
+    if "margin_column" in explicit_columns(arguments):
         require_given("margin_column", names, arguments, key)
     return (lambda row: [_number(row[column], column)]) if column in names else None
 

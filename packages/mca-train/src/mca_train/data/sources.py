@@ -16,8 +16,8 @@ from mca_config.redaction import redacted
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import PairArguments
+from mca_train.config.default_column import DefaultColumn, column_keys
 from mca_train.config.fields import build
-from mca_train.config.usual import Usual, column_keys
 from mca_train.data.addresses import is_address, name_in
 from mca_train.data.files import load_rows, named, reader_of
 from mca_train.data.row_formats import OF_SHAPES, READ
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ELSEWHERE = {"data_format": "is called kind in an entry; set that instead"}
+_ELSEWHERE = dict.fromkeys(("data_format", "kind"), "is called format in an entry; set that instead")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -41,7 +41,7 @@ class Source:
         subset: Of a dataset with several configurations.
         revision: Of a dataset of the Hub.
         columns: Our column names by the dataset's: ``{"prompt": "question"}``.
-        kind: The shape of its rows; None: as ``data_format`` of the run.
+        format: Format of its rows; None: ``data_format`` of the run.
         weight: Its share of the samples of an epoch, in proportion to the others'.
         max_samples: Rows to use; None: all.
     """
@@ -52,7 +52,7 @@ class Source:
     subset: str | None = None
     revision: str | None = None
     columns: dict[str, str] = dataclasses.field(default_factory=dict)
-    kind: Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"] | None = None
+    format: Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"] | None = None
     weight: float | None = None
     max_samples: int | None = None
 
@@ -111,18 +111,18 @@ def arguments_of(
         if name in source.columns:
             names[column] = str(name)
         elif column != "images_column" and name in others and name not in there:
-            names[column] = Usual(name)
+            names[column] = DefaultColumn(name)
     choosing = {column for columns in READ.values() for column in columns}
     own = {column: name for column, name in names.items() if name in source.columns and column in choosing}
-    kind = source.kind or arguments.data_format
-    if kind is None and not own:
-        kind = next((OF_SHAPES[name] for name in source.columns if name in OF_SHAPES), None)
-    if kind is not None and not isinstance(arguments, PairArguments):
-        if unread := [name for column, name in own.items() if column not in READ[kind]]:
+    row_format = source.format or arguments.data_format
+    if row_format is None and not own:
+        row_format = next((OF_SHAPES[name] for name in source.columns if name in OF_SHAPES), None)
+    if row_format is not None and not isinstance(arguments, PairArguments):
+        if unread := [name for column, name in own.items() if column not in READ[row_format]]:
             raise UsageError(
-                f"{key}: columns: {', '.join(unread)}: format {kind} does not read it; remove it, or set kind"
+                f"{key}: columns: {', '.join(unread)}: format {row_format} does not read it; remove it, or set format"
             )
-    return dataclasses.replace(arguments, data_format=kind, **names)
+    return dataclasses.replace(arguments, data_format=row_format, **names)
 
 
 def arguments_of_evaluation(arguments: DataArguments, there: Collection[str]) -> DataArguments:
@@ -132,7 +132,7 @@ def arguments_of_evaluation(arguments: DataArguments, there: Collection[str]) ->
     """
     usual = {field.name: field.default for field in dataclasses.fields(arguments)}
     names: JsonObject = {
-        column: Usual(name)
+        column: DefaultColumn(name)
         for column, name in column_keys(arguments)
         if column != "images_column" and {name, usual[column]}.isdisjoint(there)
     }

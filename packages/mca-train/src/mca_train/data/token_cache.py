@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mca_config.files import cannot_write
+from mca_config.files import write_error
 from mca_train.config.arguments import DataArguments
-from mca_train.config.usual import given_columns
+from mca_train.config.default_column import explicit_columns
 from mca_train.data.image_rows import ImageRows
 from mca_train.data.kept_warnings import KeptWarnings
 from mca_train.data.preferences import PairDataset
@@ -84,7 +84,7 @@ def cached(folder: Path, key: str, make: Callable[[], Made], images: Images) -> 
             _write(place, made, told)
             return made
     except OSError as error:
-        raise cannot_write(folder, error) from error
+        raise write_error(folder, error) from error
 
 
 def key_of(
@@ -105,7 +105,7 @@ def key_of(
     """
     settings = {name: value for name, value in vars(arguments).items() if name not in _NOT_OF_SAMPLES}
     said = {"version": _VERSION, "kind": kind, "rows": list(contents), "limit": limit, "settings": settings}
-    said |= {"tokenizer": _tokenizer(tokenizer), "given": sorted(given_columns(arguments))}
+    said |= {"tokenizer": _tokenizer(tokenizer), "given": sorted(explicit_columns(arguments))}
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 

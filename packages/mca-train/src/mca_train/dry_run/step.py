@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mca_train.batching.loaders import steps_of
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
-from mca_train.config.model import adapter_of, model_config
-from mca_train.config.parts import trained_parts
+from mca_train.config.model import make_adapter, model_config
+from mca_train.config.model_parts import trained_parts
 from mca_train.dry_run.answers import Answers
 from mca_train.dry_run.messages import in_step, told_apart
 from mca_train.dry_run.modules import ModuleNames
@@ -205,7 +205,7 @@ def _with_adapter(model: "VirtualModels", settings: "Settings") -> "VirtualModel
     """The same, with an adapter whose values nobody needs."""
     from mca_models.megatron.peft import attach_adapter
 
-    adapter = adapter_of(settings.lora, model.config, trained_parts(settings.training))
+    adapter = make_adapter(settings.lora, model.config, trained_parts(settings.training))
     return model if adapter is None else attach_adapter(model, *adapter)
 
 

@@ -11,7 +11,7 @@ import torch
 from mca_config.errors import McaError
 from mca_config.types import JsonObject
 from mca_train import groups
-from mca_train.config.parts import PARTS, SEEING, Part, parts_of, trained_parts, trained_problems
+from mca_train.config.model_parts import PARTS, SEEING, Part, adapter_parts, trained_parts, trained_problems
 from mca_train.types import TrainingArguments, Upstream
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def choose_parts(model: "VirtualModels", args: TrainingArguments) -> None:
     for item, tensor in model.held():
         setattr(tensor, _MARK, part_of(item.param, model.config))
     if args.freeze is not None and isinstance(model, PeftModels):
-        _require_without(parts_of(model.rules, model.config), args.freeze)
+        _require_without(adapter_parts(model.rules, model.config), args.freeze)
     elif args.freeze is not None:
         by_hand = _frozen_by_hand(model)
         model.train_parts(trained_parts(args))
@@ -57,8 +57,8 @@ def _frozen_by_hand(model: "VirtualModels") -> list[torch.Tensor]:
     """This rank's parameters that are frozen, in parts of which something is trained on any rank; collective."""
     held = [tensor for _, tensor in model.held() if isinstance(tensor, torch.nn.Parameter)]
     here = {getattr(tensor, _MARK) for tensor in held if tensor.requires_grad}
-    device = groups.here(model.config.layout).device
-    trained = {part for part in PARTS if groups.largest(float(part in here), device)}
+    device = groups.current_ranks(model.config.layout).device
+    trained = {part for part in PARTS if groups.max_over_ranks(float(part in here), device)}
     return [tensor for tensor in held if getattr(tensor, _MARK) in trained and not tensor.requires_grad]
 
 
@@ -81,8 +81,8 @@ def _seeing(model: "VirtualModels") -> set[Part]:
         for tensor in getattr(chunk, "vision_model", torch.nn.Module()).parameters()
         if tensor.requires_grad
     }
-    device = groups.here(model.config.layout).device
-    return {part for part in SEEING if groups.largest(float(part in here), device)}
+    device = groups.current_ranks(model.config.layout).device
+    return {part for part in SEEING if groups.max_over_ranks(float(part in here), device)}
 
 
 def rates_of_parts(args: TrainingArguments, config: Upstream) -> JsonObject:

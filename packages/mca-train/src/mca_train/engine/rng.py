@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from mca_config.errors import McaError
-from mca_config.files import reading
+from mca_config.files import naming_read_errors
 from mca_config.types import JsonObject, Typed
 from mca_models.megatron.distributed import parallel
 from mca_models.storage.safetensors import read_header
@@ -86,7 +86,7 @@ def kept_rng() -> Iterator[None]:
 def is_of_layout(folder: Path, ranks: Ranks) -> bool:
     """Whether `save_rng` wrote this rank's file on the layout of this run, so that the state fits its place."""
     path = _file(folder, ranks.rank)
-    with reading(path):
+    with naming_read_errors(path):
         return path.is_file() and json.loads(read_header(path).metadata.get(_LAYOUT, "null")) == _sizes(ranks)
 
 
@@ -95,7 +95,7 @@ def load_rng(folder: Path, ranks: Ranks) -> None:
     from megatron.core import tensor_parallel
 
     path = _file(folder, ranks.rank)
-    with reading(path):
+    with naming_read_errors(path):
         header = read_header(path)
         tensors = {name: torch.from_numpy(tensor.read()) for name, tensor in header.tensors.items()}
         words: JsonObject = {key: json.loads(text) for key, text in header.metadata.items()}

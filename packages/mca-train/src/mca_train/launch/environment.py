@@ -8,17 +8,17 @@ from mca_train.launch.rendezvous import LISTENER
 
 
 def started_by_launcher(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun (or SLURM, or this module) started this process as one of several ranks."""
+    """Return whether torchrun (or SLURM, or this module) started this process as one of several ranks."""
     return "RANK" in environment and "WORLD_SIZE" in environment
 
 
 def is_first() -> bool:
-    """Whether this process speaks for all ranks: it starts them, or is the first of them."""
+    """Return whether this process speaks for all ranks: it starts them, or is the first of them."""
     return not started_by_launcher() or os.environ["RANK"] == "0"
 
 
 def one_thread_until_forked() -> None:
-    """Keeps torch to one thread in the launcher: a pool of threads does not survive a fork.
+    """Keep torch to one thread in the launcher: a pool of threads does not survive a fork.
 
     To be called before torch is imported. What the user asked for (OMP_NUM_THREADS) holds in the ranks.
     """
@@ -37,7 +37,7 @@ def threads_per_rank(ranks: int) -> int:
     return int(asked) if asked.isdigit() else share if share >= 4 else 1
 
 
-def threads_beside_gpu(ranks: int) -> int:
+def threads_per_gpu_rank(ranks: int) -> int:
     """Threads for a rank that has a GPU: what the user asked for, else its share of the cores.
 
     They are for what the host does: the optimizer of offloaded parameters, tokens, checksums of files.

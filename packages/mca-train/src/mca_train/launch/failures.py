@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mca_config.errors import McaError, UsageError
 from mca_config.redaction import redacted
-from mca_train.launch.stopping import Stopped
+from mca_train.launch.stop_signals import Stopped
 
 _LOST = (
     "closed by peer",
@@ -41,7 +41,7 @@ class End:
 
 
 def report_failure(target: Callable[[], None], folder: Path | None, rank: int) -> int:
-    """Runs ``target``; a failure goes to ``folder`` for the launcher to print, or to stderr. The exit code."""
+    """Run ``target``; a failure goes to ``folder`` for the launcher to print, or to stderr. The exit code."""
     code = 1
     try:
         target()
@@ -66,20 +66,20 @@ def report_failure(target: Callable[[], None], folder: Path | None, rank: int) -
         if folder is not None:
             done_mark(folder, rank).touch()
         return 0
-    _say(folder, _Report(time.time(), rank, redacted(text)))
+    _publish_report(folder, _Report(time.time(), rank, redacted(text)))
     return code
 
 
-def _say(folder: Path | None, report: _Report) -> None:
+def _publish_report(folder: Path | None, report: _Report) -> None:
     """For the launcher to print; without its ``folder`` to stderr, where each thing is said once."""
     if folder is not None:
         _write_report(folder, report)
-    elif _is_first_to_say(report.text):
+    elif _claim_text(report.text):
         sys.stderr.write(report.text.rstrip() + "\n")
 
 
-def _is_first_to_say(text: str) -> bool:
-    """Whether no rank has said the same before: all find what is wrong with a configuration, one reports it."""
+def _claim_text(text: str) -> bool:
+    """Return whether no rank has said the same before: all find what is wrong with a configuration, one reports it."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_initialized():
         return True
@@ -102,7 +102,7 @@ def done_mark(folder: Path, rank: int) -> Path:
 
 
 def explain(folder: Path, ended: Sequence[End], received: Sequence[int]) -> int:
-    """Prints why the rank failed that pulled down the others, and returns the launcher's exit code."""
+    """Print why the rank failed that pulled down the others, and returns the launcher's exit code."""
     if received:
         name = signal.Signals(received[0]).name
         sys.stderr.write(f"stopped by {name}\n")
@@ -111,7 +111,7 @@ def explain(folder: Path, ended: Sequence[End], received: Sequence[int]) -> int:
         (_Report(*json.loads(path.read_text())) for path in folder.glob("report_*.json")),
         key=lambda report: report.time,
     )
-    cause = _silent(folder, ended, reports)
+    cause = _find_silent_failure(folder, ended, reports)
     if cause is None:
         sys.stderr.write(reports[0].text.rstrip() + "\n")
         return next((end.code for end in ended if end.rank == reports[0].rank and end.code > 0), 1)
@@ -123,7 +123,7 @@ def explain(folder: Path, ended: Sequence[End], received: Sequence[int]) -> int:
     return code if code > 0 else 1
 
 
-def _silent(folder: Path, ended: Sequence[End], reports: Sequence[_Report]) -> End | None:
+def _find_silent_failure(folder: Path, ended: Sequence[End], reports: Sequence[_Report]) -> End | None:
     """The first rank that died without a word, unless it did so because another one had failed.
 
     A rank whose peer is gone fails with a report of that, or is aborted by the communication library.

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from mca_train.launch.environment import rank_environment, threads_beside_gpu
+from mca_train.launch.environment import rank_environment, threads_per_gpu_rank
 from mca_train.launch.failures import End, done_mark, explain, report_failure
 from mca_train.launch.rendezvous import LISTENER, listening
 
@@ -32,7 +32,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def fork_ranks(target: Callable[[], None], num_ranks: int, folder: Path) -> int:
-    """Runs ``target`` in ``num_ranks`` forks of this process; 0 if all succeed, else an exit code.
+    """Run ``target`` in ``num_ranks`` forks of this process; 0 if all succeed, else an exit code.
 
     Args:
         target: The work of a rank.
@@ -48,7 +48,7 @@ def fork_ranks(target: Callable[[], None], num_ranks: int, folder: Path) -> int:
         code = 1
         try:
             _die_with(launcher)
-            _become_rank(rank, environment, folder)
+            _set_up_rank(rank, environment, folder)
             code = report_failure(target, folder, rank)
             if code:
                 timer = threading.Timer(_LAST_WORDS, os._exit, (code,))
@@ -62,12 +62,12 @@ def fork_ranks(target: Callable[[], None], num_ranks: int, folder: Path) -> int:
 
 
 def spawn_ranks(command: Sequence[str], num_ranks: int, folder: Path) -> int:
-    """Runs ``command`` as ``num_ranks`` new processes; each must call its work through `report_failure`."""
+    """Run ``command`` as ``num_ranks`` new processes; each must call its work through `report_failure`."""
     launcher = os.getpid()
 
     def start(rank: int, environment: dict[str, str]) -> int:
         variables = {**os.environ, **environment, "MCA_TRAIN_REPORTS": str(folder)}
-        variables["OMP_NUM_THREADS"] = str(threads_beside_gpu(num_ranks))  # the launcher has one
+        variables["OMP_NUM_THREADS"] = str(threads_per_gpu_rank(num_ranks))  # the launcher has one
         with (folder / f"output_{rank}.log").open("wb") as log:
             output = None if rank == 0 else log
             process = subprocess.Popen(
@@ -85,13 +85,13 @@ def spawn_ranks(command: Sequence[str], num_ranks: int, folder: Path) -> int:
 
 
 def _die_with(launcher: int) -> None:
-    """Asks Linux to kill this process when its launcher ends, however it ends; it may have ended already."""
+    """Ask Linux to kill this process when its launcher ends, however it ends; it may have ended already."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
         os._exit(1)
 
 
-def _become_rank(rank: int, environment: dict[str, str], folder: Path) -> None:
+def _set_up_rank(rank: int, environment: dict[str, str], folder: Path) -> None:
     """In a fresh fork: a process group of its own, the rank's variables, and silence unless rank 0."""
     atexit._clear()  # what the launcher does when it ends
     os.setpgid(0, 0)  # Ctrl-C reaches the launcher only, which passes it on once
@@ -132,7 +132,7 @@ def _wait(
     is_failure: Callable[[End], bool] = lambda _: False,
     seconds: float = float("inf"),
 ) -> list[End]:
-    """Reaps ranks for up to ``seconds`` or until one failed; drops them from ``pids`` and says how they ended."""
+    """Reap ranks for up to ``seconds`` or until one failed; drops them from ``pids`` and says how they ended."""
     ended: list[End] = []
     last = time.monotonic() + seconds
     while pids and time.monotonic() < last and not any(is_failure(end) for end in ended):

@@ -26,7 +26,7 @@ def listening() -> Iterator[socket.socket]:
 
 
 def join(backend: str, timeout: timedelta) -> "Attempt | None":
-    """Starts the default process group, with the ranks of this launcher or of another one (torchrun).
+    """Start the default process group, with the ranks of this launcher or of another one (torchrun).
 
     Returns:
         Which start of all ranks this is, if the launcher may start them again.

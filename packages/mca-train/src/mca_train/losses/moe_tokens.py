@@ -46,7 +46,7 @@ def hand_tokens(batch: MicroBatch, model: Upstream) -> Tensor | None:
 
 def _own(numbers: Tensor, cut: bool) -> Tensor:
     """This tensor-parallel rank's tokens of ``[b, s]``."""
-    return groups.own_tensor_share(numbers, 1) if cut else numbers
+    return groups.sequence_parallel_shard(numbers, 1) if cut else numbers
 
 
 def carry_tokens(chunk: torch.nn.Module) -> None:

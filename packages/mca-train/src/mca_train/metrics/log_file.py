@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from mca_config.files import replacing
+from mca_config.files import atomic_write
 from mca_config.types import JsonObject
 from mca_train.types import TrainerControl, TrainerState, TrainingArguments
 
@@ -52,7 +52,7 @@ class JsonlLog(TrainerCallback, ExportableState):  # type: ignore[misc]
             path.parent.mkdir(parents=True, exist_ok=True)
             lines = path.read_bytes().splitlines() if path.exists() and (again or not anew) else []
             kept = _lines_before(lines, self.rounds_before, state)
-            with replacing(path) as beside:
+            with atomic_write(path) as beside:
                 beside.write_bytes(b"".join(line + b"\n" for line in kept))
             broken = sum(_place_of(line) is None for line in lines)
             if broken:

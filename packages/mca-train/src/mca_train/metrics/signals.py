@@ -87,7 +87,7 @@ class Signals:
         sums = groups.sum_over_data(rows[:, :width])
         if not self._extremes:
             return sums
-        return torch.cat([sums, groups.largest_over_data(rows[:, width:])], 1)
+        return torch.cat([sums, groups.max_over_data(rows[:, width:])], 1)
 
     def state(self) -> list[list[float]]:
         """The sums of every step since the last log, for a checkpoint; collective."""
@@ -171,7 +171,7 @@ class ModelLosses:
             name: rows.of_all_ranks(groups.sum_over_stage).flatten().tolist()
             for name, rows in sorted(self._rows.items())
         }
-        stages = groups.of_every_stage((len(self._routers), stage))
+        stages = groups.gather_over_stages((len(self._routers), stage))
         layers = sum(count for count, _ in stages)
         whole: dict[str, list[float]] = {}
         for _, part in stages:

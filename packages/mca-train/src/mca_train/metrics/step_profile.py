@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
-from mca_config.files import replacing
+from mca_config.files import atomic_write
 from mca_config.printable import counted
 from mca_train.types import TrainerControl, TrainerState, TrainingArguments
 
@@ -90,7 +90,7 @@ class StepProfile(TrainerCallback):  # type: ignore[misc]
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{name}.txt").write_text(table, encoding="utf-8")
-            with replacing(folder / f"{name}.json.gz") as beside:
+            with atomic_write(folder / f"{name}.json.gz") as beside:
                 recorded.export_chrome_trace(str(beside))
         except OSError as error:
             logger.warning(

@@ -21,7 +21,7 @@ import torch
 from mca_config.model_config import DtypeName, McaModelConfig, MlaMcaModelConfig
 from mca_models.weights import Param, Stage
 from mca_train import groups
-from mca_train.config.parts import trained_parts
+from mca_train.config.model_parts import trained_parts
 from mca_train.groups import Ranks
 from mca_train.metrics.meter import LossReport
 from mca_train.types import TrainingArguments, VirtualModels
@@ -94,7 +94,7 @@ class ModelFlops:
         for param, shape in () if adapter is None else adapter_shapes(config, adapter.factors):
             per_token += 6 * prod(shape) * _share(param, config)
         squared = [
-            config.of_layer(layer)
+            config.layer_config(layer)
             for layer in range(config.num_layers)
             if config.has_attention(layer) and not config.is_mamba_layer(layer)
         ]
@@ -157,7 +157,9 @@ class Throughput:
     def report(self, report: LossReport) -> dict[str, float]:
         """Since the last log; every rank calls this, as memory is that of the fullest."""
         found = {
-            "peak_memory_gib": round(groups.largest(peak_memory(self._ranks.device), self._ranks.device), 3)
+            "peak_memory_gib": round(
+                groups.max_over_ranks(peak_memory(self._ranks.device), self._ranks.device), 3
+            )
         }
         if self._bubble:
             found["pipeline_bubble"] = round(self._bubble, 4)

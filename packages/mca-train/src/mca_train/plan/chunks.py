@@ -180,8 +180,8 @@ def _ends(model: Model, chunk: PipelineChunk) -> Bytes:
     hidden = config.hidden_size
     kept = model.norm(hidden, output=not model.sizes.frozen) if chunk.has_loss else 0.0
     if depth:
-        of_layer = model.layer(config.num_layers - 1)
-        kept += depth * (of_layer.kept + 3 * model.norm(hidden) + 4 * model.between)
+        layer_config = model.layer(config.num_layers - 1)
+        kept += depth * (layer_config.kept + 3 * model.norm(hidden) + 4 * model.between)
     kept += loss.kept * (depth + 1)
     return Bytes(kept, loss.forward, loss.backward)
 

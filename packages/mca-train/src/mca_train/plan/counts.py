@@ -148,7 +148,7 @@ def _stages(part: ModelPart, kind: Kind, plan: PipelinePlan) -> tuple[int, ...]:
     """The pipeline ranks that hold it: of an embedding also that of the prediction layers, which embed too."""
     name, layer = part
     if name in _LAYERS:
-        return ((plan.chunk_of_mtp if name == "mtp" else plan.chunk_of_layer)(layer).pp,)
+        return ((plan.mtp_chunk if name == "mtp" else plan.layer_chunk)(layer).pp,)
     if name == "first" and kind.row:
         return plan.embedding_ranks
     if kind.tied and plan.last.pp in plan.embedding_ranks:

@@ -39,7 +39,7 @@ def norm(
 
 def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = False) -> list[Line]:
     """All lines of decoder layer ``number``."""
-    config = config.of_layer(number)
+    config = config.layer_config(number)
     hidden = config.hidden_size
     halves = range(config.has_attention(number) + config.has_mlp(number))
     lines = [line for _ in halves for line in norm(sizes.split, hidden, sizes, module="layernorm")]
@@ -102,7 +102,7 @@ def core(config: McaModelConfig, sizes: Sizes, number: int) -> list[Line]:
 
 def recomputed_core(config: McaModelConfig, sizes: Sizes, number: int) -> float:
     """Bytes that stay where core attention is computed again: keys before they were copied, and what values are of."""
-    config = config.of_layer(number)
+    config = config.layer_config(number)
     states = config.is_linear_layer(number) or config.is_mamba_layer(number)
     query, key = _channels(config, sizes)
     latent = isinstance(config, MlaMcaModelConfig)

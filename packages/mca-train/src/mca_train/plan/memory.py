@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
-from mca_train.config.model import layout_of
-from mca_train.config.parts import trained_parts
+from mca_train.config.model import resolve_layout
+from mca_train.config.model_parts import trained_parts
 from mca_train.plan.chunks import Bytes, Implementation, Model, forward_alone, of_chunk
 from mca_train.plan.counts import Count, ModelCounts, shares
 from mca_train.plan.schedule import Order, passes_of
@@ -180,7 +180,7 @@ def make_plan(
     """
     from mca_models.lora import rules_for_training
 
-    layout = layout_of(training, config)
+    layout = resolve_layout(training, config)
     config = replace(config, layout=layout)
     subject = Subject(
         config=config,

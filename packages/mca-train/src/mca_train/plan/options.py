@@ -17,7 +17,7 @@ class PlanOptions:
     gpus: int | None = field(
         default=None,
         metadata=_flag(
-            "N", "number of ranks to plan for; default: local_ranks, or the fewest that the layout needs"
+            "N", "number of ranks to plan for; default: nproc_per_node, or the fewest that the layout needs"
         ),
     )
     device: str | None = field(

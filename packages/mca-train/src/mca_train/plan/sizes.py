@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mca_config.layout import ParallelLayout
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig, trained_dtype
+from mca_config.model_config import McaModelConfig, MlaMcaModelConfig, training_dtype
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
@@ -15,7 +15,7 @@ EIGHTH, HALF, SINGLE = 1, 2, 4
 
 def width_of(config: McaModelConfig, training: "TrainingArguments") -> int:
     """Bytes of a number of what is trained, or stands beside it frozen."""
-    return SINGLE if trained_dtype(config, training) == "float32" else HALF
+    return SINGLE if training_dtype(config, training) == "float32" else HALF
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ class Speed:
         config = self.model.config
         known = self._known
         named = config.layer_types[number] if config.layer_types else None
-        kind = (named, config.is_moe_layer(number), config.keys_from(number) is not None)
+        kind = (named, config.is_moe_layer(number), config.kv_source_layer(number) is not None)
         if kind not in known:
             known[kind] = self._measured(number)
         return known[kind]
@@ -183,7 +183,7 @@ class Speed:
         config, sizes = self.model.config, self.model.sizes
         moe = config.is_moe_layer(number)
         attention, scores = self._before_mlp(number)
-        inner = self._mlp(config.of_layer(number).ffn_hidden_size) / sizes.layout.tp
+        inner = self._mlp(config.layer_config(number).ffn_hidden_size) / sizes.layout.tp
         mlp = 0.0 if moe or not config.has_mlp(number) else self._products(2 * sizes.tokens * inner)
         # a gate, a projection, and a share of what makes the embeddings of all layers
         beside = 3 * config.per_layer_input_size * config.hidden_size
@@ -252,7 +252,7 @@ class Speed:
 
     def _attention(self, number: int) -> tuple[float, float]:
         """Weights of its products on this rank, and seconds of its scores, of which half are masked."""
-        config, sizes = self.model.config.of_layer(number), self.model.sizes
+        config, sizes = self.model.config.layer_config(number), self.model.sizes
         heads, hidden, tp = config.num_attention_heads, config.hidden_size, sizes.layout.tp
         if isinstance(config, MlaMcaModelConfig):
             query, value = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
@@ -354,7 +354,7 @@ class Speed:
 
     def _context_messages(self, number: int, scores: float) -> float:
         """Keys and values round the ring, as far as scores do not hide them."""
-        layout, config, sizes = self.grid.layout, self.model.config.of_layer(number), self.model.sizes
+        layout, config, sizes = self.grid.layout, self.model.config.layer_config(number), self.model.sizes
         if layout.cp == 1:
             return 0.0
         value = config.v_head_dim if isinstance(config, MlaMcaModelConfig) else config.value_width

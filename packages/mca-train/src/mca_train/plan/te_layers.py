@@ -43,7 +43,7 @@ def norm(
 
 def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = False) -> list[Line]:
     """All lines of decoder layer ``number``."""
-    config = config.of_layer(number)
+    config = config.layer_config(number)
     hidden = config.hidden_size
     lines = per_layer_input(config, sizes)
     if config.norm_placement == "sandwich":
@@ -109,7 +109,7 @@ def _core(
 
 def recomputed_core(config: McaModelConfig, sizes: Sizes, number: int) -> float:
     """Bytes that stay in place of values where core attention is computed again: the projection that they are of."""
-    config = config.of_layer(number)
+    config = config.layer_config(number)
     states = config.is_linear_layer(number) or config.is_mamba_layer(number)
     if not config.has_attention(number) or states or isinstance(config, MlaMcaModelConfig):
         return 0.0

@@ -15,7 +15,7 @@ from mca_config.types import Values
 from mca_train.plan.sizes import SINGLE, Line, Sizes
 
 if TYPE_CHECKING:
-    from mca_train.config.parts import Part
+    from mca_train.config.model_parts import Part
 
 PIXELS = 448
 """The default side of an image in a plan."""

@@ -20,8 +20,8 @@ CHUNKS = ("#4c78a8", "#9ecae9", "#54a24b", "#b4e197", "#72b7b2", "#b279a2", "#d6
 BACKWARD = ("#f58518", "#ffbf79", "#e45756", "#ff9d98", "#d8b5a5", "#bab0ac", "#eeca3b", "#d67195")
 
 
-def ready(folder: Path) -> None:
-    """Makes ``folder``, before what is drawn into it is computed.
+def prepare_folder(folder: Path) -> None:
+    """Make ``folder``, before what is drawn into it is computed.
 
     Raises:
         UsageError: It cannot be written, or matplotlib is not installed.
@@ -37,7 +37,7 @@ def ready(folder: Path) -> None:
         ) from None
 
 
-def axes(width: float, height: float, title: str, note: str | None = None) -> tuple[Any, Any]:
+def make_axes(width: float, height: float, title: str, note: str | None = None) -> tuple[Any, Any]:
     """A figure and its axes; ``note`` stands small below."""
     from matplotlib.figure import Figure
 
@@ -52,7 +52,7 @@ def axes(width: float, height: float, title: str, note: str | None = None) -> tu
 
 
 def save(figure: Any, folder: Path, name: str) -> list[Path]:
-    """Writes ``name.svg`` and ``name.png`` into ``folder``."""
+    """Write ``name.svg`` and ``name.png`` into ``folder``."""
     paths = [folder / f"{name}.{kind}" for kind in ("svg", "png")]
     from matplotlib import rc_context
 

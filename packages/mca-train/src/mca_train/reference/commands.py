@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mca_config.errors import UsageError
-from mca_config.files import cannot_write
+from mca_config.files import write_error
 from mca_config.suggestions import suggestion
 from mca_train.reference.program import program
 from mca_train.tasks.table import TASKS
@@ -17,7 +17,7 @@ def print_schema(words: Sequence[str]) -> int:
     """``schema [KIND]``: the JSON schema of a configuration file."""
     from mca_train.reference.schema import schema
 
-    tasks = [kind_of(words[0])] if words else list(TASKS.values())
+    tasks = [parse_kind(words[0])] if words else list(TASKS.values())
     if len(words) > 1:
         raise UsageError(f"unexpected argument '{words[1]}'; write mca-train schema [KIND] > schema.json")
     sys.stdout.write(json.dumps(schema(tasks), indent=2) + "\n")
@@ -30,7 +30,7 @@ def write_starter(words: Sequence[str]) -> int:
         raise UsageError(
             "mca-train init needs a kind and a model: mca-train init sft models/qwen3 [run.yaml]"
         )
-    task, path = kind_of(words[0]), Path(words[2]) if len(words) > 2 else None
+    task, path = parse_kind(words[0]), Path(words[2]) if len(words) > 2 else None
     note = _model_problem(words[1])
     if path is not None and path.exists():
         raise UsageError(f"{path} exists; name another file")
@@ -56,7 +56,7 @@ def _write_new(path: Path, text: str) -> None:
     except FileExistsError:
         raise UsageError(f"{path} exists; name another file") from None
     except OSError as error:
-        raise cannot_write(path, error) from error
+        raise write_error(path, error) from error
 
 
 def _model_problem(model: str) -> str:
@@ -82,12 +82,12 @@ def _model_problem(model: str) -> str:
 def print_completion(words: Sequence[str]) -> int:
     """``completion SHELL``: the script that completes this command's words."""
     from mca_config.completion import SHELLS, completion
-    from mca_train.reference.keys import keys_of
+    from mca_train.reference.keys import task_keys
 
     if len(words) != 1:
         raise UsageError(f"mca-train completion needs a shell: {', '.join(SHELLS)}")
     known = program()
-    keys = {name: [f"--{key.name}" for key in keys_of(task)] for name, task in TASKS.items()}
+    keys = {name: [f"--{key.name}" for key in task_keys(task)] for name, task in TASKS.items()}
     keys |= {name: sorted({flag for some in keys.values() for flag in some}) for name in ("plan", "data")}
     keys["tokenize"] = keys["pretrain"]
     flags = {name: [*known.parser(name).flags, *keys.get(name, ())] for name in known.commands}
@@ -95,7 +95,7 @@ def print_completion(words: Sequence[str]) -> int:
     return 0
 
 
-def kind_of(name: str) -> Task:
+def parse_kind(name: str) -> Task:
     """The kind of run of that name.
 
     Raises:

@@ -35,7 +35,7 @@ def _read() -> type:
     classes = [node for text in texts for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
     kept = [node for node in classes if node.name == _CLASS or _WORDS in map(ast.unparse, node.bases)]
     for node in kept:
-        node.body = [each for part in node.body for each in _kept(part)]
+        node.body = [each for part in node.body for each in _fields_and_constants(part)]
         node.decorator_list = []
     known = {_WORDS: enum.Enum, "field": dataclasses.field, "Any": object, "Literal": typing.Literal}
     known |= {"ParallelismConfig": object, "trainer_log_levels": {}}
@@ -43,7 +43,7 @@ def _read() -> type:
     return dataclasses.dataclass(typing.cast(type, known[_CLASS]))
 
 
-def _kept(node: ast.stmt) -> Iterator[ast.stmt]:
+def _fields_and_constants(node: ast.stmt) -> Iterator[ast.stmt]:
     """Fields and constants of a class; of a constant that depends on the machine the last value."""
     if isinstance(node, ast.AnnAssign):
         yield node

@@ -1,4 +1,4 @@
-"""`keys_of` lists every key that a kind of run understands, from the dataclasses that the run itself is parsed with."""
+"""The keys of each kind of run, from the dataclasses that parse a run."""
 
 import dataclasses
 import typing
@@ -9,7 +9,7 @@ from mca_config.fields import TypeHint
 from mca_config.suggestions import suggestion
 from mca_config.types import Typed
 from mca_train.config.arguments import LaunchArguments, LoraArguments
-from mca_train.config.renamed import RENAMED
+from mca_train.config.renamed_options import RENAMED
 from mca_train.tasks.task import Task
 
 REQUIRED = ("model_name_or_path", "train_file", "output_dir")
@@ -35,7 +35,7 @@ class Key:
     group: str
 
 
-def keys_of(task: Task) -> tuple[Key, ...]:
+def task_keys(task: Task) -> tuple[Key, ...]:
     """All keys of ``task``, group by group; those that are always refused are left out."""
     from mca_config._hf_arguments import REFUSED
     from mca_config.arguments import MegatronArguments
@@ -51,7 +51,7 @@ def keys_of(task: Task) -> tuple[Key, ...]:
     ]
     found: dict[str, Key] = {}
     for group, cls in groups:
-        for key in declared(cls, group):
+        for key in declared_keys(cls, group):
             if key.name not in REFUSED:
                 found.setdefault(key.name, key)
     return tuple(found.values())
@@ -69,7 +69,7 @@ def unknown_flags(tasks: Iterable[Task], flags: Sequence[str], words: Iterable[s
 
     tasks = list(tasks)
     kind = tasks[0].name if len(tasks) == 1 else "KIND"
-    known = [f"--{name}" for name in dict.fromkeys(key.name for task in tasks for key in keys_of(task))]
+    known = [f"--{name}" for name in dict.fromkeys(key.name for task in tasks for key in task_keys(task))]
     problems = []
     for flag in dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--")):
         name = flag.removeprefix("--")
@@ -81,7 +81,7 @@ def unknown_flags(tasks: Iterable[Task], flags: Sequence[str], words: Iterable[s
     return problems
 
 
-def declared(cls: type, group: str) -> Iterator[Key]:
+def declared_keys(cls: type, group: str) -> Iterator[Key]:
     """The keys that a class of arguments declares.
 
     Args:

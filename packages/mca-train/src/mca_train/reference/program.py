@@ -29,7 +29,7 @@ Keys are those of Hugging Face's TrainingArguments, the parallel arguments of mc
   tokenizer_name_or_path   of the tokenizer, if it is elsewhere
   train_file, eval_file    .jsonl .json .parquet .txt
   seq_length               tokens per block or sample
-  local_ranks              ranks to start on this machine
+  nproc_per_node           ranks to start on this machine
   lora_rank                train a LoRA adapter instead of the whole model
   sequence_packing         several samples in a row
 
@@ -71,12 +71,12 @@ def program() -> Program:
 
 def _kind(task: Task) -> Command:
     def help_() -> str:
-        from mca_train.reference.flags import help_of
+        from mca_train.reference.flags import task_help
 
-        return help_of(task)
+        return task_help(task)
 
     return Command(
-        usage="[CONFIG.yaml] [--key value ...]", summary=task.summary, flags=_operands, whole_help=help_
+        usage="[CONFIG.yaml] [--key value ...]", summary=task.summary, flags=_operands, full_help=help_
     )
 
 

@@ -4,9 +4,9 @@ import json
 import typing
 from collections.abc import Iterable
 
-from mca_config.fields import TypeHint, alternatives, is_enum, origin_of
+from mca_config.fields import TypeHint, alternatives, hint_origin, is_enum
 from mca_config.types import JsonObject, Typed
-from mca_train.reference.keys import REQUIRED, Key, keys_of
+from mca_train.reference.keys import REQUIRED, Key, task_keys
 from mca_train.tasks.task import Task
 
 _NAMES: dict[TypeHint, str] = {
@@ -24,7 +24,7 @@ def schema(tasks: Iterable[Task]) -> JsonObject:
     tasks = tuple(tasks)
     keys: dict[str, Key] = {}
     for task in tasks:
-        keys |= {key.name: key for key in keys_of(task)}
+        keys |= {key.name: key for key in task_keys(task)}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"configuration of mca-train {' or '.join(task.name for task in tasks)}",
@@ -52,9 +52,9 @@ def _kinds(member: TypeHint) -> list[JsonObject]:
     if is_enum(member):
         values: list[Typed] = [choice.value for choice in member]
         return [{"enum": [*values, False] if "no" in values else values}]  # to YAML 1.1 a bare no is false
-    if origin_of(member) is typing.Literal:
+    if hint_origin(member) is typing.Literal:
         return [{"enum": list(typing.get_args(member))}]
-    kind = origin_of(member) or member
+    kind = hint_origin(member) or member
     if kind in (list, tuple):
         items = [form for one in alternatives((typing.get_args(member) or (str,))[0]) for form in _kinds(one)]
         return [*items, {"type": "array", "items": items[0] if len(items) == 1 else {"anyOf": items}}]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from mca_train.report.reading import Points
+from mca_train.report.run_files import Points
 
 COLOURS = ("#1f5fa8", "#d9720b")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 460, 210, 58, 26, 10

@@ -7,7 +7,7 @@ from html import escape
 from mca_config.types import JsonObject
 from mca_train.plots.drawing import COLOURS as OF_A_STEP
 from mca_train.report.charts import COLOURS, bars, lines
-from mca_train.report.reading import RunFiles
+from mca_train.report.run_files import RunFiles
 
 GIB = 1024**3
 _BEYOND = "evaluation, or a reference computed first"

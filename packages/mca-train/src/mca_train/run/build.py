@@ -7,9 +7,9 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mca_config.errors import checking_usage
+from mca_config.errors import raising_usage_errors
 from mca_train.config.model import peft_task
-from mca_train.config.parts import trained_parts
+from mca_train.config.model_parts import trained_parts
 from mca_train.config.run_config import Settings
 from mca_train.data.scored import padding_of
 from mca_train.run.inputs import Inputs
@@ -37,7 +37,7 @@ def make_trainer(inputs: Inputs) -> "McaTrainer":
     path = settings.data.model_name_or_path
     model = _base(settings, path, run.model.vocab_size, len(inputs.tokenizer), head)
     if any(getattr(samples, "has_images", False) for samples in (inputs.train, inputs.evaluation)):
-        with checking_usage():
+        with raising_usage_errors():
             model.require_images()
     options: TrainerOptions = {
         "model": _with_adapter(model, settings),
@@ -47,7 +47,7 @@ def make_trainer(inputs: Inputs) -> "McaTrainer":
         "processing_class": inputs.tokenizer,
         "pack_length": settings.data.seq_length * run.task.sequences_per_sample,
     }
-    with checking_usage():
+    with raising_usage_errors():
         return run.task.trainer(settings, reference, options)
 
 
@@ -70,7 +70,7 @@ def _with_adapter(model: "VirtualModels", settings: Settings) -> "VirtualModels"
         return model
     from mca_models.megatron.peft import get_peft_model, load_adapter
 
-    with checking_usage():
+    with raising_usage_errors():
         if lora.adapter_name_or_path is not None:
             adapted = load_adapter(model, lora.adapter_name_or_path)
         else:

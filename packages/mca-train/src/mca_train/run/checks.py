@@ -11,11 +11,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mca_config.arguments import of_float16
+from mca_config.arguments import float16_problems
 from mca_config.checks import check_layout
-from mca_config.errors import McaError, UsageError, problems_of, raise_problems
+from mca_config.errors import McaError, UsageError, list_problems, raise_problems
 from mca_config.layout import ParallelLayout, RankGrid
-from mca_config.model_config import McaModelConfig, trained_dtype
+from mca_config.model_config import McaModelConfig, training_dtype
 from mca_config.redaction import redacted
 from mca_config.types import Values
 from mca_models.checkpoint.side_files import side_files
@@ -23,8 +23,8 @@ from mca_train.checkpoint.output_dir import require_own
 from mca_train.config.adapters import adapter_problems
 from mca_train.config.arguments import LaunchArguments
 from mca_train.config.checks import contradictions
-from mca_train.config.model import layout_of, model_config, num_local_ranks
-from mca_train.config.parts import part_problems
+from mca_train.config.model import local_world_size, model_config, resolve_layout
+from mca_train.config.model_parts import part_problems
 from mca_train.config.run_config import Settings, parse
 from mca_train.plan.options import PlanOptions
 from mca_train.run.vocabulary import tokenizer_problems, vocabulary_problems
@@ -35,7 +35,7 @@ from mca_train.tasks.task import Task
 if TYPE_CHECKING:
     from mca_models.megatron.factory.target import Target
 
-_OF_PLANS = {
+_PLAN_FLAGS = {
     flag.name: f"is a flag of mca-train plan (--{flag.name}), no key of a run; remove it"
     for flag in fields(PlanOptions)
 }
@@ -93,7 +93,7 @@ class Findings:
         return self.run
 
 
-def settings_of(task: Task, values: Values, where: str, flags: Iterable[str] = ()) -> Settings:
+def make_settings(task: Task, values: Values, where: str, flags: Iterable[str] = ()) -> Settings:
     """The arguments that ``values`` give for ``task``; ``flags`` of the command are no keys.
 
     Raises:
@@ -105,7 +105,7 @@ def settings_of(task: Task, values: Values, where: str, flags: Iterable[str] = (
         kind=task.name,
         data=task.data_arguments,
         own=task.own_arguments,
-        elsewhere=_OF_PLANS | keys_of_others(task),
+        elsewhere=_PLAN_FLAGS | keys_of_others(task),
         flags=flags,
     )
 
@@ -113,7 +113,7 @@ def settings_of(task: Task, values: Values, where: str, flags: Iterable[str] = (
 def check(
     task: Task,
     settings: Settings,
-    ranks: Callable[[LaunchArguments, ParallelLayout], int] = num_local_ranks,
+    ranks: Callable[[LaunchArguments, ParallelLayout], int] = local_world_size,
     target: "Target | None" = None,
 ) -> Findings:
     """Looks for everything that is wrong with a run, as far as no weight and no row is read.
@@ -136,7 +136,7 @@ def check(
         stored = model_config(settings.data.model_name_or_path)
         model = _with_head(task, settings, stored)
         settings = replace(settings, data=task.data_of(settings.data, model))
-        layout = layout_of(settings.training, model)
+        layout = resolve_layout(settings.training, model)
         world_size = ranks(settings.launch, layout)
         reference, of_reference = _reference(task, settings, model)
         run = Run(
@@ -149,7 +149,7 @@ def check(
             world_size=world_size,
         )
     except McaError as error:
-        impossible += problems_of(error)
+        impossible += list_problems(error)
     if run is not None:
         impossible += [*_architecture(run, target), *of_reference, *_images(run)]
         impossible += vocabulary_problems(settings, model.vocab_size)
@@ -197,10 +197,10 @@ def _architecture(run: Run, target: "Target | None") -> list[str]:
     if problems := check_layout(config, run.layout, run.world_size):
         return problems
     try:
-        megatron = transformer_config(config, args, run.layout, trained_dtype(config, args), target)
+        megatron = transformer_config(config, args, run.layout, training_dtype(config, args), target)
     except McaError as error:
-        return list(problems_of(error))
-    of_dtype = of_float16(args) if megatron.fp16 else []
+        return list(list_problems(error))
+    of_dtype = float16_problems(args) if megatron.fp16 else []
     samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
     samples *= RankGrid(run.layout, run.world_size).data_parallel_size
     of_steps = run.task.problems_in_steps(samples)
@@ -229,7 +229,7 @@ def _reference(
         reference = model_config(path)
         problems = [*reference_problems(reference, model)]
     except McaError as error:
-        problems = [*problems_of(error)]
+        problems = [*list_problems(error)]
     return reference, [f"reference_model_name_or_path: {problem}" for problem in problems]
 
 
@@ -288,7 +288,7 @@ def _start(settings: Settings) -> Iterator[str]:
 
 
 def require_start(settings: Settings) -> None:
-    """Refuses an ``output_dir`` of another run, and a ``resume_from_checkpoint`` that is not there.
+    """Refuse an ``output_dir`` of another run, and a ``resume_from_checkpoint`` that is not there.
 
     What a checkpoint holds is checked by the ranks together.
 
@@ -304,7 +304,7 @@ def require_start(settings: Settings) -> None:
 
 
 def require_writable(folder: Path) -> None:
-    """Tries ``output_dir`` before anything is read; what was made for that is taken away again.
+    """Try ``output_dir`` before anything is read; what was made for that is taken away again.
 
     Raises:
         McaError: Nothing can be written there.
@@ -329,4 +329,4 @@ def _messages(check: Callable[..., object], *arguments: object) -> Iterator[str]
     try:
         check(*arguments)
     except McaError as error:
-        yield from problems_of(error)
+        yield from list_problems(error)

@@ -14,8 +14,8 @@ _KEYS: Mapping[str, Needed] = {
 }
 
 
-def named_on_the_hub(values: Values) -> bool:
-    """Whether a key names a model of the Hub."""
+def has_hub_ids(values: Values) -> bool:
+    """Return whether a key names a model of the Hub."""
     return any(isinstance(values.get(key), str) and is_id(values[key]) for key in _KEYS)
 
 

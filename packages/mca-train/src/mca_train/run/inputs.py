@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mca_config.checks import positions_exceeded
-from mca_config.errors import UsageError, checking_usage
+from mca_config.checks import position_problem
+from mca_config.errors import UsageError, raising_usage_errors
 from mca_config.files import read_json
 from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
@@ -52,7 +52,7 @@ def prepare_inputs(run: Run, lock: OutputLock) -> Inputs:
 def read_inputs(run: Run, lock: OutputLock) -> Inputs:
     """Tokenizer and samples of a run whose ``output_dir`` is locked."""
     data = run.settings.data
-    with checking_usage():
+    with raising_usage_errors():
         require_start(run.settings)  # again: another run may have ended there before the lock was taken
         tokenizer = load_tokenizer(run.settings)
         if told := growth_problem(run.settings, len(tokenizer), run.model.vocab_size):
@@ -61,7 +61,7 @@ def read_inputs(run: Run, lock: OutputLock) -> Inputs:
     logger.info("reading %s", ", ".join(map(redacted, paths)))
     images = image_reader(run.settings, run.model)
     train, longest = _training_data(run, tokenizer, images)
-    if told := positions_exceeded(run.model, longest):
+    if told := position_problem(run.model, longest):
         if run.model.learned_positions:
             raise UsageError(f"seq_length {data.seq_length}: {told}")
         logger.warning("seq_length %d: %s", data.seq_length, told)

@@ -36,7 +36,7 @@ class LastEvaluation(TrainerCallback):  # type: ignore[misc]
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Evaluates, if the run was not told to stop; told so meanwhile, it goes on when the run continues."""
+        """Evaluate, if the run was not told to stop; told so meanwhile, it goes on when the run continues."""
         if self._trainer.watch.stopped or self._is_done(state):
             return
         self._is_running = True
@@ -51,7 +51,7 @@ class LastEvaluation(TrainerCallback):  # type: ignore[misc]
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Asks whether to stop."""
+        """Ask whether to stop."""
         if self._is_running and self._trainer.watch.signal.agreed():
             raise _Stopped
 

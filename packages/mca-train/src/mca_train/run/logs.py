@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def set_log_levels(training: "TrainingArguments") -> None:
-    """Sets what this project says to ``log_level``, on ranks but the first to ``log_level_replica``, where asked."""
+    """Set what this project says to ``log_level``, on ranks but the first to ``log_level_replica``, where asked."""
     from transformers.training_args import trainer_log_levels
 
     first = is_first()

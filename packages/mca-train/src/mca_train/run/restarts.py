@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 _BEFORE = "mca/checkpoints_before"
 
 
-def is_started_again() -> bool:
-    """Whether torchrun starts ranks anew that end with a failure.
+def can_restart() -> bool:
+    """Return whether torchrun starts ranks anew that end with a failure.
 
     Then a run that was stopped before its end is one: another machine may be about to take the place of the one that
     was told to end, and torchrun would take the others for done.
@@ -37,7 +37,7 @@ def is_started_again() -> bool:
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
-def continued(values: Values, attempt: "Attempt | None") -> JsonObject:
+def resume_values(values: Values, attempt: "Attempt | None") -> JsonObject:
     """The values of a run in this attempt: after the first one it resumes from its own last checkpoint.
 
     That is what ``auto`` means, unless the run had gone back and died before it set later ones aside. Collective.
@@ -49,7 +49,7 @@ def continued(values: Values, attempt: "Attempt | None") -> JsonObject:
     if attempt is None or attempt.number == 1:
         return dict(values)
     output_dir = Path(str(values.get("output_dir", "")))
-    own = told_by_first(lambda: _own_checkpoints(output_dir, attempt))
+    own = told_by_first(lambda: _checkpoints_of_run(output_dir, attempt))
     if not own:
         logger.warning(
             "attempt %d: there is no complete checkpoint, so it starts like the first attempt", attempt.number
@@ -57,10 +57,10 @@ def continued(values: Values, attempt: "Attempt | None") -> JsonObject:
         return dict(values)
     logger.warning("attempt %d: resuming from the last complete checkpoint", attempt.number)
     is_last = told_by_first(lambda: own[-1] == checkpoints(output_dir)[-1])
-    return {**values, "resume_from_checkpoint": "auto" if is_last else str(_last_whole(own))}
+    return {**values, "resume_from_checkpoint": "auto" if is_last else str(_last_undamaged(own))}
 
 
-def _last_whole(own: Sequence[Path]) -> Path:
+def _last_undamaged(own: Sequence[Path]) -> Path:
     """The last of the run's own checkpoints that is not damaged, as `auto` would choose; collective.
 
     If all are, the last, which is then refused with what is wrong.
@@ -73,21 +73,21 @@ def _last_whole(own: Sequence[Path]) -> Path:
     return own[-1]
 
 
-def _own_checkpoints(output_dir: Path, attempt: "Attempt") -> list[Path]:
+def _checkpoints_of_run(output_dir: Path, attempt: "Attempt") -> list[Path]:
     """Those that earlier attempts of this run wrote, oldest step first."""
     if not attempt.store.check([_BEFORE]):
         return []
     before = set(json.loads(attempt.store.get(_BEFORE)))
-    return [path for path in checkpoints(output_dir) if _told_apart(path) not in before]
+    return [path for path in checkpoints(output_dir) if _checkpoint_identity(path) not in before]
 
 
-def _told_apart(checkpoint: Path) -> str:
+def _checkpoint_identity(checkpoint: Path) -> str:
     """A complete checkpoint in words that no other one of the same name has."""
     found = checkpoint.stat()
     return f"{checkpoint.name} {found.st_ino} {found.st_mtime_ns}"
 
 
-class NotesStart(TrainerCallback):  # type: ignore[misc]
+class StartRecorder(TrainerCallback):  # type: ignore[misc]
     """Notes on the first rank what stands in ``output_dir`` when the first attempt begins to train.
 
     Args:
@@ -100,8 +100,9 @@ class NotesStart(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Notes it, once."""
+        """Note it, once."""
         if state.is_world_process_zero and not self._store.check([_BEFORE]):
             self._store.set(
-                _BEFORE, json.dumps([_told_apart(path) for path in checkpoints(Path(args.output_dir))])
+                _BEFORE,
+                json.dumps([_checkpoint_identity(path) for path in checkpoints(Path(args.output_dir))]),
             )

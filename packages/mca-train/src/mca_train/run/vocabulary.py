@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from mca_config.errors import McaError, problems_of
+from mca_config.errors import McaError, list_problems
 from mca_config.files import read_json
 from mca_config.types import JsonObject
 from mca_models.hub import is_id
@@ -36,7 +36,7 @@ def tokenizer_problems(data: DataArguments) -> Iterator[str]:
     try:
         _count(folder)
     except McaError as error:
-        yield from problems_of(error)
+        yield from list_problems(error)
 
 
 def vocabulary_problems(settings: Settings, rows: int) -> Iterator[str]:
@@ -72,11 +72,11 @@ def _count(folder: Path) -> int | None:
         McaError: The file is no JSON document.
     """
     file = folder / _FILE
-    return _count_of(file, file.stat().st_mtime_ns) if file.is_file() else None
+    return _count_tokens(file, file.stat().st_mtime_ns) if file.is_file() else None
 
 
 @cache
-def _count_of(file: Path, changed: int) -> int | None:
+def _count_tokens(file: Path, changed: int) -> int | None:
     """The same, once for each time that the file has ``changed``: a search of layouts asks often."""
     document = read_json(file, "a tokenizer")
     vocabulary = (document.get("model") or {}).get("vocab")

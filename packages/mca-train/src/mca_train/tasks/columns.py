@@ -16,7 +16,7 @@ def column_problems(task: Task, settings: Settings) -> Iterator[str]:
     if given := [key for key in settings.values if key in task.unread]:
         yield f"{', '.join(given)}: mca-train {task.name} does not read it; remove the key"
     data = settings.data
-    formats = [entry.get("kind") or data.data_format for entry in data.datasets]
+    formats = [entry.get("format") or data.data_format for entry in data.datasets]
     if data.eval_file or not formats:
         formats.append(data.data_format)
     if any(each not in ONE_ANSWER for each in formats):

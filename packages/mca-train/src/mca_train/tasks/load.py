@@ -183,7 +183,7 @@ def load_mixture(
 
 def _require_plain(source: "Source", key: str) -> None:
     """Refuses what has no meaning for one of Megatron's indexed datasets."""
-    names = ("max_samples", "columns", "subset", "revision", "kind")
+    names = ("max_samples", "columns", "subset", "revision", "format")
     ignored = [name for name in names if getattr(source, name)]
     ignored += ["split"] * (source.split != "train")
     if ignored:

@@ -208,9 +208,9 @@ def pair_format_problems(kind: str, settings: "Settings") -> Iterator[str]:
 
 
 def _asked_shapes(settings: "Settings", known: Sequence[str]) -> str:
-    """What ``data_format`` and the ``kind`` of entries name beside ``known``, with the key."""
+    """What ``data_format`` and the ``format`` of entries name beside ``known``, with the key."""
     data = settings.data
-    asked = [("data_format", data.data_format), *(("kind", entry.get("kind")) for entry in data.datasets)]
+    asked = [("data_format", data.data_format), *(("format", entry.get("format")) for entry in data.datasets)]
     return ", ".join(sorted({f"{key} {each}" for key, each in asked if each not in (None, *known)}))
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from mca_config.arguments import of_float16
+from mca_config.arguments import float16_problems
 from mca_config.errors import McaError, raise_problems
 from mca_config.training import TrainingArguments
 from mca_config.types import JsonObject, Typed, Values
@@ -48,7 +48,7 @@ def require_optimizable(model: VirtualModels, args: TrainingArguments) -> None:
     Raises:
         McaError: Something of it is asked for.
     """
-    raise_problems(of_float16(args) if model.config.dtype == "float16" else [], "McaTrainer")
+    raise_problems(float16_problems(args) if model.config.dtype == "float16" else [], "McaTrainer")
 
 
 def require_unmerged(model: VirtualModels) -> None:

@@ -176,7 +176,7 @@ class Reference:
                 places = cast("Tensor", micro.values)[:, 0].long()
                 total.index_add_(1, places, torch.stack([known, torch.ones_like(known)]))
         found: Tensor
-        found, met = groups.from_replicas(total)[:, 1:]
+        found, met = groups.sum_over_replicas(total)[:, 1:]
         return found.where(met > 0, torch.nan).reshape(samples, sequences)
 
     def _set_output(self) -> None:

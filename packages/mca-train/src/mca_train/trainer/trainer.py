@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, TrainOutput, speed_metrics
 
 from mca_config.errors import McaError
-from mca_config.files import reading
+from mca_config.files import naming_read_errors
 from mca_config.training import TrainingArguments
 from mca_train import groups
 from mca_train.batching.collate import Collator, PadCollator, pad_token
@@ -127,7 +127,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             raise McaError(problem)
         require_steps(train_dataset, args.max_steps)
         require_format(model, args.ckpt_format)
-        self.ranks = groups.here(model.config.layout)
+        self.ranks = groups.current_ranks(model.config.layout)
         view = ModelView(model.config.hf_config)
         super().__init__(
             model=view,
@@ -240,7 +240,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         self.is_in_train = True
         try:
             with self._alone():
-                with reading(output_dir):
+                with naming_read_errors(output_dir):
                     checkpoint = directory.find(resume_from_checkpoint, output_dir, self.ranks)
                     self._claim(output_dir, checkpoint)
                 with self.watch.pulse, self.watch.signal:
@@ -252,7 +252,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
 
     def _train(self, checkpoint: Path | None) -> TrainOutput:
         loader, sampler = self._train_loader()
-        with reading(checkpoint or Path(self.args.output_dir)):
+        with naming_read_errors(checkpoint or Path(self.args.output_dir)):
             carried = self._start_state(checkpoint)
             place = RunPosition() if checkpoint is None else directory.place_in(checkpoint)
         self._place = continued(place, sampler)
@@ -267,7 +267,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         self.started_at_step = start
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         if checkpoint is not None:
-            with reading(checkpoint):
+            with naming_read_errors(checkpoint):
                 training.load_rng(checkpoint)
         elif self.args.eval_on_start:
             self._evaluate(None, None, skip_scheduler=True)
@@ -288,7 +288,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         """Engine and schedule; restored from ``checkpoint`` if there is one."""
         self._set_length(length)
         if checkpoint is not None:
-            with reading(checkpoint):
+            with naming_read_errors(checkpoint):
                 self._load_weights(checkpoint)
         engine, rate = self.new_engine(), LearningRate(self.args, length.schedule_steps)
         self._training, self._pipeline = Training(engine, rate), engine
@@ -296,7 +296,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         self.optimizer, self.lr_scheduler = engine.optimizer, rate.scheduler
         training = self._training_state()
         if checkpoint is not None:
-            with reading(checkpoint):
+            with naming_read_errors(checkpoint):
                 training.load(checkpoint, saved_weights(self.model, checkpoint))
             rate.move(length.schedule_done - self._place.schedule)
         rate.write_decay(engine.optimizer.param_groups)

@@ -45,7 +45,7 @@ def _activation(config: McaModelConfig, settings: Values) -> Iterator[str]:
         if settings.get(name) and not swiglu:
             yield f"{name} computes another activation than this model, whose MLPs are not plain gated silu; remove it"
     if settings.get("use_transformer_engine_op_fuser") and (
-        config.norm_placement == "post" or config.has_own_norms
+        config.norm_placement == "post" or config.has_custom_norms
     ):
         yield (
             "use_transformer_engine_op_fuser needs a norm of Transformer Engine's before each MLP, which this model "

@@ -6,7 +6,7 @@ Each was found by comparing losses and gradients over layouts; each has a test.
 import math
 from collections.abc import Iterator
 
-from mca_config.arguments import needing_engine
+from mca_config.arguments import transformer_engine_problems
 from mca_config.errors import raise_problems
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
@@ -170,7 +170,7 @@ def _machine(settings: Values, device: str, implementation: str) -> Iterator[str
     if settings.get("fp8_param"):
         yield "fp8_param is not supported: gradient buffers and optimizer do not support weights in fp8; remove it"
     if implementation == "local":
-        yield from needing_engine(settings)
+        yield from transformer_engine_problems(settings)
 
 
 def _routing(config: McaModelConfig, settings: Values) -> Iterator[str]:

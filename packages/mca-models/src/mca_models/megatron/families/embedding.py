@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from mca_config.checks import require_learned
+from mca_config.checks import require_learned_positions
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.families.norms import PostNorm
 from mca_models.megatron.types import GptModel, MegatronModule
@@ -42,7 +42,7 @@ def _rows(config: McaModelConfig) -> Callable[[torch.nn.Module, tuple[Tensor]], 
     def rows(table: torch.nn.Module, args: tuple[Tensor]) -> Tensor:
         positions, most = args[0], config.max_position_embeddings
         if positions.device.type == "cpu" and positions.numel():
-            require_learned(int(positions.max()) + 1, most)
+            require_learned_positions(int(positions.max()) + 1, most)
         return positions + config.position_offset
 
     return rows

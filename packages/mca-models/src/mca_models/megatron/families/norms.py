@@ -143,7 +143,7 @@ def add_post_norms(model: GptModel, config: McaModelConfig) -> None:
     A hook on the whole block, not on its last projection: what an adapter adds to that one is normalised too.
     """
     for layer in model.decoder.layers:
-        placement = config.of_layer(layer.layer_number - 1).norm_placement
+        placement = config.layer_config(layer.layer_number - 1).norm_placement
         for block in (layer.self_attention, layer.mlp) if placement != "pre" else ():
             block.post_layernorm = PostNorm(
                 model.config, model.config.hidden_size, model.config.layernorm_epsilon

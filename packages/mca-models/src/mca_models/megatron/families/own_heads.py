@@ -39,7 +39,7 @@ class Heads:
 
 def heads_by_layer(config: McaModelConfig) -> tuple[Heads, ...]:
     """Those of every decoder layer."""
-    sources = {config.keys_from(layer) for layer in range(config.num_layers)}
+    sources = {config.kv_source_layer(layer) for layer in range(config.num_layers)}
     return tuple(
         Heads(
             settings=tuple(getattr(own, name) for name in _BY_LAYER),
@@ -50,7 +50,7 @@ def heads_by_layer(config: McaModelConfig) -> tuple[Heads, ...]:
             takes=own.takes_keys,
             lends=layer in sources,
         )
-        for layer, own in enumerate(map(config.of_layer, range(config.num_layers)))
+        for layer, own in enumerate(map(config.layer_config, range(config.num_layers)))
     )
 
 

@@ -48,18 +48,18 @@ def share_keys(model: GptModel, config: McaModelConfig) -> None:
         number = layer.layer_number - 1
         if number in slices:
             layer.register_forward_hook(_lend)
-        source = config.keys_from(number)
+        source = config.kv_source_layer(number)
         if source is not None:
             layer.register_forward_pre_hook(partial(_take, slices[source]), with_kwargs=True)
 
 
 def _slices(config: McaModelConfig) -> dict[int, ContextSlice]:
     """By the number of the layer that lends, in order."""
-    sources = {config.keys_from(layer) for layer in range(config.num_layers)} - {None}
+    sources = {config.kv_source_layer(layer) for layer in range(config.num_layers)} - {None}
     slices: dict[int, ContextSlice] = {}
     start = 0
     for layer in sorted(source for source in sources if source is not None):
-        own = config.of_layer(layer)
+        own = config.layer_config(layer)
         groups = own.num_query_groups // config.layout.tp
         slices[layer] = ContextSlice(start, groups * own.kv_channels, groups * own.value_width, groups)
         start += groups * (own.kv_channels + own.value_width)

@@ -64,8 +64,8 @@ def adapted_block(
             own["self_attention"] = lambda attention: _linear_attention(config, implementation)
         if config.is_mamba_layer(layer):
             own["self_attention"] = lambda attention: mamba_spec(implementation, config)
-        own |= _left_out(config, layer) | _of_takers(config.of_layer(layer), config)
-        placed = _placed(layer_spec, config.of_layer(layer), implementation)
+        own |= _left_out(config, layer) | _of_takers(config.layer_config(layer), config)
+        placed = _placed(layer_spec, config.layer_config(layer), implementation)
         layer_specs.append(_changed(placed, own, {}))
     return dataclasses.replace(block, layer_specs=layer_specs)
 
@@ -98,7 +98,7 @@ def _spelled(
 def _adapted(spec: Spec, config: McaModelConfig, implementation: Implementation) -> Spec:
     """``spec`` (of a block, or of prediction layers) with everything that holds for all layers alike."""
     changes: dict[str, Change] = {}
-    if config.norm_placement != "post" and config.has_own_norms:
+    if config.norm_placement != "post" and config.has_custom_norms:
         changes |= _own_norms(config)
     if config.qk_layernorm_full_width:
         changes |= {"q_layernorm": lambda norm: WideNorm, "k_layernorm": lambda norm: WideKeyNorm}
@@ -175,7 +175,7 @@ def _self_attention(attention: type, config: McaModelConfig) -> type:
         attention = with_own_rope(
             attention, config.layer_types or (), attention_factor(config), rope_widths(config)
         )
-    if config.has_own_heads:
+    if config.has_custom_qkv:
         attention = with_own_heads(attention, heads_by_layer(config))
     if config.index_blocks is not None:
         attention = with_block_indexer(attention)
@@ -196,7 +196,7 @@ def _own_norms(config: McaModelConfig) -> dict[str, Change]:
 
 def _without_norms_inside(config: McaModelConfig, implementation: Implementation) -> dict[type, type]:
     """The linears of Transformer Engine that have a norm inside, and those without; and the last norm."""
-    if not config.has_own_norms:
+    if not config.has_custom_norms:
         return {}
     own = norm_with(weight=config.norm_weight, bias=config.norm_bias)
     if implementation != "transformer_engine":

@@ -14,7 +14,12 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from mca_config.checks import require_learned, sequence_multiple, step_of_lengths, tokens_of_fp8
+from mca_config.checks import (
+    fp8_token_multiple,
+    length_multiple,
+    require_learned_positions,
+    sequence_multiple,
+)
 from mca_config.errors import McaError, raise_problems
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
@@ -144,7 +149,7 @@ def _agreed(models: LiveModel, ask: Callable[[], Batch]) -> Batch:
             _require_packs(models)
         if models.config.learned_positions:
             longest = max(map(len, batch.places()), default=0)
-            require_learned(longest, models.config.max_position_embeddings)
+            require_learned_positions(longest, models.config.max_position_embeddings)
         asked.append(batch)
 
     told_by_one(look)
@@ -180,8 +185,8 @@ class _Rows:
         self._multiple = sequence_multiple(
             layout,
             models.megatron.sequence_parallel,
-            tokens=tokens_of_fp8(models.megatron.fp8, models.megatron.fp8_recipe),
-            step=step_of_lengths(self._device.type, models.megatron.transformer_impl, packed=batch.packed),
+            tokens=fp8_token_multiple(models.megatron.fp8, models.megatron.fp8_recipe),
+            step=length_multiple(self._device.type, models.megatron.transformer_impl, packed=batch.packed),
         )
         self.height = 1 if batch.packed else size
         lengths = [[self._padded(len(places)) for places in group] for group in self._groups]

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mca_config.layout import ParallelLayout
-from mca_config.model_config import trained_dtype
-from mca_train.config.model import adapter_of
-from mca_train.config.parts import adapted_parts, trained_parts
+from mca_config.model_config import training_dtype
+from mca_train.config.model import make_adapter
+from mca_train.config.model_parts import adapted_parts, trained_parts
 from mca_train.plan.chunks import Implementation
 from mca_train.plan.counts import ModelCounts
 from mca_train.plan.hardware import Device
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mca_models.megatron.factory.target import Target
 
 
-def images_of_run(run: Run, count: int | None = None, pixels: int | None = None) -> Images | None:
+def planned_images(run: Run, count: int | None = None, pixels: int | None = None) -> Images | None:
     """The images that each sequence of ``run`` is planned with.
 
     Args:
@@ -38,17 +38,17 @@ def images_of_run(run: Run, count: int | None = None, pixels: int | None = None)
     return images_of(run.model, trained, length, takes=takes, count=count, pixels=pixels)
 
 
-def image_check(run: Run, target: "Target | None") -> Callable[[ParallelLayout], list[str]]:
+def make_image_check(run: Run, target: "Target | None") -> Callable[[ParallelLayout], list[str]]:
     """The function that says what keeps ``run`` from taking images on a layout of ``target``."""
     from mca_models.megatron.factory.transformer_config import transformer_config
     from mca_models.megatron.families.image_limits import image_problems
 
     args, model = run.settings.training, run.model
-    megatron = transformer_config(model, args, run.layout, trained_dtype(model, args), target)
+    megatron = transformer_config(model, args, run.layout, training_dtype(model, args), target)
     return lambda layout: image_problems(model, layout, megatron)
 
 
-def subject_of(
+def make_plan_input(
     run: Run, implementation: Implementation, device: Device | None = None, *, images: Images | None = None
 ) -> Subject:
     """Return what is planned of ``run`` on any layout of ``device``; None: of this machine."""
@@ -56,7 +56,7 @@ def subject_of(
 
     settings, config = run.settings, replace(run.model, layout=run.layout)
     parts = trained_parts(settings.training)
-    adapter = adapter_of(settings.lora, config, parts)
+    adapter = make_adapter(settings.lora, config, parts)
     reference = None
     if run.reference is not None:
         reference = ModelCounts.of(replace(run.reference, layout=run.layout))

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from mca_config.errors import McaError, problems_of
+from mca_config.errors import McaError, list_problems
 from mca_config.layout import SIZE_FIELDS, ParallelLayout
-from mca_config.model_config import McaModelConfig, trained_dtype
+from mca_config.model_config import McaModelConfig, training_dtype
 from mca_config.printable import counted
 from mca_config.types import JsonObject, Values
-from mca_train.config.model import layout_of
+from mca_train.config.model import resolve_layout
 from mca_train.config.run_config import Settings
 from mca_train.plan.fitting import changed
 from mca_train.plan.hardware import Hardware
 from mca_train.plan.memory import GIB, Subject
 from mca_train.plan.search import LAYOUT_KEYS, Fit, Found, fitting, timed
-from mca_train.run.checks import Run, check, settings_of
+from mca_train.run.checks import Run, check, make_settings
 
 if TYPE_CHECKING:
     from mca_models.megatron.factory.target import Target
@@ -60,7 +60,7 @@ def best_layouts(
     hardware: Hardware,
     allowed: Callable[[ParallelLayout], bool],
 ) -> Best:
-    """Checks those that fit, the fastest first, until enough have passed.
+    """Check those that fit, the fastest first, until enough have passed.
 
     Args:
         task: The kind of run.
@@ -74,7 +74,7 @@ def best_layouts(
     from mca_models.megatron.factory.target import Target
 
     gpus, target = run.world_size, Target.planned(subject.implementation)
-    attends, began = _attends(run, target), process_time()
+    attends, began = _attention_check(run, target), process_time()
 
     def stands(layout: ParallelLayout) -> bool:
         return attends(layout.tp, layout.cp) and allowed(layout)
@@ -98,11 +98,11 @@ def best_layouts(
     return Best([*best.values()][:_SHOWN], checked, refused, cut)
 
 
-def _attends(run: Run, target: "Target") -> Callable[[int, int], bool]:
+def _attention_check(run: Run, target: "Target") -> Callable[[int, int], bool]:
     """The function that says whether so many tensor and context ranks of ``target`` can compute attention."""
     from mca_models.megatron.factory.transformer_config import transformer_config
 
-    dtype = trained_dtype(run.model, run.settings.training)
+    dtype = training_dtype(run.model, run.settings.training)
 
     @cache
     def attends(tp: int, cp: int) -> bool:
@@ -122,15 +122,15 @@ def without_layout(values: Values) -> Values:
     return {name: value for name, value in values.items() if name not in LAYOUT_KEYS}
 
 
-def on_one_rank(values: Values) -> Values:
+def with_one_rank(values: Values) -> Values:
     """The same with a layout of one rank, which is not what leaving it out means for an MCA checkpoint."""
     return {**without_layout(values), **dict.fromkeys(SIZE_FIELDS.values(), 1)}
 
 
-def batch_of(settings: Settings, model: McaModelConfig, gpus: int) -> int:
+def samples_per_step(settings: Settings, model: McaModelConfig, gpus: int) -> int:
     """Samples of a step as the configuration and ``model`` have them, on ``gpus`` ranks."""
     training = settings.training
-    replica = layout_of(training, model).model_parallel_size
+    replica = resolve_layout(training, model).model_parallel_size
     once: int = training.per_device_train_batch_size * training.gradient_accumulation_steps
     return once * max(gpus // replica, 1)
 
@@ -139,9 +139,9 @@ def _problems(
     task: "Task", values: Values, changes: JsonObject, gpus: int, target: "Target"
 ) -> tuple[str, ...]:
     try:
-        settings = settings_of(task, {**without_layout(values), **changes}, "--search")
+        settings = make_settings(task, {**without_layout(values), **changes}, "--search")
     except McaError as error:
-        return tuple(problems_of(error))
+        return tuple(list_problems(error))
     return check(task, settings, lambda *_: gpus, target).impossible
 
 
@@ -153,7 +153,7 @@ def render(best: Best, batch: int, gpus: int, hardware: Hardware) -> str:
         "",
     ]
     if not found:
-        lines += _why_none(best)
+        lines += _explain_no_layout(best)
     for number, one in enumerate(found, 1):
         lines += [
             f"{number}. {one.layout}: {one.time.total:.2f} s a step, {one.speed:,.0f} tokens/s and device",
@@ -165,7 +165,7 @@ def render(best: Best, batch: int, gpus: int, hardware: Hardware) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _why_none(best: Best) -> list[str]:
+def _explain_no_layout(best: Best) -> list[str]:
     if not best.checked:
         return ["no layout fits; take more devices, a smaller seq_length, or optimizer_cpu_offload: true"]
     which = f"the {best.checked} fastest" if best.cut else f"all {best.checked}"

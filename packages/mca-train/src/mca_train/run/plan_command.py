@@ -11,13 +11,13 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mca_config.checks import positions_exceeded
+from mca_config.checks import position_problem
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import LaunchArguments
 from mca_train.config.model import planned_ranks
-from mca_train.config.run_config import Settings, given_values
+from mca_train.config.run_config import Settings, load_values
 from mca_train.plan.chunks import Implementation
 from mca_train.plan.document import document_of, impossible
 from mca_train.plan.fitting import Remedy, changed, over, remedies
@@ -26,10 +26,10 @@ from mca_train.plan.memory import Plan, plan_of
 from mca_train.plan.options import PlanOptions
 from mca_train.plan.report import render, render_remedies
 from mca_train.plan.towers import Images
-from mca_train.run.checks import Findings, Run, check, settings_of
+from mca_train.run.checks import Findings, Run, check, make_settings
 from mca_train.run.hub_paths import with_directories
 from mca_train.run.logs import silent_arguments
-from mca_train.run.subject import image_check, images_of_run, subject_of
+from mca_train.run.plan_input import make_image_check, make_plan_input, planned_images
 from mca_train.tasks.table import TASKS, task_of
 from mca_train.tasks.task import Task
 
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from mca_models.megatron.factory.target import Target
     from mca_train.dry_run.report import DryRun
 
-_OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-_OF_DEVICES = (
+_DEVICE_OPTIONS = (
     "transformer_impl",
     "attention_backend",
     "cp_comm_type",
@@ -58,7 +58,7 @@ _OF_DEVICES = (
 
 
 def print_plan(task: Task | None, config: Path | None, overrides: list[str], options: PlanOptions) -> int:
-    """Prints the plan of a configuration file; 2 if the run is impossible.
+    """Print the plan of a configuration file; 2 if the run is impossible.
 
     Args:
         task: The kind of run; None: the one whose keys are given.
@@ -66,33 +66,33 @@ def print_plan(task: Task | None, config: Path | None, overrides: list[str], opt
         overrides: ``--key value`` words.
         options: What to plan, and how to print it.
     """
-    for name in _OF_A_LAUNCHER:  # whoever has started this process: it is no rank
+    for name in _LAUNCHER_VARIABLES:  # whoever has started this process: it is no rank
         os.environ.pop(name, None)
     hardware = hardware_of(options.device, options.hardware) if options.device else None
-    values, where = given_values(config, overrides)
+    values, where = load_values(config, overrides)
     named, task = task is not None, task or task_of(values)
     values = with_directories(values, only="config")
-    settings = settings_of(task, values, where, [flag.name for flag in fields(options)])
+    settings = make_settings(task, values, where, [flag.name for flag in fields(options)])
     if options.search:
         with silent_arguments():
             return _search(task, values, settings, options, named=named)
     target = _target(settings, hardware)
-    findings = check(task, settings, _ranks_of(options), target)
+    findings = check(task, settings, _rank_counter(options), target)
     if findings.impossible or findings.run is None:
-        _say_impossible(findings, options)
+        _print_impossible(findings, options)
         return 2
     images = _PlannedImages.of(findings.run, target, options)
     if images.impossible:
-        _say_impossible(replace(findings, impossible=images.refused), options)
+        _print_impossible(replace(findings, impossible=images.refused), options)
         return 2
     if options.plot is not None:
-        from mca_train.plots.drawing import ready
+        from mca_train.plots.drawing import prepare_folder
 
-        ready(options.plot)
+        prepare_folder(options.plot)
     planned = _Planned.of(findings.run, hardware, images)
     dry_run = None
     if options.dry_run or options.plot:
-        run = findings.run if target is None else _here(findings.run)
+        run = findings.run if target is None else _without_device_options(findings.run)
         dry_run = _dry_run(run, planned, ordered=options.plot is not None)
     if options.plot is not None and dry_run is not None:
         planned.draw(options.plot, dry_run)
@@ -110,28 +110,30 @@ def _first_line(task: Task, *, named: bool) -> str:
 
 
 def _search(task: Task, values: Values, settings: Settings, options: PlanOptions, *, named: bool) -> int:
-    """Prints the best layouts; the layout of the configuration only says how many samples a step has."""
-    from mca_train.run import searching
+    """Print the best layouts; the layout of the configuration only says how many samples a step has."""
+    from mca_train.run import layout_search
 
     gpus = options.gpus or 1
     hardware = hardware_of(options.device or "h100-80", options.hardware)
     given = settings
-    settings, findings = _possible(task, searching.on_one_rank(values), settings.where, hardware, gpus)
+    settings, findings = _possible(task, layout_search.with_one_rank(values), settings.where, hardware, gpus)
     if findings.impossible or findings.run is None:
-        _say_impossible(findings, options)
+        _print_impossible(findings, options)
         return 2
     run, target = findings.run, _target(settings, hardware)
     images = _PlannedImages.of(run, target, options)
     if images.impossible:
-        _say_impossible(replace(findings, impossible=images.refused), options)
+        _print_impossible(replace(findings, impossible=images.refused), options)
         return 2
-    batch = searching.batch_of(given, run.model, gpus)
-    subject = subject_of(run, _implementation(settings, hardware), hardware.device, images=images.counted)
-    found = searching.best_layouts(task, values, run, subject, batch, hardware, images.allow)
+    batch = layout_search.samples_per_step(given, run.model, gpus)
+    subject = make_plan_input(
+        run, _implementation(settings, hardware), hardware.device, images=images.counted
+    )
+    found = layout_search.best_layouts(task, values, run, subject, batch, hardware, images.allow)
     if options.json:
-        sys.stdout.write(json.dumps(searching.document(found, batch, gpus, hardware), indent=2) + "\n")
+        sys.stdout.write(json.dumps(layout_search.document(found, batch, gpus, hardware), indent=2) + "\n")
     else:
-        text = searching.render(found, batch, gpus, hardware) + images.told()
+        text = layout_search.render(found, batch, gpus, hardware) + images.told()
         sys.stdout.write(_first_line(task, named=named) + text)
     return 0
 
@@ -145,7 +147,7 @@ def _possible(
     found: list[tuple[Settings, Findings]] = []
     for overlap in OVERLAPS:
         try:
-            settings = settings_of(task, {**values, **overlap}, where)
+            settings = make_settings(task, {**values, **overlap}, where)
         except McaError:
             if not found and overlap is OVERLAPS[-1]:
                 raise
@@ -165,27 +167,27 @@ def _target(settings: Settings, hardware: Hardware | None) -> "Target | None":
     return Target.planned(_implementation(settings, hardware))
 
 
-def _here(run: Run) -> Run:
+def _without_device_options(run: Run) -> Run:
     """The same without what only another device does, if this machine has none like it."""
     from mca_models.megatron import platform
 
     if platform.no_engine() is None:
         return run
-    left_out: JsonObject = dict.fromkeys(_OF_DEVICES)
+    left_out: JsonObject = dict.fromkeys(_DEVICE_OPTIONS)
     if run.settings.training.moe_token_dispatcher_type == "flex":
         left_out["moe_token_dispatcher_type"] = None
     training = changed(run.settings.training, left_out)
     return replace(run, settings=replace(run.settings, training=training))
 
 
-def _ranks_of(options: PlanOptions) -> Callable[[LaunchArguments, ParallelLayout], int]:
+def _rank_counter(options: PlanOptions) -> Callable[[LaunchArguments, ParallelLayout], int]:
     def ranks(launch: LaunchArguments, layout: ParallelLayout) -> int:
         return options.gpus or planned_ranks(launch, layout)
 
     return ranks
 
 
-def _say_impossible(findings: Findings, options: PlanOptions) -> None:
+def _print_impossible(findings: Findings, options: PlanOptions) -> None:
     if options.json:
         sys.stdout.write(json.dumps(impossible(findings.impossible), indent=2) + "\n")
         return
@@ -205,17 +207,17 @@ class _PlannedImages:
     @classmethod
     def of(cls, run: Run, target: "Target | None", options: PlanOptions) -> "_PlannedImages":
         """Those of ``run``: of a default that the run cannot take none are counted."""
-        images = images_of_run(run, options.images, options.image_size)
+        images = planned_images(run, options.images, options.image_size)
         if images is None:
             return cls(None, (), False, lambda _: [])
-        problems = image_check(run, target)
+        problems = make_image_check(run, target)
         refused = tuple(f"images: {problem}" for problem in problems(run.layout))
         asked = options.images is not None or options.image_size is not None
         needed = asked or bool(images.trained - {"language"})
         return cls(None if refused else images, refused, bool(refused) and needed, problems)
 
     def allow(self, layout: ParallelLayout) -> bool:
-        """Whether what is counted can be run there."""
+        """Return whether what is counted can be run there."""
         return self.counted is None or not self.problems(layout)
 
     def told(self) -> str:
@@ -237,7 +239,7 @@ class _Planned:
     def of(cls, run: Run, hardware: Hardware | None, images: _PlannedImages) -> "_Planned":
         """The plan of ``run``."""
         implementation = _implementation(run.settings, hardware)
-        subject = subject_of(
+        subject = make_plan_input(
             run, implementation, hardware.device if hardware else None, images=images.counted
         )
         training = run.settings.training
@@ -258,7 +260,7 @@ class _Planned:
             from mca_train.dry_run.report import render_dry_run
 
             told += "\n" + render_dry_run(dry_run)
-        if long := positions_exceeded(self.run.model, settings.data.seq_length):
+        if long := position_problem(self.run.model, settings.data.seq_length):
             told += f"seq_length {settings.data.seq_length}: {long}\n"
         told += self.images.told()
         if findings.missing:
@@ -269,7 +271,7 @@ class _Planned:
 
     def draw(self, folder: Path, dry_run: "DryRun") -> None:
         """Pictures."""
-        from mca_train.plots.pictures import draw_all
+        from mca_train.plots.figures import draw_all
 
         run = self.run
         limit = self.hardware.device.usable_gib if self.hardware else None

@@ -13,7 +13,7 @@ from mca_train.dry_run.tracker import Message
 from mca_train.plan.memory import GIB, layers_of
 from mca_train.plan.schedule import Pass
 from mca_train.plan.timeline import Ran, timeline
-from mca_train.plots.drawing import BACKWARD, CHUNKS, COLOURS, axes, save
+from mca_train.plots.drawing import BACKWARD, CHUNKS, COLOURS, make_axes, save
 
 _AXES = ("tp", "cp", "dp", "dp-cp", "tp-cp", "tp-dp-cp", "pp", "ep", "etp", "etp-ep", "edp", "tp-pp")
 
@@ -21,7 +21,7 @@ _AXES = ("tp", "cp", "dp", "dp-cp", "tp-cp", "tp-dp-cp", "pp", "ep", "etp", "etp
 def draw_all(
     folder: Path, dry_run: DryRun, plan: PipelinePlan, grid: RankGrid, limit_gib: float | None
 ) -> list[Path]:
-    """Writes every picture into ``folder``.
+    """Write every picture into ``folder``.
 
     Args:
         folder: Is there.
@@ -30,7 +30,7 @@ def draw_all(
         grid: Who stands where.
         limit_gib: Of the device; None: no line.
     """
-    ran = ran_of(dry_run.stages, len(plan.chunks[0]))
+    ran = run_timeline(dry_run.stages, len(plan.chunks[0]))
     return [
         *draw_schedule(folder, ran, len(dry_run.stages), dry_run.accumulated),
         *draw_memory(folder, dry_run, limit_gib),
@@ -40,7 +40,7 @@ def draw_all(
     ]
 
 
-def ran_of(stages: Sequence[StepNeeds], chunks: int) -> list[Ran]:
+def run_timeline(stages: Sequence[StepNeeds], chunks: int) -> list[Ran]:
     """When each pass runs if time is what it computes: backward passes twice what forward passes do."""
     work = {stage.stage: stage.flops / max(stage.micro_batches * chunks, 1) for stage in stages}
     most = max(work.values()) or 1.0
@@ -51,7 +51,7 @@ def ran_of(stages: Sequence[StepNeeds], chunks: int) -> list[Ran]:
     return timeline([stage.order for stage in stages], chunks, duration)
 
 
-def waiting(ran: Sequence[Ran], ranks: int, micro_batches: int) -> float:
+def bubble_fraction(ran: Sequence[Ran], ranks: int, micro_batches: int) -> float:
     """The share of their time that ranks wait in a step of so many; those that are not in ``ran`` repeat others."""
     busy = [0.0] * ranks
     for run in ran:
@@ -66,10 +66,14 @@ def draw_schedule(folder: Path, ran: Sequence[Ran], ranks: int, accumulated: int
     """Passes of every pipeline rank over time; what is white is waiting."""
     end, shown = max(run.end for run in ran), 1 + max(run.step.micro_batch for run in ran)
     width = min(max(8.0, end * 0.2), 30.0)
-    title = f"schedule as the engine runs it; {waiting(ran, ranks, accumulated):.0%} waiting in a step"
+    title = (
+        f"schedule as the engine runs it; {bubble_fraction(ran, ranks, accumulated):.0%} waiting in a step"
+    )
     if shown < accumulated:
-        title += f" of {accumulated} micro-batches, {waiting(ran, ranks, shown):.0%} in the {shown} shown"
-    figure, found = axes(width, 1.6 + 0.32 * ranks, title)
+        title += (
+            f" of {accumulated} micro-batches, {bubble_fraction(ran, ranks, shown):.0%} in the {shown} shown"
+        )
+    figure, found = make_axes(width, 1.6 + 0.32 * ranks, title)
     chunks = 1 + max(run.step.chunk for run in ran)
     for run in ran:
         colours = CHUNKS if run.step.forward else BACKWARD
@@ -91,11 +95,11 @@ def draw_schedule(folder: Path, ran: Sequence[Ran], ranks: int, accumulated: int
     found.invert_yaxis()
     found.set_xlim(0, end)
     found.set_xlabel("time, in forward passes of the slowest chunk; numbers are micro-batches", fontsize=8)
-    _legend_of_chunks(found, chunks)
+    _add_chunk_legend(found, chunks)
     return save(figure, folder, "schedule")
 
 
-def _legend_of_chunks(found: Any, chunks: int) -> None:
+def _add_chunk_legend(found: Any, chunks: int) -> None:
     from matplotlib.patches import Patch
 
     marks = []
@@ -116,7 +120,7 @@ def _legend_of_chunks(found: Any, chunks: int) -> None:
 def draw_memory(folder: Path, dry_run: DryRun, limit_gib: float | None) -> list[Path]:
     """Bars of every stage at its fullest moment."""
     stages, title = dry_run.stages, "memory of a rank of each stage at its peak"
-    figure, found = axes(max(6.0, 2.5 + 0.62 * len(stages)), 4.6, title, dry_run.note)
+    figure, found = make_axes(max(6.0, 2.5 + 0.62 * len(stages)), 4.6, title, dry_run.note)
     bottoms = [0.0] * len(stages)
     for part, colour in COLOURS.items():
         sizes = [getattr(stage, part) / GIB for stage in stages]
@@ -141,7 +145,9 @@ def draw_memory(folder: Path, dry_run: DryRun, limit_gib: float | None) -> list[
 def draw_step(folder: Path, dry_run: DryRun, limit_gib: float | None) -> list[Path]:
     """Memory over the step of the fullest stage."""
     stage = dry_run.fullest
-    figure, found = axes(9.0, 3.6, f"memory over the step, stage {stage.stage} (the fullest)", dry_run.note)
+    figure, found = make_axes(
+        9.0, 3.6, f"memory over the step, stage {stage.stage} (the fullest)", dry_run.note
+    )
     curve = [size / GIB for size in stage.curve]
     found.fill_between(range(len(curve)), curve, color=COLOURS["activations"], alpha=0.35, linewidth=0)
     found.plot(curve, color=COLOURS["activations"], linewidth=1.0)
@@ -171,7 +177,7 @@ def draw_step(folder: Path, dry_run: DryRun, limit_gib: float | None) -> list[Pa
 def draw_layers(folder: Path, plan: PipelinePlan) -> list[Path]:
     """Which layers stand on which stage and chunk."""
     ranks, chunks = len(plan.chunks), len(plan.chunks[0])
-    figure, found = axes(max(6.0, 1.5 + 1.9 * chunks), 1.4 + 0.32 * ranks, "layers on stages")
+    figure, found = make_axes(max(6.0, 1.5 + 1.9 * chunks), 1.4 + 0.32 * ranks, "layers on stages")
     for rank, of_rank in enumerate(plan.chunks):
         for place, chunk in enumerate(of_rank):
             ends = chunk.has_embedding or chunk.has_loss
@@ -193,7 +199,7 @@ def draw_messages(folder: Path, dry_run: DryRun, grid: RankGrid) -> list[Path]:
     sent = (message for message in stage.messages_of(accumulated) if message.bytes)
     told = sorted(sent, key=lambda message: message.bytes)[-14:]
     title = f"messages of rank {stage.rank} (stage {stage.stage}) in {in_a_step(stage, accumulated)}"
-    figure, found = axes(9.0, 1.4 + 0.36 * max(len(told), 1), title)
+    figure, found = make_axes(9.0, 1.4 + 0.36 * max(len(told), 1), title)
     sizes = [message.bytes / GIB for message in told]
     found.barh(range(len(told)), sizes, color=COLOURS["weights"], height=0.7)
     names = [f"{_short(message.operation)}, {group_name(message, stage.rank, grid)}" for message in told]
@@ -227,7 +233,7 @@ def group_name(message: Message, rank: int, grid: RankGrid) -> str:
     if len(ranks) == 1:
         return "itself"
     for axis in _AXES:
-        if tuple(sorted(grid.group_of(axis, rank))) == ranks:
+        if tuple(sorted(grid.rank_group(axis, rank))) == ranks:
             return f"{axis} ({len(ranks)} ranks)"
     apart = {second - first for first, second in pairwise(ranks)}
     return f"{len(ranks)} ranks, {', '.join(map(str, sorted(apart)[:2]))} apart"

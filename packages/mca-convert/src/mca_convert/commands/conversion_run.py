@@ -19,23 +19,23 @@ from mca_convert.interrupts import Interrupts
 from mca_convert.open_files import allow_open_files
 from mca_convert.pool import Limits, default_workers
 from mca_convert.progress import bar
-from mca_convert.tables import size_of
+from mca_convert.tables import format_size
 from mca_models.checkpoint.mca_directory import McaLayout
 
 
-def carry_out(
+def run_conversion(
     conversion: Conversion,
     destination: Path,
     options: argparse.Namespace,
     what: str,
     interrupts: Interrupts,
 ) -> None:
-    """Runs ``conversion`` under a progress bar that says ``what``, and sums it up."""
+    """Run ``conversion`` under a progress bar that says ``what``, and sums it up."""
     started = time.monotonic()
     allow_open_files(conversion.open_files)
     with bar(conversion.nbytes, what, quiet=options.quiet) as progress, interrupts.holding():
         conversion.run(
-            destination, limits_of(options), progress, interrupts.check, overwrite=options.overwrite
+            destination, make_limits(options), progress, interrupts.check, overwrite=options.overwrite
         )
     if not options.quiet:
         sys.stderr.write(_summary(conversion, destination, time.monotonic() - started))
@@ -49,7 +49,7 @@ def layout_arguments(parser: Parser, options: argparse.Namespace) -> Distributin
         parser.error(str(error))
 
 
-def layout_of(
+def resolve_layout(
     parser: Parser, arguments: DistributingParallelArguments, own: ParallelLayout
 ) -> ParallelLayout:
     """The layout of the target: what was asked for, else the source's ``own``."""
@@ -80,7 +80,7 @@ def layout_flags_for_hf(options: argparse.Namespace, *, megatron: bool) -> str |
     return f"--{given[0]} says how an MCA target is cut, the target is hf; remove it{hint}"
 
 
-def limits_of(options: argparse.Namespace) -> Limits:
+def make_limits(options: argparse.Namespace) -> Limits:
     """Threads and memory asked for."""
     return Limits(workers=options.workers or default_workers(), memory=options.memory_limit)
 
@@ -90,9 +90,9 @@ def _summary(conversion: Conversion, destination: Path, seconds: float) -> str:
     to_mca = isinstance(conversion.target, McaLayout)
     what = f"MCA checkpoint, {config.layout}" if to_mca else "Hugging Face checkpoint"
     tensors = len({fill.tensor for fill in conversion.fills})
-    speed = size_of(round(conversion.nbytes / max(seconds, 1e-3)))
+    speed = format_size(round(conversion.nbytes / max(seconds, 1e-3)))
     return printable(
         f"{destination}: {config.model_type}, {what}, {counted(tensors, 'tensor')}, "
         f"{counted(len(conversion.target.files), 'file')}, "
-        f"{size_of(conversion.nbytes)} in {seconds:.1f} s ({speed}/s)\n"
+        f"{format_size(conversion.nbytes)} in {seconds:.1f} s ({speed}/s)\n"
     )

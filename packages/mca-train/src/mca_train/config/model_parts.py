@@ -32,10 +32,10 @@ def adapted_parts(directory: str, config: McaModelConfig) -> frozenset[Part]:
     """The parts that the adapter in ``directory`` is on."""
     from mca_models.lora import rules_of
 
-    return parts_of(rules_of(Path(directory), config)[1], config)
+    return adapter_parts(rules_of(Path(directory), config)[1], config)
 
 
-def parts_of(rules: "AdapterRules", config: McaModelConfig) -> frozenset[Part]:
+def adapter_parts(rules: "AdapterRules", config: McaModelConfig) -> frozenset[Part]:
     """The parts that an adapter of ``rules`` trains something of."""
     from mca_models.megatron.families.vision_model import part_of
 

@@ -17,7 +17,7 @@ class Stopped(BaseException):
 
 
 @contextmanager
-def raising_stopped() -> Iterator[None]:
+def raising_on_signals() -> Iterator[None]:
     """A block in which these signals raise `Stopped`, unless they are ignored (``nohup``)."""
 
     def stop(number: int, _: FrameType | None) -> None:

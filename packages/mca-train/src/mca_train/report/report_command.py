@@ -9,7 +9,7 @@ from pathlib import Path
 from mca_config.errors import UsageError
 from mca_config.types import JsonObject
 from mca_train.report.page import GIB, page
-from mca_train.report.reading import RunFiles, read_run
+from mca_train.report.run_files import RunFiles, read_run
 
 SCHEMA, VERSION = "mca-train/report", 1
 _RECORDED = ("began", "task", "world_size", "layout")
@@ -19,7 +19,7 @@ _OBJECTS = ("configuration", "versions", "plan")
 def write_report(
     folder: Path, *, compare: str | None = None, output: str | None = None, json: bool = False
 ) -> int:
-    """Writes the page about a run, and prints where it is.
+    """Write the page about a run, and prints where it is.
 
     Args:
         folder: The run's ``output_dir``.
@@ -51,10 +51,10 @@ def write_report(
 
 def document(runs: Sequence[RunFiles]) -> JsonObject:
     """The report as a JSON object: ``mca-train/report``, version 1. What its keys mean is in docs/planning.md."""
-    return {"schema": SCHEMA, "version": VERSION, "runs": [_told(run) for run in runs]}
+    return {"schema": SCHEMA, "version": VERSION, "runs": [_run_document(run) for run in runs]}
 
 
-def _told(run: RunFiles) -> JsonObject:
+def _run_document(run: RunFiles) -> JsonObject:
     return {
         "name": run.name,
         **{name: run.record.get(name) for name in _RECORDED},

@@ -1,6 +1,6 @@
-"""Settings of Megatron's that runs of ours follow; all others, and details of a switch which is off, are refused.
+"""Support of Megatron's settings: unsupported ones, and details of a feature that is off, are errors.
 
-Megatron takes them without a word. In a name of ``_NOWHERE`` and ``_DETAILS``, ``*`` stands for any letters.
+Megatron itself accepts them silently. In a name of ``_UNSUPPORTED`` and ``_DETAILS``, ``*`` matches any letters.
 """
 
 from collections.abc import Iterator, Mapping
@@ -8,14 +8,14 @@ from fnmatch import fnmatch
 
 from mca_config.types import Typed, Values
 
-FOLLOWED: Mapping[str, tuple[str, ...]] = {
-    "changes what is computed, and is tried on a model": (
+SUPPORTED: Mapping[str, tuple[str, ...]] = {
+    "changes the computation, tested on a model": (
         "moe_router_force_biased",
         "mtp_detach_heads",
         "use_te_activation_func",
         "use_transformer_engine_op_fuser",
     ),
-    "changes what is computed, in Megatron's code around layers of any kind": (
+    "changes the computation, in Megatron's code around all layers": (
         "disable_bf16_reduced_precision_matmul",
         "moe_router_force_load_balancing",
     ),
@@ -31,7 +31,7 @@ FOLLOWED: Mapping[str, tuple[str, ...]] = {
         "num_layers_at_start_in_bf16",
         "tp_only_amax_red",
     ),
-    "says what is kept in memory, and where": (
+    "controls which tensors stay in memory, and where": (
         "clone_scatter_output_in_embedding",
         "cpu_offloading_activations",
         "cpu_offloading_double_buffering",
@@ -41,7 +41,7 @@ FOLLOWED: Mapping[str, tuple[str, ...]] = {
         "disable_parameter_transpose_cache",
         "mlp_chunks_for_training",
     ),
-    "says when and with which kernels ranks exchange": (
+    "controls the time and kernels of communication": (
         "batch_p2p_sync",
         "flash_attention_version",
         "moe_deepep_num_sms",
@@ -56,8 +56,8 @@ FOLLOWED: Mapping[str, tuple[str, ...]] = {
         "moe_permute_fusion_into_hybridep",
     ),
 }
-"""By what it does."""
-_NOWHERE: Mapping[str, tuple[str, ...]] = {
+"""Supported settings, by effect."""
+_UNSUPPORTED: Mapping[str, tuple[str, ...]] = {
     "it is for inference": (
         "inference_*",
         "flash_decode",
@@ -67,7 +67,7 @@ _NOWHERE: Mapping[str, tuple[str, ...]] = {
         "nccl_all_reduce_for_prefill",
         "moe_pad_experts_for_cuda_graph_inference",
     ),
-    "no CUDA graphs are captured": (
+    "mca captures no CUDA graphs": (
         "cuda_graph_*",
         "delay_offload_until_cuda_graph",
         "enable_cuda_graph",
@@ -80,7 +80,7 @@ _NOWHERE: Mapping[str, tuple[str, ...]] = {
         "init_method_std",
         "embedding_init_method_std",
     ),
-    "forward passes without gradients upset the order of what is offloaded, and it is not tried on a GPU": (
+    "forward passes without gradients break the offloading order, and it is not tested on a GPU": (
         "fine_grained_activation_offloading",
         "fine_grained_offloading_max_inflight_offloads",
         "offload_modules",
@@ -88,8 +88,8 @@ _NOWHERE: Mapping[str, tuple[str, ...]] = {
         "activation_offload_fraction",
         "delta_offload_bytes_across_pp_ranks",
     ),
-    "nothing is computed in fp4": ("fp4", "fp4_*"),
-    "Megatron does not look at it": (
+    "fp4 is not supported": ("fp4", "fp4_*"),
+    "Megatron does not read it": (
         "apply_residual_connection_post_layernorm",
         "async_tensor_model_parallel_allreduce",
         "barrier_with_L1_time",
@@ -101,7 +101,7 @@ _NOWHERE: Mapping[str, tuple[str, ...]] = {
         "tp_comm_atomic_*",
         "tp_comm_split_*",
     ),
-    "nothing that is run here looks at it": (
+    "mca uses no code that reads it": (
         "apply_query_key_layer_scaling",
         "batch_invariant_mode",
         "config_logger_dir",
@@ -111,9 +111,9 @@ _NOWHERE: Mapping[str, tuple[str, ...]] = {
         "use_inference_optimized_layers",
         "use_te_rng_tracker",
     ),
-    "the arguments of training and the checkpoint say the dtype": ("bf16", "fp16"),
+    "the training arguments and the checkpoint set the dtype": ("bf16", "fp16"),
     "layers compute in the dtype of their weights": ("fp32_residual_connection",),
-    "products that are meant to be in fp32 would be rounded": ("enable_autocast",),
+    "it would round matrix products that need fp32": ("enable_autocast",),
     "heads are not clipped during training": ("qk_clip", "qk_clip_*", "log_max_attention_logit"),
     "it recomputes core attention too; use recompute_modules: [moe]": ("moe_layer_recompute",),
     "overlap_moe_expert_parallel_comm is not supported": (
@@ -125,7 +125,7 @@ _NOWHERE: Mapping[str, tuple[str, ...]] = {
     "tp_comm_overlap is not supported": ("tp_comm_*",),
     "fp8_recipe custom is not supported": ("fp8_quantizer_factory",),
     "the output layer is not computed in fp8": ("fp8_output_proj",),
-    "no groups or schedules are made for it": (
+    "mca creates no process groups or schedules for it": (
         "hybrid_context_parallel",
         "hierarchical_context_parallel_sizes",
         "max_seqlen_per_dp_cp_rank",
@@ -139,13 +139,13 @@ _NOWHERE: Mapping[str, tuple[str, ...]] = {
     ),
     "it omits factors, norms and interleaved channels": ("fused_single_qkv_rope",),
     "experts are not balanced by quantiles": ("moe_router_quantile_balancing_ema",),
-    "no layers are made with it": ("use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert"),
+    "mca builds no layers with it": ("use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert"),
     "the package of that name is not used": ("use_kitchen", "use_kitchen_attention", "kitchen_*"),
-    "losses of experts are logged as one": ("moe_per_layer_logging",),
+    "MoE losses are logged as one sum over layers": ("moe_per_layer_logging",),
     "it is for Megatron's own tests": ("test_mode",),
 }
-"""By why it is refused."""
-_UNTRIED = "it is not tried on the models that are built here"
+"""Unsupported settings, by reason."""
+_UNTRIED = "it is not tested with the models of mca"
 _DETAILS: Mapping[str, tuple[str, ...]] = {
     "fp8": ("fp8_*", "tp_only_amax_red", "first_last_layers_bf16"),
     "first_last_layers_bf16": ("num_layers_at_*_in_bf16",),
@@ -168,9 +168,9 @@ _DETAILS: Mapping[str, tuple[str, ...]] = {
     "moe_flex_dispatcher_backend deepep": ("moe_enable_deepep", "moe_deepep_*"),
     "moe_flex_dispatcher_backend hybridep": ("moe_hybridep_*", "moe_permute_fusion_into_hybridep"),
 }
-"""By the switch, or the switch and the words of which it has to be one."""
+"""Details by the option that they need, with its allowed values if it is not a bool."""
 _UNSET: Mapping[str, str] = {"fp8_recipe": "delayed", "moe_flex_dispatcher_backend": "deepep"}
-"""What Megatron takes where a switch is not set."""
+"""Megatron's defaults of unset options."""
 _ON = (
     "activation_offload_fraction",
     "cpu_offloading_activations",
@@ -183,46 +183,46 @@ _ON = (
     "num_layers_at_*_in_bf16",
     "offload_modules",
 )
-"""Of untried settings and details, those that Megatron does not take as off where they are not given."""
+"""Untested settings and details whose default in Megatron is not off."""
 
 
-def problems(settings: Values, given: Values) -> Iterator[str]:
-    """What of ``settings`` would be taken and not followed.
+def find_problems(settings: Values, arguments: Values) -> Iterator[str]:
+    """Yield messages about ``settings`` that Megatron would accept without effect.
 
     Args:
         settings: ``additional_configs``, without those that are arguments.
-        given: The arguments.
+        arguments: The arguments.
     """
     for name, value in settings.items():
         if is_off(name, value):
             continue
-        why = refusal(name)
+        why = unsupported_reason(name)
         if why is not None:
             yield f"additional_configs: {name} is not supported ({why}); remove it"
             continue
         for switch, patterns in _DETAILS.items():
-            if not _is_on(switch, settings, given) and _is_one_of(name, patterns):
+            if not _is_on(switch, settings, arguments) and _matches(name, patterns):
                 yield f"additional_configs: {name} needs {switch}; add it or remove {name}"
                 break
 
 
-def refusal(name: str) -> str | None:
-    """Why no run follows the setting; None: runs do."""
-    if any(name in names for names in FOLLOWED.values()):
+def unsupported_reason(name: str) -> str | None:
+    """Return the reason why the setting is not supported; None: it is."""
+    if any(name in names for names in SUPPORTED.values()):
         return None
-    return next((why for why, patterns in _NOWHERE.items() if _is_one_of(name, patterns)), _UNTRIED)
+    return next((why for why, patterns in _UNSUPPORTED.items() if _matches(name, patterns)), _UNTRIED)
 
 
 def is_off(name: str, value: Typed) -> bool:
-    """Whether ``value`` only says that ``name`` is off, as it is without it."""
-    return value == 0 and not _is_one_of(name, _ON)
+    """Return whether ``value`` turns ``name`` off, which is also its default."""
+    return value == 0 and not _matches(name, _ON)
 
 
-def _is_one_of(name: str, patterns: tuple[str, ...]) -> bool:
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns)
 
 
-def _is_on(switch: str, settings: Values, given: Values) -> bool:
+def _is_on(switch: str, settings: Values, arguments: Values) -> bool:
     name, _, words = switch.partition(" ")
-    value = settings.get(name) or given.get(name) or _UNSET.get(name)
+    value = settings.get(name) or arguments.get(name) or _UNSET.get(name)
     return value in words.split(" or ") if words else bool(value)

@@ -6,12 +6,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mca_config.errors import McaError, UsageError, checking_usage, raise_problems
+from mca_config.errors import McaError, UsageError, raise_problems, raising_usage_errors
 from mca_config.printable import counted
 from mca_config.types import Values
 from mca_train.config.model import model_config
-from mca_train.config.run_config import Settings, given_values
-from mca_train.run.checks import data_problems, settings_of
+from mca_train.config.run_config import Settings, load_values
+from mca_train.run.checks import data_problems, make_settings
 from mca_train.run.hub_paths import with_directories
 from mca_train.run.inputs import load_tokenizer
 from mca_train.run.logs import quiet_libraries
@@ -25,7 +25,7 @@ _ROWS_AT_ONCE = 256
 
 
 def tokenize(config: Path | None, overrides: list[str], output_prefix: str | None) -> int:
-    """Tokenizes ``train_file``, each row a document that ends with the end-of-sequence token.
+    """Tokenize ``train_file``, each row a document that ends with the end-of-sequence token.
 
     Args:
         config: The YAML file of a pre-training run; None: the overrides are all.
@@ -33,7 +33,7 @@ def tokenize(config: Path | None, overrides: list[str], output_prefix: str | Non
         output_prefix: Of the dataset's two files; None: the configuration has it.
     """
     quiet_libraries(first=True)
-    values, where = given_values(config, overrides)
+    values, where = load_values(config, overrides)
     in_file = values.pop(_FLAG, None)
     prefix = in_file if output_prefix is None else output_prefix
     if not isinstance(prefix, str):
@@ -41,11 +41,11 @@ def tokenize(config: Path | None, overrides: list[str], output_prefix: str | Non
             "mca-train tokenize needs --output_prefix: <prefix>.bin and <prefix>.idx are written"
         )
     task = TASKS["pretrain"]
-    settings = settings_of(task, with_directories(values, only="tokenizer"), where)
+    settings = make_settings(task, with_directories(values, only="tokenizer"), where)
     raise_problems(data_problems(settings), where, kind=UsageError)
     if settings.data.datasets:
         raise UsageError(f"{where}: mca-train tokenize reads train_file, not datasets")
-    with checking_usage():
+    with raising_usage_errors():
         tokenizer = load_tokenizer(settings)
     from mca_train.data.indexed import write_indexed
 

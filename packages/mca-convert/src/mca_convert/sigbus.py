@@ -34,7 +34,7 @@ class _Action(ctypes.Structure):
 
 
 @contextmanager
-def cut_files_told(tell: Callable[[McaError], None]) -> Iterator[None]:
+def catching_truncated_files(tell: Callable[[McaError], None]) -> Iterator[None]:
     """A block in which ``tell`` hears of mapped files that cannot be read; what was read of them is zeros."""
     if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) != 8:
         yield

@@ -47,7 +47,7 @@ _SET = {
     "virtual_pipeline_model_parallel_size": "vpp vpp_size",
     "context_parallel_size": "cp cp_size",
     "expert_model_parallel_size": "ep ep_size",
-    "local_ranks": "nproc_per_node num_processes",
+    "nproc_per_node": "local_ranks num_processes",
 }
 _DATASET = "set train_file for a file, or datasets: [{path: org/name}] for a dataset of the Hub"
 _DTYPE = (

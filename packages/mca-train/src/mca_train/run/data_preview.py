@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mca_config.errors import UsageError, checking_usage, raise_problems
+from mca_config.errors import UsageError, raise_problems, raising_usage_errors
 from mca_config.printable import counted
 from mca_train.config.model import model_config
-from mca_train.config.run_config import Settings, given_values
+from mca_train.config.run_config import Settings, load_values
 from mca_train.data.kept_warnings import KeptWarnings
-from mca_train.run.checks import data_problems, settings_of
+from mca_train.run.checks import data_problems, make_settings
 from mca_train.run.hub_paths import with_directories
 from mca_train.run.inputs import image_reader, load_tokenizer
 from mca_train.run.logs import quiet_libraries
@@ -30,7 +30,7 @@ _ROWS_OF_A_STREAM = 1000
 
 
 def print_data(task: Task | None, config: Path | None, overrides: list[str]) -> int:
-    """Prints counts, lengths, fill and samples of a configuration's data.
+    """Print counts, lengths, fill and samples of a configuration's data.
 
     Args:
         task: The kind of run; None: the one whose keys are given.
@@ -38,11 +38,11 @@ def print_data(task: Task | None, config: Path | None, overrides: list[str]) -> 
         overrides: ``--key value`` words.
     """
     quiet_libraries(first=True)
-    values, where = given_values(config, overrides)
+    values, where = load_values(config, overrides)
     task = task or task_of(values)
-    settings = settings_of(task, with_directories(values, only="tokenizer"), where)
+    settings = make_settings(task, with_directories(values, only="tokenizer"), where)
     raise_problems(data_problems(settings), where, kind=UsageError)
-    with checking_usage():
+    with raising_usage_errors():
         tokenizer = load_tokenizer(settings)
     told = KeptWarnings()
     logger = logging.getLogger("mca_train")
