@@ -32,8 +32,8 @@ import numpy as np
 from mca_models.checkpoint.hf_writer import METADATA, HfLayout
 from mca_models.storage.safetensors import plan_file
 from mca_models.storage.writer import SafetensorsWriter
-from mca_models.templates import config_from_hf, family_of
-from mca_models.templates.shapes import whole_shape
+from mca_models.templates import config_from_hf, get_family
+from mca_models.templates.shapes import full_shape
 
 BASE = {
     "hidden_act": "silu",
@@ -87,8 +87,8 @@ def moe_config(nbytes: float) -> dict[str, Any]:
 def make_model(hf: dict[str, Any], directory: Path) -> None:
     """Write a HF checkpoint of random bytes."""
     config = config_from_hf(hf)
-    params = family_of(config.model_type).params(config)
-    wholes = {param.mca_name(): whole_shape(param, config) for param in params}
+    params = get_family(config.model_type).params(config)
+    wholes = {param.mca_name(): full_shape(param, config) for param in params}
     layout = HfLayout(params, config, dict.fromkeys(wholes, "BF16"), wholes)
     write_tensors(directory, {name: layout.specs(name) for name in layout.files})
     layout.finish(directory)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.ranks
 
 def model_only(checkpoint: Path, output_dir: Path) -> str:
     from mca_config.errors import McaError
-    from mca_models.opening import open_checkpoint
+    from mca_models.checkpoint_kinds import open_checkpoint
     from mca_train.trainer import stop_signal
 
     saving = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True, "save_total_limit": 2}

@@ -84,7 +84,7 @@ def test_of_a_server_without_ranges_no_more_is_read_than_headers(hub, tmp_path, 
     import huggingface_hub.utils
     from huggingface_hub import constants
 
-    from mca_models.hub import headers_of
+    from mca_models.hub import headers_only
 
     for name, value in _settings(str(tmp_path / "cache"), hub.address).items():
         monkeypatch.setattr(constants, name, value)
@@ -105,7 +105,7 @@ def test_of_a_server_without_ranges_no_more_is_read_than_headers(hub, tmp_path, 
             read.append((str(response.url), response.num_bytes_downloaded))
 
     monkeypatch.setattr(session, "stream", counting)
-    with headers_of("org/model", needs_weights=True) as folder:
+    with headers_only("org/model", needs_weights=True) as folder:
         file = folder / "model.safetensors"
         assert file.stat().st_size == len(whole)
         assert file.read_bytes()[: 8 + len(header)] == whole[: 8 + len(header)]

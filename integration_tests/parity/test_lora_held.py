@@ -88,7 +88,7 @@ def refused(base: Path, sft: Path, folder: Path) -> list[str]:
 
     from mca_models.megatron import AutoModel
     from mca_models.megatron.peft import get_peft_model, load_adapter
-    from mca_models.templates.heads import Head
+    from mca_models.templates.classification_head import Head
 
     head, told = Head(kind="sequence_classification", labels=("reward",)), []
     plain = {"r": 2, "target_modules": ["q_proj"]}

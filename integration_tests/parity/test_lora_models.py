@@ -99,8 +99,8 @@ def merged_files(base: Path, layout: str, adapter: Path, target: Path) -> None:
     [pytest.param("qwen2", "tp2pp2", marks=pytest.mark.qualify), ("qwen3_moe", "tp2ep2etp1sp")],
 )
 def test_live_merging_equals_the_converters(case: str, layout: str, tmp_path: Path) -> None:
+    from mca_models.checkpoint_kinds import open_checkpoint
     from mca_models.lora import merge_to_hf, open_adapter
-    from mca_models.opening import open_checkpoint
 
     base = make_reference(case, tmp_path, "bfloat16").path
     run_ranks(1, new_adapter, base, "tp1", lora(target_modules=ATTENTION + MLP), tmp_path, False)

@@ -27,7 +27,7 @@ def beside_scores(checkpoint: Path, folder: Path) -> None:
     """A step of a model with tied weights changes them alike, beside a model without. Runs on both pipeline ranks."""
     from mca_config.errors import McaError
     from mca_models import AutoModel
-    from mca_models.templates.heads import Head
+    from mca_models.templates.classification_head import Head
 
     changes = ONE | {"pipeline_model_parallel_size": 2}
     found = []

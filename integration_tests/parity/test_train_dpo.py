@@ -198,7 +198,7 @@ def against_its_own(checkpoint: Path, output: Path) -> tuple[dict[str, list[floa
 
     from mca_models import AutoModel
     from mca_models.megatron.peft import get_peft_model
-    from mca_models.templates.heads import Head
+    from mca_models.templates.classification_head import Head
     from mca_train import DpoTrainer, KtoTrainer, McaTrainer
 
     args = arguments(output, **RUN)

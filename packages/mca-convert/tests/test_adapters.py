@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from mca_config.errors import McaError
 from mca_convert.cli import main
+from mca_models.checkpoint_kinds import open_checkpoint
 from mca_models.lora import adapter_for
-from mca_models.opening import open_checkpoint
 
 DENSE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CASES = {

@@ -2,7 +2,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mca_convert.chunks import ChunkCache, split
-from mca_models.storage.runs import Gather, Move, clip
+from mca_models.storage.byte_ranges import Gather, Move, clip
 
 moves = st.builds(
     lambda source, target, run, repeat, source_gap, target_gap, source_step, target_step: Move(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import lcm
 
-from mca_models.storage.runs import Gather, Move, clip
+from mca_models.storage.byte_ranges import Gather, Move, clip
 
 
 @dataclass(frozen=True, slots=True)

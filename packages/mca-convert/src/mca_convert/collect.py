@@ -8,8 +8,8 @@ from math import prod
 
 from mca_convert.chunks import Chunk
 from mca_convert.reader import SourceFiles
+from mca_models.storage.byte_ranges import Move
 from mca_models.storage.dtypes import numpy_dtype
-from mca_models.storage.runs import Move
 from mca_models.storage.safetensors import TensorInfo
 from mca_models.storage.source import Part, copy_move
 from mca_models.weights.arrays import NumpyArray

@@ -18,9 +18,9 @@ from mca_convert.collect import Buffers, Collector
 from mca_convert.pool import Limits, run_all
 from mca_convert.reader import SourceFiles
 from mca_convert.tasks import source_dtypes
+from mca_models.storage.copy_plan import HF
 from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.finite import counts_in
-from mca_models.storage.moves import HF
 from mca_models.storage.source import ModelSource
 from mca_models.weights import Param
 from mca_models.weights.arrays import NumpyArray
@@ -154,7 +154,7 @@ def _different_models(first: ModelSource, second: ModelSource, tolerance: float 
             )
     dtypes = source_dtypes(first), source_dtypes(second)
     for name in mine.keys() & its.keys():
-        shapes = first.whole_shape(mine[name]), second.whole_shape(its[name])
+        shapes = first.full_shape(mine[name]), second.full_shape(its[name])
         if shapes[0] != shapes[1]:
             problems.append(f"{name}: shapes {list(shapes[0])} and {list(shapes[1])}")
         if dtypes[0][name] != dtypes[1][name] and tolerance is None:

@@ -13,8 +13,8 @@ from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
 from mca_convert.compare import Comparison
 from mca_models.checkpoint.mca_directory import load_config
-from mca_models.opening import kind_of
-from mca_models.storage.dtypes import code_of
+from mca_models.checkpoint_kinds import checkpoint_kind
+from mca_models.storage.dtypes import dtype_code
 from mca_models.weights.arrays import NumpyArray
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def compare_adapters(first: Path, second: Path, *, tolerance: float | None = Non
         McaError: One is damaged, or a whole model.
     """
     for path, other in ((first, second), (second, first)):
-        if not kind_of(path).is_adapter:
+        if not checkpoint_kind(path).is_adapter:
             raise McaError(
                 f"{path}: a whole model, {other} is an adapter; merge the adapter (--merge) to compare models"
             )
@@ -65,7 +65,7 @@ def _compare(
     if mine.shape != its.shape:
         result.problems.append(f"{name}: shapes {list(mine.shape)} and {list(its.shape)}")
     elif mine.dtype != its.dtype and tolerance is None:
-        codes = f"{code_of(mine.dtype)} and {code_of(its.dtype)}"
+        codes = f"{dtype_code(mine.dtype)} and {dtype_code(its.dtype)}"
         result.problems.append(f"{name}: {codes} (--tolerance allows this)")
     else:
         result.note(name, mine.shape, [mine.reshape(-1), its.reshape(-1)], tolerance)

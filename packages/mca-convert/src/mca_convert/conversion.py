@@ -27,7 +27,7 @@ from mca_models.checkpoint.contents import foreign_entry, is_checkpoint
 from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES, METADATA, HfLayout
 from mca_models.checkpoint.mca_directory import McaLayout, iteration_name
 from mca_models.checkpoint.side_files import copy_side_files, side_files, side_names
-from mca_models.opening import kind_of
+from mca_models.checkpoint_kinds import checkpoint_kind
 from mca_models.storage.atomic import PartialDirectory, require_absent, require_free
 from mca_models.storage.dtypes import DTYPE_NAMES
 from mca_models.storage.manifest import FileRecord
@@ -162,7 +162,7 @@ def plan_to_hf(
 
 
 def _full_shapes(source: ModelSource) -> dict[str, tuple[int, ...]]:
-    return {param.mca_name(): source.whole_shape(param) for param in source.params}
+    return {param.mca_name(): source.full_shape(param) for param in source.params}
 
 
 def _with_dtype(config: McaModelConfig, cast: str | None) -> McaModelConfig:
@@ -174,7 +174,7 @@ def _with_dtype(config: McaModelConfig, cast: str | None) -> McaModelConfig:
 
 def require_adapter(path: Path) -> None:
     """Raise if directory ``path`` holds no LoRA adapter."""
-    if not kind_of(path).is_adapter:
+    if not checkpoint_kind(path).is_adapter:
         raise McaError(
             f"--adapter_path {path}: no adapter_config.json is there; expected a PEFT or MCA adapter directory"
         )

@@ -16,8 +16,8 @@ from mca_convert.collect import Buffers, Collector, is_any_kept
 from mca_convert.pool import Limits, run_all
 from mca_convert.reader import SourceFiles
 from mca_convert.tasks import Chunking, Fill, band_elements, fill_item_size
-from mca_models.quantised.blocks import quantised, scale_shape
-from mca_models.quantised.tile import Tile
+from mca_models.quantization.fp8_tile import Fp8Tile
+from mca_models.quantization.fp8_write import quantize, scale_shape
 from mca_models.storage.cast import Overflow, cast_into
 from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.finite import all_finite
@@ -36,7 +36,7 @@ class _Worker:
 
     buffers: Buffers
     collector: Collector
-    tile: Tile | None
+    tile: Fp8Tile | None
 
 
 class Engine:
@@ -90,7 +90,7 @@ class Engine:
     def _start_worker(self) -> Callable[[Stretch], None]:
         buffers = Buffers(self._buffer_bytes)
         collector = Collector(self._sources, buffers, self._limits.computed_bytes)
-        worker = _Worker(buffers, collector, Tile() if self._makes_blocks else None)
+        worker = _Worker(buffers, collector, Fp8Tile() if self._makes_blocks else None)
 
         def carry_out(stretch: Stretch) -> None:
             for fill, chunks in stretch:
@@ -118,7 +118,7 @@ class Engine:
                 if fill.scales is not None:
                     values = worker.buffers.array("cast", "U8", data.size)
                     rows = data.reshape(-1, fill.gather.shape[-1])
-                    data, scales = quantised(fill.tensor, rows, values, worker.tile)
+                    data, scales = quantize(fill.tensor, rows, values, worker.tile)
                     writer.write(fill.scales, scales, first_scale(fill, chunk) * scales.itemsize)
                 elif fill.dtype != fill.source_dtype:
                     collected, data = data, worker.buffers.array("cast", fill.dtype, data.size)

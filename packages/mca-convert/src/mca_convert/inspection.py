@@ -17,13 +17,13 @@ from mca_convert.non_finite import count_by_name, search
 from mca_convert.pool import Limits
 from mca_models.checkpoint.hf_directory import HfSource, read_config
 from mca_models.checkpoint.mca_directory import McaSource, load_config
-from mca_models.opening import CheckpointKind, kind_of, open_checkpoint
-from mca_models.quantised.hf_config import quantisation_of
+from mca_models.checkpoint_kinds import CheckpointKind, checkpoint_kind, open_checkpoint
+from mca_models.quantization.hf_config import read_quantization_config
 from mca_models.storage.finite import counts_in
 from mca_models.storage.safetensors import TensorInfo, read_header
 from mca_models.storage.source import ModelSource
-from mca_models.templates import family_of
-from mca_models.templates.heads import class_name
+from mca_models.templates import get_family
+from mca_models.templates.classification_head import class_name
 from mca_models.weights import Stage
 
 _SIZES = (
@@ -75,7 +75,7 @@ def inspect_directory(path: Path, top: int = 5, limits: Limits | None = None) ->
     Raises:
         McaError: There is no such directory.
     """
-    kind = kind_of(path)
+    kind = checkpoint_kind(path)
     found = Inspection(str(path), kind.value)
     try:
         if kind.is_adapter:
@@ -99,19 +99,19 @@ def _model(path: Path, kind: CheckpointKind, found: Inspection, top: int, limits
     _count([info for info in tensors if isinstance(info, TensorInfo)], source.path, found)
     if isinstance(source, HfSource):
         _quantisation(path, found)
-    found.facts["parameters"] = sum(prod(source.whole_shape(param)) for param in source.params)
+    found.facts["parameters"] = sum(prod(source.full_shape(param)) for param in source.params)
     if source.config.vision is not None:
         found.facts["vision parameters"] = sum(
-            prod(source.whole_shape(param)) for param in source.params if param.stage is Stage.VISION
+            prod(source.full_shape(param)) for param in source.params if param.stage is Stage.VISION
         )
-    carried = [param for param in source.params if param.stage is Stage.CARRIED]
+    carried = [param for param in source.params if param.stage is Stage.PASSTHROUGH]
     if carried:
-        found.facts["parameters that no model here has"] = sum(map(prod, map(source.whole_shape, carried)))
+        found.facts["parameters that no model here has"] = sum(map(prod, map(source.full_shape, carried)))
     if isinstance(source, HfSource):
         shapes = [(info.name, info.dtype, list(info.shape)) for info in source.tensors()]
     else:
         shapes = [
-            (param.mca_name(), source.parts(param)[0].info.dtype, list(source.whole_shape(param)))
+            (param.mca_name(), source.parts(param)[0].info.dtype, list(source.full_shape(param)))
             for param in source.params
         ]
     _biggest(shapes, found, top)
@@ -135,7 +135,7 @@ def _configuration(path: Path, kind: CheckpointKind, found: Inspection) -> None:
 def _unsupported(config: JsonObject) -> str | None:
     """Why models of this type are not read, whether their weights are there or not."""
     try:
-        family_of(str(config.get("model_type")))
+        get_family(str(config.get("model_type")))
     except McaError as error:
         return str(error)
     return None
@@ -144,7 +144,7 @@ def _unsupported(config: JsonObject) -> str | None:
 def _describe(config: McaModelConfig, found: Inspection) -> None:
     found.facts["model_type"] = config.model_type
     if config.num_labels is None:
-        found.facts["architecture"] = family_of(config.model_type).architecture
+        found.facts["architecture"] = get_family(config.model_type).architecture
     else:
         found.facts["architecture"] = class_name(config.model_type, config.head)
         found.facts["head"] = f"{config.head.replace('_', ' ')}, {counted(config.num_labels, 'label')}"
@@ -182,7 +182,7 @@ def _layout(source: ModelSource, found: Inspection) -> None:
 
 
 def _quantisation(path: Path, found: Inspection) -> None:
-    settings = quantisation_of(read_config(path))
+    settings = read_quantization_config(read_config(path))
     if isinstance(settings, dict):
         blocks = settings.get("weight_block_size")
         found.facts["quantised"] = f"{settings.get('quant_method')}" + (
@@ -210,7 +210,7 @@ def _biggest(shapes: list[tuple[str, str, list[int]]], found: Inspection, top: i
 def _adapter(path: Path, kind: CheckpointKind, found: Inspection, top: int, *, values: bool) -> None:
     from mca_models.lora import AdapterConfig, open_adapter
     from mca_models.lora.peft_directory import PICKLE, WEIGHTS
-    from mca_models.torch_checkpoint.hf_bin import tensors_of
+    from mca_models.torch_checkpoint.hf_bin import read_tensors
 
     settings = AdapterConfig.load(path).document
     for key in ("base_model_name_or_path", "r", "lora_alpha", "target_modules", "target_parameters"):
@@ -221,7 +221,7 @@ def _adapter(path: Path, kind: CheckpointKind, found: Inspection, top: int, *, v
             found.facts[key] = settings[key]
     if kind is CheckpointKind.PEFT:
         pickled = (path / PICKLE).exists() and not (path / WEIGHTS).exists()
-        stored = tensors_of(path / PICKLE) if pickled else read_header(path / WEIGHTS).tensors
+        stored = read_tensors(path / PICKLE) if pickled else read_header(path / WEIGHTS).tensors
         infos = [info for info in stored.values() if isinstance(info, TensorInfo)]
         _count(infos, path, found)
         found.facts["parameters"] = sum(prod(info.shape) for info in infos)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from mca_config.errors import McaError
 from mca_config.files import naming_read_errors, open_regular
 from mca_convert.pool import run_all
-from mca_models.storage.checksum import crc32_join, crc32_of_file
+from mca_models.storage.checksum import crc32_join, file_crc32
 from mca_models.storage.partial_folder import close
 from mca_models.storage.writer import as_bytes
 from mca_models.weights.arrays import Contiguous, NumpyArray
@@ -94,7 +94,7 @@ class SourceFile:
         crc = position = 0
         for offset, length, part in sorted(self._passed):
             if offset < position:
-                return crc32_of_file(self.path)
+                return file_crc32(self.path)
             crc = crc32_join(self._crc_between(crc, position, offset), part, length)
             position = offset + length
         return self._crc_between(crc, position, self.nbytes)

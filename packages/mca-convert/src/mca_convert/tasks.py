@@ -11,12 +11,12 @@ from mca_config.errors import McaError
 from mca_convert.chunks import Chunk, ChunkCache
 from mca_models.checkpoint.hf_writer import HfLayout
 from mca_models.checkpoint.mca_directory import McaLayout
-from mca_models.checkpoint.placement import cut_size, files_of
-from mca_models.quantised.blocks import SCALE_CODE, scale_shape
-from mca_models.quantised.tile import BLOCK
+from mca_models.checkpoint.placement import shard_count, shard_files
+from mca_models.quantization.fp8_tile import BLOCK
+from mca_models.quantization.fp8_write import SCALE_CODE, scale_shape
+from mca_models.storage.byte_ranges import Gather
+from mca_models.storage.copy_plan import HF
 from mca_models.storage.dtypes import ITEM_SIZES
-from mca_models.storage.moves import HF
-from mca_models.storage.runs import Gather
 from mca_models.storage.source import ModelSource, Part
 from mca_models.weights import Param
 
@@ -132,9 +132,9 @@ def fills_to_mca(source: ModelSource, target: McaLayout, found: Mapping[str, str
     plan = target.config.pipeline_plan()
     for param in target.params:
         name = param.mca_name()
-        side = cut_size(param, target.config.layout)
+        side = shard_count(param, target.config.layout)
         gathers = source.gathers(param, side)
-        files = files_of(param, target.config, plan)
+        files = shard_files(param, target.config, plan)
         for file, gather in zip(files, gathers, strict=True):
             yield Fill(file, name, 0, gather, source.parts(param), found[name], target.dtypes[name], param)
 

@@ -59,7 +59,7 @@ _BEGINNING = 1 << 17  # bytes of a file that are asked for first; most headers a
 _LONGEST_HEADER = 100_000_000  # bytes that safetensors allows
 
 
-def is_id(name: str | Path) -> bool:
+def is_hub_id(name: str | Path) -> bool:
     """Whether ``name`` can only mean a model of the Hub: it looks like an id, and nothing of that name is here."""
     text = str(name)
     if isinstance(name, Path) and name.is_absolute():
@@ -68,7 +68,7 @@ def is_id(name: str | Path) -> bool:
     return _ID.fullmatch(text) is not None and not Path(text).exists() and not Path(owner).exists()
 
 
-def directory_of(name: str | Path, needed: Needed = "all") -> Path:
+def resolve_directory(name: str | Path, needed: Needed = "all") -> Path:
     """The directory of ``name``: itself, or of a Hub id the snapshot in the cache, downloaded if it is not there.
 
     Args:
@@ -78,7 +78,7 @@ def directory_of(name: str | Path, needed: Needed = "all") -> Path:
     Raises:
         McaError: The Hub has no such model, refuses it, or cannot be reached.
     """
-    if not is_id(name):
+    if not is_hub_id(name):
         return Path(name)
     repository, revision = _parts(name)
     with _naming(str(name)):
@@ -86,7 +86,7 @@ def directory_of(name: str | Path, needed: Needed = "all") -> Path:
 
         api, patterns = HfApi(), ["*config.json"]
         if not constants.HF_HUB_OFFLINE:
-            patterns = chosen(_files(api, repository, revision), needed)
+            patterns = select_files(_files(api, repository, revision), needed)
         return Path(api.snapshot_download(repository, revision=revision, allow_patterns=patterns))
 
 
@@ -98,7 +98,7 @@ def dataset_cache(name: str) -> Path:
 
 
 @contextmanager
-def headers_of(name: str | Path, *, needs_weights: bool) -> Iterator[Path]:
+def headers_only(name: str | Path, *, needs_weights: bool) -> Iterator[Path]:
     """A directory to plan with: of a Hub id the small files, and of each safetensors file the header alone.
 
     The files have their true lengths, but no weights: they are sparse. The directory is gone after the block.
@@ -108,9 +108,9 @@ def headers_of(name: str | Path, *, needs_weights: bool) -> Iterator[Path]:
         needs_weights: The configuration is not enough where the weights are in files without such a header.
 
     Raises:
-        McaError: As `directory_of`, or weights are needed and in such files.
+        McaError: As `resolve_directory`, or weights are needed and in such files.
     """
-    if not is_id(name):
+    if not is_hub_id(name):
         yield Path(name)
         return
     repository, revision = _parts(name)
@@ -127,8 +127,8 @@ def _headers(repository: str, revision: str | None, folder: Path, *, needs_weigh
 
     api = HfApi()
     if constants.HF_HUB_OFFLINE:
-        return directory_of(_named(repository, revision))
-    files = chosen(_files(api, repository, revision), "all")
+        return resolve_directory(_named(repository, revision))
+    files = select_files(_files(api, repository, revision), "all")
     if pickled := [file for file in files if file.startswith(_PICKLED)]:
         what = f"{_named(repository, revision)}: its weights are in {pickled[0]}, of which no header is fetched alone"
         if needs_weights:
@@ -166,7 +166,7 @@ def require_upload(name: str) -> None:
 def upload(folder: Path, name: str) -> str:
     """Uploads ``folder`` as the model ``name`` (see `require_upload`), which is made if it is not there; its address.
 
-    Then what `older` finds there is deleted; the repository's history keeps it.
+    Then what `stale_files` finds there is deleted; the repository's history keeps it.
 
     Raises:
         McaError: The Hub refuses it or cannot be reached, or an adapter would hide a model.
@@ -185,7 +185,7 @@ def upload(folder: Path, name: str) -> str:
                 f"--push_to_hub {name}: the repository holds a whole MCA model, which readers would no longer find "
                 "beside an adapter; push the adapter to a repository or branch of its own"
             )
-        stale = older(files, folder)
+        stale = stale_files(files, folder)
         if stale:
             logger.warning("%s: deletes what is of an earlier model there: %s", name, ", ".join(stale))
         api.upload_folder(
@@ -201,7 +201,7 @@ def upload(folder: Path, name: str) -> str:
         return f"{api.endpoint}/{repository}"
 
 
-def older(files: Iterable[str], folder: Path) -> list[str]:
+def stale_files(files: Iterable[str], folder: Path) -> list[str]:
     """Which ``files`` of a repository readers would take for parts of the model in ``folder``, which lacks them.
 
     These are what says of which kind a model is, weights under the names that are looked for (beside an adapter its own
@@ -221,7 +221,7 @@ def older(files: Iterable[str], folder: Path) -> list[str]:
     return sorted(file for file in files if not (folder / file).exists() and is_older(file))
 
 
-def chosen(files: Iterable[str], needed: Needed) -> list[str]:
+def select_files(files: Iterable[str], needed: Needed) -> list[str]:
     """Which of a repository's files are fetched.
 
     Weights are taken in one format: safetensors, or where there are none ``pytorch_model*.bin``. An MCA checkpoint is

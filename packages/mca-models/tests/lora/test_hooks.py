@@ -14,7 +14,7 @@ from mca_models.lora import AdapterConfig, rules_for_training
 from mca_models.lora.rules import AdapterRules
 from mca_models.megatron.names import Held
 from mca_models.megatron.peft.attach import Attached, LinearGroups, attach, detach, tell_undropped
-from mca_models.templates import config_from_hf, family_of
+from mca_models.templates import config_from_hf, get_family
 
 
 class Alone:
@@ -162,10 +162,10 @@ def test_fewer_groups_than_ranks_take_the_rows_they_need() -> None:
 
     model_type, _ = tiny_hf.CASES["llama"]
     model = config_from_hf({**tiny_hf.SIZE, "model_type": model_type})
-    base: Param = next(p for p in family_of(model_type).params(model) if "linear_qkv.weight" in p.mca)
+    base: Param = next(p for p in get_family(model_type).params(model) if "linear_qkv.weight" in p.mca)
     sizes = (64, 32, 32)
     columns = [torch.arange(size).unsqueeze(1) + 1000 * i for i, size in enumerate(sizes)]
-    whole = base.to_whole(columns)
+    whole = base.to_full(columns)
     rules = rules_of("llama", ["q_proj", "k_proj", "v_proj"])
     pairs = [replace(pair, target=replace(pair.target, base=base)) for pair in rules.factors[:3]]
     for size in (4, 8):

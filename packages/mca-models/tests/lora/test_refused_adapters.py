@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
+from mca_models.checkpoint_kinds import open_checkpoint
 from mca_models.lora import (
     AdapterConfig,
     merge_to_hf,
@@ -20,7 +21,6 @@ from mca_models.lora import (
     write_mca_adapter,
     write_peft,
 )
-from mca_models.opening import open_checkpoint
 from mca_models.templates import config_from_hf
 
 

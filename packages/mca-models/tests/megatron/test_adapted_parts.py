@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from mca_models.lora.config import AdapterConfig
-from mca_models.lora.parts import exclude_unadapted
+from mca_models.lora.peft_names import exclude_unadapted
 from mca_models.lora.targets import linear_targets
 from mca_models.megatron.families.vision_model import part_of
 from mca_models.templates import config_from_hf

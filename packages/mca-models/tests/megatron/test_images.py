@@ -17,7 +17,7 @@ from mca_models.megatron.families.image_limits import image_problems, image_reac
 from mca_models.megatron.families.vision_model import part_of
 from mca_models.megatron.forward import refuse_placeholders
 from mca_models.megatron.layers.sectioned_rope import axis_of_channels
-from mca_models.templates import config_from_hf, family_of
+from mca_models.templates import config_from_hf, get_family
 
 VIRTUAL = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
 
@@ -71,7 +71,7 @@ def test_images_that_attend_both_ways_need_our_attention() -> None:
 @pytest.mark.parametrize("case", sorted(tiny_vision.CASES))
 def test_every_parameter_belongs_to_a_part(case: str) -> None:
     config = config_from_hf(tiny_vision.described(case))
-    parts = {param.mca: part_of(param, config) for param in family_of(config.model_type).params(config)}
+    parts = {param.mca: part_of(param, config) for param in get_family(config.model_type).params(config)}
     assert set(parts.values()) == {"language", "vision", "projector"}
     tower = {part for name, part in parts.items() if name.startswith("vision_model.")}
     assert tower == {"vision", "projector"}

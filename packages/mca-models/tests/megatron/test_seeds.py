@@ -13,7 +13,7 @@ from tiny_hf import ALL, SIZE
 
 from mca_models.megatron.factory import fill
 from mca_models.megatron.factory.fill import _drawn
-from mca_models.templates import config_from_hf, family_of
+from mca_models.templates import config_from_hf, get_family
 
 OTHERWISE = ("softmax_offset", "dt_bias", "router.bias")
 """Where transformers' own models do not agree on how to begin; either is a start."""
@@ -33,7 +33,7 @@ def test_what_begins_with_one_number_does_so_from_a_seed(case: str) -> None:
     described = transformers.AutoConfig.for_model(model_type, **{**SIZE, **different})
     weights = transformers.AutoModelForCausalLM.from_config(described).state_dict()
     config, compared = config_from_hf(described.to_dict()), 0
-    for param in family_of(config.model_type).params(config):
+    for param in get_family(config.model_type).params(config):
         theirs = [weights[name] for name in param.hf_names() if name in weights]
         if not theirs or theirs[0].dim() > 1 or param.mca.endswith(OTHERWISE):
             continue
@@ -58,7 +58,7 @@ def threads() -> Iterator[None]:
 def test_parameters_are_drawn_at_once_and_are_what_one_thread_draws() -> None:
     model_type, different = ALL["llama"]
     config = config_from_hf(transformers.AutoConfig.for_model(model_type, **{**SIZE, **different}).to_dict())
-    params = [param for param in family_of(config.model_type).params(config) if not param.vocab][:24]
+    params = [param for param in get_family(config.model_type).params(config) if not param.vocab][:24]
     assert len(params) == 24, "an even number: two meet"
     at: Any = SimpleNamespace(tp=0, etp=0)
     meeting = Barrier(2, timeout=60)

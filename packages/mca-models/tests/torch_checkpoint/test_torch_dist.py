@@ -17,8 +17,8 @@ from torch_dist_files import State, by_layer, save
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import family_of, gated_delta_net, mamba
-from mca_models.torch_checkpoint.opening import open_foreign
+from mca_models.templates import gated_delta_net, get_family, mamba
+from mca_models.torch_checkpoint.megatron_checkpoint import open_foreign
 from mca_models.torch_checkpoint.torch_dist import find_torch_dist, open_torch_dist
 from mca_models.weights import Stage
 
@@ -26,7 +26,7 @@ from mca_models.weights import Stage
 def stacked(config: McaModelConfig, hf: dict[str, torch.Tensor]) -> State:
     """All layers in one tensor."""
     state = by_layer(config, hf)
-    layers = [param for param in family_of(config.model_type).params(config) if param.stage is Stage.LAYER]
+    layers = [param for param in get_family(config.model_type).params(config) if param.stage is Stage.LAYER]
     for rule in {param.mca for param in layers if param.expert is None}:
         names = [rule.format(layer=layer) for layer in range(config.num_layers)]
         state[rule.replace("{layer}.", "")] = torch.stack([state.pop(name) for name in names])

@@ -57,7 +57,7 @@ def test_a_new_head_beside_an_adapter_without_it_is_refused(head, run, tmp_path,
     config = model_config(str(tmp_path / "model"))
     settings = {"target_modules": ["q_proj"], "modules_to_save": ["model.norm"]}
     if head:
-        from mca_models.templates.heads import Head, with_head
+        from mca_models.templates.classification_head import Head, with_head
 
         config = with_head(config, Head(kind="sequence_classification", labels=("reward",)))
         settings["modules_to_save"] = ["score"]
@@ -69,7 +69,7 @@ def test_a_new_head_beside_an_adapter_without_it_is_refused(head, run, tmp_path,
 
 
 def test_a_new_adapter_of_a_model_with_a_head_trains_that(run, tmp_path):
-    from mca_models.templates.heads import Head, with_head
+    from mca_models.templates.classification_head import Head, with_head
 
     config = with_head(
         model_config(str(tmp_path / "model")), Head(kind="sequence_classification", labels=("reward",))

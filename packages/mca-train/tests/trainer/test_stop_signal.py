@@ -115,7 +115,7 @@ def evaluated(signal: StopSignal, clock: Clock, monkeypatch: pytest.MonkeyPatch)
 
 
 def with_kept_reference(signal: StopSignal, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mca_train.trainer.dpo.require_own", lambda folder, sources: None)
+    monkeypatch.setattr("mca_train.trainer.dpo.require_family", lambda folder, sources: None)
     trainer: Any = SimpleNamespace(
         _reference=SimpleNamespace(name=lambda: "reference"),
         _keeps=True,

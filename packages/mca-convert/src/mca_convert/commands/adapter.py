@@ -21,7 +21,7 @@ from mca_convert.commands.conversion_run import (
 from mca_convert.conversion import plan_to_hf, plan_to_mca, require_adapter, require_free_destination
 from mca_convert.interrupts import Interrupts
 from mca_models.checkpoint.side_files import different_tokenizer
-from mca_models.opening import open_checkpoint
+from mca_models.checkpoint_kinds import open_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def convert_adapter(parser: Parser, options: argparse.Namespace, interrupts: Int
     if options.fp8:
         parser.error("--fp8 is for whole models; add --merge, or remove it")
     from mca_models.lora import convert_adapter as convert
-    from mca_models.lora import is_mca_adapter, model_of
+    from mca_models.lora import is_mca_adapter, load_model_config
 
     target: Literal["mca", "hf"] = options.to or ("hf" if is_mca_adapter(adapter) else "mca")
     if target == "hf" and (fault := layout_flags_for_hf(options, megatron=is_mca_adapter(adapter))):
@@ -45,7 +45,7 @@ def convert_adapter(parser: Parser, options: argparse.Namespace, interrupts: Int
     arguments = layout_arguments(parser, options)
     own = _adapter_layout(adapter) if is_mca_adapter(adapter) else ParallelLayout()
     layout = resolve_layout(parser, arguments, own)
-    model = None if base is None else model_of(base)
+    model = None if base is None else load_model_config(base)
     with interrupts.holding():
         converted = convert(
             adapter,

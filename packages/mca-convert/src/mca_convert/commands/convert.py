@@ -17,7 +17,7 @@ from mca_convert.commands.conversion_run import (
 )
 from mca_convert.conversion import Conversion, plan_to_hf, plan_to_mca, require_free_destination
 from mca_convert.interrupts import Interrupts
-from mca_models.opening import kind_of, open_checkpoint
+from mca_models.checkpoint_kinds import checkpoint_kind, open_checkpoint
 
 
 def convert(parser: Parser, options: argparse.Namespace, interrupts: Interrupts) -> int:
@@ -64,7 +64,7 @@ def _convert(parser: Parser, options: argparse.Namespace, interrupts: Interrupts
 def plan(parser: Parser, options: argparse.Namespace) -> Conversion:
     """The conversion that the flags ask for; nothing is written."""
     path = Path(options.checkpoint_path)
-    megatron = kind_of(path).is_megatron
+    megatron = checkpoint_kind(path).is_megatron
     target = options.to or ("hf" if megatron else "mca")
     if target == "hf" and (fault := layout_flags_for_hf(options, megatron=megatron)):
         parser.error(fault)

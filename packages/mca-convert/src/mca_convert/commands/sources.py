@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from mca_models.hub import directory_of, headers_of, is_id
+from mca_models.hub import headers_only, is_hub_id, resolve_directory
 
 _PATHS = ("checkpoint_path", "adapter_path", "path", "first", "second")
 
@@ -23,12 +23,12 @@ def local_sources(command: str, options: argparse.Namespace) -> Iterator[dict[st
     with ExitStack() as stack:
         for name in _PATHS:
             given = getattr(options, name, None)
-            if not given or not is_id(given):
+            if not given or not is_hub_id(given):
                 continue
             if command in ("plan", "inspect") and not options.values:
-                folder = stack.enter_context(headers_of(given, needs_weights=command == "inspect"))
+                folder = stack.enter_context(headers_only(given, needs_weights=command == "inspect"))
                 called[str(folder)] = given
             else:
-                folder = directory_of(given)
+                folder = resolve_directory(given)
             setattr(options, name, str(folder))
         yield called

@@ -17,7 +17,7 @@ from mca_convert.interrupts import Interrupts
 from mca_convert.open_files import allow_open_files
 from mca_convert.output import write_json, write_line
 from mca_convert.progress import bar
-from mca_models.opening import kind_of, open_checkpoint
+from mca_models.checkpoint_kinds import checkpoint_kind, open_checkpoint
 from mca_models.storage.finite import named_counts
 
 _SHOWN = 10
@@ -26,7 +26,7 @@ _SHOWN = 10
 def verify(options: argparse.Namespace, interrupts: Interrupts) -> int:
     """Compare two checkpoints; prints what differs; 0 if they are the same model, else 1."""
     paths = Path(options.first), Path(options.second)
-    if any(kind_of(path).is_adapter for path in paths):
+    if any(checkpoint_kind(path).is_adapter for path in paths):
         return _print_result(compare_adapters(*paths, tolerance=options.tolerance), options, "adapter")
     first, second = (open_checkpoint(path) for path in paths)
     total = sum(info.nbytes for info in first.tensors())

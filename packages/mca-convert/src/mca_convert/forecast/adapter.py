@@ -13,19 +13,19 @@ from mca_convert.forecast.stages import plan_stages
 from mca_models.checkpoint.hf_writer import METADATA
 from mca_models.checkpoint.mca_directory import iteration_name, layout_faults
 from mca_models.checkpoint.side_files import side_files
+from mca_models.checkpoint_kinds import checkpoint_kind
 from mca_models.lora import (
     Adapter,
     PeftTensors,
-    casted,
+    cast_adapter,
     is_mca_adapter,
-    model_of,
+    load_model_config,
     open_adapter,
-    planned,
-    relaid,
+    plan_adapter,
+    with_layout,
 )
 from mca_models.lora.peft_directory import WEIGHTS
-from mca_models.opening import kind_of
-from mca_models.storage.dtypes import code_of
+from mca_models.storage.dtypes import dtype_code
 from mca_models.storage.finite import named_counts
 from mca_models.storage.safetensors import plan_file
 
@@ -35,7 +35,7 @@ def forecast_adapter(request: Request, path: Path) -> Forecast:
     from_mca = is_mca_adapter(path)
     target = request.target or ("hf" if from_mca else "mca")
     result = Forecast(str(path), target, workers=1)
-    kind = result.attempt(lambda: kind_of(path))
+    kind = result.attempt(lambda: checkpoint_kind(path))
     result.kind = kind.value if kind is not None else ""
     result.attempt(lambda: require_adapter(path))
     check_destination(request, result)
@@ -45,7 +45,7 @@ def forecast_adapter(request: Request, path: Path) -> Forecast:
         return result
     result.attempt(lambda: side_files(path))
     _count(adapter, result)
-    written = casted(adapter, request.cast) if request.cast else adapter
+    written = cast_adapter(adapter, request.cast) if request.cast else adapter
     if not request.cast and (counts := adapter.not_finite()):  # its tensors are read in any case
         result.notes.append(f"{path}: {named_counts(counts)}; they are copied as they are")
     if target == "hf":
@@ -60,7 +60,7 @@ def forecast_adapter(request: Request, path: Path) -> Forecast:
 
 
 def _open(request: Request, path: Path) -> Adapter:
-    return open_adapter(path, None if request.path is None else model_of(request.path))
+    return open_adapter(path, None if request.path is None else load_model_config(request.path))
 
 
 def _count(adapter: Adapter, result: Forecast) -> None:
@@ -74,19 +74,19 @@ def _count(adapter: Adapter, result: Forecast) -> None:
 def _as_peft(adapter: Adapter, result: Forecast) -> None:
     tensors = PeftTensors(adapter)
     arrays = {name: tensors.array(name) for name in sorted(tensors.sources)}
-    specs = [(name, code_of(x.dtype), tuple(x.shape)) for name, x in arrays.items()]
+    specs = [(name, dtype_code(x.dtype), tuple(x.shape)) for name, x in arrays.items()]
     result.written_bytes = sum(x.nbytes for x in arrays.values())
     result.files = {WEIGHTS: plan_file(Path(WEIGHTS), specs, METADATA).nbytes}
 
 
 def _as_mca(adapter: Adapter, layout: ParallelLayout, result: Forecast) -> None:
     result.layout, result.layout_sizes = str(layout), asdict(layout)
-    cut = relaid(adapter, layout)
+    cut = with_layout(adapter, layout)
     wholes = {param.mca_name(): tuple(cut.read(param).shape) for param in cut.params}
     result.refusals += (faults := layout_faults(cut.params, cut.model, wholes))
     if faults:
         return
-    plan = planned(cut)
+    plan = plan_adapter(cut)
     folder = Path(iteration_name(1))
     result.files = {name: plan_file(folder / name, plan.specs(name)).nbytes for name in plan.files}
     result.written_bytes = sum(result.files.values())

@@ -20,11 +20,11 @@ from mca_convert.open_files import too_many_files
 from mca_convert.pool import Limits
 from mca_convert.tasks import Chunking, Fill, band_elements, dtype_faults, fill_item_size
 from mca_models.checkpoint.config_only import ConfigOnlySource
-from mca_models.checkpoint.hf_directory import Stored, has_weights
+from mca_models.checkpoint.hf_directory import StoredTensor, has_weights
 from mca_models.checkpoint.mca_directory import McaLayout, is_mca, layout_faults, load_config
 from mca_models.checkpoint.side_files import side_files
-from mca_models.opening import CheckpointKind, kind_of, open_checkpoint
-from mca_models.quantised.tile import TILE_BYTES
+from mca_models.checkpoint_kinds import CheckpointKind, checkpoint_kind, open_checkpoint
+from mca_models.quantization.fp8_tile import TILE_BYTES
 from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.safetensors import TensorInfo
 from mca_models.storage.source import ModelSource
@@ -44,7 +44,7 @@ def forecast(request: Request) -> Forecast:
         raise ValueError("a checkpoint is needed unless an adapter is converted")
     path = request.path
     result = Forecast(str(path), request.target or "mca", workers=request.limits.workers)
-    kind = result.attempt(lambda: kind_of(path))
+    kind = result.attempt(lambda: checkpoint_kind(path))
     if kind is not None:
         result.kind = kind.value
         result.target = request.target or ("hf" if kind.is_megatron or request.merge else "mca")
@@ -100,12 +100,12 @@ def _plan(
 ) -> Conversion | None:
     result.model_type = source.config.model_type
     result.tensors = len({name for param in source.params for name in param.hf_names()})
-    result.parameters = sum(prod(source.whole_shape(param)) for param in source.params)
+    result.parameters = sum(prod(source.full_shape(param)) for param in source.params)
     result.read_bytes = sum(_stored_bytes(info) for info in source.tensors())
     faults = list(dtype_faults(source))
     if layout is not None and result.target == "mca":
         result.layout, result.layout_sizes = str(layout), dataclasses.asdict(layout)
-        wholes = {param.mca_name(): source.whole_shape(param) for param in source.params}
+        wholes = {param.mca_name(): source.full_shape(param) for param in source.params}
         faults += layout_faults(source.params, replace(source.config, layout=layout), wholes)
     result.refusals += faults
     if faults or (layout is None and result.target == "mca"):
@@ -139,7 +139,7 @@ def _report_values(conversion: Conversion, request: Request, result: Forecast) -
         result.refusals += [str(non_finite_error(one, notes.work, request.cast or "")) for one in found]
 
 
-def _stored_bytes(info: Stored) -> int:
+def _stored_bytes(info: StoredTensor) -> int:
     """Bytes on disk: those of quantised weights are fewer than what they are read as."""
     if isinstance(info, TensorInfo):
         return info.nbytes

@@ -16,7 +16,7 @@ from mca_convert.conversion import require_free_destination
 from mca_convert.forecast.stages import PlannedStage
 from mca_convert.pool import Limits
 from mca_convert.tables import format_size
-from mca_models.storage.atomic import place_of
+from mca_models.storage.atomic import staging_parent
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ def require_writable(destination: Path) -> None:
 
 def _existing_parent(destination: Path) -> Path:
     """What exists of the path to where the files would be written."""
-    place = place_of(destination)
+    place = staging_parent(destination)
     while not place.exists() and place != place.parent:
         place = place.parent
     return place

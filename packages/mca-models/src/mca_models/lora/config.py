@@ -13,8 +13,8 @@ from pathlib import Path
 from mca_config.errors import raise_problems
 from mca_config.files import read_json, resolve_inside
 from mca_config.types import Typed, Values
-from mca_models.lora.patterns import Patterns
-from mca_models.lora.values import value_problems
+from mca_models.lora.config_types import value_problems
+from mca_models.lora.name_patterns import PatternMatcher
 
 FILE_NAME = "adapter_config.json"
 ALL_LINEAR = "all-linear"
@@ -59,7 +59,7 @@ class AdapterConfig:
     """
 
     document: Values
-    patterns: Patterns = field(default_factory=Patterns, compare=False, repr=False)
+    patterns: PatternMatcher = field(default_factory=PatternMatcher, compare=False, repr=False)
 
     @staticmethod
     def from_dict(document: Values, where: object = FILE_NAME) -> "AdapterConfig":
@@ -121,7 +121,7 @@ class AdapterConfig:
 
     def rank(self, module: str) -> int:
         """Rank of the adapter on ``module``."""
-        return int(self._of_pattern("rank_pattern", module, "r", 8))
+        return int(self._pattern_value("rank_pattern", module, "r", 8))
 
     def scale(self, module: str) -> float:
         """The factor of ``lora_B @ lora_A`` on ``module``."""
@@ -130,10 +130,10 @@ class AdapterConfig:
 
     def alpha(self, module: str) -> float:
         """What the scale on ``module`` is made of, beside its rank."""
-        alpha: float = self._of_pattern("alpha_pattern", module, "lora_alpha", 8)
+        alpha: float = self._pattern_value("alpha_pattern", module, "lora_alpha", 8)
         return alpha
 
-    def _of_pattern(self, patterns: str, module: str, default: str, otherwise: int) -> Typed:
+    def _pattern_value(self, patterns: str, module: str, default: str, otherwise: int) -> Typed:
         for pattern, value in (self.document.get(patterns) or {}).items():
             if self.names(pattern, module):
                 return value

@@ -12,7 +12,8 @@ from mca_config.checks import require_layout
 from mca_config.errors import McaError, raising_usage_errors
 from mca_config.model_config import DtypeName, McaModelConfig, training_dtype
 from mca_config.printable import counted
-from mca_models.hub import directory_of
+from mca_models.checkpoint_kinds import open_checkpoint
+from mca_models.hub import resolve_directory
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import told_by_first
@@ -22,11 +23,10 @@ from mca_models.megatron.factory.vocabulary import growth_of, require_growth
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import Upstream
 from mca_models.megatron.virtual_models import VirtualModels
-from mca_models.opening import open_checkpoint
 from mca_models.storage.source import ModelSource
-from mca_models.templates import family_of
-from mca_models.templates.carried import CARRIED, counting, without_carried
-from mca_models.templates.heads import SCORE, Head, with_head
+from mca_models.templates import get_family
+from mca_models.templates.classification_head import SCORE, Head, with_head
+from mca_models.templates.passthrough import PASSTHROUGH, with_mtp_count, without_passthrough
 from mca_models.weights import Param
 
 _log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class AutoModel:
             McaError: The checkpoint is incomplete or, as a UsageError, the layout or ``head`` does not fit it.
         """
         args = args or DistributingParallelArguments()
-        folder = directory_of(path)
+        folder = resolve_directory(path)
         source: ModelSource = open_checkpoint(folder)
         config, growth = source.config, None
         if vocab_size is not None and vocab_size != config.vocab_size:
@@ -131,7 +131,7 @@ def _drawn(config: McaModelConfig, stored: McaModelConfig) -> tuple[Param, ...]:
         return ()
     return tuple(
         param
-        for param in family_of(config.model_type).params(config)
+        for param in get_family(config.model_type).params(config)
         if not param.alias_of and ((head and param.hf[0].startswith(f"{SCORE}.")) or (grown and param.vocab))
     )
 
@@ -143,14 +143,14 @@ def _build(
     seed: int,
     source: Path | None,
 ) -> VirtualModels:
-    if carried := config.extra.get(CARRIED):
+    if carried := config.extra.get(PASSTHROUGH):
         _log.warning(
             "%d tensors of prediction layers (%s, ...) are not loaded: nothing here builds them, so what this model "
             "saves has none, and its config.json counts none",
             len(carried),
             min(carried),
         )
-        config = without_carried(config)
+        config = without_passthrough(config)
     if args.mtp_num_layers is not None and args.mtp_num_layers != config.mtp_num_layers:
         config = _with_prediction_layers(config, args.mtp_num_layers)
     layout = args.layout(config.layout)
@@ -217,4 +217,4 @@ def _with_prediction_layers(config: McaModelConfig, count: int) -> McaModelConfi
             f"mtp_num_layers {count} is more than the model's {counted(config.mtp_num_layers, 'prediction layer')}; "
             "lower it"
         )
-    return replace(config, mtp_num_layers=count, hf_config=counting(config.hf_config, count))
+    return replace(config, mtp_num_layers=count, hf_config=with_mtp_count(config.hf_config, count))

@@ -10,15 +10,15 @@ from typing import Literal
 from mca_config.layout import Coordinates, ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
-from mca_models.templates import family_of
+from mca_models.templates import get_family
 from mca_models.templates.live_names import (
     LOCAL_NORMS,
     MTP_LAYER,
     SEQUENTIAL_EXPERTS,
-    experts_of,
+    is_in_chunk,
     live_name,
+    local_experts,
     renamed_mtp_layer,
-    stands_on,
 )
 from mca_models.weights import Param, Stage
 
@@ -82,10 +82,10 @@ def _held(
     at: Coordinates,
     naming: NamingScheme,
 ) -> Iterator[Held]:
-    experts = experts_of(config, layout, at.ep)
-    for param in family_of(config.model_type).params(config):
+    experts = local_experts(config, layout, at.ep)
+    for param in get_family(config.model_type).params(config):
         copied = param.stage is Stage.FIRST and not chunk.has_embedding and bool(chunk.mtp_layers)
-        if not (copied or stands_on(param, config, chunk)):
+        if not (copied or is_in_chunk(param, config, chunk)):
             continue
         if param.expert is not None and param.expert not in experts:
             continue

@@ -104,7 +104,7 @@ class VirtualModels(torch.nn.Module):
         """Whether an adapter lies on its chunks, be it that of a ``PeftModels`` which was made of it."""
         return bool(self._adapters)
 
-    def require_own(self) -> None:
+    def require_family(self) -> None:
         """Refuses a model of which a ``PeftModels`` was made: it computes with that adapter, but does not know it.
 
         Raises:
@@ -182,7 +182,7 @@ class VirtualModels(torch.nn.Module):
         Returns:
             fp32 ``[batch, seq, vocab]`` without padding rows, the same on every rank.
         """
-        self.require_own()
+        self.require_family()
         require_same_arguments("logits", **{"the shape of input_ids": list(input_ids.shape)})
         return model_logits(self, input_ids)
 
@@ -220,7 +220,7 @@ class VirtualModels(torch.nn.Module):
             ``log_probs`` and ``entropy`` (or None), fp32 of the shape of ``input_ids``; 0 for the first token of each
             sequence and for padding.
         """
-        self.require_own()
+        self.require_family()
         if self.config.num_labels is not None:
             raise McaError(
                 f"the model has a head for {self.config.head}, not a vocabulary: it has no log_probs"
@@ -330,7 +330,7 @@ class VirtualModels(torch.nn.Module):
         """`export_weights` in whole buckets, for transports that want one buffer; collective."""
         wanted = agreed(to=to, bucket_bytes=bucket_bytes, dtype=dtype, fp8=fp8, merged=merged)
         if merged:
-            self.require_own()
+            self.require_family()
             raise McaError("merged=True: this model has no adapter to merge; leave merged out")
         return export_buckets(self, wanted)
 

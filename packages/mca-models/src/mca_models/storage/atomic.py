@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 __all__ = [
     "PartialDirectory",
     "atomic_directory",
-    "place_of",
     "remove_leftovers",
     "require_absent",
     "require_free",
+    "staging_parent",
     "sync_directory",
     "write_file",
 ]
@@ -74,7 +74,7 @@ class PartialDirectory:
         require_free(self.destination, overwrite=self._overwrite)
         self.destination = _resolved(self.destination)
         remove_leftovers(self.destination)
-        place = place_of(self.destination)
+        place = staging_parent(self.destination)
         self._inside = place == self.destination
         self._make_parents(self.destination.parent)
         self._folder = PartialFolder(place, self.destination.name)
@@ -102,7 +102,7 @@ class PartialDirectory:
             McaError: The directory was removed or changed meanwhile, or its place was taken; nothing is left.
         """
         try:
-            folder = self._whole(files or {})
+            folder = self._checked_folder(files or {})
             for _, _, _, fd in os.fwalk(".", dir_fd=self._content):
                 os.fsync(fd)
             if self._inside:
@@ -115,7 +115,7 @@ class PartialDirectory:
                 raise McaError(f"{self.destination}: cannot be put in place ({error.strerror})") from None
             raise
         self._moved = []  # it stands: whatever happens now, nothing of it is taken back
-        self._sync_place()
+        self._sync_parents()
         self._made = []
         self.discard()
 
@@ -136,18 +136,18 @@ class PartialDirectory:
         except BaseException as error:
             is_written = self._folder is None  # `publish` names the destination itself
             self.discard()
-            if not is_written and (moved := self._in_place(error, needed)) is not None:
+            if not is_written and (moved := self._error_at_destination(error, needed)) is not None:
                 raise moved from error
             raise
 
-    def _in_place(self, error: BaseException, needed: int | None) -> McaError | None:
+    def _error_at_destination(self, error: BaseException, needed: int | None) -> McaError | None:
         """Return ``error`` with the names of files after `publish`; None: it names none."""
         if isinstance(error, OSError) and isinstance(error.filename, str):
             if Path(error.filename).is_relative_to(self.path):
                 error = write_error(error.filename, error)
         if not isinstance(error, McaError):
             return None
-        moved = in_place(error, self.path, self.destination)
+        moved = error_at_destination(error, self.path, self.destination)
         if not isinstance(moved, DiskFull):
             return moved
         need = "" if needed is None else f"at least {counted(needed, 'byte')} are needed, "
@@ -169,11 +169,11 @@ class PartialDirectory:
                 parent.rmdir()
         self._folder, self._content, self._made, self._moved = None, -1, [], []
 
-    def _whole(self, files: Mapping[str, int]) -> PartialFolder:
+    def _checked_folder(self, files: Mapping[str, int]) -> PartialFolder:
         """The folder, found to be the one that was begun and to hold ``files``."""
         if self._folder is None:
             raise ValueError(f"{self.destination} was published or discarded before")
-        if not self._folder.stands() or not _is_same(self.path, self._content):
+        if not self._folder.is_in_place() or not _is_same(self.path, self._content):
             raise McaError(
                 f"{self.destination}: {self._folder.path} was removed or replaced while it was written; find "
                 "out which program deletes files there, and convert again"
@@ -217,7 +217,7 @@ class PartialDirectory:
         finally:
             close(place)
 
-    def _sync_place(self) -> None:
+    def _sync_parents(self) -> None:
         """Makes durable that it stands there; where that fails it stands all the same, which is said."""
         try:
             for folder in {self.destination.parent, *(made.parent for made in self._made)}:
@@ -243,7 +243,7 @@ def atomic_directory(
         partial.publish()
 
 
-def in_place(error: McaError, path: Path, destination: Path) -> McaError | None:
+def error_at_destination(error: McaError, path: Path, destination: Path) -> McaError | None:
     """Return ``error`` with files of ``destination`` where it names those of ``path``; None: it names none."""
     if str(path) not in str(error):
         return None
@@ -256,7 +256,7 @@ def in_place(error: McaError, path: Path, destination: Path) -> McaError | None:
 def require_absent(destination: Path) -> None:
     """Raises unless ``destination`` does not exist or is an empty directory (but for what writers left)."""
     if destination.is_dir():
-        if _taken_by(destination) is not None:
+        if _foreign_entry(destination) is not None:
             raise McaError(f"{destination}: exists and is not empty; remove it or name another directory")
     elif os.path.lexists(destination):
         raise McaError(f"{destination}: exists and is not a directory; name another one")
@@ -268,16 +268,16 @@ def require_free(destination: Path, *, overwrite: bool) -> None:
         require_absent(destination)
     elif not destination.is_dir():
         require_absent(destination)
-    elif _taken_by(destination) is not None and _is_mount(_resolved(destination)):
+    elif _foreign_entry(destination) is not None and _is_mount(_resolved(destination)):
         raise McaError(
             f"{destination}: is a mount point, which cannot be replaced; empty it or name a directory in it"
         )
 
 
-def place_of(destination: Path) -> Path:
+def staging_parent(destination: Path) -> Path:
     """Where what becomes ``destination`` is written: in it, if it is an empty directory, else beside it."""
     resolved = _resolved(destination)
-    return resolved if resolved.is_dir() and _taken_by(resolved) is None else resolved.parent
+    return resolved if resolved.is_dir() and _foreign_entry(resolved) is None else resolved.parent
 
 
 def sync_directory(path: Path) -> None:
@@ -324,7 +324,7 @@ def _resolved(destination: Path) -> Path:
     return Path(os.path.realpath(destination) if destination.is_symlink() else os.path.abspath(destination))  # noqa: PTH100
 
 
-def _taken_by(directory: Path) -> str | None:
+def _foreign_entry(directory: Path) -> str | None:
     """An entry of ``directory`` that is somebody's, not what a writer left halfway; None if there is none."""
     own = {"lost+found"}  # of a file system that was just made
     for folder in leftovers(directory, _resolved(directory).name):

@@ -59,7 +59,7 @@ def crc32_join(first: int, second: int, second_nbytes: int) -> int:
     return shifted ^ second
 
 
-def crc32_of_file(file: Path) -> int:
+def file_crc32(file: Path) -> int:
     """The CRC-32 of all of ``file``, read through a bounded buffer."""
     buffer, crc = bytearray(_CHUNK), 0
     view = memoryview(buffer)

@@ -71,7 +71,7 @@ class PartialFolder:
         os.rename(_BEGUN, MARKER, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         os.fsync(self.fd)
 
-    def stands(self) -> bool:
+    def is_in_place(self) -> bool:
         """Whether the folder is still where it was made."""
         try:
             there, mine = self.path.lstat(), os.fstat(self.fd)

@@ -12,15 +12,15 @@ from typing import Protocol
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
-from mca_models.storage.moves import Rule, Side, part_shapes, plan_moves
-from mca_models.storage.runs import Gather, Move, Shape
+from mca_models.storage.byte_ranges import Gather, Move, Shape
+from mca_models.storage.copy_plan import Rule, Side, part_shapes, plan_moves
 from mca_models.storage.safetensors import TensorInfo
-from mca_models.templates.shapes import whole_shape
+from mca_models.templates.shapes import full_shape
 from mca_models.weights import Param
 from mca_models.weights.arrays import NumpyArray
 
 
-class Described(Protocol):
+class TensorMeta(Protocol):
     """A tensor of a checkpoint, as it is read."""
 
     @property
@@ -40,7 +40,7 @@ class Described(Protocol):
         """Where most of it is stored, for errors."""
 
 
-class Elements(Protocol):
+class FlatElements(Protocol):
     """The elements of a tensor in one axis, a slice of which is an array: a NumPy array, or `FlatRows`."""
 
     def __getitem__(self, index: slice, /) -> NumpyArray:
@@ -50,7 +50,7 @@ class Elements(Protocol):
         """How many there are."""
 
 
-class Computed(Described, Protocol):
+class ComputedTensor(TensorMeta, Protocol):
     """A tensor that no file holds as it is: its elements are worked out as they are read (dequantised, merged)."""
 
     @property
@@ -64,7 +64,7 @@ class Computed(Described, Protocol):
     def array(self) -> NumpyArray:
         """All elements, as a fresh array."""
 
-    def flat(self) -> Elements:
+    def flat(self) -> FlatElements:
         """The elements in one axis; a slice of it is a fresh array."""
 
 
@@ -72,7 +72,7 @@ class Computed(Described, Protocol):
 class Part:
     """One tensor, or one expert's entry of a stacked one."""
 
-    info: TensorInfo | Computed
+    info: TensorInfo | ComputedTensor
     shape: Shape
     start: int = 0
     """First element, counted from the tensor's own first."""
@@ -82,7 +82,7 @@ class Part:
         elements: NumpyArray = self.elements()[self.start : self.start + prod(self.shape)]
         return elements
 
-    def elements(self) -> Elements:
+    def elements(self) -> FlatElements:
         """Those of the whole tensor in one axis, to be sliced."""
         return self.info.array().reshape(-1) if isinstance(self.info, TensorInfo) else self.info.flat()
 
@@ -103,7 +103,7 @@ class ModelSource(Protocol):
     def parts(self, param: Param) -> tuple[Part, ...]:
         """The parts that hold ``param``, in the side's order."""
 
-    def whole_shape(self, param: Param) -> Shape:
+    def full_shape(self, param: Param) -> Shape:
         """Shape of the whole parameter, without vocabulary padding."""
 
     def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
@@ -112,7 +112,7 @@ class ModelSource(Protocol):
     def check_duplicates(self) -> None:
         """Raises if what is stored several times differs. Reads all of it."""
 
-    def tensors(self) -> Iterable[TensorInfo | Computed]:
+    def tensors(self) -> Iterable[TensorInfo | ComputedTensor]:
         """All that is stored."""
 
     def checksums(self) -> Mapping[Path, int]:
@@ -122,28 +122,28 @@ class ModelSource(Protocol):
 def plan_gathers(param: Param, whole: Shape, source: Side, target: Side) -> tuple[Gather, ...]:
     """``plan_moves`` with an error that names the parameter."""
     try:
-        return plan_moves(Rule.of(param), whole, source, target)
+        return plan_moves(Rule.from_param(param), whole, source, target)
     except ValueError as error:
         raise McaError(f"{param.mca_name()} of shape {list(whole)}: {error}") from None
 
 
-def gather_piece(source: ModelSource, param: Param, rank: int, size: int) -> tuple[Gather, tuple[Part, ...]]:
+def plan_shard(source: ModelSource, param: Param, rank: int, size: int) -> tuple[Gather, tuple[Part, ...]]:
     """What to copy for the piece that ``rank`` of ``size`` (tp, or etp for an expert) holds."""
     target: Side = 1 if param.shard.axis is None else size
     gathers = source.gathers(param, target)
     return gathers[0 if param.shard.axis is None else rank], source.parts(param)
 
 
-def read_piece(source: ModelSource, param: Param, rank: int = 0, size: int = 1) -> NumpyArray:
+def read_shard(source: ModelSource, param: Param, rank: int = 0, size: int = 1) -> NumpyArray:
     """The piece of ``param`` that ``rank`` of ``size`` (tp, or etp for an expert) holds, as a fresh array.
 
     Vocabulary rows beyond the true ones are zero. Pass ``alias_of``'s parameter for a tied output layer.
     """
-    gather, parts = gather_piece(source, param, rank, size)
-    return gathered(gather, [part.flat() for part in parts])
+    gather, parts = plan_shard(source, param, rank, size)
+    return apply_gather(gather, [part.flat() for part in parts])
 
 
-def gathered(gather: Gather, flats: "Sequence[NumpyArray]") -> NumpyArray:
+def apply_gather(gather: Gather, flats: "Sequence[NumpyArray]") -> NumpyArray:
     """What ``gather`` makes of the flat parts, as a fresh array."""
     import numpy as np
 
@@ -170,25 +170,25 @@ def copy_move(source: NumpyArray, target: NumpyArray, move: Move) -> None:
     np.copyto(views[1], views[0])
 
 
-def check_whole(param: Param, whole: Shape, config: McaModelConfig, where: Path) -> None:
+def require_full_shape(param: Param, whole: Shape, config: McaModelConfig, where: Path) -> None:
     """Raises unless ``whole`` is the shape that ``config`` gives ``param``."""
-    expected = whole_shape(param, config)
+    expected = full_shape(param, config)
     if whole != expected:
         raise McaError(
             f"{where}: {param.mca_name()} has shape {list(whole)}; the configuration says {list(expected)}"
         )
 
 
-def shapes_of_parts(param: Param, whole: Shape, side: Side) -> tuple[Shape, ...]:
+def param_part_shapes(param: Param, whole: Shape, side: Side) -> tuple[Shape, ...]:
     """``part_shapes`` with an error that names the parameter."""
     try:
-        return part_shapes(Rule.of(param), whole, side)
+        return part_shapes(Rule.from_param(param), whole, side)
     except ValueError as error:
         raise McaError(f"{param.mca_name()} of shape {list(whole)}: {error}") from None
 
 
 def checked_parts(
-    param: Param, whole: Shape, side: Side, infos: Sequence[TensorInfo | Computed], experts: int
+    param: Param, whole: Shape, side: Side, infos: Sequence[TensorInfo | ComputedTensor], experts: int
 ) -> tuple[Part, ...]:
     """The parts of ``param`` in ``infos``, whose shapes must be those that its rule demands.
 
@@ -199,7 +199,7 @@ def checked_parts(
         infos: Its tensors in the side's order.
         experts: Leading size of stacked tensors.
     """
-    shapes = shapes_of_parts(param, whole, side)
+    shapes = param_part_shapes(param, whole, side)
     stacked = param.stacked and side is None
     parts = []
     for info, shape in zip(infos, shapes, strict=True):
@@ -226,11 +226,11 @@ def require_same_names(
         where: The file or directory.
         both: Which two do not agree.
     """
-    if faults := different_names(present, expected):
+    if faults := name_differences(present, expected):
         raise McaError(f"{where}: {faults}; {both} do not agree")
 
 
-def different_names(present: Iterable[str], expected: Iterable[str]) -> str:
+def name_differences(present: Iterable[str], expected: Iterable[str]) -> str:
     """All missing and unexpected names, their count and the first few; empty if there are none."""
     have, want = set(present), set(expected)
     return " and ".join(

@@ -64,7 +64,7 @@ CONFIG = ConfigTable(
 )
 
 
-def found(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
+def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
     """Whether the names lack the prefix, as in the first published files."""
     return {BARE: True} if "word_embeddings.weight" in names else {}
 
@@ -83,6 +83,6 @@ FAMILY = Family(
     architecture="BloomForCausalLM",
     config=CONFIG,
     params=params,
-    found=found,
+    detect_extra=detect_extra,
     module_names={BARE: False},
 )

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
-from mca_models.templates.heads import SCORE
+from mca_models.templates.classification_head import SCORE
 from mca_models.templates.names import HF, HF_ATTN, HF_EMBEDDING, HF_HEAD, HF_HEAD_BIAS, HF_MLP
 from mca_models.weights import (
     COLUMN,
@@ -17,13 +17,13 @@ from mca_models.weights import (
     ROW,
     SEPARATE,
     Concat,
-    Each,
     GroupedHeads,
     Layout,
     Param,
+    PerTensor,
     Shaped,
     Stage,
-    each,
+    expand_rules,
 )
 
 MCA = "decoder.layers.{layer}."
@@ -51,7 +51,7 @@ def qkv(config: McaModelConfig) -> list[Param]:
     hf_layout: Layout = SEPARATE
     if config.attention_output_gate:
         layout = GroupedHeads((heads, heads, 1, 1), width)
-        hf_layout = Each(((GroupedHeads((1, 1), width), 2), (SEPARATE, 1), (SEPARATE, 1)))
+        hf_layout = PerTensor(((GroupedHeads((1, 1), width), 2), (SEPARATE, 1), (SEPARATE, 1)))
     kinds = ("weight", "bias") if config.add_qkv_bias or config.attention_biases else ("weight",)
     return [
         Param(
@@ -216,10 +216,10 @@ def dense_layers(config: McaModelConfig) -> list[Param]:
 def in_layers(config: McaModelConfig, rules: Callable[[McaModelConfig], Sequence[Param]]) -> Iterator[Param]:
     """What ``rules`` has for every decoder layer as it is."""
     if config.of_kind is None:
-        yield from each(rules(config), layers=range(config.num_layers))
+        yield from expand_rules(rules(config), layers=range(config.num_layers))
         return
     for layer in range(config.num_layers):
-        yield from each(rules(config.layer_config(layer)), layers=[layer])
+        yield from expand_rules(rules(config.layer_config(layer)), layers=[layer])
 
 
 def embedding() -> Param:

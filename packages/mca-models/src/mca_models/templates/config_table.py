@@ -13,7 +13,7 @@ from mca_config.errors import HfConfigError, McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.rope import require_rope
 from mca_config.types import FamilyConfig, JsonObject, Typed, Values
-from mca_models.templates.nesting import PLAIN, QUANTISATION, Nesting
+from mca_models.templates.composite_config import QUANTIZATION, TEXT_ONLY, CompositeConfig
 
 HfConfig = JsonObject
 REQUIRED: Typed = object()
@@ -127,7 +127,7 @@ class ConfigTable:
         aliases: Other names of HF keys, which win in transformers where a file has both.
         partial_rotary: Whether HF's models rotate ``partial_rotary_factor`` of a head; others rotate all of it.
         config_class: ``McaModelConfig`` or its MLA subclass.
-        nesting: Where ``config.json`` has what this table reads.
+        composite: Where ``config.json`` has what this table reads.
     """
 
     fields: tuple[Field, ...]
@@ -139,17 +139,17 @@ class ConfigTable:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     partial_rotary: bool = False
     config_class: type[McaModelConfig] = McaModelConfig
-    nesting: Nesting = PLAIN
+    composite: CompositeConfig = TEXT_ONLY
 
     def to_mca(self, hf: HfConfig) -> McaModelConfig:
         """The model that ``hf`` describes."""
-        text = self.nesting.text(hf)
+        text = self.composite.text_config(hf)
         for part in (hf, text):
             CAUSAL.check(part)
         said = {name: text[alias] for alias, name in self.aliases.items() if alias in text}
         full = _Watched({**self.defaults, **text, **said})
         try:
-            values = self._values(full) | dict(self.nesting.beside(hf))
+            values = self._values(full) | dict(self.composite.other_fields(hf))
             config = self.config_class(
                 model_type=hf["model_type"], dtype=read_dtype(text), hf_config=hf, **values
             )
@@ -195,7 +195,7 @@ class ConfigTable:
             for field in self.fields
             if (value := getattr(config, field.mca)) != getattr(before, field.mca)
         }
-        hf = self.nesting.changed(hf, changes) if changes else hf
+        hf = self.composite.update_text(hf, changes) if changes else hf
         return hf if config.dtype == before.dtype else with_dtype(hf, config.dtype)
 
     def _from_scratch(self, config: McaModelConfig, architecture: str) -> HfConfig:
@@ -209,7 +209,7 @@ class ConfigTable:
         if config.rotary_percent != 1.0:
             rope["partial_rotary_factor"] = config.rotary_percent
         hf |= {"rope_parameters": rope, "hidden_act": config.hidden_act} | self.restore(config)
-        hf = self.nesting.whole(hf, config)
+        hf = self.composite.compose(hf, config)
         back, beside = self.to_mca(hf), ("hf_config", "extra", "layout")
         names = [each.name for each in dataclasses.fields(config) if each.name not in beside]
         for name in names:
@@ -250,7 +250,7 @@ def with_dtype(hf: Values, dtype: str) -> HfConfig:
     parts = {
         part: {**value, **{key: dtype for key in _DTYPE_KEYS if key in value}}
         for part, value in hf.items()
-        if isinstance(value, dict) and part.endswith("_config") and part != QUANTISATION
+        if isinstance(value, dict) and part.endswith("_config") and part != QUANTIZATION
     }
     own = [key for key in _DTYPE_KEYS if key in hf] or ["dtype"]
     return {**hf, **parts, **dict.fromkeys(own, dtype)}

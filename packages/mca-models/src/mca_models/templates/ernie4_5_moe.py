@@ -3,12 +3,12 @@
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import ernie4_5
-from mca_models.templates.carried import carrying_predictions
 from mca_models.templates.common import in_fp32
 from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.moe import aux_loss, moe_params, restore_aux_loss
 from mca_models.templates.names import MoeNames
+from mca_models.templates.passthrough import with_mtp_passthrough
 from mca_models.weights import Param, Shaped
 
 BIAS = "moe_statics.e_score_correction_bias"
@@ -63,7 +63,7 @@ def params(config: McaModelConfig) -> list[Param]:
     return in_fp32(moe_params(config, NAMES), "router.weight")
 
 
-FAMILY = carrying_predictions(
+FAMILY = with_mtp_passthrough(
     Family(
         model_type="ernie4_5_moe",
         architecture="Ernie4_5_MoeForCausalLM",

@@ -97,5 +97,5 @@ FAMILY = Family(
     architecture="FalconForCausalLM",
     config=CONFIG,
     params=params,
-    fp8_unread="its linears are modules of a class of their own",
+    fp8_unsupported="its linears are modules of a class of their own",
 )

@@ -14,14 +14,14 @@ from mca_config.types import FamilyConfig, Values
 from mca_models.templates.config_table import ConfigTable
 from mca_models.templates.names import HF_HEAD, MoeNames
 from mca_models.templates.shapes import Shape, hf_shapes
-from mca_models.templates.table_of_texts import TableOfTexts
-from mca_models.templates.vision import MORE, SPELLING, VisionPart
+from mca_models.templates.text_families import TextFamilyTable
+from mca_models.templates.vision_tower import MORE, SPELLING, VisionModel
 from mca_models.weights import Param
 
 logger = logging.getLogger(__name__)
 
 
-def counted_layers(config: McaModelConfig, names: Collection[str], prefix: str | None = None) -> int:
+def count_mtp_layers(config: McaModelConfig, names: Collection[str], prefix: str | None = None) -> int:
     """The prediction layers that ``config.json`` counts; none if the checkpoint holds none.
 
     ``transformers`` saves models without them.
@@ -65,50 +65,50 @@ class Family:
         params: Every parameter of a model, in checkpoint order.
         ignored_hf: HF tensors that checkpoints carry and no model here reads, beside frequencies of ropes.
         moe: Names inside an expert layer, if the family has any and files may hold them one by one.
-        found: Further facts for ``extra`` that only the names and shapes of tensors tell.
-        prediction_layers: How many prediction layers a checkpoint with these tensor names holds.
+        detect_extra: Further facts for ``extra`` that only the names and shapes of tensors tell.
+        count_mtp: How many prediction layers a checkpoint with these tensor names holds.
         copies: HF tensors that may repeat another one, beside a tied head.
-        unadapted: Modules that PEFT refuses to adapt in models of this type, or adapts without effect.
-        experts_turned: The stacked weights of routed experts are stored transposed, which PEFT does not know.
+        unadaptable: Modules that PEFT refuses to adapt in models of this type, or adapts without effect.
+        transposed_experts: The stacked weights of routed experts are stored transposed, which PEFT does not know.
         module_names: Facts in ``extra`` with which everything has the names of transformers' modules, where files
             have others.
         in_transformers: Whether transformers has the type; where not, models have their publisher's code, in which each
             routed expert is modules of its own.
-        fp8_unread: Why transformers cannot read weights of this type in fp8 blocks; None: it can.
+        fp8_unsupported: Why transformers cannot read weights of this type in fp8 blocks; None: it can.
         texts: The families that its text part may be of, by HF's ``model_type`` of that part.
         vision: What lies beside the text part.
     """
 
     model_type: str
     architecture: str
-    config: ConfigTable | TableOfTexts
+    config: ConfigTable | TextFamilyTable
     params: Callable[[FamilyConfig], list[Param]]
     ignored_hf: Callable[[FamilyConfig], frozenset[str]] = _none
     moe: MoeNames | None = None
-    found: Callable[[McaModelConfig, Collection[str], Mapping[str, Shape]], Values] = (
+    detect_extra: Callable[[McaModelConfig, Collection[str], Mapping[str, Shape]], Values] = (
         lambda config, names, shapes: {}
     )
-    prediction_layers: Callable[[McaModelConfig, Collection[str]], int] = counted_layers
+    count_mtp: Callable[[McaModelConfig, Collection[str]], int] = count_mtp_layers
     copies: Callable[[FamilyConfig], Mapping[str, str]] = lambda config: {}
-    unadapted: frozenset[str] = frozenset()
-    experts_turned: bool = False
+    unadaptable: frozenset[str] = frozenset()
+    transposed_experts: bool = False
     module_names: Values = field(default_factory=dict)
     in_transformers: bool = True
-    fp8_unread: str | None = None
+    fp8_unsupported: str | None = None
     texts: Mapping[str, "Family"] = field(default_factory=dict)
-    vision: VisionPart | None = None
+    vision: VisionModel | None = None
 
     def hf_shapes(self, config: McaModelConfig) -> dict[str, Shape]:
         """Every HF tensor of a model and its shape, known without a checkpoint."""
         return hf_shapes(self.params(config), config)
 
-    def duplicate_hf(self, config: McaModelConfig) -> Mapping[str, str]:
+    def duplicated_hf_tensors(self, config: McaModelConfig) -> Mapping[str, str]:
         """HF tensors that may be present and must then equal another one: ``{name: the other}``.
 
         A tied model's file may hold the output layer again, a prediction layer the embedding.
         """
         if self.vision is not None:
-            known = self.text(config).duplicate_hf(config)
+            known = self.text(config).duplicated_hf_tensors(config)
             return {self.hf_name(config, name): self.hf_name(config, its) for name, its in known.items()}
         params = self.params(config) if config.tie_word_embeddings else ()
         alias = next((param for param in params if param.alias_of), None)
@@ -117,16 +117,16 @@ class Family:
 
     def hf_name(self, config: McaModelConfig, name: str) -> str:
         """What the checkpoint of ``config`` calls the text model's ``name``."""
-        return self.vision.spelling(config).of_text(name) if self.vision else name
+        return self.vision.spelling(config).text_to_file(name) if self.vision else name
 
-    def as_modules(self, config: McaModelConfig) -> McaModelConfig:
+    def with_module_names(self, config: McaModelConfig) -> McaModelConfig:
         """``config`` with the names of transformers' modules, whatever the files say."""
         facts = dict(self.text(config).module_names)
         if self.vision:
             facts[SPELLING] = len(self.vision.spellings) - 1
         return replace(config, extra={**config.extra, **facts})
 
-    def as_found(
+    def with_checkpoint_names(
         self, config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape] | None = None
     ) -> McaModelConfig:
         """``config`` with what only the tensor ``names`` of a HF checkpoint can tell.
@@ -142,27 +142,27 @@ class Family:
         """
         shapes = shapes or {}
         if self.vision is not None:
-            return self._found_beside(self.vision, config, names, shapes)
-        config = replace(config, mtp_num_layers=self.prediction_layers(config, names))
-        extra = {**config.extra, **self.found(config, names, shapes)}
+            return self._with_vision_names(self.vision, config, names, shapes)
+        config = replace(config, mtp_num_layers=self.count_mtp(config, names))
+        extra = {**config.extra, **self.detect_extra(config, names, shapes)}
         if self.moe:
             extra |= _stacked_experts(names)
-        if doubled := sorted(name for name in self.duplicate_hf(config) if name in names):
+        if doubled := sorted(name for name in self.duplicated_hf_tensors(config) if name in names):
             extra["hf_duplicates"] = doubled
         return replace(config, extra=extra)
 
-    def _found_beside(
-        self, vision: VisionPart, config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]
+    def _with_vision_names(
+        self, vision: VisionModel, config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]
     ) -> McaModelConfig:
-        """``as_found`` of the text part, under the names that it has alone, and of the vision model."""
-        which = vision.found(config, names)
+        """``with_checkpoint_names`` of the text part, under the names that it has alone, and of the vision model."""
+        which = vision.detect_spelling(config, names)
         spelling = vision.spellings[which]
-        alone = {spelling.text_name(name): name for name in names}
+        alone = {spelling.text_from_file(name): name for name in names}
         sizes = {name: shapes[its] for name, its in alone.items() if its in shapes}
-        config = self.text(config).as_found(config, alone.keys(), sizes)
+        config = self.text(config).with_checkpoint_names(config, alone.keys(), sizes)
         extra = {**config.extra, SPELLING: which}
         if "hf_duplicates" in extra:
-            extra["hf_duplicates"] = [spelling.of_text(name) for name in extra["hf_duplicates"]]
+            extra["hf_duplicates"] = [spelling.text_to_file(name) for name in extra["hf_duplicates"]]
         if more := vision.more(config, spelling, names, shapes):
             logger.warning(
                 "copies unchanged what is not known of the vision model: %s (%s)",
@@ -172,7 +172,7 @@ class Family:
             extra[MORE] = more
         return replace(config, extra=extra)
 
-    def require_own(self, config: McaModelConfig) -> None:
+    def require_family(self, config: McaModelConfig) -> None:
         """Raises if ``config`` cannot be a model of this family, or its vision model has sizes that none has."""
         kind = config.text_model_type
         if kind not in (self.texts or (None,)):

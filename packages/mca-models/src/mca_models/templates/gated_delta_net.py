@@ -11,7 +11,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import FamilyConfig, JsonObject
 from mca_models.templates.common import ATTN, attention, inner
 from mca_models.templates.config_table import Field, HfConfig
-from mca_models.weights import COLUMN, ROW, Param, Shard, each
+from mca_models.weights import COLUMN, ROW, Param, Shard, expand_rules
 
 DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
 CONSTANTS = {"qk_layernorm": True, "attention_output_gate": True, "layernorm_zero_centered_gamma": True}
@@ -70,12 +70,12 @@ def mixed_attention(config: McaModelConfig, in_proj: Param) -> Iterator[Param]:
     """The attention of every decoder layer, linear or gated."""
     layers = range(config.num_layers)
     linear = [layer for layer in layers if config.is_linear_layer(layer)]
-    yield from each(delta_net(config, in_proj), layers=linear)
-    yield from each(attention(config), layers=[layer for layer in layers if layer not in linear])
+    yield from expand_rules(delta_net(config, in_proj), layers=linear)
+    yield from expand_rules(attention(config), layers=[layer for layer in layers if layer not in linear])
 
 
 MTP_PREFIX = "mtp.layers.{layer}."
-MTP_OWN = {
+MTP_NAMES = {
     "enorm": "mtp.pre_fc_norm_embedding",
     "hnorm": "mtp.pre_fc_norm_hidden",
     "eh_proj": "mtp.fc",
@@ -83,6 +83,6 @@ MTP_OWN = {
 }
 
 
-def prediction_found(config: McaModelConfig, names: Collection[str]) -> int:
+def detect_mtp_layers(config: McaModelConfig, names: Collection[str]) -> int:
     """How many prediction layers a checkpoint holds: ``config.json`` need not count them."""
     return int("mtp.fc.weight" in names)

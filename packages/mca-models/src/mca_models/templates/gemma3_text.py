@@ -11,8 +11,8 @@ from mca_models.templates.config_table import (
     HfConfig,
     dense_fields,
 )
+from mca_models.templates.dual_rope import FULL, SLIDING, derive_dual_rope, restore_dual_rope
 from mca_models.templates.family import Family
-from mca_models.templates.two_ropes import FULL, SLIDING, restore_ropes, two_ropes
 
 GELU = "gelu_pytorch_tanh"
 CONSTANTS: Values = {
@@ -47,7 +47,7 @@ def derive(hf: HfConfig) -> JsonObject:
         SLIDING if (i + 1) % step else FULL for i in range(hf["num_hidden_layers"])
     ]
     return {
-        **two_ropes(hf, hf.get("rope_theta", 1e6), hf.get("rope_local_base_freq", 1e4)),
+        **derive_dual_rope(hf, hf.get("rope_theta", 1e6), hf.get("rope_local_base_freq", 1e4)),
         "layer_types": tuple(kinds),
         **scales(hf),
     }
@@ -56,7 +56,7 @@ def derive(hf: HfConfig) -> JsonObject:
 def restore(config: McaModelConfig) -> HfConfig:
     """See ``ConfigTable.restore``."""
     return {
-        **restore_ropes(config),
+        **restore_dual_rope(config),
         "layer_types": list(config.layer_types or ()),
         **restore_scale(config),
     }

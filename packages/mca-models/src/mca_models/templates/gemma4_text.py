@@ -29,12 +29,12 @@ from mca_models.templates.config_table import (
     HfConfig,
     dense_fields,
 )
+from mca_models.templates.dual_rope import FULL, PER_LAYER_TYPE, SLIDING, restore_layer_types
 from mca_models.templates.family import Family
 from mca_models.templates.gemma3_text import GELU, GELU_ONLY
 from mca_models.templates.names import HF, HF_ATTN, HF_MLP
 from mca_models.templates.shapes import Shape
-from mca_models.templates.two_ropes import BY_KIND, FULL, SLIDING, restore_kinds
-from mca_models.weights import COLUMN, GATED, ROW, Param, Stage, each
+from mca_models.weights import COLUMN, GATED, ROW, Param, Stage, expand_rules
 
 logger = logging.getLogger(__name__)
 ROWS = 262_144
@@ -156,7 +156,11 @@ def restore(config: McaModelConfig) -> HfConfig:
     full = {"rope_theta": config.rotary_base, **(config.rope_scaling or {})}
     local = {"rope_theta": config.rotary_base_local, "rope_type": "default"}
     sizes = {"global_head_dim": own["kv_channels"], "num_global_key_value_heads": own["num_query_groups"]}
-    shared = {"attention_k_eq_v": own["values_are_keys"], "hidden_activation": GELU, **restore_kinds(config)}
+    shared = {
+        "attention_k_eq_v": own["values_are_keys"],
+        "hidden_activation": GELU,
+        **restore_layer_types(config),
+    }
     experts = {"num_experts": config.num_moe_experts, "moe_intermediate_size": config.moe_ffn_hidden_size}
     if config.experts_beside_mlp:
         shared |= {**experts, "top_k_experts": config.moe_router_topk, "enable_moe_block": True}
@@ -184,7 +188,7 @@ CONFIG = ConfigTable(
     fixed=(
         NO_ATTENTION_BIAS,
         GELU_ONLY,
-        BY_KIND,
+        PER_LAYER_TYPE,
         Fixed("use_bidirectional_attention", (None, "vision"), "Megatron's decoder is causal"),
     ),
     derive=derive,
@@ -209,11 +213,11 @@ def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     layers = range(config.num_layers)
     beside = [inner("layer_scalar", "layer_scalar"), *(PER_LAYER if config.per_layer_input_size else [])]
-    rules = [*(PER_LAYER_TABLES if config.per_layer_input_size else []), *each(beside, layers=layers)]
+    rules = [*(PER_LAYER_TABLES if config.per_layer_input_size else []), *expand_rules(beside, layers=layers)]
     if not config.experts_beside_mlp:
         return [*dense_layers(config), *rules]
     blocks = in_layers(config, lambda own: [*attention(own), *experts_beside(own)])
-    stacked = each(EXPERTS, layers=layers, experts=range(config.num_moe_experts or 0))
+    stacked = expand_rules(EXPERTS, layers=layers, experts=range(config.num_moe_experts or 0))
     return [embedding(), *blocks, *stacked, *rules, *head(config)]
 
 
@@ -244,5 +248,5 @@ FAMILY = Family(
     config=CONFIG,
     params=params,
     ignored_hf=left_behind,
-    found=unused_keys,
+    detect_extra=unused_keys,
 )

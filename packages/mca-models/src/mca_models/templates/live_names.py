@@ -38,7 +38,7 @@ def renamed_mtp_layer(live: str) -> dict[str, str]:
     return {f"}}.{MTP_LAYER}.": f"}}.{live}."}
 
 
-def stands_on(param: Param, config: McaModelConfig, chunk: PipelineChunk) -> bool:
+def is_in_chunk(param: Param, config: McaModelConfig, chunk: PipelineChunk) -> bool:
     """Whether ``chunk`` holds ``param`` itself; copies for prediction layers and tied heads are not counted."""
     if param.stage is Stage.LAYER:
         return param.layer in chunk.layers
@@ -51,7 +51,7 @@ def stands_on(param: Param, config: McaModelConfig, chunk: PipelineChunk) -> boo
     return chunk.has_loss
 
 
-def experts_of(config: McaModelConfig, layout: ParallelLayout, ep: int) -> range:
+def local_experts(config: McaModelConfig, layout: ParallelLayout, ep: int) -> range:
     """The experts of expert rank ``ep``."""
     share = (config.num_moe_experts or 0) // layout.ep
     return range(ep * share, (ep + 1) * share)

@@ -12,7 +12,7 @@ from mca_config.types import FamilyConfig, JsonObject
 from mca_models.templates.common import attention, inner
 from mca_models.templates.config_table import Field, Fixed, HfConfig
 from mca_models.templates.gated_delta_net import fused
-from mca_models.weights import COLUMN, ROW, Param, each
+from mca_models.weights import COLUMN, ROW, Param, expand_rules
 
 SILU = Fixed("mamba_hidden_act", ("silu",), "what is convolved is activated by SiLU")
 PLAIN_STEPS = Fixed("mamba_proj_bias", (False,), "projections of state space layers have no biases")
@@ -30,7 +30,7 @@ def fields(*, heads: str, width: str, groups: str, state: str, conv: str, bias: 
     )
 
 
-def fields_of_bamba() -> tuple[Field, ...]:
+def bamba_fields() -> tuple[Field, ...]:
     """Those sizes under the keys of Bamba, which other families share."""
     return fields(
         heads="mamba_n_heads",
@@ -46,7 +46,7 @@ BAMBA = {"mamba_n_groups": 1, "mamba_d_state": 256, "mamba_n_heads": 128, "mamba
 """What absent keys mean there."""
 
 
-def as_in_bamba(hf: HfConfig, inside: int | None = None) -> JsonObject:
+def derive_bamba(hf: HfConfig, inside: int | None = None) -> JsonObject:
     """The width of a head, which need not be said, and the shortest step in time.
 
     Args:
@@ -75,7 +75,7 @@ def as_in_bamba(hf: HfConfig, inside: int | None = None) -> JsonObject:
     return {"mamba_head_dim": width, "mamba_least_step": float(least)}
 
 
-def restored_as_in_bamba(config: McaModelConfig) -> HfConfig:
+def restore_bamba(config: McaModelConfig) -> HfConfig:
     """See ``ConfigTable.restore``."""
     inside = (config.mamba_num_heads or 0) * (config.mamba_head_dim or 0)
     return {
@@ -93,14 +93,14 @@ def require_groups(heads: int, groups: int) -> None:
         )
 
 
-def legacy_kinds(kinds: Iterable[str]) -> tuple[str, ...]:
+def layer_types_from_hf(kinds: Iterable[str]) -> tuple[str, ...]:
     """HF's kinds of layers as ``layer_types`` has them, those of old files too."""
     ours = {"linear_attention": "mamba", "attention": "full_attention"}
     return tuple(ours.get(kind, kind) for kind in kinds)
 
 
-def hf_kinds(config: McaModelConfig) -> list[str]:
-    """The way back of ``legacy_kinds``."""
+def layer_types_to_hf(config: McaModelConfig) -> list[str]:
+    """The way back of ``layer_types_from_hf``."""
     return ["linear_attention" if kind == "mamba" else kind for kind in config.layer_types or ()]
 
 
@@ -114,10 +114,10 @@ def segments(config: FamilyConfig) -> tuple[int, int, int, int, int]:
 def mamba(config: McaModelConfig) -> list[Param]:
     """A state space layer with the norm before it."""
     before = inner("self_attention.in_proj.layer_norm_weight", "input_layernorm.weight")
-    return [before, *state_space(config, "self_attention.")]
+    return [before, *mamba_mixer(config, "self_attention.")]
 
 
-def state_space(config: McaModelConfig, at: str) -> list[Param]:
+def mamba_mixer(config: McaModelConfig, at: str) -> list[Param]:
     """A state space model alone; ``at`` is its place in Megatron's layer."""
     sizes = segments(config)
     cut = {
@@ -140,5 +140,7 @@ def state_space(config: McaModelConfig, at: str) -> list[Param]:
 def mixed_layers(config: McaModelConfig) -> Iterator[Param]:
     """State space model or attention of every decoder layer."""
     layers = range(config.num_layers)
-    yield from each(mamba(config), layers=[layer for layer in layers if config.is_mamba_layer(layer)])
-    yield from each(attention(config), layers=[layer for layer in layers if not config.is_mamba_layer(layer)])
+    yield from expand_rules(mamba(config), layers=[layer for layer in layers if config.is_mamba_layer(layer)])
+    yield from expand_rules(
+        attention(config), layers=[layer for layer in layers if not config.is_mamba_layer(layer)]
+    )

@@ -26,7 +26,7 @@ from mca_models.templates.config_table import Field, Fixed, HfConfig
 from mca_models.templates.mtp import mtp_params
 from mca_models.templates.names import FUSED, HF, MoeNames
 from mca_models.templates.shapes import Shape
-from mca_models.weights import COLUMN, GATED, ROW, SEPARATE, Concat, Layout, Param, Transposed, each
+from mca_models.weights import COLUMN, GATED, ROW, SEPARATE, Concat, Layout, Param, Transposed, expand_rules
 
 SIGMOID_ROUTER: Values = {
     "moe_router_score_function": "sigmoid",
@@ -48,7 +48,7 @@ NO_JITTER = Fixed(
 )
 
 
-def require_sigmoid_choice(hf: HfConfig) -> None:
+def require_sigmoid_routing(hf: HfConfig) -> None:
     """Refuses what Megatron's sigmoid routing chooses or weighs otherwise than HF's models.
 
     Raises:
@@ -144,15 +144,19 @@ def mlp_layers(config: McaModelConfig, names: MoeNames) -> Iterator[Param]:
     """The MLP of every decoder layer, dense or with experts."""
     layers = range(config.num_layers)
     sparse = [layer for layer in layers if config.is_moe_layer(layer)]
-    yield from each(dense_mlp(config), layers=[layer for layer in layers if not config.is_moe_layer(layer)])
+    yield from expand_rules(
+        dense_mlp(config), layers=[layer for layer in layers if not config.is_moe_layer(layer)]
+    )
     yield from moe_layers(config, names, sparse)
 
 
 def moe_layers(config: McaModelConfig, names: MoeNames, layers: Sequence[int]) -> Iterator[Param]:
     """The expert layers ``layers``."""
     projections = [inner(name, name) for name in LATENT] if config.moe_latent_size else []
-    yield from each([*router(config, names), *projections, *shared_experts(config, names)], layers=layers)
-    yield from each(experts(config, names), layers=layers, experts=range(config.num_moe_experts or 0))
+    yield from expand_rules(
+        [*router(config, names), *projections, *shared_experts(config, names)], layers=layers
+    )
+    yield from expand_rules(experts(config, names), layers=layers, experts=range(config.num_moe_experts or 0))
 
 
 def last_layer(config: McaModelConfig, names: MoeNames, attention: Sequence[Param]) -> list[Param]:
@@ -166,8 +170,10 @@ def last_layer(config: McaModelConfig, names: MoeNames, attention: Sequence[Para
     return [*attention, *router(config, names), *shared_experts(config, names), *own]
 
 
-def found_stacked(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
-    """Whether files have the stacked experts under the names of transformers' modules (5.x); see ``Family.found``."""
+def detect_stacked_experts(
+    config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]
+) -> Values:
+    """Detect stacked experts under the names of transformers' modules (5.x); see ``Family.detect_extra``."""
     return {"fused_experts": True} if any(name.endswith("experts.gate_up_proj") for name in names) else {}
 
 
@@ -188,7 +194,7 @@ def expert_fields(
     )
 
 
-def shared_experts_as_one(
+def fuse_shared_experts(
     hf: HfConfig, key: str, default: int, ffn: str = "moe_intermediate_size"
 ) -> JsonObject:
     """The experts that every token passes, as one that is so many times as wide.
@@ -207,14 +213,14 @@ def restore_shared_experts(config: McaModelConfig, key: str) -> HfConfig:
     return {key: (config.moe_shared_expert_intermediate_size or 0) // (config.moe_ffn_hidden_size or 1)}
 
 
-def listed_layers(hf: HfConfig) -> dict[str, object]:
+def derive_moe_layers(hf: HfConfig) -> dict[str, object]:
     """Which layers have experts: as listed, or all from ``first_k_dense_replace`` on."""
     layers, dense = range(hf["num_hidden_layers"]), hf.get("first_k_dense_replace", 1)
     kinds = hf.get("mlp_layer_types") or ["sparse" if layer >= dense else "dense" for layer in layers]
     return {"moe_layer_freq": tuple(int(kind == "sparse") for kind in kinds)}
 
 
-def restore_listed_layers(config: McaModelConfig) -> HfConfig:
+def restore_moe_layers(config: McaModelConfig) -> HfConfig:
     """See ``ConfigTable.restore``."""
     layers = range(config.num_layers)
     return {"mlp_layer_types": ["sparse" if config.is_moe_layer(layer) else "dense" for layer in layers]}

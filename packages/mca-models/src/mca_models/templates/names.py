@@ -15,7 +15,7 @@ HF_HEAD_BIAS = "lm_head.bias"
 # where transformers' modules (5.x) have all experts of a layer in one tensor
 FUSED = "mlp.experts."
 
-EXPERTS_TURNED = "the weights of its experts lie as [in, out]"
+TRANSPOSED_EXPERTS = "the weights of its experts lie as [in, out]"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from mca_models.templates.config_table import (
     read_rope,
 )
 from mca_models.templates.family import Family
-from mca_models.weights import Param, each
+from mca_models.weights import Param, expand_rules
 
 
 def long_rope(hf: HfConfig) -> JsonObject:
@@ -49,7 +49,7 @@ CONFIG = ConfigTable(
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     rules = [*attention(config, fused_qkv(config)), *dense_mlp(config, fused_mlp())]
-    return [embedding(), *each(rules, layers=range(config.num_layers)), *head(config)]
+    return [embedding(), *expand_rules(rules, layers=range(config.num_layers)), *head(config)]
 
 
 FAMILY = Family(model_type="phi3", architecture="Phi3ForCausalLM", config=CONFIG, params=params)

@@ -75,5 +75,5 @@ FAMILY = Family(
     config=CONFIG,
     params=partial(moe_params, names=NAMES),
     moe=NAMES,
-    unadapted=frozenset({"router"}),
+    unadaptable=frozenset({"router"}),
 )

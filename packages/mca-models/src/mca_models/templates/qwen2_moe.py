@@ -3,12 +3,12 @@
 from functools import partial
 
 from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, dense_fields
+from mca_models.templates.dual_rope import FULL, SLIDING
 from mca_models.templates.family import Family
 from mca_models.templates.moe import expert_fields, moe_params
 from mca_models.templates.names import MoeNames
 from mca_models.templates.qwen2 import window
 from mca_models.templates.qwen3_moe import restore_sparse, sparse_layers
-from mca_models.templates.two_ropes import FULL, SLIDING
 
 SHARED = Field("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size")
 NAMES = MoeNames(shared="mlp.shared_expert.")

@@ -15,7 +15,7 @@ from mca_models.templates.family import Family
 from mca_models.templates.moe import aux_loss, expert_fields, last_layer, mlp_layers, restore_aux_loss
 from mca_models.templates.mtp import mtp_params
 from mca_models.templates.qwen2_moe import SHARED
-from mca_models.templates.qwen3_5_text import BESIDE, OWN_EMBEDDING, found, in_proj, prefixed
+from mca_models.templates.qwen3_5_text import BESIDE, OWN_EMBEDDING, detect_extra, in_proj, prefixed
 from mca_models.templates.qwen3_next import NAMES
 from mca_models.weights import Param
 
@@ -57,7 +57,7 @@ CONFIG = ConfigTable(
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     inside = last_layer(config, NAMES, attention(config))
-    mtp = mtp_params(config, inside, delta.MTP_OWN, delta.MTP_PREFIX)
+    mtp = mtp_params(config, inside, delta.MTP_NAMES, delta.MTP_PREFIX)
     layers = delta.mixed_attention(config, in_proj(config))
     return prefixed(config, [embedding(), *layers, *mlp_layers(config, NAMES), *mtp, *head(config)])
 
@@ -68,7 +68,7 @@ FAMILY = Family(
     config=CONFIG,
     params=params,
     moe=NAMES,
-    found=found,
-    prediction_layers=delta.prediction_found,
+    detect_extra=detect_extra,
+    count_mtp=delta.detect_mtp_layers,
     module_names={BESIDE: ""},
 )

@@ -15,7 +15,7 @@ from mca_models.weights import Layout, Param, Stage
 Shape = tuple[int, ...]
 
 
-def whole_shape(param: Param, config: McaModelConfig) -> Shape:
+def full_shape(param: Param, config: McaModelConfig) -> Shape:
     """Shape of the unsharded Megatron parameter, without vocabulary padding."""
     if param.shape is not None:
         return param.shape
@@ -32,7 +32,7 @@ def hf_shapes(params: Iterable[Param], config: McaModelConfig) -> dict[str, Shap
     """Shape of every HF tensor that ``params`` are made of, by name."""
     shapes: dict[str, Shape] = {}
     for param in params:
-        parts = _parts(param.layout, param.hf_layout, whole_shape(param, config))
+        parts = _parts(param.layout, param.hf_layout, full_shape(param, config))
         front = (config.num_moe_experts or 0,) if param.stacked else ()
         shapes |= {name: front + part for name, part in zip(param.hf_names(), parts, strict=True)}
     return shapes
@@ -40,7 +40,7 @@ def hf_shapes(params: Iterable[Param], config: McaModelConfig) -> dict[str, Shap
 
 @cache
 def _parts(layout: Layout, hf_layout: Layout, whole: Shape) -> tuple[Shape, ...]:
-    """The shapes of what ``Param.from_whole`` gives, from an array that holds one byte."""
+    """The shapes of what ``Param.from_full`` gives, from an array that holds one byte."""
     import numpy as np
 
     empty = np.broadcast_to(np.zeros((), np.uint8), whole)

@@ -124,7 +124,7 @@ class TensorProperties(Record):
     __slots__ = ()
 
 
-class Unread(Record):
+class OpaqueObject(Record):
     """An object that no reader looks into."""
 
     __slots__ = ()
@@ -162,7 +162,7 @@ def _tensor(storage: Pickled, offset: Pickled, shape: Pickled, strides: Pickled,
     return TensorRef(storage, offset, shape, strides)
 
 
-def _tensor_of_bytes(
+def _tensor_v3(
     storage: Pickled,
     offset: Pickled,
     shape: Pickled,
@@ -227,11 +227,11 @@ GLOBALS: Mapping[tuple[str, str], Pickled] = MappingProxyType(
         ("_codecs", "encode"): _Call(_latin1),
         ("torch", "Size"): _Call(_size),
         ("torch", "device"): _Call(_last),
-        ("torch", "Tensor"): Unread,
-        ("torch.nn.parameter", "Parameter"): Unread,
+        ("torch", "Tensor"): OpaqueObject,
+        ("torch.nn.parameter", "Parameter"): OpaqueObject,
         ("torch._utils", "_rebuild_tensor"): _Call(_tensor),
         ("torch._utils", "_rebuild_tensor_v2"): _Call(_tensor),
-        ("torch._utils", "_rebuild_tensor_v3"): _Call(_tensor_of_bytes),
+        ("torch._utils", "_rebuild_tensor_v3"): _Call(_tensor_v3),
         ("torch._utils", "_rebuild_parameter"): _Call(_parameter),
         ("torch._utils", "_rebuild_parameter_with_state"): _Call(_parameter),
         ("torch._tensor", "_rebuild_from_type_v2"): _Call(_tensor_with_attributes),
@@ -245,25 +245,25 @@ GLOBALS: Mapping[tuple[str, str], Pickled] = MappingProxyType(
         (f"{_DCP}.metadata", "ChunkStorageMetadata"): ChunkStorageMetadata,
         (f"{_DCP}.metadata", "MetadataIndex"): MetadataIndex,
         (f"{_DCP}.metadata", "TensorProperties"): TensorProperties,
-        (f"{_DCP}.metadata", "StorageMeta"): Unread,
+        (f"{_DCP}.metadata", "StorageMeta"): OpaqueObject,
         (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"): _Call(_last),
         (f"{_DCP}.filesystem", "_StorageInfo"): StorageInfo,
-        (f"{_DCP}.filesystem", "_StoragePrefix"): Unread,
+        (f"{_DCP}.filesystem", "_StoragePrefix"): OpaqueObject,
         **{
-            (f"{_DCP}.planner", name): Unread
+            (f"{_DCP}.planner", name): OpaqueObject
             for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")
         },
         (f"{_DCP}.planner", "WriteItemType"): _Call(_last),
         (_SHARDED, "TensorProperties"): TensorProperties,
         (_SHARDED, "MEM_FORMAT_ENCODING"): _Call(_last),
         (_MEGATRON, "MCoreMetadata"): Metadata,
-        (_MEGATRON, "MCoreSavePlan"): Unread,
-        ("io", "BytesIO"): Unread,
-        ("_io", "BytesIO"): Unread,
-        ("argparse", "Namespace"): Unread,
-        ("pathlib", "PosixPath"): Unread,
-        ("pathlib", "PurePosixPath"): Unread,
-        ("pathlib._local", "PosixPath"): Unread,
+        (_MEGATRON, "MCoreSavePlan"): OpaqueObject,
+        ("io", "BytesIO"): OpaqueObject,
+        ("_io", "BytesIO"): OpaqueObject,
+        ("argparse", "Namespace"): OpaqueObject,
+        ("pathlib", "PosixPath"): OpaqueObject,
+        ("pathlib", "PurePosixPath"): OpaqueObject,
+        ("pathlib._local", "PosixPath"): OpaqueObject,
     }
 )
 """Every global that a pickle may name, by module and name."""

@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from mca_config.errors import McaError
 from mca_config.files import open_regular, read_bytes, resolve_inside
-from mca_models.storage.strided import Block, Shape, StridedTensor
+from mca_models.storage.lazy_tensor import Block, Shape, StridedTensor
 from mca_models.torch_checkpoint.allowed_globals import (
     ChunkStorageMetadata,
     Dtype,
@@ -74,7 +74,7 @@ class DcpDirectory:
         self.path, self._whole = path, whole or path
         self._where = str(path / METADATA)
         root = self._read()
-        places = self._places(root)
+        places = self._blobs(root)
         entries = self._field(root, "state_dict_metadata", dict)
         self.tensors: dict[str, TensorEntry] = {}
         """All tensors by name; objects are left out."""
@@ -91,7 +91,7 @@ class DcpDirectory:
     def _file(self, name: str) -> Path:
         return resolve_inside(self._whole, str((self.path / name).relative_to(self._whole)))
 
-    def _places(self, root: Metadata) -> dict[tuple[str, Shape], Blob]:
+    def _blobs(self, root: Metadata) -> dict[tuple[str, Shape], Blob]:
         places: dict[tuple[str, Shape], Blob] = {}
         for index, info in self._field(root, "storage_data", dict).items():
             if not isinstance(index, MetadataIndex) or not isinstance(info, StorageInfo):

@@ -28,13 +28,13 @@ class _Bounded:
 
     def read(self, count: int = -1) -> bytes:
         """The next bytes."""
-        return self._taken(self._stream.read(self._left if count < 0 else min(count, self._left)))
+        return self._consume(self._stream.read(self._left if count < 0 else min(count, self._left)))
 
     def readline(self) -> bytes:
         """The next line."""
-        return self._taken(self._stream.readline(self._left))
+        return self._consume(self._stream.readline(self._left))
 
-    def _taken(self, data: bytes) -> bytes:
+    def _consume(self, data: bytes) -> bytes:
         self._left -= len(data)
         return data
 

@@ -27,17 +27,17 @@ from mca_config.layout import ParallelLayout
 from mca_config.model_config import FILE_NAME, McaModelConfig
 from mca_config.pipeline import PipelineChunk
 from mca_models.checkpoint.mca_directory import iteration_name, latest_iteration, load_config
-from mca_models.checkpoint.placement import stored
-from mca_models.storage.strided import StridedTensor
-from mca_models.templates import config_from_hf, family_of
+from mca_models.checkpoint.placement import stored_params
+from mca_models.storage.lazy_tensor import StridedTensor
+from mca_models.templates import config_from_hf, get_family
+from mca_models.torch_checkpoint.name_variants import NamedParam, NameVariant, named_params
 from mca_models.torch_checkpoint.source import (
     ForeignSource,
     StoredParam,
     grouped_expert,
-    place_of,
+    locate_param,
     with_stored_dtype,
 )
-from mca_models.torch_checkpoint.spellings import NamedParam, PossibleName, named_params
 from mca_models.torch_checkpoint.torch_file import TorchFile, open_torch_file
 from mca_models.weights import Param
 
@@ -47,7 +47,7 @@ LATEST = "latest_checkpointed_iteration.txt"
 _RANK_FOLDER = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 
 
-class Position(NamedTuple):
+class RankPosition(NamedTuple):
     """The rank that wrote a file."""
 
     tp: int
@@ -75,14 +75,14 @@ def open_roll(path: Path) -> ForeignSource:
     folder = _iteration(path)
     files = rank_files(config.layout)
     _require_files(folder, files)
-    params = family_of(config.model_type).params(config)
-    found = _Found(config, params)
+    params = get_family(config.model_type).params(config)
+    found = _RankFiles(config, params)
     for name, at in files.items():
         found.add(at, open_torch_file(resolve_inside(path, f"{folder.name}/{name}/{WEIGHTS}")))
     if found.faults:
         raise McaError("\n  ".join([f"{folder}: {len(found.faults)} faults", *found.faults[:20]]))
-    places = {param.mca_name(): found.place(param) for param in stored(params)}
-    return ForeignSource(path, with_stored_dtype(config, places), stored(params), places)
+    places = {param.mca_name(): found.place(param) for param in stored_params(params)}
+    return ForeignSource(path, with_stored_dtype(config, places), stored_params(params), places)
 
 
 def read_config(path: Path) -> McaModelConfig:
@@ -108,18 +108,18 @@ def read_config(path: Path) -> McaModelConfig:
     )
 
 
-def rank_files(layout: ParallelLayout) -> dict[str, Position]:
+def rank_files(layout: ParallelLayout) -> dict[str, RankPosition]:
     """The folder of every rank that writes one, and where the rank stands.
 
     Raises:
         McaError: The layout is one of which such a checkpoint holds only a part.
     """
-    files: dict[str, Position] = {}
+    files: dict[str, RankPosition] = {}
     if layout.expert_model_size > _MOST_RANKS:
         raise _incomplete(layout, f"there would be {layout.expert_model_size} files")
     for pp in range(layout.pp):
         for rank in range(layout.etp * layout.ep):
-            at = Position(rank % layout.tp, pp, rank // layout.etp, rank % layout.etp)
+            at = RankPosition(rank % layout.tp, pp, rank // layout.etp, rank % layout.etp)
             name = _folder_name(layout, at)
             if name in files:
                 raise _incomplete(layout, f"two ranks wrote to {name}")
@@ -129,7 +129,7 @@ def rank_files(layout: ParallelLayout) -> dict[str, Position]:
     return files
 
 
-def _folder_name(layout: ParallelLayout, at: Position) -> str:
+def _folder_name(layout: ParallelLayout, at: RankPosition) -> str:
     pipeline = f"_{at.pp:03d}" if layout.pp > 1 else ""
     expert = f"_{at.ep:03d}" if layout.ep > 1 else ""
     return f"mp_rank_{at.tp:02d}{pipeline}{expert}"
@@ -160,7 +160,7 @@ def _require_files(folder: Path, files: Iterable[str]) -> None:
 
 
 @dataclass
-class _Found:
+class _RankFiles:
     """The pieces of all parameters, collected file by file."""
 
     config: McaModelConfig
@@ -172,7 +172,7 @@ class _Found:
         self.copies: dict[str, dict[int, list[StridedTensor]]] = {}
         self.faults: list[str] = []
 
-    def add(self, at: Position, saved: TorchFile) -> None:
+    def add(self, at: RankPosition, saved: TorchFile) -> None:
         """Takes every tensor of one rank's file."""
         chunks = self.plan.chunks[at.pp]
         for chunk in chunks:
@@ -180,7 +180,7 @@ class _Found:
             self._add_chunk(at, chunk, saved.state_dict(key), f"{saved.file} {key}")
 
     def _add_chunk(
-        self, at: Position, chunk: PipelineChunk, tensors: Mapping[str, StridedTensor], where: str
+        self, at: RankPosition, chunk: PipelineChunk, tensors: Mapping[str, StridedTensor], where: str
     ) -> None:
         used: set[str] = set()
         missing: list[str] = []
@@ -198,7 +198,7 @@ class _Found:
                 more = ", ..." if len(names) > 4 else ""
                 self.faults.append(f"{where}: {len(names)} {what} ({', '.join(names[:4])}{more})")
 
-    def _take(self, at: Position, held: NamedParam, tensor: StridedTensor) -> None:
+    def _take(self, at: RankPosition, held: NamedParam, tensor: StridedTensor) -> None:
         param = held.param
         rank = at.tp if param.expert is None else at.etp
         table = self.copies if held.optional else self.own
@@ -210,7 +210,7 @@ class _Found:
         name = param.mca_name()
         by_rank = self.own[name]
         ranks = sorted(by_rank)
-        place = place_of(param, self.config, [by_rank[rank][0] for rank in ranks])
+        place = locate_param(param, self.config, [by_rank[rank][0] for rank in ranks])
         copies = [(by_rank[rank][0], other) for rank in ranks for other in by_rank[rank][1:]]
         for rank, others in self.copies.get(name, {}).items():
             copies += [(by_rank[rank][0], other) for other in others]
@@ -218,7 +218,7 @@ class _Found:
 
 
 def _tensor(
-    held: NamedParam, spelling: PossibleName, tensors: Mapping[str, StridedTensor], config: McaModelConfig
+    held: NamedParam, spelling: NameVariant, tensors: Mapping[str, StridedTensor], config: McaModelConfig
 ) -> StridedTensor:
     """The tensor of ``held`` under the name it was found by."""
     tensor = tensors[spelling.name]

@@ -20,7 +20,7 @@ from typing import BinaryIO
 from mca_config.errors import McaError
 from mca_config.files import open_regular
 from mca_models.storage.dtypes import ITEM_SIZES
-from mca_models.storage.strided import StridedTensor
+from mca_models.storage.lazy_tensor import StridedTensor
 from mca_models.torch_checkpoint.allowed_globals import Dtype, Pickled, StorageRef, TensorRef
 from mca_models.torch_checkpoint.legacy_file import is_legacy, read_legacy
 from mca_models.torch_checkpoint.pickle_reader import read_pickle

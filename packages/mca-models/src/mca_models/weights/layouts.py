@@ -141,7 +141,7 @@ class Shaped:
 
 
 @dataclass(frozen=True)
-class Each:
+class PerTensor:
     """Every stored tensor holds some of the parts, in a layout of its own.
 
     Args:
@@ -166,7 +166,7 @@ class Each:
 
 
 @dataclass(frozen=True)
-class Alternating:
+class Interleaved:
     """Another layout whose last part is two, row by row in turns: ``[a 0, b 0, a 1, b 1, ...]``.
 
     Args:

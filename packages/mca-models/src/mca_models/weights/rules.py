@@ -73,7 +73,7 @@ class Stage(Enum):
     LAST = "last"  # the chunk with the loss
     MTP = "mtp"  # the chunk that holds multi-token-prediction layer ``Param.layer``
     VISION = "vision"  # the chunk with the embedding, and never a copy of it
-    CARRIED = "carried"  # none: no model has it, and files have it with the loss
+    PASSTHROUGH = "passthrough"  # no model builds it; files store it with the loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,26 +133,26 @@ class Param:
     def _mca_name(self) -> str:
         return self.mca.format(layer=self.layer, expert=self.expert)
 
-    def to_whole(self, hf: Sequence[Array]) -> Array:
+    def to_full(self, hf: Sequence[Array]) -> Array:
         """The unsharded Megatron parameter, from its HF tensors."""
         tensors = [x[self.expert] for x in hf] if self.stacked else list(hf)
         (whole,) = self.layout.pack(self.hf_layout.unpack(tensors))
         return whole
 
-    def from_whole(self, whole: Array) -> tuple[Array, ...]:
+    def from_full(self, whole: Array) -> tuple[Array, ...]:
         """The HF tensors inside the unsharded parameter (a stacked one's entry, without its expert axis)."""
         return self.hf_layout.pack(self.layout.unpack((whole,)))
 
     def to_mca(self, hf: Sequence[Array], rank: int = 0, size: int = 1) -> Array:
         """The piece that ``rank`` of ``size`` (tp, or etp for an expert) holds."""
-        return self.shard.take(self.to_whole(hf), rank, size)
+        return self.shard.take(self.to_full(hf), rank, size)
 
     def to_hf(self, pieces: Sequence[Array]) -> tuple[Array, ...]:
         """The HF tensors, from the pieces of all ranks in rank order."""
-        return self.from_whole(self.shard.join(pieces))
+        return self.from_full(self.shard.join(pieces))
 
 
-def each(
+def expand_rules(
     rules: Sequence[Param], *, layers: Iterable[int], experts: Iterable[int | None] = (None,)
 ) -> Iterator[Param]:
     """``rules`` for every layer and expert, in that order."""

@@ -135,9 +135,9 @@ def load_weights(model: VirtualModels, directory: Path) -> None:
     Raises:
         McaError: Another model is there.
     """
+    from mca_models.checkpoint_kinds import open_checkpoint
     from mca_models.megatron.factory import fill
     from mca_models.megatron.peft import PeftModels
-    from mca_models.opening import open_checkpoint
 
     if isinstance(model, PeftModels):
         if (directory / FILE_NAME).is_file():
@@ -168,8 +168,8 @@ def saved_weights(model: VirtualModels, directory: Path) -> SavedWeights:
 
 
 def _of_model(model: VirtualModels, directory: Path) -> Unrounded:
+    from mca_models.checkpoint_kinds import open_checkpoint
     from mca_models.megatron.factory import fill
-    from mca_models.opening import open_checkpoint
 
     source = open_checkpoint(directory)
     params = {id(tensor): item.param for item, tensor in model.held()}
@@ -185,12 +185,12 @@ def _of_model(model: VirtualModels, directory: Path) -> Unrounded:
 
 
 def _of_adapter(model: "PeftModels", directory: Path) -> Unrounded:
-    from mca_models.lora import Adapter, open_adapter, relaid
+    from mca_models.lora import Adapter, open_adapter, with_layout
     from mca_models.megatron.factory.fill import cut_of
     from mca_models.megatron.tensors import to_torch
 
     layout, at = model.config.layout, model.place.at
-    found = relaid(open_adapter(directory, model.config), layout)
+    found = with_layout(open_adapter(directory, model.config), layout)
     source = Adapter(model.config, model.adapter, model.rules, found.read)
     rules = {rule.mca_name(): rule for rule in model.rules.params}
     names = {id(tensor): name for name, tensor in model.trained()}

@@ -21,7 +21,7 @@ from mca_config.types import JsonObject, Typed
 from mca_models.megatron.distributed.collectives import all_gather
 from mca_models.megatron.distributed.reader import read_state, shapes_in
 from mca_models.megatron.distributed.writer import Writing, write_state
-from mca_models.torch_checkpoint.forms import global_spellings
+from mca_models.torch_checkpoint.storage_forms import global_spellings
 from mca_train import groups
 from mca_train.checkpoint import masters
 from mca_train.checkpoint.masters import SavedWeights

@@ -33,22 +33,22 @@ def model_config(path: str) -> McaModelConfig:
     Raises:
         McaError: The directory or its configuration is missing or not supported.
     """
-    from mca_models.checkpoint.hf_directory import naming_config, read_config, unquantised
+    from mca_models.checkpoint.hf_directory import dequantized_config, named_config_errors, read_config
     from mca_models.checkpoint.mca_directory import is_mca, load_config
-    from mca_models.opening import CheckpointKind, kind_of, open_checkpoint
+    from mca_models.checkpoint_kinds import CheckpointKind, checkpoint_kind, open_checkpoint
     from mca_models.templates import config_from_hf
-    from mca_models.templates.carried import without_carried
+    from mca_models.templates.passthrough import without_passthrough
 
     folder = Path(path)
     if not folder.is_dir():
         raise McaError(f"model_name_or_path: directory {path} does not exist")
-    if kind_of(folder) in (CheckpointKind.ROLL, CheckpointKind.TORCH_DIST):
+    if checkpoint_kind(folder) in (CheckpointKind.ROLL, CheckpointKind.TORCH_DIST):
         return open_checkpoint(folder).config
     if is_mca(folder):
-        return without_carried(load_config(folder))
+        return without_passthrough(load_config(folder))
     document = read_config(folder)
-    with naming_config(folder):
-        return config_from_hf(unquantised(document))
+    with named_config_errors(folder):
+        return config_from_hf(dequantized_config(document))
 
 
 def local_world_size(launch: LaunchArguments, layout: ParallelLayout) -> int:
@@ -107,14 +107,14 @@ def make_adapter(
     Raises:
         McaError: The adapter's directory, or what is asked for, cannot be used.
     """
-    from mca_models.lora import AdapterConfig, rules_for_training, rules_of
-    from mca_models.lora.parts import complete_config
+    from mca_models.lora import AdapterConfig, load_adapter_rules, rules_for_training
+    from mca_models.lora.peft_names import complete_peft_config
 
     if lora.adapter_name_or_path is not None:
-        return rules_of(Path(lora.adapter_name_or_path), config)
+        return load_adapter_rules(Path(lora.adapter_name_or_path), config)
     if not lora.wanted:
         return None
     document = {**lora.config(peft_task(config))}
-    complete_config(document, config, parts)
+    complete_peft_config(document, config, parts)
     adapter = AdapterConfig.from_dict(document, "LoraConfig")
     return adapter, rules_for_training(config, adapter)

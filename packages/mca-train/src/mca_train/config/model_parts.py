@@ -30,9 +30,9 @@ def trained_parts(training: "TrainingArguments") -> frozenset[Part]:
 
 def adapted_parts(directory: str, config: McaModelConfig) -> frozenset[Part]:
     """The parts that the adapter in ``directory`` is on."""
-    from mca_models.lora import rules_of
+    from mca_models.lora import load_adapter_rules
 
-    return adapter_parts(rules_of(Path(directory), config)[1], config)
+    return adapter_parts(load_adapter_rules(Path(directory), config)[1], config)
 
 
 def adapter_parts(rules: "AdapterRules", config: McaModelConfig) -> frozenset[Part]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, overload
 from mca_config.errors import McaError, UsageError
 from mca_config.redaction import redacted
 from mca_config.types import JsonObject, Values
-from mca_models.hub import is_id
+from mca_models.hub import is_hub_id
 from mca_train.config.arguments import DataArguments
 from mca_train.data.addresses import (
     fetched,
@@ -156,7 +156,7 @@ def _require_there(path: Path, key: str) -> None:
 
 def _meant(path: Path, key: str) -> str:
     """Where ``path`` belongs if it is the name of a dataset of the Hub."""
-    if reader_of(str(path)) != "a dataset" or not is_id(path):
+    if reader_of(str(path)) != "a dataset" or not is_hub_id(path):
         return ""
     advice = (
         f"set datasets: [{{path: {path}}}]"

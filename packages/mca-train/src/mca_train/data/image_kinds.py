@@ -17,9 +17,9 @@ from torch import Tensor
 from mca_config.errors import McaError, UsageError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
-from mca_models.images import ImagePlace, placeholders
-from mca_models.templates import family_of
-from mca_models.templates.vision import ImageTokenKind
+from mca_models.images import ImageSpan, placeholders
+from mca_models.templates import get_family
+from mca_models.templates.vision_tower import ImageTokenKind
 from mca_train.data.chat import writing_images
 from mca_train.data.image_tokens import Grid, ImageTokens
 from mca_train.types import ImageProcessor
@@ -150,7 +150,7 @@ class LineTokens(ImageTokens):
         ids = ([self.token] * grid[1] + [self._marks[0]]) * grid[0]
         return [*ids[:-1], self._marks[1]]
 
-    def places(self, where: Sequence[int], grids: Sequence[Grid]) -> list[ImagePlace]:
+    def places(self, where: Sequence[int], grids: Sequence[Grid]) -> list[ImageSpan]:
         """See `ImageTokens`: one for each row."""
         return super().places(where, [(1, columns) for rows, columns in grids for _ in range(rows)])
 
@@ -210,7 +210,7 @@ def image_tokens(
 
 def _kind(config: McaModelConfig) -> ImageTokenKind | None:
     """How the family of ``config`` cuts images into tokens; None if in no way that is known, or if it takes none."""
-    part = family_of(config.model_type).vision
+    part = get_family(config.model_type).vision
     return part.image_tokens if part is not None else None
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mca_config.errors import McaError
 from mca_config.printable import counted
-from mca_models.images import ImagePlace
+from mca_models.images import ImageSpan
 from mca_train.types import ImageProcessor
 
 if TYPE_CHECKING:
@@ -74,11 +74,11 @@ class ImageTokens(ABC):
         """What stands for an image in plain text: a placeholder, and the family's marks around it."""
         return "".join(tokenizer.convert_ids_to_tokens([*self.before, self.token, *self.after]))
 
-    def places(self, where: Sequence[int], grids: Sequence[Grid]) -> list[ImagePlace]:
+    def places(self, where: Sequence[int], grids: Sequence[Grid]) -> list[ImageSpan]:
         """Where images are, of placeholders at ``where``: runs of placeholders that follow one another."""
         first, found = 0, []
         for rows, columns in grids:
-            found.append(ImagePlace(int(where[first]), rows, columns))
+            found.append(ImageSpan(int(where[first]), rows, columns))
             first += rows * columns
         return found
 

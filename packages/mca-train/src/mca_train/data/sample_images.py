@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mca_config.errors import McaError
 from mca_config.types import Values
-from mca_models.images import ImagePlace
+from mca_models.images import ImageSpan
 from mca_train.data.image_rows import ImageRows
 from mca_train.data.image_tokens import Grid
 
@@ -30,7 +30,7 @@ class SampleImages:
         tensors: Reads them.
     """
 
-    places: tuple[ImagePlace, ...]
+    places: tuple[ImageSpan, ...]
     tensors: Callable[[], Mapping[str, Tensor]]
 
     @property
@@ -106,7 +106,7 @@ class ImagesOfRows:
             raise McaError(f"{self.key}, {told}: {error}") from error
 
 
-def placed(read: ImageRows, tokens: NDArray[np.int32], grids: Sequence[Grid]) -> tuple[ImagePlace, ...]:
+def placed(read: ImageRows, tokens: NDArray[np.int32], grids: Sequence[Grid]) -> tuple[ImageSpan, ...]:
     """Where the images with these ``grids`` are among ``tokens``."""
     where = np.flatnonzero(np.asarray(tokens) == read.tokens.token)
     return tuple(read.tokens.places(where.tolist(), grids))

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from mca_config.types import JsonObject
-from mca_models.images import ImagePlace
+from mca_models.images import ImageSpan
 from mca_train.data.sample_images import SampleImages
 from mca_train.data.token_dataset import VALUES
 from mca_train.plan.towers import Images
@@ -58,7 +58,7 @@ class LongestSamples(Dataset[JsonObject]):
 def _blank(images: Images) -> SampleImages:
     """Images without anything on them, one after another with a token between."""
     step, side = images.tokens + 1, images.side
-    places = tuple(ImagePlace(number * step, side, side) for number in range(images.count))
+    places = tuple(ImageSpan(number * step, side, side) for number in range(images.count))
     return SampleImages(places, lambda: _PIXELS[images.tower.form](images))
 
 

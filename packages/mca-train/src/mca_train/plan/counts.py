@@ -14,7 +14,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelinePlan
 
 if TYPE_CHECKING:
-    from mca_models.lora.rules import AdapterRules, Factors
+    from mca_models.lora.rules import AdapterRules, LoraFactors
     from mca_models.weights import Param
 
 Shape = tuple[int, ...]
@@ -50,19 +50,21 @@ class Kind:
 
 def params_of(config: McaModelConfig) -> "list[Param]":
     """The rules of every parameter of a model."""
-    from mca_models.templates import family_of
+    from mca_models.templates import get_family
 
-    return family_of(config.model_type).params(config)
+    return get_family(config.model_type).params(config)
 
 
 def shape_of(param: "Param", config: McaModelConfig) -> Shape:
     """The shape of the whole parameter."""
-    from mca_models.templates.shapes import whole_shape
+    from mca_models.templates.shapes import full_shape
 
-    return whole_shape(param, config)
+    return full_shape(param, config)
 
 
-def adapter_shapes(config: McaModelConfig, factors: "Iterable[Factors]") -> "Iterator[tuple[Param, Shape]]":
+def adapter_shapes(
+    config: McaModelConfig, factors: "Iterable[LoraFactors]"
+) -> "Iterator[tuple[Param, Shape]]":
     """The tensors of an adapter's ``factors``, and their shapes."""
     from mca_models.lora.adapter import expected_shapes
 

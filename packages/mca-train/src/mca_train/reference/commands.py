@@ -65,9 +65,9 @@ def _model_problem(model: str) -> str:
     Raises:
         UsageError: It is not here, and cannot be a model of the Hub.
     """
-    from mca_models.hub import is_id
+    from mca_models.hub import is_hub_id
 
-    if is_id(model):
+    if is_hub_id(model):
         return f"there is no directory {model} here, so a run would download the model {model} from the Hub"
     folder = Path(model)
     if not folder.exists():

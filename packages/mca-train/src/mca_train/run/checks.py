@@ -19,7 +19,7 @@ from mca_config.model_config import McaModelConfig, training_dtype
 from mca_config.redaction import redacted
 from mca_config.types import Values
 from mca_models.checkpoint.side_files import side_files
-from mca_train.checkpoint.output_dir import require_own
+from mca_train.checkpoint.output_dir import require_family
 from mca_train.config.adapters import adapter_problems
 from mca_train.config.arguments import LaunchArguments
 from mca_train.config.checks import contradictions
@@ -163,7 +163,7 @@ def check(
 
 def _with_head(task: Task, settings: Settings, model: McaModelConfig) -> McaModelConfig:
     """``model`` as the kind trains it."""
-    from mca_models.templates.heads import with_head
+    from mca_models.templates.classification_head import with_head
 
     if (head := task.head(settings)) is not None:
         return with_head(model, head)
@@ -268,7 +268,7 @@ def _packages(settings: Settings) -> Iterable[str]:
 def _output_dir(settings: Settings) -> Iterator[str]:
     output_dir, data = Path(settings.training.output_dir), settings.data
     read = (data.model_name_or_path, data.tokenizer_name_or_path, settings.lora.adapter_name_or_path)
-    problems = list(_messages(require_own, output_dir, read))
+    problems = list(_messages(require_family, output_dir, read))
     if not problems and os.environ.get("RANK", "0") == "0":
         problems += _messages(require_writable, output_dir)
     yield from problems

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from mca_config.errors import UsageError
 from mca_config.types import JsonObject, Values
-from mca_models.hub import Needed, directory_of, is_id
+from mca_models.hub import Needed, is_hub_id, resolve_directory
 
 _KEYS: Mapping[str, Needed] = {
     "model_name_or_path": "all",
@@ -16,7 +16,7 @@ _KEYS: Mapping[str, Needed] = {
 
 def has_hub_ids(values: Values) -> bool:
     """Return whether a key names a model of the Hub."""
-    return any(isinstance(values.get(key), str) and is_id(values[key]) for key in _KEYS)
+    return any(isinstance(values.get(key), str) and is_hub_id(values[key]) for key in _KEYS)
 
 
 def with_directories(values: Values, *, only: Needed = "all") -> JsonObject:
@@ -32,10 +32,10 @@ def with_directories(values: Values, *, only: Needed = "all") -> JsonObject:
     found = dict(values)
     for key, needed in _KEYS.items():
         name = values.get(key)
-        if not isinstance(name, str) or not is_id(name) or (only == "config" and needed == "tokenizer"):
+        if not isinstance(name, str) or not is_hub_id(name) or (only == "config" and needed == "tokenizer"):
             continue
         try:
-            found[key] = str(directory_of(name, needed if only == "all" else only))
+            found[key] = str(resolve_directory(name, needed if only == "all" else only))
         except ValueError as error:
             raise UsageError(f"{key}: {error}") from error
     return found

@@ -10,7 +10,7 @@ from pathlib import Path
 from mca_config.errors import McaError, list_problems
 from mca_config.files import read_json
 from mca_config.types import JsonObject
-from mca_models.hub import is_id
+from mca_models.hub import is_hub_id
 from mca_train.config.arguments import DataArguments
 from mca_train.config.run_config import Settings
 
@@ -25,7 +25,7 @@ def tokenizer_problems(data: DataArguments) -> Iterator[str]:
     """What keeps the tokenizer from being loaded, as far as the names of files and ``tokenizer.json`` show it."""
     folder = _folder(data)
     if not folder.is_dir():
-        if data.tokenizer_name_or_path is not None and not is_id(folder):
+        if data.tokenizer_name_or_path is not None and not is_hub_id(folder):
             yield f"tokenizer_name_or_path: directory {folder} does not exist"
         return  # an id stands there in plans; a model's directory is told of with the architecture
     names = {entry.name for entry in folder.iterdir()}

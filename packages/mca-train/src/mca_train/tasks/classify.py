@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from mca_config.model_config import McaModelConfig
     from mca_models import VirtualModels
-    from mca_models.templates.heads import Head
+    from mca_models.templates.classification_head import Head
     from mca_train.config.run_config import Settings
     from mca_train.data.encoding import RowEncoder, RowNumbers
     from mca_train.trainer.parts import TrainerOptions
@@ -98,14 +98,14 @@ class Classify(ScoreTask):
 
     def head(self, settings: "Settings") -> "Head":
         """A score for each label."""
-        from mca_models.templates.heads import Head
+        from mca_models.templates.classification_head import Head
 
         own = _own(settings)
         return Head(kind="sequence_classification", labels=own.names, problem_type=own.problem_type)
 
     def data_of(self, data: DataArguments, model: "McaModelConfig") -> DataArguments:
         """The names of labels that have none, if the model has them."""
-        from mca_models.templates.heads import label_names
+        from mca_models.templates.classification_head import label_names
 
         own, names = cast("Labels", data), label_names(model)
         if own.labels or names == own.names or len(names) != len(own.names):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mca_models import VirtualModels
-    from mca_models.templates.heads import Head
+    from mca_models.templates.classification_head import Head
     from mca_train.config.run_config import Settings
     from mca_train.data.encoding import RowEncoder, RowNumbers
     from mca_train.trainer.parts import TrainerOptions
@@ -76,7 +76,7 @@ class Reward(ScoreTask):
 
     def head(self, settings: "Settings") -> "Head":
         """One number."""
-        from mca_models.templates.heads import Head
+        from mca_models.templates.classification_head import Head
 
         return Head(kind="sequence_classification", labels=("LABEL_0",))
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from mca_config.model_config import McaModelConfig
     from mca_models import VirtualModels
-    from mca_models.templates.heads import Head
+    from mca_models.templates.classification_head import Head
     from mca_train.config.run_config import Settings
     from mca_train.data.encoding import RowEncoder, RowNumbers
     from mca_train.data.file_rows import FileRows, Row

@@ -22,7 +22,7 @@ from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.step_stream import is_stream
 from mca_train.batching.valued import Rows, WithValues
 from mca_train.checkpoint.lineage import require_free
-from mca_train.checkpoint.output_dir import require_own
+from mca_train.checkpoint.output_dir import require_family
 from mca_train.checkpoint.reference_file import ReferenceFile
 from mca_train.data.token_dataset import Samples
 from mca_train.losses.preference import (
@@ -137,7 +137,7 @@ class DpoTrainer(McaTrainer):
         reference, output_dir = self._reference, Path(self.args.output_dir)
         if reference is None or not self._keeps:
             return
-        require_own(output_dir, [self.model.source])
+        require_family(output_dir, [self.model.source])
         with self._alone(), self.watch.signal.other_steps():
             name = reference.name()
 

@@ -170,7 +170,7 @@ class WithCheckpoints(WithLogs):
 
     def _write_state(self, folder: Path) -> None:
         if self.output_lock is not None:
-            self.output_lock.require_own()
+            self.output_lock.require_family()
         states: dict[str, list[JsonObject]] = {}
         for callback in self._exportable():
             states.setdefault(type(callback).__name__, []).append(callback.state())

@@ -33,7 +33,7 @@ from mca_train.batching.step_stream import StepStream, require_steps
 from mca_train.checkpoint import directory, lineage
 from mca_train.checkpoint.carried import Due, Totals
 from mca_train.checkpoint.model import load_weights, require_format, saved_weights
-from mca_train.checkpoint.output_dir import require_own
+from mca_train.checkpoint.output_dir import require_family
 from mca_train.checkpoint.training_state import TrainingState
 from mca_train.checkpoint.writer import CheckpointWriter, remove_unfinished
 from mca_train.data.token_dataset import Samples
@@ -236,7 +236,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         require_unmerged(self.model)
         self._set_output()
         output_dir = Path(self.args.output_dir)
-        require_own(output_dir, [self.model.source])
+        require_family(output_dir, [self.model.source])
         self.is_in_train = True
         try:
             with self._alone():

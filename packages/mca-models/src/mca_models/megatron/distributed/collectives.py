@@ -14,7 +14,7 @@ from typing import TypeVar, cast
 import torch.distributed
 
 from mca_config.errors import DiskFull, McaError, RankFailed
-from mca_models.storage.atomic import PartialDirectory, in_place
+from mca_models.storage.atomic import PartialDirectory, error_at_destination
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -211,7 +211,7 @@ class SharedDirectory:
             yield self.path
         except RankFailed as error:
             self.discard()
-            if (cause := in_place(error.cause, self.path, self._destination)) is not None:
+            if (cause := error_at_destination(error.cause, self.path, self._destination)) is not None:
                 raise RankFailed(error.rank, cause) from error
             raise
         except BaseException:

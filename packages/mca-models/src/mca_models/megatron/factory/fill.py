@@ -20,8 +20,8 @@ from mca_models.megatron.distributed import parallel
 from mca_models.megatron.factory.vocabulary import Growth, grown_piece
 from mca_models.megatron.names import Held
 from mca_models.megatron.tensors import copy_finite, seeded_generator, to_torch
-from mca_models.storage.source import ModelSource, different_names, gather_piece, read_piece
-from mca_models.templates import family_of
+from mca_models.storage.source import ModelSource, name_differences, plan_shard, read_shard
+from mca_models.templates import get_family
 from mca_models.weights import Param, Stage
 
 _NORMS = ("layernorm.weight", "layer_norm_weight", "norm.weight")
@@ -57,7 +57,7 @@ def speaks(param: Param, at: Coordinates) -> bool:
     return at.dp == 0 and at.cp == 0 and (param.shard.axis is not None or at.tp == 0)
 
 
-def whole_shape(param: Param, live: Tensor, config: McaModelConfig) -> tuple[int, ...]:
+def full_shape(param: Param, live: Tensor, config: McaModelConfig) -> tuple[int, ...]:
     """Shape of the whole parameter, without vocabulary padding."""
     shape = list(live.shape)
     if param.shard.axis is not None:
@@ -75,10 +75,10 @@ def require_same_names(source: ModelSource, config: McaModelConfig, where: str) 
         config: The model.
         where: Names the checkpoint in errors.
     """
-    built = (param for param in source.params if param.stage is not Stage.CARRIED)
+    built = (param for param in source.params if param.stage is not Stage.PASSTHROUGH)
     there = {param.mca_name() for param in built if param.alias_of is None}
-    here = {p.mca_name() for p in family_of(config.model_type).params(config) if p.alias_of is None}
-    if faults := different_names(there, here):
+    here = {p.mca_name() for p in get_family(config.model_type).params(config) if p.alias_of is None}
+    if faults := name_differences(there, here):
         raise McaError(f"{where}: holds another model than this one: {faults}")
 
 
@@ -137,12 +137,12 @@ def read_into(live: Tensor, source: ModelSource, stored: Param, cut: tuple[int, 
         stored: The parameter, as it is stored.
         cut: From `cut_of`.
     """
-    copy_finite(live, to_torch(read_piece(source, stored, *cut)), stored.mca_name())
+    copy_finite(live, to_torch(read_shard(source, stored, *cut)), stored.mca_name())
 
 
 def _bytes_of(source: ModelSource, param: Param, rank: int, size: int) -> int:
-    """What ``read_piece`` takes out of the files; an estimate for grown vocabularies."""
-    gather, parts = gather_piece(source, param, rank, size)
+    """What ``read_shard`` takes out of the files; an estimate for grown vocabularies."""
+    gather, parts = plan_shard(source, param, rank, size)
     return sum(move.run * move.repeat * parts[move.part].info.itemsize for move in gather.moves)
 
 
@@ -168,7 +168,7 @@ def _wholes(seed: int, held: Sequence[tuple[Held, Tensor]], config: McaModelConf
     A generator draws in one thread, and always on the CPU: numbers of a GPU's depend on its kind, and replicas must
     begin with the same. Each parameter has one of its own, so that as many are drawn at once as torch has threads.
     """
-    shapes = [whole_shape(item.param, live, config) for item, live in held]
+    shapes = [full_shape(item.param, live, config) for item, live in held]
     threads = min(torch.get_num_threads(), _AHEAD)
     if threads == 1:
         for (item, _), shape in zip(held, shapes, strict=True):

@@ -15,7 +15,7 @@ from torch import Tensor
 from mca_config.errors import McaError
 from mca_models.megatron.distributed.collectives import told_by_first
 from mca_models.megatron.tensors import copy_finite, seeded_generator, to_torch
-from mca_models.storage.source import ModelSource, read_piece
+from mca_models.storage.source import ModelSource, read_shard
 from mca_models.weights import Param
 
 _BLOCKS = 64
@@ -83,7 +83,7 @@ def _blocks(source: ModelSource, param: Param) -> Iterator[_Rows]:
     """All old rows of ``param``."""
     left = source.config.vocab_size
     for number in range(_BLOCKS):
-        block = read_piece(source, param, number, _BLOCKS)[:left].astype(np.float64)
+        block = read_shard(source, param, number, _BLOCKS)[:left].astype(np.float64)
         left -= len(block)
         yield block
 
@@ -105,7 +105,7 @@ def grown_piece(source: ModelSource, param: Param, growth: Growth, live: Tensor,
     for number in range(first // height, _BLOCKS):
         start, stop = max(number * height, first), min((number + 1) * height, growth.old, first + share)
         if start < stop:
-            block = to_torch(read_piece(source, param, number, _BLOCKS))
+            block = to_torch(read_shard(source, param, number, _BLOCKS))
             rows = block[start - number * height : stop - number * height]
             copy_finite(out[start - first : stop - first], rows, param.mca_name())
     start, stop = max(growth.old, first), min(growth.new, first + share)

@@ -45,7 +45,7 @@ from mca_models.megatron.layers.rope import attention_factor
 from mca_models.megatron.layers.spec import engine_attention, rebuilt
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import Spec
-from mca_models.templates import family_of
+from mca_models.templates import get_family
 from mca_models.weights import Param, Stage
 
 Change = Callable[[Spec], Spec]
@@ -56,7 +56,7 @@ def adapted_block(
 ) -> Spec:
     """The spec of a chunk that holds decoder ``layers``."""
     block = _adapted(spec, config, implementation)
-    params = family_of(config.model_type).params(config)
+    params = get_family(config.model_type).params(config)
     layer_specs = []
     for layer, layer_spec in zip(layers, block.layer_specs, strict=True):
         own = _spelled(params, Stage.LAYER, layer, implementation)
@@ -80,7 +80,7 @@ def _linear_attention(config: McaModelConfig, implementation: Implementation) ->
 
 def adapted_prediction(spec: Spec, config: McaModelConfig, implementation: Implementation) -> Spec:
     """The spec of a chunk's prediction layers, which are all alike; None stays None."""
-    params = family_of(config.model_type).params(config)
+    params = get_family(config.model_type).params(config)
     placed = _placed(_adapted(spec, config, implementation), config, implementation)
     return _changed(placed, _spelled(params, Stage.MTP, 0, implementation), {})
 

@@ -13,8 +13,8 @@ import torch
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.megatron.types import GptModel, HfModel
-from mca_models.templates import config_to_hf, family_of
-from mca_models.templates.vision import PREFIX
+from mca_models.templates import config_to_hf, get_family
+from mca_models.templates.vision_tower import PREFIX
 from mca_models.weights import Param, Stage
 
 _NO_TEXT: Mapping[str, object] = {"num_hidden_layers": 0, "vocab_size": 1, "pad_token_id": None}
@@ -31,8 +31,8 @@ def part_of(param: Param, config: McaModelConfig) -> str:
     """Which `Part` a parameter belongs to; ``unused`` if nothing depends on it."""
     if param.stage is not Stage.VISION:
         return "language"
-    vision = family_of(config.model_type).vision
-    return "unused" if vision is None else vision.part_of(param.mca.removeprefix(PREFIX))
+    vision = get_family(config.model_type).vision
+    return "unused" if vision is None else vision.component(param.mca.removeprefix(PREFIX))
 
 
 def add_vision_model(model: GptModel, config: McaModelConfig) -> None:

@@ -19,13 +19,13 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from mca_config.errors import McaError
-from mca_models.lora.rules import AdapterRules, Factors, by_part
+from mca_models.lora.rules import AdapterRules, LoraFactors, factors_by_weight
 from mca_models.megatron.families.images import sum_over_tensor_ranks
 from mca_models.megatron.names import Held
 from mca_models.megatron.peft.linear import Axis, Cut, LoraExperts, LoraLinear, LoraPart, LoraWeight
 from mca_models.megatron.tensors import cast_finite
 from mca_models.megatron.types import HookOutput, MegatronModule
-from mca_models.storage.moves import HF, Rule, part_shapes
+from mca_models.storage.copy_plan import HF, Rule, part_shapes
 from mca_models.weights import Param, Stage
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def attach(
     Raises:
         McaError: A target cannot carry an adapter at this layout.
     """
-    wanted = by_part(rules.factors)
+    wanted = factors_by_weight(rules.factors)
     experts: dict[str, list[_Placed]] = {}
     for item, base in held:
         pairs = wanted.get(item.param.mca_name())
@@ -150,7 +150,7 @@ def tell_undropped(rules: AdapterRules, dropout: float) -> None:
 
 @dataclass(frozen=True)
 class _Placed:
-    pairs: Sequence[Factors]
+    pairs: Sequence[LoraFactors]
     base: Tensor
     lora: LoraLinear
 
@@ -164,7 +164,7 @@ class _Placed:
         return Attached(self.base, name, self.lora, owner, live, switch, tuple(handles))
 
 
-def _lora(pairs: Sequence[Factors], base: Tensor, ranks: LinearGroups, dropout: float) -> LoraLinear:
+def _lora(pairs: Sequence[LoraFactors], base: Tensor, ranks: LinearGroups, dropout: float) -> LoraLinear:
     param = pairs[0].target.base
     module = pairs[0].target.module
     for name, on in (
@@ -205,11 +205,11 @@ def _rows_of_parts(param: Param, base: Tensor, cut: Cut) -> tuple[int, ...]:
 
 
 def _order(
-    pairs: Sequence[Factors], parts: Sequence[LoraPart], sizes: tuple[int, ...], cut: Cut
+    pairs: Sequence[LoraFactors], parts: Sequence[LoraPart], sizes: tuple[int, ...], cut: Cut
 ) -> Tensor | None:
     """Which output of the concatenated parts each output of the fused linear gets on this rank."""
     param = pairs[0].target.base
-    rows = _packed_rows(Rule.of(param), sizes, cut.group.rank(), cut.group.size())
+    rows = _packed_rows(Rule.from_param(param), sizes, cut.group.rank(), cut.group.size())
     known = {pair.target.part: part for pair, part in zip(pairs, parts, strict=True)}
     nothing = sum(part.rows for part in parts)
     first_row, start, order = 0, 0, np.full_like(rows, nothing)
@@ -228,7 +228,7 @@ def _order(
 def _packed_rows(rule: Rule, sizes: tuple[int, ...], rank: int, size: int) -> NDArray[np.int64]:
     """The rows of the HF tensors, counted over all of them, in the order in which ``rank`` holds them."""
     numbers = np.arange(sum(sizes)).reshape(-1, 1)
-    whole = rule.to_whole(np.split(numbers, np.cumsum(sizes)[:-1]))
+    whole = rule.to_full(np.split(numbers, np.cumsum(sizes)[:-1]))
     packed: NDArray[np.int64] = rule.shard.take(whole, rank, size).flatten()
     return packed
 

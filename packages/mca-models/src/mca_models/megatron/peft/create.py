@@ -4,7 +4,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from mca_config.errors import McaError
-from mca_models.hub import directory_of
+from mca_models.hub import resolve_directory
 from mca_models.lora import Adapter, AdapterConfig, AdapterRules, adapter_for, rules_for_training
 from mca_models.lora.adapter import require_untied
 from mca_models.megatron.families.vision_model import TEXT, Part
@@ -58,7 +58,7 @@ def attach_adapter(models: VirtualModels, config: AdapterConfig, rules: AdapterR
 
 def load_adapter(models: VirtualModels, path: str | Path) -> PeftModels:
     """``models`` with the adapter of a PEFT or MCA directory or of the Hub, whatever layout that has."""
-    found = adapter_for(directory_of(path), models.config)
+    found = adapter_for(resolve_directory(path), models.config)
     return _filled(models, found.config, found.rules, lambda param, shape: found.read(param), saved=True)
 
 

@@ -45,7 +45,7 @@ def require_held(models: VirtualModels, rules: AdapterRules) -> None:
     Raises:
         McaError: A new head, or a vocabulary with new rows, is not among its tensors.
     """
-    held = {param.mca_name() for param in rules.whole}
+    held = {param.mca_name() for param in rules.full_params}
     for param in models.drawn:
         if param.mca_name() not in held:
             raise McaError(f"{_lacking(param)}, which {models.source} does not have either; {_advice(param)}")

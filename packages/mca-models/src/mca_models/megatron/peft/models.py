@@ -26,7 +26,7 @@ from mca_models.lora import (
 from mca_models.lora.rules import PREFIX
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import require_same_arguments, told_by_first
-from mca_models.megatron.factory.fill import cut_of, whole_shape
+from mca_models.megatron.factory.fill import cut_of, full_shape
 from mca_models.megatron.peft.attach import (
     Attached,
     LinearGroups,
@@ -114,11 +114,11 @@ class PeftModels(VirtualModels):
             raise
         return attached
 
-    def require_own(self) -> None:
+    def require_family(self) -> None:
         """It knows its adapter."""
 
     def _saved_whole(self, *, copies: bool) -> Iterator[tuple[Param, Tensor]]:
-        saved = {param.mca_name(): param for param in self.rules.whole}
+        saved = {param.mca_name(): param for param in self.rules.full_params}
         for item, tensor in self.held():
             if item.copy is copies and item.param.mca_name() in saved:
                 yield saved[item.param.mca_name()], tensor
@@ -154,7 +154,7 @@ class PeftModels(VirtualModels):
         config, at = self.config, self.place.at
         found: list[tuple[Tensor, Tensor]] = []
         for param, tensor in self._every() if saved else self._factors:
-            whole = whole_shape(param, tensor, config)
+            whole = full_shape(param, tensor, config)
             source = Adapter(config, self.adapter, self.rules, _of_shape(read, whole))
             rank, size = cut_of(param, config.layout, at)
             found.append((tensor, _as_in(tensor, source.piece(param, rank, size), param.mca_name())))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 from mca_models.lora import Adapter
-from mca_models.lora.peft_directory import PeftStacks, peft_shapes
+from mca_models.lora.peft_directory import PeftReader, peft_shapes
 from mca_models.megatron.state.arrivals import Arrivals, Weight, taken
 from mca_models.megatron.tensors import to_numpy
 from mca_models.weights import Param
@@ -32,5 +32,5 @@ def received(adapter: Adapter, weights: Iterable[Weight]) -> Callable[[Param], A
 
     taken(weights, take)
     arrivals.finish()
-    stacks = PeftStacks(lambda name: to_numpy(found[name]), adapter.model.num_moe_experts or 1)
+    stacks = PeftReader(lambda name: to_numpy(found[name]), adapter.model.num_moe_experts or 1)
     return stacks.read

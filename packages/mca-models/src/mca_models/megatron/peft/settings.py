@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from mca_config.errors import McaError
 from mca_config.types import Typed
 from mca_models.lora import AdapterConfig
-from mca_models.lora.parts import complete_config
+from mca_models.lora.peft_names import complete_peft_config
 from mca_models.megatron.families.vision_model import TEXT, Part
 from mca_models.megatron.types import PeftConfig
 from mca_models.megatron.virtual_models import VirtualModels
@@ -37,7 +37,7 @@ def adapter_config(
         document["target_modules"] = _usual_targets(models.config.model_type)
     if not document.get("base_model_name_or_path") and models.source is not None:
         document["base_model_name_or_path"] = str(models.source)
-    if named := complete_config(document, models.config, parts):
+    if named := complete_peft_config(document, models.config, parts):
         logger.info("LoraConfig: %s", named)
     document["inference_mode"] = True  # what is saved is to be used; PEFT writes the same
     return AdapterConfig.from_dict(document, "LoraConfig")

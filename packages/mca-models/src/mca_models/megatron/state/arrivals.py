@@ -12,8 +12,8 @@ from torch import Tensor
 from mca_config.errors import McaError, RankFailed, raise_problems
 from mca_models.megatron.distributed.collectives import together
 from mca_models.megatron.tensors import CODES
-from mca_models.storage.runs import Shape
-from mca_models.storage.source import different_names
+from mca_models.storage.byte_ranges import Shape
+from mca_models.storage.source import name_differences
 
 Weight = tuple[str, Tensor] | tuple[str, Tensor, int]
 """Name and tensor; or name, some rows of the tensor, and which of its rows the first of them is."""
@@ -112,7 +112,7 @@ class Arrivals:
     def finish(self) -> None:
         """Raises one error with all that was wrong, or is missing."""
         come = [name for name in self._required if self._all[name].complete]
-        missing = different_names(come, self._required)
+        missing = name_differences(come, self._required)
         raise_problems([*self._problems, *([missing] if missing else [])], "the weights", shown=_SHOWN)
 
 

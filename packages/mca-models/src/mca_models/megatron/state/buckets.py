@@ -10,11 +10,11 @@ from math import prod
 import torch
 
 from mca_config.model_config import McaModelConfig
-from mca_models.checkpoint.placement import cut_size
+from mca_models.checkpoint.placement import shard_count
 from mca_models.megatron.tensors import DTYPE_OF
+from mca_models.storage.copy_plan import HF
 from mca_models.storage.dtypes import ITEM_SIZES
-from mca_models.storage.moves import HF
-from mca_models.storage.source import shapes_of_parts
+from mca_models.storage.source import param_part_shapes
 from mca_models.weights import Param
 
 Shape = tuple[int, ...]
@@ -144,7 +144,7 @@ def plan_buckets(units: Iterable[Unit], facts: Facts, config: McaModelConfig, ma
 
 def _sizes(param: Param, facts: Facts) -> list[int]:
     code, whole = facts[param.mca_name()]
-    return [prod(shape) * ITEM_SIZES[code] for shape in shapes_of_parts(param, whole, HF)]
+    return [prod(shape) * ITEM_SIZES[code] for shape in param_part_shapes(param, whole, HF)]
 
 
 def _slots(unit: Unit, facts: Facts, config: McaModelConfig, start: int) -> Iterator[Slot]:
@@ -153,7 +153,7 @@ def _slots(unit: Unit, facts: Facts, config: McaModelConfig, start: int) -> Iter
         code, whole = facts[param.mca_name()]
         outputs: list[Entry] = []
         at = start
-        for name, shape in zip(param.hf_names(), shapes_of_parts(param, whole, HF), strict=True):
+        for name, shape in zip(param.hf_names(), param_part_shapes(param, whole, HF), strict=True):
             outputs.append(Entry(name, DTYPE_OF[code], shape, at))
             nbytes = prod(shape) * ITEM_SIZES[code]
             at += nbytes if len(unit.params) > 1 else aligned(nbytes)  # a stack has no gaps
@@ -170,7 +170,7 @@ def _entries(slots: Sequence[Slot]) -> Iterator[Entry]:
 
 
 def _pieces(param: Param, whole: Shape, config: McaModelConfig) -> tuple[Shape, ...]:
-    size, axis = cut_size(param, config.layout), param.shard.axis
+    size, axis = shard_count(param, config.layout), param.shard.axis
     if axis is None or size == 1:
         return (whole,)
     if not param.vocab:

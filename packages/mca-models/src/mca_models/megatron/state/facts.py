@@ -7,29 +7,29 @@ from dataclasses import replace
 
 from mca_config.model_config import DtypeName
 from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES, HfLayout
-from mca_models.checkpoint.placement import stored
+from mca_models.checkpoint.placement import stored_params
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import all_gather
-from mca_models.megatron.factory.fill import whole_shape
+from mca_models.megatron.factory.fill import full_shape
 from mca_models.megatron.live import LiveModel
 from mca_models.megatron.state.buckets import Facts, Shape
 from mca_models.megatron.tensors import CODES
 from mca_models.storage.dtypes import CODES as CODE_OF
 from mca_models.storage.dtypes import DTYPE_NAMES
-from mca_models.templates import family_of
+from mca_models.templates import get_family
 from mca_models.weights import Param
 
 
 def params_of(models: LiveModel) -> list[Param]:
     """All parameters of the model but second copies, in checkpoint order."""
-    return stored(family_of(models.config.model_type).params(models.config))
+    return stored_params(get_family(models.config.model_type).params(models.config))
 
 
 def facts_of(models: LiveModel) -> Facts:
     """What every rank holds, put together: all parameters of the model. Collective."""
     parallel.use_groups_of(models.chunks)
     mine = {
-        item.param.mca_name(): (CODES[tensor.dtype], whole_shape(item.param, tensor, models.config))
+        item.param.mca_name(): (CODES[tensor.dtype], full_shape(item.param, tensor, models.config))
         for item, tensor in models.held()
         if not item.copy
     }

@@ -1,4 +1,4 @@
-"""Weights as fp8 blocks with a scale each, on the device; the same numbers as `mca_models.quantised.blocks` makes.
+"""Weights as fp8 blocks with a scale each, on the device: the numbers of `mca_models.quantization.fp8_write`.
 
 What a block and its scale are is said there.
 """
@@ -6,8 +6,8 @@ What a block and its scale are is said there.
 import torch
 from torch import Tensor
 
-from mca_models.quantised.blocks import not_finite
-from mca_models.quantised.tile import BLOCK, LARGEST
+from mca_models.quantization.fp8_tile import BLOCK, LARGEST
+from mca_models.quantization.fp8_write import not_finite
 
 _STEP = 1 << 22
 """Elements that are fp32 at a time."""

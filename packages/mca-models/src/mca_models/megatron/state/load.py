@@ -19,11 +19,11 @@ from mca_models.megatron.state.arrivals import Arrivals, Weight, on_every_rank, 
 from mca_models.megatron.state.facts import params_of
 from mca_models.megatron.state.scaled import PlainWeights
 from mca_models.megatron.tensors import copy_finite
-from mca_models.storage.moves import HF, Side
-from mca_models.storage.runs import Move, Shape
-from mca_models.storage.source import plan_gathers, shapes_of_parts
-from mca_models.templates import family_of
-from mca_models.templates.shapes import whole_shape
+from mca_models.storage.byte_ranges import Move, Shape
+from mca_models.storage.copy_plan import HF, Side
+from mca_models.storage.source import param_part_shapes, plan_gathers
+from mca_models.templates import get_family
+from mca_models.templates.shapes import full_shape
 from mca_models.weights import Param
 
 
@@ -65,7 +65,7 @@ class _Loading:
 
     def __init__(self, models: LiveModel) -> None:
         config = models.config
-        self._copies = family_of(config.model_type).duplicate_hf(config)
+        self._copies = get_family(config.model_type).duplicated_hf_tensors(config)
         expected: dict[str, Shape] = {}
         params = {param.mca_name(): param for param in params_of(models)}
         for param in params.values():
@@ -82,7 +82,7 @@ class _Loading:
     def _add(self, param: Param, item: Held, live: Tensor, models: LiveModel) -> None:
         rank, size = cut_of(item.param, models.place.layout, models.place.at)
         cut: Side = 1 if param.shard.axis is None else size
-        gather = plan_gathers(param, whole_shape(param, models.config), HF, cut)[rank]
+        gather = plan_gathers(param, full_shape(param, models.config), HF, cut)[rank]
         flat = live.detach().view(-1)
         for start, stop in gather.zeros:
             flat[start:stop] = 0
@@ -121,7 +121,7 @@ class _Loading:
 
 
 def _shapes(param: Param, models: LiveModel) -> Mapping[str, Shape]:
-    shapes = shapes_of_parts(param, whole_shape(param, models.config), HF)
+    shapes = param_part_shapes(param, full_shape(param, models.config), HF)
     return dict(zip(param.hf_names(), shapes, strict=True))
 
 

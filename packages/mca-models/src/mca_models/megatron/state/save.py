@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mca_models.checkpoint.hf_writer import METADATA, HfLayout
 from mca_models.checkpoint.mca_directory import McaLayout, iteration_name
-from mca_models.checkpoint.placement import expert_rank, stage_of
+from mca_models.checkpoint.placement import expert_rank, pipeline_stage
 from mca_models.checkpoint.side_files import copy_side_files
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import on_first, shared_directory, together
@@ -185,7 +185,7 @@ def _closed(files: ExitStack, faults: Sequence[Exception]) -> None:
 
 def _owner(models: LiveModel, param: Param, rank: int) -> int:
     """The global rank that speaks for piece ``rank`` of ``param``: the first of its replicas."""
-    pp = stage_of(param, models.config.pipeline_plan())
+    pp = pipeline_stage(param, models.config.pipeline_plan())
     if param.expert is None:
         return models.place.grid.rank(tp=rank, pp=pp)
     return models.place.grid.expert_rank(etp=rank, ep=expert_rank(param, models.config), pp=pp)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from mca_models.megatron.state.arrivals import Weight, dtype_fault
-from mca_models.quantised.blocks import scale_shape
-from mca_models.quantised.fp8 import SCALE_SUFFIX
-from mca_models.quantised.tile import BLOCK
-from mca_models.storage.runs import Shape
+from mca_models.quantization.fp8_read import SCALE_SUFFIX
+from mca_models.quantization.fp8_tile import BLOCK
+from mca_models.quantization.fp8_write import scale_shape
+from mca_models.storage.byte_ranges import Shape
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 

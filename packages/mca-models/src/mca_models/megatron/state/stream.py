@@ -18,7 +18,7 @@ from mca_config.errors import McaError
 from mca_config.layout import RankGrid
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelinePlan
-from mca_models.checkpoint.placement import expert_rank, stage_of
+from mca_models.checkpoint.placement import expert_rank, pipeline_stage
 from mca_models.megatron import platform
 from mca_models.megatron.distributed.parallel import Place
 from mca_models.megatron.state.buckets import Bucket, Slot, view_of
@@ -53,7 +53,7 @@ class Holders:
 
     def owner(self, param: Param, number: int) -> int:
         """The rank from which this one gets piece ``number``: one of its own replica, and what is not cut has it."""
-        at, pp = self.place.at, stage_of(param, self._plan)
+        at, pp = self.place.at, pipeline_stage(param, self._plan)
         whole = param.shard.axis is None
         if param.expert is None:
             return self._grid.rank(tp=at.tp if whole else number, cp=at.cp, dp=at.dp, pp=pp)

@@ -1,0 +1,20 @@
+"""What ``config.json`` says of quantised weights, and the file without it.
+
+Which methods are read, and how, is known to `hf_tensors`.
+"""
+
+from mca_config.types import JsonObject, Typed, Values
+from mca_models.templates.composite_config import QUANTIZATION, without_quantization
+from mca_models.templates.config_table import with_dtype
+
+
+def read_quantization_config(hf_config: Values) -> Typed:
+    """What ``config.json`` says of quantised weights, at the top or else of the text part; None if they are plain."""
+    text = hf_config.get("text_config")
+    inside = text.get(QUANTIZATION) if isinstance(text, dict) else None
+    return hf_config.get(QUANTIZATION) or inside or None
+
+
+def config_without_quantization(hf_config: Values, dtype: str) -> JsonObject:
+    """``config.json`` of the dequantised model; ``dtype`` is a name such as ``bfloat16``."""
+    return with_dtype(without_quantization(hf_config), dtype)
