@@ -120,7 +120,7 @@ def _run(costs: Costs, folder: Path) -> None:
     from mca_config import TrainingArguments
     from mca_models import AutoModel
     from mca_models.megatron.distributed import parallel
-    from mca_models.megatron.state.facts import facts_of
+    from mca_models.megatron.state.param_specs import facts_of
     from mca_models.templates import config_from_hf
     from mca_train.checkpoint import optimizer_state
     from mca_train.engine.engine import Engine

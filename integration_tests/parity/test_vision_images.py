@@ -130,7 +130,7 @@ def _averaged() -> None:
 
 
 def _one_position() -> None:
-    from mca_models.megatron.layers.sectioned_rope import SectionedRope
+    from mca_models.megatron.layers.mrope import SectionedRope
 
     forward = SectionedRope.forward
 

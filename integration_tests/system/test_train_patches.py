@@ -82,7 +82,7 @@ def built(checkpoint: Path, output_dir: Path) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     from mca_models import AutoModel
-    from mca_models.megatron.layers.tp_marks import mark_parameters
+    from mca_models.megatron.layers.parameter_attributes import mark_parameters
 
     model: Any = AutoModel.from_pretrained(checkpoint, arguments(output_dir, **TP))
     cut = [tensor for item, tensor in model.held() if item.param.shard.axis is not None]

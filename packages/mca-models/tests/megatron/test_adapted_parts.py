@@ -12,7 +12,7 @@ import transformers
 from mca_models.lora.config import AdapterConfig
 from mca_models.lora.parts import exclude_unadapted
 from mca_models.lora.targets import linear_targets
-from mca_models.megatron.families.vision_model import part_of
+from mca_models.megatron.families.vision_tower import part_of
 from mca_models.templates import config_from_hf
 
 EVERY = bool(os.environ.get("MCA_ALL_CASES"))

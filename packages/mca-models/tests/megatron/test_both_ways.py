@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mca_models.megatron.layers import sdpa
-from mca_models.megatron.layers.both_ways import both_ways_attention
+from mca_models.megatron.layers.bidirectional_attention import both_ways_attention
 
 
 @pytest.mark.parametrize("window", [None, 3, 9])

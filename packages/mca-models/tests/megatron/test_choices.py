@@ -8,7 +8,7 @@ import torch
 
 from mca_models.megatron.families.biased_router import BiasedChoice
 from mca_models.megatron.layers.attention import CoreAttention, Special
-from mca_models.megatron.layers.indexer import Indexer, IndexSizes
+from mca_models.megatron.layers.dsa_indexer import Indexer, IndexSizes
 
 
 def test_an_indexer_chooses_the_highest_of_the_keys_before() -> None:

@@ -14,9 +14,9 @@ from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_models.megatron.families.image_features import dealt
 from mca_models.megatron.families.image_limits import image_problems, image_reach
-from mca_models.megatron.families.vision_model import part_of
+from mca_models.megatron.families.vision_tower import part_of
 from mca_models.megatron.forward import refuse_placeholders
-from mca_models.megatron.layers.sectioned_rope import axis_of_channels
+from mca_models.megatron.layers.mrope import axis_of_channels
 from mca_models.templates import config_from_hf, family_of
 
 VIRTUAL = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mca_models.megatron.layers.leaning import leaning, slopes
+from mca_models.megatron.layers.alibi import leaning, slopes
 
 
 @pytest.mark.parametrize("heads", [1, 2, 6, 8, 25, 112])

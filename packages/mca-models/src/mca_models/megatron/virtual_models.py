@@ -21,13 +21,12 @@ from mca_models.megatron.distributed.collectives import require_same_arguments
 from mca_models.megatron.factory.chunks import build_chunk, live_tensors
 from mca_models.megatron.factory.transformer_config import implementation_of, transformer_config
 from mca_models.megatron.families.image_limits import image_problems
-from mca_models.megatron.families.vision_model import Part, part_of
+from mca_models.megatron.families.vision_tower import Part, part_of
 from mca_models.megatron.forward import model_logits
-from mca_models.megatron.layers.tp_marks import mark_parameters
+from mca_models.megatron.layers.parameter_attributes import mark_parameters
 from mca_models.megatron.log_probs.forward import Batch, LogProbs, model_log_probs
 from mca_models.megatron.log_probs.vocabulary import TokenValues
 from mca_models.megatron.names import Held, Implementation, NamingScheme, chunk_params
-from mca_models.megatron.state.arrivals import Weight
 from mca_models.megatron.state.export import (
     BUCKET_BYTES,
     Destination,
@@ -39,6 +38,7 @@ from mca_models.megatron.state.export import (
 from mca_models.megatron.state.load import load_weights
 from mca_models.megatron.state.save import save_hf, save_mca
 from mca_models.megatron.state.torch_dist import PendingSave, save_torch_dist
+from mca_models.megatron.state.weight_receiver import Weight
 from mca_models.megatron.types import MegatronConfig
 from mca_models.weights import Param
 

@@ -37,7 +37,7 @@ def adapted_parts(directory: str, config: McaModelConfig) -> frozenset[Part]:
 
 def parts_of(rules: "AdapterRules", config: McaModelConfig) -> frozenset[Part]:
     """The parts that an adapter of ``rules`` trains something of."""
-    from mca_models.megatron.families.vision_model import part_of
+    from mca_models.megatron.families.vision_tower import part_of
 
     trained = (*(pair.target.base for pair in rules.factors), *rules.saved)
     found = {part_of(param, config) for param in trained}

@@ -28,7 +28,7 @@ def choose_parts(model: "VirtualModels", args: TrainingArguments) -> None:
     Raises:
         McaError: The model has no such parts, or cannot train them as the arguments say.
     """
-    from mca_models.megatron.families.vision_model import part_of
+    from mca_models.megatron.families.vision_tower import part_of
     from mca_models.megatron.peft import PeftModels
 
     for item, tensor in model.held():

@@ -21,7 +21,7 @@ from mca_train.checkpoint.directory import checkpoints
 from mca_train.types import TrainerControl, TrainerState, TrainingArguments
 
 if TYPE_CHECKING:
-    from mca_models.megatron.distributed.attempts import Attempt
+    from mca_models.megatron.distributed.rendezvous import Attempt
 
 logger = logging.getLogger(__name__)
 

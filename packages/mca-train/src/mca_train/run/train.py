@@ -35,7 +35,7 @@ from mca_train.run.summary import summary
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
-    from mca_models.megatron.distributed.attempts import Attempt
+    from mca_models.megatron.distributed.rendezvous import Attempt
     from mca_train.trainer.trainer import McaTrainer
 
 logger = logging.getLogger(__name__)

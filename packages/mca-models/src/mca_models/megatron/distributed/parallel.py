@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from mca_config.errors import McaError
 from mca_config.layout import Coordinates, ParallelLayout, RankGrid
 from mca_models.megatron import platform
-from mca_models.megatron.distributed import attempts
+from mca_models.megatron.distributed import rendezvous
 from mca_models.megatron.types import GptModel
 
 _log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def _start_torch() -> None:
     if torch.distributed.is_initialized():
         return
     if _RANK in os.environ and _WORLD_SIZE in os.environ:
-        attempts.join(platform.backend(), _TIMEOUT)
+        rendezvous.join(platform.backend(), _TIMEOUT)
         return
     from torch._C._distributed_c10d import HashStore
 

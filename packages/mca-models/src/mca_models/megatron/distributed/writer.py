@@ -30,7 +30,7 @@ from mca_models.megatron.distributed.collectives import (
     on_first,
     together,
 )
-from mca_models.megatron.platform.children import children_die_with_us
+from mca_models.megatron.platform.child_processes import children_die_with_us
 from mca_models.megatron.types import DcpObject, SaveRequest, ShardedState, Upstream
 from mca_models.storage.atomic import write_file
 

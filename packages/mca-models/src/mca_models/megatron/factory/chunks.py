@@ -14,7 +14,7 @@ from mca_models.megatron.distributed import parallel
 from mca_models.megatron.factory.fp8_sizes import require_sizes
 from mca_models.megatron.factory.fused_limits import FIXED_IN_0_17
 from mca_models.megatron.factory.kernel_choice import kernel_choice
-from mca_models.megatron.layers.score import Score
+from mca_models.megatron.layers.classification_head import Score
 from mca_models.megatron.layers.spec import block_spec, mtp_spec
 from mca_models.megatron.names import Held, Implementation
 from mca_models.megatron.types import GptModel, MegatronConfig, WithBias

@@ -8,28 +8,28 @@ from torch.distributed import ProcessGroup
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_models.megatron.families.biased_experts import own_expert_outputs
+from mca_models.megatron.families.dual_rope import TwoRopes
 from mca_models.megatron.families.embedding import (
     add_embedding_norm,
     normalise_embedding,
     train_embedding_like_hf,
 )
 from mca_models.megatron.families.images import take_images
-from mca_models.megatron.families.kimi_delta import set_no_rope
-from mca_models.megatron.families.latent import set_latent_epsilon, set_own_rope, set_yarn_ramp
+from mca_models.megatron.families.kimi_delta_attention import set_no_rope
 from mca_models.megatron.families.layer_scalar import add_layer_scalars
+from mca_models.megatron.families.mla import set_latent_epsilon, set_own_rope, set_yarn_ramp
+from mca_models.megatron.families.mtp import predict_before_norm
 from mca_models.megatron.families.norms import add_post_norms, normalise_after_rope
 from mca_models.megatron.families.output_bias import add_output_bias
 from mca_models.megatron.families.parallel_block import set_side_by_side
-from mca_models.megatron.families.per_layer_inputs import add_per_layer_inputs
-from mca_models.megatron.families.prediction_input import predict_before_norm
+from mca_models.megatron.families.per_layer_embedding import add_per_layer_inputs
 from mca_models.megatron.families.scales import add_scales
 from mca_models.megatron.families.settings import after_building
-from mca_models.megatron.families.shared_keys import share_keys
-from mca_models.megatron.families.two_ropes import TwoRopes
-from mca_models.megatron.families.vision_model import add_vision_model
+from mca_models.megatron.families.shared_kv import share_keys
+from mca_models.megatron.families.vision_tower import add_vision_model
 from mca_models.megatron.families.xielu import use_xielu
+from mca_models.megatron.layers.mrope import SectionedRope
 from mca_models.megatron.layers.rope import rotary_module
-from mca_models.megatron.layers.sectioned_rope import SectionedRope
 from mca_models.megatron.types import GptModel
 
 

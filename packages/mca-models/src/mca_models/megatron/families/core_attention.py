@@ -1,8 +1,8 @@
 """Which core attention a family needs that only ours computes: capped scores, chosen keys, ..."""
 
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.families.block_attention import block_attention
-from mca_models.megatron.families.sparse_attention import indexed_attention
+from mca_models.megatron.families.block_sparse_attention import block_attention
+from mca_models.megatron.families.dsa import indexed_attention
 from mca_models.megatron.layers.attention import CoreAttention, Special, special_attention
 
 

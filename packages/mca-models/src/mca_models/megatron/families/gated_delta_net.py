@@ -17,7 +17,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.megatron.families.delta_rule import delta_rule
 from mca_models.megatron.families.kernels import kernel_of
 from mca_models.megatron.families.linears import normed_linears
-from mca_models.megatron.families.whole_sequences import CausalConvolution, of_whole_sequences
+from mca_models.megatron.families.recurrent_layers import CausalConvolution, of_whole_sequences
 from mca_models.megatron.layers.norm import Norm
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, PackedSeqParams, Spec, Upstream

@@ -15,7 +15,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.megatron.families.image_features import features_of_images, no_features
 from mca_models.megatron.families.image_limits import image_problems, image_reach
-from mca_models.megatron.layers.sectioned_rope import SectionedRope
+from mca_models.megatron.layers.mrope import SectionedRope
 from mca_models.megatron.types import GptModel, HfModel, MegatronModule, Upstream
 
 Arguments = tuple[object, ...]

@@ -16,8 +16,8 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
 from mca_models.megatron.families.kernels import kernel_of
 from mca_models.megatron.families.linears import normed_linears
+from mca_models.megatron.families.recurrent_layers import CausalConvolution, of_whole_sequences
 from mca_models.megatron.families.state_space import state_space_layer
-from mca_models.megatron.families.whole_sequences import CausalConvolution, of_whole_sequences
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, PackedSeqParams, ShardedState, Spec, WithBias

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.families.biased_router import biased_router, has_biased_softmax
 from mca_models.megatron.families.group_router import own_groups
-from mca_models.megatron.families.plain_sigmoids import own_weights
-from mca_models.megatron.families.shortcut import router_of_more
+from mca_models.megatron.families.shortcut_moe import router_of_more
+from mca_models.megatron.families.sigmoid_router import own_weights
 from mca_models.megatron.families.sparse_mixer import own_mixer
 
 

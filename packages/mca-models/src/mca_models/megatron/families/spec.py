@@ -8,16 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_models.megatron.families.attention import with_biases, with_clipped_heads
-from mca_models.megatron.families.block_attention import with_block_indexer
+from mca_models.megatron.families.block_sparse_attention import with_block_indexer
 from mca_models.megatron.families.checkpoint_keys import keys_map
 from mca_models.megatron.families.core_attention import own_core
-from mca_models.megatron.families.experts_beside_mlp import with_mlp_beside
+from mca_models.megatron.families.dsa import with_indexer
+from mca_models.megatron.families.dual_rope import rope_widths, with_own_rope
 from mca_models.megatron.families.gated_delta_net import delta_net_spec
+from mca_models.megatron.families.heterogeneous_heads import heads_by_layer, sized, with_own_heads
 from mca_models.megatron.families.image_limits import image_reach
-from mca_models.megatron.families.kimi_delta import kimi_delta_spec
-from mca_models.megatron.families.latent import with_factors, with_plain_query
+from mca_models.megatron.families.kimi_delta_attention import kimi_delta_spec
 from mca_models.megatron.families.mamba import mamba_spec
 from mca_models.megatron.families.mamba_beside import with_mamba_beside
+from mca_models.megatron.families.mla import with_factors, with_plain_query
+from mca_models.megatron.families.moe_with_dense_mlp import with_mlp_beside
 from mca_models.megatron.families.norms import (
     HeadNorm,
     KeyHeadNorm,
@@ -26,19 +29,16 @@ from mca_models.megatron.families.norms import (
     WideKeyNorm,
     WideNorm,
 )
-from mca_models.megatron.families.own_heads import heads_by_layer, sized, with_own_heads
 from mca_models.megatron.families.parallel_block import SharedNorm, second_norm
-from mca_models.megatron.families.plain_sigmoids import with_mean
 from mca_models.megatron.families.router import own_router
 from mca_models.megatron.families.scales import scaled_residual
-from mca_models.megatron.families.shortcut import (
+from mca_models.megatron.families.shortcut_moe import (
     with_experts_apart,
     with_identity_experts,
     with_shortcut,
 )
-from mca_models.megatron.families.sparse_attention import with_indexer
+from mca_models.megatron.families.sigmoid_router import with_mean
 from mca_models.megatron.families.sparse_mixer import with_noisy_input
-from mca_models.megatron.families.two_ropes import rope_widths, with_own_rope
 from mca_models.megatron.layers.attention import CoreAttention, image_attention
 from mca_models.megatron.layers.norm import Norm, norm_with
 from mca_models.megatron.layers.rope import attention_factor

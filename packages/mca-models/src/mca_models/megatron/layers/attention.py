@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mca_config.errors import McaError
-from mca_models.megatron.layers.both_ways import both_ways_attention
-from mca_models.megatron.layers.leaning import leaning, slopes
+from mca_models.megatron.layers.alibi import leaning, slopes
+from mca_models.megatron.layers.bidirectional_attention import both_ways_attention
 from mca_models.megatron.layers.sdpa import causal_attention
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
 from mca_models.megatron.layers.zigzag import in_order, ranges_of_rank

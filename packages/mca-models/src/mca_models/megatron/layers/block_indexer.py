@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad, rms_norm
 
-from mca_models.megatron.layers.indexer import rotated
+from mca_models.megatron.layers.dsa_indexer import rotated
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from mca_config.errors import McaError
 from mca_models.hub import directory_of
 from mca_models.lora import Adapter, AdapterConfig, AdapterRules, adapter_for, rules_for_training
 from mca_models.lora.adapter import require_untied
-from mca_models.megatron.families.vision_model import TEXT, Part
-from mca_models.megatron.peft.fit import require_held
+from mca_models.megatron.families.vision_tower import TEXT, Part
+from mca_models.megatron.peft.compatibility import require_held
+from mca_models.megatron.peft.initialization import first_values, require_start
 from mca_models.megatron.peft.models import PeftModels, Read
 from mca_models.megatron.peft.settings import adapter_config
-from mca_models.megatron.peft.start import first_values, require_start
 from mca_models.megatron.types import PeftConfig
 from mca_models.megatron.virtual_models import VirtualModels
 

@@ -35,13 +35,12 @@ from mca_models.megatron.peft.attach import (
     detach,
     tell_undropped,
 )
+from mca_models.megatron.peft.compatibility import require_same
 from mca_models.megatron.peft.exchange import whole_adapter
 from mca_models.megatron.peft.export import merged_piece, peft_tensors
-from mca_models.megatron.peft.fit import require_same
+from mca_models.megatron.peft.initialization import is_trained, require_base
 from mca_models.megatron.peft.received import received
-from mca_models.megatron.peft.sharded import share, unshare
-from mca_models.megatron.peft.start import is_trained, require_base
-from mca_models.megatron.state.arrivals import Weight, on_every_rank
+from mca_models.megatron.peft.sharded_state import share, unshare
 from mca_models.megatron.state.export import (
     BUCKET_BYTES,
     Destination,
@@ -55,6 +54,7 @@ from mca_models.megatron.state.export import (
 from mca_models.megatron.state.load import take_weights
 from mca_models.megatron.state.save import save_hf
 from mca_models.megatron.state.stream import Piece
+from mca_models.megatron.state.weight_receiver import Weight, on_every_rank
 from mca_models.megatron.tensors import cast_finite, to_torch
 from mca_models.megatron.virtual_models import CheckpointFormat, VirtualModels
 from mca_models.weights import Param

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from mca_models.lora import Adapter
 from mca_models.lora.peft_directory import PeftStacks, peft_shapes
-from mca_models.megatron.state.arrivals import Arrivals, Weight, taken
+from mca_models.megatron.state.weight_receiver import Arrivals, Weight, taken
 from mca_models.megatron.tensors import to_numpy
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array

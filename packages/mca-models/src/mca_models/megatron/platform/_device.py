@@ -12,7 +12,7 @@ import torch
 
 from mca_config.errors import McaError
 from mca_models.megatron.platform._patch import Device
-from mca_models.megatron.platform.launched import local_rank
+from mca_models.megatron.platform.launcher import local_rank
 
 _VARIABLE = "MCA_DEVICE"
 

@@ -18,8 +18,8 @@ from mca_models.megatron.distributed.collectives import require_same_arguments
 from mca_models.megatron.distributed.parallel import Place
 from mca_models.megatron.live import LiveModel
 from mca_models.megatron.state.buckets import Entry, Unit, aligned, plan_buckets, stacks
-from mca_models.megatron.state.facts import cast_facts, facts_of, hf_layout, params_of
-from mca_models.megatron.state.fp8 import quantised
+from mca_models.megatron.state.fp8_write import quantised
+from mca_models.megatron.state.param_specs import cast_facts, facts_of, hf_layout, params_of
 from mca_models.megatron.state.stream import Filled, Holders, Piece, stream
 from mca_models.storage.dtypes import CODES
 

@@ -15,9 +15,9 @@ from mca_models.megatron.distributed import parallel
 from mca_models.megatron.factory.fill import cut_of
 from mca_models.megatron.live import LiveModel
 from mca_models.megatron.names import Held
-from mca_models.megatron.state.arrivals import Arrivals, Weight, on_every_rank, taken
-from mca_models.megatron.state.facts import params_of
-from mca_models.megatron.state.scaled import PlainWeights
+from mca_models.megatron.state.fp8_read import PlainWeights
+from mca_models.megatron.state.param_specs import params_of
+from mca_models.megatron.state.weight_receiver import Arrivals, Weight, on_every_rank, taken
 from mca_models.megatron.tensors import copy_finite
 from mca_models.storage.moves import HF, Side
 from mca_models.storage.runs import Move, Shape

@@ -18,7 +18,7 @@ from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import on_first, shared_directory, together
 from mca_models.megatron.live import LiveModel
 from mca_models.megatron.state.buckets import Facts, Unit, plan_buckets
-from mca_models.megatron.state.facts import facts_of, hf_layout, params_of, split
+from mca_models.megatron.state.param_specs import facts_of, hf_layout, params_of, split
 from mca_models.megatron.state.stream import Filled, Holders, Piece, stream
 from mca_models.megatron.tensors import to_numpy
 from mca_models.storage.safetensors import FilePlan, plan_file

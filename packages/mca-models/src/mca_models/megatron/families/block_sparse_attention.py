@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.families.chosen_keys import ChosenKeys, OfQueries
+from mca_models.megatron.families.topk_attention import ChosenKeys, OfQueries
 from mca_models.megatron.layers.attention import CoreAttention
 from mca_models.megatron.layers.block_indexer import BlockIndexer, BlockSizes
 from mca_models.megatron.layers.rope import attention_factor, frequencies

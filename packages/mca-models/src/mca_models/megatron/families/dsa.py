@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
-from mca_models.megatron.families.chosen_keys import ChosenKeys, OfQueries
-from mca_models.megatron.layers.indexer import Indexer, IndexSizes
+from mca_models.megatron.families.topk_attention import ChosenKeys, OfQueries
+from mca_models.megatron.layers.dsa_indexer import Indexer, IndexSizes
 from mca_models.megatron.layers.rope import attention_factor, frequencies
 from mca_models.megatron.types import MegatronConfig, MegatronModule
 

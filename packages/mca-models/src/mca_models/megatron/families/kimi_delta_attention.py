@@ -13,7 +13,7 @@ from mca_config.types import Typed
 from mca_models.megatron.families.delta_rule import delta_rule
 from mca_models.megatron.families.gated_delta_net import HeadNorm
 from mca_models.megatron.families.kernels import kernel_of
-from mca_models.megatron.families.whole_sequences import CausalConvolution, of_whole_sequences
+from mca_models.megatron.families.recurrent_layers import CausalConvolution, of_whole_sequences
 from mca_models.megatron.layers.replicated import ReplicatedLinear
 from mca_models.megatron.layers.sharded import cut_parameter
 from mca_models.megatron.names import Implementation

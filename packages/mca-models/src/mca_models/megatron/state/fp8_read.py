@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mca_models.megatron.state.arrivals import Weight, dtype_fault
+from mca_models.megatron.state.weight_receiver import Weight, dtype_fault
 from mca_models.quantised.blocks import scale_shape
 from mca_models.quantised.fp8 import SCALE_SUFFIX
 from mca_models.quantised.tile import BLOCK
