@@ -122,7 +122,7 @@ def settings_on_rank(task: Task, values: Values, where: str) -> tuple[Settings, 
 
     attempt = None
     if not dist.is_initialized():
-        platform.use_own_device()
+        platform.set_device()
         seconds = cast("ddp_timeout", values.get("ddp_timeout", 1800), int, words=True)
         attempt = join(platform.backend(), timedelta(seconds=seconds))
     with silent_arguments() if LISTENER in os.environ else nullcontext():  # the launcher has logged it

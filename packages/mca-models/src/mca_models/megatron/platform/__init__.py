@@ -51,9 +51,9 @@ from mca_models.megatron.platform._device import (
     backend,
     current_device,
     device_type,
-    no_engine,
-    no_fp8,
-    use_own_device,
+    engine_problem,
+    fp8_problem,
+    set_device,
 )
 from mca_models.megatron.platform._patch import Patch
 from mca_models.megatron.platform.compile_at_import import without_compile
@@ -69,13 +69,13 @@ __all__ = [
     "close",
     "current_device",
     "device_type",
+    "engine_problem",
     "engine_version",
+    "fp8_problem",
     "megatron_version",
-    "no_engine",
-    "no_fp8",
     "prepare",
     "require_launcher",
-    "use_own_device",
+    "set_device",
 ]
 
 _log = logging.getLogger(__name__)
