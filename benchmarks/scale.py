@@ -120,7 +120,7 @@ def _run(costs: Costs, folder: Path) -> None:
     from mca_config import TrainingArguments
     from mca_models import AutoModel
     from mca_models.megatron.distributed import parallel
-    from mca_models.megatron.state.facts import facts_of
+    from mca_models.megatron.state.param_specs import gather_param_specs
     from mca_models.templates import config_from_hf
     from mca_train.checkpoint import optimizer_state
     from mca_train.engine.engine import Engine
@@ -148,12 +148,12 @@ def _run(costs: Costs, folder: Path) -> None:
         engine = Engine(list(model.chunks), args, token_loss)
         engine.optimizer_step()  # which makes its state
     with costs.of("checkpoint"):
-        facts_of(model)
+        gather_param_specs(model)
         (folder / "optimizer").mkdir()
         numbers, _ = optimizer_state.save(
             engine.optimizer, engine.chunks, folder / "optimizer", background=False
         )
-    costs.tensors = sum(1 for _ in model.held())
+    costs.tensors = sum(1 for _ in model.local_params())
     costs.files = len(list((folder / "optimizer").glob("*.distcp")))
     costs.compared = (
         2 * costs.world * _told(optimizer_state._sharded(engine.optimizer, engine.chunks, loading=False))

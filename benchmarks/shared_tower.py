@@ -65,10 +65,10 @@ def measure(folder: Path, layout: str, rounds: int) -> list[tuple[float, float]]
     torch.set_num_threads(1)
     model = AutoModel.from_pretrained(folder, arguments(layout))
     model.train_parts({"language", "vision", "projector"})
-    deal = image_features._apart
+    deal = image_features._split_images
 
     def turn(*, dealt: bool) -> float:
-        image_features._apart = deal if dealt else lambda images, config: []
+        image_features._split_images = deal if dealt else lambda images, config: []
         torch.distributed.barrier()
         start = time.perf_counter()
         model.chunks[0](**batch()).sum().backward()

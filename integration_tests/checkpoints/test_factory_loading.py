@@ -36,7 +36,7 @@ def reading(paths: list[Path], layout: str) -> list[float]:
     shares = []
     for path in paths:
         model = AutoModel.from_pretrained(path, arguments(layout))
-        shares.append(model.bytes_read / sum(x.numel() * x.element_size() for _, x in model.held()))
+        shares.append(model.bytes_read / sum(x.numel() * x.element_size() for _, x in model.local_params()))
     return shares
 
 

@@ -142,7 +142,9 @@ def killed_writer(path: Path, target: Path) -> str:
 
     model = AutoModel.from_pretrained(path, arguments("tp2"))
     with mock.patch.object(
-        writer, "_written", _slow if torch.distributed.get_rank() == 1 else writer._written
+        writer,
+        "_write_with_reason",
+        _slow if torch.distributed.get_rank() == 1 else writer._write_with_reason,
     ):
         pending: Any = model.save_pretrained(target, ckpt_format="torch_dist", async_save=True)
     if torch.distributed.get_rank() == 1:

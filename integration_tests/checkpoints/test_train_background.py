@@ -160,7 +160,7 @@ def ends_early(checkpoint: Path, output_dir: Path, words: Path) -> dict[str, Any
         if again.state.global_step == 2:
             writer.open.unlink()
             threading.Timer(0.5, writer.open.touch).start()
-            (_, tensor), *_ = again.model.held()
+            (_, tensor), *_ = again.model.local_params()
             tensor.register_hook(lambda gradient: gradient * torch.nan)
         return step(batch)
 

@@ -274,7 +274,7 @@ def test_a_full_disk_is_told_whatever_is_written(tmp_path):
     assert full.endswith("(nothing half-written is left)") and re.search(room, told(RankFailed(1, large)))
     assert told(McaError("rank 1 fell")) == f"{tmp_path}: cannot be written: rank 1 fell"
     around = McaError("rank 0 fell")
-    around.__cause__ = RankFailed(0, around)  # as `told_by_first` raises it
+    around.__cause__ = RankFailed(0, around)  # as `run_on_first_rank_unwrapped` raises it
     assert told(around) == f"{tmp_path}: cannot be written: rank 0 fell"
 
 

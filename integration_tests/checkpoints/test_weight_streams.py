@@ -68,7 +68,7 @@ def stream_all(pairs: list[tuple[Path, str]], folder: Path) -> list[Any]:
         target = folder / f"{path.name}-{layout}"
         models.save_pretrained_as_hf(target, max_shard_bytes=50_000)
         assert models.config.vision or models.logits(IDS).isfinite().all(), "all layers take this dtype"
-        found.append((arrived, models.place.at))
+        found.append((arrived, models.rank_context.coordinates))
     return found
 
 
@@ -194,15 +194,17 @@ def fp8_refusals(config: McaModelConfig) -> list[str]:
         full_shape=lambda param: wholes[param.mca_name()],
     )
     place: Any = SimpleNamespace(world_size=1)
-    live: Any = SimpleNamespace(config=config, place=place, canonical_parameters=lambda: [])
+    live: Any = SimpleNamespace(config=config, rank_context=place, canonical_parameters=lambda: [])
     found = []
     with (
-        patch.object(export, "facts_of", lambda _: {name: ("BF16", shape) for name, shape in wholes.items()}),
+        patch.object(
+            export, "gather_param_specs", lambda _: {name: ("BF16", shape) for name, shape in wholes.items()}
+        ),
         patch.object(export, "stream", lambda *_: closed(())),
         patch.object(conversion, "fills_to_hf", lambda *_: []),
     ):
         for write in (
-            lambda: list(export.export_buckets(live, export.Wanted(fp8=True))),
+            lambda: list(export.export_buckets(live, export.WeightRequest(fp8=True))),
             lambda: conversion.plan_to_hf(file, fp8=True),
         ):
             try:

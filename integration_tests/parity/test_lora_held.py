@@ -182,7 +182,7 @@ def with_tables(
     again = load_adapter(AutoModel.from_config(config, arguments(layout)), saved / layout)
     name = "embedding.word_embeddings.weight"
     trained, loaded = (
-        [x.detach().clone() for item, x in some.held() if item.param.mca_name() == name]
+        [x.detach().clone() for item, x in some.local_params() if item.param.mca_name() == name]
         for some in (models, again)
     )
     return trained, loaded, all(torch.equal(weights.read(param), param) for param in held)

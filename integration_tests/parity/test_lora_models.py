@@ -176,7 +176,7 @@ def optimizer_round_trip(base: Path, layout: str, folder: Path) -> list[str]:
         },
     )
     before = {name: tensor.detach().clone() for name, tensor in models.adapter_parameters()}
-    if models.place.rank == 0:
+    if models.rank_context.rank == 0:
         folder.mkdir()
     torch.distributed.barrier()
     dist_checkpointing.save(_sharded(models), str(folder))
@@ -222,7 +222,7 @@ def with_dropout(base: Path, layout: str) -> tuple[torch.Tensor, list[dict[str, 
         for (param, tensor), (name, _) in zip(models._live(), models.adapter_parameters(), strict=True)
         if param.shard.axis is None
     }
-    everyone: list[Any] = [None] * models.place.world_size
+    everyone: list[Any] = [None] * models.rank_context.world_size
     torch.distributed.all_gather_object(everyone, mine)
     return logits, everyone
 
@@ -282,12 +282,12 @@ def refused(base: Path, layout: str, changes: list[dict[str, Any]]) -> list[str]
     from mca_models.megatron.peft import attach, get_peft_model
 
     models = AutoModel.from_pretrained(base, arguments(layout))
-    plain, messages, hang, good = models.logits(tokens()), [], attach._hang, iter([True])
+    plain, messages, hang, good = models.logits(tokens()), [], attach._attach_linear, iter([True])
 
     def hang_one(owner: Any, placed: Any) -> Any:
         return hang(owner, placed) if next(good, False) else 1 / 0
 
-    with patch.object(attach, "_hang", hang_one), pytest.raises(ZeroDivisionError):
+    with patch.object(attach, "_attach_linear", hang_one), pytest.raises(ZeroDivisionError):
         get_peft_model(models, lora())
     assert torch.equal(models.logits(tokens()), plain)  # nothing is left of it
     for settings in changes:

@@ -20,7 +20,10 @@ ONE |= {"optimizer": "sgd", "weight_decay": 0.0}
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
     """Clones of this rank's, second copies of tied ones too."""
-    return {f"{item.param.mca_name()} {item.copy}": tensor.detach().clone() for item, tensor in model.held()}
+    return {
+        f"{item.param.mca_name()} {item.copy}": tensor.detach().clone()
+        for item, tensor in model.local_params()
+    }
 
 
 def beside_scores(checkpoint: Path, folder: Path) -> None:

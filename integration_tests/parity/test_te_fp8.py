@@ -102,8 +102,8 @@ def refusals(folder: Path) -> list[str]:
             AutoModel.from_pretrained(path, arguments(layout, **settings))
         except McaError as error:
             said.append(str(error))
-    _device.no_engine = lambda: None
-    platform.no_fp8.cache_clear()
+    _device.engine_problem = lambda: None
+    platform.fp8_problem.cache_clear()
     try:
         AutoModel.from_pretrained(path, arguments("tp1", fp8="e4m3", fp8_recipe="mxfp8"))
     except McaError as error:

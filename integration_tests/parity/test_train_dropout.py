@@ -50,7 +50,7 @@ def drawn(checkpoint: Path, output: Path, **changes: Any) -> tuple[tuple[int, ..
     trainer = make_trainer(checkpoint, output, **RUN | DROPOUT | changes)
     with Watch():
         quietly(trainer.train)
-    at = trainer.model.place.at
+    at = trainer.model.rank_context.coordinates
     return (at.tp, at.pp, at.cp, at.dp), kept[:6], attention[:4]
 
 

@@ -280,10 +280,10 @@ def fused_gradients(dtype: torch.dtype) -> float:
     torch.nn.functional.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), reduction="sum"
     ).backward()
-    mine = logits.detach().chunk(2, -1)[place.at.tp].clone().requires_grad_()
+    mine = logits.detach().chunk(2, -1)[place.coordinates.tp].clone().requires_grad_()
     fused_vocab_parallel_cross_entropy(mine, labels, parallel.tensor_group()).sum().backward()
     assert mine.grad is not None and mine.grad.dtype == dtype and logits.grad is not None
-    expected = logits.grad.chunk(2, -1)[place.at.tp]
+    expected = logits.grad.chunk(2, -1)[place.coordinates.tp]
     return float((mine.grad - expected).abs().max() / expected.abs().max())
 
 

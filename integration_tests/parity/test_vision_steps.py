@@ -129,7 +129,7 @@ def test_three_clipped_steps_of_a_delta_net_are_exact_in_fp64(tmp_path: Path) ->
 
 def _frozen_in_python(model: Any, told: Any) -> str:
     """Parameters that are trained though they were frozen beside others of their parts."""
-    frozen = [tensor for _, tensor in model.trained()][::2]
+    frozen = [tensor for _, tensor in model.trained_parameters()][::2]
     for tensor in frozen:
         tensor.requires_grad_(False)
     told(model, freeze=["vision"])

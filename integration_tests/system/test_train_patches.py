@@ -82,10 +82,10 @@ def built(checkpoint: Path, output_dir: Path) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     from mca_models import AutoModel
-    from mca_models.megatron.layers.tp_marks import mark_parameters
+    from mca_models.megatron.layers.parameter_attributes import set_parameter_attributes
 
     model: Any = AutoModel.from_pretrained(checkpoint, arguments(output_dir, **TP))
-    cut = [tensor for item, tensor in model.held() if item.param.shard.axis is not None]
+    cut = [tensor for item, tensor in model.local_params() if item.param.shard.axis is not None]
     groups = [
         getattr(holder, name)
         for chunk in model.chunks
@@ -96,7 +96,7 @@ def built(checkpoint: Path, output_dir: Path) -> dict[str, Any]:
     own = parallel_state.get_tensor_model_parallel_group()
     return {
         "marked": all(tensor.tensor_model_parallel for tensor in cut),
-        "marks to set": mark_parameters(model.held(), model.config.layout),
+        "marks to set": set_parameter_attributes(model.local_params(), model.config.layout),
         "groups": (len(groups) > 10, all(group is own for group in groups)),
     }
 

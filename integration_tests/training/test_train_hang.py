@@ -80,9 +80,9 @@ def disturbed(trainer: Any, heard: Path) -> None:
 
 
 def hung(checkpoint: Path, output_dir: Path, told: Path) -> None:
-    from mca_models.megatron.distributed import attempts
+    from mca_models.megatron.distributed import rendezvous
 
-    attempts.join("gloo", timedelta(seconds=_PATIENCE))
+    rendezvous.join("gloo", timedelta(seconds=_PATIENCE))
     trainer = make_trainer(checkpoint, output_dir, max_steps=8, gradient_accumulation_steps=1)
     logging.disable(logging.NOTSET)
     found = Collected(heard := told.with_suffix(".heard"))

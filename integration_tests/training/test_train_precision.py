@@ -69,7 +69,8 @@ def in_half(model: Path, output_dir: Path, cases: dict[str, dict[str, Any]]) -> 
     class Look(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             begun.update(
-                (name, half.main_param.reshape(-1).clone()) for name, half in trainer.model.trained()
+                (name, half.main_param.reshape(-1).clone())
+                for name, half in trainer.model.trained_parameters()
             )
 
     found = {}
@@ -77,7 +78,7 @@ def in_half(model: Path, output_dir: Path, cases: dict[str, dict[str, Any]]) -> 
         settings = DP | {"save_strategy": "steps", "save_steps": 1, "warmup_steps": 0} | changes
         first = make_trainer(model, output_dir / name, max_steps=1, **settings)
         quietly(first.train)
-        exact = {name: tensor.detach().reshape(-1) for name, tensor in first.model.trained()}
+        exact = {name: tensor.detach().reshape(-1) for name, tensor in first.model.trained_parameters()}
         begun: dict[str, Any] = {}
         settings |= {"bf16": True, "use_distributed_optimizer": "split" in name}
         trainer = make_trainer(model, output_dir / name, max_steps=2, callbacks=[Look()], **settings)

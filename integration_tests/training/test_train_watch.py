@@ -143,7 +143,7 @@ def poisoned(checkpoint: Path, output_dir: Path, **changes: Any) -> str:
 
     def poison(batch: Any) -> Any:
         if trainer.state.global_step == 2:
-            held = {item.param.mca_name(): tensor for item, tensor in trainer.model.held()}
+            held = {item.param.mca_name(): tensor for item, tensor in trainer.model.local_params()}
             name = "decoder.layers.3.mlp.linear_fc2.weight"
             if name in held:
                 held[name].register_hook(lambda gradient: gradient * torch.nan)

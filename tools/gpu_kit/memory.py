@@ -101,7 +101,7 @@ def _run_of(kit: Kit, name: str, changes: dict[str, Any]) -> Any:
 def _maker(run: Any) -> tuple["Implementation", Any]:
     """Whose layers, and a function that makes the trainer of the run on full samples."""
     from mca_models import AutoModel
-    from mca_models.megatron.factory.transformer_config import implementation_of
+    from mca_models.megatron.factory.transformer_config import choose_implementation
     from mca_train import McaTrainer
     from tools.gpu_kit.speed import tokens_of
 
@@ -116,7 +116,7 @@ def _maker(run: Any) -> tuple["Implementation", Any]:
         data = [{"input_ids": row} for row in tokens_of(4, length, run.model.vocab_size)]
         return McaTrainer(model=model, args=args, train_dataset=data)
 
-    return implementation_of(args), make
+    return choose_implementation(args), make
 
 
 @contextlib.contextmanager

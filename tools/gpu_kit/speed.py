@@ -201,7 +201,7 @@ def _length_here(kit: Kit, document: dict[str, Any], rival: str) -> int:
     if kit.device == "cuda":
         from mca_models.megatron import platform
 
-        platform.use_own_device()  # whose variable must stand before CUDA begins
+        platform.set_device()  # whose variable must stand before CUDA begins
         there = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     length, needed = length_for(document, rival, there, LENGTH)
     kit.figure("tokens of a sample", length)

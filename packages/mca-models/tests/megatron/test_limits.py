@@ -324,7 +324,7 @@ def test_packs_are_refused_by_models_and_by_log_probs(monkeypatch: pytest.Monkey
     args = MegatronArguments(context_parallel_size=2, cp_comm_type="all_gather")
     target = Target.planned("transformer_engine")
     megatron = transformer_config(DENSE, args, CP2, "bfloat16", target)
-    models: Any = SimpleNamespace(config=DENSE, place=SimpleNamespace(layout=CP2), megatron=megatron)
+    models: Any = SimpleNamespace(config=DENSE, rank_context=SimpleNamespace(layout=CP2), megatron=megatron)
     with pytest.raises(McaError, match=r"packed log_probs: Transformer Engine .* takes no packed rows"):
         _require_packs(models)
     with pytest.raises(McaError, match=r"install .* or later"):

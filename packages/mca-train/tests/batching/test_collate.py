@@ -4,7 +4,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from mca_config.errors import McaError
-from mca_models.megatron.layers.zigzag import take
+from mca_models.megatron.layers.zigzag import take_rank_tokens
 from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
 from mca_train.batching.packing import row_of
 from mca_train.data.token_dataset import TokenDataset
@@ -99,8 +99,8 @@ def test_context_parallel_slices_hold_every_token_once(size):
 
 def test_zigzag_is_megatrons():
     whole = torch.arange(8)[None]
-    assert take(whole, 1, 0, 2).tolist() == [[0, 1, 6, 7]]
-    assert take(whole, 1, 1, 2).tolist() == [[2, 3, 4, 5]]
+    assert take_rank_tokens(whole, 1, 0, 2).tolist() == [[0, 1, 6, 7]]
+    assert take_rank_tokens(whole, 1, 1, 2).tolist() == [[2, 3, 4, 5]]
 
 
 def test_through_a_data_loader_with_workers():

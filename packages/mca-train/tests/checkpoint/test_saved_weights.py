@@ -38,7 +38,9 @@ def test_what_is_stored_is_looked_through_once(tmp_path: Path, monkeypatch: pyte
     )
     tensors = {name: torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)) for name in values}
     held = [(SimpleNamespace(param=param(name)), tensor) for name, tensor in tensors.items()]
-    model: Any = SimpleNamespace(held=lambda: held, place=SimpleNamespace(layout=None, at=None))
+    model: Any = SimpleNamespace(
+        local_params=lambda: held, rank_context=SimpleNamespace(layout=None, coordinates=None)
+    )
     read = saved_weights(model, tmp_path).read
     found = {name: read(tensor).tolist() for name, tensor in tensors.items()}
     assert found == {name: [value] * 3 for name, value in values.items()}

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from mca_config.errors import McaError
-from mca_models.megatron.distributed.attempts import Attempt
+from mca_models.megatron.distributed.rendezvous import Attempt
 from mca_train.run.restarts import StartRecorder, can_restart, resume_values
 
 

@@ -16,10 +16,10 @@ from mca_models.checkpoint_kinds import open_checkpoint
 from mca_models.hub import resolve_directory
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.distributed.collectives import told_by_first
+from mca_models.megatron.distributed.collectives import run_on_first_rank_unwrapped
 from mca_models.megatron.factory import fill
 from mca_models.megatron.factory.execution import DTYPES
-from mca_models.megatron.factory.vocabulary import growth_of, require_growth
+from mca_models.megatron.factory.vocabulary import plan_growth, require_growth
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import Upstream
 from mca_models.megatron.virtual_models import VirtualModels
@@ -74,18 +74,18 @@ class AutoModel:
             config = with_head(config, head)
         with raising_usage_errors():
             models = _build(config, args, dtype, seed, folder)
-        told_by_first(source.check_duplicates)
+        run_on_first_rank_unwrapped(source.check_duplicates)
         if config.vocab_size != source.config.vocab_size:
-            growth = growth_of(source, config.vocab_size, seed)
+            growth = plan_growth(source, config.vocab_size, seed)
         once = bool(vars(args).get("load_broadcast"))  # training arguments only
-        place = models.place
-        models.drawn = _drawn(config, source.config)
-        drawn = {param.mca_name() for param in models.drawn if not param.vocab}
-        new = [pair for pair in models.held() if pair[0].param.mca_name() in drawn]
-        there = [pair for pair in models.held() if pair[0].param.mca_name() not in drawn]
-        fill.from_seed(seed, new, models.config, place.at)
+        rank_context = models.rank_context
+        models.new_params = _new_params(config, source.config)
+        drawn = {param.mca_name() for param in models.new_params if not param.vocab}
+        new = [pair for pair in models.local_params() if pair[0].param.mca_name() in drawn]
+        there = [pair for pair in models.local_params() if pair[0].param.mca_name() not in drawn]
+        fill.from_seed(seed, new, models.config, rank_context.coordinates)
         models.bytes_read = fill.from_source(
-            source, there, place.layout, place.at, growth=growth, broadcast=once
+            source, there, rank_context.layout, rank_context.coordinates, growth=growth, broadcast=once
         )
         layers = models.implementation.replace("_", " ")
         _log.info(
@@ -93,7 +93,7 @@ class AutoModel:
             config.model_type,
             models.config.dtype,
             path,
-            place.layout,
+            rank_context.layout,
             layers,
         )
         return models
@@ -108,7 +108,7 @@ class AutoModel:
     ) -> VirtualModels:
         """A randomly initialised model, the same on every layout for the same ``seed``."""
         models = AutoModel.unfilled(config, args, dtype=dtype, seed=seed)
-        fill.from_seed(seed, models.held(), models.config, models.place.at)
+        fill.from_seed(seed, models.local_params(), models.config, models.rank_context.coordinates)
         return models
 
     @staticmethod
@@ -123,7 +123,7 @@ class AutoModel:
         return _build(config, args or DistributingParallelArguments(), dtype, seed, None)
 
 
-def _drawn(config: McaModelConfig, stored: McaModelConfig) -> tuple[Param, ...]:
+def _new_params(config: McaModelConfig, stored: McaModelConfig) -> tuple[Param, ...]:
     """The parameters of ``config`` that a checkpoint of ``stored`` lacks, or has fewer rows of."""
     head = config.num_labels is not None and stored.num_labels is None
     grown = config.vocab_size != stored.vocab_size
@@ -157,16 +157,20 @@ def _build(
     require_layout(config, layout)
     if dtype is not None and dtype not in DTYPES:
         raise McaError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
-    place = parallel.start(layout, seed, embedding_ranks=_embedding_ranks(replace(config, layout=layout)))
-    models = VirtualModels(config, args, place, dtype=dtype or training_dtype(config, args), source=source)
-    if told := slower_layers(models.implementation, args.transformer_impl, _missing()):
-        _log.warning("%s", told)
-    if told := dealt_by_ranks(models.megatron):
-        _log.info("%s", told)
+    rank_context = parallel.start(
+        layout, seed, embedding_ranks=_embedding_ranks(replace(config, layout=layout))
+    )
+    models = VirtualModels(
+        config, args, rank_context, dtype=dtype or training_dtype(config, args), source=source
+    )
+    if warning := local_layers_warning(models.implementation, args.transformer_impl, _missing_engine()):
+        _log.warning("%s", warning)
+    if notice := token_distribution_notice(models.megatron):
+        _log.info("%s", notice)
     return models
 
 
-def dealt_by_ranks(megatron: Upstream) -> str | None:
+def token_distribution_notice(megatron: Upstream) -> str | None:
     """What to say of settings with which results depend on how the tokens are dealt to ranks.
 
     Args:
@@ -184,12 +188,12 @@ def dealt_by_ranks(megatron: Upstream) -> str | None:
     )
 
 
-def _missing() -> str | None:
+def _missing_engine() -> str | None:
     """What a GPU lacks of Transformer Engine; nothing is missing where there is none."""
-    return platform.no_engine() if platform.device_type() == "cuda" else None
+    return platform.engine_problem() if platform.device_type() == "cuda" else None
 
 
-def slower_layers(built: Implementation, asked: str | None, missing: str | None) -> str | None:
+def local_layers_warning(built: Implementation, asked: str | None, missing: str | None) -> str | None:
     """What to say where a GPU runs Megatron's local layers and nobody asked for them.
 
     Args:

@@ -22,8 +22,8 @@ from mca_config.model_config import McaModelConfig
 from mca_models.images import placeholders
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.layers.rope import ropes_by_length, tell_longest
-from mca_models.megatron.layers.zigzag import in_order, take
+from mca_models.megatron.layers.rope import length_dependent_ropes, set_longest_sequence
+from mca_models.megatron.layers.zigzag import restore_token_order, take_rank_tokens
 from mca_models.megatron.live import LiveModel
 from mca_models.megatron.types import GptModel
 
@@ -33,15 +33,15 @@ def model_logits(models: LiveModel, input_ids: Tensor) -> Tensor:
     """See ``VirtualModels.logits``."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    refuse_placeholders(models.config, input_ids)
+    require_no_images(models.config, input_ids)
     batch, length = input_ids.shape
     if models.config.learned_positions:
         require_learned_positions(length, models.config.max_position_embeddings)
     tokens = _padded(models, input_ids.to(platform.current_device()))
     steps = micro_batch_group(models)
     rows = tokens.shape[0] // steps
-    ropes = ropes_by_length(*models.chunks)
-    tell_longest(ropes, length)
+    ropes = length_dependent_ropes(*models.chunks)
+    set_longest_sequence(ropes, length)
     with inference(models):
         outputs = get_forward_backward_func()(
             forward_step_func=_forward_step,
@@ -54,11 +54,11 @@ def model_logits(models: LiveModel, input_ids: Tensor) -> Tensor:
             collect_non_loss_data=True,
         )
     shape = (tokens.shape[0], tokens.shape[1], models.config.num_labels or models.config.vocab_size)
-    tell_longest(ropes, 0)
+    set_longest_sequence(ropes, 0)
     return _everywhere(models, outputs, shape)[:batch, :length]
 
 
-def refuse_placeholders(config: McaModelConfig, input_ids: Tensor) -> None:
+def require_no_images(config: McaModelConfig, input_ids: Tensor) -> None:
     """Raises where images are meant, which would be read as words of the vocabulary.
 
     Raises:
@@ -75,7 +75,7 @@ def refuse_placeholders(config: McaModelConfig, input_ids: Tensor) -> None:
 def _padded(models: LiveModel, tokens: Tensor) -> Tensor:
     """Token 0 after each row up to what the layout can cut; rows of it up to the micro-batches."""
     batch, length = tokens.shape
-    layout = models.place.layout
+    layout = models.rank_context.layout
     multiple = sequence_multiple(
         layout,
         models.megatron.sequence_parallel,
@@ -89,7 +89,7 @@ def _padded(models: LiveModel, tokens: Tensor) -> Tensor:
 
 def micro_batch_group(models: LiveModel) -> int:
     """Of how many micro-batches the interleaved schedule needs a multiple; 1 of another."""
-    layout = models.place.layout
+    layout = models.rank_context.layout
     group = models.megatron.microbatch_group_size_per_vp_stage or layout.pp
     return int(group) if layout.vpp > 1 else 1
 
@@ -103,8 +103,8 @@ def _micro(tokens: Tensor, rows: int, length: int) -> Iterator[dict[str, Tensor]
     positions = torch.arange(tokens.shape[1], device=tokens.device).clamp(max=length - 1).expand(rows, -1)
     for micro in torch.split(tokens, rows):
         yield {
-            "input_ids": take(micro, 1, group.rank(), group.size()).contiguous(),
-            "position_ids": take(positions, 1, group.rank(), group.size()).contiguous(),
+            "input_ids": take_rank_tokens(micro, 1, group.rank(), group.size()).contiguous(),
+            "position_ids": take_rank_tokens(positions, 1, group.rank(), group.size()).contiguous(),
         }
 
 
@@ -123,7 +123,7 @@ def _forward_step(
 def inference(models: LiveModel) -> Iterator[None]:
     """Evaluation mode on the model's own groups, without the prediction layers, which only serve the loss."""
     chunks: list[GptModel] = list(models.chunks)
-    parallel.use_groups_of(chunks)
+    parallel.activate_process_groups(chunks)
     modes = [(module, module.training) for module in models.chunks.modules()]
     depth, predicting = models.megatron.mtp_num_layers, [chunk.mtp_process for chunk in chunks]
     models.chunks.eval()
@@ -162,7 +162,7 @@ def _whole(logits: Tensor, vocab: int, *, cut: bool) -> Tensor:
     if context.size() == 1:
         return logits
     by_rank = torch.cat(gathered(logits.transpose(0, 1), context))
-    (ordered,) = in_order(by_rank, (by_rank.shape[0],), context.size())
+    (ordered,) = restore_token_order(by_rank, (by_rank.shape[0],), context.size())
     return ordered.transpose(0, 1)
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.distributed.parallel import Place
-from mca_models.megatron.names import Held
+from mca_models.megatron.distributed.parallel import RankContext
+from mca_models.megatron.names import LocalParam
 from mca_models.megatron.types import MegatronConfig
 
 
@@ -20,12 +20,12 @@ class LiveModel(Protocol):
     """One rank's part of a model: `VirtualModels`, or anything with the same parts."""
 
     config: McaModelConfig
-    place: Place
+    rank_context: RankContext
     megatron: MegatronConfig
     chunks: torch.nn.ModuleList
     source: Path | None
 
-    def held(self) -> Sequence[tuple[Held, Tensor]]:
+    def local_params(self) -> Sequence[tuple[LocalParam, Tensor]]:
         """Every parameter and saved buffer of this rank with its rule, second copies included."""
 
     def canonical_parameters(self) -> Iterator[tuple[str, Tensor]]:

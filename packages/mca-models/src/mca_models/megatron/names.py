@@ -50,7 +50,7 @@ class NamingScheme:
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalParam:
     """A parameter that a chunk holds.
 
     Args:
@@ -68,21 +68,21 @@ def chunk_params(
     config: McaModelConfig,
     chunk: PipelineChunk,
     layout: ParallelLayout,
-    at: Coordinates,
+    coordinates: Coordinates,
     naming: NamingScheme,
-) -> list[Held]:
-    """Every parameter that the rank at ``at`` holds of ``chunk``, in checkpoint order."""
-    return list(_held(config, chunk, layout, at, naming))
+) -> list[LocalParam]:
+    """Every parameter that the rank at ``coordinates`` holds of ``chunk``, in checkpoint order."""
+    return list(_local_params(config, chunk, layout, coordinates, naming))
 
 
-def _held(
+def _local_params(
     config: McaModelConfig,
     chunk: PipelineChunk,
     layout: ParallelLayout,
-    at: Coordinates,
+    coordinates: Coordinates,
     naming: NamingScheme,
-) -> Iterator[Held]:
-    experts = local_experts(config, layout, at.ep)
+) -> Iterator[LocalParam]:
+    experts = local_experts(config, layout, coordinates.ep)
     for param in get_family(config.model_type).params(config):
         copied = param.stage is Stage.FIRST and not chunk.has_embedding and bool(chunk.mtp_layers)
         if not (copied or is_in_chunk(param, config, chunk)):
@@ -92,4 +92,4 @@ def _held(
         if param.alias_of is not None and chunk.has_embedding:
             continue  # the output layer uses the embedding's own tensor
         name = live_name(param, naming.live(param.mca), chunk, experts)
-        yield Held(name, param, copy=copied or param.alias_of is not None)
+        yield LocalParam(name, param, copy=copied or param.alias_of is not None)

@@ -19,15 +19,14 @@ from mca_models.lora import AdapterConfig
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import require_same_arguments
 from mca_models.megatron.factory.chunks import build_chunk, live_tensors
-from mca_models.megatron.factory.transformer_config import implementation_of, transformer_config
+from mca_models.megatron.factory.transformer_config import choose_implementation, transformer_config
 from mca_models.megatron.families.image_limits import image_problems
-from mca_models.megatron.families.vision_model import Part, part_of
+from mca_models.megatron.families.vision_tower import Part, model_part
 from mca_models.megatron.forward import model_logits
-from mca_models.megatron.layers.tp_marks import mark_parameters
+from mca_models.megatron.layers.parameter_attributes import set_parameter_attributes
 from mca_models.megatron.log_probs.forward import Batch, LogProbs, model_log_probs
 from mca_models.megatron.log_probs.vocabulary import TokenValues
-from mca_models.megatron.names import Held, Implementation, NamingScheme, chunk_params
-from mca_models.megatron.state.arrivals import Weight
+from mca_models.megatron.names import Implementation, LocalParam, NamingScheme, chunk_params
 from mca_models.megatron.state.export import (
     BUCKET_BYTES,
     Destination,
@@ -39,6 +38,7 @@ from mca_models.megatron.state.export import (
 from mca_models.megatron.state.load import load_weights
 from mca_models.megatron.state.save import save_hf, save_mca
 from mca_models.megatron.state.torch_dist import PendingSave, save_torch_dist
+from mca_models.megatron.state.weight_receiver import Weight
 from mca_models.megatron.types import MegatronConfig
 from mca_models.weights import Param
 
@@ -61,42 +61,44 @@ class VirtualModels(torch.nn.Module):
     Attributes:
         config: The model, with the layout it stands on.
         args: The arguments it was made with.
-        place: Where this rank stands in the layout.
+        rank_context: Where this rank stands in the layout.
         megatron: Megatron's ``TransformerConfig``, shared by all chunks.
         chunks: The ``GPTModel`` of each virtual stage, in model order.
         implementation: ``local`` or ``transformer_engine`` layers.
         source: The checkpoint directory it was loaded from, None for a random one.
         bytes_read: What this rank took out of that checkpoint.
-        drawn: The parameters that it lacks, or has fewer rows of: a new head, a vocabulary that has grown.
+        new_params: The parameters that it lacks, or has fewer rows of: a new head, a vocabulary that has grown.
     """
 
     def __init__(
         self,
         config: McaModelConfig,
         args: DistributingParallelArguments,
-        place: parallel.Place,
+        rank_context: parallel.RankContext,
         *,
         dtype: DtypeName,
         source: Path | None = None,
     ) -> None:
         super().__init__()
-        sequence_parallel = args.sequence_parallel_for(place.layout)
-        require_layout(config, place.layout, place.world_size, sequence_parallel=sequence_parallel)
-        self.config = replace(config, layout=place.layout, dtype=dtype)
+        sequence_parallel = args.sequence_parallel_for(rank_context.layout)
+        require_layout(
+            config, rank_context.layout, rank_context.world_size, sequence_parallel=sequence_parallel
+        )
+        self.config = replace(config, layout=rank_context.layout, dtype=dtype)
         self.args = args
-        self.place = place
+        self.rank_context = rank_context
         self.source = source
         self.bytes_read = 0
-        self.drawn: tuple[Param, ...] = ()
+        self.new_params: tuple[Param, ...] = ()
         self._adapters: list[AdapterConfig] = []  # on the chunks: one list of all who share these
-        self.implementation: Implementation = implementation_of(args)
-        self.megatron: MegatronConfig = transformer_config(self.config, args, place.layout, dtype)
-        self._parts = self.config.pipeline_plan().chunks[place.at.pp]
+        self.implementation: Implementation = choose_implementation(args)
+        self.megatron: MegatronConfig = transformer_config(self.config, args, rank_context.layout, dtype)
+        self._parts = self.config.pipeline_plan().chunks[rank_context.coordinates.pp]
         self.chunks = torch.nn.ModuleList(
             build_chunk(self.config, self.megatron, part, self.implementation) for part in self._parts
         )
-        self._held = [list(self._match(index)) for index in range(len(self.chunks))]
-        mark_parameters(self.held(), self.config.layout)
+        self._local_params = [list(self._match(index)) for index in range(len(self.chunks))]
+        set_parameter_attributes(self.local_params(), self.config.layout)
         self._bias_rate = self.megatron.moe_router_bias_update_rate
 
     @property
@@ -104,7 +106,7 @@ class VirtualModels(torch.nn.Module):
         """Whether an adapter lies on its chunks, be it that of a ``PeftModels`` which was made of it."""
         return bool(self._adapters)
 
-    def require_family(self) -> None:
+    def reject_hidden_adapter(self) -> None:
         """Refuses a model of which a ``PeftModels`` was made: it computes with that adapter, but does not know it.
 
         Raises:
@@ -116,8 +118,14 @@ class VirtualModels(torch.nn.Module):
                 "disable_adapter() gives the base model, or call merge_and_unload on it"
             )
 
-    def _match(self, index: int) -> Iterator[tuple[Held, Tensor]]:
-        held = chunk_params(self.config, self._parts[index], self.place.layout, self.place.at, self._naming())
+    def _match(self, index: int) -> Iterator[tuple[LocalParam, Tensor]]:
+        held = chunk_params(
+            self.config,
+            self._parts[index],
+            self.rank_context.layout,
+            self.rank_context.coordinates,
+            self._naming(),
+        )
         tensors = live_tensors(self.chunks[index], held)
         for item in held:
             yield item, tensors[item.live]
@@ -126,17 +134,17 @@ class VirtualModels(torch.nn.Module):
         grouped = self.implementation == "transformer_engine" and self.megatron.moe_grouped_gemm
         return NamingScheme(self.implementation, grouped, _mtp_layer_name())
 
-    def held(self) -> Sequence[tuple[Held, Tensor]]:
+    def local_params(self) -> Sequence[tuple[LocalParam, Tensor]]:
         """Every parameter (and saved buffer) of this rank with its rule, second copies included: this rank's pieces."""
-        return [pair for chunk in self._held for pair in chunk]
+        return [pair for chunk in self._local_params for pair in chunk]
 
     def canonical_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Checkpoint names and live tensors (this rank's pieces), without second copies of tied weights."""
-        for item, tensor in self.held():
+        for item, tensor in self.local_params():
             if not item.copy:
                 yield item.param.mca_name(), tensor
 
-    def trained(self) -> Iterator[tuple[str, Tensor]]:
+    def trained_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Checkpoint names and live tensors of this rank's pieces of what training changes."""
         return ((name, tensor) for name, tensor in self.canonical_parameters() if tensor.requires_grad)
 
@@ -150,9 +158,9 @@ class VirtualModels(torch.nn.Module):
             raise McaError(f"{', '.join(unknown)}: no part of a model; parts are {', '.join(get_args(Part))}")
         if {"vision", "projector"} & {*parts}:
             self.require_images()
-        for item, tensor in self.held():
+        for item, tensor in self.local_params():
             if isinstance(tensor, torch.nn.Parameter):
-                tensor.requires_grad_(part_of(item.param, self.config) in parts)
+                tensor.requires_grad_(model_part(item.param, self.config) in parts)
         # biases that balance experts are no parameters, but belong to routers, which may be frozen
         self.megatron.moe_router_bias_update_rate = self._bias_rate if "language" in parts else 0.0
 
@@ -162,8 +170,8 @@ class VirtualModels(torch.nn.Module):
         Raises:
             McaError: Some stand against it.
         """
-        problems = image_problems(self.config, self.place.layout, self.megatron)
-        raise_problems(problems, f"images for {self.config.model_type} at {self.place.layout}")
+        problems = image_problems(self.config, self.rank_context.layout, self.megatron)
+        raise_problems(problems, f"images for {self.config.model_type} at {self.rank_context.layout}")
 
     def __len__(self) -> int:
         return len(self.chunks)
@@ -182,7 +190,7 @@ class VirtualModels(torch.nn.Module):
         Returns:
             fp32 ``[batch, seq, vocab]`` without padding rows, the same on every rank.
         """
-        self.require_family()
+        self.reject_hidden_adapter()
         require_same_arguments("logits", **{"the shape of input_ids": list(input_ids.shape)})
         return model_logits(self, input_ids)
 
@@ -220,7 +228,7 @@ class VirtualModels(torch.nn.Module):
             ``log_probs`` and ``entropy`` (or None), fp32 of the shape of ``input_ids``; 0 for the first token of each
             sequence and for padding.
         """
-        self.require_family()
+        self.reject_hidden_adapter()
         if self.config.num_labels is not None:
             raise McaError(
                 f"the model has a head for {self.config.head}, not a vocabulary: it has no log_probs"
@@ -241,8 +249,8 @@ class VirtualModels(torch.nn.Module):
             lambda: Batch(input_ids, mask, cu_seqlens, packed, micro_batch_size, chunk_size),
             TokenValues(temperature=temperature, entropy=entropy),
         )
-        at = self.place.at
-        return found if to == "all" or at.tp == at.cp == at.pp == 0 else None
+        coordinates = self.rank_context.coordinates
+        return found if to == "all" or coordinates.tp == coordinates.cp == coordinates.pp == 0 else None
 
     def save_pretrained(
         self,
@@ -330,7 +338,7 @@ class VirtualModels(torch.nn.Module):
         """`export_weights` in whole buckets, for transports that want one buffer; collective."""
         wanted = agreed(to=to, bucket_bytes=bucket_bytes, dtype=dtype, fp8=fp8, merged=merged)
         if merged:
-            self.require_family()
+            self.reject_hidden_adapter()
             raise McaError("merged=True: this model has no adapter to merge; leave merged out")
         return export_buckets(self, wanted)
 

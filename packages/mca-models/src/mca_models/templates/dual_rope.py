@@ -1,6 +1,6 @@
 """A rope for layers that see everything, and one for those with a sliding window.
 
-The layers that use them are built in `mca_models.megatron.families.two_ropes`.
+The layers that use them are built in `mca_models.megatron.families.dual_rope`.
 """
 
 from mca_config.model_config import McaModelConfig

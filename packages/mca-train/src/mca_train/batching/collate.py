@@ -12,7 +12,7 @@ from mca_config.checks import require_learned_positions
 from mca_config.errors import McaError
 from mca_config.printable import counted
 from mca_config.types import JsonObject
-from mca_models.megatron.layers.zigzag import take
+from mca_models.megatron.layers.zigzag import take_rank_tokens
 from mca_train.batching.image_batch import ImageBatching
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.packing import (
@@ -269,7 +269,9 @@ class StepCollator:
         return places if self.positions is None else places.clamp(max=self.positions - 1)
 
     def _slice(self, whole: Tensor, axis: int = 1) -> Tensor:
-        return take(whole, axis, self.context_parallel_rank, self.context_parallel_size).contiguous()
+        return take_rank_tokens(
+            whole, axis, self.context_parallel_rank, self.context_parallel_size
+        ).contiguous()
 
 
 def _tokens_of_rows(batch: Mapping[str, Tensor], features: Sequence[Sample]) -> Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mca_config.errors import McaError, UsageError
 from mca_config.files import naming_read_errors, read_json
-from mca_models.megatron.distributed.collectives import on_first
+from mca_models.megatron.distributed.collectives import run_on_first_rank
 from mca_train.batching.position import RunPosition
 from mca_train.checkpoint import integrity
 from mca_train.checkpoint.carried import Carried, Totals
@@ -88,7 +88,7 @@ def find(resume: str | bool | None, output_dir: Path, ranks: Ranks) -> Path | No
     newest = resolve(resume, output_dir)
     ours = str(resume).lower() in ("true", "last", "auto")
     found = checkpoints(output_dir)[::-1] if ours else [newest] if newest else []
-    candidates = on_first(lambda: found)
+    candidates = run_on_first_rank(lambda: found)
     if ours:
         _tell_of_incomplete(output_dir, next(iter(candidates), None))
     told = []

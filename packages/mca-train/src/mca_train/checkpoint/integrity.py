@@ -12,7 +12,7 @@ import zlib
 from pathlib import Path
 
 from mca_config.errors import McaError
-from mca_models.megatron.distributed.collectives import all_gather, on_first, together
+from mca_models.megatron.distributed.collectives import all_gather, run_on_all_ranks, run_on_first_rank
 from mca_models.storage.atomic import write_file
 from mca_models.storage.manifest import FILE_NAME as OF_MODEL
 from mca_models.storage.manifest import Manifest
@@ -60,7 +60,7 @@ class Checksums:
             self._sum()
         else:
             self._thread.join()
-        found = together(self._own)
+        found = run_on_all_ranks(self._own)
         if self._ranks.is_first:
             files = {
                 name: {"bytes": size, "crc32": f"{crc:08x}"}
@@ -74,7 +74,7 @@ class Checksums:
     def _list(self) -> None:
         """The first rank looks once all have written; there are files of every rank, and as many ranks to look."""
         groups.barrier()
-        self._names = on_first(lambda: _covered_files(self._checkpoint))
+        self._names = run_on_first_rank(lambda: _covered_files(self._checkpoint))
 
     def _sum(self) -> None:
         try:

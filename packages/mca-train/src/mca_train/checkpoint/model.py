@@ -13,7 +13,7 @@ from mca_config.errors import McaError, UsageError
 from mca_config.model_config import FILE_NAME, McaModelConfig
 from mca_config.types import Typed
 from mca_models.lora.config import FILE_NAME as ADAPTER
-from mca_models.megatron.distributed.collectives import on_first
+from mca_models.megatron.distributed.collectives import run_on_first_rank
 from mca_train.checkpoint.masters import SavedWeights, Unrounded
 from mca_train.types import PreTrainedTokenizerBase, VirtualModels
 
@@ -61,8 +61,8 @@ class ModelWriting:
         if hf:
             staged = folder / f".{HF_FOLDER}"
             model.save_pretrained_as_hf(staged, overwrite=True)
-            on_first(lambda: self._save_tokenizer(staged))
-            on_first(lambda: _put_hf_in_place(staged, folder))
+            run_on_first_rank(lambda: self._save_tokenizer(staged))
+            run_on_first_rank(lambda: _put_hf_in_place(staged, folder))
         self._pending = model.save_pretrained(self._staged, overwrite=True, **settings)
 
     def done(self) -> bool:
@@ -73,7 +73,7 @@ class ModelWriting:
         """Waits for them and puts the model in place."""
         if self._pending is not None:
             self._pending.finish()
-        on_first(self._put_in_place)
+        run_on_first_rank(self._put_in_place)
 
     def _put_in_place(self) -> None:
         self._save_tokenizer(self._staged)
@@ -148,7 +148,7 @@ def load_weights(model: VirtualModels, directory: Path) -> None:
     source = open_checkpoint(directory)
     _require_same(source.config, model.config, directory)
     fill.require_same_names(source, model.config, str(directory))
-    fill.from_source(source, model.held(), model.place.layout, model.place.at)
+    fill.from_source(source, model.local_params(), model.rank_context.layout, model.rank_context.coordinates)
 
 
 def saved_weights(model: VirtualModels, directory: Path) -> SavedWeights:
@@ -172,13 +172,15 @@ def _of_model(model: VirtualModels, directory: Path) -> Unrounded:
     from mca_models.megatron.factory import fill
 
     source = open_checkpoint(directory)
-    params = {id(tensor): item.param for item, tensor in model.held()}
-    stored, place = fill.stored_in(source), model.place
+    params = {id(tensor): item.param for item, tensor in model.local_params()}
+    stored, place = fill.stored_in(source), model.rank_context
 
     def read(param: nn.Parameter) -> Tensor:
         found = torch.empty_like(param, dtype=torch.float32, requires_grad=False)
         known = params[id(param)]
-        fill.read_into(found, source, stored(known), fill.cut_of(known, place.layout, place.at))
+        fill.read_into(
+            found, source, stored(known), fill.shard_rank_and_size(known, place.layout, place.coordinates)
+        )
         return found
 
     return read
@@ -186,18 +188,18 @@ def _of_model(model: VirtualModels, directory: Path) -> Unrounded:
 
 def _of_adapter(model: "PeftModels", directory: Path) -> Unrounded:
     from mca_models.lora import Adapter, open_adapter, with_layout
-    from mca_models.megatron.factory.fill import cut_of
+    from mca_models.megatron.factory.fill import shard_rank_and_size
     from mca_models.megatron.tensors import to_torch
 
-    layout, at = model.config.layout, model.place.at
+    layout, at = model.config.layout, model.rank_context.coordinates
     found = with_layout(open_adapter(directory, model.config), layout)
     source = Adapter(model.config, model.adapter, model.rules, found.read)
     rules = {rule.mca_name(): rule for rule in model.rules.params}
-    names = {id(tensor): name for name, tensor in model.trained()}
+    names = {id(tensor): name for name, tensor in model.trained_parameters()}
 
     def read(param: nn.Parameter) -> Tensor:
         rule = rules[names[id(param)]]
-        piece = np.array(source.piece(rule, *cut_of(rule, layout, at)))
+        piece = np.array(source.piece(rule, *shard_rank_and_size(rule, layout, at)))
         return to_torch(piece).to(param.device, torch.float32)
 
     return read

@@ -20,7 +20,7 @@ from mca_config.errors import McaError
 from mca_config.types import JsonObject, Typed
 from mca_models.megatron.distributed.collectives import all_gather
 from mca_models.megatron.distributed.reader import read_state, shapes_in
-from mca_models.megatron.distributed.writer import Writing, write_state
+from mca_models.megatron.distributed.writer import PendingWrite, write_state
 from mca_models.torch_checkpoint.storage_forms import global_spellings
 from mca_train import groups
 from mca_train.checkpoint import masters
@@ -48,7 +48,7 @@ class Numbers:
 
 def save(
     optimizer: MegatronOptimizer, chunks: list[Chunk], folder: Path, *, background: bool
-) -> tuple[Numbers, Writing]:
+) -> tuple[Numbers, PendingWrite]:
     """Begins to write the tensors into the existing, empty ``folder``; collective.
 
     Returns:

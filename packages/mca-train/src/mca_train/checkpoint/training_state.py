@@ -11,8 +11,12 @@ from pathlib import Path
 from mca_config.errors import McaError
 from mca_config.files import read_json
 from mca_config.types import Typed
-from mca_models.megatron.distributed.collectives import on_first, together, told_by_one
-from mca_models.megatron.distributed.writer import Writing
+from mca_models.megatron.distributed.collectives import (
+    run_on_all_ranks,
+    run_on_all_ranks_unwrapped,
+    run_on_first_rank,
+)
+from mca_models.megatron.distributed.writer import PendingWrite
 from mca_models.storage.atomic import write_file
 from mca_train.batching.position import RunPosition
 from mca_train.checkpoint import fp8_scales, optimizer_state
@@ -46,14 +50,14 @@ class TrainingState:
         self._scheduler = scheduler
         self._ranks = ranks
 
-    def begin_save(self, checkpoint: Path, carried: Carried, *, background: bool) -> Writing:
+    def begin_save(self, checkpoint: Path, carried: Carried, *, background: bool) -> PendingWrite:
         """Writes this rank's part, and what one rank writes for all; the optimizer's tensors have yet to be."""
         folder = checkpoint / TRAINING
         optimizer = folder / "optimizer"
-        on_first(lambda: optimizer.mkdir(parents=True))
-        together(lambda: save_rng(folder, self._ranks))
+        run_on_first_rank(lambda: optimizer.mkdir(parents=True))
+        run_on_all_ranks(lambda: save_rng(folder, self._ranks))
         ranges = fp8_scales.collect(self._modules())
-        together(lambda: fp8_scales.save(folder, self._ranks.rank, ranges))
+        run_on_all_ranks(lambda: fp8_scales.save(folder, self._ranks.rank, ranges))
         with _without_warnings():
             numbers, writing = optimizer_state.save(
                 self._engine.optimizer, self._modules(), optimizer, background=background
@@ -66,7 +70,7 @@ class TrainingState:
             for name, state in words.items():
                 write_file(folder / f"{name}.json", json.dumps(_plain(state)).encode())
 
-        on_first(write)
+        run_on_first_rank(write)
         return writing
 
     def load(self, checkpoint: Path, weights: SavedWeights) -> None:
@@ -97,7 +101,7 @@ class TrainingState:
                 unread=_unread(checkpoint),
             )
         self._engine.share_weights()
-        told_by_one(lambda: fp8_scales.load(folder, self._modules()))
+        run_on_all_ranks_unwrapped(lambda: fp8_scales.load(folder, self._modules()))
         schedule = json.loads((folder / "scheduler.json").read_text())
         self._scheduler.load_state_dict(schedule, self._place.schedule)
 
@@ -108,8 +112,8 @@ class TrainingState:
         hold twice.
         """
         folder = checkpoint / TRAINING
-        if all(told_by_one(lambda: is_of_layout(folder, self._ranks))):
-            told_by_one(lambda: load_rng(folder, self._ranks))
+        if all(run_on_all_ranks_unwrapped(lambda: is_of_layout(folder, self._ranks))):
+            run_on_all_ranks_unwrapped(lambda: load_rng(folder, self._ranks))
         else:
             logger.warning(
                 "%s: holds no random states of this layout; dropout starts with new random numbers",

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from mca_config.errors import DiskFull, McaError
 from mca_config.files import naming_read_errors
-from mca_models.megatron.distributed.collectives import SharedDirectory, is_disk_full, room_for
+from mca_models.megatron.distributed.collectives import SharedDirectory, disk_space_hint, is_disk_full
 from mca_models.storage.partial_folder import remove_leftovers, retire
 from mca_train.types import Upstream
 
@@ -147,7 +147,7 @@ def name_errors(destination: Path) -> Iterator[None]:
             yield
     except BaseException as error:
         if is_disk_full(error):
-            room = room_for(error)
+            room = disk_space_hint(error)
             raise DiskFull(
                 f"{destination}: cannot be written, the disk is full; make room and resume with "
                 f"resume_from_checkpoint auto ({room}{room and '; '}nothing half-written is left)"

@@ -37,10 +37,10 @@ def adapted_parts(directory: str, config: McaModelConfig) -> frozenset[Part]:
 
 def adapter_parts(rules: "AdapterRules", config: McaModelConfig) -> frozenset[Part]:
     """The parts that an adapter of ``rules`` trains something of."""
-    from mca_models.megatron.families.vision_model import part_of
+    from mca_models.megatron.families.vision_tower import model_part
 
     trained = (*(pair.target.base for pair in rules.factors), *rules.saved)
-    found = {part_of(param, config) for param in trained}
+    found = {model_part(param, config) for param in trained}
     return frozenset(part for part in PARTS if part in found)
 
 

@@ -182,7 +182,7 @@ def build(
     with modes.entered(WEIGHTS):
         model = _with_adapter(make(config, args), settings)
     samples = args.gradient_accumulation_steps * args.per_device_train_batch_size
-    samples *= model.place.grid.data_parallel_size
+    samples *= model.rank_context.grid.data_parallel_size
     options: TrainerOptions = {
         "model": model,
         "args": args,
@@ -245,11 +245,11 @@ def measure(trainer: "McaTrainer", engine: "Engine", modes: Modes, batch: StepBa
         engine.forward_backward(given)
         tracker.next_pass()
         engine.optimizer_step()
-    tally, place = tracker.tally, trainer.model.place
+    tally, place = tracker.tally, trainer.model.rank_context
     sizes = tally.peak.sizes()
     return StepNeeds(
         rank=place.rank,
-        stage=place.at.pp,
+        stage=place.coordinates.pp,
         micro_batches=len(batch.micro_batches),
         weights=sizes[WEIGHTS],
         gradients=sizes[GRADIENTS],

@@ -12,9 +12,9 @@ def split_own_heads(chunks: Iterable[Chunk]) -> None:
     """Has such weights be split at their own rows; after Megatron has made the optimizer."""
     for chunk in chunks:
         for attention in chunk.modules():
-            if not hasattr(attention, "rows_of_group"):
+            if not hasattr(attention, "qkv_group_rows"):
                 continue
-            rows, weight = attention.rows_of_group(), attention.linear_qkv.weight
+            rows, weight = attention.qkv_group_rows(), attention.linear_qkv.weight
             for tensor in (weight, getattr(weight, "main_param", None)):
                 if tensor is not None:
                     tensor.is_qkv, tensor.qkv_split_shapes = len(rows) > 1, rows

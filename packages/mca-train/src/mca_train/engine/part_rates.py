@@ -28,11 +28,11 @@ def choose_parts(model: "VirtualModels", args: TrainingArguments) -> None:
     Raises:
         McaError: The model has no such parts, or cannot train them as the arguments say.
     """
-    from mca_models.megatron.families.vision_model import part_of
+    from mca_models.megatron.families.vision_tower import model_part
     from mca_models.megatron.peft import PeftModels
 
-    for item, tensor in model.held():
-        setattr(tensor, _MARK, part_of(item.param, model.config))
+    for item, tensor in model.local_params():
+        setattr(tensor, _MARK, model_part(item.param, model.config))
     if args.freeze is not None and isinstance(model, PeftModels):
         _require_without(adapter_parts(model.rules, model.config), args.freeze)
     elif args.freeze is not None:
@@ -55,7 +55,7 @@ def _require_without(adapted: Collection[Part], frozen: Collection[str]) -> None
 
 def _frozen_by_hand(model: "VirtualModels") -> list[torch.Tensor]:
     """This rank's parameters that are frozen, in parts of which something is trained on any rank; collective."""
-    held = [tensor for _, tensor in model.held() if isinstance(tensor, torch.nn.Parameter)]
+    held = [tensor for _, tensor in model.local_params() if isinstance(tensor, torch.nn.Parameter)]
     here = {getattr(tensor, _MARK) for tensor in held if tensor.requires_grad}
     device = groups.current_ranks(model.config.layout).device
     trained = {part for part in PARTS if groups.max_over_ranks(float(part in here), device)}

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from mca_config.types import JsonObject
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.layers.attention import tell_lengths
-from mca_models.megatron.layers.rope import ropes_by_length, tell_longest
+from mca_models.megatron.layers.attention import set_packed_lengths
+from mca_models.megatron.layers.rope import length_dependent_ropes, set_longest_sequence
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.engine.stopwatch import Stopwatch
 from mca_train.engine.wrapping import all_gathered
@@ -49,7 +49,7 @@ class Pipeline:
         """All micro-batches of ``batch``; the loss on this rank, or another ``loss``."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        parallel.use_groups_of(self.models)
+        parallel.activate_process_groups(self.models)
         iterators = [iter(batch.micro_batches) for _ in self.chunks]
         self._kept = []
         get_forward_backward_func()(
@@ -65,7 +65,7 @@ class Pipeline:
             forward_only=forward_only,
         )
         for ropes in self._ropes.values():
-            tell_longest(ropes, 0)
+            set_longest_sequence(ropes, 0)
         return self._added_up()
 
     def _added_up(self) -> StepLoss:
@@ -99,7 +99,7 @@ class Pipeline:
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor | JsonObject, ...]]]:
         given = next(batches)
         batch = given.to(self._device)
-        tell_longest(ropes := self._ropes_of(model), batch.longest)
+        set_longest_sequence(ropes := self._ropes_of(model), batch.longest)
         with nullcontext() if measured is None else measured.running():
             output = model(
                 input_ids=batch.input_ids,
@@ -112,13 +112,13 @@ class Pipeline:
                 **self._images(batch),
             )
         if ropes and output.requires_grad:  # what is computed again comes after other micro-batches' passes
-            output.register_hook(lambda gradient: tell_longest(ropes, batch.longest))
+            output.register_hook(lambda gradient: set_longest_sequence(ropes, batch.longest))
         return output, megatron_loss(loss, batch, self._kept)
 
     def _ropes_of(self, model: Chunk) -> tuple[Chunk, ...]:
         """Those of a chunk that depend on the length of sequences."""
         if id(model) not in self._ropes:
-            self._ropes[id(model)] = ropes_by_length(model)
+            self._ropes[id(model)] = length_dependent_ropes(model)
         return self._ropes[id(model)]
 
     def _images(self, batch: MicroBatch) -> JsonObject:
@@ -154,5 +154,5 @@ def _packed_params(batch: MicroBatch, on_host: Tensor | None) -> Upstream:
         max_seqlen_q=batch.max_seqlen,
         max_seqlen_kv=batch.max_seqlen,
     )
-    tell_lengths(params, on_host)
+    set_packed_lengths(params, on_host)
     return params

@@ -31,7 +31,7 @@ def seed_dropout(model: VirtualModels, seed: int) -> None:
     drawn = [config.hidden_dropout, config.attention_dropout, config.moe_input_jitter_eps]
     drawn += [model.config.sparse_mixer_jitter is not None, model.config.input_jitter_noise]
     if any(drawn) or (adapter is not None and adapter.dropout):
-        parallel.seed_device(seed, model.place)
+        parallel.seed_device(seed, model.rank_context)
 
 
 def save_rng(folder: Path, ranks: Ranks) -> None:

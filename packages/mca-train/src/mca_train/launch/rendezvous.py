@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mca_models.megatron.distributed.attempts import Attempt
+    from mca_models.megatron.distributed.rendezvous import Attempt
 
 LISTENER = "MCA_TRAIN_LISTENER"
 """The variable with the first rank's descriptor of the listening socket."""
@@ -34,11 +34,11 @@ def join(backend: str, timeout: timedelta) -> "Attempt | None":
     import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore
 
-    from mca_models.megatron.distributed import attempts
+    from mca_models.megatron.distributed import rendezvous
 
     listener = os.environ.get(LISTENER)
     if listener is None:
-        return attempts.join(backend, timeout)
+        return rendezvous.join(backend, timeout)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = TCPStore(
         os.environ["MASTER_ADDR"],

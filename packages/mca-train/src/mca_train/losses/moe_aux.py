@@ -28,7 +28,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mca_models.megatron.factory.transformer_config import BALANCES_CHANCES
+from mca_models.megatron.factory.transformer_config import HF_AUX_LOSS
 from mca_train import groups
 from mca_train.losses.moe_tokens import carry_tokens, numbers_of, prediction_routers
 from mca_train.losses.step_counts import StepCounts
@@ -254,7 +254,7 @@ def _balance(router: Router, scores: Tensor, load: Tensor, whose: Tensor | None 
         load: How many tokens are sent to each expert, ``[experts]``, or of each sequence, ``[sequences, experts]``.
         whose: Sequence of each token.
     """
-    scores = _chances(router) if getattr(router.config, BALANCES_CHANCES, False) else scores
+    scores = _chances(router) if getattr(router.config, HF_AUX_LOSS, False) else scores
     share = load.float() * (router.num_experts / router.topk)
     share = share / (load.sum(-1, keepdim=True) / router.topk).clamp(min=1)
     value: Tensor = (scores * (share if whose is None else share[whose])).sum()

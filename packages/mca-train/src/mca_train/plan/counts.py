@@ -104,9 +104,9 @@ class ModelCounts:
         """Those of the parts of a vision-language model that are not ``trained``; None: it has no parts."""
         if config.vision is None:
             return None
-        from mca_models.megatron.families.vision_model import part_of
+        from mca_models.megatron.families.vision_tower import model_part
 
-        frozen = [param for param in params_of(config) if part_of(param, config) not in trained]
+        frozen = [param for param in params_of(config) if model_part(param, config) not in trained]
         return cls(config, ((param, shape_of(param, config)) for param in frozen))
 
     def by_stage(self, layout: ParallelLayout, *, layers_only: bool = False) -> list[Count]:

@@ -20,7 +20,7 @@ _ROPE = "megatron/core/models/common/embeddings/rope_utils.py: apply_rotary_pos_
 _MLP = "megatron/core/transformer/mlp.py: MLP.forward (glu)"
 _MOVE = "megatron/core/transformer/moe/token_dispatcher.py: dispatch"
 _ROUTER = "megatron/core/transformer/moe/router.py: routing"
-_PER_LAYER = "mca_models/megatron/families/per_layer_inputs.py: _add_input"
+_PER_LAYER = "mca_models/megatron/families/per_layer_embedding.py: _add_input"
 _LATENT = "megatron/core/transformer/multi_latent_attention.py: get_query_key_value_tensors"
 
 

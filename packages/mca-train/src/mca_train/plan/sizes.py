@@ -161,9 +161,9 @@ def cuts_sequences(config: McaModelConfig, training: "TrainingArguments") -> boo
 
 
 def _has_own_core(config: McaModelConfig) -> bool:
-    from mca_models.megatron.families.core_attention import own_core
+    from mca_models.megatron.families.core_attention import custom_core_attention
 
-    return own_core(config) is not None
+    return custom_core_attention(config) is not None
 
 
 def _is_fused(config: McaModelConfig) -> bool:

@@ -171,7 +171,7 @@ def _without_device_options(run: Run) -> Run:
     """The same without what only another device does, if this machine has none like it."""
     from mca_models.megatron import platform
 
-    if platform.no_engine() is None:
+    if platform.engine_problem() is None:
         return run
     left_out: JsonObject = dict.fromkeys(_DEVICE_OPTIONS)
     if run.settings.training.moe_token_dispatcher_type == "flex":
@@ -292,12 +292,12 @@ class _Planned:
 
 def _implementation(settings: Settings, hardware: Hardware | None) -> Implementation:
     """Whose layers to count: those asked for, on a device Transformer Engine's, else what this machine would use."""
-    from mca_models.megatron.factory.transformer_config import implementation_of
+    from mca_models.megatron.factory.transformer_config import choose_implementation
 
     asked = settings.training.transformer_impl
     if asked is not None:
         return asked
-    return "transformer_engine" if hardware is not None else implementation_of(settings.training)
+    return "transformer_engine" if hardware is not None else choose_implementation(settings.training)
 
 
 def _dry_run(run: Run, planned: _Planned, *, ordered: bool) -> "DryRun":

@@ -39,11 +39,11 @@ def make_record(run: Run) -> JsonObject:
 
 
 def _plan(run: Run) -> JsonObject | None:
-    from mca_models.megatron.factory.transformer_config import implementation_of
+    from mca_models.megatron.factory.transformer_config import choose_implementation
 
     training = run.settings.training
     try:
-        subject = make_plan_input(run, implementation_of(training), images=_images(run))
+        subject = make_plan_input(run, choose_implementation(training), images=_images(run))
         return document_of(plan_of(subject, training, run.layout, run.world_size), run.model)
     except Exception as error:  # nothing else of the run depends on it
         logger.warning("run.json has no plan of this run: %s: %s", type(error).__name__, error)

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from mca_config.types import JsonObject, Values
-from mca_models.megatron.distributed.collectives import told_by_first
+from mca_models.megatron.distributed.collectives import run_on_first_rank_unwrapped
 from mca_train.checkpoint import integrity
 from mca_train.checkpoint.directory import checkpoints
 from mca_train.types import TrainerControl, TrainerState, TrainingArguments
 
 if TYPE_CHECKING:
-    from mca_models.megatron.distributed.attempts import Attempt
+    from mca_models.megatron.distributed.rendezvous import Attempt
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +49,14 @@ def resume_values(values: Values, attempt: "Attempt | None") -> JsonObject:
     if attempt is None or attempt.number == 1:
         return dict(values)
     output_dir = Path(str(values.get("output_dir", "")))
-    own = told_by_first(lambda: _checkpoints_of_run(output_dir, attempt))
+    own = run_on_first_rank_unwrapped(lambda: _checkpoints_of_run(output_dir, attempt))
     if not own:
         logger.warning(
             "attempt %d: there is no complete checkpoint, so it starts like the first attempt", attempt.number
         )
         return dict(values)
     logger.warning("attempt %d: resuming from the last complete checkpoint", attempt.number)
-    is_last = told_by_first(lambda: own[-1] == checkpoints(output_dir)[-1])
+    is_last = run_on_first_rank_unwrapped(lambda: own[-1] == checkpoints(output_dir)[-1])
     return {**values, "resume_from_checkpoint": "auto" if is_last else str(_last_undamaged(own))}
 
 

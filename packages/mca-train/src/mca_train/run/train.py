@@ -35,7 +35,7 @@ from mca_train.run.summary import summary
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
-    from mca_models.megatron.distributed.attempts import Attempt
+    from mca_models.megatron.distributed.rendezvous import Attempt
     from mca_train.trainer.trainer import McaTrainer
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ def settings_on_rank(task: Task, values: Values, where: str) -> tuple[Settings, 
 
     attempt = None
     if not dist.is_initialized():
-        platform.use_own_device()
+        platform.set_device()
         seconds = cast("ddp_timeout", values.get("ddp_timeout", 1800), int, words=True)
         attempt = join(platform.backend(), timedelta(seconds=seconds))
     with silent_arguments() if LISTENER in os.environ else nullcontext():  # the launcher has logged it

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from mca_config.errors import McaError
-from mca_models.megatron.distributed.collectives import told_by_first
+from mca_models.megatron.distributed.collectives import run_on_first_rank_unwrapped
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.step_stream import is_stream
 from mca_train.batching.valued import Rows, WithValues
@@ -164,7 +164,7 @@ class DpoTrainer(McaTrainer):
             )
         output_dir = Path(self.args.output_dir)
         file = ReferenceFile(output_dir, part, dataset, name)
-        found = told_by_first(file.read)
+        found = run_on_first_rank_unwrapped(file.read)
         if found is None and self._claimed != output_dir.resolve():  # an evaluation without training
             require_free(output_dir, None, overwrite=self.args.overwrite_output_dir)
         known = np.full((len(dataset), 2), np.nan) if found is None else found
@@ -172,7 +172,7 @@ class DpoTrainer(McaTrainer):
         parts = min(max(len(missing) // (_STEPS * self.args.global_eval_batch_size), 1), _PARTS)
         for rows in np.array_split(missing, parts) if len(missing) else ():
             known[rows] = self._computed(reference, dataset, rows)
-            told_by_first(lambda: file.write(known))
+            run_on_first_rank_unwrapped(lambda: file.write(known))
             if self._is_stopped:
                 logger.warning(
                     "SIGTERM: what was computed of the reference is kept; the run ends before its first step"

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import speed_metrics
 
 from mca_config.printable import counted
-from mca_models.megatron.distributed.collectives import on_first
+from mca_models.megatron.distributed.collectives import run_on_first_rank
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.same_samples import require_same_samples
 from mca_train.data.token_dataset import Samples
@@ -62,7 +62,7 @@ class WithEvaluation(WithStepLoaders):
 
     def _of_first(self, metrics: dict[str, float]) -> dict[str, float]:
         """Rank 0's, on every rank: tensor ranks sum in other orders, and might not agree on what is best."""
-        return on_first(lambda: metrics)
+        return run_on_first_rank(lambda: metrics)
 
     def _new_signals(self) -> Signals:
         return Signals(self.signal_names, self.ranks.device, self.signal_differences, self.signal_extremes)

@@ -34,7 +34,7 @@ def require_mca(model: VirtualModels, args: TrainingArguments) -> None:
         raise McaError(
             f"model is a {type(model).__name__}; expected what mca_models.AutoModel.from_pretrained returns"
         )
-    model.require_family()
+    model.reject_hidden_adapter()
     if not hasattr(args, "layout"):
         raise McaError(
             f"args is a {type(args).__module__}.{type(args).__name__}; expected mca_config.TrainingArguments"
@@ -59,7 +59,7 @@ def require_unmerged(model: VirtualModels) -> None:
     """
     from mca_models.megatron.peft import PeftModels
 
-    model.require_family()
+    model.reject_hidden_adapter()
     if isinstance(model, PeftModels) and model.merged:
         raise McaError("the adapter is merged, so nothing would be trained; call unmerge_adapter first")
 

@@ -165,7 +165,7 @@ class WithLogs(TrainerParts):
         """Raises if the run has changed nothing, or broken the model."""
         self.watch.warn_without_targets(self._totals, self.state.global_step)
         self._require_updates()
-        require_finite_weights(self.state.global_step, self.model.trained())
+        require_finite_weights(self.state.global_step, self.model.trained_parameters())
 
     def _add_up(self, report: LossReport) -> None:
         first, last = max(self._totals.logged, self.started_at_step) + 1, self.state.global_step

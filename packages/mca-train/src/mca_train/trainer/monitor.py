@@ -75,12 +75,12 @@ class Watch:
             return
         if result.updated:
             self._unhelped, self._scale = 0, math.inf
-            require_finite(None, result.grad_norm, step, self._model.trained())
+            require_finite(None, result.grad_norm, step, self._model.trained_parameters())
             return
         self._skipped += 1
         scale = float(optimizer.get_loss_scale())
         logger.warning("step %d was skipped: gradients overflowed; the loss scale is %g now", step, scale)
-        require_finite_weights(step, self._model.trained())
+        require_finite_weights(step, self._model.trained_parameters())
         loss_sum = float(groups.sum_over_data(loss.loss_sum[None]))
         helped = scale < self._scale and math.isfinite(loss_sum)
         self._unhelped, self._scale = 0 if helped else self._unhelped + 1, scale
@@ -162,7 +162,7 @@ class Watch:
         """What a log says besides loss, norm and rate."""
         scaled = self._model.config.dtype == "float16"
         if not scaled:
-            require_finite(report.mean, None, step, self._model.trained())
+            require_finite(report.mean, None, step, self._model.trained_parameters())
         found = report.speed() | self._throughput.report(report)
         found |= self.stragglers.report(report.num_steps, found.get("step_time", 0.0), step)
         if scaled:

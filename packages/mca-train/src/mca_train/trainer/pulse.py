@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from mca_config.errors import McaError
-from mca_models.megatron.distributed import attempts, parallel
+from mca_models.megatron.distributed import parallel, rendezvous
 from mca_train.trainer.hang_report import Sign, doing, told
 
 logger = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class Pulse:
         reader = threading.Thread(target=self._read_finding, args=(found,), daemon=True)
         reader.start()
         reader.join(3 * self._beat)
-        if reader.is_alive() and not attempts.has_kept_store():
+        if reader.is_alive() and not rendezvous.has_kept_store():
             found.append("rank 0, which the others need to find each other, does not report any more")
         return f"{self._what} of step {self._step}: {next(iter(found), 'another rank did not come')}"
 

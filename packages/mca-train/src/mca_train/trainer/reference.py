@@ -61,7 +61,7 @@ def apart_from(
 
     if given is None or given.chunks is not model.chunks:
         if given is not None:
-            given.require_family()
+            given.reject_hidden_adapter()
             rows = model.config.vocab_size
             tokens = rows if tokenizer is None else min(rows, len(tokenizer))
             raise_problems(_unlike(given.config, model.config, tokens), "reference")

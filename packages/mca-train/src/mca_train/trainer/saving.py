@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from mca_config.types import JsonObject
-from mca_models.megatron.distributed.collectives import on_first, told_by_first
+from mca_models.megatron.distributed.collectives import run_on_first_rank, run_on_first_rank_unwrapped
 from mca_train.checkpoint import directory, lineage
 from mca_train.checkpoint.carried import Carried
 from mca_train.checkpoint.integrity import ARGUMENTS_FILE, Checksums
@@ -39,7 +39,7 @@ class WithCheckpoints(WithLogs):
             yield
             return
         lock = OutputLock(Path(self.args.output_dir))
-        told_by_first(lock.take)
+        run_on_first_rank_unwrapped(lock.take)
         self.output_lock = lock
         try:
             with lock.kept():
@@ -95,13 +95,13 @@ class WithCheckpoints(WithLogs):
         """A complete checkpoint of this step; with ``async_save`` it is complete some steps later."""
         target = Path(self.args.output_dir) / f"{directory.PREFIX}-{self.state.global_step}"
         with self._pipeline.at_rest():
-            require_finite_weights(self.state.global_step, self.model.trained())
+            require_finite_weights(self.state.global_step, self.model.trained_parameters())
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(target)
         self._checkpoints.finish()
         if not self._replaces:
             with name_errors(target):
-                told_by_first(
+                run_on_first_rank_unwrapped(
                     lambda: lineage.make_way(target, self.started_at_step, self._checkpoints.written)
                 )
         of_step = copy.copy(self.state) if self.args.async_save else self.state
@@ -121,7 +121,7 @@ class WithCheckpoints(WithLogs):
                     async_save=args.async_save,
                 )
             ]
-        on_first(lambda: self._write_state(folder))
+        run_on_first_rank(lambda: self._write_state(folder))
         if not args.save_only_model or self.watch.stopped:  # a run that was told to end is to go on
             stages.append(
                 self._training_state().begin_save(folder, self._carried(), background=args.async_save)
@@ -132,7 +132,7 @@ class WithCheckpoints(WithLogs):
     def _after_checkpoint(self, state: TrainerState) -> None:
         """Deletes what is one too many, and calls the callbacks; ``state`` is that of the checkpoint's step."""
         with name_errors(Path(self.args.output_dir)):
-            told_by_first(lambda: self._make_room(state.best_model_checkpoint))
+            run_on_first_rank_unwrapped(lambda: self._make_room(state.best_model_checkpoint))
         another = self.control.should_save
         self.control = self.callback_handler.on_save(self.args, state, self.control)
         self.control.should_save = another

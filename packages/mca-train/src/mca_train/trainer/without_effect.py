@@ -88,7 +88,7 @@ def without_effect(
 
 def trains_vocabulary(model: VirtualModels) -> bool:
     """Whether any rank trains the embedding or the output layer, or an adapter's rows of them; collective."""
-    mine = any(item.param.vocab and tensor.requires_grad for item, tensor in model.held())
+    mine = any(item.param.vocab and tensor.requires_grad for item, tensor in model.local_params())
     return any(all_gather(mine))
 
 

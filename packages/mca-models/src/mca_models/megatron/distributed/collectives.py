@@ -66,7 +66,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {shown}" + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
 
 
-def together(work: Callable[[], Result]) -> list[Result]:
+def run_on_all_ranks(work: Callable[[], Result]) -> list[Result]:
     """What ``work`` returns on every rank; if it fails on one, all raise its error. Collective.
 
     Args:
@@ -99,7 +99,7 @@ def as_mca_error(error: BaseException) -> McaError:
     return (DiskFull if is_disk_full(error) else McaError)(f"{type(error).__name__}: {first}".rstrip(": "))
 
 
-def room_for(error: BaseException) -> str:
+def disk_space_hint(error: BaseException) -> str:
     """Return what is known of the room on the disk that `is_disk_full` finds full."""
     return next((cause.room for cause in _led_to(error) if isinstance(cause, DiskFull) and cause.room), "")
 
@@ -115,7 +115,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def _led_to(error: BaseException) -> list[BaseException]:
-    """``error`` and what led to it, each once: `told_by_first` raises a cause from the error that holds it."""
+    """List ``error`` and its causes, each once: `run_on_first_rank_unwrapped` chains a cause to its own wrapper."""
     found: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and not any(cause is known for known in found):
@@ -129,7 +129,7 @@ def _says_full(error: BaseException) -> bool:
     return any(words in text for words in _FULL)
 
 
-def on_first(work: Callable[[], Result]) -> Result:
+def run_on_first_rank(work: Callable[[], Result]) -> Result:
     """What ``work`` returns on rank 0, where alone it runs; if it fails, all raise. Collective.
 
     Raises:
@@ -146,18 +146,18 @@ def on_first(work: Callable[[], Result]) -> Result:
     return cast("Result", result)
 
 
-def told_by_first(work: Callable[[], Result]) -> Result:
-    """`on_first` whose error is the one of rank 0 and does not name that rank. Collective."""
+def run_on_first_rank_unwrapped(work: Callable[[], Result]) -> Result:
+    """`run_on_first_rank`, but raise the error of rank 0 without naming that rank. Collective."""
     try:
-        return on_first(work)
+        return run_on_first_rank(work)
     except RankFailed as error:
         raise error.cause from error
 
 
-def told_by_one(work: Callable[[], Result]) -> list[Result]:
-    """`together` whose error is the one of the first rank that failed and does not name that rank. Collective."""
+def run_on_all_ranks_unwrapped(work: Callable[[], Result]) -> list[Result]:
+    """`run_on_all_ranks`, but raise the error of the first failed rank without naming that rank. Collective."""
     try:
-        return together(work)
+        return run_on_all_ranks(work)
     except RankFailed as error:
         raise error.cause from error
 
@@ -182,9 +182,9 @@ class SharedDirectory:
             self._owned = PartialDirectory(destination, overwrite=overwrite)
             return str(self._owned.path)
 
-        self.path = Path(told_by_first(make))
+        self.path = Path(run_on_first_rank_unwrapped(make))
         with self.discarded_on_error():
-            together(self._see)
+            run_on_all_ranks(self._see)
 
     def _see(self) -> None:
         if not self.path.is_dir():
@@ -195,7 +195,7 @@ class SharedDirectory:
     def publish(self) -> None:
         """Puts it in place; every rank has written and synced its files. Collective."""
         with self.discarded_on_error():
-            on_first(lambda: self._owned.publish() if self._owned else None)
+            run_on_first_rank(lambda: self._owned.publish() if self._owned else None)
         self._open = False
 
     def discard(self) -> None:

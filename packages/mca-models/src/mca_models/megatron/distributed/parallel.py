@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from mca_config.errors import McaError
 from mca_config.layout import Coordinates, ParallelLayout, RankGrid
 from mca_models.megatron import platform
-from mca_models.megatron.distributed import attempts
+from mca_models.megatron.distributed import rendezvous
 from mca_models.megatron.types import GptModel
 
 _log = logging.getLogger(__name__)
@@ -31,20 +31,20 @@ _SEEDS_OF_A_RANK = 2**20
 
 
 @dataclass(frozen=True)
-class Place:
+class RankContext:
     """Where this process stands.
 
     Args:
         layout: The parallel sizes of all ranks.
         rank: Global rank.
         world_size: Number of ranks.
-        at: This rank's coordinates in the grid.
+        coordinates: This rank's coordinates in the grid.
     """
 
     layout: ParallelLayout
     rank: int
     world_size: int
-    at: Coordinates
+    coordinates: Coordinates
 
     @property
     def grid(self) -> RankGrid:
@@ -71,7 +71,7 @@ _started: list[_Groups] = []
 
 def start(
     layout: ParallelLayout, seed: int = 1234, *, embedding_ranks: tuple[int, ...] | None = None
-) -> Place:
+) -> RankContext:
     """Starts what is missing of torch.distributed and Megatron's groups for ``layout``.
 
     Without a launcher's environment the world is this one process. Groups that stand already with the same sizes
@@ -90,18 +90,18 @@ def start(
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if world_size > _FEW:
         _allow_connections()
-    place = Place(layout, rank, world_size, RankGrid(layout, world_size).coordinates(rank))
-    _start_megatron(place, tuple(sorted({*(embedding_ranks or (0, layout.pp - 1))})))
-    _seed(seed, place)
-    return place
+    rank_context = RankContext(layout, rank, world_size, RankGrid(layout, world_size).coordinates(rank))
+    _start_megatron(rank_context, tuple(sorted({*(embedding_ranks or (0, layout.pp - 1))})))
+    _seed(seed, rank_context)
+    return rank_context
 
 
 def _start_torch() -> None:
-    platform.use_own_device()
+    platform.set_device()
     if torch.distributed.is_initialized():
         return
     if _RANK in os.environ and _WORLD_SIZE in os.environ:
-        attempts.join(platform.backend(), _TIMEOUT)
+        rendezvous.join(platform.backend(), _TIMEOUT)
         return
     from torch._C._distributed_c10d import HashStore
 
@@ -115,13 +115,13 @@ def _allow_connections() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _start_megatron(place: Place, embedding_ranks: tuple[int, ...]) -> None:
+def _start_megatron(rank_context: RankContext, embedding_ranks: tuple[int, ...]) -> None:
     from megatron.core import parallel_state
 
-    layout = place.layout
+    layout = rank_context.layout
     if parallel_state.model_parallel_is_initialized():
-        if _megatron_sizes() == _wanted_sizes(layout):
-            _start_embedding(place, embedding_ranks)
+        if _megatron_sizes() == _layout_sizes(layout):
+            _start_embedding(rank_context, embedding_ranks)
             return
         _log.info("replacing Megatron's process groups by those of %s", layout)
         _end_megatron()
@@ -139,26 +139,26 @@ def _start_megatron(place: Place, embedding_ranks: tuple[int, ...]) -> None:
     _started[:] = [_Groups(pipeline_group(), {embedding_ranks: group})]
 
 
-def _start_embedding(place: Place, embedding_ranks: tuple[int, ...]) -> None:
+def _start_embedding(rank_context: RankContext, embedding_ranks: tuple[int, ...]) -> None:
     """Puts the group of an embedding in place, beside groups that stand; collective where it is new."""
     from megatron.core import parallel_state
 
-    if place.layout.pp == 1:
+    if rank_context.layout.pp == 1:
         return
     if not _started or _started[0].pipeline is not pipeline_group():  # others have started these
         _started[:] = [_Groups(pipeline_group(), {})]
     known = _started[0].embedding
     if embedding_ranks not in known:
         known[embedding_ranks] = None
-        for pipeline in place.grid.groups("pp"):
+        for pipeline in rank_context.grid.groups("pp"):
             ranks = [pipeline[rank] for rank in embedding_ranks]
             made = parallel_state.create_group(ranks, timeout=timeout(), group_desc="EMBEDDING_GROUP")
-            if place.rank in ranks:
+            if rank_context.rank in ranks:
                 known[embedding_ranks] = made
     parallel_state._EMBEDDING_GROUP = known[embedding_ranks]
 
 
-def use_groups_of(chunks: Iterable[GptModel]) -> None:
+def activate_process_groups(chunks: Iterable[GptModel]) -> None:
     """Puts in place those groups that Megatron looks up anew in each step and that another model may have changed.
 
     Args:
@@ -199,7 +199,7 @@ def timeout() -> timedelta:
     return getattr(options, "_timeout", _TIMEOUT)
 
 
-def _wanted_sizes(layout: ParallelLayout) -> tuple[int, ...]:
+def _layout_sizes(layout: ParallelLayout) -> tuple[int, ...]:
     return (layout.tp, layout.pp, layout.vpp, layout.cp, layout.ep, layout.etp)
 
 
@@ -216,28 +216,29 @@ def _megatron_sizes() -> tuple[int, ...]:
     )
 
 
-def _seed(seed: int, place: Place) -> None:
+def _seed(seed: int, rank_context: RankContext) -> None:
     """Megatron's random states; once for each process."""
     from megatron.core import tensor_parallel
 
     if not tensor_parallel.get_cuda_rng_tracker().is_initialized():
-        tensor_parallel.model_parallel_cuda_manual_seed(seed_at(seed, place))
+        tensor_parallel.model_parallel_cuda_manual_seed(rank_seed(seed, rank_context))
 
 
-def seed_at(seed: int, place: Place) -> int:
+def rank_seed(seed: int, rank_context: RankContext) -> int:
     """The seed of one rank's random states: that of the run on the first, another on all that draw for themselves.
 
     Ranks that hold other layers or other tokens drop other ones. Tensor ranks share a seed, because what they hold
     twice must be dropped alike; Megatron adds their offset where they hold parts.
     """
-    grid, at = place.grid, place.at
-    number = (at.pp * grid.layout.cp + at.cp) * grid.data_parallel_size + at.dp
+    grid, coordinates = rank_context.grid, rank_context.coordinates
+    number = (coordinates.pp * grid.layout.cp + coordinates.cp) * grid.data_parallel_size + coordinates.dp
     return seed + _SEEDS_OF_A_RANK * number
 
 
-def seed_device(seed: int, place: Place) -> None:
-    """Sets the device's generator, from which dropout outside of cut tensors draws, to `seed_at`."""
-    torch.cuda.manual_seed(seed_at(seed, place))  # on a CPU the platform has made that torch's generator
+def seed_device(seed: int, rank_context: RankContext) -> None:
+    """Sets the device's generator, from which dropout outside of cut tensors draws, to `rank_seed`."""
+    # on a CPU the platform redirects this to torch's generator
+    torch.cuda.manual_seed(rank_seed(seed, rank_context))
 
 
 def stop() -> None:

@@ -27,10 +27,10 @@ from mca_models.megatron.distributed.collectives import (
     all_gather,
     as_mca_error,
     is_disk_full,
-    on_first,
-    together,
+    run_on_all_ranks,
+    run_on_first_rank,
 )
-from mca_models.megatron.platform.children import children_die_with_us
+from mca_models.megatron.platform.child_processes import kill_children_with_parent
 from mca_models.megatron.types import DcpObject, SaveRequest, ShardedState, Upstream
 from mca_models.storage.atomic import write_file
 
@@ -40,7 +40,7 @@ METADATA: ShardedState = {"singleton_local_shards": False, "chained_optim_avoid_
 """How what is written was cut, as Megatron keeps it in the checkpoint."""
 
 
-class Writing:
+class PendingWrite:
     """A state dict that Megatron's writer is writing into a folder; every method is collective.
 
     Made by `write_state`. The folder is complete only when ``finish`` has returned.
@@ -48,21 +48,21 @@ class Writing:
 
     def __init__(self, request: SaveRequest, folder: Path, *, background: bool) -> None:
         if request.async_fn is not None:
-            request = request._replace(async_fn=partial(_written, request.async_fn))
+            request = request._replace(async_fn=partial(_write_with_reason, request.async_fn))
         self._request, self._folder = request, folder
         self._process: BaseProcess | None = None
         if background:
             self._start()
         else:
-            together(lambda: _run(request))
+            run_on_all_ranks(lambda: _run(request))
 
     def _start(self) -> None:
         from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
 
         caller: DcpObject = TemporalAsyncCaller()
         try:
-            with children_die_with_us():
-                together(lambda: caller.schedule_async_call(self._request))
+            with kill_children_with_parent():
+                run_on_all_ranks(lambda: caller.schedule_async_call(self._request))
         except McaError:
             if caller.process is not None:
                 caller.process.kill()
@@ -82,11 +82,11 @@ class Writing:
         Raises:
             McaError: A rank could not write; all raise the same.
         """
-        together(self._join)
+        run_on_all_ranks(self._join)
         write_index, *_ = self._request.finalize_fns
-        with _held_back(_filesystem_writer(), "finish") as faults:
-            _all_fail_alike(write_index, faults)
-        on_first(lambda: _write_format(self._folder))
+        with _collect_errors(_filesystem_writer(), "finish") as faults:
+            _raise_on_all_ranks(write_index, faults)
+        run_on_first_rank(lambda: _write_format(self._folder))
         self._request = None  # and with it the copies
 
     def _join(self) -> None:
@@ -98,7 +98,7 @@ class Writing:
             raise McaError(f"the process that wrote the checkpoint {how}")
 
 
-def write_state(state: ShardedState, folder: Path, *, background: bool = False) -> Writing:
+def write_state(state: ShardedState, folder: Path, *, background: bool = False) -> PendingWrite:
     """Begins to write ``state`` through Megatron's fully parallel strategy; collective.
 
     Args:
@@ -116,12 +116,16 @@ def write_state(state: ShardedState, folder: Path, *, background: bool = False) 
     if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
         options["async_strategy"] = "mcore"  # the other one is a package of its own
     strategy = _strategy()
-    with quiet(), _taken_for_empty(), _held_back(_common_writer(), "save_common") as faults:
+    with (
+        suppress_writer_warnings(),
+        _skip_folder_checks(),
+        _collect_errors(_common_writer(), "save_common") as faults,
+    ):
         made: list[SaveRequest] = []
-        _all_fail_alike(
+        _raise_on_all_ranks(
             lambda: made.append(dist_checkpointing.save(state, str(folder), strategy, **options)), faults
         )
-    return Writing(made[0], folder, background=background)
+    return PendingWrite(made[0], folder, background=background)
 
 
 def _strategy() -> DcpObject:
@@ -166,7 +170,7 @@ def _unchanged(writer: DcpObject, plan: DcpObject) -> DcpObject:
 
 
 @contextlib.contextmanager
-def _taken_for_empty() -> Iterator[None]:
+def _skip_folder_checks() -> Iterator[None]:
     """Has Megatron take its folder to be as it was made, there and empty.
 
     The first rank would look whether it is empty, every rank whether it is there: alone, so that an error would leave
@@ -190,7 +194,7 @@ def _run(request: SaveRequest) -> None:
     arguments = list(request.async_fn_args)
     if request.preload_fn is not None:
         arguments[1] = request.preload_fn()
-    with children_die_with_us():
+    with kill_children_with_parent():
         request.async_fn(*arguments, **request.async_fn_kwargs)
 
 
@@ -215,7 +219,7 @@ class _Outcome:
         self.value = value
 
 
-def _written(
+def _write_with_reason(
     write: Callable[..., None], rank: int, buckets: object, results: "_Outcome", **options: object
 ) -> None:
     """Megatron's writer, but its result always has the reason of a failure, which 0.19 only logs."""
@@ -234,7 +238,7 @@ def _written(
 
 
 @contextlib.contextmanager
-def _held_back(owner: Upstream, method: str) -> Iterator[list[Exception]]:
+def _collect_errors(owner: Upstream, method: str) -> Iterator[list[Exception]]:
     """Errors of a step that Megatron has one rank do alone while the others wait in a collective.
 
     Raised there, they would leave the others waiting; the list that is yielded takes them instead.
@@ -256,7 +260,7 @@ def _held_back(owner: Upstream, method: str) -> Iterator[list[Exception]]:
         yield faults
 
 
-def _all_fail_alike(work: Callable[[], object], faults: list[Exception]) -> None:
+def _raise_on_all_ranks(work: Callable[[], object], faults: list[Exception]) -> None:
     """Runs ``work``, which is collective and fails on all ranks or none, or fills ``faults``.
 
     Megatron reports only to the first rank what went wrong.
@@ -295,7 +299,7 @@ def _write_format(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def suppress_writer_warnings() -> Iterator[None]:
     """Megatron's writer warns of parts of torch, and of its own, that later versions will replace."""
     logger = logging.getLogger("megatron.core.dist_checkpointing.strategies.torch")
     level = logger.level

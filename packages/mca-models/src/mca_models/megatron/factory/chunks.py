@@ -11,12 +11,12 @@ from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
 from mca_models.megatron import families, platform
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.factory.fp8_sizes import require_sizes
+from mca_models.megatron.factory.fp8_sizes import require_fp8_sizes
 from mca_models.megatron.factory.fused_limits import FIXED_IN_0_17
 from mca_models.megatron.factory.kernel_choice import kernel_choice
-from mca_models.megatron.layers.score import Score
+from mca_models.megatron.layers.classification_head import ClassificationHead
 from mca_models.megatron.layers.spec import block_spec, mtp_spec
-from mca_models.megatron.names import Held, Implementation
+from mca_models.megatron.names import Implementation, LocalParam
 from mca_models.megatron.types import GptModel, MegatronConfig, WithBias
 
 
@@ -56,17 +56,19 @@ def build_chunk(
             mtp_block_spec=families.adapted_prediction(prediction, config, implementation),
             vp_stage=vp_stage,
         )
-    require_sizes(model, megatron)
+    require_fp8_sizes(model, megatron)
     rotary = families.rotary(config, parallel.context_group())
     if rotary is not None:
         model.rotary_pos_emb = rotary
     families.finish(model, config)
     if chunk.has_loss and config.num_labels is not None:
-        model.output_layer = Score(megatron, config.num_labels, bias=config.head == "token_classification")
+        model.output_layer = ClassificationHead(
+            megatron, config.num_labels, bias=config.head == "token_classification"
+        )
     elif chunk.has_loss:
         _mask_padding(model.output_layer, config)
     if chunk.has_loss and config.mtp_num_layers and config.layout.cp > 1:
-        model.register_forward_pre_hook(_refuse_own_prediction, with_kwargs=True)
+        model.register_forward_pre_hook(_reject_megatron_mtp_loss, with_kwargs=True)
     module: torch.nn.Module = model.to(platform.current_device())
     return module
 
@@ -91,7 +93,7 @@ def _mask_padding(output_layer: torch.nn.Module, config: McaModelConfig) -> None
     output_layer.register_forward_hook(mask)
 
 
-def _refuse_own_prediction(model: GptModel, args: tuple[object, ...], options: dict[str, object]) -> None:
+def _reject_megatron_mtp_loss(model: GptModel, args: tuple[object, ...], options: dict[str, object]) -> None:
     """Before a chunk's forward on several context ranks: Megatron's own loss of prediction layers is not trained.
 
     It is divided by each context rank's own tokens: since megatron-core 0.17 always, before that unless
@@ -106,15 +108,15 @@ def _refuse_own_prediction(model: GptModel, args: tuple[object, ...], options: d
         )
 
 
-def live_tensors(model: torch.nn.Module, held: list[Held]) -> dict[str, Tensor]:
-    """The chunk's tensors by live name, found to be exactly those that ``held`` names.
+def live_tensors(model: torch.nn.Module, params: list[LocalParam]) -> dict[str, Tensor]:
+    """The chunk's tensors by live name, found to be exactly those that ``params`` names.
 
     Raises:
         McaError: A tensor has no rule, or a rule no tensor.
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
-    expected = [item.live for item in held]
+    expected = [item.live for item in params]
     tensors |= {name: buffers[name] for name in expected if name in buffers}
     problems = [f"no rule for the live tensor {name}" for name in sorted(tensors.keys() - set(expected))]
     problems += [f"no live tensor {name}" for name in expected if name not in tensors]

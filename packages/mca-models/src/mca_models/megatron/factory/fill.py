@@ -17,8 +17,8 @@ from mca_config.errors import McaError
 from mca_config.layout import Coordinates, ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.factory.vocabulary import Growth, grown_piece
-from mca_models.megatron.names import Held
+from mca_models.megatron.factory.vocabulary import VocabularyGrowth, grown_piece
+from mca_models.megatron.names import LocalParam
 from mca_models.megatron.tensors import copy_finite, seeded_generator, to_torch
 from mca_models.storage.source import ModelSource, name_differences, plan_shard, read_shard
 from mca_models.templates import get_family
@@ -43,18 +43,20 @@ _AHEAD = 8
 """Parameters that are drawn at once at most, as each of them is held whole in fp32."""
 
 
-def cut_of(param: Param, layout: ParallelLayout, at: Coordinates) -> tuple[int, int]:
+def shard_rank_and_size(param: Param, layout: ParallelLayout, coordinates: Coordinates) -> tuple[int, int]:
     """(rank, size) by which ``param`` is cut: etp for experts, else tp; (0, 1) if it is replicated."""
     if param.shard.axis is None:
         return 0, 1
-    return (at.tp, layout.tp) if param.expert is None else (at.etp, layout.etp)
+    return (coordinates.tp, layout.tp) if param.expert is None else (coordinates.etp, layout.etp)
 
 
-def speaks(param: Param, at: Coordinates) -> bool:
-    """Whether the rank at ``at`` is the first of those that hold the same piece of ``param``."""
+def is_first_replica(param: Param, coordinates: Coordinates) -> bool:
+    """Whether the rank at ``coordinates`` is the first of those that hold the same piece of ``param``."""
     if param.expert is not None:
-        return at.edp == 0 and (param.shard.axis is not None or at.etp == 0)
-    return at.dp == 0 and at.cp == 0 and (param.shard.axis is not None or at.tp == 0)
+        return coordinates.edp == 0 and (param.shard.axis is not None or coordinates.etp == 0)
+    return (
+        coordinates.dp == 0 and coordinates.cp == 0 and (param.shard.axis is not None or coordinates.tp == 0)
+    )
 
 
 def full_shape(param: Param, live: Tensor, config: McaModelConfig) -> tuple[int, ...]:
@@ -85,20 +87,20 @@ def require_same_names(source: ModelSource, config: McaModelConfig, where: str) 
 @torch.no_grad()
 def from_source(
     source: ModelSource,
-    held: Sequence[tuple[Held, Tensor]],
+    params: Sequence[tuple[LocalParam, Tensor]],
     layout: ParallelLayout,
-    at: Coordinates,
+    coordinates: Coordinates,
     *,
-    growth: Growth | None = None,
+    growth: VocabularyGrowth | None = None,
     broadcast: bool = False,
 ) -> int:
     """Copies each live tensor's slice out of the checkpoint, which is open and complete.
 
     Args:
         source: The checkpoint.
-        held: What to fill.
+        params: What to fill.
         layout: The parallel sizes.
-        at: Where this rank stands.
+        coordinates: Where this rank stands.
         growth: The vocabulary rows that the checkpoint lacks.
         broadcast: The first data-parallel replica reads and sends to the others; collective then.
 
@@ -107,16 +109,16 @@ def from_source(
     """
     known = stored_in(source)
     nbytes = 0
-    for item, live in held:
+    for item, live in params:
         stored = known(item.param)
         group = parallel.replica_group(item.param.expert is not None) if broadcast else None
         if group is None or group.rank() == 0:
-            rank, size = cut_of(item.param, layout, at)
+            rank, size = shard_rank_and_size(item.param, layout, coordinates)
             if growth is not None and stored.vocab:
                 live.copy_(grown_piece(source, stored, growth, live, rank))
             else:
                 read_into(live, source, stored, (rank, size))
-            nbytes += _bytes_of(source, stored, rank, size)
+            nbytes += _piece_bytes(source, stored, rank, size)
         if group is not None and group.size() > 1:
             torch.distributed.broadcast(live, torch.distributed.get_global_rank(group, 0), group=group)
     return nbytes
@@ -135,12 +137,12 @@ def read_into(live: Tensor, source: ModelSource, stored: Param, cut: tuple[int, 
         live: Where it goes.
         source: The checkpoint.
         stored: The parameter, as it is stored.
-        cut: From `cut_of`.
+        cut: From `shard_rank_and_size`.
     """
     copy_finite(live, to_torch(read_shard(source, stored, *cut)), stored.mca_name())
 
 
-def _bytes_of(source: ModelSource, param: Param, rank: int, size: int) -> int:
+def _piece_bytes(source: ModelSource, param: Param, rank: int, size: int) -> int:
     """What ``read_shard`` takes out of the files; an estimate for grown vocabularies."""
     gather, parts = plan_shard(source, param, rank, size)
     return sum(move.run * move.repeat * parts[move.part].info.itemsize for move in gather.moves)
@@ -148,43 +150,45 @@ def _bytes_of(source: ModelSource, param: Param, rank: int, size: int) -> int:
 
 @torch.no_grad()
 def from_seed(
-    seed: int, held: Sequence[tuple[Held, Tensor]], config: McaModelConfig, at: Coordinates
+    seed: int, params: Sequence[tuple[LocalParam, Tensor]], config: McaModelConfig, coordinates: Coordinates
 ) -> None:
     """Draws each whole parameter as HF initialises it and keeps this rank's piece.
 
     Matrices are normal with ``init_method_std``, norms one (zero if zero-centred), biases zero.
     """
-    for (item, live), whole in zip(held, _wholes(seed, held, config), strict=True):
-        rank, size = cut_of(item.param, config.layout, at)
+    for (item, live), whole in zip(params, _draw_params(seed, params, config), strict=True):
+        rank, size = shard_rank_and_size(item.param, config.layout, coordinates)
         if item.param.vocab and size > 1:
             padding = config.padded_vocab_size - config.vocab_size
             whole = torch.cat([whole, whole.new_zeros(padding, *whole.shape[1:])])
         live.copy_(item.param.shard.take(whole, rank, size))
 
 
-def _wholes(seed: int, held: Sequence[tuple[Held, Tensor]], config: McaModelConfig) -> Iterator[Tensor]:
+def _draw_params(
+    seed: int, params: Sequence[tuple[LocalParam, Tensor]], config: McaModelConfig
+) -> Iterator[Tensor]:
     """The whole parameters in their order.
 
     A generator draws in one thread, and always on the CPU: numbers of a GPU's depend on its kind, and replicas must
     begin with the same. Each parameter has one of its own, so that as many are drawn at once as torch has threads.
     """
-    shapes = [full_shape(item.param, live, config) for item, live in held]
+    shapes = [full_shape(item.param, live, config) for item, live in params]
     threads = min(torch.get_num_threads(), _AHEAD)
     if threads == 1:
-        for (item, _), shape in zip(held, shapes, strict=True):
-            yield _drawn(seed, item.param, shape, config)
+        for (item, _), shape in zip(params, shapes, strict=True):
+            yield _draw_param(seed, item.param, shape, config)
         return
     with ThreadPoolExecutor(threads) as pool:
         drawn: deque[Future[Tensor]] = deque()
-        for (item, _), shape in zip(held, shapes, strict=True):
-            drawn.append(pool.submit(_drawn, seed, item.param, shape, config))
+        for (item, _), shape in zip(params, shapes, strict=True):
+            drawn.append(pool.submit(_draw_param, seed, item.param, shape, config))
             if len(drawn) == threads:
                 yield drawn.popleft().result()
         while drawn:
             yield drawn.popleft().result()
 
 
-def _drawn(seed: int, param: Param, shape: tuple[int, ...], config: McaModelConfig) -> Tensor:
+def _draw_param(seed: int, param: Param, shape: tuple[int, ...], config: McaModelConfig) -> Tensor:
     name = param.alias_of or param.mca_name()
     if config.mamba_num_heads and (start := _state_space_start(seed, name, shape)) is not None:
         return start

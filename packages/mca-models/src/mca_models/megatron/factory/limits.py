@@ -16,9 +16,9 @@ from mca_config.rope import require_rope
 from mca_config.types import Values
 from mca_models.megatron.factory.execution import waits_for_sends
 from mca_models.megatron.factory.fused_limits import FIXED_IN_0_17, Version, fused_problems, has_altered_glu
-from mca_models.megatron.families.core_attention import own_core
-from mca_models.megatron.families.group_router import own_groups
-from mca_models.megatron.families.router import own_router
+from mca_models.megatron.families.core_attention import custom_core_attention
+from mca_models.megatron.families.group_router import custom_group_router
+from mca_models.megatron.families.router import custom_router
 
 
 def require_supported(
@@ -48,7 +48,7 @@ def require_supported(
     problems = [
         *_pipeline(config, layout, settings),
         *_sends(layout, settings, device, version),
-        *_latent_gradients(config, layout, settings),
+        *_mla_gradients(config, layout, settings),
         *_recomputation(config, layout, settings, version),
         *_machine(settings, device, implementation),
         *_routing(config, settings),
@@ -97,7 +97,7 @@ def _plan(config: McaModelConfig, layout: ParallelLayout) -> PipelinePlan:
     return pipeline_plan(layout, config.num_layers, config.mtp_num_layers)
 
 
-def _latent_gradients(config: McaModelConfig, layout: ParallelLayout, settings: Values) -> Iterator[str]:
+def _mla_gradients(config: McaModelConfig, layout: ParallelLayout, settings: Values) -> Iterator[str]:
     """On the local layers Megatron adds up whole gradients of the queries' norm, once for each tensor rank.
 
     In Transformer Engine's layers the ranks do not add up theirs of the rotary key that all heads share.
@@ -156,15 +156,15 @@ def _selective(config: McaModelConfig, settings: Values) -> Iterator[str]:
         )
 
 
-_OF_CUDA = ("gradient_accumulation_fusion", "fp8", "tp_comm_overlap", "masked_softmax_fusion")
+_CUDA_ONLY = ("gradient_accumulation_fusion", "fp8", "tp_comm_overlap", "masked_softmax_fusion")
 
 
 def _machine(settings: Values, device: str, implementation: str) -> Iterator[str]:
     if device != "cuda":
-        yield from (f"{name} needs CUDA; remove it" for name in _OF_CUDA if settings.get(name))
+        yield from (f"{name} needs CUDA; remove it" for name in _CUDA_ONLY if settings.get(name))
         if settings.get("moe_token_dispatcher_type") == "flex":
             yield "moe_token_dispatcher_type flex needs CUDA; use alltoall or allgather"
-        settings = {name: value for name, value in settings.items() if name not in _OF_CUDA}
+        settings = {name: value for name, value in settings.items() if name not in _CUDA_ONLY}
     elif settings.get("tp_comm_overlap"):
         yield "tp_comm_overlap needs buffers that mca does not create (Transformer Engine's initialize_ub); remove it"
     if settings.get("fp8_param"):
@@ -183,9 +183,11 @@ def _routing(config: McaModelConfig, settings: Values) -> Iterator[str]:
             "shared experts that overlap omit what the model adds to or clamps in its gated MLPs; remove "
             "moe_shared_expert_overlap"
         )
-    if settings.get("moe_router_fusion") and own_router(config) is not None:
+    if settings.get("moe_router_fusion") and custom_router(config) is not None:
         topk, groups = config.moe_router_topk, config.moe_router_group_topk
-        sizes = f" with num_experts_per_tok {topk} and topk_group {groups}" if own_groups(config) else ""
+        sizes = (
+            f" with num_experts_per_tok {topk} and topk_group {groups}" if custom_group_router(config) else ""
+        )
         yield f"the fused router chooses other experts than {config.model_type}{sizes}; remove moe_router_fusion"
     if settings.get("moe_shared_expert_overlap") and (config.experts_beside_mlp or config.moe_shortcut):
         yield (
@@ -224,7 +226,7 @@ def _sinkhorn(config: McaModelConfig, settings: Values) -> Iterator[str]:
     score, single = config.moe_router_score_function, config.moe_router_topk == 1
     alike = score == "sigmoid" if single else score == "softmax" and config.moe_router_pre_softmax
     changed = (
-        config.moe_router_enable_expert_bias or config.moe_router_topk_scaling_factor or own_router(config)
+        config.moe_router_enable_expert_bias or config.moe_router_topk_scaling_factor or custom_router(config)
     )
     if not alike or changed or config.moe_router_num_groups:
         yield (
@@ -254,7 +256,7 @@ def _attention(
 ) -> Iterator[str]:
     """Kinds of attention that the kernel in use has no context parallelism for."""
     kind = settings.get("cp_comm_type")
-    if _is_own(config, settings, implementation):
+    if _uses_local_attention(config, settings, implementation):
         if kind not in (None, "all_gather"):
             yield _gathered(config, str(kind))
         return
@@ -298,7 +300,7 @@ def packed_problems(
 ) -> Iterator[str]:
     """What rows of several sequences cannot be computed with; see `require_supported`."""
     kind = str(settings.get("cp_comm_type"))
-    if layout.cp == 1 or engine is None or _is_own(config, settings, implementation):
+    if layout.cp == 1 or engine is None or _uses_local_attention(config, settings, implementation):
         return
     since = _PACKS_SINCE.get(kind, engine)
     if engine < since:
@@ -310,7 +312,7 @@ def packed_problems(
 
 
 def _gathered(config: McaModelConfig, kind: str) -> str:
-    if own_core(config) is not None:
+    if custom_core_attention(config) is not None:
         return (
             f"cp_comm_type {kind} is not for {config.model_type}, whose attention is always mca's own and gathers keys "
             "and values; set it to all_gather or remove it"
@@ -335,8 +337,8 @@ def _shared_heads(config: McaModelConfig, layout: ParallelLayout) -> Iterator[st
             return
 
 
-def _is_own(config: McaModelConfig, settings: Values, implementation: str) -> bool:
+def _uses_local_attention(config: McaModelConfig, settings: Values, implementation: str) -> bool:
     """Whether attention is computed by our own core attention."""
     backend = settings.get("attention_backend")
     chosen = backend is not None and getattr(backend, "name", backend) == "local"
-    return implementation == "local" or chosen or own_core(config) is not None
+    return implementation == "local" or chosen or custom_core_attention(config) is not None

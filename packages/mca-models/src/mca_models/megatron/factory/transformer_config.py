@@ -81,22 +81,22 @@ _SAME_NAME_MOE = (
     "moe_router_load_balancing_type",
 )
 
-BALANCES_CHANCES = "mca_balances_chances"
+HF_AUX_LOSS = "mca_balances_chances"
 """Whether the load-balancing loss has HF's coefficient, and is then of the softmax of logits, whatever scores are."""
 
-_OF_ENGINE = ("fp8", "fp8_recipe", "apply_rope_fusion", "moe_permute_fusion")
+_ENGINE_ONLY = ("fp8", "fp8_recipe", "apply_rope_fusion", "moe_permute_fusion")
 """What Megatron's configuration refuses on a machine without Transformer Engine."""
 
 _SAME_NAME_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
-def implementation_of(args: DistributingParallelArguments) -> Implementation:
+def choose_implementation(args: DistributingParallelArguments) -> Implementation:
     """The layer spec to build: as asked, else Transformer Engine where it is installed and a GPU is there.
 
     Raises:
         McaError: Transformer Engine was asked for and is missing.
     """
-    missing = platform.no_engine()
+    missing = platform.engine_problem()
     if args.transformer_impl == "transformer_engine" and missing is not None:
         raise McaError(
             "transformer_impl transformer_engine needs a GPU and the package transformer-engine (mca-models[te]), but "
@@ -124,7 +124,7 @@ def transformer_config(
     Raises:
         McaError: Something that Megatron would compute wrongly or not at all.
     """
-    target = target or Target.here(implementation_of(args))
+    target = target or Target.here(choose_implementation(args))
     overrides = _converted(args.transformer_config_overrides())
     settings = {
         **_architecture(config),
@@ -152,7 +152,7 @@ def transformer_config(
     if settings.get("gradient_accumulation_fusion") and target.is_here:
         _require_accumulation()
     megatron = _with_attention_factor(_construct_for(target, config, settings), config)
-    setattr(megatron, BALANCES_CHANCES, "moe_aux_loss_coeff" not in overrides)
+    setattr(megatron, HF_AUX_LOSS, "moe_aux_loss_coeff" not in overrides)
     return megatron
 
 
@@ -166,7 +166,7 @@ def _require_accumulation() -> None:
 
 
 def _require_fp8(recipe: str) -> None:
-    reason = platform.no_fp8(recipe)
+    reason = platform.fp8_problem(recipe)
     if reason is not None:
         raise McaError(
             f"fp8 with fp8_recipe {recipe} cannot run on this GPU ({reason}); use another fp8_recipe, or remove fp8"
@@ -177,9 +177,9 @@ def _construct_for(target: Target, config: McaModelConfig, settings: Settings) -
     """As `_construct`; elsewhere there is what Megatron would miss here."""
     if target.is_here:
         return _construct(config, settings)
-    held_back = {name: settings[name] for name in _OF_ENGINE if settings.get(name)}
-    megatron = _construct(config, {**settings, **dict.fromkeys(held_back)})
-    for name, value in held_back.items():
+    postponed = {name: settings[name] for name in _ENGINE_ONLY if settings.get(name)}
+    megatron = _construct(config, {**settings, **dict.fromkeys(postponed)})
+    for name, value in postponed.items():
         setattr(megatron, name, value)
     return megatron
 
@@ -219,7 +219,7 @@ def _architecture(config: McaModelConfig) -> Settings:
         settings["moe_router_dtype"] = "fp32"
     if isinstance(config, MlaMcaModelConfig):
         settings |= {name: getattr(config, name) for name in _SAME_NAME_MLA}
-        settings |= _latent_rope(config)
+        settings |= _mla_rope(config)
     return settings
 
 
@@ -261,7 +261,7 @@ def _window(config: McaModelConfig) -> Settings:
     }
 
 
-def _latent_rope(config: MlaMcaModelConfig) -> Settings:
+def _mla_rope(config: MlaMcaModelConfig) -> Settings:
     rope = config.rope_scaling
     settings: Settings = {"rotary_base": config.rotary_base, "rotary_percent": config.rotary_percent}
     if rope is not None and rope["rope_type"] != "yarn" and rope.get("mscale_all_dim"):
@@ -279,12 +279,12 @@ def _latent_rope(config: MlaMcaModelConfig) -> Settings:
         or config.max_position_embeddings,
         "beta_fast": rope.get("beta_fast") or 32,
         "beta_slow": rope.get("beta_slow") or 1,
-        "mscale": _latent_mscale(attention_factor(config), factor, of_scores),
+        "mscale": _mla_mscale(attention_factor(config), factor, of_scores),
         "mscale_all_dim": of_scores,
     }
 
 
-def _latent_mscale(on_rope: float, factor: float, of_scores: float) -> float:
+def _mla_mscale(on_rope: float, factor: float, of_scores: float) -> float:
     """The ``mscale`` with which Megatron computes the factor ``on_rope`` on cosine and sine.
 
     It computes ``(0.1 mscale ln factor + 1) / (0.1 mscale_all_dim ln factor + 1)``; ``mscale_all_dim`` is what the

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mca_config.errors import McaError
-from mca_models.megatron.distributed.collectives import told_by_first
+from mca_models.megatron.distributed.collectives import run_on_first_rank_unwrapped
 from mca_models.megatron.tensors import copy_finite, seeded_generator, to_torch
 from mca_models.storage.source import ModelSource, read_shard
 from mca_models.weights import Param
@@ -27,7 +27,7 @@ Statistics = dict[str, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Growth:
+class VocabularyGrowth:
     """What the new rows are made of; the same on every rank.
 
     Args:
@@ -58,13 +58,13 @@ def require_growth(old: int, new: int) -> None:
         )
 
 
-def growth_of(source: ModelSource, new: int, seed: int) -> Growth:
+def plan_growth(source: ModelSource, new: int, seed: int) -> VocabularyGrowth:
     """What it takes to grow ``source``'s vocabulary to ``new`` rows; collective."""
 
     def statistics() -> Statistics:
         return {param.mca_name(): _statistics(source, param) for param in source.params if param.vocab}
 
-    return Growth(source.config.vocab_size, new, seed, told_by_first(statistics))
+    return VocabularyGrowth(source.config.vocab_size, new, seed, run_on_first_rank_unwrapped(statistics))
 
 
 def _statistics(source: ModelSource, param: Param) -> tuple[Tensor, Tensor]:
@@ -88,13 +88,15 @@ def _blocks(source: ModelSource, param: Param) -> Iterator[_Rows]:
         yield block
 
 
-def grown_piece(source: ModelSource, param: Param, growth: Growth, live: Tensor, rank: int) -> Tensor:
+def grown_piece(
+    source: ModelSource, param: Param, growth: VocabularyGrowth, live: Tensor, rank: int
+) -> Tensor:
     """The rows of ``param`` that the ``rank``-th tensor rank holds: old ones, new ones, then zeros.
 
     Args:
         source: The checkpoint.
         param: A parameter over the vocabulary, as stored.
-        growth: From ``growth_of``.
+        growth: From ``plan_growth``.
         live: What the rows are for.
         rank: Which cut; each has as many rows as ``live``.
     """

@@ -8,10 +8,10 @@ from mca_models.megatron.types import MegatronConfig
 
 
 @cache
-def with_clipped_heads(attention: type, size: float) -> type:
+def with_clipped_qkv(attention: type, size: float) -> type:
     """An attention class whose queries, keys and values are clipped to ``size``, after their norms, before the rope."""
 
-    class ClippedHeads(attention):  # type: ignore[misc]
+    class ClippedQkv(attention):  # type: ignore[misc]
         """Megatron's attention."""
 
         def get_query_key_value_tensors(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
@@ -19,14 +19,14 @@ def with_clipped_heads(attention: type, size: float) -> type:
             query, key, value, *gate = super().get_query_key_value_tensors(*args, **kwargs)
             return *(x.clamp(-size, size) for x in (query, key, value)), *gate
 
-    return ClippedHeads
+    return ClippedQkv
 
 
 @cache
 def with_biases(attention: type, *, biased: bool) -> type:
     """An attention class whose linears have biases or none, whatever those of the MLP have."""
 
-    class OwnBiases(attention):  # type: ignore[misc]
+    class AttentionBiases(attention):  # type: ignore[misc]
         """Megatron's attention."""
 
         def __init__(self, config: MegatronConfig, *args: object, **kwargs: object) -> None:
@@ -34,4 +34,4 @@ def with_biases(attention: type, *, biased: bool) -> type:
             super().__init__(config, *args, **kwargs)
             config.add_bias_linear = before
 
-    return OwnBiases
+    return AttentionBiases

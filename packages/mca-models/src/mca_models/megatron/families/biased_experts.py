@@ -7,7 +7,7 @@ And it marks the bias for the gradient sum of sequence parallelism, over tensor 
 from mca_models.megatron.types import GptModel, MegatronModule, WithBias
 
 
-def own_expert_outputs(model: GptModel) -> None:
+def fix_expert_biases(model: GptModel) -> None:
     """Mends every expert module of a chunk."""
     for layer in model.decoder.layers:
         for expert in getattr(getattr(layer.mlp, "experts", None), "local_experts", ()):

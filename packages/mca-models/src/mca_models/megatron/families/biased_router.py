@@ -19,8 +19,8 @@ def has_biased_softmax(config: McaModelConfig) -> bool:
 
 
 @dataclass
-class BiasedChoice:
-    """Chooses experts in the place of Megatron's ``RouterReplay``, as `group_router.GroupChoice` does.
+class BiasedTopK:
+    """Chooses experts in the place of Megatron's ``RouterReplay``, as `group_router.GroupLimitedTopK` does.
 
     Args:
         router: Whose bias counts.
@@ -51,6 +51,6 @@ def biased_router(router: type) -> type:
 
         def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, **kwargs)
-            self.router_replay = BiasedChoice(self)
+            self.router_replay = BiasedTopK(self)
 
     return BiasedRouter

@@ -15,9 +15,9 @@ from torch.nn.functional import silu, softplus
 
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.families.delta_rule import delta_rule
-from mca_models.megatron.families.kernels import kernel_of
+from mca_models.megatron.families.kernels import find_kernel
 from mca_models.megatron.families.linears import normed_linears
-from mca_models.megatron.families.whole_sequences import CausalConvolution, of_whole_sequences
+from mca_models.megatron.families.recurrent_layers import CausalConvolution, apply_to_full_sequences
 from mca_models.megatron.layers.norm import Norm
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, PackedSeqParams, Spec, Upstream
@@ -64,13 +64,15 @@ def _module(beta_factor: float, epsilon: float) -> type:
         def __init__(
             self, *args: object, cp_comm_type: object = None, pp_layer_offset: object = None, **kwargs: object
         ) -> None:
-            with _kernels_not_asked_for(GatedDeltaNet):
+            with _without_kernel_check(GatedDeltaNet):
                 super().__init__(*args, **kwargs)
             self.out_norm.eps = epsilon
-            self.rule = kernel_of("chunk_gated_delta_rule", self.config)
+            self.rule = find_kernel("chunk_gated_delta_rule", self.config)
             convolution = self._modules["conv1d"]
             assert isinstance(convolution, torch.nn.Conv1d)
-            self.conv1d = CausalConvolution.of(convolution, kernel_of("causal_conv1d_fn", self.config))
+            self.conv1d = CausalConvolution.from_conv1d(
+                convolution, find_kernel("causal_conv1d_fn", self.config)
+            )
 
         def _setup_variant_attrs(self) -> None:
             super()._setup_variant_attrs()
@@ -86,7 +88,7 @@ def _module(beta_factor: float, epsilon: float) -> type:
         ) -> tuple[Tensor, Tensor | None]:
             """``[s / cp, b, hidden]`` to the same; all other arguments of an attention are of no consequence."""
             mixed, _ = self.in_proj(hidden_states)
-            out = of_whole_sequences(self._sequence, mixed, packed_seq_params, self.pg_collection.cp)
+            out = apply_to_full_sequences(self._sequence, mixed, packed_seq_params, self.pg_collection.cp)
             return self.out_proj(out)  # type: ignore[no-any-return]
 
         def _sequence(self, mixed: Tensor) -> Tensor:
@@ -109,7 +111,7 @@ def _module(beta_factor: float, epsilon: float) -> type:
 
 
 @contextmanager
-def _kernels_not_asked_for(megatron: type) -> Iterator[None]:
+def _without_kernel_check(megatron: type) -> Iterator[None]:
     """Megatron's constructor refuses to go on without kernels that our forward pass does not use."""
     modules: list[Upstream] = [sys.modules[base.__module__] for base in megatron.__mro__]
     asking = [module for module in modules if hasattr(module, "HAVE_FLA")]

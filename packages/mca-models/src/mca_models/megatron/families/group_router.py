@@ -13,7 +13,7 @@ from torch import Tensor
 from mca_config.model_config import McaModelConfig
 
 
-def own_groups(config: McaModelConfig) -> Callable[[type], type] | None:
+def custom_group_router(config: McaModelConfig) -> Callable[[type], type] | None:
     """What makes a router class choose groups as the model does; None where Megatron's own does."""
     groups, kept = config.moe_router_num_groups, config.moe_router_group_topk or 1
     if not groups:
@@ -26,7 +26,7 @@ def own_groups(config: McaModelConfig) -> Callable[[type], type] | None:
 
 
 @dataclass
-class GroupChoice:
+class GroupLimitedTopK:
     """Chooses experts in the place of Megatron's ``RouterReplay``, the only way to tell a router how.
 
     So nothing else of the router changes: weights, auxiliary losses and the z-loss are of the scores for all experts.
@@ -45,7 +45,7 @@ class GroupChoice:
 
     def get_replay_topk(self, scores: Tensor, topk: int, *_: object) -> tuple[Tensor, Tensor]:
         """The highest allowed ``scores`` ``[tokens, experts]``, 0 where too few are allowed, and whose they are."""
-        forbidden = ~experts_of_best_groups(scores.detach(), self.groups, self.kept, self.best)
+        forbidden = ~best_group_mask(scores.detach(), self.groups, self.kept, self.best)
         chosen = scores.detach().masked_fill(forbidden, -torch.inf).topk(topk, dim=1).indices
         return scores.masked_fill(forbidden, 0.0).gather(1, chosen), chosen
 
@@ -59,12 +59,12 @@ def group_router(router: type, groups: int, kept: int, best: int) -> type:
 
         def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, **kwargs)
-            self.router_replay = GroupChoice(groups, kept, best)
+            self.router_replay = GroupLimitedTopK(groups, kept, best)
 
     return GroupRouter
 
 
-def experts_of_best_groups(scores: Tensor, groups: int, kept: int, best: int) -> Tensor:
+def best_group_mask(scores: Tensor, groups: int, kept: int, best: int) -> Tensor:
     """Which experts ``[..., experts]`` lie in the ``kept`` groups whose ``best`` experts score highest together."""
     by_group = scores.unflatten(-1, (groups, -1))
     highest = by_group.topk(best, -1).values.sum(-1).topk(kept, -1).indices

@@ -33,7 +33,7 @@ class _Image:
     rows: int
 
 
-def features_of_images(
+def compute_image_features(
     vision: HfModel, images: JsonObject, config: McaModelConfig, trained: Sequence[torch.nn.Parameter]
 ) -> tuple[Tensor, list[Tensor]]:
     """The features of all images one after the other ``[rows, hidden]``, and those of inner layers.
@@ -50,25 +50,25 @@ def features_of_images(
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     group: ProcessGroup = get_tensor_and_context_parallel_group()
-    apart = _apart(images, config) if group.size() > 1 else []
-    if len(apart) < 2:
-        features = _computed(vision, images)
+    separate = _split_images(images, config) if group.size() > 1 else []
+    if len(separate) < 2:
+        features = _run_vision(vision, images)
     else:
-        owners = dealt([image.load for image in apart], group.size())
-        own = [image for image, owner in zip(apart, owners, strict=True) if owner == group.rank()]
-        if own:
+        owners = assign_images([image.load for image in separate], group.size())
+        local = [image for image, owner in zip(separate, owners, strict=True) if owner == group.rank()]
+        if local:
             # ranks drop other numbers of values, and stay alike elsewhere
             with get_cuda_rng_tracker().fork():
-                mine = _computed(vision, _joined([image.arguments for image in own]))
+                mine = _run_vision(vision, _concatenate([image.arguments for image in local]))
         else:
-            mine = no_features(vision, config, trained)
-        places = _places([image.rows for image in apart], owners, group.size(), mine.device)
-        features = _Shared.apply(mine, places, group)
+            mine = empty_features(vision, config, trained)
+        rows_by_rank = _feature_rows([image.rows for image in separate], owners, group.size(), mine.device)
+        features = _GatherFeatures.apply(mine, rows_by_rank, group)
     found = features.split(config.hidden_size, 1)
     return found[0], list(found[1:])
 
 
-def dealt(loads: Sequence[int], ranks: int) -> list[int]:
+def assign_images(loads: Sequence[int], ranks: int) -> list[int]:
     """Which rank computes which image, so that the busiest has little more than its share."""
     busy, owners = [0] * ranks, [0] * len(loads)
     for number in sorted(range(len(loads)), key=lambda each: -loads[each]):
@@ -77,7 +77,7 @@ def dealt(loads: Sequence[int], ranks: int) -> list[int]:
     return owners
 
 
-def _apart(images: JsonObject, config: McaModelConfig) -> list[_Image]:
+def _split_images(images: JsonObject, config: McaModelConfig) -> list[_Image]:
     pixels: Tensor = images["pixel_values"]
     vision = config.vision or {}
     merge = vision["vision_config"].get("spatial_merge_size", 2)
@@ -99,11 +99,11 @@ def _apart(images: JsonObject, config: McaModelConfig) -> list[_Image]:
     return [_Image({"pixel_values": part}, 1, count) for part in pixels.split(1)]
 
 
-def _joined(arguments: Sequence[JsonObject]) -> JsonObject:
+def _concatenate(arguments: Sequence[JsonObject]) -> JsonObject:
     return {name: torch.cat([each[name] for each in arguments]) for name in arguments[0]}
 
 
-def _computed(vision: HfModel, images: JsonObject) -> Tensor:
+def _run_vision(vision: HfModel, images: JsonObject) -> Tensor:
     """``[rows, hidden * (1 + inner layers)]``."""
     found = vision.get_image_features(**images, return_dict=True)
     inner = getattr(found, "deepstack_features", None) or ()
@@ -117,7 +117,7 @@ def _one_after_the_other(features: Tensor | Sequence[Tensor]) -> Tensor:
     return whole.flatten(0, -2)
 
 
-def no_features(vision: HfModel, config: McaModelConfig, trained: Sequence[torch.nn.Parameter]) -> Tensor:
+def empty_features(vision: HfModel, config: McaModelConfig, trained: Sequence[torch.nn.Parameter]) -> Tensor:
     """What there is without an image ``[0, hidden * (1 + inner layers)]``; it depends on ``trained`` in name only.
 
     Megatron reduces the gradients of a bucket once all of them are there, and stops where some never come: who computes
@@ -127,11 +127,13 @@ def no_features(vision: HfModel, config: McaModelConfig, trained: Sequence[torch
     none = parameter.new_zeros(0, config.hidden_size * (1 + config.deepstack_layers))
     if not (trained and torch.is_grad_enabled()):
         return none
-    taking_part: Tensor = TakesPart.apply(none, *trained)
+    taking_part: Tensor = ZeroGradients.apply(none, *trained)
     return taking_part
 
 
-def _places(rows: Sequence[int], owners: Sequence[int], ranks: int, device: torch.device) -> list[Tensor]:
+def _feature_rows(
+    rows: Sequence[int], owners: Sequence[int], ranks: int, device: torch.device
+) -> list[Tensor]:
     """For each rank the rows of all features that its own ones are; made on ``device``, so that nobody waits."""
     found: list[list[Tensor]] = [[] for _ in range(ranks)]
     start = 0
@@ -141,20 +143,20 @@ def _places(rows: Sequence[int], owners: Sequence[int], ranks: int, device: torc
     return [torch.cat(some) if some else torch.zeros(0, dtype=torch.long, device=device) for some in found]
 
 
-class _Shared(torch.autograd.Function):
+class _GatherFeatures(torch.autograd.Function):
     """The features of all ranks, from one's own."""
 
     @staticmethod
-    def forward(ctx: Upstream, own: Tensor, places: list[Tensor], group: ProcessGroup) -> Tensor:
+    def forward(ctx: Upstream, local: Tensor, rows_by_rank: list[Tensor], group: ProcessGroup) -> Tensor:
         """See torch."""
-        ctx.group, ctx.own = group, places[group.rank()]
-        most = max(len(some) for some in places)
-        padded = own.new_zeros(most, own.shape[1])
-        padded[: len(own)] = own
-        everyone = own.new_empty(most * group.size(), own.shape[1])
+        ctx.group, ctx.local = group, rows_by_rank[group.rank()]
+        most = max(len(some) for some in rows_by_rank)
+        padded = local.new_zeros(most, local.shape[1])
+        padded[: len(local)] = local
+        everyone = local.new_empty(most * group.size(), local.shape[1])
         torch.distributed.all_gather_into_tensor(everyone, padded, group=group)
-        features = own.new_empty(sum(len(some) for some in places), own.shape[1])
-        for rank, some in enumerate(places):
+        features = local.new_empty(sum(len(some) for some in rows_by_rank), local.shape[1])
+        for rank, some in enumerate(rows_by_rank):
             features[some] = everyone[rank * most : rank * most + len(some)]
         return features
 
@@ -163,10 +165,10 @@ class _Shared(torch.autograd.Function):
         """See torch."""
         whole = gradient.contiguous()
         torch.distributed.all_reduce(whole, group=ctx.group)
-        return whole[ctx.own], None, None
+        return whole[ctx.local], None, None
 
 
-class TakesPart(torch.autograd.Function):
+class ZeroGradients(torch.autograd.Function):
     """Its first argument; the others get gradients of zero."""
 
     @staticmethod

@@ -25,7 +25,7 @@ def _problems(config: McaModelConfig, layout: ParallelLayout, megatron: Megatron
         yield f"a {config.model_type} model has no vision model; train it on text"
         return
     if image_reach(config):
-        yield from _both_ways_problems(config, megatron)
+        yield from _bidirectional_problems(config, megatron)
     if config.mtp_num_layers:
         yield "prediction layers cannot be trained together with images; set mtp_num_layers to 0"
     if megatron.apply_rope_fusion and config.mrope_section:
@@ -38,7 +38,7 @@ def _problems(config: McaModelConfig, layout: ParallelLayout, megatron: Megatron
         )
 
 
-def _both_ways_problems(config: McaModelConfig, megatron: MegatronConfig) -> Iterator[str]:
+def _bidirectional_problems(config: McaModelConfig, megatron: MegatronConfig) -> Iterator[str]:
     local = megatron.attention_backend is not None and megatron.attention_backend.name == "local"
     if megatron.transformer_impl == "transformer_engine" and not local:
         yield (

@@ -13,30 +13,30 @@ from torch import Tensor
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_models.megatron.families.image_features import features_of_images, no_features
+from mca_models.megatron.families.image_features import compute_image_features, empty_features
 from mca_models.megatron.families.image_limits import image_problems, image_reach
-from mca_models.megatron.layers.sectioned_rope import SectionedRope
+from mca_models.megatron.layers.mrope import MRope
 from mca_models.megatron.types import GptModel, HfModel, MegatronModule, Upstream
 
 Arguments = tuple[object, ...]
 
 
-def take_images(model: GptModel, config: McaModelConfig) -> None:
+def accept_images(model: GptModel, config: McaModelConfig) -> None:
     """Makes a chunk understand the arguments that images bring."""
     if config.vision is None:
         return
-    intake = _Intake(model, config)
-    model.register_forward_pre_hook(intake.before_chunk, with_kwargs=True)
+    inputs = _ImageInputs(model, config)
+    model.register_forward_pre_hook(inputs.before_chunk, with_kwargs=True)
     if not model.pre_process:
         return
-    model.embedding.register_forward_hook(intake.after_embedding)
+    model.embedding.register_forward_hook(inputs.after_embedding)
     for number, layer in enumerate(model.decoder.layers[: config.deepstack_layers]):
         layer.register_forward_hook(_with_inner_features(number))
     for parameter in model.vision_model.parameters():
-        sum_over_tensor_ranks(parameter, sequence_parallel=model.config.sequence_parallel)
+        mark_replicated_gradient(parameter, sequence_parallel=model.config.sequence_parallel)
 
 
-def sum_over_tensor_ranks(parameter: Upstream, *, sequence_parallel: bool) -> None:
+def mark_replicated_gradient(parameter: Upstream, *, sequence_parallel: bool) -> None:
     """Tells Megatron how a replicated parameter's gradient comes together.
 
     With sequence parallelism each tensor rank has the gradient of its own tokens: they are summed. Without, each has
@@ -48,7 +48,7 @@ def sum_over_tensor_ranks(parameter: Upstream, *, sequence_parallel: bool) -> No
         parameter.average_gradients_across_tp_domain = True
 
 
-class _Intake:
+class _ImageInputs:
     """What one chunk does with the images of the micro-batch that it computes."""
 
     def __init__(self, model: GptModel, config: McaModelConfig) -> None:
@@ -69,7 +69,7 @@ class _Intake:
             args, kwargs = args[:2], {**kwargs, "attention_mask": ends}
         positions = kwargs.get("position_ids")
         if (
-            isinstance(getattr(model, "rotary_pos_emb", None), SectionedRope)
+            isinstance(getattr(model, "rotary_pos_emb", None), MRope)
             and positions is not None
             and positions.dim() == 3
         ):
@@ -79,17 +79,17 @@ class _Intake:
         trained = self._trained()
         if images is None:
             if trained and torch.is_grad_enabled():  # the same way to the embeddings, with nothing on it
-                self._features = no_features(model.vision_model, self._config, trained)
+                self._features = empty_features(model.vision_model, self._config, trained)
             return args, kwargs
         if problems := image_problems(self._config, self._config.layout, model.config):
             raise McaError("; ".join(problems))
         with torch.set_grad_enabled(torch.is_grad_enabled() and bool(trained)):
-            features, inner = features_of_images(model.vision_model, images, self._config, trained)
+            features, inner = compute_image_features(model.vision_model, images, self._config, trained)
         self._rows = self._local(rows)
         self._features = features
         if inner:
-            placed = torch.stack([_placed(each, self._rows) for each in inner])
-            kwargs["extra_block_kwargs"] = {**(kwargs.get("extra_block_kwargs") or {}), "context": placed}
+            scattered = torch.stack([_scatter_features(each, self._rows) for each in inner])
+            kwargs["extra_block_kwargs"] = {**(kwargs.get("extra_block_kwargs") or {}), "context": scattered}
         return args, kwargs
 
     def after_embedding(self, embedding: MegatronModule, args: Arguments, output: Tensor) -> Tensor:
@@ -100,8 +100,8 @@ class _Intake:
             return output
         if rows is None:
             rows = torch.full(output.shape[:2], -1, device=output.device)
-        placed = _placed(features[:, : output.shape[-1]].to(output.dtype), rows)
-        return torch.where((rows >= 0).unsqueeze(-1), placed, output)
+        scattered = _scatter_features(features[:, : output.shape[-1]].to(output.dtype), rows)
+        return torch.where((rows >= 0).unsqueeze(-1), scattered, output)
 
     def _trained(self) -> list[torch.nn.Parameter]:
         parameters = () if self._vision is None else self._vision.parameters()
@@ -109,17 +109,17 @@ class _Intake:
 
     def _local(self, rows: Tensor) -> Tensor:
         """``[s, b]``, with sequence parallelism this tensor rank's part of it."""
-        own = rows.transpose(0, 1).contiguous()
+        local = rows.transpose(0, 1).contiguous()
         if not self._sequence_parallel:
-            return own
+            return local
         from megatron.core.parallel_state import get_tensor_model_parallel_group
 
         group = get_tensor_model_parallel_group()
-        part: Tensor = own.chunk(group.size())[group.rank()]
+        part: Tensor = local.chunk(group.size())[group.rank()]
         return part
 
 
-def _placed(features: Tensor, rows: Tensor) -> Tensor:
+def _scatter_features(features: Tensor, rows: Tensor) -> Tensor:
     """``[s, b, hidden]``: each token's feature, zeros where it has none."""
     none = features.new_zeros(1, features.shape[-1])
     return torch.cat([none, features])[rows + 1]

@@ -26,7 +26,7 @@ _WHERE: Mapping[str, tuple[str, str]] = {
 """By the kernel's name, the module that has it, and the package that brings the module."""
 
 
-def kernel_of(name: str, config: MegatronConfig) -> Kernel | None:
+def find_kernel(name: str, config: MegatronConfig) -> Kernel | None:
     """The kernel ``name`` for a model of ``config`` on the device that trains, or None; see ``kernel``."""
     return kernel(name, platform.device_type(), config.params_dtype, bool(config.deterministic_mode))
 

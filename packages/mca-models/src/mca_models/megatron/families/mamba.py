@@ -14,10 +14,10 @@ from torch.nn.functional import silu, softplus
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
-from mca_models.megatron.families.kernels import kernel_of
+from mca_models.megatron.families.kernels import find_kernel
 from mca_models.megatron.families.linears import normed_linears
+from mca_models.megatron.families.recurrent_layers import CausalConvolution, apply_to_full_sequences
 from mca_models.megatron.families.state_space import state_space_layer
-from mca_models.megatron.families.whole_sequences import CausalConvolution, of_whole_sequences
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, PackedSeqParams, ShardedState, Spec, WithBias
@@ -118,8 +118,8 @@ class Mamba(torch.nn.Module):
             bias=model.mamba_conv_bias,
             dtype=config.params_dtype,
         )
-        self.conv1d = CausalConvolution.of(convolution, kernel_of("causal_conv1d_fn", config))
-        self.scan = kernel_of("mamba_chunk_scan_combined", config)
+        self.conv1d = CausalConvolution.from_conv1d(convolution, find_kernel("causal_conv1d_fn", config))
+        self.scan = find_kernel("mamba_chunk_scan_combined", config)
         for name in _HEADS:
             setattr(self, name, cut_parameter((self.sizes[4],), config.params_dtype))
         self.norm, first = None, model.mamba_norm == "gated"
@@ -150,7 +150,7 @@ class Mamba(torch.nn.Module):
             parts = zip(mixed.split(self.sizes, -1), self.factors[:-1], strict=True)
             mixed = torch.cat([part * factor for part, factor in parts], -1)
         group = self.groups_of_ranks.cp
-        out = of_whole_sequences(self._sequence, mixed, packed_seq_params, group)
+        out = apply_to_full_sequences(self._sequence, mixed, packed_seq_params, group)
         found: WithBias = self.out_proj(out)
         return found if self.factors is None else (found[0] * self.factors[-1], None)
 

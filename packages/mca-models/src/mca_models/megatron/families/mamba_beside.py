@@ -11,7 +11,7 @@ from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, PackedSeqParams, WithBias
 
 
-def with_mamba_beside(attention: type, model: McaModelConfig, implementation: Implementation) -> type:
+def with_parallel_mamba(attention: type, model: McaModelConfig, implementation: Implementation) -> type:
     """An attention class without biases, with such a model in it.
 
     Args:
@@ -21,7 +21,7 @@ def with_mamba_beside(attention: type, model: McaModelConfig, implementation: Im
     """
     factor = model.attention_out_multiplier
 
-    class BesideMamba(attention):  # type: ignore[misc]
+    class ParallelMamba(attention):  # type: ignore[misc]
         """Megatron's attention."""
 
         def __init__(self, config: MegatronConfig, *args: object, **kwargs: object) -> None:
@@ -44,4 +44,4 @@ def with_mamba_beside(attention: type, model: McaModelConfig, implementation: Im
             attended, _ = super().forward(hidden_states, *args, **packed, **kwargs)
             return attended * factor + states, None
 
-    return BesideMamba
+    return ParallelMamba

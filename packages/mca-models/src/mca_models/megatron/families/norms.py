@@ -12,7 +12,7 @@ from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
 from mca_models.megatron.types import GptModel, MegatronConfig, MegatronModule, ShardedState, WithBias
 
 
-class WideNorm(torch.nn.Module):
+class FullWidthNorm(torch.nn.Module):
     """RMSNorm of all heads of a token together, which tensor ranks share out.
 
     Its weight has one number for each channel of each head of this rank.
@@ -48,13 +48,13 @@ class WideNorm(torch.nn.Module):
         return sharded_state(self, prefix, sharded_offsets, {"weight": 0})
 
 
-class WideKeyNorm(WideNorm):
-    """``WideNorm`` of the keys."""
+class FullWidthKeyNorm(FullWidthNorm):
+    """``FullWidthNorm`` of the keys."""
 
     heads = "num_query_groups"
 
 
-class HeadNorm(Norm):
+class PerHeadNorm(Norm):
     """Normalises each head on its own, with a weight for each channel of each head of this rank."""
 
     heads = "num_attention_heads"
@@ -77,32 +77,32 @@ class HeadNorm(Norm):
         return sharded_state(self, prefix, sharded_offsets, {"weight": 0})
 
 
-class KeyHeadNorm(HeadNorm):
-    """``HeadNorm`` of the keys."""
+class PerHeadKeyNorm(PerHeadNorm):
+    """``PerHeadNorm`` of the keys."""
 
     heads = "num_query_groups"
 
 
-class LateNorm(Norm):
+class PostRopeNorm(Norm):
     """A norm of q or k that waits for the rope: Megatron normalises before it rotates."""
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` as it is."""
         return x
 
-    def late(self, x: Tensor) -> Tensor:
+    def normalize(self, x: Tensor) -> Tensor:
         """``x`` normalised."""
         return super().forward(x)
 
 
-class PlainLateNorm(LateNorm):
-    """``LateNorm`` without a weight."""
+class PostRopeNormWithoutWeight(PostRopeNorm):
+    """``PostRopeNorm`` without a weight."""
 
     has_weight = has_bias = False
 
 
 def normalise_after_rope(model: GptModel, skips: Sequence[int] | None) -> None:
-    """Has the ``LateNorm`` of every attention of a chunk applied to what its core attention is given.
+    """Has the ``PostRopeNorm`` of every attention of a chunk applied to what its core attention is given.
 
     Args:
         model: The chunk.
@@ -113,7 +113,7 @@ def normalise_after_rope(model: GptModel, skips: Sequence[int] | None) -> None:
         if skips is not None and skips[layer.layer_number - 1]:
             continue
         attention.core_attention.register_forward_pre_hook(
-            partial(_normalise_rotated, attention.q_layernorm.late, attention.k_layernorm.late)
+            partial(_normalise_rotated, attention.q_layernorm.normalize, attention.k_layernorm.normalize)
         )
 
 

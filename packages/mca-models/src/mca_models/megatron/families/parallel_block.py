@@ -15,19 +15,19 @@ from mca_models.megatron.types import GptModel, MegatronConfig
 class SharedNorm(torch.nn.Module):
     """Gives the MLP what the norm before attention gave attention."""
 
-    kept: Tensor | None = None
+    saved: Tensor | None = None
 
     def __init__(self, config: MegatronConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
 
     def forward(self, x: Tensor) -> Tensor:
         """What was kept, once."""
-        kept, self.kept = self.kept, None
-        return x if kept is None else kept
+        saved, self.saved = self.saved, None
+        return x if saved is None else saved
 
-    def keep(self, before: torch.nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        """Called after the norm ``before`` attention."""
-        self.kept = output
+    def save_input(self, input_norm: torch.nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        """Called after the norm ``input_norm`` attention."""
+        self.saved = output
 
 
 def second_norm(norm: type[Norm]) -> type[Norm]:
@@ -36,22 +36,22 @@ def second_norm(norm: type[Norm]) -> type[Norm]:
     class SecondNorm(norm):  # type: ignore[misc, valid-type]
         """Normalises what was kept, whatever it is called with."""
 
-        kept: Tensor | None = None
+        saved: Tensor | None = None
 
         def forward(self, x: Tensor) -> Tensor:
             """What was kept, normalised."""
-            kept, self.kept = self.kept, None
-            normal: Tensor = super().forward(x if kept is None else kept)
+            saved, self.saved = self.saved, None
+            normal: Tensor = super().forward(x if saved is None else saved)
             return normal
 
-        def keep(self, before: torch.nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-            """Called after the norm ``before`` attention."""
-            self.kept = args[0]
+        def save_input(self, input_norm: torch.nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+            """Called after the norm ``input_norm`` attention."""
+            self.saved = args[0]
 
     return SecondNorm
 
 
-def set_side_by_side(model: GptModel) -> None:
+def connect_parallel_blocks(model: GptModel) -> None:
     """Has every layer of a chunk keep for its MLP what its attention is given."""
     for layer in model.decoder.layers:
-        layer.input_layernorm.register_forward_hook(layer.pre_mlp_layernorm.keep)
+        layer.input_layernorm.register_forward_hook(layer.pre_mlp_layernorm.save_input)

@@ -5,7 +5,7 @@ Those that all families share are in `factory.transformer_config`.
 
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.families.biased_router import has_biased_softmax
-from mca_models.megatron.families.group_router import own_groups
+from mca_models.megatron.families.group_router import custom_group_router
 from mca_models.megatron.types import MegatronConfig, Settings
 
 
@@ -37,7 +37,7 @@ def settings(config: McaModelConfig) -> Settings:
     if config.mamba_num_heads is not None or len(config.kinds()) > 1:
         found["hetereogenous_dist_checkpoint"] = True  # tensors of layers that differ are not stacked
     chosen = {name: value for name, value in found.items() if value is not None}
-    if own_groups(config) is not None:
+    if custom_group_router(config) is not None:
         chosen |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
     if has_biased_softmax(config):  # which Megatron refuses; it builds one nevertheless
         chosen["moe_router_enable_expert_bias"] = False

@@ -19,19 +19,19 @@ _KEPT = 0.75
 """The share of draws of less likely experts whose weight is lowered to a third (Heun's third-order method)."""
 
 
-def own_mixer(config: McaModelConfig) -> Callable[[type], type] | None:
+def custom_sparse_mixer(config: McaModelConfig) -> Callable[[type], type] | None:
     """What makes a router class draw as the model does; None where it has no SparseMixer."""
     jitter = config.sparse_mixer_jitter
-    return None if jitter is None else partial(mixing_router, jitter=jitter)
+    return None if jitter is None else partial(sparse_mixer_router, jitter=jitter)
 
 
 @dataclass
-class MixerChoice:
-    """Chooses experts in the place of Megatron's ``RouterReplay``, as `group_router.GroupChoice` does.
+class SparseMixerTopK:
+    """Chooses experts in the place of Megatron's ``RouterReplay``, as `group_router.GroupLimitedTopK` does.
 
     Args:
         router: Which draws while it is trained.
-        jitter: See `mixed`.
+        jitter: See `sparse_mixer_topk`.
         layer_number: Set by Megatron.
     """
 
@@ -44,21 +44,21 @@ class MixerChoice:
         """Weights and experts of the logits that the router was given, whatever their ``chances`` are."""
         if self.logits is None:
             raise RuntimeError("experts were chosen without their router")
-        weights, chosen = mixed(self.logits, self.jitter, draws=self.router.training)
+        weights, chosen = sparse_mixer_topk(self.logits, self.jitter, draws=self.router.training)
         self.logits = None
         return weights + 0.0 * chances.gather(1, chosen), chosen  # by which the z-loss gets its gradient
 
 
 @cache
-def mixing_router(router: type, jitter: float) -> type:
-    """A router class that chooses by `mixed`."""
+def sparse_mixer_router(router: type, jitter: float) -> type:
+    """A router class that chooses by `sparse_mixer_topk`."""
 
-    class MixingRouter(router):  # type: ignore[misc]
+    class SparseMixerRouter(router):  # type: ignore[misc]
         """Megatron's router."""
 
         def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, **kwargs)
-            self.router_replay = MixerChoice(self, jitter)
+            self.router_replay = SparseMixerTopK(self, jitter)
 
         def routing(self, logits: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
             """Each token's weight on each expert, and which are chosen."""
@@ -66,10 +66,10 @@ def mixing_router(router: type, jitter: float) -> type:
             found: tuple[Tensor, Tensor] = super().routing(logits, *args, **kwargs)
             return found
 
-    return MixingRouter
+    return SparseMixerRouter
 
 
-def mixed(logits: Tensor, jitter: float, *, draws: bool) -> tuple[Tensor, Tensor]:
+def sparse_mixer_topk(logits: Tensor, jitter: float, *, draws: bool) -> tuple[Tensor, Tensor]:
     """The weights of two experts of each token, and which they are, both ``[tokens, 2]``.
 
     Args:
@@ -77,13 +77,13 @@ def mixed(logits: Tensor, jitter: float, *, draws: bool) -> tuple[Tensor, Tensor
         jitter: Experts are open whose logits lie within twice this share of the highest.
         draws: They are drawn among the open ones, with an estimate of the gradient; otherwise the highest is taken.
     """
-    weight, first = _one(logits, logits, jitter, draws=draws)
+    weight, first = _draw_expert(logits, logits, jitter, draws=draws)
     others = logits.scatter(-1, first, -torch.inf)
-    lesser, second = _one(logits, others, jitter, draws=draws)
+    lesser, second = _draw_expert(logits, others, jitter, draws=draws)
     return torch.cat([weight, lesser], -1), torch.cat([first, second], -1)
 
 
-def _one(logits: Tensor, candidates: Tensor, jitter: float, *, draws: bool) -> tuple[Tensor, Tensor]:
+def _draw_expert(logits: Tensor, candidates: Tensor, jitter: float, *, draws: bool) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         highest, chosen = candidates.max(-1, keepdim=True)
         far = (highest - logits) / logits.abs().clamp(min=highest) > 2 * jitter

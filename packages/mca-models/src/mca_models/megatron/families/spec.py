@@ -7,38 +7,38 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
-from mca_models.megatron.families.attention import with_biases, with_clipped_heads
-from mca_models.megatron.families.block_attention import with_block_indexer
+from mca_models.megatron.families.attention import with_biases, with_clipped_qkv
+from mca_models.megatron.families.block_sparse_attention import with_block_indexer
 from mca_models.megatron.families.checkpoint_keys import keys_map
-from mca_models.megatron.families.core_attention import own_core
-from mca_models.megatron.families.experts_beside_mlp import with_mlp_beside
+from mca_models.megatron.families.core_attention import custom_core_attention
+from mca_models.megatron.families.dsa import with_indexer
+from mca_models.megatron.families.dual_rope import rope_widths, with_layer_rope
 from mca_models.megatron.families.gated_delta_net import delta_net_spec
+from mca_models.megatron.families.heterogeneous_heads import heads_by_layer, sized, with_heterogeneous_heads
 from mca_models.megatron.families.image_limits import image_reach
-from mca_models.megatron.families.kimi_delta import kimi_delta_spec
-from mca_models.megatron.families.latent import with_factors, with_plain_query
+from mca_models.megatron.families.kimi_delta_attention import kimi_delta_spec
 from mca_models.megatron.families.mamba import mamba_spec
-from mca_models.megatron.families.mamba_beside import with_mamba_beside
+from mca_models.megatron.families.mamba_beside import with_parallel_mamba
+from mca_models.megatron.families.mla import with_mla_multipliers, with_plain_query
+from mca_models.megatron.families.moe_with_dense_mlp import with_dense_mlp
 from mca_models.megatron.families.norms import (
-    HeadNorm,
-    KeyHeadNorm,
-    LateNorm,
-    PlainLateNorm,
-    WideKeyNorm,
-    WideNorm,
+    FullWidthKeyNorm,
+    FullWidthNorm,
+    PerHeadKeyNorm,
+    PerHeadNorm,
+    PostRopeNorm,
+    PostRopeNormWithoutWeight,
 )
-from mca_models.megatron.families.own_heads import heads_by_layer, sized, with_own_heads
 from mca_models.megatron.families.parallel_block import SharedNorm, second_norm
-from mca_models.megatron.families.plain_sigmoids import with_mean
-from mca_models.megatron.families.router import own_router
+from mca_models.megatron.families.router import custom_router
 from mca_models.megatron.families.scales import scaled_residual
-from mca_models.megatron.families.shortcut import (
-    with_experts_apart,
+from mca_models.megatron.families.shortcut_moe import (
     with_identity_experts,
+    with_separate_experts,
     with_shortcut,
 )
-from mca_models.megatron.families.sparse_attention import with_indexer
+from mca_models.megatron.families.sigmoid_router import with_shared_expert_mean
 from mca_models.megatron.families.sparse_mixer import with_noisy_input
-from mca_models.megatron.families.two_ropes import rope_widths, with_own_rope
 from mca_models.megatron.layers.attention import CoreAttention, image_attention
 from mca_models.megatron.layers.norm import Norm, norm_with
 from mca_models.megatron.layers.rope import attention_factor
@@ -55,18 +55,18 @@ def adapted_block(
     spec: Spec, config: McaModelConfig, implementation: Implementation, layers: Sequence[int]
 ) -> Spec:
     """The spec of a chunk that holds decoder ``layers``."""
-    block = _adapted(spec, config, implementation)
+    block = _common_changes(spec, config, implementation)
     params = get_family(config.model_type).params(config)
     layer_specs = []
     for layer, layer_spec in zip(layers, block.layer_specs, strict=True):
-        own = _spelled(params, Stage.LAYER, layer, implementation)
+        changes = _checkpoint_names(params, Stage.LAYER, layer, implementation)
         if config.is_linear_layer(layer):
-            own["self_attention"] = lambda attention: _linear_attention(config, implementation)
+            changes["self_attention"] = lambda attention: _linear_attention(config, implementation)
         if config.is_mamba_layer(layer):
-            own["self_attention"] = lambda attention: mamba_spec(implementation, config)
-        own |= _left_out(config, layer) | _of_takers(config.layer_config(layer), config)
-        placed = _placed(layer_spec, config.layer_config(layer), implementation)
-        layer_specs.append(_changed(placed, own, {}))
+            changes["self_attention"] = lambda attention: mamba_spec(implementation, config)
+        changes |= _absent_blocks(config, layer) | _shared_kv_changes(config.layer_config(layer), config)
+        without_norms = _without_pre_norms(layer_spec, config.layer_config(layer), implementation)
+        layer_specs.append(_changed(without_norms, changes, {}))
     return dataclasses.replace(block, layer_specs=layer_specs)
 
 
@@ -81,11 +81,12 @@ def _linear_attention(config: McaModelConfig, implementation: Implementation) ->
 def adapted_prediction(spec: Spec, config: McaModelConfig, implementation: Implementation) -> Spec:
     """The spec of a chunk's prediction layers, which are all alike; None stays None."""
     params = get_family(config.model_type).params(config)
-    placed = _placed(_adapted(spec, config, implementation), config, implementation)
-    return _changed(placed, _spelled(params, Stage.MTP, 0, implementation), {})
+    common = _common_changes(spec, config, implementation)
+    without_norms = _without_pre_norms(common, config, implementation)
+    return _changed(without_norms, _checkpoint_names(params, Stage.MTP, 0, implementation), {})
 
 
-def _spelled(
+def _checkpoint_names(
     params: Sequence[Param], stage: Stage, layer: int, implementation: Implementation
 ) -> dict[str, Change]:
     """The change that gives the keys of a layer's checkpoint their one naming scheme."""
@@ -95,29 +96,29 @@ def _spelled(
     return {"sharded_state_dict_keys_map": lambda megatrons: keys}
 
 
-def _adapted(spec: Spec, config: McaModelConfig, implementation: Implementation) -> Spec:
+def _common_changes(spec: Spec, config: McaModelConfig, implementation: Implementation) -> Spec:
     """``spec`` (of a block, or of prediction layers) with everything that holds for all layers alike."""
     changes: dict[str, Change] = {}
     if config.norm_placement != "post" and config.has_custom_norms:
-        changes |= _own_norms(config)
+        changes |= _norm_changes(config)
     if config.qk_layernorm_full_width:
-        changes |= {"q_layernorm": lambda norm: WideNorm, "k_layernorm": lambda norm: WideKeyNorm}
+        changes |= {"q_layernorm": lambda norm: FullWidthNorm, "k_layernorm": lambda norm: FullWidthKeyNorm}
     if config.qk_layernorm_per_head:
-        changes |= {"q_layernorm": lambda norm: HeadNorm, "k_layernorm": lambda norm: KeyHeadNorm}
+        changes |= {"q_layernorm": lambda norm: PerHeadNorm, "k_layernorm": lambda norm: PerHeadKeyNorm}
     if config.qk_layernorm_after_rope:
-        late = LateNorm if config.qk_layernorm_weight else PlainLateNorm
+        late = PostRopeNorm if config.qk_layernorm_weight else PostRopeNormWithoutWeight
         changes |= dict.fromkeys(("q_layernorm", "k_layernorm"), lambda norm: late)
     if config.residual_multiplier != 1.0:
         factor = config.residual_multiplier
         changes |= dict.fromkeys(("self_attn_bda", "mlp_bda"), lambda add: scaled_residual(add, factor))
-    if (router := own_router(config)) is not None:
+    if (router := custom_router(config)) is not None:
         changes["router"] = router
     if config.experts_beside_mlp:
         changes["pre_mlp_layernorm"] = _nothing
     return _changed(spec, changes, _classes(config, implementation))
 
 
-def _placed(spec: Spec, config: McaModelConfig, implementation: Implementation) -> Spec:
+def _without_pre_norms(spec: Spec, config: McaModelConfig, implementation: Implementation) -> Spec:
     """``spec`` of a layer without the norms before attention and MLP if it has them behind those."""
     if config.norm_placement != "post":
         return spec
@@ -128,7 +129,7 @@ def _placed(spec: Spec, config: McaModelConfig, implementation: Implementation) 
 def _classes(config: McaModelConfig, implementation: Implementation) -> dict[type, type]:
     """Modules to exchange wherever they stand."""
     classes = _without_norms_inside(config, implementation)
-    if (core := own_core(config)) is not None:
+    if (core := custom_core_attention(config)) is not None:
         classes[CoreAttention] = core
         if implementation == "transformer_engine":
             classes[engine_attention()] = core
@@ -139,14 +140,14 @@ def _classes(config: McaModelConfig, implementation: Implementation) -> dict[typ
 
         latent = MLASelfAttention if config.q_lora_rank else with_plain_query(MLASelfAttention)
         factors = config.query_multiplier, config.latent_multiplier
-        latent = latent if factors == (1.0, 1.0) else with_factors(latent, *factors)
+        latent = latent if factors == (1.0, 1.0) else with_mla_multipliers(latent, *factors)
         classes[MLASelfAttention] = latent if config.index_topk is None else with_indexer(latent)
     classes |= _experts(config)
     from megatron.core.transformer.attention import SelfAttention
 
     attention = _self_attention(SelfAttention, config)
     beside = config.mamba_beside_attention
-    classes[SelfAttention] = with_mamba_beside(attention, config, implementation) if beside else attention
+    classes[SelfAttention] = with_parallel_mamba(attention, config, implementation) if beside else attention
     return classes
 
 
@@ -159,34 +160,34 @@ def _experts(config: McaModelConfig) -> dict[type, type]:
     if config.input_jitter_noise:
         experts = with_noisy_input(experts, config.input_jitter_noise)
     if config.moe_shared_expert_mean:
-        experts = with_mean(experts)
+        experts = with_shared_expert_mean(experts)
     if config.experts_beside_mlp:
-        experts = with_mlp_beside(experts)
+        experts = with_dense_mlp(experts)
     if config.moe_identity_experts:
         experts = with_identity_experts(experts, config.moe_identity_experts)
     if not config.moe_shortcut:
         return {MoELayer: experts}
-    return {MoELayer: with_experts_apart(experts), TransformerLayer: with_shortcut(TransformerLayer)}
+    return {MoELayer: with_separate_experts(experts), TransformerLayer: with_shortcut(TransformerLayer)}
 
 
 def _self_attention(attention: type, config: McaModelConfig) -> type:
     """Megatron's class with what this model's attention does besides."""
     if config.rotary_base_local is not None:
-        attention = with_own_rope(
+        attention = with_layer_rope(
             attention, config.layer_types or (), attention_factor(config), rope_widths(config)
         )
     if config.has_custom_qkv:
-        attention = with_own_heads(attention, heads_by_layer(config))
+        attention = with_heterogeneous_heads(attention, heads_by_layer(config))
     if config.index_blocks is not None:
         attention = with_block_indexer(attention)
     if config.clip_qkv is not None:
-        attention = with_clipped_heads(attention, config.clip_qkv)
+        attention = with_clipped_qkv(attention, config.clip_qkv)
     if config.add_bias_attention is not None:
         attention = with_biases(attention, biased=config.add_bias_attention)
     return attention
 
 
-def _own_norms(config: McaModelConfig) -> dict[str, Change]:
+def _norm_changes(config: McaModelConfig) -> dict[str, Change]:
     before = norm_with(weight=config.norm_weight, bias=config.norm_bias)
     between = {"none": before, "one_norm": SharedNorm, "two_norms": second_norm(before)}[
         config.parallel_block
@@ -198,12 +199,12 @@ def _without_norms_inside(config: McaModelConfig, implementation: Implementation
     """The linears of Transformer Engine that have a norm inside, and those without; and the last norm."""
     if not config.has_custom_norms:
         return {}
-    own = norm_with(weight=config.norm_weight, bias=config.norm_bias)
+    norm = norm_with(weight=config.norm_weight, bias=config.norm_bias)
     if implementation != "transformer_engine":
-        return {Norm: own}
+        return {Norm: norm}
     from megatron.core.extensions.transformer_engine import TENorm
 
-    return {**_plain_linears(), TENorm: own, Norm: own}
+    return {**_plain_linears(), TENorm: norm, Norm: norm}
 
 
 def _plain_linears() -> dict[type, type]:
@@ -215,7 +216,7 @@ def _plain_linears() -> dict[type, type]:
     return {TELayerNormColumnParallelLinear: TEColumnParallelLinear}
 
 
-def _left_out(config: McaModelConfig, layer: int) -> dict[str, Change]:
+def _absent_blocks(config: McaModelConfig, layer: int) -> dict[str, Change]:
     """Attention or MLP with its norm, where a layer has none."""
     from megatron.core.transformer.identity_op import IdentityFuncOp
 
@@ -229,11 +230,11 @@ def _left_out(config: McaModelConfig, layer: int) -> dict[str, Change]:
     return left
 
 
-def _of_takers(own: McaModelConfig, config: McaModelConfig) -> dict[str, Change]:
+def _shared_kv_changes(layer: McaModelConfig, config: McaModelConfig) -> dict[str, Change]:
     """What layers have otherwise that take the keys of another: no norm of their own, and maybe a wider MLP."""
-    changes: dict[str, Change] = {"k_layernorm": _nothing} if own.takes_keys else {}
-    if own.ffn_hidden_size != config.ffn_hidden_size:
-        width = own.ffn_hidden_size
+    changes: dict[str, Change] = {"k_layernorm": _nothing} if layer.takes_keys else {}
+    if layer.ffn_hidden_size != config.ffn_hidden_size:
+        width = layer.ffn_hidden_size
         rows = width * (1 + config.gated_linear_unit)
         changes["linear_fc1"] = lambda linear: sized(linear, rows=rows)
         changes["linear_fc2"] = lambda linear: sized(linear, columns=width)

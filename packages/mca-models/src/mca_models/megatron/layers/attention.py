@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mca_config.errors import McaError
-from mca_models.megatron.layers.both_ways import both_ways_attention
-from mca_models.megatron.layers.leaning import leaning, slopes
+from mca_models.megatron.layers.alibi import add_alibi_channels, alibi_slopes
+from mca_models.megatron.layers.bidirectional_attention import bidirectional_attention
 from mca_models.megatron.layers.sdpa import causal_attention
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
-from mca_models.megatron.layers.zigzag import in_order, ranges_of_rank
+from mca_models.megatron.layers.zigzag import rank_token_ranges, restore_token_order
 from mca_models.megatron.types import (
     AttnMaskType,
     GroupCollection,
@@ -31,28 +31,28 @@ from mca_models.megatron.types import (
 
 
 @dataclass(frozen=True)
-class Special:
+class AttentionOptions:
     """What core attention can do that Megatron's configuration does not know of.
 
     Args:
         softcap: See ``causal_attention``.
         temperature: Queries at position p are multiplied by ``1 + beta ln(1 + floor((p + first) / length))``, for
             these ``(beta, length, first)``; None: they stay.
-        heated: Layers (from 0) whose queries are; None: all.
+        temperature_layers: Layers (from 0) whose queries are; None: all.
         chunk: A query sees the keys of its own chunk of so many positions only; None: all before it.
-        chunked: Layers (from 0) with chunks.
-        leaning: Scores grow with the position of the key, as ALiBi's do.
+        chunked_layers: Layers (from 0) with chunks.
+        alibi: Scores grow with the position of the key, as ALiBi's do.
     """
 
     softcap: float | None = None
     temperature: tuple[float, int, int] | None = None
-    heated: frozenset[int] | None = None
+    temperature_layers: frozenset[int] | None = None
     chunk: int | None = None
-    chunked: frozenset[int] = frozenset()
-    leaning: bool = False
+    chunked_layers: frozenset[int] = frozenset()
+    alibi: bool = False
 
 
-KNOWN_ENDS = "mca_ends"
+PACKED_ENDS = "mca_ends"
 """Of packed sequences' parameters: where they end, as numbers, if whoever made them knew."""
 ON_HOST = "mca_on_host"
 """Of ``cu_seqlens`` on a device: the same tensor in the host's memory."""
@@ -62,7 +62,7 @@ _CAUSAL = ("causal", "padding_causal")
 class CoreAttention(torch.nn.Module):
     """softmax(scale * q k^T) v over the keys at or before each query; takes what Megatron's spec gives."""
 
-    special = Special()
+    options = AttentionOptions()
     reach: int = 0
     """How many tokens behind it one of an image may see; 0: none, as text."""
 
@@ -92,12 +92,13 @@ class CoreAttention(torch.nn.Module):
         self.scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.window = _window(config, layer_number)
-        own, layer = self.special, layer_number - 1
-        self.chunk = own.chunk if layer in own.chunked else None
-        self.temperature = own.temperature if own.heated is None or layer in own.heated else None
+        options, layer = self.options, layer_number - 1
+        self.chunk = options.chunk if layer in options.chunked_layers else None
+        scaled = options.temperature_layers is None or layer in options.temperature_layers
+        self.temperature = options.temperature if scaled else None
         self.cp_group = _context_group(pg_collection)
         self.slopes: Tensor | None
-        self.register_buffer("slopes", _slopes(config) if own.leaning else None, persistent=False)
+        self.register_buffer("slopes", _slopes(config) if options.alibi else None, persistent=False)
         if config.softmax_type != "vanilla":
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             self.softmax_offset = cut_parameter((heads,), config.params_dtype)
@@ -151,12 +152,12 @@ class CoreAttention(torch.nn.Module):
     ) -> Tensor:
         keys, values = self._sequences(key, lengths), self._sequences(value, lengths)
         outputs, row = [], 0
-        for chunk in ranges_of_rank(lengths, self.cp_group.rank(), self.cp_group.size()):
-            for first, start, stop in self._seen(chunk.start, chunk.start + chunk.length):
+        for chunk in rank_token_ranges(lengths, self.cp_group.rank(), self.cp_group.size()):
+            for first, start, stop in self._query_ranges(chunk.start, chunk.start + chunk.length):
                 own = slice(row + start - chunk.start, row + stop - chunk.start)
                 with self._draws():
-                    out = self._of_queries(
-                        _heads_first(self._heated(query[own], start)),
+                    out = self._attend_queries(
+                        _heads_first(self._scale_by_temperature(query[own], start)),
                         _heads_first(keys[chunk.sequence][first:]),
                         _heads_first(values[chunk.sequence][first:]),
                         start - first,
@@ -166,13 +167,13 @@ class CoreAttention(torch.nn.Module):
             row += chunk.length
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _of_queries(
+    def _attend_queries(
         self, query: Tensor, key: Tensor, value: Tensor, start: int, ends: Tensor | None
     ) -> Tensor:
         """What the queries from ``start`` on see of a whole sequence; heads stand before tokens."""
         dropout = self.dropout if self.training else 0.0
         if ends is not None:
-            return both_ways_attention(
+            return bidirectional_attention(
                 query,
                 key,
                 value,
@@ -186,7 +187,7 @@ class CoreAttention(torch.nn.Module):
         stop, scale = start + query.shape[2], self.scale
         if self.slopes is not None:
             scale = query.shape[-1] ** -0.5 if scale is None else scale
-            query, key = leaning(query, key, self.slopes, scale)
+            query, key = add_alibi_channels(query, key, self.slopes, scale)
         return causal_attention(
             query,
             key[:, :, :stop],
@@ -196,16 +197,16 @@ class CoreAttention(torch.nn.Module):
             scale=scale,
             dropout=dropout,
             sink=self.softmax_offset,
-            softcap=self.special.softcap,
+            softcap=self.options.softcap,
         )
 
-    def _seen(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    def _query_ranges(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """(first key, first query, end of queries) of each part of the queries ``start .. stop`` of a sequence."""
         size = self.chunk or stop
         for first in range(start - start % size, stop, size):
             yield first, max(start, first), min(stop, first + size)
 
-    def _heated(self, query: Tensor, start: int) -> Tensor:
+    def _scale_by_temperature(self, query: Tensor, start: int) -> Tensor:
         """``[q, b, h, d]`` at positions from ``start``, multiplied by their temperature."""
         if self.temperature is None:
             return query
@@ -234,13 +235,15 @@ class CoreAttention(torch.nn.Module):
         from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
         # forward all-gather, backward reduce-scatter, both on axis 0
-        return in_order(gather_from_sequence_parallel_region(x, group=self.cp_group), lengths, size)
+        return restore_token_order(
+            gather_from_sequence_parallel_region(x, group=self.cp_group), lengths, size
+        )
 
 
 @cache
-def special_attention(special: Special) -> type[CoreAttention]:
-    """``CoreAttention`` that does ``special``."""
-    return type("SpecialAttention", (CoreAttention,), {"special": special})
+def attention_with_options(options: AttentionOptions) -> type[CoreAttention]:
+    """``CoreAttention`` that does ``options``."""
+    return type("SpecialAttention", (CoreAttention,), {"options": options})
 
 
 @cache
@@ -270,7 +273,7 @@ def _slopes(config: MegatronConfig) -> Tensor:
 
     share = config.num_attention_heads // config.tensor_model_parallel_size
     first = parallel_state.get_tensor_model_parallel_rank() * share
-    return slopes(config.num_attention_heads)[first : first + share]
+    return alibi_slopes(config.num_attention_heads)[first : first + share]
 
 
 def _context_group(pg_collection: GroupCollection) -> ProcessGroup:
@@ -282,20 +285,20 @@ def _context_group(pg_collection: GroupCollection) -> ProcessGroup:
     return found
 
 
-def tell_lengths(packed_seq_params: PackedSeqParams, on_host: Tensor) -> None:
+def set_packed_lengths(packed_seq_params: PackedSeqParams, on_host: Tensor) -> None:
     """Makes known where packed sequences end, so that no layer waits for the device to read it.
 
     Args:
         packed_seq_params: Of those sequences; queries and keys have the same.
         on_host: Their ``cu_seqlens`` in the host's memory.
     """
-    setattr(packed_seq_params, KNOWN_ENDS, on_host.tolist())
+    setattr(packed_seq_params, PACKED_ENDS, on_host.tolist())
     setattr(packed_seq_params.cu_seqlens_q, ON_HOST, on_host.detach().clone())
 
 
 def packed_lengths(packed_seq_params: PackedSeqParams, rows: int) -> tuple[int, ...]:
     """Tokens of each packed sequence over all context ranks; rows after the last one are one more."""
-    ends = list(vars(packed_seq_params).get(KNOWN_ENDS) or _read_ends(packed_seq_params))
+    ends = list(vars(packed_seq_params).get(PACKED_ENDS) or _read_ends(packed_seq_params))
     if ends[-1] < rows:
         ends.append(rows)
     return tuple(stop - start for start, stop in itertools.pairwise(ends) if stop > start)

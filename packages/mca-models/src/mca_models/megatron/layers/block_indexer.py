@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad, rms_norm
 
-from mca_models.megatron.layers.indexer import rotated
+from mca_models.megatron.layers.dsa_indexer import rotated
 
 
 @dataclass(frozen=True)
@@ -61,22 +61,22 @@ class BlockIndexer(torch.nn.Module):
         self.q_norm, self.k_norm = (_Weight(sizes.channels, dtype=dtype) for _ in range(2))
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
-    def queries(self, hidden: Tensor, places: Tensor, groups: slice) -> Tensor:
-        """``[n, b, g, d]`` of some groups, of the layer's input ``[n, b, hidden]`` at ``places`` ``[n]``."""
+    def queries(self, hidden: Tensor, positions: Tensor, groups: slice) -> Tensor:
+        """``[n, b, g, d]`` of some groups, of the layer's input ``[n, b, hidden]`` at ``positions`` ``[n]``."""
         weight = self.q_proj.weight.unflatten(0, (self.sizes.groups, -1))[groups].flatten(0, 1)
-        return self._made(hidden, places, weight, self.q_norm.weight)
+        return self._made(hidden, positions, weight, self.q_norm.weight)
 
-    def keys(self, hidden: Tensor, places: Tensor) -> Tensor:
+    def keys(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """``[n, b, d]``."""
-        return self._made(hidden, places, self.k_proj.weight, self.k_norm.weight).squeeze(2)
+        return self._made(hidden, positions, self.k_proj.weight, self.k_norm.weight).squeeze(2)
 
-    def _made(self, hidden: Tensor, places: Tensor, weight: Tensor, norm: Tensor) -> Tensor:
+    def _made(self, hidden: Tensor, positions: Tensor, weight: Tensor, norm: Tensor) -> Tensor:
         heads = linear(hidden, weight).unflatten(-1, (-1, self.sizes.channels))
         scale = norm.float() + self.sizes.offset
         normal = rms_norm(heads.float(), scale.shape, scale, self.sizes.epsilon).to(heads.dtype)
-        return rotated(normal, places, self.inverse_frequencies, self.factor)
+        return rotated(normal, positions, self.inverse_frequencies, self.factor)
 
-    def chosen(self, queries: Tensor, keys: Tensor, start: int) -> Tensor:
+    def select(self, queries: Tensor, keys: Tensor, start: int) -> Tensor:
         """Which keys each query sees, ``[b, g, q, k]``: those not after it in its own and in the best blocks.
 
         Args:
@@ -86,12 +86,12 @@ class BlockIndexer(torch.nn.Module):
         """
         size, count = self.sizes.size, -(-len(keys) // self.sizes.size)
         scores: Tensor = torch.einsum("qbgd,kbd->bgqk", queries.float(), keys.float())
-        places = torch.arange(start, start + len(queries), device=keys.device)
-        before = torch.arange(len(keys), device=keys.device) <= places[:, None]
+        positions = torch.arange(start, start + len(queries), device=keys.device)
+        before = torch.arange(len(keys), device=keys.device) <= positions[:, None]
         scores = pad(scores.masked_fill(~before, -torch.inf), (0, count * size - len(keys)), value=-torch.inf)
         blocks = scores.unflatten(-1, (count, size)).amax(-1)
-        nearest = places[:, None] // size - torch.arange(self.sizes.local, device=keys.device)
+        nearest = positions[:, None] // size - torch.arange(self.sizes.local, device=keys.device)
         blocks.scatter_(-1, nearest.clamp(min=0).expand(*blocks.shape[:2], -1, -1), torch.inf)
         best = blocks.topk(min(self.sizes.topk, count), -1).indices
-        chosen = torch.zeros_like(blocks, dtype=torch.bool).scatter_(-1, best, True)
-        return chosen.repeat_interleave(size, -1)[..., : len(keys)] & before
+        mask = torch.zeros_like(blocks, dtype=torch.bool).scatter_(-1, best, True)
+        return mask.repeat_interleave(size, -1)[..., : len(keys)] & before

@@ -160,16 +160,16 @@ _BEYOND: dict[str, Callable[[McaModelConfig, int], Tensor]] = {
 }
 
 
-def ropes_by_length(*chunks: torch.nn.Module) -> tuple[MegatronModule, ...]:
+def length_dependent_ropes(*chunks: torch.nn.Module) -> tuple[MegatronModule, ...]:
     """The ropes in ``chunks`` whose frequencies depend on the longest sequence."""
     return tuple(module for chunk in chunks for module in chunk.modules() if hasattr(module, _LONGEST))
 
 
-def tell_longest(ropes: Iterable[MegatronModule], tokens: int) -> None:
+def set_longest_sequence(ropes: Iterable[MegatronModule], tokens: int) -> None:
     """Says how long the longest sequence of the coming pass is, which rows hide that are padded to another's length.
 
     Args:
-        ropes: See `ropes_by_length`.
+        ropes: See `length_dependent_ropes`.
         tokens: Of that sequence; 0: as long as its row.
     """
     for rope in ropes:

@@ -29,7 +29,7 @@ def block_spec(config: MegatronConfig, implementation: Implementation, vp_stage:
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage
     )
-    return _with_own_attention(spec, config) if engine else _with_own_modules(spec, config)
+    return _with_local_attention(spec, config) if engine else _with_local_modules(spec, config)
 
 
 def mtp_spec(
@@ -49,7 +49,7 @@ def mtp_spec(
     spec = get_gpt_mtp_block_spec(config, like, use_transformer_engine=engine, vp_stage=vp_stage)
     if spec is None:
         return None
-    return _with_own_attention(spec, config) if engine else _with_own_modules(spec, config)
+    return _with_local_attention(spec, config) if engine else _with_local_modules(spec, config)
 
 
 def _last_sparse_layer(config: MegatronConfig) -> int:
@@ -68,14 +68,14 @@ def engine_attention() -> type:
     return attention
 
 
-def _with_own_attention(spec: Spec, config: MegatronConfig) -> Spec:
+def _with_local_attention(spec: Spec, config: MegatronConfig) -> Spec:
     """Transformer Engine's layers, with our core attention if ``attention_backend`` is ``local``."""
     if config.attention_backend is None or config.attention_backend.name != "local":
         return spec
     return _replace(spec, {engine_attention(): CoreAttention})
 
 
-def _with_own_modules(spec: Spec, config: MegatronConfig) -> Spec:
+def _with_local_modules(spec: Spec, config: MegatronConfig) -> Spec:
     from megatron.core.tensor_parallel import ColumnParallelLinear
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.torch_norm import WrappedTorchNorm

@@ -29,7 +29,7 @@ class TokenRange:
 
 
 @lru_cache(maxsize=64)
-def ranges_of_rank(lengths: tuple[int, ...], rank: int, size: int) -> tuple[TokenRange, ...]:
+def rank_token_ranges(lengths: tuple[int, ...], rank: int, size: int) -> tuple[TokenRange, ...]:
     """What ``rank`` of ``size`` holds of sequences of these ``lengths``, in the order of its rows.
 
     Raises:
@@ -49,7 +49,7 @@ def ranges_of_rank(lengths: tuple[int, ...], rank: int, size: int) -> tuple[Toke
     return tuple(chunks)
 
 
-def in_order(gathered: Tensor, lengths: Sequence[int], size: int) -> list[Tensor]:
+def restore_token_order(gathered: Tensor, lengths: Sequence[int], size: int) -> list[Tensor]:
     """The sequences in their own order, from the rows of all ranks one after the other.
 
     Args:
@@ -60,7 +60,7 @@ def in_order(gathered: Tensor, lengths: Sequence[int], size: int) -> list[Tensor
     pieces: dict[tuple[int, int], Tensor] = {}
     row = 0
     for rank in range(size):
-        for chunk in ranges_of_rank(tuple(lengths), rank, size):
+        for chunk in rank_token_ranges(tuple(lengths), rank, size):
             pieces[chunk.sequence, chunk.start] = gathered[row : row + chunk.length]
             row += chunk.length
     ordered: list[list[Tensor]] = [[] for _ in lengths]
@@ -69,11 +69,11 @@ def in_order(gathered: Tensor, lengths: Sequence[int], size: int) -> list[Tensor
     return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in ordered]
 
 
-def take(x: Tensor, axis: int, rank: int, size: int) -> Tensor:
+def take_rank_tokens(x: Tensor, axis: int, rank: int, size: int) -> Tensor:
     """This rank's part of one unpacked sequence axis."""
     if size == 1:
         return x
     parts = [
-        x.narrow(axis, chunk.start, chunk.length) for chunk in ranges_of_rank((x.shape[axis],), rank, size)
+        x.narrow(axis, chunk.start, chunk.length) for chunk in rank_token_ranges((x.shape[axis],), rank, size)
     ]
     return torch.cat(parts, axis)

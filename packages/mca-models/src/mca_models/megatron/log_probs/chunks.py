@@ -47,28 +47,30 @@ class ChunkedOutput:
         by_rank = labels.reshape(len(labels), -1, rows)  # which of the tokens each rank holds
         step = max(self._tokens * rows // labels.numel(), 1)
         made = [
-            checkpoint(self._made, hidden, part, weight, use_reentrant=False, context_fn=_same_draws)
+            checkpoint(
+                self._compute_chunk, hidden, part, weight, use_reentrant=False, context_fn=_recompute_contexts
+            )
             for hidden, part in zip(hidden_states.split(step), by_rank.split(step, 2), strict=True)
         ]
         values = torch.cat(made, -1)
         return values.reshape(*values.shape[:-3], *labels.shape)
 
-    def _made(self, hidden: Tensor, labels: Tensor, weight: Tensor | None) -> Tensor:
+    def _compute_chunk(self, hidden: Tensor, labels: Tensor, weight: Tensor | None) -> Tensor:
         """Of ``hidden [c, b, h]`` on each rank and ``labels [b, ranks, c]`` of all."""
         logits, _ = self._model.output_layer(hidden, weight=weight)
         values = self._values(labels.flatten(1), logits)
         return values.view(*values.shape[:-2], *labels.shape)
 
 
-def _same_draws() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """What a chunk runs in, and runs in again: an adapter's dropout draws from states that torch does not know too."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    return nullcontext(), _drawing_from(get_cuda_rng_tracker().get_states())
+    return nullcontext(), _rng_states(get_cuda_rng_tracker().get_states())
 
 
 @contextmanager
-def _drawing_from(states: dict[str, Tensor]) -> Iterator[None]:
+def _rng_states(states: dict[str, Tensor]) -> Iterator[None]:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     tracker = get_cuda_rng_tracker()
@@ -83,7 +85,7 @@ def _drawing_from(states: dict[str, Tensor]) -> Iterator[None]:
 def token_values(values: Callable[[Tensor, Tensor, int], Tensor], vocab_size: int) -> Values:
     """``values`` of ``vocabulary.TokenValues`` in the order of Megatron's tensors."""
 
-    def of(labels: Tensor, logits: Tensor) -> Tensor:
+    def compute(labels: Tensor, logits: Tensor) -> Tensor:
         return values(logits, labels.transpose(0, 1), vocab_size).transpose(-1, -2)
 
-    return of
+    return compute

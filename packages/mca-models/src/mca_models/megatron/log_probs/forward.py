@@ -23,12 +23,12 @@ from mca_config.checks import (
 from mca_config.errors import McaError, raise_problems
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.distributed.collectives import told_by_one
+from mca_models.megatron.distributed.collectives import run_on_all_ranks_unwrapped
 from mca_models.megatron.factory.limits import packed_problems
-from mca_models.megatron.forward import gathered, inference, micro_batch_group, refuse_placeholders
-from mca_models.megatron.layers.attention import tell_lengths
-from mca_models.megatron.layers.rope import ropes_by_length, tell_longest
-from mca_models.megatron.layers.zigzag import ranges_of_rank
+from mca_models.megatron.forward import gathered, inference, micro_batch_group, require_no_images
+from mca_models.megatron.layers.attention import set_packed_lengths
+from mca_models.megatron.layers.rope import length_dependent_ropes, set_longest_sequence
+from mca_models.megatron.layers.zigzag import rank_token_ranges
 from mca_models.megatron.live import LiveModel
 from mca_models.megatron.log_probs.chunks import ChunkedOutput, token_values
 from mca_models.megatron.log_probs.vocabulary import TokenValues
@@ -84,7 +84,7 @@ class Batch:
                 "cu_seqlens must rise from 0 to the tokens of the one row of input_ids, without a mask"
             )
 
-    def places(self) -> list[Tensor]:
+    def positions(self) -> list[Tensor]:
         """Of each sequence the flat positions of its tokens in ``input_ids``."""
         width = self.input_ids.shape[1]
         if self.cu_seqlens is not None:
@@ -96,26 +96,26 @@ class Batch:
             found = [
                 row * width + kept.nonzero().flatten() for row, kept in enumerate(self.mask.cpu().bool())
             ]
-        return [places for places in found if len(places)]
+        return [positions for positions in found if len(positions)]
 
 
 @torch.no_grad()
-def model_log_probs(models: LiveModel, ask: Callable[[], Batch], values: TokenValues) -> LogProbs:
+def model_log_probs(models: LiveModel, make_batch: Callable[[], Batch], values: TokenValues) -> LogProbs:
     """See ``VirtualModels.log_probs``.
 
     Args:
         models: The model.
-        ask: What is asked for; may raise on some ranks alone.
+        make_batch: What is asked for; may raise on some ranks alone.
         values: What is computed of each token.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    batch = _agreed(models, ask)
+    batch = _checked_batch(models, make_batch)
     rows = _Rows(models, batch)
     with inference(models), _computing(models, batch.chunk_size, values):
         outputs: list[Tensor] = get_forward_backward_func()(
             forward_step_func=_forward_step,
-            data_iterator=[rows.micro_batches(ropes_by_length(chunk)) for chunk in models.chunks],
+            data_iterator=[rows.micro_batches(length_dependent_ropes(chunk)) for chunk in models.chunks],
             model=list(models.chunks),
             num_microbatches=rows.count,
             seq_length=rows.length,
@@ -123,7 +123,7 @@ def model_log_probs(models: LiveModel, ask: Callable[[], Batch], values: TokenVa
             forward_only=True,
             collect_non_loss_data=True,
         )
-    tell_longest(ropes_by_length(*models.chunks), 0)
+    set_longest_sequence(length_dependent_ropes(*models.chunks), 0)
     kinds = 1 + values.entropy
     group = parallel.pipeline_group()
     shape = (kinds, rows.count * rows.height, rows.length)
@@ -138,28 +138,28 @@ def model_log_probs(models: LiveModel, ask: Callable[[], Batch], values: TokenVa
     return LogProbs(*rows.spread(found), *(() if values.entropy else (None,)))
 
 
-def _agreed(models: LiveModel, ask: Callable[[], Batch]) -> Batch:
+def _checked_batch(models: LiveModel, make_batch: Callable[[], Batch]) -> Batch:
     """This replica's batch, if none of all has one that cannot be computed; collective."""
-    asked: list[Batch] = []
+    batches: list[Batch] = []
 
     def look() -> None:
-        batch = ask()
-        refuse_placeholders(models.config, batch.input_ids)
+        batch = make_batch()
+        require_no_images(models.config, batch.input_ids)
         if batch.packed:
             _require_packs(models)
         if models.config.learned_positions:
-            longest = max(map(len, batch.places()), default=0)
+            longest = max(map(len, batch.positions()), default=0)
             require_learned_positions(longest, models.config.max_position_embeddings)
-        asked.append(batch)
+        batches.append(batch)
 
-    told_by_one(look)
-    return asked[0]
+    run_on_all_ranks_unwrapped(look)
+    return batches[0]
 
 
 def _require_packs(models: LiveModel) -> None:
     megatron, engine = models.megatron, platform.engine_version()
     settings = {name: getattr(megatron, name) for name in ("cp_comm_type", "attention_backend")}
-    layout = models.place.layout
+    layout = models.rank_context.layout
     raise_problems(
         packed_problems(models.config, layout, settings, megatron.transformer_impl, engine),
         "packed log_probs",
@@ -176,12 +176,14 @@ class _Rows:
     """
 
     def __init__(self, models: LiveModel, batch: Batch) -> None:
-        self._batch, layout = batch, models.place.layout
+        self._batch, layout = batch, models.rank_context.layout
         self._device = platform.current_device()
-        self._places = batch.places()
+        self._sequence_positions = batch.positions()
         size = batch.micro_batch_size
-        self._longest = max(map(len, self._places), default=0)
-        self._groups = [self._places[i : i + size] for i in range(0, len(self._places), size)]
+        self._longest = max(map(len, self._sequence_positions), default=0)
+        self._groups = [
+            self._sequence_positions[i : i + size] for i in range(0, len(self._sequence_positions), size)
+        ]
         self._multiple = sequence_multiple(
             layout,
             models.megatron.sequence_parallel,
@@ -189,7 +191,7 @@ class _Rows:
             step=length_multiple(self._device.type, models.megatron.transformer_impl, packed=batch.packed),
         )
         self.height = 1 if batch.packed else size
-        lengths = [[self._padded(len(places)) for places in group] for group in self._groups]
+        lengths = [[self._padded(len(positions)) for positions in group] for group in self._groups]
         length = max([sum(each) if batch.packed else max(each) for each in lengths], default=self._multiple)
         box = torch.tensor([len(self._groups), length], device=self._device)
         torch.distributed.all_reduce(box, torch.distributed.ReduceOp.MAX)  # experts are spread over replicas
@@ -206,16 +208,18 @@ class _Rows:
         group = parallel.context_group()
         for number in range(self.count):
             tokens = torch.zeros(3, self.height, self.length, dtype=torch.int64, device=self._device)
-            for row, start, places in self._laid(number):
-                cut = slice(start, start + len(places))
-                tokens[0, row, cut] = ids[places.to(self._device)]
-                tokens[1, row, start : start + len(places) - 1] = tokens[
-                    0, row, start + 1 : start + len(places)
+            for row, start, positions in self._sequence_rows(number):
+                cut = slice(start, start + len(positions))
+                tokens[0, row, cut] = ids[positions.to(self._device)]
+                tokens[1, row, start : start + len(positions) - 1] = tokens[
+                    0, row, start + 1 : start + len(positions)
                 ]
             lengths = self._lengths(number)
             tokens[2] = self._positions(number, lengths)
-            tell_longest(ropes, max((len(places) for _, _, places in self._laid(number)), default=0))
-            own = tokens[..., self._held(lengths, group.rank(), group.size())]
+            set_longest_sequence(
+                ropes, max((len(positions) for _, _, positions in self._sequence_rows(number)), default=0)
+            )
+            own = tokens[..., self._rank_tokens(lengths, group.rank(), group.size())]
             yield {
                 "input_ids": own[0].contiguous(),
                 "labels": own[1].contiguous(),
@@ -223,32 +227,36 @@ class _Rows:
                 "packed_seq_params": self._packed(lengths) if self._batch.packed else None,
             }
 
-    def _laid(self, number: int) -> Iterator[tuple[int, int, Tensor]]:
+    def _sequence_rows(self, number: int) -> Iterator[tuple[int, int, Tensor]]:
         """Row and first token of each sequence of a micro-batch, and its places in the batch."""
         start = 0
-        for index, places in enumerate(self._groups[number] if number < len(self._groups) else ()):
-            yield (0, start, places) if self._batch.packed else (index, 0, places)
-            start += self._padded(len(places))
+        for index, positions in enumerate(self._groups[number] if number < len(self._groups) else ()):
+            yield (0, start, positions) if self._batch.packed else (index, 0, positions)
+            start += self._padded(len(positions))
 
     def _lengths(self, number: int) -> tuple[int, ...]:
         """Of the sequences in a row, all padding included."""
         if not self._batch.packed:
             return (self.length,)
-        lengths = [self._padded(len(places)) for _, _, places in self._laid(number)]
+        lengths = [self._padded(len(positions)) for _, _, positions in self._sequence_rows(number)]
         rest = self.length - sum(lengths)
         return (*lengths, rest) if rest else tuple(lengths)
 
     def _positions(self, number: int, lengths: tuple[int, ...]) -> Tensor:
         """Of the tokens of a row; its padding may be longer than the model's positions and takes the last token's."""
-        own = [len(places) for _, _, places in self._laid(number)] if self._batch.packed else [self._longest]
+        own = (
+            [len(positions) for _, _, positions in self._sequence_rows(number)]
+            if self._batch.packed
+            else [self._longest]
+        )
         own += [0] * (len(lengths) - len(own))
         found = [torch.arange(n).clamp(max=max(most - 1, 0)) for n, most in zip(lengths, own, strict=True)]
         return torch.cat(found).to(self._device)
 
-    def _held(self, lengths: Sequence[int], rank: int, size: int) -> Tensor:
+    def _rank_tokens(self, lengths: Sequence[int], rank: int, size: int) -> Tensor:
         """Which tokens of a row a context rank holds."""
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        ranges = ranges_of_rank(tuple(lengths), rank, size)
+        ranges = rank_token_ranges(tuple(lengths), rank, size)
         return torch.cat(
             [
                 torch.arange(starts[r.sequence] + r.start, starts[r.sequence] + r.start + r.length)
@@ -268,7 +276,7 @@ class _Rows:
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         )
-        tell_lengths(params, on_host)
+        set_packed_lengths(params, on_host)
         return params
 
     def whole(self, output: Tensor) -> Tensor:
@@ -281,11 +289,11 @@ class _Rows:
         out = torch.zeros(len(found), self._batch.input_ids.numel(), device=self._device)
         for number in range(len(self._groups)):
             lengths = self._lengths(number)
-            order = torch.cat([self._held(lengths, rank, size) for rank in range(size)])
+            order = torch.cat([self._rank_tokens(lengths, rank, size) for rank in range(size)])
             rows = torch.empty_like(found[:, : self.height])
             rows[..., order] = found[:, number * self.height : (number + 1) * self.height]
-            for row, start, places in self._laid(number):
-                out[:, places[1:].to(self._device)] = rows[:, row, start : start + len(places) - 1]
+            for row, start, positions in self._sequence_rows(number):
+                out[:, positions[1:].to(self._device)] = rows[:, row, start : start + len(positions) - 1]
         return out.view(len(found), *self._batch.input_ids.shape)
 
 

@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from mca_config.errors import McaError
 from mca_models.lora.rules import AdapterRules, LoraFactors, factors_by_weight
-from mca_models.megatron.families.images import sum_over_tensor_ranks
-from mca_models.megatron.names import Held
+from mca_models.megatron.families.images import mark_replicated_gradient
+from mca_models.megatron.names import LocalParam
 from mca_models.megatron.peft.linear import Axis, Cut, LoraExperts, LoraLinear, LoraPart, LoraWeight
 from mca_models.megatron.tensors import cast_finite
 from mca_models.megatron.types import HookOutput, MegatronModule
@@ -98,7 +98,7 @@ class Attached:
 
 def attach(
     chunk: torch.nn.Module,
-    held: Sequence[tuple[Held, Tensor]],
+    params: Sequence[tuple[LocalParam, Tensor]],
     rules: AdapterRules,
     ranks: LinearGroups,
     *,
@@ -109,7 +109,7 @@ def attach(
 
     Args:
         chunk: One live ``GPTModel``.
-        held: Its parameters.
+        params: Its parameters.
         rules: The adapter, made for the live layout.
         ranks: The groups it stands on.
         dropout: Probability for the adapters' inputs.
@@ -118,27 +118,27 @@ def attach(
     Raises:
         McaError: A target cannot carry an adapter at this layout.
     """
-    wanted = factors_by_weight(rules.factors)
+    factors_by_part = factors_by_weight(rules.factors)
     experts: dict[str, list[_Placed]] = {}
-    for item, base in held:
-        pairs = wanted.get(item.param.mca_name())
+    for item, base in params:
+        pairs = factors_by_part.get(item.param.mca_name())
         if not pairs or item.copy:
             continue
-        place, _, leaf = item.live.rpartition(".")
+        path, _, leaf = item.live.rpartition(".")
         placed = _Placed(pairs, base, _lora(pairs, base, ranks, dropout))
         if grouped and item.param.expert is not None:
-            experts.setdefault(place, []).append(placed)
+            experts.setdefault(path, []).append(placed)
         elif pairs[0].target.sees:
-            yield _hang_whole(chunk.get_submodule(place), placed, ranks.sequence_parallel)
+            yield _attach_hf_module(chunk.get_submodule(path), placed, ranks.sequence_parallel)
         elif item.param.mca.endswith(_BARE):
-            yield _hang_bare(chunk.get_submodule(place), leaf, placed)
+            yield _attach_weight(chunk.get_submodule(path), leaf, placed)
         else:
-            yield _hang(chunk.get_submodule(place), placed)
-    for place, several in experts.items():
-        yield from _hang_grouped(chunk.get_submodule(place), several)
+            yield _attach_linear(chunk.get_submodule(path), placed)
+    for path, several in experts.items():
+        yield from _attach_grouped(chunk.get_submodule(path), several)
 
 
-def tell_undropped(rules: AdapterRules, dropout: float) -> None:
+def warn_unused_dropout(rules: AdapterRules, dropout: float) -> None:
     """Warns of adapters that ``dropout`` does not reach: they are added to a weight and see no input."""
     targets = [pair.target for pair in rules.factors]
     bare = sorted({target.module.rpartition(".")[2] for target in targets if target.base.mca.endswith(_BARE)})
@@ -181,7 +181,7 @@ def _lora(pairs: Sequence[LoraFactors], base: Tensor, ranks: LinearGroups, dropo
             f"target_modules: an adapter on {module} needs sequence_parallel at "
             "tensor_model_parallel_size above 1; set it, or exclude the module"
         )
-    sizes = _rows_of_parts(param, base, cut)
+    sizes = _part_rows(param, base, cut)
     parts = []
     for pair in pairs:
         whole_b = cut.axis == "rows" and pair.b.shard.axis is None
@@ -195,7 +195,7 @@ def _lora(pairs: Sequence[LoraFactors], base: Tensor, ranks: LinearGroups, dropo
     return kind(parts, cut, base, order, dropout)
 
 
-def _rows_of_parts(param: Param, base: Tensor, cut: Cut) -> tuple[int, ...]:
+def _part_rows(param: Param, base: Tensor, cut: Cut) -> tuple[int, ...]:
     """Rows of each HF tensor inside the whole weight."""
     rows = base.shape[0] * (cut.group.size() if cut.axis == "rows" else 1)
     if len(param.hf) == 1:
@@ -233,7 +233,7 @@ def _packed_rows(rule: Rule, sizes: tuple[int, ...], rank: int, size: int) -> ND
     return packed
 
 
-def _hang(owner: torch.nn.Module, placed: _Placed) -> Attached:
+def _attach_linear(owner: torch.nn.Module, placed: _Placed) -> Attached:
     owner.add_module(CHILD, placed.lora)
     _return_normed_input(owner)
     # before what a family makes of the product, as the output layer's factor and cap of the logits
@@ -241,16 +241,16 @@ def _hang(owner: torch.nn.Module, placed: _Placed) -> Attached:
     return placed.attached(owner, placed.lora, [handle])
 
 
-def _hang_whole(owner: torch.nn.Module, placed: _Placed, sequence_parallel: bool) -> Attached:
+def _attach_hf_module(owner: torch.nn.Module, placed: _Placed, sequence_parallel: bool) -> Attached:
     """On a module of transformers, which gives its output alone; gradients come together as the vision model's."""
     owner.add_module(CHILD, placed.lora)
     for _, *factors in placed.lora.factors():
         for factor in factors:
-            sum_over_tensor_ranks(factor, sequence_parallel=sequence_parallel)
+            mark_replicated_gradient(factor, sequence_parallel=sequence_parallel)
     return placed.attached(owner, placed.lora, [owner.register_forward_hook(_add_whole)])
 
 
-def _hang_bare(owner: torch.nn.Module, leaf: str, placed: _Placed) -> Attached:
+def _attach_weight(owner: torch.nn.Module, leaf: str, placed: _Placed) -> Attached:
     lora = placed.lora
 
     def put(module: torch.nn.Module, args: tuple[object, ...]) -> None:
@@ -265,7 +265,7 @@ def _hang_bare(owner: torch.nn.Module, leaf: str, placed: _Placed) -> Attached:
     return placed.attached(owner, lora, handles)
 
 
-def _hang_grouped(owner: torch.nn.Module, placed: Sequence[_Placed]) -> Iterator[Attached]:
+def _attach_grouped(owner: torch.nn.Module, placed: Sequence[_Placed]) -> Iterator[Attached]:
     number = {id(tensor): int(name.removeprefix("weight")) for name, tensor in _weights(owner)}
     switch = LoraExperts({number[id(item.base)]: item.lora for item in placed}, placed[0].base.shape[0])
     owner.add_module(CHILD, switch)

@@ -7,11 +7,11 @@ from mca_config.errors import McaError
 from mca_models.hub import resolve_directory
 from mca_models.lora import Adapter, AdapterConfig, AdapterRules, adapter_for, rules_for_training
 from mca_models.lora.adapter import require_untied
-from mca_models.megatron.families.vision_model import TEXT, Part
-from mca_models.megatron.peft.fit import require_held
+from mca_models.megatron.families.vision_tower import TEXT, Part
+from mca_models.megatron.peft.compatibility import require_new_params_saved
+from mca_models.megatron.peft.initialization import initial_values, require_supported_init
 from mca_models.megatron.peft.models import PeftModels, Read
 from mca_models.megatron.peft.settings import adapter_config
-from mca_models.megatron.peft.start import first_values, require_start
 from mca_models.megatron.types import PeftConfig
 from mca_models.megatron.virtual_models import VirtualModels
 
@@ -35,9 +35,9 @@ def get_peft_model(
         McaError: A setting cannot be represented, or names nothing of this model.
     """
     adapter = adapter_config(config, models, parts)
-    require_start(adapter)
+    require_supported_init(adapter)
     rules = rules_for_training(models.config, adapter)
-    return _filled(models, adapter, rules, first_values(adapter, seed), saved=False)
+    return _filled(models, adapter, rules, initial_values(adapter, seed), saved=False)
 
 
 def attach_adapter(models: VirtualModels, config: AdapterConfig, rules: AdapterRules) -> PeftModels:
@@ -51,7 +51,7 @@ def attach_adapter(models: VirtualModels, config: AdapterConfig, rules: AdapterR
             "this model has an adapter already; call merge_and_unload on what get_peft_model or load_adapter returned, "
             "or load the base model again"
         )
-    require_held(models, rules)
+    require_new_params_saved(models, rules)
     require_untied(Adapter(models.config, config, rules, lambda param: None), "training it")
     return PeftModels(models, config, rules)
 

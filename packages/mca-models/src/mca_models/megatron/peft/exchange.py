@@ -9,8 +9,8 @@ from torch import Tensor
 from mca_config.model_config import McaModelConfig
 from mca_models.lora import Adapter, AdapterConfig, AdapterRules
 from mca_models.megatron.distributed.collectives import all_gather
-from mca_models.megatron.distributed.parallel import Place
-from mca_models.megatron.factory.fill import cut_of, speaks
+from mca_models.megatron.distributed.parallel import RankContext
+from mca_models.megatron.factory.fill import is_first_replica, shard_rank_and_size
 from mca_models.megatron.tensors import to_numpy
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
@@ -20,7 +20,7 @@ Pieces = dict[str, dict[int, Array]]
 
 def whole_adapter(
     live: Sequence[tuple[Param, Tensor]],
-    place: Place,
+    rank_context: RankContext,
     model: McaModelConfig,
     config: AdapterConfig,
     rules: AdapterRules,
@@ -30,10 +30,10 @@ def whole_adapter(
     """The adapter whose pieces all ranks hold, on rank 0 or ``everywhere``; None elsewhere. Collective."""
     mine: Pieces = {}
     for param, tensor in live:
-        if speaks(param, place.at):
-            rank, _ = cut_of(param, place.layout, place.at)
+        if is_first_replica(param, rank_context.coordinates):
+            rank, _ = shard_rank_and_size(param, rank_context.layout, rank_context.coordinates)
             mine.setdefault(param.mca_name(), {})[rank] = to_numpy(tensor)
-    everyone: list[Pieces] | None = [{}] * place.world_size if place.rank == 0 else None
+    everyone: list[Pieces] | None = [{}] * rank_context.world_size if rank_context.rank == 0 else None
     if everywhere:
         everyone = all_gather(mine)
     else:

@@ -25,36 +25,36 @@ from mca_models.lora import (
 )
 from mca_models.lora.rules import PREFIX
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.distributed.collectives import require_same_arguments, told_by_first
-from mca_models.megatron.factory.fill import cut_of, full_shape
+from mca_models.megatron.distributed.collectives import require_same_arguments, run_on_first_rank_unwrapped
+from mca_models.megatron.factory.fill import shard_rank_and_size, full_shape
 from mca_models.megatron.peft.attach import (
     Attached,
     LinearGroups,
     attach,
     begin_gradients,
     detach,
-    tell_undropped,
+    warn_unused_dropout,
 )
+from mca_models.megatron.peft.compatibility import require_same
 from mca_models.megatron.peft.exchange import whole_adapter
 from mca_models.megatron.peft.export import merged_piece, peft_tensors
-from mca_models.megatron.peft.fit import require_same
-from mca_models.megatron.peft.received import received
-from mca_models.megatron.peft.sharded import share, unshare
-from mca_models.megatron.peft.start import is_trained, require_base
-from mca_models.megatron.state.arrivals import Weight, on_every_rank
+from mca_models.megatron.peft.initialization import is_trained, require_base_weights
+from mca_models.megatron.peft.received import receive_adapter
+from mca_models.megatron.peft.sharded_state import patch_sharded_state, restore_sharded_state
 from mca_models.megatron.state.export import (
     BUCKET_BYTES,
     Destination,
-    Wanted,
     WeightBucket,
+    WeightRequest,
     agreed,
     each_tensor,
     export_buckets,
     packed_buckets,
 )
-from mca_models.megatron.state.load import take_weights
+from mca_models.megatron.state.load import load_local_weights
 from mca_models.megatron.state.save import save_hf
 from mca_models.megatron.state.stream import Piece
+from mca_models.megatron.state.weight_receiver import Weight, load_on_all_ranks
 from mca_models.megatron.tensors import cast_finite, to_torch
 from mca_models.megatron.virtual_models import CheckpointFormat, VirtualModels
 from mca_models.weights import Param
@@ -104,9 +104,9 @@ class PeftModels(VirtualModels):
         grouped = self._naming().grouped_experts
         attached: list[Attached] = []
         dropout = self.adapter.dropout
-        tell_undropped(self.rules, dropout)
+        warn_unused_dropout(self.rules, dropout)
         try:
-            for chunk, held in zip(self.chunks, self._held, strict=True):
+            for chunk, held in zip(self.chunks, self._local_params, strict=True):
                 for item in attach(chunk, held, self.rules, ranks, dropout=dropout, grouped=grouped):
                     attached.append(item)
         except BaseException:
@@ -114,12 +114,12 @@ class PeftModels(VirtualModels):
             raise
         return attached
 
-    def require_family(self) -> None:
+    def reject_hidden_adapter(self) -> None:
         """It knows its adapter."""
 
     def _saved_whole(self, *, copies: bool) -> Iterator[tuple[Param, Tensor]]:
         saved = {param.mca_name(): param for param in self.rules.full_params}
-        for item, tensor in self.held():
+        for item, tensor in self.local_params():
             if item.copy is copies and item.param.mca_name() in saved:
                 yield saved[item.param.mca_name()], tensor
 
@@ -134,7 +134,7 @@ class PeftModels(VirtualModels):
         """Has Megatron's distributed checkpoints see the factors under their canonical names."""
         by_tensor = {id(tensor): param for param, tensor in self._factors}
         for chunk in self.chunks:
-            share(chunk, by_tensor, self.place)
+            patch_sharded_state(chunk, by_tensor, self.rank_context)
 
     def load_pretrained(self, directory: str | Path) -> None:
         """Sets the adapter, not merged, to that of a PEFT or MCA directory of the same targets, ranks and scales."""
@@ -151,13 +151,13 @@ class PeftModels(VirtualModels):
             read: The whole tensor of a rule as a NumPy array, from the rule and its shape.
             saved: Also the parameters of ``modules_to_save``, which else stay those of the base model.
         """
-        config, at = self.config, self.place.at
+        config, coordinates = self.config, self.rank_context.coordinates
         found: list[tuple[Tensor, Tensor]] = []
         for param, tensor in self._every() if saved else self._factors:
             whole = full_shape(param, tensor, config)
-            source = Adapter(config, self.adapter, self.rules, _of_shape(read, whole))
-            rank, size = cut_of(param, config.layout, at)
-            found.append((tensor, _as_in(tensor, source.piece(param, rank, size), param.mca_name())))
+            source = Adapter(config, self.adapter, self.rules, _with_shape(read, whole))
+            rank, size = shard_rank_and_size(param, config.layout, coordinates)
+            found.append((tensor, _cast_like(tensor, source.piece(param, rank, size), param.mca_name())))
         with torch.no_grad():
             for tensor, value in found:
                 tensor.copy_(value)
@@ -167,7 +167,7 @@ class PeftModels(VirtualModels):
         for param, tensor in self._live():
             yield param.mca_name(), tensor
 
-    def trained(self) -> Iterator[tuple[str, Tensor]]:
+    def trained_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The same, and second copies of what is saved with it."""
         for param, tensor in self._every():
             yield param.mca_name(), tensor
@@ -212,7 +212,7 @@ class PeftModels(VirtualModels):
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
         """A block in which the model computes what the base model does; refused with ``modules_to_save``."""
-        require_base(self.adapter, merged=self.merged)
+        require_base_weights(self.adapter, merged=self.merged)
         before = [item.switch.merged for item in self._attached]
         try:
             for item in self._attached:
@@ -239,7 +239,7 @@ class PeftModels(VirtualModels):
         detach(self._attached)
         self._adapters.clear()
         for chunk in self.chunks:
-            unshare(chunk)
+            restore_sharded_state(chunk)
         for handle in self._handles:
             handle.remove()
         for parameter, trained in self._before:
@@ -317,15 +317,15 @@ class PeftModels(VirtualModels):
             raise McaError("the adapter is merged; call unmerge_adapter before load_weights")
         given = iter(weights)
         first: list[Weight] = []
-        on_every_rank(lambda: first.extend(islice(given, 1)))
+        load_on_all_ranks(lambda: first.extend(islice(given, 1)))
         adapts = bool(first) and first[0][0].startswith(PREFIX)
         kind = "those of an adapter" if adapts else "those of the base model" if first else "none"
         require_same_arguments("load_weights", weights=kind)
-        take = self._take if adapts else partial(take_weights, self)
-        on_every_rank(lambda: take(chain(first, given)))
+        take = self._take if adapts else partial(load_local_weights, self)
+        load_on_all_ranks(lambda: take(chain(first, given)))
 
     def _take(self, every: Iterable[Weight]) -> None:
-        read = received(Adapter(self.config, self.adapter, self.rules, lambda param: None), every)
+        read = receive_adapter(Adapter(self.config, self.adapter, self.rules, lambda param: None), every)
         self.fill(lambda param, shape: read(param), saved=True)
 
     def export_weights(
@@ -370,25 +370,25 @@ class PeftModels(VirtualModels):
         live = dict(self.canonical_parameters())
         return live.get if self.merged else merged_piece(live, self._attached)
 
-    def _adapter_buckets(self, wanted: Wanted) -> Iterator[WeightBucket]:
+    def _adapter_buckets(self, wanted: WeightRequest) -> Iterator[WeightBucket]:
         """Adapters are small: each rank that gets it has all of it at once."""
-        targets = wanted.targets(self.place)
+        targets = wanted.targets(self.rank_context)
         found = whole_adapter(
-            self._live(), self.place, self.config, self.adapter, self.rules, everywhere=targets != {0}
+            self._live(), self.rank_context, self.config, self.adapter, self.rules, everywhere=targets != {0}
         )
-        if found is not None and self.place.rank in targets:
+        if found is not None and self.rank_context.rank in targets:
             yield from packed_buckets(peft_tensors(found, wanted.dtype), wanted.bucket_bytes)
 
     def _write(self, write: Callable[[Adapter], None]) -> None:
-        found = whole_adapter(self._live(), self.place, self.config, self.adapter, self.rules)
-        told_by_first(lambda: write(found) if found else None)
+        found = whole_adapter(self._live(), self.rank_context, self.config, self.adapter, self.rules)
+        run_on_first_rank_unwrapped(lambda: write(found) if found else None)
 
 
-def _of_shape(read: Read, shape: tuple[int, ...]) -> Callable[[Param], Array]:
+def _with_shape(read: Read, shape: tuple[int, ...]) -> Callable[[Param], Array]:
     return lambda param: read(param, shape)
 
 
-def _as_in(tensor: Tensor, piece: Array, name: str) -> Tensor:
+def _cast_like(tensor: Tensor, piece: Array, name: str) -> Tensor:
     """``piece`` in the dtype of ``tensor``, which has its shape."""
     import numpy as np
 

@@ -11,7 +11,7 @@ from mca_config.errors import McaError
 from mca_config.types import Typed
 from mca_models.lora import AdapterConfig
 from mca_models.lora.peft_names import complete_peft_config
-from mca_models.megatron.families.vision_model import TEXT, Part
+from mca_models.megatron.families.vision_tower import TEXT, Part
 from mca_models.megatron.types import PeftConfig
 from mca_models.megatron.virtual_models import VirtualModels
 
@@ -34,7 +34,7 @@ def adapter_config(
     document = {name: _plain(value) for name, value in document.items()}
     document.setdefault("peft_type", "LORA")
     if document.get("target_modules") is None and not document.get("target_parameters"):
-        document["target_modules"] = _usual_targets(models.config.model_type)
+        document["target_modules"] = _default_targets(models.config.model_type)
     if not document.get("base_model_name_or_path") and models.source is not None:
         document["base_model_name_or_path"] = str(models.source)
     if named := complete_peft_config(document, models.config, parts):
@@ -56,7 +56,7 @@ def _plain(value: Typed) -> Typed:
     return value
 
 
-def _usual_targets(model_type: str) -> list[str]:
+def _default_targets(model_type: str) -> list[str]:
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
 
     if model_type not in USUAL:

@@ -31,13 +31,13 @@ from mca_models.megatron.platform import (
     hybrid_wait,
     mla_down_projection,
     mla_flags,
+    mtp_padding_mask,
     mtp_recompute,
     optimizer_te_version,
     packed_roll,
     packed_rope,
     parameter_groups,
     plain_sgd,
-    prediction_mask,
     recompute_without_te,
     recomputed_bias,
     rng_state,
@@ -51,14 +51,14 @@ from mca_models.megatron.platform._device import (
     backend,
     current_device,
     device_type,
-    no_engine,
-    no_fp8,
-    use_own_device,
+    engine_problem,
+    fp8_problem,
+    set_device,
 )
 from mca_models.megatron.platform._patch import Patch
 from mca_models.megatron.platform.compile_at_import import without_compile
 from mca_models.megatron.platform.fused_adam import FusedAdam
-from mca_models.megatron.platform.launched import require_launcher
+from mca_models.megatron.platform.launcher import require_launcher
 
 __all__ = [
     "BEFORE_IMPORT",
@@ -69,13 +69,13 @@ __all__ = [
     "close",
     "current_device",
     "device_type",
+    "engine_problem",
     "engine_version",
+    "fp8_problem",
     "megatron_version",
-    "no_engine",
-    "no_fp8",
     "prepare",
     "require_launcher",
-    "use_own_device",
+    "set_device",
 ]
 
 _log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ PATCHES: tuple[Patch, ...] = (
     packed_rope.PATCH,
     parameter_groups.PATCH,
     plain_sgd.PATCH,
-    prediction_mask.PATCH,
+    mtp_padding_mask.PATCH,
     mla_down_projection.PATCH,
     checkpoint_queue.PATCH,
     yarn_cache.PATCH,

@@ -12,7 +12,7 @@ import torch
 
 from mca_config.errors import McaError
 from mca_models.megatron.platform._patch import Device
-from mca_models.megatron.platform.launched import local_rank
+from mca_models.megatron.platform.launcher import local_rank
 
 _VARIABLE = "MCA_DEVICE"
 
@@ -42,7 +42,7 @@ def current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def use_own_device() -> None:
+def set_device() -> None:
     """Makes the GPU that the launcher means this process's own; on a CPU there is nothing to choose.
 
     Raises:
@@ -53,7 +53,7 @@ def use_own_device() -> None:
 
 
 @cache
-def no_engine() -> str | None:
+def engine_problem() -> str | None:
     """Why Transformer Engine cannot be used; None if it can. A package that is there may not load."""
     if device_type() != "cuda":
         return "there is no GPU"
@@ -68,9 +68,9 @@ def no_engine() -> str | None:
 
 
 @cache
-def no_fp8(recipe: str) -> str | None:
+def fp8_problem(recipe: str) -> str | None:
     """Why this machine's GPU has no fp8 with that scaling; None if it has, and where no Transformer Engine is."""
-    if no_engine() is not None:
+    if engine_problem() is not None:
         return None
     names = (
         f"transformer_engine.pytorch.{name}" for name in ("quantization", "fp8")

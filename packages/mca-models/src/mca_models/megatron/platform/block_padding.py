@@ -31,10 +31,10 @@ def _apply() -> None:
 
     @functools.wraps(forward)
     def with_mask(self: Any, *args: Any, padding_mask: Any = None, **options: Any) -> Any:
-        def tell(_: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        def pass_mask(_: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             return args, given | {"padding_mask": padding_mask}
 
-        hooks = [layer.register_forward_pre_hook(tell, with_kwargs=True) for layer in self.layers]
+        hooks = [layer.register_forward_pre_hook(pass_mask, with_kwargs=True) for layer in self.layers]
         try:
             return forward(self, *args, padding_mask=padding_mask, **options)
         finally:

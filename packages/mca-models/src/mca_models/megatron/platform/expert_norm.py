@@ -27,13 +27,13 @@ def _apply() -> None:
     make = getattr(optimizer, _NAME)
 
     @functools.wraps(make)
-    def with_own_ranks(*args: object, **kwargs: Upstream) -> Upstream:
+    def with_expert_tp_group(*args: object, **kwargs: Upstream) -> Upstream:
         made = make(*args, **kwargs)
         if any(group["is_expert_parallel"] for group in kwargs["param_groups"]):
             made.tp_group = parallel_state.get_expert_tensor_parallel_group()
         return made
 
-    setattr(optimizer, _NAME, with_own_ranks)
+    setattr(optimizer, _NAME, with_expert_tp_group)
 
 
 PATCH = Patch(

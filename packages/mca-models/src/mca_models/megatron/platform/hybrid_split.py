@@ -21,7 +21,7 @@ _IS_CUDA: Upstream = torch.Tensor.is_cuda
 _CPU: Upstream = torch.Tensor.cpu
 
 
-class TwoPlaces(TorchFunctionMode):
+class HostCopies(TorchFunctionMode):
     """Tells copies in host memory from tensors of a device that is the host."""
 
     def __init__(self) -> None:
@@ -58,11 +58,11 @@ def _apply() -> None:
     divide = getattr(HybridDeviceOptimizer, _NAME)
 
     @functools.wraps(divide)
-    def with_two_places(*args: object) -> Upstream:
-        with TwoPlaces():
+    def with_host_copies(*args: object) -> Upstream:
+        with HostCopies():
             return divide(*args)
 
-    setattr(HybridDeviceOptimizer, _NAME, with_two_places)
+    setattr(HybridDeviceOptimizer, _NAME, with_host_copies)
 
 
 PATCH = Patch(

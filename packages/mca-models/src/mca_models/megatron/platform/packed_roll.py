@@ -2,7 +2,7 @@
 
 Megatron's ``_roll_tensor_packed_seq`` cuts rows at entries of ``cu_seqlens``. If that is on the GPU, the host waits for
 all that was launched four times for each sequence, whenever tokens, positions, labels or masks are moved on. Whoever
-packed the rows has the same tensor in host memory (`tell_lengths`): it is given to Megatron instead.
+packed the rows has the same tensor in host memory (`set_packed_lengths`): it is given to Megatron instead.
 """
 
 import copy

@@ -2,7 +2,7 @@
 
 Megatron's plain ``_apply_rotary_pos_emb_thd`` asks ``cu_seqlens`` for them as numbers, for queries and keys of every
 layer, and the host waits each time for all that was launched. Whoever packed the rows has the same tensor in host
-memory (`tell_lengths`): it is given to Megatron instead, which only makes numbers of it.
+memory (`set_packed_lengths`): it is given to Megatron instead, which only makes numbers of it.
 """
 
 import functools

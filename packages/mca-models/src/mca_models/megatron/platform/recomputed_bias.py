@@ -42,11 +42,11 @@ def _apply() -> None:
     forward = function.forward
 
     @functools.wraps(forward)
-    def of_copies(context: Upstream, run: Callable[..., Outputs], *args: object) -> Outputs:
+    def forward_with_copies(context: Upstream, run: Callable[..., Outputs], *args: object) -> Outputs:
         outputs: Outputs = forward(context, _without_parameters(run), *args)
         return outputs
 
-    function.forward = staticmethod(of_copies)
+    function.forward = staticmethod(forward_with_copies)
 
 
 PATCH = Patch(

@@ -29,13 +29,13 @@ def _apply() -> None:
     cached = embedding.get_cached_cos_sin
 
     @functools.wraps(cached)
-    def of_this_length(self: Upstream, seq_len: int, *args: object, **kwargs: object) -> Upstream:
+    def with_current_length(self: Upstream, seq_len: int, *args: object, **kwargs: object) -> Upstream:
         is_cut = self.cp_group is not None and self.cp_group.size() > 1 and not self.packed_seq_cached
         if is_cut and seq_len != self.max_seq_len_cached:
             self.max_seq_len_cached = 0
         return cached(self, seq_len, *args, **kwargs)
 
-    embedding.get_cached_cos_sin = of_this_length
+    embedding.get_cached_cos_sin = with_current_length
 
 
 PATCH = Patch(

@@ -19,7 +19,7 @@ from mca_models.weights import Param
 
 Shape = tuple[int, ...]
 
-Facts = Mapping[str, tuple[str, Shape]]
+ParamSpecs = Mapping[str, tuple[str, Shape]]
 """Safetensors code and whole shape (without vocabulary padding) by canonical name."""
 
 _ALIGNMENT = 16
@@ -41,9 +41,9 @@ class Entry:
     shape: Shape
     offset: int
 
-    def of(self, buffer: torch.Tensor) -> torch.Tensor:
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """The tensor, a view of ``buffer`` (uint8)."""
-        return view_of(buffer, self.offset, self.dtype, self.shape)
+        return byte_view(buffer, self.offset, self.dtype, self.shape)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Unit:
     targets: frozenset[int]
 
 
-def view_of(buffer: torch.Tensor, offset: int, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
+def byte_view(buffer: torch.Tensor, offset: int, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
     """A tensor inside ``buffer`` (uint8), from byte ``offset`` on."""
     nbytes = prod(shape) * dtype.itemsize
     return buffer[offset : offset + nbytes].view(dtype).view(shape)
@@ -114,12 +114,14 @@ def stacks(params: Iterable[Param]) -> list[list[Param]]:
     return [sorted(group, key=lambda param: param.expert or 0) for group in found.values()]
 
 
-def plan_buckets(units: Iterable[Unit], facts: Facts, config: McaModelConfig, max_bytes: int) -> list[Bucket]:
+def plan_buckets(
+    units: Iterable[Unit], specs: ParamSpecs, config: McaModelConfig, max_bytes: int
+) -> list[Bucket]:
     """All units in their order: a bucket ends where the next would be too large for it, or has other targets.
 
     Args:
         units: All that is sent.
-        facts: What each parameter is sent as.
+        specs: What each parameter is sent as.
         config: Of the model, with its layout.
         max_bytes: Limit of a bucket; a unit that is larger is a bucket of its own.
     """
@@ -128,12 +130,12 @@ def plan_buckets(units: Iterable[Unit], facts: Facts, config: McaModelConfig, ma
     entries: list[Entry] = []
     filled, targets = 0, frozenset[int]()
     for unit in units:
-        nbytes = sum(aligned(n) for n in _sizes(unit.params[0], facts)) * len(unit.params)
+        nbytes = sum(aligned(n) for n in _sizes(unit.params[0], specs)) * len(unit.params)
         if slots and (filled + nbytes > max_bytes or unit.targets != targets):
             buckets.append(Bucket(tuple(slots), tuple(entries), filled, targets))
             slots, entries, filled = [], [], 0
         targets = unit.targets
-        made = list(_slots(unit, facts, config, filled))
+        made = list(_slots(unit, specs, config, filled))
         slots += made
         entries += _entries(made)
         filled = aligned(max(entry.offset + prod(entry.shape) * entry.dtype.itemsize for entry in entries))
@@ -142,15 +144,15 @@ def plan_buckets(units: Iterable[Unit], facts: Facts, config: McaModelConfig, ma
     return buckets
 
 
-def _sizes(param: Param, facts: Facts) -> list[int]:
-    code, whole = facts[param.mca_name()]
+def _sizes(param: Param, specs: ParamSpecs) -> list[int]:
+    code, whole = specs[param.mca_name()]
     return [prod(shape) * ITEM_SIZES[code] for shape in param_part_shapes(param, whole, HF)]
 
 
-def _slots(unit: Unit, facts: Facts, config: McaModelConfig, start: int) -> Iterator[Slot]:
+def _slots(unit: Unit, specs: ParamSpecs, config: McaModelConfig, start: int) -> Iterator[Slot]:
     assert len(unit.params) == 1 or len(unit.params[0].hf) == 1
     for param in unit.params:
-        code, whole = facts[param.mca_name()]
+        code, whole = specs[param.mca_name()]
         outputs: list[Entry] = []
         at = start
         for name, shape in zip(param.hf_names(), param_part_shapes(param, whole, HF), strict=True):

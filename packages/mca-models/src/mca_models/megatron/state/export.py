@@ -15,12 +15,17 @@ from mca_config.errors import McaError
 from mca_config.model_config import DtypeName
 from mca_models.checkpoint.hf_writer import HfLayout
 from mca_models.megatron.distributed.collectives import require_same_arguments
-from mca_models.megatron.distributed.parallel import Place
+from mca_models.megatron.distributed.parallel import RankContext
 from mca_models.megatron.live import LiveModel
 from mca_models.megatron.state.buckets import Entry, Unit, aligned, plan_buckets, stacks
-from mca_models.megatron.state.facts import cast_facts, facts_of, hf_layout, params_of
-from mca_models.megatron.state.fp8 import quantised
-from mca_models.megatron.state.stream import Filled, Holders, Piece, stream
+from mca_models.megatron.state.fp8_write import quantised
+from mca_models.megatron.state.param_specs import (
+    cast_param_specs,
+    gather_param_specs,
+    hf_layout,
+    model_params,
+)
+from mca_models.megatron.state.stream import FilledBucket, Piece, WeightSource, stream
 from mca_models.storage.dtypes import CODES
 
 Destination = Literal["all", "first", "replicas"]
@@ -30,7 +35,7 @@ BUCKET_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WeightRequest:
     """What is to be exported, and to whom.
 
     Args:
@@ -56,16 +61,18 @@ class Wanted:
         if self.bucket_bytes < 1:
             raise McaError(f"bucket_bytes is {self.bucket_bytes}; expected a positive number of bytes")
 
-    def targets(self, place: Place) -> frozenset[int]:
+    def targets(self, rank_context: RankContext) -> frozenset[int]:
         """The ranks that get the tensors."""
         if self.to == "all":
-            return frozenset(range(place.world_size))
+            return frozenset(range(rank_context.world_size))
         if self.to == "first":
             return frozenset({0})
-        return frozenset(place.grid.rank(dp=dp) for dp in range(place.grid.data_parallel_size))
+        return frozenset(rank_context.grid.rank(dp=dp) for dp in range(rank_context.grid.data_parallel_size))
 
 
-def agreed(*, to: Destination, bucket_bytes: int, dtype: DtypeName | None, fp8: bool, merged: bool) -> Wanted:
+def agreed(
+    *, to: Destination, bucket_bytes: int, dtype: DtypeName | None, fp8: bool, merged: bool
+) -> WeightRequest:
     """The arguments of ``export_weights``, the same on all ranks; collective.
 
     Raises:
@@ -74,7 +81,7 @@ def agreed(*, to: Destination, bucket_bytes: int, dtype: DtypeName | None, fp8: 
     require_same_arguments(
         "export_weights", to=to, bucket_bytes=bucket_bytes, dtype=dtype, fp8=fp8, merged=merged
     )
-    return Wanted(to, bucket_bytes, dtype, fp8)
+    return WeightRequest(to, bucket_bytes, dtype, fp8)
 
 
 @dataclass(frozen=True)
@@ -92,10 +99,12 @@ class WeightBucket:
     def tensors(self) -> Iterator[Named]:
         """Names and tensors, views of the buffer."""
         for entry in self.entries:
-            yield entry.name, entry.of(self.buffer)
+            yield entry.name, entry.view(self.buffer)
 
 
-def export_buckets(models: LiveModel, wanted: Wanted, piece: Piece | None = None) -> Iterator[WeightBucket]:
+def export_buckets(
+    models: LiveModel, wanted: WeightRequest, piece: Piece | None = None
+) -> Iterator[WeightBucket]:
     """See ``VirtualModels.export_buckets``.
 
     Args:
@@ -103,16 +112,18 @@ def export_buckets(models: LiveModel, wanted: Wanted, piece: Piece | None = None
         wanted: What of it, for whom.
         piece: What this rank holds, if not the live tensors.
     """
-    facts = facts_of(models)
+    specs = gather_param_specs(models)
     if wanted.dtype is not None:
-        facts = cast_facts(params_of(models), facts, wanted.dtype)
-    layout = hf_layout(models, facts, wanted.dtype, fp8=wanted.fp8)
-    targets = wanted.targets(models.place)
+        specs = cast_param_specs(model_params(models), specs, wanted.dtype)
+    layout = hf_layout(models, specs, wanted.dtype, fp8=wanted.fp8)
+    targets = wanted.targets(models.rank_context)
     units = [Unit(group, targets) for group in stacks(layout.params)]
     # three stand for a moment: one is gathered, one is handed out, one is still in the consumer's variable
-    buckets = plan_buckets(units, facts, models.config, max(wanted.bucket_bytes * 2 // 3, 1))
-    holders = Holders(models.place, models.config, piece or dict(models.canonical_parameters()).get)
-    with closing(stream(holders, buckets)) as arriving:
+    buckets = plan_buckets(units, specs, models.config, max(wanted.bucket_bytes * 2 // 3, 1))
+    source = WeightSource(
+        models.rank_context, models.config, piece or dict(models.canonical_parameters()).get
+    )
+    with closing(stream(source, buckets)) as arriving:
         for filled in arriving:
             bucket = _bucket(filled, layout)
             del filled
@@ -130,7 +141,7 @@ def each_tensor(buckets: Iterator[WeightBucket]) -> Iterator[Named]:
         getattr(buckets, "close", lambda: None)()
 
 
-def _bucket(filled: Filled, layout: HfLayout) -> WeightBucket:
+def _bucket(filled: FilledBucket, layout: HfLayout) -> WeightBucket:
     entries = [
         replace(entry, name=name) for entry in filled.bucket.entries for name in layout.written_as(entry.name)
     ]
@@ -138,10 +149,10 @@ def _bucket(filled: Filled, layout: HfLayout) -> WeightBucket:
 
 
 def _in_fp8(bucket: WeightBucket, scales: Mapping[str, str]) -> WeightBucket:
-    return packed([named for each in bucket.tensors() for named in _fp8_of(*each, scales)])
+    return packed([named for each in bucket.tensors() for named in _quantize_tensor(*each, scales)])
 
 
-def _fp8_of(name: str, tensor: Tensor, scales: Mapping[str, str]) -> list[Named]:
+def _quantize_tensor(name: str, tensor: Tensor, scales: Mapping[str, str]) -> list[Named]:
     if name not in scales:
         return [(name, tensor)]
     values, scale = quantised(name, tensor)
@@ -158,8 +169,8 @@ def packed(tensors: Sequence[Named]) -> WeightBucket:
         torch.empty(start, dtype=torch.uint8, device=tensors[0][1].device if tensors else None),
         tuple(entries),
     )
-    for (_, tensor), (_, place) in zip(tensors, bucket.tensors(), strict=True):
-        place.copy_(tensor)
+    for (_, tensor), (_, target) in zip(tensors, bucket.tensors(), strict=True):
+        target.copy_(tensor)
     return bucket
 
 

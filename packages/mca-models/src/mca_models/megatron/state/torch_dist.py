@@ -20,14 +20,19 @@ from mca_models.checkpoint.hf_writer import config_text, write_config
 from mca_models.checkpoint.mca_directory import LATEST, iteration_name
 from mca_models.megatron import families
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.distributed.collectives import SharedDirectory, on_first
-from mca_models.megatron.distributed.writer import METADATA, Writing, quiet, write_state
+from mca_models.megatron.distributed.collectives import SharedDirectory, run_on_first_rank
+from mca_models.megatron.distributed.writer import (
+    METADATA,
+    PendingWrite,
+    suppress_writer_warnings,
+    write_state,
+)
 from mca_models.megatron.live import LiveModel
-from mca_models.megatron.state.save import copy_side_files_of
+from mca_models.megatron.state.save import copy_model_side_files
 from mca_models.megatron.types import GptModel, ShardedState
 from mca_models.storage.atomic import write_file
 
-__all__ = ["PendingSave", "Writing", "model_state", "save_torch_dist", "write_state"]
+__all__ = ["PendingSave", "PendingWrite", "model_state", "save_torch_dist", "write_state"]
 _ITERATION = 1
 
 
@@ -42,7 +47,7 @@ class PendingSave:
         directory: Where the checkpoint will stand.
     """
 
-    def __init__(self, directory: Path, shared: SharedDirectory, writing: Writing) -> None:
+    def __init__(self, directory: Path, shared: SharedDirectory, writing: PendingWrite) -> None:
         self.directory = directory
         self._shared, self._writing = shared, writing
         self._failure: McaError | None = None
@@ -79,7 +84,7 @@ def save_torch_dist(
     shared = SharedDirectory(directory, overwrite=overwrite)
     with shared.discarded_on_error() as partial:
         folder = partial / iteration_name(_ITERATION)
-        on_first(lambda: _prepare(models, partial))
+        run_on_first_rank(lambda: _prepare(models, partial))
         writing = write_state(model_state(models), folder, background=in_background)
     return PendingSave(directory, shared, writing)
 
@@ -87,10 +92,10 @@ def save_torch_dist(
 def model_state(models: LiveModel) -> ShardedState:
     """What Megatron's checkpoint of ``models`` holds: sharded tensors, and beside them what Megatron-LM asks for."""
     chunks: list[GptModel] = list(models.chunks)
-    parallel.use_groups_of(chunks)
+    parallel.activate_process_groups(chunks)
     metadata = {**METADATA, "dp_cp_group": parallel.replica_group(expert=False)}
     names = ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
-    with quiet():
+    with suppress_writer_warnings():
         state: ShardedState = {
             name: chunk.sharded_state_dict(metadata=metadata)
             for name, chunk in zip(names, chunks, strict=True)
@@ -103,13 +108,13 @@ def _prepare(models: LiveModel, partial: Path) -> None:
     (partial / iteration_name(_ITERATION)).mkdir()
     write_file(partial / FILE_NAME, models.config.to_json().encode())
     write_config(partial, config_text(models.config))
-    copy_side_files_of(models, partial)
+    copy_model_side_files(models, partial)
     write_file(partial / LATEST, f"{_ITERATION}\n".encode())
 
 
 def _arguments(models: LiveModel) -> Namespace:
     """What Megatron-LM compares with its own arguments before it loads a checkpoint."""
-    config, layout = models.config, models.place.layout
+    config, layout = models.config, models.rank_context.layout
     sizes = {name: value for name, value in asdict(layout).items() if isinstance(value, (int, str))}
     return Namespace(
         **sizes,

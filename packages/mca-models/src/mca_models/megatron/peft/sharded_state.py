@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mca_config.layout import Coordinates
-from mca_models.megatron.distributed.parallel import Place
-from mca_models.megatron.factory.fill import cut_of
+from mca_models.megatron.distributed.parallel import RankContext
+from mca_models.megatron.factory.fill import shard_rank_and_size
 from mca_models.megatron.peft.attach import CHILD
 from mca_models.megatron.types import DcpObject, GptModel, ShardedState
 from mca_models.weights import Param
@@ -22,13 +22,13 @@ _METHOD = "sharded_state_dict"
 Replica = tuple[int, int, int]
 
 
-def share(chunk: GptModel, by_tensor: Mapping[int, Param], place: Place) -> None:
+def patch_sharded_state(chunk: GptModel, by_tensor: Mapping[int, Param], rank_context: RankContext) -> None:
     """Replaces the method of this one ``chunk``.
 
     Args:
         chunk: A live ``GPTModel`` with adapters.
         by_tensor: The rules of all factors by ``id`` of their live tensors.
-        place: Where this rank stands.
+        rank_context: Where this rank stands.
     """
     original = chunk.sharded_state_dict
 
@@ -37,20 +37,20 @@ def share(chunk: GptModel, by_tensor: Mapping[int, Param], place: Place) -> None
         state = {name: x for name, x in original(*args, **kwargs).items() if f".{CHILD}." not in name}
         for name, tensor in chunk.named_parameters():
             if param := by_tensor.get(id(tensor)):
-                state[f"{prefix}{name}"] = _sharded(param, tensor, place)
+                state[f"{prefix}{name}"] = _sharded(param, tensor, rank_context)
         return state
 
     setattr(chunk, _METHOD, sharded_state_dict)
 
 
-def unshare(chunk: torch.nn.Module) -> None:
+def restore_sharded_state(chunk: torch.nn.Module) -> None:
     """Gives the method of its class back to ``chunk``."""
     vars(chunk).pop(_METHOD, None)
 
 
-def _sharded(param: Param, tensor: Tensor, place: Place) -> DcpObject:
-    name, replica = param.mca_name(), _replica(param, place.at, place.layout.cp)
-    cut = cut_of(param, place.layout, place.at)
+def _sharded(param: Param, tensor: Tensor, rank_context: RankContext) -> DcpObject:
+    name, replica = param.mca_name(), _replica(param, rank_context.coordinates, rank_context.layout.cp)
+    cut = shard_rank_and_size(param, rank_context.layout, rank_context.coordinates)
     if len(param.shard.segments) == 1:
         return _piece(name, tensor, param, cut, replica)
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -74,9 +74,9 @@ def _piece(name: str, tensor: Tensor, param: Param, cut: tuple[int, int], replic
     )
 
 
-def _replica(param: Param, at: Coordinates, cp: int) -> Replica:
+def _replica(param: Param, coordinates: Coordinates, cp: int) -> Replica:
     """Which copy of its piece this rank holds, as Megatron counts: over pipeline, tensor and data ranks."""
     cut = param.shard.axis is not None
     if param.expert is not None:
-        return 0, 0 if cut else at.etp, at.edp
-    return 0, 0 if cut else at.tp, at.dp * cp + at.cp
+        return 0, 0 if cut else coordinates.etp, coordinates.edp
+    return 0, 0 if cut else coordinates.tp, coordinates.dp * cp + coordinates.cp

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mca_config.errors import McaError, RankFailed, raise_problems
-from mca_models.megatron.distributed.collectives import together
+from mca_models.megatron.distributed.collectives import run_on_all_ranks
 from mca_models.megatron.tensors import CODES
 from mca_models.storage.byte_ranges import Shape
 from mca_models.storage.source import name_differences
@@ -21,20 +21,20 @@ Weight = tuple[str, Tensor] | tuple[str, Tensor, int]
 _SHOWN = 8
 
 
-def on_every_rank(take: Callable[[], None]) -> None:
-    """Runs ``take``, in which a rank takes weights; where it fails on one, all say so. Collective.
+def load_on_all_ranks(receive: Callable[[], None]) -> None:
+    """Runs ``receive``, in which a rank takes weights; where it fails on one, all say so. Collective.
 
     Raises:
         McaError: Names the first rank that failed, and why.
     """
     try:
-        together(take)
+        run_on_all_ranks(receive)
     except RankFailed as error:
         raise McaError(f"rank {error.rank} could not load the weights: {error.cause}") from error
 
 
 @dataclass
-class _Arrived:
+class _TensorProgress:
     """What has come of a tensor.
 
     Args:
@@ -55,7 +55,7 @@ class _Arrived:
         return self.rows == (self.shape[0] if self.shape else 1)
 
 
-class Arrivals:
+class WeightReceiver:
     """The tensors that are wanted, and those that have come.
 
     Args:
@@ -65,19 +65,19 @@ class Arrivals:
 
     def __init__(self, required: Mapping[str, Shape], optional: Mapping[str, Shape]) -> None:
         self._required = tuple(required)
-        self._all = {name: _Arrived(shape) for name, shape in {**optional, **required}.items()}
+        self._all = {name: _TensorProgress(shape) for name, shape in {**optional, **required}.items()}
         self._problems: list[str] = []
 
-    def shape_of(self, name: str) -> Shape | None:
+    def expected_shape(self, name: str) -> Shape | None:
         """The shape that tensor ``name`` must have; None: there is none of that name."""
-        arrived = self._all.get(name)
-        return None if arrived is None else arrived.shape
+        progress = self._all.get(name)
+        return None if progress is None else progress.shape
 
     def is_complete(self, name: str) -> bool:
         """Whether all of tensor ``name`` has come."""
         return self._all[name].complete
 
-    def take(self, name: str, tensor: Tensor, start: int | None, *, keep: bool = True) -> Tensor | None:
+    def receive(self, name: str, tensor: Tensor, start: int | None, *, keep: bool = True) -> Tensor | None:
         """A tensor, or its rows from ``start`` on; what is wrong with it is reported by `finish`.
 
         Args:
@@ -89,25 +89,25 @@ class Arrivals:
         Returns:
             The whole tensor, if this completed it and it is to be kept.
         """
-        if (arrived := self._all.get(name)) is None:
+        if (progress := self._all.get(name)) is None:
             self._problems.append(f"1 unexpected tensor ({name})")
             return None
-        if fault := _fault(arrived, tensor, start) or (dtype_fault(tensor) if keep else None):
-            self.refuse(name, f"{name} {fault}")
+        if fault := _fault(progress, tensor, start) or (dtype_fault(tensor) if keep else None):
+            self.report(name, f"{name} {fault}")
             return None
         first, rows = start or 0, tensor.shape[0] if tensor.dim() else 1
-        if any(first < stop and begin < first + rows for begin, stop in arrived.ranges):
+        if any(first < stop and begin < first + rows for begin, stop in progress.ranges):
             self._problems.append(f"{name} came twice")
             return None
-        arrived.ranges.append((first, first + rows))
-        arrived.rows += rows
-        return _joined(arrived, tensor, first) if keep else None
+        progress.ranges.append((first, first + rows))
+        progress.rows += rows
+        return _joined(progress, tensor, first) if keep else None
 
-    def refuse(self, name: str, problem: str) -> None:
+    def report(self, name: str, problem: str) -> None:
         """``problem`` of tensor ``name``, which is not missing too."""
         self._problems.append(problem)
-        if (arrived := self._all.get(name)) is not None:
-            arrived.rows = arrived.shape[0] if arrived.shape else 1
+        if (progress := self._all.get(name)) is not None:
+            progress.rows = progress.shape[0] if progress.shape else 1
 
     def finish(self) -> None:
         """Raises one error with all that was wrong, or is missing."""
@@ -124,30 +124,30 @@ def dtype_fault(tensor: Tensor) -> str | None:
     return f"has dtype {found}, expected {', '.join(expected)}"
 
 
-def _fault(arrived: _Arrived, tensor: Tensor, start: int | None) -> str | None:
+def _fault(progress: _TensorProgress, tensor: Tensor, start: int | None) -> str | None:
     shape, first = tuple(tensor.shape), start or 0
-    fits = shape[1:] == arrived.shape[1:] and len(shape) == len(arrived.shape)
+    fits = shape[1:] == progress.shape[1:] and len(shape) == len(progress.shape)
     if fits and shape:
-        fits = 0 <= first <= first + shape[0] <= arrived.shape[0]
-    if fits and (start is not None or shape == arrived.shape):
+        fits = 0 <= first <= first + shape[0] <= progress.shape[0]
+    if fits and (start is not None or shape == progress.shape):
         return None
     rows = "" if start is None else f" from row {start} on"
-    return f"has shape {list(shape)}{rows}, expected {list(arrived.shape)}"
+    return f"has shape {list(shape)}{rows}, expected {list(progress.shape)}"
 
 
-def _joined(arrived: _Arrived, tensor: Tensor, first: int) -> Tensor | None:
-    if tuple(tensor.shape) == arrived.shape:
+def _joined(progress: _TensorProgress, tensor: Tensor, first: int) -> Tensor | None:
+    if tuple(tensor.shape) == progress.shape:
         return tensor
-    if arrived.parts is None:
-        arrived.parts = torch.empty(arrived.shape, dtype=tensor.dtype, device=tensor.device)
-    arrived.parts[first : first + len(tensor)] = tensor
-    if not arrived.complete:
+    if progress.parts is None:
+        progress.parts = torch.empty(progress.shape, dtype=tensor.dtype, device=tensor.device)
+    progress.parts[first : first + len(tensor)] = tensor
+    if not progress.complete:
         return None
-    whole, arrived.parts = arrived.parts, None
+    whole, progress.parts = progress.parts, None
     return whole
 
 
-def taken(weights: Iterable[Weight], take: Callable[[str, Tensor, int | None], None]) -> None:
-    """Gives each of ``weights`` to ``take``."""
+def receive_all(weights: Iterable[Weight], receive: Callable[[str, Tensor, int | None], None]) -> None:
+    """Gives each of ``weights`` to ``receive``."""
     for name, tensor, *start in weights:
-        take(name, tensor, start[0] if start else None)
+        receive(name, tensor, start[0] if start else None)

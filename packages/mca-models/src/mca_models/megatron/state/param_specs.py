@@ -12,7 +12,7 @@ from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import all_gather
 from mca_models.megatron.factory.fill import full_shape
 from mca_models.megatron.live import LiveModel
-from mca_models.megatron.state.buckets import Facts, Shape
+from mca_models.megatron.state.buckets import ParamSpecs, Shape
 from mca_models.megatron.tensors import CODES
 from mca_models.storage.dtypes import CODES as CODE_OF
 from mca_models.storage.dtypes import DTYPE_NAMES
@@ -20,44 +20,44 @@ from mca_models.templates import get_family
 from mca_models.weights import Param
 
 
-def params_of(models: LiveModel) -> list[Param]:
+def model_params(models: LiveModel) -> list[Param]:
     """All parameters of the model but second copies, in checkpoint order."""
     return stored_params(get_family(models.config.model_type).params(models.config))
 
 
-def facts_of(models: LiveModel) -> Facts:
+def gather_param_specs(models: LiveModel) -> ParamSpecs:
     """What every rank holds, put together: all parameters of the model. Collective."""
-    parallel.use_groups_of(models.chunks)
+    parallel.activate_process_groups(models.chunks)
     mine = {
         item.param.mca_name(): (CODES[tensor.dtype], full_shape(item.param, tensor, models.config))
-        for item, tensor in models.held()
+        for item, tensor in models.local_params()
         if not item.copy
     }
-    facts: dict[str, tuple[str, Shape]] = {}
+    specs: dict[str, tuple[str, Shape]] = {}
     for part in all_gather(mine, parallel.whole_model_group()):
-        facts |= part
-    return facts
+        specs |= part
+    return specs
 
 
-def cast_facts(params: list[Param], facts: Facts, dtype: DtypeName) -> Facts:
-    """``facts`` with the type that weights are cast to."""
+def cast_param_specs(params: list[Param], specs: ParamSpecs, dtype: DtypeName) -> ParamSpecs:
+    """``specs`` with the type that weights are cast to."""
     return {
         param.mca_name(): (code if param.keep_fp32 or code not in DTYPE_NAMES else CODE_OF[dtype], shape)
         for param in params
-        for code, shape in (facts[param.mca_name()],)
+        for code, shape in (specs[param.mca_name()],)
     }
 
 
-def split(facts: Facts) -> tuple[dict[str, str], dict[str, Shape]]:
+def split_specs(specs: ParamSpecs) -> tuple[dict[str, str], dict[str, Shape]]:
     """Codes and whole shapes apart."""
-    return {name: code for name, (code, _) in facts.items()}, {
-        name: shape for name, (_, shape) in facts.items()
+    return {name: code for name, (code, _) in specs.items()}, {
+        name: shape for name, (_, shape) in specs.items()
     }
 
 
 def hf_layout(
     models: LiveModel,
-    facts: Facts,
+    specs: ParamSpecs,
     dtype: DtypeName | None = None,
     max_shard_bytes: int | None = None,
     *,
@@ -67,7 +67,7 @@ def hf_layout(
 
     Args:
         models: The model.
-        facts: What it consists of.
+        specs: What it consists of.
         dtype: What it is cast to; None: nothing.
         max_shard_bytes: Limit of one file's tensors; None: the writer's own.
         fp8: Weights of linears as blocks of fp8.
@@ -76,4 +76,6 @@ def hf_layout(
         McaError: transformers could not read this family's weights in fp8.
     """
     config = models.config if dtype is None else replace(models.config, dtype=dtype)
-    return HfLayout(params_of(models), config, *split(facts), max_shard_bytes or MAX_SHARD_BYTES, fp8=fp8)
+    return HfLayout(
+        model_params(models), config, *split_specs(specs), max_shard_bytes or MAX_SHARD_BYTES, fp8=fp8
+    )

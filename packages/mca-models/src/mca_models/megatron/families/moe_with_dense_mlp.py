@@ -15,10 +15,10 @@ from mca_models.megatron.types import MarkedParameter, MegatronConfig
 
 
 @cache
-def with_mlp_beside(expert_layer: type) -> type:
+def with_dense_mlp(expert_layer: type) -> type:
     """Megatron's expert layer with such norms, and a router with weights on its input and on the chosen experts."""
 
-    class BesideMlp(expert_layer):  # type: ignore[misc]
+    class MoEWithDenseMlp(expert_layer):  # type: ignore[misc]
         """What a layer adds up of its MLP and its experts."""
 
         def __init__(self, config: MegatronConfig, *args: object, **kwargs: object) -> None:
@@ -56,7 +56,7 @@ def with_mlp_beside(expert_layer: type) -> type:
             routed: Tensor = self.experts_post_layernorm(super().postprocess(output, None))
             return routed + shared_expert_output
 
-    return BesideMlp
+    return MoEWithDenseMlp
 
 
 def _norms(config: MegatronConfig) -> tuple[PostNorm, PostNorm]:

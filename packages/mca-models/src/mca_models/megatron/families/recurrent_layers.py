@@ -11,14 +11,14 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import conv1d, pad, silu
 
 from mca_models.megatron.families.kernels import Kernel
-from mca_models.megatron.layers.zigzag import in_order, ranges_of_rank
+from mca_models.megatron.layers.zigzag import rank_token_ranges, restore_token_order
 from mca_models.megatron.types import PackedSeqParams
 
 _WIDEST = 4
 """Tokens that the kernel of a convolution reaches, itself included."""
 
 
-def of_whole_sequences(
+def apply_to_full_sequences(
     compute: Callable[[Tensor], Tensor], x: Tensor, packed_seq_params: PackedSeqParams, group: ProcessGroup
 ) -> Tensor:
     """``compute`` of every whole sequence, of which each context rank keeps its own tokens.
@@ -31,7 +31,7 @@ def of_whole_sequences(
     """
     lengths = _lengths(packed_seq_params, x.shape[0] * group.size())
     outputs = [compute(sequence) for sequence in _sequences(x, lengths, group)]
-    chunks = ranges_of_rank(lengths, group.rank(), group.size())
+    chunks = rank_token_ranges(lengths, group.rank(), group.size())
     own = [outputs[chunk.sequence].narrow(0, chunk.start, chunk.length) for chunk in chunks]
     return own[0] if len(own) == 1 else torch.cat(own)
 
@@ -46,7 +46,7 @@ class CausalConvolution(torch.nn.Conv1d):
     kernel: Kernel | None
 
     @classmethod
-    def of(cls, convolution: torch.nn.Conv1d, kernel: Kernel | None) -> "CausalConvolution":
+    def from_conv1d(cls, convolution: torch.nn.Conv1d, kernel: Kernel | None) -> "CausalConvolution":
         """One with the parameters of ``convolution``; ``kernel`` is ``causal_conv1d_fn`` or None, plain torch."""
         channels, (width,) = convolution.out_channels, convolution.kernel_size
         found = cls(channels, channels, width, groups=channels, bias=False, device="meta")
@@ -70,7 +70,7 @@ def _sequences(x: Tensor, lengths: tuple[int, ...], group: ProcessGroup) -> list
         return list(torch.split(rows, list(lengths)))
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-    return in_order(gather_from_sequence_parallel_region(rows, group=group), lengths, group.size())
+    return restore_token_order(gather_from_sequence_parallel_region(rows, group=group), lengths, group.size())
 
 
 def _lengths(packed_seq_params: PackedSeqParams, rows: int) -> tuple[int, ...]:

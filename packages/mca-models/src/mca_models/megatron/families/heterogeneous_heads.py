@@ -15,47 +15,47 @@ _BY_LAYER = ("num_query_groups", "kv_channels", "softmax_type", "softmax_scale")
 
 
 @dataclasses.dataclass(frozen=True)
-class Heads:
+class HeadSettings:
     """What one layer's attention makes of its input.
 
     Args:
         settings: Of Megatron's configuration, in the order of ``_BY_LAYER``.
         values: Channels of a head's values.
-        keys_again: The values are the keys before their norm.
+        values_are_keys: The values are the keys before their norm.
         norm: The epsilon of the values' norm; None: they have none.
         scale: Factor on values.
-        takes: Keys and values are another layer's (see `shared_keys`).
-        lends: They are another layer's too.
+        reuses_kv: Keys and values are another layer's (see `shared_keys`).
+        shares_kv: They are another layer's too.
     """
 
     settings: tuple[object, ...]
     values: int
-    keys_again: bool
+    values_are_keys: bool
     norm: float | None
     scale: float
-    takes: bool
-    lends: bool
+    reuses_kv: bool
+    shares_kv: bool
 
 
-def heads_by_layer(config: McaModelConfig) -> tuple[Heads, ...]:
+def heads_by_layer(config: McaModelConfig) -> tuple[HeadSettings, ...]:
     """Those of every decoder layer."""
     sources = {config.kv_source_layer(layer) for layer in range(config.num_layers)}
     return tuple(
-        Heads(
-            settings=tuple(getattr(own, name) for name in _BY_LAYER),
-            values=own.value_width,
-            keys_again=own.values_are_keys,
-            norm=own.layernorm_epsilon if own.value_norm else None,
-            scale=own.value_scale,
-            takes=own.takes_keys,
-            lends=layer in sources,
+        HeadSettings(
+            settings=tuple(getattr(layer_config, name) for name in _BY_LAYER),
+            values=layer_config.value_width,
+            values_are_keys=layer_config.values_are_keys,
+            norm=layer_config.layernorm_epsilon if layer_config.value_norm else None,
+            scale=layer_config.value_scale,
+            reuses_kv=layer_config.takes_keys,
+            shares_kv=layer in sources,
         )
-        for layer, own in enumerate(map(config.layer_config, range(config.num_layers)))
+        for layer, layer_config in enumerate(map(config.layer_config, range(config.num_layers)))
     )
 
 
 @cache
-def with_own_heads(attention: type, by_layer: tuple[Heads, ...]) -> type:
+def with_heterogeneous_heads(attention: type, by_layer: tuple[HeadSettings, ...]) -> type:
     """An attention class with the heads of its layer.
 
     Args:
@@ -63,36 +63,40 @@ def with_own_heads(attention: type, by_layer: tuple[Heads, ...]) -> type:
         by_layer: The heads of each decoder layer.
     """
 
-    class OwnHeads(attention):  # type: ignore[misc]
+    class HeterogeneousHeads(attention):  # type: ignore[misc]
         """Attention that splits its projection by itself."""
 
         def __init__(
             self, config: MegatronConfig, submodules: Spec, layer_number: int, **kwargs: object
         ) -> None:
-            heads, own = by_layer[layer_number - 1], copy.copy(config)
+            heads, layer_config = by_layer[layer_number - 1], copy.copy(config)
             for name, value in zip(_BY_LAYER, heads.settings, strict=True):
-                setattr(own, name, value)
-            queries = own.num_attention_heads * own.kv_channels
-            shared = own.num_query_groups * (own.kv_channels + (0 if heads.keys_again else heads.values))
-            if heads.takes:
+                setattr(layer_config, name, value)
+            queries = layer_config.num_attention_heads * layer_config.kv_channels
+            shared = layer_config.num_query_groups * (
+                layer_config.kv_channels + (0 if heads.values_are_keys else heads.values)
+            )
+            if heads.reuses_kv:
                 shared = 0
             sized_submodules = dataclasses.replace(
                 submodules,
                 linear_qkv=sized(submodules.linear_qkv, rows=queries + shared),
-                linear_proj=sized(submodules.linear_proj, columns=own.num_attention_heads * heads.values),
+                linear_proj=sized(
+                    submodules.linear_proj, columns=layer_config.num_attention_heads * heads.values
+                ),
             )
-            super().__init__(own, submodules=sized_submodules, layer_number=layer_number, **kwargs)
+            super().__init__(layer_config, submodules=sized_submodules, layer_number=layer_number, **kwargs)
             self.heads = heads
-            self.lent: tuple[Tensor, Tensor] | None = None
-            self.taken: tuple[Tensor, Tensor] | None = None
+            self.shared_kv: tuple[Tensor, Tensor] | None = None
+            self.reused_kv: tuple[Tensor, Tensor] | None = None
 
-        def rows_of_group(self) -> list[int]:
+        def qkv_group_rows(self) -> list[int]:
             """Rows of ``linear_qkv`` that are the queries, keys and values of each group; one number: queries alone."""
             width = self.config.kv_channels
             queries = self.num_attention_heads_per_partition // self.num_query_groups_per_partition * width
-            if self.heads.takes:
+            if self.heads.reuses_kv:
                 return [queries]
-            return [queries, width] if self.heads.keys_again else [queries, width, self.heads.values]
+            return [queries, width] if self.heads.values_are_keys else [queries, width, self.heads.values]
 
         def get_query_key_value_tensors(
             self, hidden_states: Tensor, *args: object, **kwargs: object
@@ -100,21 +104,21 @@ def with_own_heads(attention: type, by_layer: tuple[Heads, ...]) -> type:
             """Queries, keys and values, ``[s, b, heads of this rank, channels]``."""
             mixed, _ = self.linear_qkv(hidden_states)
             groups, width = self.num_query_groups_per_partition, self.config.kv_channels
-            if self.heads.takes:
-                taken, self.taken = self.taken, None
-                assert taken is not None
-                return _normal(self.q_layernorm, mixed.unflatten(-1, (-1, width))), *taken
-            query, key, *own = torch.split(mixed.unflatten(-1, (groups, -1)), self.rows_of_group(), -1)
-            value = own[0] if own else key
+            if self.heads.reuses_kv:
+                reused_kv, self.reused_kv = self.reused_kv, None
+                assert reused_kv is not None
+                return _normal(self.q_layernorm, mixed.unflatten(-1, (-1, width))), *reused_kv
+            query, key, *values = torch.split(mixed.unflatten(-1, (groups, -1)), self.qkv_group_rows(), -1)
+            value = values[0] if values else key
             query = query.reshape(*query.shape[:2], -1, width)
-            key, value = _normal(self.k_layernorm, key), _valued(value, self.heads)
-            self.lent = (key, value) if self.heads.lends else None
+            key, value = _normal(self.k_layernorm, key), _normalize_values(value, self.heads)
+            self.shared_kv = (key, value) if self.heads.shares_kv else None
             return _normal(self.q_layernorm, query), key, value
 
-    return OwnHeads
+    return HeterogeneousHeads
 
 
-def _valued(value: Tensor, heads: Heads) -> Tensor:
+def _normalize_values(value: Tensor, heads: HeadSettings) -> Tensor:
     if heads.norm is not None:
         value = rms_norm(value.float(), value.shape[-1:], None, heads.norm).to(value.dtype)
     return value if heads.scale == 1.0 else value * heads.scale

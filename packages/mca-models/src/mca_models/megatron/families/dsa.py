@@ -6,44 +6,44 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
-from mca_models.megatron.families.chosen_keys import ChosenKeys, OfQueries
-from mca_models.megatron.layers.indexer import Indexer, IndexSizes
+from mca_models.megatron.families.topk_attention import QueryFeatures, TopKSparseAttention
+from mca_models.megatron.layers.dsa_indexer import DsaIndexer, DsaSizes
 from mca_models.megatron.layers.rope import attention_factor, frequencies
 from mca_models.megatron.types import MegatronConfig, MegatronModule
 
 
-class IndexedAttention(ChosenKeys):
+class DsaAttention(TopKSparseAttention):
     """Core attention whose queries see the keys that its ``indexer`` chooses, by what the layer was given."""
 
-    sizes: IndexSizes
+    sizes: DsaSizes
     frequencies: Tensor
     factor: float
 
     def __init__(self, config: MegatronConfig, *args: object, **kwargs: object) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[arg-type]
-        self.indexer = Indexer(self.sizes, self.frequencies, self.factor, config.params_dtype)
+        self.indexer = DsaIndexer(self.sizes, self.frequencies, self.factor, config.params_dtype)
         self.hidden: Tensor | None = None
         self.compressed: Tensor | None = None
 
-    def _index(self, lengths: tuple[int, ...]) -> tuple[OfQueries, list[Tensor]]:
+    def _index(self, lengths: tuple[int, ...]) -> tuple[QueryFeatures, list[Tensor]]:
         if self.hidden is None or self.compressed is None:
             raise RuntimeError("core attention was called without its layer")
-        hidden, compressed = self.whole(self.hidden), self.whole(self.compressed)
+        hidden, compressed = self.gather_sequence(self.hidden), self.gather_sequence(self.compressed)
         self.hidden = self.compressed = None
-        places = self.places(lengths, hidden)
-        keys = self._sequences(self.indexer.keys(hidden, places), lengths)
-        return (self.indexer.queries(compressed, places), self.indexer.weights(hidden)), keys
+        positions = self.positions(lengths, hidden)
+        keys = self._sequences(self.indexer.keys(hidden, positions), lengths)
+        return (self.indexer.queries(compressed, positions), self.indexer.weights(hidden)), keys
 
-    def _chosen(self, of_queries: OfQueries, keys: Tensor, start: int) -> Tensor:
-        queries, weights = of_queries
-        return self.indexer.chosen(queries, weights, keys, start).unsqueeze(1)
+    def _select(self, query_features: QueryFeatures, keys: Tensor, start: int) -> Tensor:
+        queries, weights = query_features
+        return self.indexer.select(queries, weights, keys, start).unsqueeze(1)
 
 
-def indexed_attention(config: McaModelConfig) -> type[IndexedAttention] | None:
+def dsa_attention(config: McaModelConfig) -> type[DsaAttention] | None:
     """The core attention of a model with an indexer; None: it has none."""
     if not isinstance(config, MlaMcaModelConfig) or config.index_topk is None:
         return None
-    sizes = IndexSizes(
+    sizes = DsaSizes(
         heads=config.index_num_heads or 1,
         channels=config.index_head_dim or 1,
         hidden=config.hidden_size,
@@ -52,7 +52,7 @@ def indexed_attention(config: McaModelConfig) -> type[IndexedAttention] | None:
         interleaved=config.index_rotary_interleaved,
     )
     rope = {"frequencies": frequencies(config), "factor": attention_factor(config)}
-    return type("IndexedAttention", (IndexedAttention,), {"sizes": sizes, **rope})
+    return type("DsaAttention", (DsaAttention,), {"sizes": sizes, **rope})
 
 
 @cache

@@ -15,7 +15,7 @@ EPSILON = 1e-6
 """Of the norms inside HF's latent attention, whatever the model's ``rms_norm_eps`` is; Megatron takes that."""
 
 
-def set_latent_epsilon(model: GptModel) -> None:
+def set_mla_norm_epsilon(model: GptModel) -> None:
     """Gives the norms inside every latent attention of a chunk, prediction layers included, HF's epsilon."""
     for attention in model.modules():
         if not hasattr(attention, "linear_kv_up_proj"):
@@ -49,7 +49,7 @@ class _Scaled(torch.nn.Module):
         return self.rotary(length, packed_seq=packed_seq), self.factor
 
 
-def set_own_rope(model: GptModel, config: McaModelConfig) -> None:
+def set_mla_rope(model: GptModel, config: McaModelConfig) -> None:
     """Gives every latent attention of a chunk its rope where Megatron has no scaling of that kind."""
     if (config.rope_scaling or {}).get("rope_type", "yarn") == "yarn":
         return
@@ -62,13 +62,13 @@ def set_own_rope(model: GptModel, config: McaModelConfig) -> None:
 
 
 @cache
-def with_factors(attention: type, of_query: float, of_latent: float) -> type:
+def with_mla_multipliers(attention: type, of_query: float, of_latent: float) -> type:
     """Megatron's ``MLASelfAttention`` with factors on queries, and on compressed keys and values.
 
     The latter is on the queries instead of the keys: on the channels that are not rotated.
     """
 
-    class WithFactors(attention):  # type: ignore[misc]
+    class MlaMultipliers(attention):  # type: ignore[misc]
         """Latent attention."""
 
         def get_query_key_value_tensors(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
@@ -78,7 +78,7 @@ def with_factors(attention: type, of_query: float, of_latent: float) -> type:
             query = torch.cat([still * (of_query * of_latent), turned * of_query], -1)
             return query, key, value * of_latent, *compressed
 
-    return WithFactors
+    return MlaMultipliers
 
 
 @cache

@@ -14,7 +14,7 @@ _EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
-class IndexSizes:
+class DsaSizes:
     """What an indexer is made of.
 
     Args:
@@ -34,7 +34,7 @@ class IndexSizes:
     interleaved: bool
 
 
-class Indexer(torch.nn.Module):
+class DsaIndexer(torch.nn.Module):
     """Scores each key for each query: the weighed sum over heads of what is positive of their products."""
 
     wq_b: Tensor
@@ -44,7 +44,7 @@ class Indexer(torch.nn.Module):
     weights_proj: Tensor
     inverse_frequencies: Tensor
 
-    def __init__(self, sizes: IndexSizes, frequencies: Tensor, factor: float, dtype: torch.dtype) -> None:
+    def __init__(self, sizes: DsaSizes, frequencies: Tensor, factor: float, dtype: torch.dtype) -> None:
         super().__init__()
         self.sizes, self.factor = sizes, factor
         shapes = {
@@ -58,24 +58,24 @@ class Indexer(torch.nn.Module):
             self.register_buffer(name, torch.empty(shape, dtype=dtype))
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
-    def queries(self, compressed: Tensor, places: Tensor) -> Tensor:
-        """``[n, b, h, d]`` of compressed queries ``[n, b, r]`` at ``places`` ``[n]``."""
-        return self._rotated(linear(compressed, self.wq_b).unflatten(-1, (self.sizes.heads, -1)), places)
+    def queries(self, compressed: Tensor, positions: Tensor) -> Tensor:
+        """``[n, b, h, d]`` of compressed queries ``[n, b, r]`` at ``positions`` ``[n]``."""
+        return self._rotated(linear(compressed, self.wq_b).unflatten(-1, (self.sizes.heads, -1)), positions)
 
-    def keys(self, hidden: Tensor, places: Tensor) -> Tensor:
+    def keys(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """``[n, b, d]`` of the layer's input ``[n, b, hidden]``."""
         keys = linear(hidden, self.wk).float()
         normal = layer_norm(
             keys, keys.shape[-1:], self.k_norm_weight.float(), self.k_norm_bias.float(), _EPSILON
         )
-        return self._rotated(normal.to(hidden.dtype).unsqueeze(2), places).squeeze(2)
+        return self._rotated(normal.to(hidden.dtype).unsqueeze(2), positions).squeeze(2)
 
     def weights(self, hidden: Tensor) -> Tensor:
         """``[n, b, h]``, fp32."""
         factor: float = (self.sizes.heads * self.sizes.channels) ** -0.5
         return linear(hidden, self.weights_proj).float() * factor
 
-    def chosen(self, queries: Tensor, weights: Tensor, keys: Tensor, start: int) -> Tensor:
+    def select(self, queries: Tensor, weights: Tensor, keys: Tensor, start: int) -> Tensor:
         """Which keys each query sees, ``[b, q, k]``: of those not after it the highest.
 
         Args:
@@ -86,24 +86,24 @@ class Indexer(torch.nn.Module):
         """
         products: Tensor = torch.einsum("qbhd,kbd->bqhk", queries.float(), keys.float()).relu()
         scores: Tensor = torch.einsum("bqhk,qbh->bqk", products, weights)
-        places = torch.arange(start, start + len(queries), device=keys.device)
-        seen = torch.arange(len(keys), device=keys.device) <= places[:, None]
+        positions = torch.arange(start, start + len(queries), device=keys.device)
+        seen = torch.arange(len(keys), device=keys.device) <= positions[:, None]
         scores = scores.masked_fill(~seen, -torch.inf)
         best = scores.topk(min(self.sizes.topk, len(keys)), -1).indices
-        chosen: Tensor = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & seen
-        return chosen
+        mask: Tensor = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & seen
+        return mask
 
-    def _rotated(self, x: Tensor, places: Tensor) -> Tensor:
+    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         """``[n, b, h, d]`` with its first channels turned."""
         frequencies = self.inverse_frequencies
-        return rotated(x, places, frequencies, self.factor, interleaved=self.sizes.interleaved)
+        return rotated(x, positions, frequencies, self.factor, interleaved=self.sizes.interleaved)
 
 
 def rotated(
-    x: Tensor, places: Tensor, inverse_frequencies: Tensor, factor: float, *, interleaved: bool = False
+    x: Tensor, positions: Tensor, inverse_frequencies: Tensor, factor: float, *, interleaved: bool = False
 ) -> Tensor:
-    """``x`` ``[n, b, h, d]`` at ``places`` ``[n]``, its first channels turned, in pairs of neighbours or in halves."""
-    angles = torch.outer(places.float(), inverse_frequencies)[:, None, None]
+    """Rotate the first channels of ``x`` ``[n, b, h, d]`` at ``positions`` ``[n]``, in neighbouring pairs or halves."""
+    angles = torch.outer(positions.float(), inverse_frequencies)[:, None, None]
     cos, sin = ((f(angles) * factor).to(x.dtype) for f in (torch.cos, torch.sin))
     width = 2 * inverse_frequencies.numel()
     turning, rest = x[..., :width], x[..., width:]

@@ -9,15 +9,15 @@ from torch import Tensor
 from mca_config.model_config import McaModelConfig
 
 
-def own_weights(config: McaModelConfig) -> Callable[[type], type] | None:
+def custom_sigmoid_router(config: McaModelConfig) -> Callable[[type], type] | None:
     """What makes a router class weigh by sigmoids; None where Megatron's does, as with one expert for a token."""
     plain = not config.moe_router_normalised and config.moe_router_topk > 1
-    return plain_router if plain else None
+    return unnormalized_sigmoid_router if plain else None
 
 
 @dataclass
-class SummedChoice:
-    """Chooses experts in the place of Megatron's ``RouterReplay``, as `group_router.GroupChoice` does.
+class SigmoidTopK:
+    """Chooses experts in the place of Megatron's ``RouterReplay``, as `group_router.GroupLimitedTopK` does.
 
     Args:
         layer_number: Set by Megatron.
@@ -34,15 +34,15 @@ class SummedChoice:
 
 
 @cache
-def plain_router(router: type) -> type:
+def unnormalized_sigmoid_router(router: type) -> type:
     """A router class that multiplies weights by the sum that Megatron divides them by."""
 
-    class PlainRouter(router):  # type: ignore[misc]
+    class UnnormalizedSigmoidRouter(router):  # type: ignore[misc]
         """Megatron's router."""
 
         def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, **kwargs)
-            self.router_replay = SummedChoice()
+            self.router_replay = SigmoidTopK()
 
         def routing(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
             """Each token's weight on each expert, and which are chosen."""
@@ -53,14 +53,14 @@ def plain_router(router: type) -> type:
                 raise RuntimeError("experts were weighed without being chosen")
             return (weights * total).to(weights.dtype), chosen
 
-    return PlainRouter
+    return UnnormalizedSigmoidRouter
 
 
 @cache
-def with_mean(expert_layer: type) -> type:
+def with_shared_expert_mean(expert_layer: type) -> type:
     """Megatron's expert layer that gives the mean of the shared expert and the others."""
 
-    class WithMean(expert_layer):  # type: ignore[misc]
+    class SharedExpertMean(expert_layer):  # type: ignore[misc]
         """A layer of experts."""
 
         def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
@@ -68,4 +68,4 @@ def with_mean(expert_layer: type) -> type:
             given: Tensor = super().postprocess(output, shared_expert_output)
             return given * 0.5
 
-    return WithMean
+    return SharedExpertMean

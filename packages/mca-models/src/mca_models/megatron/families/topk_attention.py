@@ -2,7 +2,7 @@
 
 It is exact and not fast: every query's scores with all keys are computed, block by block, and those of keys that were
 not chosen are thrown away. What an indexer looks at, and how it chooses, is in `sparse_attention` and
-`block_attention`.
+`block_sparse_attention`.
 """
 
 import torch
@@ -11,27 +11,27 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from mca_models.megatron.layers.attention import CoreAttention
-from mca_models.megatron.layers.zigzag import ranges_of_rank
+from mca_models.megatron.layers.zigzag import rank_token_ranges
 
 BLOCK = 128
 """Queries that are scored at a time."""
 
-OfQueries = tuple[Tensor, ...]
+QueryFeatures = tuple[Tensor, ...]
 """What an indexer made of this rank's tokens, each tensor ``[tokens, ...]``."""
 
 
-class ChosenKeys(CoreAttention):
-    """Core attention whose queries see the keys that `_index` and `_chosen` choose."""
+class TopKSparseAttention(CoreAttention):
+    """Core attention whose queries see the keys that `_index` and `_select` choose."""
 
-    def _index(self, lengths: tuple[int, ...]) -> tuple[OfQueries, list[Tensor]]:
+    def _index(self, lengths: tuple[int, ...]) -> tuple[QueryFeatures, list[Tensor]]:
         """What the indexer made of this rank's tokens, and its keys of whole sequences."""
         raise NotImplementedError
 
-    def _chosen(self, of_queries: OfQueries, keys: Tensor, start: int) -> Tensor:
+    def _select(self, query_features: QueryFeatures, keys: Tensor, start: int) -> Tensor:
         """Which keys queries see that stand from ``start`` on: ``[b, h, q, k]``, of equal shares of the heads."""
         raise NotImplementedError
 
-    def whole(self, x: Tensor) -> Tensor:
+    def gather_sequence(self, x: Tensor) -> Tensor:
         """``[tokens, b, channels]`` of this context rank, of all tensor ranks' shares."""
         x = x.detach() if x.dim() == 3 else x.detach().unsqueeze(1)
         if not self.config.sequence_parallel:
@@ -41,9 +41,9 @@ class ChosenKeys(CoreAttention):
         gathered: Tensor = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False)
         return gathered
 
-    def places(self, lengths: tuple[int, ...], like: Tensor) -> Tensor:
+    def positions(self, lengths: tuple[int, ...], like: Tensor) -> Tensor:
         """Where this rank's tokens stand in their sequences."""
-        ranges = ranges_of_rank(lengths, self.cp_group.rank(), self.cp_group.size())
+        ranges = rank_token_ranges(lengths, self.cp_group.rank(), self.cp_group.size())
         parts = [torch.arange(each.start, each.start + each.length, device=like.device) for each in ranges]
         return torch.cat(parts)
 
@@ -51,10 +51,10 @@ class ChosenKeys(CoreAttention):
         self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], ends: Tensor | None
     ) -> Tensor:
         with torch.no_grad():
-            of_queries, index_keys = self._index(lengths)
+            query_features, index_keys = self._index(lengths)
         keys, values = self._sequences(key, lengths), self._sequences(value, lengths)
         outputs, row = [], 0
-        for chunk in ranges_of_rank(lengths, self.cp_group.rank(), self.cp_group.size()):
+        for chunk in rank_token_ranges(lengths, self.cp_group.rank(), self.cp_group.size()):
             for first in range(0, chunk.length, BLOCK):
                 last = min(first + BLOCK, chunk.length)
                 rows, stop = slice(row + first, row + last), chunk.start + last
@@ -66,7 +66,7 @@ class ChosenKeys(CoreAttention):
                         query[rows],
                         keys[chunk.sequence][:stop],
                         values[chunk.sequence][:stop],
-                        tuple(each[rows] for each in of_queries),
+                        tuple(each[rows] for each in query_features),
                         index_keys[chunk.sequence][:stop],
                         chunk.start + first,
                         use_reentrant=False,
@@ -81,12 +81,12 @@ class ChosenKeys(CoreAttention):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        of_queries: OfQueries,
+        query_features: QueryFeatures,
         index_keys: Tensor,
         start: int,
     ) -> Tensor:
         with torch.no_grad():
-            seen = self._chosen(of_queries, index_keys, start)
+            seen = self._select(query_features, index_keys, start)
             mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
             mask.masked_fill_(~seen, -torch.inf)
         channels = value.shape[-1]

@@ -14,7 +14,7 @@ _STEP = 256
 """Positions up to it are exact in bfloat16, and so are as many multiples of it."""
 
 
-def slopes(heads: int) -> Tensor:
+def alibi_slopes(heads: int) -> Tensor:
     """Those of all heads, fp32: powers of one number, and where heads are no power of two every other of its root's."""
     whole = 2 ** math.floor(math.log2(heads))
     found = [2 ** (-8 * (i + 1) / whole) for i in range(whole)]
@@ -22,7 +22,7 @@ def slopes(heads: int) -> Tensor:
     return torch.tensor(found, dtype=torch.float32)
 
 
-def leaning(query: Tensor, key: Tensor, slope: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def add_alibi_channels(query: Tensor, key: Tensor, slope: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Queries ``[b, h, q, d]`` and keys ``[b, g, k, d]`` with the channels added.
 
     Args:

@@ -13,7 +13,7 @@ from mca_models.megatron.layers.rope import frequencies, rotary_module
 from mca_models.megatron.types import MegatronModule
 
 
-def axis_of_channels(sections: tuple[int, ...], channels: int, *, interleaved: bool) -> Tensor:
+def mrope_axes(sections: tuple[int, ...], channels: int, *, interleaved: bool) -> Tensor:
     """For each rotated pair of channels, which of the three positions it follows.
 
     Args:
@@ -33,7 +33,7 @@ def axis_of_channels(sections: tuple[int, ...], channels: int, *, interleaved: b
     return axes
 
 
-class SectionedRope(torch.nn.Module):
+class MRope(torch.nn.Module):
     """Megatron's rotary module, and beside it one for positions that are handed in.
 
     Attributes:
@@ -45,9 +45,7 @@ class SectionedRope(torch.nn.Module):
         super().__init__()
         plain: MegatronModule = rotary_module(config, cp_group)
         inverse = frequencies(config)
-        axes = axis_of_channels(
-            config.mrope_section or (), len(inverse), interleaved=config.mrope_interleaved
-        )
+        axes = mrope_axes(config.mrope_section or (), len(inverse), interleaved=config.mrope_interleaved)
         self.plain = plain
         self.inverse: Tensor
         self.axes: Tensor

@@ -18,12 +18,12 @@ from mca_models.megatron.types import MegatronConfig, MegatronModule
 _SLIDING = "sliding_attention"
 
 
-class TwoRopes(torch.nn.Module):
+class DualRope(torch.nn.Module):
     """The rotation of full layers and that of layers with a window, ``[seq, 1, 1, channels of both]``."""
 
     def __init__(self, config: McaModelConfig, cp_group: ProcessGroup) -> None:
         super().__init__()
-        full, sliding = _of_kinds(config)
+        full, sliding = _layer_kind_configs(config)
         self.full: MegatronModule = rotary_module(full, cp_group)
         self.local: MegatronModule = rotary_module(sliding, cp_group)
 
@@ -37,7 +37,7 @@ class TwoRopes(torch.nn.Module):
         return torch.cat([self.full(*args, **kwargs), self.local(*args, **kwargs)], -1)
 
 
-def _of_kinds(config: McaModelConfig) -> tuple[McaModelConfig, McaModelConfig]:
+def _layer_kind_configs(config: McaModelConfig) -> tuple[McaModelConfig, McaModelConfig]:
     """The model as full layers are, and as those with a window are, which have an unscaled rope."""
     full, sliding = (
         replace(config, of_kind=None, **(config.of_kind or {}).get(kind, {}))
@@ -50,12 +50,12 @@ def _of_kinds(config: McaModelConfig) -> tuple[McaModelConfig, McaModelConfig]:
 
 def rope_widths(config: McaModelConfig) -> tuple[int, int]:
     """Channels of a head that are rotated in full layers, and in layers with a window."""
-    full, sliding = _of_kinds(config)
+    full, sliding = _layer_kind_configs(config)
     return rotary_dim(full), rotary_dim(sliding)
 
 
 @cache
-def with_own_rope(attention: type, kinds: tuple[str, ...], factor: float, widths: tuple[int, int]) -> type:
+def with_layer_rope(attention: type, kinds: tuple[str, ...], factor: float, widths: tuple[int, int]) -> type:
     """An attention class whose layers take one of two ropes.
 
     Args:
@@ -65,7 +65,7 @@ def with_own_rope(attention: type, kinds: tuple[str, ...], factor: float, widths
         widths: Rotated channels in full layers, and in layers with a window.
     """
 
-    class OwnRope(attention):  # type: ignore[misc]
+    class LayerRope(attention):  # type: ignore[misc]
         """Attention that picks its rope by the layer's kind."""
 
         def __init__(
@@ -87,4 +87,4 @@ def with_own_rope(attention: type, kinds: tuple[str, ...], factor: float, widths
                 rotary_pos_emb = own.contiguous()  # fused kernels read it without strides
             return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
 
-    return OwnRope
+    return LayerRope

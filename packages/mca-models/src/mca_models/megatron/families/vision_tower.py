@@ -27,7 +27,7 @@ TEXT: tuple[Part, ...] = ("language",)
 """The parts that adapters are for by default."""
 
 
-def part_of(param: Param, config: McaModelConfig) -> str:
+def model_part(param: Param, config: McaModelConfig) -> str:
     """Which `Part` a parameter belongs to; ``unused`` if nothing depends on it."""
     if param.stage is not Stage.VISION:
         return "language"
@@ -35,7 +35,7 @@ def part_of(param: Param, config: McaModelConfig) -> str:
     return "unused" if vision is None else vision.component(param.mca.removeprefix(PREFIX))
 
 
-def add_vision_model(model: GptModel, config: McaModelConfig) -> None:
+def add_vision_tower(model: GptModel, config: McaModelConfig) -> None:
     """Gives a chunk with the embedding its vision model, which is frozen until it is selected."""
     if config.vision is None or not model.pre_process:
         return

@@ -1,4 +1,4 @@
-"""`Score` is the head of a model that scores sequences or tokens, in the place of Megatron's output layer."""
+"""Sequence- and token-classification head that replaces Megatron's output layer."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from mca_models.megatron.types import MegatronConfig, WithBias
 
 
-class Score(torch.nn.Module):
+class ClassificationHead(torch.nn.Module):
     """``[s, b, hidden]`` to ``[s, b, labels]``, whole on every tensor rank.
 
     With sequence parallelism a rank scores its own tokens and gets the scores of the others, which are a few numbers

@@ -39,14 +39,14 @@ def _scales(rules: AdapterRules) -> Mapping[str, tuple[str, int, float]]:
     return {pair.a.mca_name(): (pair.target.module, pair.rank, pair.scale) for pair in rules.factors}
 
 
-def require_held(models: VirtualModels, rules: AdapterRules) -> None:
+def require_new_params_saved(models: VirtualModels, rules: AdapterRules) -> None:
     """Refuses an adapter without what the base model's files lack too: its directory would not be the trained model.
 
     Raises:
         McaError: A new head, or a vocabulary with new rows, is not among its tensors.
     """
     held = {param.mca_name() for param in rules.full_params}
-    for param in models.drawn:
+    for param in models.new_params:
         if param.mca_name() not in held:
             raise McaError(f"{_lacking(param)}, which {models.source} does not have either; {_advice(param)}")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mca_models.megatron.state.arrivals import Weight, dtype_fault
+from mca_models.megatron.state.weight_receiver import Weight, dtype_fault
 from mca_models.quantization.fp8_read import SCALE_SUFFIX
 from mca_models.quantization.fp8_tile import BLOCK
 from mca_models.quantization.fp8_write import scale_shape
@@ -42,34 +42,34 @@ class _Quantised:
         return bool(self.rows.all())
 
 
-class PlainWeights:
+class DequantizedWeights:
     """A stream without quantisation.
 
     Args:
-        shape_of: Of a tensor that is wanted, by its name; None: it is not.
-        refuse: Is called with the name of a tensor and what is wrong with it.
+        expected_shape: Of a tensor that is wanted, by its name; None: it is not.
+        report: Is called with the name of a tensor and what is wrong with it.
         uses: Whether this rank needs a tensor; of others only the shape is right in what is handed on.
     """
 
     def __init__(
         self,
-        shape_of: Callable[[str], Shape | None],
-        refuse: Callable[[str, str], None],
+        expected_shape: Callable[[str], Shape | None],
+        report: Callable[[str, str], None],
         uses: Callable[[str], bool],
     ) -> None:
-        self._shape_of, self._refuse, self._uses = shape_of, refuse, uses
+        self._expected_shape, self._report, self._uses = expected_shape, report, uses
         self._found: dict[str, _Quantised] = {}
 
-    def of(self, weights: Iterable[Weight]) -> Iterator[Weight]:
+    def dequantize(self, weights: Iterable[Weight]) -> Iterator[Weight]:
         """``weights``; those in fp8 in fp32, once their scales have come."""
         for weight in weights:
             name, tensor = weight[:2]
             base = name.removesuffix(SCALE_SUFFIX)
-            shape = self._shape_of(base)
+            shape = self._expected_shape(base)
             if shape is None or (base == name and tensor.dtype not in _FP8):
                 yield weight
             elif len(shape) < 2:
-                self._refuse(base, f"{name} has shape {list(tensor.shape)}; expected a plain {list(shape)}")
+                self._report(base, f"{name} has shape {list(tensor.shape)}; expected a plain {list(shape)}")
             else:
                 entry = self._found.setdefault(base, _new(shape, tensor.device))
                 yield from self._scales(base, entry, weight) if base != name else self._values(entry, weight)
@@ -85,7 +85,7 @@ class PlainWeights:
     def _scales(self, base: str, entry: _Quantised, weight: Weight) -> Iterator[Weight]:
         name, scales, *start = weight
         if fault := _fault(entry, scales, start[0] if start else None) or _scale_fault(scales):
-            self._refuse(base, f"{name} {fault}")
+            self._report(base, f"{name} {fault}")
             return
         first = start[0] if start else 0
         stop = first + len(scales) if scales.shape[1:] == entry.scales.shape[1:] else len(entry.rows)
@@ -113,9 +113,9 @@ class PlainWeights:
         for name, entry in self._found.items():
             if not entry.known:
                 what = "is fp8, and" if entry.values else "came with scales, and"
-                self._refuse(name, f"{name} {what} {name}{SCALE_SUFFIX} is missing or incomplete")
+                self._report(name, f"{name} {what} {name}{SCALE_SUFFIX} is missing or incomplete")
             elif not entry.values:
-                self._refuse(name, f"{name}{SCALE_SUFFIX} came, but no {name} in fp8")
+                self._report(name, f"{name}{SCALE_SUFFIX} came, but no {name} in fp8")
 
 
 def _with(weight: Weight, tensor: Tensor) -> Weight:

@@ -15,7 +15,7 @@ from mca_models.weights import Param
 from mca_models.weights.arrays import Array
 
 
-def require_start(adapter: AdapterConfig) -> None:
+def require_supported_init(adapter: AdapterConfig) -> None:
     """Refuses initialisations that need data or the base weights' decomposition.
 
     Raises:
@@ -29,7 +29,7 @@ def require_start(adapter: AdapterConfig) -> None:
         )
 
 
-def require_base(adapter: AdapterConfig, *, merged: bool) -> None:
+def require_base_weights(adapter: AdapterConfig, *, merged: bool) -> None:
     """Refuses an adapter without which the model is not the base model.
 
     Raises:
@@ -51,7 +51,7 @@ def is_trained(param: Param, adapter: AdapterConfig, rules: AdapterRules) -> boo
     return all(param is not other for other in rules.kept)
 
 
-def first_values(adapter: AdapterConfig, seed: int) -> Callable[[Param, tuple[int, ...]], Array]:
+def initial_values(adapter: AdapterConfig, seed: int) -> Callable[[Param, tuple[int, ...]], Array]:
     """A function that draws the whole tensor of a factor's rule.
 
     lora_A is uniform as a linear's weight (normal with deviation 1 / rank if ``gaussian``); lora_B is zero,

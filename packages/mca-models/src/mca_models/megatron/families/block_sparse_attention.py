@@ -6,14 +6,14 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.families.chosen_keys import ChosenKeys, OfQueries
+from mca_models.megatron.families.topk_attention import QueryFeatures, TopKSparseAttention
 from mca_models.megatron.layers.attention import CoreAttention
 from mca_models.megatron.layers.block_indexer import BlockIndexer, BlockSizes
 from mca_models.megatron.layers.rope import attention_factor, frequencies
 from mca_models.megatron.types import MegatronConfig, MegatronModule
 
 
-class BlockAttention(ChosenKeys):
+class BlockSparseAttention(TopKSparseAttention):
     """Core attention, in some layers to the keys that its ``indexer`` chooses by what the layer was given."""
 
     sizes: BlockSizes
@@ -36,18 +36,18 @@ class BlockAttention(ChosenKeys):
             return CoreAttention._attend(self, query, key, value, lengths, ends)
         return super()._attend(query, key, value, lengths, ends)
 
-    def _index(self, lengths: tuple[int, ...]) -> tuple[OfQueries, list[Tensor]]:
+    def _index(self, lengths: tuple[int, ...]) -> tuple[QueryFeatures, list[Tensor]]:
         if self.hidden is None or self.indexer is None:
             raise RuntimeError("core attention was called without its layer")
-        hidden, self.hidden = self.whole(self.hidden), None
-        places = self.places(lengths, hidden)
-        keys = self._sequences(self.indexer.keys(hidden, places), lengths)
-        return (self.indexer.queries(hidden, places, self._groups()),), keys
+        hidden, self.hidden = self.gather_sequence(self.hidden), None
+        positions = self.positions(lengths, hidden)
+        keys = self._sequences(self.indexer.keys(hidden, positions), lengths)
+        return (self.indexer.queries(hidden, positions, self._groups()),), keys
 
-    def _chosen(self, of_queries: OfQueries, keys: Tensor, start: int) -> Tensor:
+    def _select(self, query_features: QueryFeatures, keys: Tensor, start: int) -> Tensor:
         assert self.indexer is not None
-        (queries,) = of_queries
-        return self.indexer.chosen(queries, keys, start)
+        (queries,) = query_features
+        return self.indexer.select(queries, keys, start)
 
     def _groups(self) -> slice:
         """Those that this tensor rank has heads of."""
@@ -58,7 +58,7 @@ class BlockAttention(ChosenKeys):
         return slice(first // self.heads_of_group, -(-(first + share) // self.heads_of_group))
 
 
-def block_attention(config: McaModelConfig) -> type[BlockAttention] | None:
+def block_sparse_attention(config: McaModelConfig) -> type[BlockSparseAttention] | None:
     """The core attention of a model whose indexer chooses blocks; None: it has none."""
     if (blocks := config.index_blocks) is None:
         return None
@@ -79,7 +79,7 @@ def block_attention(config: McaModelConfig) -> type[BlockAttention] | None:
         "factor": attention_factor(config),
         "sparse": frozenset(layer for layer, kind in kinds if kind == "sparse_attention"),
     }
-    return type("BlockAttention", (BlockAttention,), facts)
+    return type("BlockSparseAttention", (BlockSparseAttention,), facts)
 
 
 @cache

@@ -20,20 +20,20 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from mca_config.layout import ParallelLayout
-from mca_models.megatron.names import Held
+from mca_models.megatron.names import LocalParam
 from mca_models.megatron.types import MarkedParameter
 
 
-def mark_parameters(held: Iterable[tuple[Held, Tensor]], layout: ParallelLayout) -> int:
+def set_parameter_attributes(params: Iterable[tuple[LocalParam, Tensor]], layout: ParallelLayout) -> int:
     """Sets right what is not; returns how many marks there were to set.
 
     Args:
-        held: Every parameter of this rank with its rule (``VirtualModels.held()``).
+        params: Every parameter of this rank with its rule (``VirtualModels.local_params()``).
         layout: The sizes they are cut by.
     """
     apart = layout.ep > 1 or layout.etp != layout.tp
     marked = 0
-    for item, tensor in held:
+    for item, tensor in params:
         param: MarkedParameter = tensor
         if item.param.vocab:
             param.is_embedding_or_output_parameter = True

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from mca_models.megatron.layers.sdpa import ALIGNED, blocks, every_head
 
 
-def both_ways_attention(
+def bidirectional_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

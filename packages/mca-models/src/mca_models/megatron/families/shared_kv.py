@@ -34,23 +34,23 @@ class ContextSlice:
     values: int
     groups: int
 
-    def of(self, context: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, context: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, ``[s, b, heads, channels]``."""
         both = context.narrow(-1, self.start, self.keys + self.values)
         key, value = both.split([self.keys, self.values], -1)
         return key.unflatten(-1, (self.groups, -1)), value.unflatten(-1, (self.groups, -1))
 
 
-def share_keys(model: GptModel, config: McaModelConfig) -> None:
+def share_kv(model: GptModel, config: McaModelConfig) -> None:
     """Has the layers of a chunk lend and take keys and values."""
     slices = _slices(config)
     for layer in model.decoder.layers:
         number = layer.layer_number - 1
         if number in slices:
-            layer.register_forward_hook(_lend)
+            layer.register_forward_hook(_share)
         source = config.kv_source_layer(number)
         if source is not None:
-            layer.register_forward_pre_hook(partial(_take, slices[source]), with_kwargs=True)
+            layer.register_forward_pre_hook(partial(_reuse, slices[source]), with_kwargs=True)
 
 
 def _slices(config: McaModelConfig) -> dict[int, ContextSlice]:
@@ -59,22 +59,24 @@ def _slices(config: McaModelConfig) -> dict[int, ContextSlice]:
     slices: dict[int, ContextSlice] = {}
     start = 0
     for layer in sorted(source for source in sources if source is not None):
-        own = config.layer_config(layer)
-        groups = own.num_query_groups // config.layout.tp
-        slices[layer] = ContextSlice(start, groups * own.kv_channels, groups * own.value_width, groups)
-        start += groups * (own.kv_channels + own.value_width)
+        layer_config = config.layer_config(layer)
+        groups = layer_config.num_query_groups // config.layout.tp
+        slices[layer] = ContextSlice(
+            start, groups * layer_config.kv_channels, groups * layer_config.value_width, groups
+        )
+        start += groups * (layer_config.kv_channels + layer_config.value_width)
     return slices
 
 
-def _lend(
+def _share(
     layer: MegatronModule, args: Arguments, output: tuple[Tensor, Tensor | None]
 ) -> tuple[Tensor, Tensor]:
     hidden, context = output
     attention = layer.self_attention
-    lent = torch.cat([part.flatten(2) for part in attention.lent], -1)
-    attention.lent = None
-    return hidden, lent if context is None else torch.cat([context, lent], -1)
+    shared_kv = torch.cat([part.flatten(2) for part in attention.shared_kv], -1)
+    attention.shared_kv = None
+    return hidden, shared_kv if context is None else torch.cat([context, shared_kv], -1)
 
 
-def _take(source: ContextSlice, layer: MegatronModule, args: Arguments, kwargs: JsonObject) -> None:
-    layer.self_attention.taken = source.of(kwargs["context"])
+def _reuse(source: ContextSlice, layer: MegatronModule, args: Arguments, kwargs: JsonObject) -> None:
+    layer.self_attention.reused_kv = source.read(kwargs["context"])

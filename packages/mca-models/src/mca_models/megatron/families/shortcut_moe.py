@@ -16,10 +16,10 @@ from mca_models.megatron.types import MegatronConfig, MegatronModule, WithBias
 
 
 @cache
-def with_experts_apart(expert_layer: type) -> type:
+def with_separate_experts(expert_layer: type) -> type:
     """Megatron's expert layer, which gives its shared expert's output, and instead of a bias that of the others."""
 
-    class ExpertsApart(expert_layer):  # type: ignore[misc]
+    class SeparateExperts(expert_layer):  # type: ignore[misc]
         """An MLP and experts, whose outputs are not added up."""
 
         def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> WithBias:
@@ -31,7 +31,7 @@ def with_experts_apart(expert_layer: type) -> type:
         def shared_experts_compute(self, hidden_states: Tensor) -> None:
             """Nothing: ``forward`` computes it outside of what is recomputed with the experts."""
 
-    return ExpertsApart
+    return SeparateExperts
 
 
 @cache
@@ -109,10 +109,10 @@ def _counting(
 
 
 @cache
-def router_of_more(router: type, count: int) -> type:
+def router_with_identity_experts(router: type, count: int) -> type:
     """A router class for ``count`` more experts than the model's layers have weights of."""
 
-    class RouterOfMore(router):  # type: ignore[misc]
+    class RouterWithIdentityExperts(router):  # type: ignore[misc]
         """Megatron's router."""
 
         def __init__(self, config: MegatronConfig, *args: object, **kwargs: object) -> None:
@@ -120,4 +120,4 @@ def router_of_more(router: type, count: int) -> type:
             own.num_moe_experts += count
             super().__init__(own, *args, **kwargs)
 
-    return RouterOfMore
+    return RouterWithIdentityExperts

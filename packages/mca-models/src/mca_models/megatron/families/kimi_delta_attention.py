@@ -12,8 +12,8 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
 from mca_models.megatron.families.delta_rule import delta_rule
 from mca_models.megatron.families.gated_delta_net import HeadNorm
-from mca_models.megatron.families.kernels import kernel_of
-from mca_models.megatron.families.whole_sequences import CausalConvolution, of_whole_sequences
+from mca_models.megatron.families.kernels import find_kernel
+from mca_models.megatron.families.recurrent_layers import CausalConvolution, apply_to_full_sequences
 from mca_models.megatron.layers.replicated import ReplicatedLinear
 from mca_models.megatron.layers.sharded import cut_parameter
 from mca_models.megatron.names import Implementation
@@ -52,7 +52,7 @@ def set_no_rope(model: GptModel, config: McaModelConfig) -> None:
             rope.inv_freq = torch.zeros_like(rope.inv_freq)
 
 
-def _sharded(
+def _sharded_state(
     block: MegatronModule, prefix: str, offsets: tuple[object, ...], metadata: ShardedState | None
 ) -> ShardedState:
     from megatron.core import parallel_state
@@ -82,7 +82,7 @@ def _sharded(
     return state
 
 
-class KimiDelta(torch.nn.Module):
+class KimiDeltaAttention(torch.nn.Module):
     """The block; its norm stands before it, in the layer. `_module` makes it one of Megatron's modules."""
 
     column: ClassVar[Typed]
@@ -112,17 +112,17 @@ class KimiDelta(torch.nn.Module):
         self.in_proj = self.column(hidden, 3 * rows + config.linear_num_key_heads, **first)
         self.gates_down = ReplicatedLinear(hidden, 2 * width, config=config, init_method=config.init_method)
         self.fade_up, self.gate_up = (self.column(width, rows, **first) for _ in range(2))
-        self._own_parameters(config)
+        self._make_parameters(config)
         self.out_norm = HeadNorm(config, width, config.layernorm_epsilon)
         last = {"init_method": config.output_layer_init_method, "input_is_parallel": True}
         self.out_proj = self.row(rows, hidden, **plain, **last, skip_bias_add=True)
 
-    def _own_parameters(self, config: MegatronConfig) -> None:
+    def _make_parameters(self, config: MegatronConfig) -> None:
         share, dtype = self.heads * self.width, config.params_dtype
         convolution = torch.nn.Conv1d(
             3 * share, 3 * share, config.linear_conv_kernel_dim, groups=3 * share, bias=False, dtype=dtype
         )
-        self.conv1d = CausalConvolution.of(convolution, kernel_of("causal_conv1d_fn", config))
+        self.conv1d = CausalConvolution.from_conv1d(convolution, find_kernel("causal_conv1d_fn", config))
         self.conv1d.weight = cut_parameter(tuple(self.conv1d.weight.shape), dtype)
         self.dt_bias, self.A_log = cut_parameter((share,), dtype), cut_parameter((self.heads,), dtype)
         if config.perform_initialization:
@@ -131,7 +131,7 @@ class KimiDelta(torch.nn.Module):
                 self.A_log.uniform_(1, 16).log_()
                 step = self.dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_().clamp_(min=1e-4)
                 step.add_(torch.log(-torch.expm1(-step)))
-        self.rule = kernel_of("chunk_kda", config)
+        self.rule = find_kernel("chunk_kda", config)
 
     def forward(
         self,
@@ -146,7 +146,7 @@ class KimiDelta(torch.nn.Module):
         down, _ = self.gates_down(hidden_states)
         fade, gate = (up(x)[0] for up, x in zip((self.fade_up, self.gate_up), down.chunk(2, -1), strict=True))
         mixed = torch.cat([projected, fade, gate], -1)
-        out = of_whole_sequences(self._sequence, mixed, packed_seq_params, self.groups.cp)
+        out = apply_to_full_sequences(self._sequence, mixed, packed_seq_params, self.groups.cp)
         return self.out_proj(out)  # type: ignore[no-any-return]
 
     def _sequence(self, mixed: Tensor) -> Tensor:
@@ -169,11 +169,11 @@ class KimiDelta(torch.nn.Module):
         metadata: ShardedState | None = None,
     ) -> ShardedState:
         """For Megatron's distributed checkpoint: the parts of the projection and the convolution one by one."""
-        return _sharded(self, prefix, sharded_offsets, metadata)
+        return _sharded_state(self, prefix, sharded_offsets, metadata)
 
 
 @cache
 def _module(column: type, row: type) -> type:
     from megatron.core.transformer.module import MegatronModule as Module
 
-    return type("KimiDelta", (KimiDelta, Module), {"column": column, "row": row})
+    return type("KimiDeltaAttention", (KimiDeltaAttention, Module), {"column": column, "row": row})

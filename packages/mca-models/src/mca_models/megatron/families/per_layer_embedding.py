@@ -17,7 +17,7 @@ from mca_models.megatron.types import GptModel, MegatronModule
 Arguments = tuple[object, ...]
 
 
-def add_per_layer_inputs(model: GptModel, config: McaModelConfig) -> None:
+def add_per_layer_embeddings(model: GptModel, config: McaModelConfig) -> None:
     """Gives a chunk with the embedding a table of such embeddings, and its layers what they take them with."""
     from megatron.core.tensor_parallel import VocabParallelEmbedding
 

@@ -16,7 +16,7 @@ _registered = False
 
 
 @contextmanager
-def children_die_with_us() -> Iterator[None]:
+def kill_children_with_parent() -> Iterator[None]:
     """A block whose forks, and theirs, are killed when the process that forked them ends."""
     global _parent, _registered
     if not _registered:
