@@ -277,10 +277,10 @@ def test_rows_of_a_dataset_are_read_by_its_id_and_by_addresses(tmp_path, monkeyp
     from huggingface_hub import HfFileSystem, constants
 
     from mca_train.config.arguments import DataArguments
-    from mca_train.data.addresses import read_whole
     from mca_train.data.files import load_rows
     from mca_train.data.row_paths import row_paths
     from mca_train.data.sources import rows_of, sources_of
+    from mca_train.data.urls import read_whole
 
     revisions = {}
     for name, count in (("main", 4), ("v1", 6)):

@@ -61,9 +61,9 @@ def needs(kind: str, file: Path, flags: list[str], gpus: int) -> tuple[int, list
     """Bytes of the fullest stage, and the stages that do not fit."""
     from mca_models.megatron.factory.target import Target
     from mca_train.config.run_config import given_values
-    from mca_train.plan.fitting import fullest, over
     from mca_train.plan.hardware import hardware_of
     from mca_train.plan.memory import plan_of
+    from mca_train.plan.remedies import fullest, over
     from mca_train.run.checks import check, settings_of
     from mca_train.run.subject import image_check, images_of_run, subject_of
     from mca_train.tasks.table import TASKS

@@ -166,7 +166,7 @@ def _is_tensor(value: object) -> bool:
 
 def images_in(run: Any, images: dict[str, int] | None) -> Any:
     """Of each sequence, those of a model that takes one size only of that size."""
-    from mca_train.plan.towers import Tower
+    from mca_train.plan.vision_memory import Tower
     from mca_train.run.subject import images_of_run
 
     if images is None:
@@ -185,11 +185,11 @@ def step_of(
     from mca_models import AutoModel
     from mca_train.batching.loaders import steps_of
     from mca_train.dry_run import step
-    from mca_train.dry_run.answers import Answers
+    from mca_train.dry_run.fake_process_group import fake_world, moving_anew
+    from mca_train.dry_run.fake_values import Answers
     from mca_train.dry_run.modules import ModuleNames
     from mca_train.dry_run.routing import known_as_arrays, route_evenly
     from mca_train.dry_run.tracker import Tracker
-    from mca_train.dry_run.world import fake_world, moving_anew
 
     class Watch(Tracker):
         """Notes what waits, once `restart` was called."""

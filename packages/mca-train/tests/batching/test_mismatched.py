@@ -2,8 +2,8 @@ import numpy as np
 
 from mca_train import TokenDataset
 from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
-from mca_train.batching.mismatched import Mismatched
-from mca_train.batching.valued import WithValues
+from mca_train.batching.extra_columns import WithValues
+from mca_train.batching.kto_kl_pairs import Mismatched
 from mca_train.data.token_dataset import order_of
 
 

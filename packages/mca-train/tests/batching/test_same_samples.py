@@ -7,7 +7,7 @@ import pytest
 
 from mca_config.errors import McaError
 from mca_train import groups
-from mca_train.batching.same_samples import first_compared, require_same_samples
+from mca_train.batching.sample_consistency import first_compared, require_same_samples
 
 
 def ranks(world_size: int, replicas: int) -> Any:

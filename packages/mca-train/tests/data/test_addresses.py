@@ -15,11 +15,11 @@ from tokenizers_for_tests import byte_tokenizer
 
 from mca_config.errors import McaError, UsageError
 from mca_train.config.columns import PairArguments
-from mca_train.data import addresses, files
-from mca_train.data.addresses import fetched, fetching, of_hub, read_whole, require_there
+from mca_train.data import files, urls
 from mca_train.data.files import check_file, load_rows
 from mca_train.data.image_files import ImageFile
 from mca_train.data.sources import Source, rows_of
+from mca_train.data.urls import fetched, fetching, of_hub, read_whole, require_there
 from mca_train.run.checks import data_problems
 from mca_train.tasks.load import load_tokenized
 from mca_train.tasks.table import TASKS
@@ -181,7 +181,7 @@ def test_a_page_of_the_hub_is_read_by_the_client_that_has_its_token(monkeypatch)
 
     monkeypatch.setattr("fsspec.core.url_to_fs", seen)
     monkeypatch.setattr("fsspec.open", seen)
-    monkeypatch.setattr(addresses, "_has_version", lambda file: seen(file))
+    monkeypatch.setattr(urls, "_has_version", lambda file: seen(file))
     reading = (lambda: require_there(page, "k"), lambda: read_whole(page), lambda: fetched(page, "k"))
     for read in (*reading, lambda: files.require_shallow(page, "k")):
         with pytest.raises((McaError, FileNotFoundError)):
@@ -190,7 +190,7 @@ def test_a_page_of_the_hub_is_read_by_the_client_that_has_its_token(monkeypatch)
 
 
 def test_a_presigned_address_has_the_ending_of_its_path(monkeypatch):
-    monkeypatch.setattr(addresses, "require_client", lambda *_: None)
+    monkeypatch.setattr(urls, "require_client", lambda *_: None)
     monkeypatch.setattr(files, "require_client", lambda *_: None)
     query = "?X-Amz-Signature=secret"
     assert check_file(f"https://h/rows.jsonl.gz{query}", "train_file")[0] == "json"

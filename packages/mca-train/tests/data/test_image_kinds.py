@@ -19,8 +19,8 @@ from mca_config.errors import McaError, UsageError
 from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
 from mca_train.batching.image_batch import ImageBatching
 from mca_train.config.arguments import DataArguments
-from mca_train.data import image_kinds
-from mca_train.data.image_kinds import image_tokens
+from mca_train.data import image_processors
+from mca_train.data.image_processors import image_tokens
 from mca_train.data.image_rows import ImageReader
 from mca_train.tasks.load import load_tokenized
 from mca_train.tasks.table import TASKS
@@ -195,7 +195,7 @@ def test_a_processor_is_found_where_transformers_exports_none_without_torchvisio
 
     PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size=4).save_pretrained(tmp_path)
     monkeypatch.setattr(transformers, "AutoImageProcessor", SimpleNamespace(from_pretrained=refuse))
-    assert isinstance(image_kinds._processor([tmp_path]), PixtralImageProcessorPil)
+    assert isinstance(image_processors._processor([tmp_path]), PixtralImageProcessorPil)
 
 
 def test_images_whose_marks_are_not_known_are_refused_by_name():

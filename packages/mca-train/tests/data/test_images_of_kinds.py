@@ -11,7 +11,7 @@ from image_samples import ANSWER, asked, load, placed, streamed, text
 from mca_config.errors import McaError
 from mca_train.batching.collate import PadCollator, StepCollator
 from mca_train.batching.image_batch import ImageBatching
-from mca_train.batching.mismatched import Mismatched
+from mca_train.batching.kto_kl_pairs import Mismatched
 from mca_train.config.columns import ClassifyArguments
 from mca_train.run.inputs import load_tokenizer
 

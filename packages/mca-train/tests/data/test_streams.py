@@ -82,7 +82,7 @@ def test_a_stream_says_what_its_order_comes_from(files, tmp_path, monkeypatch):
 
 
 def test_many_files_are_told_apart_by_a_digest():
-    from mca_train.data.addresses import called
+    from mca_train.data.urls import called
 
     names = [f"s3://bucket/{number}.jsonl" for number in range(20)]
     assert called(["https://host/a.jsonl?token=secret", "/x/b.jsonl"]) == "a.jsonl, b.jsonl"
@@ -148,7 +148,7 @@ def test_rows_without_a_target_are_left_out_and_counted(kind, tmp_path, caplog):
 
 
 def test_short_rows_are_known_to_have_a_target_without_tokenizing_them():
-    from mca_train.data.answered import surely_answered, surely_compared
+    from mca_train.data.target_filter import surely_answered, surely_compared
 
     sure = surely_answered(byte_tokenizer(), _of_length(4096))
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]

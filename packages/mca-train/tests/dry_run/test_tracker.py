@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mca_train.dry_run.answers import Answers
+from mca_train.dry_run.fake_values import Answers
 from mca_train.dry_run.modules import ModuleNames
 from mca_train.dry_run.tracker import Tracker
 

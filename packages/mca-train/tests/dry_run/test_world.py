@@ -6,7 +6,7 @@ import pytest
 from torch._C._distributed_c10d import FakeProcessGroup
 
 from mca_models.megatron.distributed import parallel
-from mca_train.dry_run.world import fake_world
+from mca_train.dry_run.fake_process_group import fake_world
 
 
 def test_it_needs_no_options_of_torchs_fake_backend(monkeypatch: pytest.MonkeyPatch) -> None:

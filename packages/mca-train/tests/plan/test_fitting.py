@@ -13,10 +13,10 @@ from mca_config.layout import ParallelLayout
 from mca_models.megatron import platform
 from mca_models.templates import config_from_hf
 from mca_train.plan.counts import ModelCounts
-from mca_train.plan.fitting import FULL, changed, fullest, over, remedies
 from mca_train.plan.hardware import hardware_of
 from mca_train.plan.memory import GIB, Plan, Subject, plan_of
 from mca_train.plan.options import PlanOptions
+from mca_train.plan.remedies import FULL, changed, fullest, over, remedies
 from mca_train.plan.search import fitting
 from mca_train.reference.program import program
 

@@ -21,9 +21,9 @@ from mca_config.model_config import McaModelConfig
 from mca_models.megatron import platform
 from mca_models.templates import config_from_hf
 from mca_train.plan.counts import ModelCounts
-from mca_train.plan.fitting import changed, fullest, over
 from mca_train.plan.hardware import hardware_of
 from mca_train.plan.memory import GIB, Subject, plan_of
+from mca_train.plan.remedies import changed, fullest, over
 from mca_train.plan.search import predicted
 
 _LLAMA: dict[str, Any] = {

@@ -15,12 +15,12 @@ from mca_models.megatron.factory.transformer_config import transformer_config
 from mca_models.templates import config_from_hf
 from mca_train.plan.chunks import Implementation
 from mca_train.plan.counts import ModelCounts
-from mca_train.plan.fitting import changed
 from mca_train.plan.hardware import hardware_of
 from mca_train.plan.memory import Subject
+from mca_train.plan.remedies import changed
 from mca_train.plan.search import predicted, recomputations
 from mca_train.plan.speed import StepTime
-from mca_train.plan.towers import images_of
+from mca_train.plan.vision_memory import images_of
 
 ROOT = Path(__file__).parents[4]
 QWEN3_8B = ROOT / "tools/recipes/qwen3-8b.json"

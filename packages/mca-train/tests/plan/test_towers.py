@@ -9,7 +9,7 @@ import pytest
 from mca_config.errors import UsageError
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import config_from_hf
-from mca_train.plan.towers import Tower, images_of
+from mca_train.plan.vision_memory import Tower, images_of
 
 DATA = Path(__file__).parents[3] / "mca-models/tests/data/vision_configs"
 

@@ -25,7 +25,7 @@ from mca_train.batching.packing import (
     sequences_of,
     values_of,
 )
-from mca_train.batching.same_samples import checksum, joined
+from mca_train.batching.sample_consistency import checksum, joined
 from mca_train.data.token_dataset import IGNORED, VALUES
 from mca_train.types import PreTrainedTokenizerBase, Sample, SampleSource
 

@@ -17,7 +17,7 @@ from mca_train.config.arguments import DataArguments
 from mca_train.data.chat import NO_VARIABLES, Message, TemplateInputs, tokenize_chat
 from mca_train.data.files import require_column
 from mca_train.data.formats import TEMPLATE_INPUTS, converted, image_columns
-from mca_train.data.image_words import ImageWords
+from mca_train.data.image_tag import ImageWords
 from mca_train.data.long_texts import LONG, all_ids, head_encoding
 from mca_train.data.message_parts import require_no_data, with_types
 from mca_train.data.placeholders import as_words, require_words

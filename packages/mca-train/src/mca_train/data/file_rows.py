@@ -12,8 +12,8 @@ import numpy as np
 
 from mca_config.redaction import redacted
 from mca_config.types import JsonObject, Values
-from mca_train.data.addresses import called
 from mca_train.data.files import named, reader_of
+from mca_train.data.urls import called
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,9 @@ from mca_config.redaction import redacted
 from mca_config.types import JsonObject, Values
 from mca_models.hub import is_id
 from mca_train.config.arguments import DataArguments
-from mca_train.data.addresses import (
+from mca_train.data.formats import COLUMNS, TEMPLATE_INPUTS, image_columns, other_columns
+from mca_train.data.tool_arguments import as_json
+from mca_train.data.urls import (
     fetched,
     is_address,
     is_missing,
@@ -25,8 +27,6 @@ from mca_train.data.addresses import (
     require_client,
     unfetched,
 )
-from mca_train.data.call_arguments import as_json
-from mca_train.data.formats import COLUMNS, TEMPLATE_INPUTS, image_columns, other_columns
 
 if TYPE_CHECKING:
     import datasets

@@ -20,9 +20,9 @@ from PIL import Image, ImageOps, PngImagePlugin, TiffImagePlugin, UnidentifiedIm
 from mca_config.errors import McaError
 from mca_config.files import open_regular
 from mca_config.redaction import redacted
-from mca_train.data.addresses import is_address, read_whole
 from mca_train.data.message_parts import KEYS, require_no_size
 from mca_train.data.row_paths import RowPaths
+from mca_train.data.urls import is_address, read_whole
 
 _OF_PNG = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
 """Modes of images that a PNG can hold."""

@@ -1,6 +1,6 @@
 """Rows with images become rows with placeholders, and the images in their order.
 
-What places for images a row's messages have is known in `image_places`, how large images are in `image_files`, and how
+What places for images a row's messages have is known in `image_placement`, how large images are in `image_files`, and how
 many tokens that is in `image_tokens`.
 """
 
@@ -19,10 +19,10 @@ from mca_train.config.columns import PairArguments
 from mca_train.data.encoding import Encoded, RowEncoder, without_nulls
 from mca_train.data.formats import Converted, converted, image_columns, other_columns
 from mca_train.data.image_files import ImageFile, image_file
-from mca_train.data.image_kinds import image_tokens, with_image_marks
-from mca_train.data.image_places import Places, listed, require_as_many
+from mca_train.data.image_placement import Places, listed, require_as_many
+from mca_train.data.image_processors import image_tokens, with_image_marks
+from mca_train.data.image_tag import PLACE, ImageWords
 from mca_train.data.image_tokens import Grid, ImageTokens
-from mca_train.data.image_words import PLACE, ImageWords
 from mca_train.data.long_texts import Beginning
 from mca_train.data.message_parts import IMAGE, kind_of
 from mca_train.data.placeholders import require_words

@@ -1,6 +1,6 @@
 """`ImageTokens` knows how many tokens an image of some size is, and makes what the vision model takes of its pixels.
 
-It asks the checkpoint's own image processor; how those of the families differ is in `image_kinds`. Nothing is known
+It asks the checkpoint's own image processor; how those of the families differ is in `image_processors`. Nothing is known
 here of rows or of batches.
 """
 

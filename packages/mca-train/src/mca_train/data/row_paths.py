@@ -13,8 +13,8 @@ from urllib.parse import quote, unquote
 from mca_config.errors import McaError
 from mca_config.files import inside
 from mca_models.hub import dataset_cache
-from mca_train.data.addresses import is_address, name_in, of_hub
 from mca_train.data.files import reader_of
+from mca_train.data.urls import is_address, name_in, of_hub
 
 _LOCAL = ("file", "local")
 _KINDS_OF_REPOSITORIES = ("datasets", "spaces", "models", "buckets")

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from mca_config.errors import McaError
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
-from mca_train.data.call_arguments import without_others
 from mca_train.data.encoding import Encoded, RowEncoder, RowNumbers, block_tokenizer, warn_truncated
 from mca_train.data.formats import image_columns
 from mca_train.data.image_rows import ImageRows, undecoded
@@ -21,6 +20,7 @@ from mca_train.data.image_tokens import Grid
 from mca_train.data.row_map import map_in_memory
 from mca_train.data.sample_images import ImagesOfRows, ImageTable, within
 from mca_train.data.token_dataset import TokenDataset
+from mca_train.data.tool_arguments import without_others
 
 if TYPE_CHECKING:
     import datasets

@@ -18,9 +18,9 @@ from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import PairArguments
 from mca_train.config.fields import build
 from mca_train.config.usual import Usual, column_keys
-from mca_train.data.addresses import is_address, name_in
 from mca_train.data.files import load_rows, named, reader_of
 from mca_train.data.row_formats import OF_SHAPES, READ
+from mca_train.data.urls import is_address, name_in
 
 if TYPE_CHECKING:
     import datasets

@@ -14,9 +14,6 @@ from torch.utils.data import IterableDataset
 from mca_config.errors import McaError
 from mca_config.types import Values
 from mca_train.config.arguments import DataArguments
-from mca_train.data.addresses import is_address, require_there
-from mca_train.data.answered import AnsweredRows, SampleMaker
-from mca_train.data.call_arguments import without_others
 from mca_train.data.encoding import BlockTokenizer, Encoded, RowEncoder, RowNumbers
 from mca_train.data.file_rows import FileRows, Row
 from mca_train.data.files import (
@@ -30,7 +27,10 @@ from mca_train.data.files import (
 )
 from mca_train.data.image_rows import ImageRows, undecoded
 from mca_train.data.sample_images import images_in_stream
+from mca_train.data.target_filter import AnsweredRows, SampleMaker
 from mca_train.data.token_dataset import IGNORED, VALUES, Sample
+from mca_train.data.tool_arguments import without_others
+from mca_train.data.urls import is_address, require_there
 
 if TYPE_CHECKING:
     import datasets

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from mca_train.dry_run.answers import Answers
+from mca_train.dry_run.fake_values import Answers
 from mca_train.losses.moe_aux import routers
 
 Routing = Callable[..., tuple[torch.Tensor, torch.Tensor]]

@@ -11,7 +11,7 @@ from mca_config.types import JsonObject
 from mca_models.images import ImagePlace
 from mca_train.data.sample_images import SampleImages
 from mca_train.data.token_dataset import VALUES
-from mca_train.plan.towers import Images
+from mca_train.plan.vision_memory import Images
 
 
 class LongestSamples(Dataset[JsonObject]):

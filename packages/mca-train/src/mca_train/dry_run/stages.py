@@ -19,7 +19,7 @@ from mca_train.dry_run.step import StepNeeds, step_needs
 if TYPE_CHECKING:
     from mca_config.model_config import McaModelConfig
     from mca_train.config.run_config import Settings
-    from mca_train.plan.towers import Images
+    from mca_train.plan.vision_memory import Images
     from mca_train.tasks.task import Task
 
 

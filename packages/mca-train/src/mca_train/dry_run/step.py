@@ -22,16 +22,16 @@ from mca_train.batching.loaders import steps_of
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.config.model import adapter_of, model_config
 from mca_train.config.parts import trained_parts
-from mca_train.dry_run.answers import Answers
+from mca_train.dry_run.fake_process_group import fake_world, moving_anew
+from mca_train.dry_run.fake_values import Answers
 from mca_train.dry_run.messages import in_step, told_apart
 from mca_train.dry_run.modules import ModuleNames
 from mca_train.dry_run.passes import Passes, order_of
 from mca_train.dry_run.routing import known_as_arrays, no_rounds_of_sinkhorn, route_evenly
 from mca_train.dry_run.samples import LongestSamples
 from mca_train.dry_run.tracker import GRADIENTS, KEPT, OPTIMIZER, REFERENCE, STEP, WEIGHTS, Message, Tracker
-from mca_train.dry_run.world import fake_world, moving_anew
 from mca_train.plan.schedule import Pass
-from mca_train.plan.towers import Images
+from mca_train.plan.vision_memory import Images
 
 if TYPE_CHECKING:
     from mca_config.model_config import McaModelConfig

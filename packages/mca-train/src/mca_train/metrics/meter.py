@@ -8,7 +8,7 @@ import torch
 from mca_config.types import JsonObject, Values
 from mca_train import groups
 from mca_train.batching.micro_batch import StepBatch
-from mca_train.batching.same_samples import joined
+from mca_train.batching.sample_consistency import joined
 from mca_train.losses.token_loss import StepLoss
 from mca_train.metrics.step_rows import StepRows
 

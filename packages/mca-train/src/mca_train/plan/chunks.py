@@ -8,7 +8,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
 from mca_train.plan import local_layers, te_layers
 from mca_train.plan.sizes import SINGLE, Line, Sizes
-from mca_train.plan.towers import Images
+from mca_train.plan.vision_memory import Images
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments

@@ -6,10 +6,10 @@ from dataclasses import asdict
 from mca_config.layout import SIZE_FIELDS
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_train.plan.fitting import Remedy
 from mca_train.plan.hardware import Device
 from mca_train.plan.memory import GIB, Plan
-from mca_train.plan.towers import Images
+from mca_train.plan.remedies import Remedy
+from mca_train.plan.vision_memory import Images
 
 SCHEMA = "mca-train/plan"
 VERSION = 1

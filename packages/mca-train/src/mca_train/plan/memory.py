@@ -16,7 +16,7 @@ from mca_train.plan.chunks import Bytes, Implementation, Model, forward_alone, o
 from mca_train.plan.counts import Count, ModelCounts, shares
 from mca_train.plan.schedule import Order, passes_of
 from mca_train.plan.sizes import EIGHTH, HALF, SINGLE, Sizes, width_of
-from mca_train.plan.towers import Images
+from mca_train.plan.vision_memory import Images
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments

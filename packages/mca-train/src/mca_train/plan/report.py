@@ -3,9 +3,9 @@
 from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
 from mca_train.config.run_config import Settings
-from mca_train.plan.fitting import Remedy
 from mca_train.plan.hardware import Device
 from mca_train.plan.memory import GIB, PARTS, Plan, StageNeeds
+from mca_train.plan.remedies import Remedy
 
 _FP8 = "fp8          counted: {} of layers' weights, inputs of products; not counted: their scales"
 _LAYERS = {"local": "Megatron's own", "transformer_engine": "Transformer Engine's"}

@@ -11,9 +11,9 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_train.plan.chunks import Model
 from mca_train.plan.counts import shares
-from mca_train.plan.fitting import FULL, changed, fullest, over
 from mca_train.plan.hardware import Hardware
 from mca_train.plan.memory import GIB, Subject, least_of, plan_of
+from mca_train.plan.remedies import FULL, changed, fullest, over
 from mca_train.plan.sizes import Sizes
 from mca_train.plan.speed import Speed, StepTime
 

@@ -11,7 +11,7 @@ from mca_config.errors import checking_usage
 from mca_train.config.model import peft_task
 from mca_train.config.parts import trained_parts
 from mca_train.config.run_config import Settings
-from mca_train.data.scored import padding_of
+from mca_train.data.scoring import padding_of
 from mca_train.run.inputs import Inputs
 
 if TYPE_CHECKING:

@@ -235,9 +235,9 @@ def _reference(
 
 def data_problems(settings: Settings) -> Iterator[str]:
     """Files that are not set, not there or not readable, and entries of ``datasets`` that are wrong."""
-    from mca_train.data.addresses import is_address, require_client
     from mca_train.data.files import check_file
     from mca_train.data.sources import sources_of
+    from mca_train.data.urls import is_address, require_client
 
     data = settings.data
     if not data.train_file and not data.datasets:

@@ -20,12 +20,12 @@ from mca_train.config.model import planned_ranks
 from mca_train.config.run_config import Settings, given_values
 from mca_train.plan.chunks import Implementation
 from mca_train.plan.document import document_of, impossible
-from mca_train.plan.fitting import Remedy, changed, over, remedies
 from mca_train.plan.hardware import Hardware, hardware_of
 from mca_train.plan.memory import Plan, plan_of
 from mca_train.plan.options import PlanOptions
+from mca_train.plan.remedies import Remedy, changed, over, remedies
 from mca_train.plan.report import render, render_remedies
-from mca_train.plan.towers import Images
+from mca_train.plan.vision_memory import Images
 from mca_train.run.checks import Findings, Run, check, settings_of
 from mca_train.run.hub_paths import with_directories
 from mca_train.run.logs import silent_arguments

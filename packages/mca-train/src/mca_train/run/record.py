@@ -13,7 +13,7 @@ from mca_config.redaction import redacted_values
 from mca_config.types import JsonObject
 from mca_train.plan.document import document_of
 from mca_train.plan.memory import plan_of
-from mca_train.plan.towers import Images
+from mca_train.plan.vision_memory import Images
 from mca_train.run.checks import Run
 from mca_train.run.subject import image_check, images_of_run, subject_of
 

@@ -16,9 +16,9 @@ from mca_config.printable import counted
 from mca_config.types import JsonObject, Values
 from mca_train.config.model import layout_of
 from mca_train.config.run_config import Settings
-from mca_train.plan.fitting import changed
 from mca_train.plan.hardware import Hardware
 from mca_train.plan.memory import GIB, Subject
+from mca_train.plan.remedies import changed
 from mca_train.plan.search import LAYOUT_KEYS, Fit, Found, fitting, timed
 from mca_train.run.checks import Run, check, settings_of
 

@@ -58,7 +58,7 @@ def print_data(task: Task | None, config: Path, overrides: list[str]) -> int:
 
 def _print(task: Task, settings: Settings, tokenizer: "PreTrainedTokenizerBase", told: KeptWarnings) -> None:
     from mca_train.batching.packing import PackedDataset
-    from mca_train.data.survey import survey
+    from mca_train.data.preview import survey
 
     args, data = settings.training, settings.data
     seed = args.seed if args.data_seed is None else args.data_seed

@@ -12,7 +12,7 @@ from mca_train.plan.chunks import Implementation
 from mca_train.plan.counts import ModelCounts
 from mca_train.plan.hardware import Device
 from mca_train.plan.memory import Subject
-from mca_train.plan.towers import Images, images_of
+from mca_train.plan.vision_memory import Images, images_of
 from mca_train.run.checks import Run
 
 if TYPE_CHECKING:

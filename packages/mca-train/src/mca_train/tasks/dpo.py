@@ -119,7 +119,7 @@ class Dpo(AnswerTask):
         self, tokenizer: "PreTrainedTokenizerBase", data: DataArguments
     ) -> "Callable[[Row], bool]":
         """See `AnswerTask`."""
-        from mca_train.data.answered import surely_compared
+        from mca_train.data.target_filter import surely_compared
 
         return surely_compared(cast("PairArguments", data))
 

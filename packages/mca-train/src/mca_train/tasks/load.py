@@ -94,7 +94,7 @@ def _vision(images: "ImageReader | None") -> "Values | None":
 
 def _in_order_of(files: Sequence[str], samples: "TokenDataset | PairDataset") -> "TokenDataset | PairDataset":
     """``samples``, which say that they come in the order of ``files``."""
-    from mca_train.data.addresses import called
+    from mca_train.data.urls import called
 
     samples.order_in_words = f"rows of {called(files)}"
     return samples
@@ -264,8 +264,8 @@ def load_first(
     """
     import datasets
 
-    from mca_train.data.call_arguments import as_json
     from mca_train.data.streams import open_rows
+    from mca_train.data.tool_arguments import as_json
 
     key = "train_file"
     column = task.required_column(arguments)

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 
 from mca_config.errors import McaError
 from mca_models.megatron.distributed.collectives import told_by_first
+from mca_train.batching.extra_columns import Rows, WithValues
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.step_stream import is_stream
-from mca_train.batching.valued import Rows, WithValues
 from mca_train.checkpoint.lineage import require_free
 from mca_train.checkpoint.output_dir import require_own
 from mca_train.checkpoint.reference_file import ReferenceFile

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mca_config.errors import McaError
 from mca_train import groups
+from mca_train.batching.kto_kl_pairs import Mismatched
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
-from mca_train.batching.mismatched import Mismatched
 from mca_train.batching.step_stream import is_stream
 from mca_train.data.token_dataset import Samples
 from mca_train.losses.kto import KtoLoss, divergence, key_problems, model_problems, step_problems

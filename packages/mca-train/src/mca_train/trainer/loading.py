@@ -15,7 +15,7 @@ from mca_config.training import TrainingArguments
 from mca_train.batching.loaders import steps_of
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.position import Length
-from mca_train.batching.same_samples import first_compared
+from mca_train.batching.sample_consistency import first_compared
 from mca_train.batching.sampling import StepSampler
 from mca_train.batching.step_stream import StepStream
 from mca_train.data.token_dataset import Samples

@@ -13,7 +13,7 @@ from mca_config.errors import McaError
 from mca_config.printable import counted
 from mca_config.types import JsonObject
 from mca_train.data.image_files import ImageFile, image_file
-from mca_train.data.image_words import PLACE
+from mca_train.data.image_tag import PLACE
 from mca_train.data.message_parts import IMAGE, has_data, kind_of, require_text_or_image
 from mca_train.data.row_paths import RowPaths
 
