@@ -61,9 +61,9 @@ def needs(kind: str, file: Path, flags: list[str], gpus: int) -> tuple[int, list
     """Bytes of the fullest stage, and the stages that do not fit."""
     from mca_models.megatron.factory.target import Target
     from mca_train.config.run_config import given_values
-    from mca_train.plan.hardware import hardware_of
-    from mca_train.plan.memory import plan_of
-    from mca_train.plan.remedies import fullest, over
+    from mca_train.plan.hardware import load_hardware
+    from mca_train.plan.memory import plan_layout
+    from mca_train.plan.remedies import largest_stage, stages_over_limit
     from mca_train.run.checks import check, settings_of
     from mca_train.run.subject import image_check, images_of_run, subject_of
     from mca_train.tasks.table import TASKS
@@ -76,13 +76,13 @@ def needs(kind: str, file: Path, flags: list[str], gpus: int) -> tuple[int, list
     settings = settings_of(task, values, where)
     findings = check(task, settings, lambda *_: gpus, target)
     assert findings.run is not None and not findings.impossible, findings.impossible
-    run, device = findings.run, hardware_of("h100-80").device
+    run, device = findings.run, load_hardware("h100-80").device
     images = images_of_run(run)
     if images is not None:
         assert not image_check(run, target)(run.layout)
     subject = subject_of(run, "transformer_engine", device, images=images)
-    plan = plan_of(subject, run.settings.training, run.layout, run.world_size)
-    return fullest(plan), over(plan, device)
+    plan = plan_layout(subject, run.settings.training, run.layout, run.world_size)
+    return largest_stage(plan), stages_over_limit(plan, device)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")

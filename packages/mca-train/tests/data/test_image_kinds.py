@@ -163,7 +163,7 @@ def test_tokens_and_pixels_are_those_of_the_familys_own_processor(made):
 def test_a_batch_joins_images_of_several_rows(made):
     kind, _, folder = made
     samples = load(kind, folder, row("<image>?", "wide"), row("none?"), row("<image>?", "tall"))
-    images = ImageBatching(both_ways=kind.config.model_type == "gemma3")
+    images = ImageBatching(bidirectional=kind.config.model_type == "gemma3")
     collator = StepCollator(collate=PadCollator(0), micro_batch_size=3, images=images)
     (batch,) = collator(CountedSamples(samples).__getitems__([0, 1, 2])).micro_batches
     rows = batch.feature_rows
@@ -171,7 +171,7 @@ def test_a_batch_joins_images_of_several_rows(made):
     assert not (rows[1] >= 0).any()
     apart = [samples[index]["images"].tensors()["pixel_values"] for index in (0, 2)]
     assert len(batch.images["pixel_values"]) == sum(map(len, apart))
-    if images.both_ways:
+    if images.bidirectional:
         positions = torch.arange(rows.shape[1])
         assert torch.equal(batch.attention_ends[1], positions + 1)
         (place,) = samples[0]["images"].places

@@ -80,10 +80,10 @@ class Classify(ScoreTask):
 
     def numbers(self, names: Sequence[str], data: DataArguments, key: str) -> "RowNumbers":
         """See `AnswerTask`."""
-        from mca_train.data.scoring import targets
+        from mca_train.data.scoring import label_reader
 
         own = cast("Labels", data)
-        return targets(names, own, own.names, own.problem_type, key)
+        return label_reader(names, own, own.names, own.problem_type, key)
 
     def problems(self, settings: "Settings") -> Iterator[str]:
         """Those of scores, and a metric that this problem does not have."""

@@ -65,9 +65,9 @@ class Reward(ScoreTask):
 
     def numbers(self, names: Sequence[str], data: DataArguments, key: str) -> "RowNumbers | None":
         """See `AnswerTask`."""
-        from mca_train.data.scoring import margins
+        from mca_train.data.scoring import margin_reader
 
-        return margins(names, cast("RewardArguments", data), key)
+        return margin_reader(names, cast("RewardArguments", data), key)
 
     def problems(self, settings: "Settings") -> Iterator[str]:
         """Those of scores, and shapes of rows that are no pairs."""
