@@ -108,10 +108,10 @@ def measure(world: int) -> Costs:
     from mca_models.megatron import platform
 
     platform.prepare()
-    from mca_train.dry_run.world import fake_world
+    from mca_train.dry_run.fake_process_group import fake_process_group
 
     costs = Costs(world)
-    with tempfile.TemporaryDirectory() as folder, fake_world(_RANK, world), _counted(costs):
+    with tempfile.TemporaryDirectory() as folder, fake_process_group(_RANK, world), _counted(costs):
         _run(costs, Path(folder))
     return costs
 

@@ -111,7 +111,7 @@ def packed_again(checkpoint: Path, output_dir: Path) -> list[list[str]]:
     """What a run that goes on says, with the same packs and with those for two context ranks; by data."""
     from dataclasses import replace
 
-    from mca_train.batching.loaders import continued
+    from mca_train.batching.loaders import resume_position
 
     told = []
     settings = RUN | {"sequence_packing": True, "pack_length": 16, "max_steps": 5, "save_strategy": "no"}
@@ -130,16 +130,16 @@ def packed_again(checkpoint: Path, output_dir: Path) -> list[list[str]]:
                 "shuffled by seed 5",
             ]
             assert sampler_order(loaders, data, train_sampling_strategy="sequential") == "not shuffled"
-            data.order_in_words = "rows of a.jsonl"
+            data.order_description = "rows of a.jsonl"
             assert sampler_order(loaders, data) == "rows of a.jsonl, shuffled by seed 3"
             args = copy(trainer.args)
             args.dataloader_num_workers = 1
             workers = replace(loaders, args=args).train(data)[0].multiprocessing_context
             assert workers.get_start_method() == "fork", "whatever Python's default"
-        place = continued(trainer._place, loaders.train(data)[1])
+        place = resume_position(trainer._place, loaders.train(data)[1])
         for again in (loaders, others):
             with patch("mca_train.batching.loaders.logger.warning") as warning:
-                continued(place, again.train(data)[1])
+                resume_position(place, again.train(data)[1])
             told.append([call.args[0] % call.args[1:] for call in warning.call_args_list])
     return told
 

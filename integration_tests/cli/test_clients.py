@@ -157,12 +157,12 @@ def test_an_address_with_a_signature_is_read_and_not_shown(store):
 
 @needs("aiohttp")
 def test_an_address_behind_a_proxy_is_asked_through_it(store, monkeypatch):
-    from mca_train.data.addresses import read_whole, require_there
+    from mca_train.data.urls import read_url, require_readable
 
     monkeypatch.setenv("http_proxy", store.address)
     address = "http://rows.invalid/bucket/rows/a.jsonl"
-    require_there(address, "train_file")
-    assert read_whole(address) == rows(TEXTS)
+    require_readable(address, "train_file")
+    assert read_url(address) == rows(TEXTS)
     assert read(address) == TEXTS
 
 

@@ -71,17 +71,17 @@ def evaluations(folder: Path) -> list[tuple[int, int]]:
     from mca_train.dry_run.modules import ModuleNames
     from mca_train.dry_run.step import Modes, build
     from mca_train.dry_run.tracker import KEPT, STEP, Tracker
-    from mca_train.plan.memory import plan_of
+    from mca_train.plan.memory import plan_layout
     from mca_train.run.plan_input import make_plan_input
 
     found = []
     for changes in EVALUATED:
         run = prepared(folder, "sft", changes | {"per_device_eval_batch_size": 8}, 1)
         subject = replace(make_plan_input(run, "local"), evaluated=True)
-        (stage,) = plan_of(subject, run.settings.training, run.layout, 1).stages
+        (stage,) = plan_layout(subject, run.settings.training, run.layout, 1).stages
         modes = Modes(Tracker(ModuleNames()))
         trainer, _ = build(run.task, run.settings, run.model, modes, AutoModel.from_config)
-        with modes.entered(STEP), modes.tracker.following_storages():
+        with modes.enter(STEP), modes.tracker.track_storages():
             modes.tracker.restart()
             trainer.evaluate(trainer.train_dataset)
         sizes = modes.tracker.tally.peak.sizes()
@@ -98,16 +98,16 @@ def test_evaluation_takes_what_the_plan_says(tmp_path: Path) -> None:
 
 def computed_first(folder: Path) -> tuple[int, int, int]:
     """Bytes of a named reference in training, and of all in the dry run and by the plan."""
-    from mca_train.dry_run.step import step_needs
-    from mca_train.plan.memory import plan_of
+    from mca_train.dry_run.step import measure_step
+    from mca_train.plan.memory import plan_layout
     from mca_train.run.plan_input import make_plan_input
 
     be_no_rank()
     named = {"precompute_ref_log_probs": True, "reference_model_name_or_path": str(folder)}
     run = prepared(folder, "dpo", named | {"bf16": True, "per_device_eval_batch_size": 1}, 1)
     subject = make_plan_input(run, "local")
-    (stage,) = plan_of(subject, run.settings.training, run.layout, 1).stages
-    found = step_needs(run.task, run.settings, run.model, 0, 1, 2)
+    (stage,) = plan_layout(subject, run.settings.training, run.layout, 1).stages
+    found = measure_step(run.task, run.settings, run.model, 0, 1, 2)
     return found.reference, found.peak, stage.total
 
 

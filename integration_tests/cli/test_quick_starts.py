@@ -70,9 +70,9 @@ def needs(kind: str, file: Path | None, flags: list[str], gpus: int) -> tuple[in
     """Bytes of the fullest stage, and the stages that do not fit."""
     from mca_models.megatron.factory.target import Target
     from mca_train.config.run_config import load_values
-    from mca_train.plan.fitting import fullest, over
-    from mca_train.plan.hardware import hardware_of
-    from mca_train.plan.memory import plan_of
+    from mca_train.plan.hardware import load_hardware
+    from mca_train.plan.memory import plan_layout
+    from mca_train.plan.remedies import largest_stage, stages_over_limit
     from mca_train.run.checks import check, make_settings
     from mca_train.run.plan_input import make_image_check, make_plan_input, planned_images
     from mca_train.tasks.table import TASKS
@@ -85,13 +85,13 @@ def needs(kind: str, file: Path | None, flags: list[str], gpus: int) -> tuple[in
     settings = make_settings(task, values, where)
     findings = check(task, settings, lambda *_: gpus, target)
     assert findings.run is not None and not findings.impossible, findings.impossible
-    run, device = findings.run, hardware_of("h100-80").device
+    run, device = findings.run, load_hardware("h100-80").device
     images = planned_images(run)
     if images is not None:
         assert not make_image_check(run, target)(run.layout)
     subject = make_plan_input(run, "transformer_engine", device, images=images)
-    plan = plan_of(subject, run.settings.training, run.layout, run.world_size)
-    return fullest(plan), over(plan, device)
+    plan = plan_layout(subject, run.settings.training, run.layout, run.world_size)
+    return largest_stage(plan), stages_over_limit(plan, device)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")

@@ -313,16 +313,16 @@ def checked(name: str, folder: str) -> Any:
 
 def plan_and_dry_run(name: str, folder: str, stage: int) -> tuple[int, list[int]]:
     """Bytes that the dry run finds on a stage, and those that the plan says of all; runs in a process of its own."""
-    from mca_train.dry_run.stages import micro_batches_to_run
-    from mca_train.dry_run.step import step_needs
-    from mca_train.plan.memory import plan_of
+    from mca_train.dry_run.stages import count_micro_batches
+    from mca_train.dry_run.step import measure_step
+    from mca_train.plan.memory import plan_layout
     from mca_train.run.plan_input import make_plan_input, planned_images
 
     run = checked(name, folder)
     args, images = run.settings.training, planned_images(run)
     subject = make_plan_input(run, "local", images=images)
-    plan = plan_of(subject, args, run.layout, run.world_size)
-    count = micro_batches_to_run(args.gradient_accumulation_steps, run.layout, stage)
+    plan = plan_layout(subject, args, run.layout, run.world_size)
+    count = count_micro_batches(args.gradient_accumulation_steps, run.layout, stage)
     rank = run.world_size // run.layout.pp * stage
-    found = step_needs(run.task, run.settings, run.model, rank, run.world_size, count, images)
+    found = measure_step(run.task, run.settings, run.model, rank, run.world_size, count, images)
     return found.peak, [needs.total for needs in plan.stages]

@@ -110,7 +110,7 @@ def by_mca(folder: Path, output: Path, run: dict[str, Any], loss: str) -> dict[s
             clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
             kl = (torch.exp(known - output) - (known - output) - 1) * ratio  # of the policy that answered
             losses = -torch.minimum(ratio * advantage, clipped * advantage) + BETA * kl
-            mask, ended = batch.loss_mask, (batch.following == 0).sum()
+            mask, ended = batch.loss_mask, (batch.tokens_remaining == 0).sum()
             bound = (ratio < clipped) & (advantage < 0) | (ratio > clipped) & (advantage > 0)
             self.signals.add({"kl": (kl * mask).sum(), "clipped": (bound * mask).sum()}, mask.sum())
             if loss == "dapo":  # a mean over tokens

@@ -159,7 +159,7 @@ ANY = {
     "mca_models.torch_checkpoint.allowed_globals": 1,
     "mca_models.weights.arrays": 5,
     "mca_train.config.arguments": 1,
-    "mca_train.dry_run.answers": 16,
+    "mca_train.dry_run.fake_values": 16,
     "mca_train.dry_run.passes": 15,
     "mca_train.dry_run.step": 7,
     "mca_train.dry_run.tracker": 15,

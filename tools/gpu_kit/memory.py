@@ -52,13 +52,13 @@ def memory(kit: Kit) -> None:
 
 def _one(kit: Kit, name: str, changes: dict[str, Any]) -> tuple[float, float]:
     """Planned and measured."""
-    from mca_train.plan.memory import plan_of
+    from mca_train.plan.memory import plan_layout
     from mca_train.run.plan_input import make_plan_input
 
     run = _run_of(kit, name, changes)
     args = run.settings.training
     model, trainer_of = _maker(run)
-    plan = plan_of(make_plan_input(run, model), args, run.layout, 1)
+    plan = plan_layout(make_plan_input(run, model), args, run.layout, 1)
     planned = max(needs.total for needs in plan.stages)
     with measured_peak(kit) as peak:
         trainer = trainer_of()

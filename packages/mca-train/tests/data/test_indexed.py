@@ -13,7 +13,7 @@ from tokenizers_for_tests import byte_tokenizer
 from mca_config.errors import McaError, UsageError
 from mca_train.cli import main
 from mca_train.config.arguments import DataArguments
-from mca_train.data import largest_token
+from mca_train.data import indexed
 from mca_train.data.indexed import indexed_blocks, write_indexed
 from mca_train.run import tokenize_command
 from mca_train.tasks.load import load_mixture, load_tokenized
@@ -87,10 +87,10 @@ def test_small_and_large_vocabularies_are_kept_exactly(vocab, tmp_path):
 
 def test_the_largest_token_is_looked_for_once_and_again_when_the_file_changes(tmp_path, monkeypatch, caplog):
     read = []
-    looked_for = largest_token._looked_for
-    monkeypatch.setattr(largest_token, "_looked_for", lambda *given: read.append(1) or looked_for(*given))
-    monkeypatch.setattr(largest_token, "_LONG", 2)
-    monkeypatch.setattr(largest_token, "_PIECE", 2)
+    looked_for = indexed._scan
+    monkeypatch.setattr(indexed, "_scan", lambda *given: read.append(1) or looked_for(*given))
+    monkeypatch.setattr(indexed, "_SLOW_BYTES", 2)
+    monkeypatch.setattr(indexed, "_TOKENS_PER_READ", 2)
     caplog.set_level("INFO")
     write_indexed(tmp_path / "a", [[1, 9, 3], [5, 2]], 300)
 

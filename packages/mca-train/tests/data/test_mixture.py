@@ -10,7 +10,7 @@ from tokenizers_for_tests import byte_tokenizer
 from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments
 from mca_train.data.mixture import Mixture, shares
-from mca_train.data.sources import sources_of
+from mca_train.data.sources import parse_sources
 from mca_train.data.token_dataset import TokenDataset
 from mca_train.tasks.load import load_mixture
 from mca_train.tasks.table import TASKS
@@ -53,7 +53,7 @@ def test_weights_are_shares_of_the_samples_and_small_sources_repeat():
 
 def test_a_mixture_says_what_its_order_comes_from():
     def words(weights=None, seed=7, parts=((0, 4), (100, 36))):
-        return Mixture([part(*each) for each in parts], ["a", "b"], weights, seed).order_in_words
+        return Mixture([part(*each) for each in parts], ["a", "b"], weights, seed).order_description
 
     assert words() == words(seed=8) == "4 of 4 samples of a, 36 of 36 samples of b"
     assert (
@@ -101,7 +101,7 @@ def test_sources_of_every_kind_are_read_and_columns_renamed(tmp_path):
         ]
     )
     assert mixture.names == ("file", "saved", "splits", "sliced", "alpaca")
-    assert mixture.order_in_words == (
+    assert mixture.order_description == (
         "2 of 2 samples of rows of file.jsonl, 3 of 3 samples of rows of saved, 1 of 1 samples of rows of splits, "
         "1 of 1 samples of rows of folder, 1 of 1 samples of rows of alpaca.jsonl"
     )
@@ -156,7 +156,7 @@ def test_columns_that_entries_and_the_run_name_win_over_others(tmp_path):
 )
 def test_entries_that_are_wrong_are_one_line(entries, message):
     with pytest.raises(McaError, match=message):
-        sources_of(entries)
+        parse_sources(entries)
 
 
 def test_a_directory_that_is_a_pattern_is_refused(tmp_path):

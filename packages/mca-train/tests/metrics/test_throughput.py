@@ -8,7 +8,7 @@ import torch
 
 from mca_models.templates import config_from_hf
 from mca_train.metrics.throughput import PEAK_TFLOPS, peak_flops
-from mca_train.plan.hardware import hardware_of
+from mca_train.plan.hardware import load_hardware
 
 SIZE = {
     "vocab_size": 100,
@@ -162,7 +162,7 @@ def test_the_peak_is_of_the_named_gpu_and_of_none_with_a_longer_name(name, peak,
 def test_the_peak_of_a_device_that_a_plan_knows_is_the_same_there():
     for device in ("h100-80", "h200", "b200", "gb200", "gb300", "b300"):
         name = device.partition("-")[0].upper()
-        assert PEAK_TFLOPS[name] == hardware_of(device).device.tflops, device
+        assert PEAK_TFLOPS[name] == load_hardware(device).device.tflops, device
 
 
 def test_the_peak_is_what_is_given_or_unknown():

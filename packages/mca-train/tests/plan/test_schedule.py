@@ -22,7 +22,7 @@ def test_it_is_megatrons(pp: int, vpp: int, count: int) -> None:
 
     table = schedules.get_schedule_table(count, vpp, pp if vpp > 1 else count)
     for rank in range(pp):
-        passes = list(Order(pp, vpp, count).of_rank(rank))
+        passes = list(Order(pp, vpp, count).passes(rank))
         assert [(p.micro_batch, p.chunk) for p in passes if p.forward] == table
         assert [(p.micro_batch, vpp - 1 - p.chunk) for p in passes if not p.forward] == table
         group: Any = SimpleNamespace(size=lambda: pp, rank=lambda rank=rank: rank)

@@ -39,7 +39,7 @@ def stage(number: int) -> StepNeeds:
             Message("allreduce", GRID.rank_group("dp", rank), 4, 5 << 10),
         ),
         passes=(),
-        order=tuple(Order(STAGES, 1, MICRO_BATCHES).of_rank(number)),
+        order=tuple(Order(STAGES, 1, MICRO_BATCHES).passes(number)),
         synchronisations=0,
         **parts,
     )

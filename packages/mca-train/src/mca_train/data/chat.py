@@ -19,7 +19,7 @@ from jinja2 import TemplateError
 
 from mca_config.errors import McaError
 from mca_config.types import JsonObject
-from mca_train.data.long_texts import head_encoding
+from mca_train.data.long_texts import encode_prefix
 from mca_train.data.tools import Tools, with_arguments, with_arguments_as_text
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 Message = JsonObject
 Span = tuple[int, int]
 _MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_STAND_IN = "\ue000"  # an answer that no text contains
+_PLACEHOLDER = "\ue000"  # an answer that no text contains
 _PRINTED = {"argument": "as Python writes it"}
 _IMAGE_TEXT = "mca_image_text"  # an attribute of a tokenizer
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts")
-NO_VARIABLES = frozenset(
+RESERVED_OPTIONS = frozenset(
     {
         *(
             "conversation",
@@ -72,7 +72,7 @@ class TemplateInputs:
     options: JsonObject = field(default_factory=dict)
 
 
-def writing_images(tokenizer: "PreTrainedTokenizerBase", mark: str, text: str) -> "PreTrainedTokenizerBase":
+def with_image_text(tokenizer: "PreTrainedTokenizerBase", mark: str, text: str) -> "PreTrainedTokenizerBase":
     """Return a copy of ``tokenizer`` whose chats have ``text`` where the chat template writes ``mark``.
 
     As in processors, the rendered text is changed and not the template: Jinja removes line breaks next to its tags.
@@ -82,7 +82,7 @@ def writing_images(tokenizer: "PreTrainedTokenizerBase", mark: str, text: str) -
     return changed
 
 
-def marks_answers(tokenizer: "PreTrainedTokenizerBase") -> bool:
+def has_generation_marks(tokenizer: "PreTrainedTokenizerBase") -> bool:
     """Whether the tokenizer's chat template says itself what is an answer."""
     template = tokenizer.chat_template
     templates = template.values() if isinstance(template, dict) else [template or ""]
@@ -116,41 +116,41 @@ class Conversation:
         texts = [with_arguments_as_text(message) for message in messages]
         try:
             self.text = self._render(self._messages)
-            found = self._rendered(texts) if self._prints_arguments() else None
+            found = self._try_render(texts) if self._prints_python_mappings() else None
         except McaError:
-            found = self._rendered(texts) if texts != self._messages else None
+            found = self._try_render(texts) if texts != self._messages else None
             if found is None:
                 raise
         if found is not None:
             self._messages, self.text = texts, found
         if (
             self._inputs.tools
-            and self._rendered(self._messages, TemplateInputs(None, self._inputs.options)) == self.text
+            and self._try_render(self._messages, TemplateInputs(None, self._inputs.options)) == self.text
         ):
-            _tell_of_omitted(str(self._tokenizer.chat_template), "tools")
+            _warn_omitted(str(self._tokenizer.chat_template), "tools")
 
-    def _prints_arguments(self) -> bool:
+    def _prints_python_mappings(self) -> bool:
         """Whether the template writes mappings as Python does, not as JSON."""
         others = [with_arguments(message, lambda _: _PRINTED) for message in self._messages]
-        return others != self._messages and str(_PRINTED) in (self._rendered(others) or "")
+        return others != self._messages and str(_PRINTED) in (self._try_render(others) or "")
 
     def _omits_calls(self, turns: Iterable[int]) -> bool:
         """Whether the template does not write the calls of ``turns``."""
         without = [*self._messages]
         for turn in turns:
             without[turn] = _without(without[turn], "tool_calls")
-        return without != self._messages and self._rendered(without) == self.text
+        return without != self._messages and self._try_render(without) == self.text
 
-    def read(self) -> str:
+    def context_text(self) -> str:
         """The text, nothing of which is an answer."""
-        self._tell_of_calls(range(len(self._messages)))
+        self._warn_omitted_calls(range(len(self._messages)))
         return self.text
 
-    def _tell_of_calls(self, turns: Iterable[int]) -> None:
+    def _warn_omitted_calls(self, turns: Iterable[int]) -> None:
         if self._omits_calls(turns):
-            _tell_of_omitted(str(self._tokenizer.chat_template), "tool_calls")
+            _warn_omitted(str(self._tokenizer.chat_template), "tool_calls")
 
-    def _rendered(self, messages: Sequence[Message], inputs: TemplateInputs | None = None) -> str | None:
+    def _try_render(self, messages: Sequence[Message], inputs: TemplateInputs | None = None) -> str | None:
         """As `_render`; None: the template refuses it."""
         try:
             return self._render(messages, inputs=inputs)
@@ -180,7 +180,7 @@ class Conversation:
         replaced: tuple[str, str] | None = getattr(self._tokenizer, _IMAGE_TEXT, None)
         return rendered.replace(*replaced) if replaced else rendered
 
-    def learnt(self, first: int = 0) -> tuple[str, list[Span]]:
+    def text_and_targets(self, first: int = 0) -> tuple[str, list[Span]]:
         """The text with an end of its last answer, and where in it the assistant speaks.
 
         Args:
@@ -202,22 +202,22 @@ class Conversation:
             raise McaError(
                 "messages: the chat template does not write tool_calls; use a template that does, or leave the row out"
             )
-        self._tell_of_calls(turn for turn in range(len(self._messages)) if turn not in answers)
+        self._warn_omitted_calls(turn for turn in range(len(self._messages)) if turn not in answers)
         if _MARKS_ANSWERS.search(template):
-            begin = self._start_of(first) if first else 0
-            left_out = [(self._start_of(turn), self._end_of(turn)) for turn in context]
+            begin = self._turn_start(first) if first else 0
+            left_out = [(self._turn_start(turn), self._turn_end(turn)) for turn in context]
             return self.text, [
                 (start, end)
-                for start, end in self._marked(template)
+                for start, end in self._generation_spans(template)
                 if start >= begin and not any(low <= start < high for low, high in left_out)
             ]
-        spans = {turn: (self._start_of(turn), self._end_of(turn)) for turn in answers}
+        spans = {turn: (self._turn_start(turn), self._turn_end(turn)) for turn in answers}
         closing = self._closing(turns[0]) if spans else None
         if closing is None or closing.strip():
             return self.text, list(spans.values())
-        return self._ended(spans)
+        return self._with_turn_ends(spans)
 
-    def _marked(self, template: str) -> list[Span]:
+    def _generation_spans(self, template: str) -> list[Span]:
         """What stands between the template's own marks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -235,7 +235,7 @@ class Conversation:
 
         return [(moved(start), moved(end)) for start, end in marked[0]]
 
-    def _start_of(self, turn: int) -> int:
+    def _turn_start(self, turn: int) -> int:
         context = self._messages[:turn]
         if not context:
             return 0
@@ -251,7 +251,7 @@ class Conversation:
             "whole conversation, so the answer cannot be distinguished from its prompt"
         )
 
-    def _end_of(self, turn: int) -> int:
+    def _turn_end(self, turn: int) -> int:
         """Where a turn ends, its mark included."""
         if turn == len(self._messages) - 1:
             return len(self.text)
@@ -260,7 +260,7 @@ class Conversation:
         mute = [{**message, "content": ""} if message.get("tool_calls") else message for message in bare]
         tried: list[list[Message]] = []
         for messages in (upto, bare, mute):
-            text = None if messages in tried else self._rendered(messages)
+            text = None if messages in tried else self._try_render(messages)
             if text and self.text.startswith(text):
                 return len(text)
             tried.append(messages)
@@ -271,7 +271,7 @@ class Conversation:
             closing = self._closing(turn)
             if closing is None or not after.startswith(closing):
                 # The last turn of all ends in another way.
-                closing = self._mark_of(after, spaces=True) or None
+                closing = self._leading_special_token(after, spaces=True) or None
             if closing is not None:
                 return len(self.text) - len(after) + len(closing)
         raise McaError(
@@ -282,34 +282,34 @@ class Conversation:
     def _around(self, turn: int) -> tuple[str, str]:
         """The text before and after a turn's words, as they are with other words; empty if it cannot have others."""
         messages: list[Message] = [*self._messages]
-        messages[turn : turn + 1] = [{"role": "assistant", "content": _STAND_IN}]
-        before, _, after = (self._rendered(messages) or "").rpartition(_STAND_IN)
+        messages[turn : turn + 1] = [{"role": "assistant", "content": _PLACEHOLDER}]
+        before, _, after = (self._try_render(messages) or "").rpartition(_PLACEHOLDER)
         return before, after
 
     def _closing(self, turn: int) -> str | None:
         """What the template writes behind the words of a last turn; None: it does not write them as they are."""
-        said = self._rendered([*self._messages[:turn], {"role": "assistant", "content": _STAND_IN}])
-        _, found, closing = (said or "").rpartition(_STAND_IN)
+        said = self._try_render([*self._messages[:turn], {"role": "assistant", "content": _PLACEHOLDER}])
+        _, found, closing = (said or "").rpartition(_PLACEHOLDER)
         return closing if found else None
 
-    def _ended(self, spans: dict[int, Span]) -> tuple[str, list[Span]]:
+    def _with_turn_ends(self, spans: dict[int, Span]) -> tuple[str, list[Span]]:
         """Answers that the template writes no end of: what begins the next turn ends them (GLM), or EOS the last."""
         text, found = self.text, []
         for turn, (start, end) in spans.items():
             if turn == len(self._messages) - 1:
-                mark = self._end_of_last()
+                mark = self._last_turn_end()
                 text += mark
             else:
-                mark = self._mark_of(self.text[end:])
+                mark = self._leading_special_token(self.text[end:])
             found.append((start, end + len(mark)))
         return text, found
 
-    def _end_of_last(self) -> str:
+    def _last_turn_end(self) -> str:
         *context, last = self._messages
-        following = {"role": "tool" if last.get("tool_calls") else "user", "content": _STAND_IN}
-        said = self._rendered([*context, {"role": "assistant", "content": _STAND_IN}, following])
-        parts = (said or "").split(_STAND_IN)
-        mark = self._mark_of(parts[1]) if len(parts) > 2 else ""
+        following = {"role": "tool" if last.get("tool_calls") else "user", "content": _PLACEHOLDER}
+        said = self._try_render([*context, {"role": "assistant", "content": _PLACEHOLDER}, following])
+        parts = (said or "").split(_PLACEHOLDER)
+        mark = self._leading_special_token(parts[1]) if len(parts) > 2 else ""
         if not (mark or self._tokenizer.eos_token):
             raise McaError(
                 "messages: the chat template writes no end of an answer, and the tokenizer has no end-of-sequence "
@@ -317,7 +317,7 @@ class Conversation:
             )
         return mark or str(self._tokenizer.eos_token)
 
-    def _mark_of(self, text: str, *, spaces: bool = False) -> str:
+    def _leading_special_token(self, text: str, *, spaces: bool = False) -> str:
         """The special token that ``text`` begins with; with ``spaces`` also the white space behind it."""
         words = text.lstrip()
         token = next((token for token in _special_tokens(self._tokenizer) if words.startswith(token)), "")
@@ -340,7 +340,7 @@ def _special_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
 
 
 @lru_cache(maxsize=64)
-def _tell_of_omitted(_: str, what: str) -> None:
+def _warn_omitted(_: str, what: str) -> None:
     """Once for a template."""
     logger.warning("the chat template does not write a row's %s, so the model is not told of them", what)
 
@@ -353,8 +353,8 @@ def chat_ids(
     length: int | None = None,
 ) -> list[int]:
     """Tokens of the conversation as the template writes it. Arguments are those of `tokenize_chat`."""
-    text = Conversation(tokenizer, messages, inputs).read()
-    tokens: list[int] = head_encoding(tokenizer, text, length, add_special_tokens=False)["input_ids"]
+    text = Conversation(tokenizer, messages, inputs).context_text()
+    tokens: list[int] = encode_prefix(tokenizer, text, length, add_special_tokens=False)["input_ids"]
     return tokens
 
 
@@ -378,10 +378,10 @@ def tokenize_chat(
         inputs: What the template is told beside them.
         length: Tokens that are wanted; None: all. A much longer conversation is tokenized in part.
     """
-    text, spans = Conversation(tokenizer, messages, inputs).learnt(first)
+    text, spans = Conversation(tokenizer, messages, inputs).text_and_targets(first)
     if not tokenizer.is_fast:
         return _tokenize_pieces(tokenizer, text, spans)
-    encoded = head_encoding(tokenizer, text, length, add_special_tokens=False, return_offsets_mapping=True)
+    encoded = encode_prefix(tokenizer, text, length, add_special_tokens=False, return_offsets_mapping=True)
     targets = [
         any(begin < end and stop > start for start, end in spans if end > start) and stop > begin
         for begin, stop in encoded["offset_mapping"]

@@ -14,15 +14,15 @@ from mca_config.errors import McaError
 from mca_config.types import Values
 from mca_models.images import placeholders
 from mca_train.config.arguments import DataArguments
-from mca_train.data.chat import NO_VARIABLES, Message, TemplateInputs, tokenize_chat
+from mca_train.data.chat import RESERVED_OPTIONS, Message, TemplateInputs, tokenize_chat
 from mca_train.data.files import require_column
-from mca_train.data.formats import TEMPLATE_INPUTS, converted, image_columns
-from mca_train.data.image_words import ImageWords
-from mca_train.data.long_texts import LONG, all_ids, head_encoding
+from mca_train.data.formats import TEMPLATE_INPUTS, image_columns, row_converter
+from mca_train.data.image_tag import ImageTagCheck
+from mca_train.data.long_texts import LONG, encode_in_pieces, encode_prefix
 from mca_train.data.message_parts import require_no_data, with_types
-from mca_train.data.placeholders import as_words, require_words
-from mca_train.data.row_formats import format_of
-from mca_train.data.tools import mapping_from, tools_from, with_parsed_arguments
+from mca_train.data.placeholders import require_no_placeholders, spell_placeholders
+from mca_train.data.row_formats import detect_format
+from mca_train.data.tools import parse_mapping, parse_tools, with_parsed_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,24 +63,24 @@ def block_tokenizer(
     column = arguments.text_column
     require_column(names, column, key)
     eos = _eos(tokenizer)
-    pictures, images = image_columns(vision, arguments), ImageWords(vision, arguments)
+    pictures, images = image_columns(vision, arguments), ImageTagCheck(vision, arguments)
     marks = set(placeholders(vision).values())
-    has_told = False
+    has_warned = False
 
-    def spelt(tokens: list[int], text: str, place: str) -> list[int]:
-        nonlocal has_told
+    def spell(tokens: list[int], text: str, place: str) -> list[int]:
+        nonlocal has_warned
         if marks.isdisjoint(tokens):
             return tokens
-        words = as_words(text, tokenizer, vision)
-        require_words(words, vision, f"{key}, {place}: ")
-        if not has_told:
+        words = spell_placeholders(text, tokenizer, vision)
+        require_no_placeholders(words, vision, f"{key}, {place}: ")
+        if not has_warned:
             logger.warning(
                 "%s, %s: the text contains the tokenizer's placeholder of an image or video, but the row has none; "
                 "it is trained as the letters that stand there; this is reported once",
                 key,
                 place,
             )
-            has_told = True
+            has_warned = True
         return words
 
     def tokenize(rows: Sequence[Values], places: Sequence[str]) -> list[list[int]]:
@@ -96,15 +96,27 @@ def block_tokenizer(
         spoken = [(row[column], place) for row, place in zip(rows, places, strict=True) if row[column]]
         texts = [text for text, _ in spoken]
         if max(map(len, texts), default=0) > LONG:
-            ids = [all_ids(tokenizer, text) for text in texts]
+            ids = [encode_in_pieces(tokenizer, text) for text in texts]
         else:
             ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-        return [[*spelt(tokens, text, place), eos] for tokens, (text, place) in zip(ids, spoken, strict=True)]
+        return [[*spell(tokens, text, place), eos] for tokens, (text, place) in zip(ids, spoken, strict=True)]
 
     return tokenize
 
 
-def warn_truncated(is_cut: Iterable[bool], length: int, key: str) -> None:
+class WarningRecorder(logging.Handler):
+    """Logging handler that keeps the texts of warnings in ``lines``, to report them again."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append the text of ``record``."""
+        self.lines.append(record.getMessage())
+
+
+def warn_truncated_rows(is_cut: Iterable[bool], length: int, key: str) -> None:
     """Says how many rows did not fit whole."""
     cut = list(is_cut)
     if any(cut):
@@ -122,38 +134,41 @@ def row_encoder(
 ) -> RowEncoder:
     """The encoder of rows with one answer, by their format."""
     length = arguments.seq_length
-    if (other := converted(names, arguments, key)) is not None:
+    if (other := row_converter(names, arguments, key)) is not None:
         encode = row_encoder(other.names, tokenizer, replace(arguments, data_format="messages"), key)
         return lambda row: encode(other.convert(row))
-    kind = format_of(names, arguments, key)
+    kind = detect_format(names, arguments, key)
     if kind == "messages":
         messages = arguments.messages_column
         return lambda row: [
             tokenize_chat(
-                tokenizer, check_messages(row[messages]), inputs=inputs_of(row, arguments), length=length
+                tokenizer,
+                check_messages(row[messages]),
+                inputs=template_inputs(row, arguments),
+                length=length,
             )
         ]
     if kind == "prompt_completion":
         prompt, completion = arguments.prompt_column, arguments.completion_column
         return lambda row: [
-            tokenize_answer(tokenizer, row[prompt], row[completion], length, inputs_of(row, arguments))
+            tokenize_answer(tokenizer, row[prompt], row[completion], length, template_inputs(row, arguments))
         ]
     text = arguments.text_column
     return lambda row: [tokenize_answer(tokenizer, "", require_text(row[text], text), length)]
 
 
-def inputs_of(row: Values, arguments: DataArguments) -> TemplateInputs:
+def template_inputs(row: Values, arguments: DataArguments) -> TemplateInputs:
     """What a row gives its chat template beside messages: tools, and variables of the template's own.
 
     Raises:
         McaError: They are no list of mappings and no mapping.
     """
-    tools = tools_from(row.get(arguments.tools_column), arguments.tools_column)
+    tools = parse_tools(row.get(arguments.tools_column), arguments.tools_column)
     given = row.get(TEMPLATE_INPUTS)
-    options = mapping_from(given) if given else {}
+    options = parse_mapping(given) if given else {}
     if options is None:
         raise McaError(f"{TEMPLATE_INPUTS} is {given!r:.80}; expected a mapping, or that as JSON text")
-    if taken := sorted(options.keys() & NO_VARIABLES):
+    if taken := sorted(options.keys() & RESERVED_OPTIONS):
         raise McaError(f"{TEMPLATE_INPUTS}: '{taken[0]}' is no variable of a template; remove it")
     return TemplateInputs(without_nulls(tools), without_nulls(options))
 
@@ -219,23 +234,25 @@ def _tokenize_texts(
     place of both: a token may hold letters of the prompt and of an answer.
     """
     eos = _eos(tokenizer)
-    context = head_encoding(tokenizer, prompt, length)["input_ids"] if prompt else []
+    context = encode_prefix(tokenizer, prompt, length)["input_ids"] if prompt else []
     if context and context[-1] == eos:
-        own = head_encoding(tokenizer, prompt, length, add_special_tokens=False)["input_ids"]
-        if _ends(context, eos) > _ends(own, eos):  # a tokenizer that ends what it encodes: it is not the end
+        own = encode_prefix(tokenizer, prompt, length, add_special_tokens=False)["input_ids"]
+        if _count_trailing(context, eos) > _count_trailing(
+            own, eos
+        ):  # a tokenizer that ends what it encodes: it is not the end
             context = context[:-1]
-    wholes = [head_encoding(tokenizer, prompt + text, length)["input_ids"] for text in completions]
-    shared = min(_common(context, whole) for whole in wholes)
+    wholes = [encode_prefix(tokenizer, prompt + text, length)["input_ids"] for text in completions]
+    shared = min(_common_prefix(context, whole) for whole in wholes)
     ended = [whole if len(whole) > shared and whole[-1] == eos else [*whole, eos] for whole in wholes]
     return [(whole, [place >= shared for place in range(len(whole))]) for whole in ended]
 
 
-def _common(tokens: Sequence[int], others: Sequence[int]) -> int:
+def _common_prefix(tokens: Sequence[int], others: Sequence[int]) -> int:
     """With how many tokens both begin."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, others, strict=False)))
 
 
-def _ends(tokens: Sequence[int], eos: int) -> int:
+def _count_trailing(tokens: Sequence[int], eos: int) -> int:
     """With how many end marks ``tokens`` end."""
     return sum(1 for _ in takewhile(lambda token: token == eos, reversed(tokens)))
 
@@ -251,11 +268,11 @@ def check_messages(messages: object) -> list[Message]:
     for turn, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise McaError(f"messages, turn {turn}: expected a mapping with 'role' and 'content'")
-        _require_said(turn, message)
-    return [_plain(message, turn) for turn, message in enumerate(messages)]
+        _require_content(turn, message)
+    return [_normalise_turn(message, turn) for turn, message in enumerate(messages)]
 
 
-def _plain(message: Message, turn: int) -> Message:
+def _normalise_turn(message: Message, turn: int) -> Message:
     """A turn as templates expect it."""
     found = without_nulls(message, "arguments")
     if "content" in found:
@@ -263,7 +280,7 @@ def _plain(message: Message, turn: int) -> Message:
     return with_parsed_arguments(found, turn)
 
 
-def _require_said(turn: int, message: Message) -> None:
+def _require_content(turn: int, message: Message) -> None:
     content, role = message.get("content"), message["role"]
     if not isinstance(content, str | list | None):
         raise McaError(f"messages, turn {turn} ({role}): content is {content!r:.80}; expected text")

@@ -17,9 +17,9 @@ from mca_train.config.arguments import DataArguments
 from mca_train.data.encoding import block_tokenizer
 from mca_train.data.image_rows import ImageRows
 from mca_train.data.image_tokens import Grid, ImageTokens
-from mca_train.data.placeholders import require_words
+from mca_train.data.placeholders import require_no_placeholders
 from mca_train.data.row_map import map_in_memory
-from mca_train.data.sample_images import ImagesOfRows, ImageTable
+from mca_train.data.sample_images import DatasetImages, ImageTable
 from mca_train.data.token_dataset import TokenDataset
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def image_blocks(
     Raises:
         McaError: A row is of another form, or an image is longer than a block.
     """
-    tokenized = _tokenized(rows, read, arguments, key)
+    tokenized = _tokenize_rows(rows, read, arguments, key)
     tokens = np.concatenate(
         [np.asarray(ids, np.int32) for ids in tokenized["input_ids"]] or [np.zeros(0, np.int32)]
     )
@@ -66,12 +66,12 @@ def image_blocks(
         firsts = np.searchsorted([start for start, _ in spans], cuts).tolist()
         blocks = zip(pairwise(firsts), is_kept, strict=True)
         slices = [slice(first, last) for (first, last), kept in blocks if kept]
-        table = ImageTable.of((grids[some], origins[some]) for some in slices)
-        made.images = ImagesOfRows(rows=rows, table=table, read=read, key=key)
+        table = ImageTable.from_samples((grids[some], origins[some]) for some in slices)
+        made.images = DatasetImages(rows=rows, table=table, read=read, key=key)
     return made
 
 
-def _tokenized(
+def _tokenize_rows(
     rows: "datasets.Dataset", read: ImageRows, arguments: DataArguments, key: str
 ) -> "datasets.Dataset":
     import datasets
@@ -109,7 +109,7 @@ def text_encoder(names: Sequence[str], read: ImageRows, arguments: DataArguments
             targets = [True] * len(tokens)
             if not files:
                 return tokens, targets, []
-            require_words(tokens, read.vision, has_images=True)
+            require_no_placeholders(tokens, read.vision, has_images=True)
             grids = [read.grid(file, f"{key}, {place}") for file in files]
             return *read.tokens.expanded(tokens, targets, grids), grids
         except McaError as error:

@@ -20,24 +20,24 @@ from PIL import Image, ImageOps, PngImagePlugin, TiffImagePlugin, UnidentifiedIm
 from mca_config.errors import McaError
 from mca_config.files import open_regular
 from mca_config.redaction import redacted
-from mca_train.data.addresses import is_address, read_whole
-from mca_train.data.message_parts import KEYS, require_no_size
+from mca_train.data.message_parts import IMAGE_KEYS, require_no_size
 from mca_train.data.row_paths import RowPaths
+from mca_train.data.urls import is_url, read_url
 
-_OF_PNG = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
+_PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
 """Modes of images that a PNG can hold."""
-_OF_SEVERAL_FRAMES = ("AVIF", "GIF", "PNG", "TIFF", "WEBP")
+_MULTI_FRAME_FORMATS = ("AVIF", "GIF", "PNG", "TIFF", "WEBP")
 """Formats of animations and of documents; in others (MPO, PSD) the further frames are parts of one image."""
-_ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # of EXIF
+_ORIENTATION, _ROTATED_90 = 0x0112, (5, 6, 7, 8)  # of EXIF
 _WIDTH, _LENGTH, _BITS = 256, 257, 258  # tags of TIFF
-_TURNING = (
+_ORIENTATION_CHUNKS = (
     b"eXIf",
     b"iTXtXML:com.adobe.xmp\0",
     b"tEXtRaw profile type exif\0",
     b"zTXtRaw profile type exif\0",
 )
 """What chunks of a PNG begin with that may say how the image is to be turned."""
-_LONGEST = max(map(len, _TURNING))
+_CHUNK_PREFIX = max(map(len, _ORIENTATION_CHUNKS))
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ class ImageFile:
         Raises:
             McaError: It is missing, no image, too large, or has pixels of floating point.
         """
-        with self._opened() as image:
+        with self._open() as image:
             _require_integers(image, self.place)
-            if image.format in _OF_SEVERAL_FRAMES and getattr(image, "is_animated", False):
+            if image.format in _MULTI_FRAME_FORMATS and getattr(image, "is_animated", False):
                 several()
             width, height = image.size
             if isinstance(image, TiffImagePlugin.TiffImageFile):  # whose `size` is of the turned image
                 width, height = image.tag_v2[_WIDTH], image.tag_v2[_LENGTH]
-            return (width, height) if _orientation(image) in _ON_ITS_SIDE else (height, width)
+            return (width, height) if _orientation(image) in _ROTATED_90 else (height, width)
 
     def pixels(self) -> Image.Image:
         """The image as people see it, in red, green and blue; what is transparent is white.
@@ -76,13 +76,13 @@ class ImageFile:
         Raises:
             McaError: The same, or it is broken further on.
         """
-        with self._opened() as image:
+        with self._open() as image:
             _require_integers(image, self.place)
-            top = _top(image)
-            return _in_colour(ImageOps.exif_transpose(image), self.place, top)
+            top = _white_value(image)
+            return _to_rgb(ImageOps.exif_transpose(image), self.place, top)
 
     @contextmanager
-    def _opened(self) -> Iterator[Image.Image]:
+    def _open(self) -> Iterator[Image.Image]:
         try:
             with warnings.catch_warnings(), self._stream() as stream:
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -110,8 +110,8 @@ class ImageFile:
     def _stream(self) -> BinaryIO:
         if self.data is not None:
             return io.BytesIO(self.data)
-        if is_address(self.place):
-            return io.BytesIO(read_whole(self.place))
+        if is_url(self.place):
+            return io.BytesIO(read_url(self.place))
         try:
             return os.fdopen(open_regular(Path(self.place)), "rb")
         except McaError as error:
@@ -120,21 +120,21 @@ class ImageFile:
 
 def _orientation(image: Image.Image) -> int:
     """How the image is to be turned; its pixels are read only if the file may say so behind them."""
-    if isinstance(image, PngImagePlugin.PngImageFile) and not _is_turned_late(image):
+    if isinstance(image, PngImagePlugin.PngImageFile) and not _has_late_orientation(image):
         return int(Image.Image.getexif(image).get(_ORIENTATION, 1))  # that of a PNG reads pixels
     return int(image.getexif().get(_ORIENTATION, 1))
 
 
-def _is_turned_late(image: PngImagePlugin.PngImageFile) -> bool:
+def _has_late_orientation(image: PngImagePlugin.PngImageFile) -> bool:
     """Whether a PNG may say behind its pixels how it is to be turned."""
     stream = image.fp
     assert stream is not None, "the pixels are not read yet"
     start, is_behind = stream.tell(), False
     try:
         stream.seek(8)
-        while len(head := stream.read(4 + _LONGEST)) > 8:
+        while len(head := stream.read(4 + _CHUNK_PREFIX)) > 8:
             is_behind = is_behind or head[4:8] == b"IDAT"
-            if is_behind and head[4:].startswith(_TURNING):
+            if is_behind and head[4:].startswith(_ORIENTATION_CHUNKS):
                 return True
             stream.seek(12 + int.from_bytes(head[:4], "big") - len(head), os.SEEK_CUR)
     finally:
@@ -151,20 +151,20 @@ def _require_integers(image: Image.Image, place: str) -> None:
         )
 
 
-def _top(image: Image.Image) -> int:
+def _white_value(image: Image.Image) -> int:
     """What is white, of an image of more than 8 bits."""
     bits = image.tag_v2.get(_BITS, (16,)) if isinstance(image, TiffImagePlugin.TiffImageFile) else (16,)
     return (1 << min(int(bits[0]), 16)) - 1
 
 
-def _in_colour(image: Image.Image, place: str, top: int) -> Image.Image:
+def _to_rgb(image: Image.Image, place: str, top: int) -> Image.Image:
     """Red, green and blue of 8 bits, on white: as the image processors of transformers 5.21 and later make it.
 
     Earlier ones drop the transparency. All cut gray values of more than 8 bits at 255, where those up to ``top`` are
     scaled here.
     """
     if image.mode.startswith("I"):
-        image = _in_eight_bits(image, place, top)
+        image = _to_eight_bits(image, place, top)
     if "A" not in image.getbands() and image.info.get("transparency") is None:
         return image.convert("RGB")
     clear = image.convert("RGBA")
@@ -172,7 +172,7 @@ def _in_colour(image: Image.Image, place: str, top: int) -> Image.Image:
     return Image.alpha_composite(white, clear).convert("RGB")
 
 
-def _in_eight_bits(image: Image.Image, place: str, top: int) -> Image.Image:
+def _to_eight_bits(image: Image.Image, place: str, top: int) -> Image.Image:
     """A gray image with values up to ``top``, with an alpha band if one of them is transparent."""
     values = np.asarray(image)
     low, high = int(values.min()), int(values.max())
@@ -188,7 +188,7 @@ def _in_eight_bits(image: Image.Image, place: str, top: int) -> Image.Image:
     return gray
 
 
-def image_file(given: object, paths: RowPaths) -> ImageFile:
+def open_image(given: object, paths: RowPaths) -> ImageFile:
     """The image that a row gives: a path, an address, bytes, base64, or a mapping with one of them.
 
     Args:
@@ -202,25 +202,25 @@ def image_file(given: object, paths: RowPaths) -> ImageFile:
         return ImageFile(f"of {len(given)} bytes", given)
     if isinstance(given, str):
         if given.startswith("data:"):
-            return _decoded(given.partition(",")[2])
-        return ImageFile(paths.file_of(given))
+            return _decode_base64(given.partition(",")[2])
+        return ImageFile(paths.resolve(given))
     if isinstance(given, Image.Image):
-        return _in_memory(given)
+        return _encode_image(given)
     if isinstance(given, Mapping):
         require_no_size(given)
         if isinstance(data := given.get("bytes"), bytes):
             return ImageFile(str(given.get("path") or f"of {len(data)} bytes"), data)
         if isinstance(text := given.get("base64"), str):
-            return _decoded(text)
-        found = next((given[key] for key in KEYS if given.get(key) is not None), None)
+            return _decode_base64(text)
+        found = next((given[key] for key in IMAGE_KEYS if given.get(key) is not None), None)
         if found is not None:
-            return image_file(found, paths)
+            return open_image(found, paths)
     raise McaError(
         f"an image is {given!r:.80}; expected a path, an address, bytes, base64, or a mapping with one of them"
     )
 
 
-def _decoded(text: str) -> ImageFile:
+def _decode_base64(text: str) -> ImageFile:
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -228,10 +228,10 @@ def _decoded(text: str) -> ImageFile:
     return ImageFile(f"of {len(data)} bytes", data)
 
 
-def _in_memory(image: Image.Image) -> ImageFile:
+def _encode_image(image: Image.Image) -> ImageFile:
     place, held = f"of {image.width} x {image.height} pixels", io.BytesIO()
     _require_integers(image, place)
-    top = _top(image)
+    top = _white_value(image)
     turned = ImageOps.exif_transpose(image)  # which a PNG would not say
-    (turned if turned.mode in _OF_PNG else _in_colour(turned, place, top)).save(held, "PNG")
+    (turned if turned.mode in _PNG_MODES else _to_rgb(turned, place, top)).save(held, "PNG")
     return ImageFile(place, held.getvalue())

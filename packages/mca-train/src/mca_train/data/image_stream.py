@@ -15,7 +15,7 @@ from mca_train.data.file_rows import FileRows, Row
 from mca_train.data.image_blocks import Span, block_cuts, image_spans, text_encoder
 from mca_train.data.image_rows import ImageRows
 from mca_train.data.image_tokens import Grid
-from mca_train.data.sample_images import SampleImages, placed
+from mca_train.data.sample_images import SampleImages, locate_images
 from mca_train.data.token_dataset import IGNORED, Sample
 
 
@@ -45,7 +45,7 @@ class ImageBlockStream(IterableDataset[Sample]):
         self._rows, self._read, self._key = rows, read, key
         self._encode = text_encoder(names, read, arguments, key)
         self._length = arguments.seq_length
-        self.order_in_words = f"blocks of {self._length} tokens of {rows.order_in_words}"
+        self.order_description = f"blocks of {self._length} tokens of {rows.order_description}"
         self.has_images = any(map(read.has_images, rows.heads))
         """Whether a file begins with a row that has."""
 
@@ -85,7 +85,7 @@ class ImageBlockStream(IterableDataset[Sample]):
         ids = torch.tensor(tokens)
         sample: Sample = {"input_ids": ids, "labels": ids.where(torch.tensor(targets), IGNORED)}
         if images:
-            places = placed(self._read, np.asarray(tokens, np.int32), [image.grid for image in images])
+            places = locate_images(self._read, np.asarray(tokens, np.int32), [image.grid for image in images])
             sample["images"] = SampleImages(places, lambda: self._tensors(images))
         return sample
 

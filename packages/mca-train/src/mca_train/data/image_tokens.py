@@ -1,7 +1,6 @@
-"""`ImageTokens` knows how many tokens an image of some size is, and makes what the vision model takes of its pixels.
+"""Token counts and pixel tensors of images, from the image processor of the checkpoint.
 
-It asks the checkpoint's own image processor; how those of the families differ is in `image_kinds`. Nothing is known
-here of rows or of batches.
+The differences between model families are in `image_processors`. This module handles neither rows nor batches.
 """
 
 from abc import ABC, abstractmethod

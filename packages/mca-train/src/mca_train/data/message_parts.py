@@ -6,7 +6,7 @@ from mca_config.errors import McaError
 
 IMAGE = "image"
 _IMAGES = ("image", "image_url", "input_image")
-_OTHERS = ("video", "video_url", "audio", "audio_url", "input_audio")
+_OTHER_MEDIA = ("video", "video_url", "audio", "audio_url", "input_audio")
 _TEXTS = (None, "input_text", "output_text")
 _SIZES = (
     "min_pixels",
@@ -14,11 +14,11 @@ _SIZES = (
     "resized_height",
     "resized_width",
 )  # of qwen-vl-utils, which no processor reads
-KEYS = ("image", "image_url", "path", "url", "base64", "bytes")
+IMAGE_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")
 """Under which a part, or a mapping in a column, has its image."""
 
 
-def kind_of(part: object) -> str | None:
+def media_type(part: object) -> str | None:
     """What a part is: ``image``, or the name of another kind that is no text; None: neither.
 
     Its type says so, or the key that it has its data under: chat templates look at either.
@@ -26,20 +26,20 @@ def kind_of(part: object) -> str | None:
     if not isinstance(part, Mapping):
         return None
     named = part.get("type")
-    if named not in (*_IMAGES, *_OTHERS):
-        keys = (*_IMAGES, *_OTHERS)
-        named = next((key for key in keys if _is_given(part.get(key))), None)
+    if named not in (*_IMAGES, *_OTHER_MEDIA):
+        keys = (*_IMAGES, *_OTHER_MEDIA)
+        named = next((key for key in keys if _is_set(part.get(key))), None)
     return IMAGE if named in _IMAGES else named
 
 
-def _is_given(value: object) -> bool:
+def _is_set(value: object) -> bool:
     """Whether a key says anything: exports that have every key in every part leave those of others empty."""
     return value is not None and not (isinstance(value, str) and not value)
 
 
 def has_data(part: Mapping[str, object]) -> bool:
     """Whether a part holds its image, or says where it is."""
-    return any(part.get(key) is not None for key in KEYS)
+    return any(part.get(key) is not None for key in IMAGE_KEYS)
 
 
 def require_text_or_image(part: object) -> None:
@@ -48,7 +48,7 @@ def require_text_or_image(part: object) -> None:
     Raises:
         McaError: It is a video or a sound, or an image with words or a size of its own.
     """
-    kind = kind_of(part)
+    kind = media_type(part)
     if kind not in (None, IMAGE):
         raise McaError(f"a part of a message is of type {kind}; only text and images can be used")
     if kind == IMAGE and isinstance(part, Mapping) and part.get("text"):
@@ -78,7 +78,7 @@ def require_no_data(content: object) -> None:
     """
     for part in content if isinstance(content, list) else ():
         require_text_or_image(part)
-        if kind_of(part) == IMAGE and has_data(part):
+        if media_type(part) == IMAGE and has_data(part):
             raise McaError("a part of a message is an image; mca-train sft, dpo and kto take images")
 
 
@@ -88,8 +88,8 @@ def with_types(content: object) -> object:
 
 
 def _as_text(part: object) -> object:
-    if not isinstance(part, dict) or kind_of(part) is not None or not isinstance(part.get("text"), str):
+    if not isinstance(part, dict) or media_type(part) is not None or not isinstance(part.get("text"), str):
         return part
     named = "text" if part.get("type") in _TEXTS else part.get("type")
-    words = {key: value for key, value in part.items() if key not in (*_IMAGES, *_OTHERS)}
+    words = {key: value for key, value in part.items() if key not in (*_IMAGES, *_OTHER_MEDIA)}
     return {**words, "type": named}

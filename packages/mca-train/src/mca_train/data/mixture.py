@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from mca_config.printable import counted
-from mca_train.data.token_dataset import Sample, order_of
+from mca_train.data.token_dataset import Sample, describe_order
 
 if TYPE_CHECKING:
     from mca_train.data.preferences import PairDataset
@@ -67,11 +67,11 @@ class Mixture(Dataset[Sample]):
         return any(part.has_images for part in self.parts)
 
     @property
-    def order_in_words(self) -> str:
+    def order_description(self) -> str:
         """What decides which samples come in which order."""
         parts = zip(self._counts(), self.parts, self.names, strict=True)
         told = ", ".join(
-            f"{count} of {len(part)} samples of {order_of(part) or name}" for count, part, name in parts
+            f"{count} of {len(part)} samples of {describe_order(part) or name}" for count, part, name in parts
         )
         return told if self._seed is None else f"{told}, picked by seed {self._seed}"
 

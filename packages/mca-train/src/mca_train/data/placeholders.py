@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from mca_config.errors import McaError
 from mca_config.types import Values
 from mca_models.images import placeholders
-from mca_train.data.long_texts import all_ids
+from mca_train.data.long_texts import encode_in_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def require_words(
+def require_no_placeholders(
     tokens: Sequence[int], vision: Values | None, place: str = "", *, has_images: bool = False
 ) -> None:
     """Refuses placeholders of what a row does not have.
@@ -38,7 +38,7 @@ def require_words(
         raise McaError(f"{place}the text contains the {medium} placeholder (token {token}), {lacking}")
 
 
-def as_words(text: str, tokenizer: "PreTrainedTokenizerBase", vision: Values | None) -> list[int]:
+def spell_placeholders(text: str, tokenizer: "PreTrainedTokenizerBase", vision: Values | None) -> list[int]:
     """The tokens of ``text`` in which placeholders are the letters that they are written with."""
     written = tokenizer.convert_ids_to_tokens(list(placeholders(vision).values()))
     tokens: list[int] = []
@@ -47,5 +47,5 @@ def as_words(text: str, tokenizer: "PreTrainedTokenizerBase", vision: Values | N
             spelt = tokenizer(piece, add_special_tokens=False, split_special_tokens=True)
             tokens += spelt["input_ids"]
         elif piece:
-            tokens += all_ids(tokenizer, piece)
+            tokens += encode_in_pieces(tokenizer, piece)
     return tokens

@@ -20,16 +20,16 @@ from mca_train.data.encoding import (
     Encoded,
     RowEncoder,
     check_messages,
-    inputs_of,
+    template_inputs,
     tokenize_answers,
 )
-from mca_train.data.formats import converted
+from mca_train.data.formats import row_converter
 from mca_train.data.token_dataset import Sample, TokenDataset
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Said = str | list[Message]
+TextOrMessages = str | list[Message]
 """A prompt or an answer: text, or chat messages."""
 
 
@@ -47,13 +47,13 @@ class PairDataset(Dataset[Sample]):
         return len(self.sequences) // 2
 
     @property
-    def order_in_words(self) -> str:
+    def order_description(self) -> str:
         """What decides in which order the pairs come; empty: nobody knows."""
-        return self.sequences.order_in_words
+        return self.sequences.order_description
 
-    @order_in_words.setter
-    def order_in_words(self, words: str) -> None:
-        self.sequences.order_in_words = words
+    @order_description.setter
+    def order_description(self, words: str) -> None:
+        self.sequences.order_description = words
 
     @property
     def has_images(self) -> bool:
@@ -80,19 +80,19 @@ def pair_encoder(
     tokenize: AnswersTokenizer = tokenize_answers,
 ) -> RowEncoder:
     """The encoder of rows with a chosen and a rejected answer, in this order."""
-    if (other := converted(names, arguments, key, pairs=True)) is not None:
+    if (other := row_converter(names, arguments, key, pairs=True)) is not None:
         inner = pair_encoder(other.names, tokenizer, replace(arguments, data_format=None), key, tokenize)
         return lambda row: inner(other.convert(row))
 
     def encode(row: Values) -> list[Encoded]:
         prompt, chosen, rejected = split_row(row, arguments)
-        inputs = inputs_of(row, arguments)
+        inputs = template_inputs(row, arguments)
         return tokenize(tokenizer, prompt, (chosen, rejected), arguments.seq_length, inputs)
 
     return encode
 
 
-def split_row(row: Values, arguments: PairArguments) -> tuple[Said, Said, Said]:
+def split_row(row: Values, arguments: PairArguments) -> tuple[TextOrMessages, TextOrMessages, TextOrMessages]:
     """Prompt, chosen and rejected: three texts, or three lists of messages.
 
     Without a prompt, or with one that both conversations repeat, what they have in common at their beginning is the

@@ -17,7 +17,7 @@ Format = Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"]
 ONE_ANSWER: tuple[Format, ...] = ("messages", "prompt_completion", "alpaca", "sharegpt", "text")
 """The formats of rows with one answer; of several that rows have, the first one is read."""
 
-READ: Mapping[Format, tuple[str, ...]] = {
+FORMAT_COLUMNS: Mapping[Format, tuple[str, ...]] = {
     "messages": ("messages_column", "tools_column"),
     "prompt_completion": ("prompt_column", "completion_column", "tools_column"),
     "alpaca": ("completion_column", "tools_column"),
@@ -28,7 +28,7 @@ READ: Mapping[Format, tuple[str, ...]] = {
 
 _CONVERSATIONS = ("conversations", "conversation")
 
-OF_SHAPES: Mapping[str, Literal["alpaca", "sharegpt"]] = {
+FORMAT_BY_COLUMN: Mapping[str, Literal["alpaca", "sharegpt"]] = {
     "instruction": "alpaca",
     "output": "alpaca",
     "conversations": "sharegpt",
@@ -50,7 +50,7 @@ def alpaca_answer(arguments: DataArguments) -> str:
     return arguments.completion_column if "completion_column" in explicit_columns(arguments) else "output"
 
 
-def format_of(
+def detect_format(
     names: Sequence[str], arguments: DataArguments, key: str, known: Sequence[Format] = ONE_ANSWER
 ) -> Format:
     """The format of rows with one answer, or with one text.
@@ -69,17 +69,17 @@ def format_of(
         needed = _columns(named, names, arguments)
         if {*(needed[-1:] if named == "alpaca" else needed)} <= {*names}:  # any other may hold the question
             return named
-        raise _unknown(names, arguments, key, known, f" of data_format {named}")
+        raise _unknown_format(names, arguments, key, known, f" of data_format {named}")
     whole = [each for each in known if {*_columns(each, names, arguments)} <= {*names}]
-    given = explicit_columns(arguments) & {column for each in known for column in READ[each]}
+    given = explicit_columns(arguments) & {column for each in known for column in FORMAT_COLUMNS[each]}
     if given:
-        return _of_given(given, whole, names, arguments, key, known)
+        return _format_with_columns(given, whole, names, arguments, key, known)
     if not whole:
-        raise _unknown(names, arguments, key, known)
+        raise _unknown_format(names, arguments, key, known)
     return whole[0]
 
 
-def _of_given(
+def _format_with_columns(
     given: frozenset[str],
     whole: Sequence[Format],
     names: Sequence[str],
@@ -88,12 +88,12 @@ def _of_given(
     known: Sequence[Format],
 ) -> Format:
     """The format that reads all columns of the keys ``given`` that are there; ``whole`` are those that rows have."""
-    told = _told(names, whole[:1])
+    told = _describe_columns(names, whole[:1])
     there = {column for column in given if getattr(arguments, column) in names}
     choosing = given - {_TOOLS}
     for column in sorted({_TOOLS} & given | (set() if choosing & there else choosing)):
-        require_given(column, names, arguments, key, told)
-    fitting = [each for each in known if there <= {*READ[each]}]
+        require_named_column(column, names, arguments, key, told)
+    fitting = [each for each in known if there <= {*FORMAT_COLUMNS[each]}]
     for each in fitting:
         if each in whole and not (each == "alpaca" and "prompt_column" in given):
             return each
@@ -103,14 +103,14 @@ def _of_given(
             f"{key}: no format reads {which} ({told}); set data_format, or remove one of the keys"
         )
     lacking = next(name for name in _columns(fitting[0], names, arguments) if name not in names)
-    by = next(column for column in READ[fitting[0]] if getattr(arguments, column) == lacking)
+    by = next(column for column in FORMAT_COLUMNS[fitting[0]] if getattr(arguments, column) == lacking)
     raise UsageError(
         f"{key}: {which} is of format {fitting[0]}, which needs a column '{lacking}' too ({told}); set {by}, or "
         f"remove {', '.join(sorted(there))}"
     )
 
 
-def pair_format_of(
+def detect_pair_format(
     names: Sequence[str], arguments: PairArguments, key: str
 ) -> Literal["alpaca", "sharegpt"] | None:
     """The format of rows with two answers; None: they have the columns of pairs themselves.
@@ -120,9 +120,9 @@ def pair_format_of(
     """
     for column in ("chosen_column", "rejected_column"):
         if (name := getattr(arguments, column)) not in names:
-            raise UsageError(f"{key}: no column '{name}' ({_told(names)}); set {column}")
+            raise UsageError(f"{key}: no column '{name}' ({_describe_columns(names)}); set {column}")
     if _TOOLS in explicit_columns(arguments):
-        require_given(_TOOLS, names, arguments, key)
+        require_named_column(_TOOLS, names, arguments, key)
     if arguments.data_format == "alpaca" or arguments.data_format == "sharegpt":
         return arguments.data_format
     if not {arguments.messages_column, arguments.prompt_column}.isdisjoint(names):
@@ -131,11 +131,11 @@ def pair_format_of(
     found += ["alpaca"] if "instruction" in names else []
     found += ["sharegpt"] if not {*_CONVERSATIONS}.isdisjoint(names) else []
     if found and "prompt_column" in explicit_columns(arguments):
-        require_given("prompt_column", names, arguments, key, _told(names, found))
+        require_named_column("prompt_column", names, arguments, key, _describe_columns(names, found))
     return found[0] if found else None
 
 
-def require_given(
+def require_named_column(
     column: str, names: Sequence[str], arguments: DataArguments, key: str, told: str | None = None
 ) -> None:
     """Refuses rows without a column that was given a name.
@@ -149,11 +149,12 @@ def require_given(
     """
     if (name := getattr(arguments, column)) not in names:
         raise UsageError(
-            f"{key}: no column '{name}', which {column} names ({told or _told(names)}); correct {column}, or remove it"
+            f"{key}: no column '{name}', which {column} names ({told or _describe_columns(names)}); correct {column}, "
+            "or remove it"
         )
 
 
-def _told(names: Sequence[str], found: Sequence[Format] = ()) -> str:
+def _describe_columns(names: Sequence[str], found: Sequence[Format] = ()) -> str:
     """What rows have, in words."""
     return f"columns: {', '.join(names)}" + "".join(f"; format found: {each}" for each in found[:1])
 
@@ -170,12 +171,12 @@ def _columns(kind: Format, names: Sequence[str], arguments: DataArguments) -> tu
     return columns[kind]
 
 
-def _unknown(
+def _unknown_format(
     names: Sequence[str], arguments: DataArguments, key: str, known: Sequence[Format], of: str = ""
 ) -> UsageError:
     """The error of rows that are of none of the formats ``known``."""
     needed = [" with ".join(f"'{name}'" for name in _columns(each, (), arguments)) for each in known]
-    keys = dict.fromkeys(column for each in known for column in READ[each] if column != _TOOLS)
+    keys = dict.fromkeys(column for each in known for column in FORMAT_COLUMNS[each] if column != _TOOLS)
     return UsageError(
         f"{key}: columns {', '.join(names)}{of}; expected {', '.join(needed[:-1])} or {needed[-1]} "
         f"(set {' or '.join(keys)})"

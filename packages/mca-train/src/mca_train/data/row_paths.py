@@ -13,11 +13,11 @@ from urllib.parse import quote, unquote
 from mca_config.errors import McaError
 from mca_config.files import resolve_inside
 from mca_models.hub import dataset_cache
-from mca_train.data.addresses import is_address, name_in, of_hub
-from mca_train.data.files import reader_of
+from mca_train.data.files import reader_name
+from mca_train.data.urls import is_url, strip_query, to_hub_url
 
 _LOCAL = ("file", "local")
-_KINDS_OF_REPOSITORIES = ("datasets", "spaces", "models", "buckets")
+_REPOSITORY_TYPES = ("datasets", "spaces", "models", "buckets")
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class RowPaths:
     """
 
     folder: str | None = None
-    places: tuple[str, ...] = ()
+    roots: tuple[str, ...] = ()
     caches: tuple[Path, ...] = ()
 
-    def file_of(self, text: str) -> str:
+    def resolve(self, text: str) -> str:
         """Return the path or the address of the file that a row calls ``text``.
 
         Raises:
@@ -42,39 +42,39 @@ class RowPaths:
         """
         if not text:
             raise McaError("the path of an image is empty; name a file, or leave the image out of the row")
-        if is_address(text):
+        if is_url(text):
             _require_plain(text)
             return self._allowed(text, text)
         path = Path(text)
         if path.is_absolute():
-            if self.places and not self._is_cached(path):
-                raise self._outside(text)
+            if self.roots and not self._is_cached(path):
+                raise self._outside_error(text)
             return str(path)
         if self.folder is None:
             raise McaError(
                 f"image {text} is a relative path, and the rows are not from files of one folder; set image_folder"
             )
-        if is_address(self.folder):
-            return self._allowed(_joined(self.folder, text), text)
-        if not self.places:
+        if is_url(self.folder):
+            return self._allowed(_join_url(self.folder, text), text)
+        if not self.roots:
             return str(Path(self.folder, text))
         try:
             return str(resolve_inside(Path(self.folder), text))
         except McaError as error:
-            raise self._outside(text) from error
+            raise self._outside_error(text) from error
 
     def _allowed(self, address: str, text: str) -> str:
-        if self.places and not any(_is_within(address, place) for place in self.places):
-            raise self._outside(text)
+        if self.roots and not any(_is_within(address, root) for root in self.roots):
+            raise self._outside_error(text)
         return address
 
     def _is_cached(self, path: Path) -> bool:
         return any(path.resolve().is_relative_to(cache.resolve()) for cache in self.caches)
 
-    def _outside(self, text: str) -> McaError:
-        places = [self.folder] if self.folder and not is_address(self.folder) else []
+    def _outside_error(self, text: str) -> McaError:
+        roots = [self.folder] if self.folder and not is_url(self.folder) else []
         return McaError(
-            f"image {text} is outside of {' and '.join([*places, *self.places])}, and rows that are not from a local "
+            f"image {text} is outside of {' and '.join([*roots, *self.roots])}, and rows that are not from a local "
             "file open nothing else; expected a relative path or an address there; fetch rows and images, and name the "
             "local file"
         )
@@ -89,36 +89,36 @@ def row_paths(files: Sequence[str], image_folder: str | None, revision: str | No
         revision: Of the dataset of the Hub.
     """
     folders: set[str | None] = set()
-    places: list[str] = []
+    roots: list[str] = []
     caches: list[Path] = []
     for file in files:
-        if _is_of_hub(file):
-            folder = place = f"hf://datasets/{file}" + (f"@{quote(revision, safe='')}" if revision else "")
+        if _is_hub_dataset(file):
+            folder = root = f"hf://datasets/{file}" + (f"@{quote(revision, safe='')}" if revision else "")
             caches += _caches(file)
         elif (local := _local_path(file)) is not None:
             path = Path(local)
             folders.add(str(path.parent if path.suffix and not path.is_dir() else path))
             continue
         else:
-            folder = name_in(of_hub(file.rpartition("::")[2])).rpartition("/")[0]
-            place = _parts(folder)[0] if folder.startswith("hf://") else folder
+            folder = strip_query(to_hub_url(file.rpartition("::")[2])).rpartition("/")[0]
+            root = _split_url(folder)[0] if folder.startswith("hf://") else folder
         folders.add(None if "::" in file else folder)
-        places.append(place)
+        roots.append(root)
     if image_folder is None:
         start = folders.pop() if len(folders) == 1 else None
     else:
         start = image_folder
-        places += [image_folder] if places and is_address(image_folder) else []
-    return RowPaths(start, tuple(dict.fromkeys(places)), tuple(caches))
+        roots += [image_folder] if roots and is_url(image_folder) else []
+    return RowPaths(start, tuple(dict.fromkeys(roots)), tuple(caches))
 
 
-def _is_of_hub(file: str) -> bool:
-    return not is_address(file) and reader_of(file) == "a dataset" and not Path(file).exists()
+def _is_hub_dataset(file: str) -> bool:
+    return not is_url(file) and reader_name(file) == "a dataset" and not Path(file).exists()
 
 
 def _local_path(file: str) -> str | None:
     """Return the path of a file of this machine; None: it is elsewhere."""
-    if not is_address(file):
+    if not is_url(file):
         return file
     scheme, mark, path = file.rpartition("::")[2].partition("://")
     return path or scheme if scheme in _LOCAL or not mark else None
@@ -144,7 +144,7 @@ def _require_plain(address: str) -> None:
         raise McaError(f"image {address} begins with {scheme}://; expected a path; write {path}")
 
 
-def _joined(folder: str, text: str) -> str:
+def _join_url(folder: str, text: str) -> str:
     """Return the address of ``text`` below an address; ``..`` is resolved here, as clients send it or do not."""
     if ".." not in text.split("/"):
         return f"{folder}/{text}"
@@ -152,18 +152,18 @@ def _joined(folder: str, text: str) -> str:
     return f"{scheme}://{posixpath.normpath(f'{rest}/{text}')}"
 
 
-def _is_within(address: str, place: str) -> bool:
-    host, path = _parts(of_hub(address))
-    own_host, own_path = _parts(place)
+def _is_within(address: str, root: str) -> bool:
+    host, path = _split_url(to_hub_url(address))
+    own_host, own_path = _split_url(root)
     return host == own_host and path is not None and path[: len(own_path or ())] == (own_path or [])
 
 
-def _parts(address: str) -> tuple[str, list[str] | None]:
+def _split_url(address: str) -> tuple[str, list[str] | None]:
     """Return the host, bucket or repository of an address, and the components of its path; None: they lead out."""
-    scheme, _, rest = name_in(address).partition("://")
+    scheme, _, rest = strip_query(address).partition("://")
     if scheme == "hf":
         names = rest.split("/")
-        count = 3 if names[0] in _KINDS_OF_REPOSITORIES else 2
+        count = 3 if names[0] in _REPOSITORY_TYPES else 2
         name, _, revision = "/".join(names[:count]).partition("@")
         is_wrong = ".." in unquote(revision).split("/")
         return f"hf://{name}", None if is_wrong else _components("/".join(names[count:]))

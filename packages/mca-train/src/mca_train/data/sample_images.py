@@ -1,6 +1,6 @@
 """`SampleImages` are the images among a sample's tokens: where they stand, and what the vision model takes of them.
 
-Until somebody asks for that, no file is opened. `ImagesOfRows` has those of a dataset.
+Until somebody asks for that, no file is opened. `DatasetImages` has those of a dataset.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -54,7 +54,9 @@ class ImageTable:
     origins: NDArray[np.int64]
 
     @classmethod
-    def of(cls, samples: Iterable[tuple[Sequence[Grid], Sequence[tuple[int, int]]]]) -> "ImageTable":
+    def from_samples(
+        cls, samples: Iterable[tuple[Sequence[Grid], Sequence[tuple[int, int]]]]
+    ) -> "ImageTable":
         """From the grids and the origins of each sample's images."""
         kept = list(samples)
         counts = [len(grids) for grids, _ in kept]
@@ -66,7 +68,7 @@ class ImageTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImagesOfRows:
+class DatasetImages:
     """The images of a dataset, which stay where its rows say.
 
     Args:
@@ -83,7 +85,7 @@ class ImagesOfRows:
     key: str
     sides: int = 1
 
-    def of(self, index: int, tokens: NDArray[np.int32]) -> SampleImages | None:
+    def get(self, index: int, tokens: NDArray[np.int32]) -> SampleImages | None:
         """Those of the sample ``index``, which has these ``tokens``; None: it has none."""
         own = slice(int(self.table.starts[index]), int(self.table.starts[index + 1]))
         if own.start == own.stop:
@@ -91,7 +93,7 @@ class ImagesOfRows:
         grids: list[Grid] = [(int(high), int(wide)) for high, wide in self.table.grids[own]]
         origins = self.table.origins[own].tolist()
         return SampleImages(
-            placed(self.read, tokens, grids), lambda: self._tensors(index % self.sides, grids, origins)
+            locate_images(self.read, tokens, grids), lambda: self._tensors(index % self.sides, grids, origins)
         )
 
     def _tensors(
@@ -106,13 +108,13 @@ class ImagesOfRows:
             raise McaError(f"{self.key}, {told}: {error}") from error
 
 
-def placed(read: ImageRows, tokens: NDArray[np.int32], grids: Sequence[Grid]) -> tuple[ImageSpan, ...]:
+def locate_images(read: ImageRows, tokens: NDArray[np.int32], grids: Sequence[Grid]) -> tuple[ImageSpan, ...]:
     """Where the images with these ``grids`` are among ``tokens``."""
     where = np.flatnonzero(np.asarray(tokens) == read.tokens.token)
     return tuple(read.tokens.places(where.tolist(), grids))
 
 
-def images_in_stream(
+def stream_images(
     read: ImageRows, row: Values, side: int, tokens: Sequence[int], grids: Sequence[Grid], told: str
 ) -> SampleImages | None:
     """Those of one sequence of a row that nobody keeps; None: the sequence ends within one.
@@ -125,7 +127,7 @@ def images_in_stream(
         grids: Its images, those that were cut off too.
         told: Where the row stands, for errors.
     """
-    whole = within(grids, list(tokens).count(read.tokens.token))
+    whole = complete_images(grids, list(tokens).count(read.tokens.token))
     if whole is None:
         return None
 
@@ -135,10 +137,10 @@ def images_in_stream(
         except McaError as error:
             raise McaError(f"{told}: {error}") from error
 
-    return SampleImages(placed(read, np.asarray(tokens, np.int32), whole), tensors)
+    return SampleImages(locate_images(read, np.asarray(tokens, np.int32), whole), tensors)
 
 
-def within(grids: Sequence[Grid], count: int) -> list[Grid] | None:
+def complete_images(grids: Sequence[Grid], count: int) -> list[Grid] | None:
     """The images that ``count`` placeholders, the first ones of a sequence, are of; None: one of them is cut."""
     kept = 0
     for number, (rows, columns) in enumerate(grids):

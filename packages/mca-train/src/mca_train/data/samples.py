@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from mca_config.errors import McaError
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
-from mca_train.data.call_arguments import without_others
-from mca_train.data.encoding import Encoded, RowEncoder, RowNumbers, block_tokenizer, warn_truncated
+from mca_train.data.encoding import Encoded, RowEncoder, RowNumbers, block_tokenizer, warn_truncated_rows
 from mca_train.data.formats import image_columns
-from mca_train.data.image_rows import ImageRows, undecoded
+from mca_train.data.image_rows import ImageRows, without_decoding
 from mca_train.data.image_tokens import Grid
 from mca_train.data.row_map import map_in_memory
-from mca_train.data.sample_images import ImagesOfRows, ImageTable, within
+from mca_train.data.sample_images import DatasetImages, ImageTable, complete_images
 from mca_train.data.token_dataset import TokenDataset
+from mca_train.data.tool_arguments import null_filter
 
 if TYPE_CHECKING:
     import datasets
@@ -54,7 +54,7 @@ def pretrain_blocks(
 
     features = {"input_ids": datasets.Sequence(datasets.Value("int32"))}
     workers = arguments.preprocessing_num_workers
-    tokenized = map_in_memory(undecoded(rows), tokenize_batch, features, workers, batched=True)
+    tokenized = map_in_memory(without_decoding(rows), tokenize_batch, features, workers, batched=True)
     if empty := len(rows) - len(tokenized):
         told = f"{key}: {empty} of {len(rows)} rows have no text in column '{column}'"
         if empty == len(rows):
@@ -97,8 +97,8 @@ def answer_sequences(
         McaError: A row is of another form, or none is left.
     """
     length = arguments.seq_length
-    tokenized = _tokenized(rows, encode, arguments, key, numbers, images)
-    warn_truncated(tokenized["is_cut"], length, key)
+    tokenized = _tokenize_rows(rows, encode, arguments, key, numbers, images)
+    warn_truncated_rows(tokenized["is_cut"], length, key)
     columns = zip(tokenized["input_ids"], tokenized["is_target"], strict=True)
     answered = [
         (number, list(zip(tokens, targets, strict=True)))
@@ -108,11 +108,13 @@ def answer_sequences(
     if not answered:
         raise McaError(f"{key}: no row has {wanted} within seq_length {length}")
     if lacking := len(tokenized) - len(answered):
-        logger.warning("%s", told_of_lacking(key, lacking, len(tokenized), wanted, length))
+        logger.warning("%s", missing_target_warning(key, lacking, len(tokenized), wanted, length))
     kept = answered
     has_images = images is not None and any(any(sides) for sides in tokenized["grids"])
     if images is not None and has_images:
-        kept, grids = _whole_images(answered, tokenized["grids"], images, f"{key}: {{}} seq_length {length}")
+        kept, grids = _drop_cut_images(
+            answered, tokenized["grids"], images, f"{key}: {{}} seq_length {length}"
+        )
     made = TokenDataset.from_samples(sequence for _, row in kept for sequence in row)
     if numbers is not None:
         said = tokenized["numbers"]
@@ -120,15 +122,15 @@ def answer_sequences(
     if images is not None and has_images:
         sides = len(kept[0][1])
         places = (number for number, _ in kept for _ in range(sides))
-        table = ImageTable.of(
+        table = ImageTable.from_samples(
             (own, [(number, which) for which in range(len(own))])
             for own, number in zip(grids, places, strict=True)
         )
-        made.images = ImagesOfRows(rows=rows, table=table, read=images, key=key, sides=sides)
+        made.images = DatasetImages(rows=rows, table=table, read=images, key=key, sides=sides)
     return made
 
 
-def _tokenized(
+def _tokenize_rows(
     rows: "datasets.Dataset",
     encode: RowEncoder,
     arguments: DataArguments,
@@ -140,7 +142,7 @@ def _tokenized(
     import datasets
 
     length, value = arguments.seq_length, datasets.Value
-    own = without_others(rows.features)
+    own = null_filter(rows.features)
 
     def tokenize(row: Values, index: int) -> JsonObject:
         row, place = row if own is None else own(row), f"{key}, row {index}"
@@ -167,7 +169,7 @@ def _tokenized(
     return map_in_memory(rows, tokenize, features, arguments.preprocessing_num_workers)
 
 
-def _whole_images(
+def _drop_cut_images(
     rows: Sequence[tuple[int, list[Encoded]]],
     grids: Sequence[Sequence[Sequence[Grid]]],
     images: ImageRows,
@@ -178,7 +180,7 @@ def _whole_images(
     for number, row in rows:
         token = images.tokens.token
         sides = zip(grids[number], row, strict=True)
-        whole = [within(own, tokens.count(token) if own else 0) for own, (tokens, _) in sides]
+        whole = [complete_images(own, tokens.count(token) if own else 0) for own, (tokens, _) in sides]
         if None not in whole:
             kept.append((number, row))
             left += [own for own in whole if own is not None]
@@ -189,7 +191,7 @@ def _whole_images(
     return kept, left
 
 
-def told_of_lacking(key: str, lacking: int, total: int, wanted: str, length: int) -> str:
+def missing_target_warning(key: str, lacking: int, total: int, wanted: str, length: int) -> str:
     """The warning about rows without a target."""
     return (
         f"{key}: {lacking} of {total} rows do not have {wanted} within seq_length {length} and are left out"

@@ -18,16 +18,16 @@ from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import PairArguments
 from mca_train.config.default_column import DefaultColumn, column_keys
 from mca_train.config.fields import build
-from mca_train.data.addresses import is_address, name_in
-from mca_train.data.files import load_rows, named, reader_of
-from mca_train.data.row_formats import OF_SHAPES, READ
+from mca_train.data.files import load_rows, reader_name, translate_read_errors
+from mca_train.data.row_formats import FORMAT_BY_COLUMN, FORMAT_COLUMNS
+from mca_train.data.urls import is_url, strip_query
 
 if TYPE_CHECKING:
     import datasets
 
 logger = logging.getLogger(__name__)
 
-_ELSEWHERE = dict.fromkeys(("data_format", "kind"), "is called format in an entry; set that instead")
+_RENAMED_KEYS = dict.fromkeys(("data_format", "kind"), "is called format in an entry; set that instead")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -65,10 +65,10 @@ class Source:
     @property
     def called(self) -> str:
         """What logs call it."""
-        return self.name or Path(name_in(self.path)).name.partition(".")[0]
+        return self.name or Path(strip_query(self.path)).name.partition(".")[0]
 
 
-def sources_of(entries: Sequence[Values]) -> list[Source]:
+def parse_sources(entries: Sequence[Values]) -> list[Source]:
     """The entries of ``datasets``.
 
     Raises:
@@ -76,7 +76,9 @@ def sources_of(entries: Sequence[Values]) -> list[Source]:
     """
     otherwise = f"its keys are {', '.join(field.name for field in dataclasses.fields(Source))}"
     found = [
-        build([Source], entry, where=f"datasets, entry {place}", elsewhere=_ELSEWHERE, otherwise=otherwise)[0]
+        build(
+            [Source], entry, where=f"datasets, entry {place}", elsewhere=_RENAMED_KEYS, otherwise=otherwise
+        )[0]
         for place, entry in enumerate(entries)
     ]
     names = [source.called for source in found]
@@ -88,7 +90,7 @@ def sources_of(entries: Sequence[Values]) -> list[Source]:
     return found
 
 
-def arguments_of(
+def source_arguments(
     source: Source, arguments: DataArguments, there: Collection[str], others: Collection[str], key: str
 ) -> DataArguments:
     """``arguments`` as they hold for one source.
@@ -112,20 +114,22 @@ def arguments_of(
             names[column] = str(name)
         elif column != "images_column" and name in others and name not in there:
             names[column] = DefaultColumn(name)
-    choosing = {column for columns in READ.values() for column in columns}
+    choosing = {column for columns in FORMAT_COLUMNS.values() for column in columns}
     own = {column: name for column, name in names.items() if name in source.columns and column in choosing}
     row_format = source.format or arguments.data_format
     if row_format is None and not own:
-        row_format = next((OF_SHAPES[name] for name in source.columns if name in OF_SHAPES), None)
+        row_format = next(
+            (FORMAT_BY_COLUMN[name] for name in source.columns if name in FORMAT_BY_COLUMN), None
+        )
     if row_format is not None and not isinstance(arguments, PairArguments):
-        if unread := [name for column, name in own.items() if column not in READ[row_format]]:
+        if unread := [name for column, name in own.items() if column not in FORMAT_COLUMNS[row_format]]:
             raise UsageError(
                 f"{key}: columns: {', '.join(unread)}: format {row_format} does not read it; remove it, or set format"
             )
     return dataclasses.replace(arguments, data_format=row_format, **names)
 
 
-def arguments_of_evaluation(arguments: DataArguments, there: Collection[str]) -> DataArguments:
+def evaluation_arguments(arguments: DataArguments, there: Collection[str]) -> DataArguments:
     """``arguments`` as they hold for rows with the columns ``there``, beside others that are trained on.
 
     A name that was given need not be there, unless there is a column of the usual name, which would not be read.
@@ -139,23 +143,23 @@ def arguments_of_evaluation(arguments: DataArguments, there: Collection[str]) ->
     return dataclasses.replace(arguments, **names)
 
 
-def rows_of(source: Source, key: str, arguments: DataArguments) -> "datasets.Dataset":
+def load_source(source: Source, key: str, arguments: DataArguments) -> "datasets.Dataset":
     """The rows of a source, with our names of its columns.
 
     Raises:
         McaError: There is no such dataset or split, or it has no such columns.
     """
-    rows = _loaded(source, key, arguments)
+    rows = _load(source, key, arguments)
     absent = [theirs for theirs in source.columns.values() if theirs not in rows.column_names]
     if absent:
         raise UsageError(
             f"{key}: columns: no column {', '.join(absent)} (columns: {', '.join(rows.column_names)})"
         )
-    rows = _renamed(rows, source.columns, key)
+    rows = _rename_columns(rows, source.columns, key)
     return rows if source.max_samples is None else rows.select(range(min(source.max_samples, len(rows))))
 
 
-def _renamed(rows: "datasets.Dataset", columns: Mapping[str, str], key: str) -> "datasets.Dataset":
+def _rename_columns(rows: "datasets.Dataset", columns: Mapping[str, str], key: str) -> "datasets.Dataset":
     """``rows`` with our names of ``columns``, all at once: two may change places."""
     new = {theirs: ours for ours, theirs in columns.items()}
     if len(new) < len(columns):
@@ -164,19 +168,19 @@ def _renamed(rows: "datasets.Dataset", columns: Mapping[str, str], key: str) -> 
     return rows.remove_columns(replaced).rename_columns(new)
 
 
-def _loaded(source: Source, key: str, arguments: DataArguments) -> "datasets.Dataset":
+def _load(source: Source, key: str, arguments: DataArguments) -> "datasets.Dataset":
     import datasets
 
     path = Path(source.path)
-    is_named_file = not path.is_dir() and reader_of(source.path) != "a dataset"
-    if path.is_file() or is_address(source.path) or is_named_file:
-        _require_without(source, key, "a file", ("split", "subset", "revision"))
+    is_named_file = not path.is_dir() and reader_name(source.path) != "a dataset"
+    if path.is_file() or is_url(source.path) or is_named_file:
+        _reject_options(source, key, "a file", ("split", "subset", "revision"))
         return load_rows([source.path], key, arguments)
     datasets.disable_progress_bars()
     logging.getLogger("datasets").setLevel(logging.CRITICAL)
-    with named(key, source.path, "a dataset"):
+    with translate_read_errors(key, source.path, "a dataset"):
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            _require_without(source, key, "a directory that save_to_disk wrote", ("subset", "revision"))
+            _reject_options(source, key, "a directory that save_to_disk wrote", ("subset", "revision"))
             found = datasets.load_from_disk(source.path)
             if isinstance(found, datasets.DatasetDict):
                 if source.split not in found:
@@ -184,11 +188,11 @@ def _loaded(source: Source, key: str, arguments: DataArguments) -> "datasets.Dat
                         f"{key}: {path} has no split {source.split!r} (splits: {', '.join(found)}); set split"
                     )
                 return found[source.split]
-            _require_without(source, key, "a saved dataset without splits", ("split",))
+            _reject_options(source, key, "a saved dataset without splits", ("split",))
             return found
         if path.is_dir():
             _require_no_pattern(path, key)
-        options = _options_of(path, source, key) if path.is_dir() else {}
+        options = _reader_options(path, source, key) if path.is_dir() else {}
         return datasets.load_dataset(
             source.path, source.subset, split=source.split, revision=source.revision, **options
         )
@@ -203,7 +207,7 @@ def _require_no_pattern(directory: Path, key: str) -> None:
         )
 
 
-def _options_of(path: Path, source: Source, key: str) -> JsonObject:
+def _reader_options(path: Path, source: Source, key: str) -> JsonObject:
     """What the reader of a directory's files is told; warns of files that are of no split."""
     import datasets
     from datasets.data_files import FILES_TO_IGNORE
@@ -230,7 +234,7 @@ def _options_of(path: Path, source: Source, key: str) -> JsonObject:
     return {"sample_by": "document"} if hasattr(builder.config, "sample_by") else {}
 
 
-def _require_without(source: Source, key: str, what: str, names: Sequence[str]) -> None:
+def _reject_options(source: Source, key: str, what: str, names: Sequence[str]) -> None:
     """Refuses what would be ignored.
 
     Raises:

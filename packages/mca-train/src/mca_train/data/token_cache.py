@@ -23,10 +23,10 @@ import numpy as np
 from mca_config.files import write_error
 from mca_train.config.arguments import DataArguments
 from mca_train.config.default_column import explicit_columns
+from mca_train.data.encoding import WarningRecorder
 from mca_train.data.image_rows import ImageRows
-from mca_train.data.kept_warnings import KeptWarnings
 from mca_train.data.preferences import PairDataset
-from mca_train.data.sample_images import ImagesOfRows, ImageTable
+from mca_train.data.sample_images import DatasetImages, ImageTable
 from mca_train.data.token_dataset import TokenDataset
 
 if TYPE_CHECKING:
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Made = TokenDataset | PairDataset
+Samples = TokenDataset | PairDataset
 Images = Callable[[], "tuple[datasets.Dataset, ImageRows, str]"]
 """The rows that samples were made of, what they mean, and the argument that named them."""
 _VERSION = 12  # of what samples are made of; raised whenever the same rows make others
 _ARRAYS = ("tokens", "offsets", "is_target", "values")
 _TABLE = ("starts", "grids", "origins")
-_PIECE = 1 << 20
-_NOT_OF_SAMPLES = {
+_CHUNK_BYTES = 1 << 20
+_IRRELEVANT_SETTINGS = {
     *(
         "model_name_or_path",
         "tokenizer_name_or_path",
@@ -61,12 +61,12 @@ _NOT_OF_SAMPLES = {
 }
 
 
-def cached(folder: Path, key: str, make: Callable[[], Made], images: Images) -> Made:
+def load_or_build(folder: Path, key: str, make: Callable[[], Samples], images: Images) -> Samples:
     """The samples of ``key`` in ``folder``, made if they are not there yet.
 
     Args:
         folder: The cache.
-        key: Of :func:`key_of`.
+        key: Of :func:`cache_key`.
         make: Makes them.
         images: Where pixels are read, of samples with images.
 
@@ -76,10 +76,10 @@ def cached(folder: Path, key: str, make: Callable[[], Made], images: Images) -> 
     place = folder / key
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder / f"{key}.lock"):
-            if (found := _read(place, images)) is not None:
+        with _locked(folder / f"{key}.lock"):
+            if (found := _load(place, images)) is not None:
                 return found
-            with _listening() as told:
+            with _record_warnings() as told:
                 made = make()
             _write(place, made, told)
             return made
@@ -87,7 +87,7 @@ def cached(folder: Path, key: str, make: Callable[[], Made], images: Images) -> 
         raise write_error(folder, error) from error
 
 
-def key_of(
+def cache_key(
     kind: str,
     contents: Sequence[str],
     tokenizer: "PreTrainedTokenizerBase",
@@ -103,22 +103,22 @@ def key_of(
         arguments: Columns and lengths.
         limit: Rows that are used; None: all.
     """
-    settings = {name: value for name, value in vars(arguments).items() if name not in _NOT_OF_SAMPLES}
+    settings = {name: value for name, value in vars(arguments).items() if name not in _IRRELEVANT_SETTINGS}
     said = {"version": _VERSION, "kind": kind, "rows": list(contents), "limit": limit, "settings": settings}
-    said |= {"tokenizer": _tokenizer(tokenizer), "given": sorted(explicit_columns(arguments))}
+    said |= {"tokenizer": _tokenizer_digest(tokenizer), "given": sorted(explicit_columns(arguments))}
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def digest_of(file: Path) -> str:
+def file_digest(file: Path) -> str:
     """Of a file's contents."""
     found = hashlib.blake2b(digest_size=16)
     with file.open("rb") as stream:
-        while data := stream.read(_PIECE):
+        while data := stream.read(_CHUNK_BYTES):
             found.update(data)
     return f"{found.hexdigest()} {file.suffix}"
 
 
-def _tokenizer(tokenizer: "PreTrainedTokenizerBase") -> str:
+def _tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     words = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     said = [type(tokenizer).__name__, words, str(tokenizer.chat_template), str(tokenizer.special_tokens_map)]
@@ -126,7 +126,7 @@ def _tokenizer(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 @contextlib.contextmanager
-def _alone(lock: Path) -> Iterator[None]:
+def _locked(lock: Path) -> Iterator[None]:
     """A block that one process is in at a time, where the file system has locks."""
     with lock.open("a") as file:
         with contextlib.suppress(OSError):
@@ -135,9 +135,9 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _listening() -> Iterator[list[str]]:
+def _record_warnings() -> Iterator[list[str]]:
     """A block whose warnings are kept as well."""
-    handler, room = KeptWarnings(), logging.getLogger("mca_train.data")
+    handler, room = WarningRecorder(), logging.getLogger("mca_train.data")
     level, propagates = room.level, room.propagate
     if not room.isEnabledFor(
         logging.WARNING
@@ -153,7 +153,7 @@ def _listening() -> Iterator[list[str]]:
         room.propagate = propagates
 
 
-def _read(place: Path, images: Images) -> Made | None:
+def _load(place: Path, images: Images) -> Samples | None:
     """What is there; None: nothing that can be used."""
     try:
         said = json.loads((place / "told.json").read_text())
@@ -166,7 +166,7 @@ def _read(place: Path, images: Images) -> Made | None:
         if "starts" in arrays:
             rows, read, key = images()
             table = ImageTable(**{name: arrays[name] for name in _TABLE})
-            sequences.images = ImagesOfRows(rows=rows, table=table, read=read, key=key, sides=said["sides"])
+            sequences.images = DatasetImages(rows=rows, table=table, read=read, key=key, sides=said["sides"])
     except (OSError, ValueError, KeyError, IndexError):
         return None
     for line in said["told"]:
@@ -175,7 +175,7 @@ def _read(place: Path, images: Images) -> Made | None:
     return PairDataset(sequences) if said["pairs"] else sequences
 
 
-def _write(place: Path, made: Made, told: Sequence[str]) -> None:
+def _write(place: Path, made: Samples, told: Sequence[str]) -> None:
     pairs = isinstance(made, PairDataset)
     sequences = made.sequences if isinstance(made, PairDataset) else made
     beside = place.with_name(f"{place.name}.partial-{secrets.token_hex(4)}")
@@ -185,7 +185,7 @@ def _write(place: Path, made: Made, told: Sequence[str]) -> None:
         for name in kept:
             np.save(beside / f"{name}.npy", getattr(sequences, name))
         said = {"arrays": kept, "pairs": pairs, "told": list(told)}
-        if isinstance(images := sequences.images, ImagesOfRows):
+        if isinstance(images := sequences.images, DatasetImages):
             for name in _TABLE:
                 np.save(beside / f"{name}.npy", getattr(images.table, name))
             said |= {"arrays": [*kept, *_TABLE], "sides": images.sides}

@@ -30,16 +30,16 @@ Samples = Union[Dataset[Sample], Sequence[Sample], "datasets.Dataset", "datasets
 """The samples of a run, in memory or made as they are iterated (torch's ``IterableDataset`` is a ``Dataset``)."""
 
 
-class ImagesOfSamples(Protocol):
+class ImageSource(Protocol):
     """The images of the samples of a dataset."""
 
-    def of(self, index: int, tokens: NDArray[np.int32]) -> "SampleImages | None":
+    def get(self, index: int, tokens: NDArray[np.int32]) -> "SampleImages | None":
         """Those of the sample ``index``, which has these ``tokens``; None: it has none."""
 
 
-def order_of(dataset: object) -> str:
+def describe_order(dataset: object) -> str:
     """What decides in which order ``dataset`` has its samples, in words; empty: it does not say that."""
-    return str(getattr(dataset, "order_in_words", ""))
+    return str(getattr(dataset, "order_description", ""))
 
 
 class TokenDataset(Dataset[Sample]):
@@ -65,14 +65,14 @@ class TokenDataset(Dataset[Sample]):
         offsets: NDArray[np.int64],
         is_target: NDArray[np.bool_] | None = None,
         values: NDArray[np.float64] | None = None,
-        images: ImagesOfSamples | None = None,
+        images: ImageSource | None = None,
     ) -> None:
         self.tokens = tokens
         self.offsets = offsets
         self.is_target = is_target
         self.values = values
         self.images = images
-        self.order_in_words = ""
+        self.order_description = ""
 
     @classmethod
     def from_samples(cls, samples: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> "TokenDataset":
@@ -117,7 +117,7 @@ class TokenDataset(Dataset[Sample]):
         sample: Sample = {"input_ids": ids, "labels": labels}
         if self.values is not None:
             sample[VALUES] = torch.from_numpy(self.values[index].copy())
-        found = None if self.images is None else self.images.of(index, self.tokens[start:end])
+        found = None if self.images is None else self.images.get(index, self.tokens[start:end])
         return sample if found is None else {**sample, "images": found}
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:

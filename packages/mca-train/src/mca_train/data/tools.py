@@ -12,7 +12,7 @@ from mca_config.types import JsonObject
 Tools = list[JsonObject]
 
 
-def tools_from(found: object, column: str) -> Tools | None:
+def parse_tools(found: object, column: str) -> Tools | None:
     """A list of mappings, or that as JSON text; None: there are none.
 
     Raises:
@@ -40,7 +40,7 @@ def as_functions(tools: Tools | None) -> Tools | None:
     ]
 
 
-def calls_from(text: object) -> list[JsonObject]:
+def parse_calls(text: object) -> list[JsonObject]:
     """``{"name": ..., "arguments": ...}``, or several, as JSON text or as they are: OpenAI's ``tool_calls``.
 
     Raises:
@@ -92,7 +92,7 @@ def _changed(call: JsonObject, change: Callable[[object], object]) -> JsonObject
     return {**call, "arguments": change(call["arguments"])} if "arguments" in call else call
 
 
-def mapping_from(value: object) -> JsonObject | None:
+def parse_mapping(value: object) -> JsonObject | None:
     """A mapping, or that as JSON text; None: it is something else."""
     found = _parsed(value)
     return found if isinstance(found, dict) else None
@@ -100,7 +100,7 @@ def mapping_from(value: object) -> JsonObject | None:
 
 def _mapping(given: object, place: str) -> JsonObject:
     is_nothing = given == "" or _parsed(given) is None
-    found = {} if is_nothing else mapping_from(given)
+    found = {} if is_nothing else parse_mapping(given)
     if found is None:
         raise McaError(
             f"{place}: arguments of a call are {given!r:.80}; expected a mapping, or that as JSON text"

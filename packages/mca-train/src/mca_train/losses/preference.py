@@ -225,7 +225,7 @@ def sequence_logps(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
 def counted_sequences(batch: MicroBatch) -> Tensor:
     """Which sequences of the micro-batch have a token that counts, ``[sequences]`` bool, over all context ranks."""
     zeros = torch.zeros(batch.num_segments, dtype=torch.float32, device=batch.segments.device)
-    counts = zeros.index_add(0, batch.segments.flatten(), (batch.following >= 0).float().flatten())
+    counts = zeros.index_add(0, batch.segments.flatten(), (batch.tokens_remaining >= 0).float().flatten())
     return groups.sum_over_context(counts) > 0
 
 

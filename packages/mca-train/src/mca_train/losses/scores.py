@@ -33,7 +33,7 @@ def sequence_scores(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         output: ``[b, s, labels]`` of each token.
         batch: Whose segments are the sequences.
     """
-    is_last = (batch.following == 0).flatten().float()
+    is_last = (batch.tokens_remaining == 0).flatten().float()
     segments = batch.segments.flatten()
     zeros = torch.zeros(batch.num_segments, output.shape[-1], dtype=torch.float32, device=output.device)
     found = zeros.index_add(0, segments, output.float().flatten(0, 1) * is_last[:, None])

@@ -40,6 +40,6 @@ def count_step(batch: StepBatch, prediction_layers: int, num_items: ItemCount) -
 
 def _counts(micro: MicroBatch, depths: range, num_items: ItemCount) -> Tensor:
     """``[2, depths]``: targets and tokens."""
-    targets = [num_items(micro), *(micro.targets_at(depth).sum() for depth in depths[1:])]
-    tokens = [(micro.following >= depth).sum() for depth in depths]
+    targets = [num_items(micro), *(micro.target_mask(depth).sum() for depth in depths[1:])]
+    tokens = [(micro.tokens_remaining >= depth).sum() for depth in depths]
     return torch.stack([torch.stack([count.double() for count in row]) for row in (targets, tokens)])

@@ -8,7 +8,7 @@ import torch
 from mca_config.types import JsonObject, Values
 from mca_train import groups
 from mca_train.batching.micro_batch import StepBatch
-from mca_train.batching.same_samples import joined
+from mca_train.batching.sample_consistency import combine_checksums
 from mca_train.losses.token_loss import StepLoss
 from mca_train.metrics.step_rows import StepRows
 
@@ -33,7 +33,7 @@ class LossMeter:
         self._steps.add(
             torch.stack([loss.loss_sum.double(), loss.targets.double()]), [count * once for count in counts]
         )
-        self._checksum = joined(self._checksum, batch.checksum)
+        self._checksum = combine_checksums(self._checksum, batch.checksum)
 
     def flush(self) -> "LossReport":
         """Sums over all ranks, and begins anew. Every rank calls this at the same step."""

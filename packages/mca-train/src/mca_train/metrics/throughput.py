@@ -78,13 +78,13 @@ class ModelFlops:
             adapter: What is trained instead of the whole model.
             frozen: Whether only the vision model is trained.
         """
-        from mca_train.plan.counts import adapter_shapes, params_of, shape_of
+        from mca_train.plan.counts import adapter_shapes, model_params, param_shape
 
         saved = () if adapter is None else adapter.saved
         trained = {param.mca_name() for param in saved} if frozen or adapter is not None else None
         per_token, depth = 0.0, config.mtp_num_layers or 0
-        for param in params_of(config):
-            shape, name = shape_of(param, config), param.mca_name()
+        for param in model_params(config):
+            shape, name = param_shape(param, config), param.mca_name()
             table = name.startswith("embedding.") and name.endswith("_embeddings.weight")
             if len(shape) < 2 or table or param.stage is Stage.VISION:
                 continue

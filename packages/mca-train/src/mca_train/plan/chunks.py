@@ -1,4 +1,4 @@
-"""What one micro-batch leaves on a chunk, and what its passes need beside, for each kind of recomputation."""
+"""Activation memory of one micro-batch on a pipeline chunk, for each kind of recomputation."""
 
 from dataclasses import dataclass
 from types import ModuleType
@@ -8,7 +8,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
 from mca_train.plan import local_layers, te_layers
 from mca_train.plan.sizes import SINGLE, Line, Sizes
-from mca_train.plan.towers import Images
+from mca_train.plan.vision_memory import Images
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 Implementation = Literal["local", "transformer_engine"]
 _LAYERS: dict[Implementation, ModuleType] = {"local": local_layers, "transformer_engine": te_layers}
 _SELECTED = ("core_attn",)
-"""What Megatron recomputes selectively by default."""
+"""Megatron's default modules of selective recomputation."""
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Of one micro-batch on one layer or chunk.
+    """Memory of one micro-batch on a layer or a chunk, in bytes.
 
     Args:
-        kept: From its forward pass to its backward pass.
-        forward: More at the worst moment of the forward pass; measured from the end of that pass.
-        backward: More at the worst moment of the backward pass; measured from its beginning.
+        kept: Saved from the forward pass for the backward pass.
+        forward: Additional bytes at the peak of the forward pass, relative to its end.
+        backward: Additional bytes at the peak of the backward pass, relative to its start.
     """
 
     kept: float = 0.0
@@ -35,16 +35,16 @@ class Bytes:
 
 
 @dataclass(frozen=True)
-class Model:
-    """What the bytes of a chunk depend on.
+class ChunkSpec:
+    """Everything that the memory of a chunk depends on.
 
     Args:
-        config: The architecture on its layout.
+        config: Model configuration with its layout.
         training: Training arguments.
-        sizes: Of a micro-batch.
-        implementation: Whose layers.
-        on_gpu: Whether outputs are freed once they are sent, where Megatron waits for that.
-        images: Of each sequence; None: there are none.
+        sizes: Sizes of a micro-batch.
+        implementation: Implementation of the layers.
+        on_gpu: Outputs are freed after they are sent, if Megatron waits for the send.
+        images: Images of each sequence; None: there are none.
     """
 
     config: McaModelConfig
@@ -55,63 +55,63 @@ class Model:
     images: Images | None = None
 
     def lines(self, number: int, *, worst: bool = False) -> list[Line]:
-        """What decoder layer ``number`` keeps, nothing recomputed."""
+        """Return the tensors that decoder layer ``number`` saves without recomputation."""
         found: list[Line] = _LAYERS[self.implementation].layer(self.config, self.sizes, number, worst=worst)
         return found
 
     def norm(self, channels: float, *, output: bool = True) -> float:
-        """What a norm of ``channels`` keeps."""
+        """Return the bytes that a norm of ``channels`` saves."""
         norm = _LAYERS[self.implementation].norm
         lines: list[Line] = norm(self.sizes.split, channels, self.sizes, output=output)
         return sum(line.bytes for line in lines)
 
     @property
     def between(self) -> float:
-        """What goes from layer to layer."""
+        """Bytes of the hidden states between layers."""
         return self.sizes.split * self.config.hidden_size * self.sizes.width
 
     @property
     def per_layer(self) -> float:
-        """The embeddings that all layers take beside the hidden states, or their gradient."""
+        """Bytes of the per-layer embeddings of all layers, or of their gradient."""
         return self.sizes.split * _per_layer_channels(self.config) * self.sizes.width
 
     def layer(self, number: int, *, worst: bool = False) -> Bytes:
-        """Of decoder layer ``number``, with selective recomputation if that is on."""
-        again = recomputed(self.training)
+        """Return the memory of decoder layer ``number``, with selective recomputation if it is enabled."""
+        again = recomputed_modules(self.training)
         lines = self.lines(number, worst=worst)
         kept = sum(line.bytes for line in lines if line.module not in again)
         dropped = sum(line.bytes for line in lines if line.module in again)
         if "core_attn" in again:
             kept += _LAYERS[self.implementation].recomputed_core(self.config, self.sizes, number)
         if "layernorm" in again and self.implementation == "local" and self.sizes.width < SINGLE:
-            kept += 2 * self.between  # what both norms take, which else is kept in fp32 alone
+            kept += 2 * self.between  # inputs of both norms, which otherwise are saved only in fp32
         forward, backward = _LAYERS[self.implementation].running(self.config, self.sizes, number)
         return Bytes(kept, forward, backward + dropped + 2 * self.per_layer)
 
 
-def recomputed(training: "TrainingArguments") -> frozenset[str]:
-    """The modules that selective recomputation runs again."""
+def recomputed_modules(training: "TrainingArguments") -> frozenset[str]:
+    """Return the modules of selective recomputation."""
     if training.recompute_granularity != "selective":
         return frozenset()
     names = {*(training.recompute_modules or _SELECTED)}
     return frozenset(names | ({"moe_act", "shared_experts"} if "moe" in names else set()))
 
 
-def of_chunk(model: Model, chunk: PipelineChunk, *, worst: bool = False) -> Bytes:
-    """Of all that stands on ``chunk``."""
+def chunk_memory(model: ChunkSpec, chunk: PipelineChunk, *, worst: bool = False) -> Bytes:
+    """Return the memory of everything on ``chunk``."""
     layers = [model.layer(number, worst=worst) for number in chunk.layers]
-    parts = _in_full(model, layers) if model.training.recompute_granularity == "full" else layers
+    parts = _recomputed_blocks(model, layers) if model.training.recompute_granularity == "full" else layers
     if chunk.has_embedding and model.images is not None:
         kept = sum(line.bytes for line in model.images.lines(model.sizes))
         parts = [Bytes(kept, 0.0 if kept else model.images.running(model.sizes)), *parts]
     if chunk.has_embedding and model.per_layer:
         channels = _per_layer_channels(model.config)
         parts = [Bytes(model.per_layer + model.norm(channels, output=False)), *parts]
-    parts = [*parts, *([_ends(model, chunk)] if chunk.has_loss or chunk.mtp_layers else [])]
-    kept = sum(part.kept for part in parts) + _passed(model, chunk)
+    parts = [*parts, *([_output_memory(model, chunk)] if chunk.has_loss or chunk.mtp_layers else [])]
+    kept = sum(part.kept for part in parts) + _boundary_tensors(model, chunk)
     if not parts:
         return Bytes(kept)
-    forward = max(_after(parts, index) for index in range(len(parts)))
+    forward = max(_forward_excess(parts, index) for index in range(len(parts)))
     backward = max(part.backward - sum(p.kept for p in parts[i + 1 :]) for i, part in enumerate(parts))
     if chunk.has_embedding and not model.sizes.frozen:
         widest = max(model.config.hidden_size, _per_layer_channels(model.config))
@@ -119,14 +119,14 @@ def of_chunk(model: Model, chunk: PipelineChunk, *, worst: bool = False) -> Byte
     return Bytes(kept, max(forward, 0.0), backward)
 
 
-def forward_alone(model: Model, chunk: PipelineChunk) -> float:
-    """Bytes of a forward pass that nothing is kept of, as in evaluation: at most what one part of it makes."""
+def forward_only_memory(model: ChunkSpec, chunk: PipelineChunk) -> float:
+    """Return the bytes of a forward pass without a backward pass: the peak over the chunk's parts."""
     parts = [
         Bytes(sum(line.bytes for line in model.lines(number)), model.layer(number).forward)
         for number in chunk.layers
     ]
     if chunk.has_loss or chunk.mtp_layers:
-        parts.append(_ends(model, chunk))
+        parts.append(_output_memory(model, chunk))
     images = [Bytes(model.images.running(model.sizes))] if chunk.has_embedding and model.images else []
     return model.between + max((part.kept + part.forward for part in (*images, *parts)), default=0.0)
 
@@ -135,21 +135,21 @@ def _per_layer_channels(config: McaModelConfig) -> int:
     return config.num_layers * config.per_layer_input_size
 
 
-def _after(parts: list[Bytes], index: int) -> float:
-    """What the forward pass of a part needs, less what later parts will keep."""
+def _forward_excess(parts: list[Bytes], index: int) -> float:
+    """Return what the forward pass of a part needs, minus what later parts save."""
     return parts[index].forward - sum(part.kept for part in parts[index + 1 :])
 
 
-def _passed(model: Model, chunk: PipelineChunk) -> float:
-    """Inputs and outputs of the chunk that the schedule holds, and nobody else does."""
+def _boundary_tensors(model: ChunkSpec, chunk: PipelineChunk) -> float:
+    """Return the bytes of the chunk's inputs and outputs that only the schedule references."""
     outputs = not chunk.has_loss and not (model.on_gpu and model.sizes.waits_for_sends)
     copied = model.implementation == "local" and model.training.recompute_granularity != "full"
     inputs = not chunk.has_embedding and copied and model.sizes.width < SINGLE
     return model.between * (outputs + inputs)
 
 
-def _in_full(model: Model, layers: list[Bytes]) -> list[Bytes]:
-    """Blocks of layers of which only the input is kept, and with method block the layers after so many."""
+def _recomputed_blocks(model: ChunkSpec, layers: list[Bytes]) -> list[Bytes]:
+    """Group layers into blocks that save only their input; method block leaves later layers as they are."""
     training, count = model.training, model.training.recompute_num_layers or 1
     share = model.sizes.layout.tp if training.distribute_saved_activations else 1
     if training.recompute_method == "block":
@@ -157,7 +157,9 @@ def _in_full(model: Model, layers: list[Bytes]) -> list[Bytes]:
     else:
         firsts, rest = range(0, len(layers), count), []
         blocks = [layers[i : i + count] for i in firsts]
-    within_pairs = model.config.moe_shortcut  # what experts of the first layer give is an input of the second
+    within_pairs = (
+        model.config.moe_shortcut
+    )  # the experts' output of the first layer is an input of the second
     inputs = [model.between / share + model.between * (within_pairs and i % 2) for i in firsts]
     return [_block(kept, block) for kept, block in zip(inputs, blocks, strict=False)] + rest
 
@@ -167,13 +169,13 @@ def _block(kept: float, block: list[Bytes]) -> Bytes:
     return Bytes(kept, max(layer.forward for layer in block), again + block[-1].backward)
 
 
-def _rows(model: Model) -> float:
+def _rows(model: ChunkSpec) -> float:
     """Rows of the output layer on this rank."""
     return model.config.num_labels or model.config.padded_vocab_size / model.sizes.layout.tp
 
 
-def _ends(model: Model, chunk: PipelineChunk) -> Bytes:
-    """The final norm, prediction layers, logits and loss."""
+def _output_memory(model: ChunkSpec, chunk: PipelineChunk) -> Bytes:
+    """Return the memory of the final norm, MTP layers, logits and loss."""
     config, depth = model.config, len(chunk.mtp_layers)
     logits = _chunked if model.training.loss_chunk_size else _whole_logits
     loss = logits(model) if chunk.has_loss else Bytes()
@@ -186,8 +188,8 @@ def _ends(model: Model, chunk: PipelineChunk) -> Bytes:
     return Bytes(kept, loss.forward, loss.backward)
 
 
-def _whole_logits(model: Model) -> Bytes:
-    """Of logits in the model's precision, and their softmax in fp32, which the backward pass needs."""
+def _whole_logits(model: ChunkSpec) -> Bytes:
+    """Return the memory of the logits in the model's precision and of their fp32 softmax, saved for backward."""
     sizes, training = model.sizes, model.training
     logits, matrix = sizes.tokens * _rows(model), _rows(model) * model.config.hidden_size * sizes.width
     matrix = 0.0 if sizes.frozen else matrix
@@ -201,8 +203,8 @@ def _whole_logits(model: Model) -> Bytes:
     return Bytes(capped + logits * SINGLE, half, max(half, half - logits * SINGLE + matrix + inputs))
 
 
-def _chunked(model: Model) -> Bytes:
-    """A chunk of logits at a time; gradients of the output matrix come one for each chunk and are added."""
+def _chunked(model: ChunkSpec) -> Bytes:
+    """Return the memory of chunked logits, whose weight gradients are added chunk by chunk."""
     sizes = model.sizes
     tokens = min(model.training.loss_chunk_size or 0, sizes.tokens)
     matrix = 0.0 if sizes.frozen else _rows(model) * model.config.hidden_size * sizes.width

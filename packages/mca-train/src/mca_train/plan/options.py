@@ -1,4 +1,4 @@
-"""The flags that only ``mca-train plan`` has; all others are the run's."""
+"""Options of ``mca-train plan`` in addition to those of the run."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,7 @@ def _flag(value: str, text: str) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What to plan and how to say it; each field is a flag, and says its meaning itself."""
+    """Options of ``mca-train plan``; each field is a flag with its help text."""
 
     gpus: int | None = field(
         default=None,
@@ -39,7 +39,7 @@ class PlanOptions:
     dry_run: bool = field(
         default=False,
         metadata=_flag(
-            "", "run one step with the run's own engine on tensors without memory, for one rank of each stage"
+            "", "run one step with the run's own engine on fake tensors, for one rank of each stage"
         ),
     )
     plot: Path | None = field(

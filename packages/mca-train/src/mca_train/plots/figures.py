@@ -7,12 +7,12 @@ from typing import Any
 
 from mca_config.layout import RankGrid
 from mca_config.pipeline import PipelinePlan
-from mca_train.dry_run.report import DryRun, in_a_step
+from mca_train.dry_run.report import DryRun, describe_step
 from mca_train.dry_run.step import StepNeeds
 from mca_train.dry_run.tracker import Message
-from mca_train.plan.memory import GIB, layers_of
+from mca_train.plan.memory import GIB, describe_chunk
 from mca_train.plan.schedule import Pass
-from mca_train.plan.timeline import Ran, timeline
+from mca_train.plan.timeline import TimedPass, timeline
 from mca_train.plots.drawing import BACKWARD, CHUNKS, COLOURS, make_axes, save
 
 _AXES = ("tp", "cp", "dp", "dp-cp", "tp-cp", "tp-dp-cp", "pp", "ep", "etp", "etp-ep", "edp", "tp-pp")
@@ -40,7 +40,7 @@ def draw_all(
     ]
 
 
-def run_timeline(stages: Sequence[StepNeeds], chunks: int) -> list[Ran]:
+def run_timeline(stages: Sequence[StepNeeds], chunks: int) -> list[TimedPass]:
     """When each pass runs if time is what it computes: backward passes twice what forward passes do."""
     work = {stage.stage: stage.flops / max(stage.micro_batches * chunks, 1) for stage in stages}
     most = max(work.values()) or 1.0
@@ -51,7 +51,7 @@ def run_timeline(stages: Sequence[StepNeeds], chunks: int) -> list[Ran]:
     return timeline([stage.order for stage in stages], chunks, duration)
 
 
-def bubble_fraction(ran: Sequence[Ran], ranks: int, micro_batches: int) -> float:
+def bubble_fraction(ran: Sequence[TimedPass], ranks: int, micro_batches: int) -> float:
     """The share of their time that ranks wait in a step of so many; those that are not in ``ran`` repeat others."""
     busy = [0.0] * ranks
     for run in ran:
@@ -62,7 +62,7 @@ def bubble_fraction(ran: Sequence[Ran], ranks: int, micro_batches: int) -> float
     return 1 - sum(busy) * (1 + further) / (end * ranks)
 
 
-def draw_schedule(folder: Path, ran: Sequence[Ran], ranks: int, accumulated: int) -> list[Path]:
+def draw_schedule(folder: Path, ran: Sequence[TimedPass], ranks: int, accumulated: int) -> list[Path]:
     """Passes of every pipeline rank over time; what is white is waiting."""
     end, shown = max(run.end for run in ran), 1 + max(run.step.micro_batch for run in ran)
     width = min(max(8.0, end * 0.2), 30.0)
@@ -183,7 +183,7 @@ def draw_layers(folder: Path, plan: PipelinePlan) -> list[Path]:
             ends = chunk.has_embedding or chunk.has_loss
             colour = "#ffe0b8" if ends else CHUNKS[1] if place % 2 else "#d5e5f2"
             found.barh(rank, 0.96, left=place + 0.02, height=0.86, color=colour)
-            found.text(place + 0.5, rank, layers_of(chunk), ha="center", va="center", fontsize=8)
+            found.text(place + 0.5, rank, describe_chunk(chunk), ha="center", va="center", fontsize=8)
     found.set_yticks(range(ranks), [f"stage {rank}" for rank in range(ranks)], fontsize=8)
     found.set_xticks([c + 0.5 for c in range(chunks)], [f"chunk {c}" for c in range(chunks)], fontsize=8)
     found.set_xlim(0, chunks)
@@ -196,9 +196,9 @@ def draw_layers(folder: Path, plan: PipelinePlan) -> list[Path]:
 def draw_messages(folder: Path, dry_run: DryRun, grid: RankGrid) -> list[Path]:
     """Who the fullest stage's rank talks to in a step, how often and how much."""
     stage, accumulated = dry_run.fullest, dry_run.accumulated
-    sent = (message for message in stage.messages_of(accumulated) if message.bytes)
+    sent = (message for message in stage.messages_in_step(accumulated) if message.bytes)
     told = sorted(sent, key=lambda message: message.bytes)[-14:]
-    title = f"messages of rank {stage.rank} (stage {stage.stage}) in {in_a_step(stage, accumulated)}"
+    title = f"messages of rank {stage.rank} (stage {stage.stage}) in {describe_step(stage, accumulated)}"
     figure, found = make_axes(9.0, 1.4 + 0.36 * max(len(told), 1), title)
     sizes = [message.bytes / GIB for message in told]
     found.barh(range(len(told)), sizes, color=COLOURS["weights"], height=0.7)

@@ -11,7 +11,7 @@ from mca_config.errors import raising_usage_errors
 from mca_train.config.model import peft_task
 from mca_train.config.model_parts import trained_parts
 from mca_train.config.run_config import Settings
-from mca_train.data.scored import padding_of
+from mca_train.data.scoring import padding_token
 from mca_train.run.inputs import Inputs
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def make_trainer(inputs: Inputs) -> "McaTrainer":
     run, settings = inputs.run, inputs.run.settings
     reference, head = None, run.task.head(settings)
     if head is not None:
-        head = replace(head, pad_token_id=padding_of(inputs.tokenizer))
+        head = replace(head, pad_token_id=padding_token(inputs.tokenizer))
     if (path := run.task.reference(settings)) is not None:
         assert run.reference is not None, "it has been read with the run"
         # the reference first, as building a model seeds the random states

@@ -235,16 +235,16 @@ def _reference(
 
 def data_problems(settings: Settings) -> Iterator[str]:
     """Files that are not set, not there or not readable, and entries of ``datasets`` that are wrong."""
-    from mca_train.data.addresses import is_address, require_client
     from mca_train.data.files import check_file
-    from mca_train.data.sources import sources_of
+    from mca_train.data.sources import parse_sources
+    from mca_train.data.urls import is_url, require_client
 
     data = settings.data
     if not data.train_file and not data.datasets:
         yield "train_file is not set"
-    yield from _messages(sources_of, data.datasets)
+    yield from _messages(parse_sources, data.datasets)
     for path in (str(entry.get("path")) for entry in data.datasets):
-        if is_address(path):
+        if is_url(path):
             yield from _messages(require_client, path, "datasets")
     for key, files in (("train_file", data.train_file), ("eval_file", data.eval_file)):
         for file in files:

@@ -10,7 +10,7 @@ from mca_config.errors import UsageError, raise_problems, raising_usage_errors
 from mca_config.printable import counted
 from mca_train.config.model import model_config
 from mca_train.config.run_config import Settings, load_values
-from mca_train.data.kept_warnings import KeptWarnings
+from mca_train.data.encoding import WarningRecorder
 from mca_train.run.checks import data_problems, make_settings
 from mca_train.run.hub_paths import with_directories
 from mca_train.run.inputs import image_reader, load_tokenizer
@@ -44,7 +44,7 @@ def print_data(task: Task | None, config: Path | None, overrides: list[str]) -> 
     raise_problems(data_problems(settings), where, kind=UsageError)
     with raising_usage_errors():
         tokenizer = load_tokenizer(settings)
-    told = KeptWarnings()
+    told = WarningRecorder()
     logger = logging.getLogger("mca_train")
     logger.addHandler(told)
     logger.propagate = False
@@ -56,9 +56,11 @@ def print_data(task: Task | None, config: Path | None, overrides: list[str]) -> 
     return 0
 
 
-def _print(task: Task, settings: Settings, tokenizer: "PreTrainedTokenizerBase", told: KeptWarnings) -> None:
+def _print(
+    task: Task, settings: Settings, tokenizer: "PreTrainedTokenizerBase", told: WarningRecorder
+) -> None:
     from mca_train.batching.packing import PackedDataset
-    from mca_train.data.survey import survey
+    from mca_train.data.preview import render_preview
 
     args, data = settings.training, settings.data
     seed = args.seed if args.data_seed is None else args.data_seed
@@ -92,7 +94,7 @@ def _print(task: Task, settings: Settings, tokenizer: "PreTrainedTokenizerBase",
                 evaluation=key == "eval_file",
                 images=images,
             )
-        sys.stdout.write(f"\n{key}, mca-train {task.name}\n" + survey(samples, tokenizer))
+        sys.stdout.write(f"\n{key}, mca-train {task.name}\n" + render_preview(samples, tokenizer))
         if args.sequence_packing:
             length, parts = data.seq_length * task.sequences_per_sample, args.context_parallel_size or 1
             in_order = key == "eval_file" or args.train_sampling_strategy != "random"

@@ -16,10 +16,10 @@ from mca_config.printable import counted
 from mca_config.types import JsonObject, Values
 from mca_train.config.model import resolve_layout
 from mca_train.config.run_config import Settings
-from mca_train.plan.fitting import changed
 from mca_train.plan.hardware import Hardware
-from mca_train.plan.memory import GIB, Subject
-from mca_train.plan.search import LAYOUT_KEYS, Fit, Found, fitting, timed
+from mca_train.plan.memory import GIB, PlanInput
+from mca_train.plan.remedies import with_changes
+from mca_train.plan.search import LAYOUT_KEYS, Fit, TimedLayout, fitting_layouts, with_step_time
 from mca_train.run.checks import Run, check, make_settings
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Best:
         cut: Whether there was no time to check the rest.
     """
 
-    layouts: list[Found]
+    layouts: list[TimedLayout]
     checked: int
     refused: Counter[str]
     cut: bool
@@ -55,7 +55,7 @@ def best_layouts(
     task: "Task",
     values: Values,
     run: Run,
-    subject: Subject,
+    subject: PlanInput,
     batch: int,
     hardware: Hardware,
     allowed: Callable[[ParallelLayout], bool],
@@ -82,7 +82,7 @@ def best_layouts(
     given = dict.fromkeys(name for name in values if name in LAYOUT_KEYS)  # unset where it is not found again
     passing: list[Fit] = []
     refused, checked, cut = Counter[str](), 0, False
-    for fit in fitting(subject, run.settings.training, batch, gpus, hardware, stands):
+    for fit in fitting_layouts(subject, run.settings.training, batch, gpus, hardware, stands):
         cut = checked >= _COMPARED and process_time() - began > _SECONDS
         if cut or len(passing) == _COMPARED:
             break
@@ -91,8 +91,8 @@ def best_layouts(
         checked += 1
         refused.update(problems)
         passing += [] if problems else [one]
-    best: dict[str, Found] = {}
-    found = (timed(subject, one, gpus, hardware) for one in passing)
+    best: dict[str, TimedLayout] = {}
+    found = (with_step_time(subject, one, gpus, hardware) for one in passing)
     for each in sorted(found, key=lambda each: each.time.total):
         best.setdefault(str(each.layout), each)
     return Best([*best.values()][:_SHOWN], checked, refused, cut)
@@ -107,7 +107,7 @@ def _attention_check(run: Run, target: "Target") -> Callable[[int, int], bool]:
     @cache
     def attends(tp: int, cp: int) -> bool:
         layout = ParallelLayout(tensor_model_parallel_size=tp, context_parallel_size=cp)
-        args = changed(run.settings.training, {"sequence_parallel": tp > 1})
+        args = with_changes(run.settings.training, {"sequence_parallel": tp > 1})
         try:
             transformer_config(run.model, args, layout, dtype, target)
         except McaError:
@@ -176,7 +176,7 @@ def _explain_no_layout(best: Best) -> list[str]:
     return told
 
 
-def _reason(one: Found, best: Found, usable: float) -> str:
+def _reason(one: TimedLayout, best: TimedLayout, usable: float) -> str:
     time, total = one.time, one.time.total
     parts = {
         "computing": time.passes - time.of_messages,
@@ -196,7 +196,7 @@ def _reason(one: Found, best: Found, usable: float) -> str:
 def document(best: Best, batch: int, gpus: int, hardware: Hardware) -> JsonObject:
     """The layouts as a JSON object: ``mca-train/search``, version 1; sizes in bytes, times in seconds."""
 
-    def told(one: Found) -> JsonObject:
+    def told(one: TimedLayout) -> JsonObject:
         return {
             "changes": one.changes,
             "layout_sizes": {short: getattr(one.layout, short) for short in SIZE_FIELDS},

@@ -19,13 +19,13 @@ from mca_train.config.arguments import LaunchArguments
 from mca_train.config.model import planned_ranks
 from mca_train.config.run_config import Settings, load_values
 from mca_train.plan.chunks import Implementation
-from mca_train.plan.document import document_of, impossible
-from mca_train.plan.fitting import Remedy, changed, over, remedies
-from mca_train.plan.hardware import Hardware, hardware_of
-from mca_train.plan.memory import Plan, plan_of
+from mca_train.plan.document import impossible_document, plan_document
+from mca_train.plan.hardware import Hardware, load_hardware
+from mca_train.plan.memory import Plan, plan_layout
 from mca_train.plan.options import PlanOptions
+from mca_train.plan.remedies import Remedy, find_remedies, stages_over_limit, with_changes
 from mca_train.plan.report import render, render_remedies
-from mca_train.plan.towers import Images
+from mca_train.plan.vision_memory import Images
 from mca_train.run.checks import Findings, Run, check, make_settings
 from mca_train.run.hub_paths import with_directories
 from mca_train.run.logs import silent_arguments
@@ -68,7 +68,7 @@ def print_plan(task: Task | None, config: Path | None, overrides: list[str], opt
     """
     for name in _LAUNCHER_VARIABLES:  # whoever has started this process: it is no rank
         os.environ.pop(name, None)
-    hardware = hardware_of(options.device, options.hardware) if options.device else None
+    hardware = load_hardware(options.device, options.hardware) if options.device else None
     values, where = load_values(config, overrides)
     named, task = task is not None, task or task_of(values)
     values = with_directories(values, only="config")
@@ -114,7 +114,7 @@ def _search(task: Task, values: Values, settings: Settings, options: PlanOptions
     from mca_train.run import layout_search
 
     gpus = options.gpus or 1
-    hardware = hardware_of(options.device or "h100-80", options.hardware)
+    hardware = load_hardware(options.device or "h100-80", options.hardware)
     given = settings
     settings, findings = _possible(task, layout_search.with_one_rank(values), settings.where, hardware, gpus)
     if findings.impossible or findings.run is None:
@@ -176,7 +176,7 @@ def _without_device_options(run: Run) -> Run:
     left_out: JsonObject = dict.fromkeys(_DEVICE_OPTIONS)
     if run.settings.training.moe_token_dispatcher_type == "flex":
         left_out["moe_token_dispatcher_type"] = None
-    training = changed(run.settings.training, left_out)
+    training = with_changes(run.settings.training, left_out)
     return replace(run, settings=replace(run.settings, training=training))
 
 
@@ -189,7 +189,7 @@ def _rank_counter(options: PlanOptions) -> Callable[[LaunchArguments, ParallelLa
 
 def _print_impossible(findings: Findings, options: PlanOptions) -> None:
     if options.json:
-        sys.stdout.write(json.dumps(impossible(findings.impossible), indent=2) + "\n")
+        sys.stdout.write(json.dumps(impossible_document(findings.impossible), indent=2) + "\n")
         return
     sys.stdout.write("".join(["this run is impossible:\n", *(f"  - {p}\n" for p in findings.impossible)]))
 
@@ -243,10 +243,10 @@ class _Planned:
             run, implementation, hardware.device if hardware else None, images=images.counted
         )
         training = run.settings.training
-        plan = plan_of(subject, training, run.layout, run.world_size)
+        plan = plan_layout(subject, training, run.layout, run.world_size)
         found: list[Remedy] = []
-        if hardware is not None and over(plan, hardware.device):
-            found = remedies(subject, training, run.layout, run.world_size, hardware.device)
+        if hardware is not None and stages_over_limit(plan, hardware.device):
+            found = find_remedies(subject, training, run.layout, run.world_size, hardware.device)
         return cls(run, plan, hardware, found, images)
 
     def text(self, findings: Findings, dry_run: "DryRun | None") -> str:
@@ -254,7 +254,7 @@ class _Planned:
         device = self.hardware.device if self.hardware else None
         settings = self.run.settings
         told = render(self.plan, settings, self.run.model, device)
-        if device is not None and over(self.plan, device):
+        if device is not None and stages_over_limit(self.plan, device):
             told += render_remedies(self.remedies, device)
         if dry_run is not None:
             from mca_train.dry_run.report import render_dry_run
@@ -281,12 +281,12 @@ class _Planned:
     def document(self, findings: Findings, dry_run: "DryRun | None") -> JsonObject:
         """For programs."""
         device = self.hardware.device if self.hardware else None
-        found = document_of(self.plan, self.run.model, device, self.remedies)
+        found = plan_document(self.plan, self.run.model, device, self.remedies)
         found["missing"] = list(findings.missing)
         if dry_run is not None:
-            from mca_train.dry_run.report import document_of_dry_run
+            from mca_train.dry_run.report import dry_run_document
 
-            found["dry_run"] = document_of_dry_run(dry_run)
+            found["dry_run"] = dry_run_document(dry_run)
         return found
 
 
@@ -303,7 +303,7 @@ def _implementation(settings: Settings, hardware: Hardware | None) -> Implementa
 def _dry_run(run: Run, planned: _Planned, *, ordered: bool) -> "DryRun":
     """Of ``run``, which is what this machine can do of what is planned."""
     from mca_train.dry_run.report import DryRun
-    from mca_train.dry_run.stages import needs_of_stages
+    from mca_train.dry_run.stages import measure_stages
 
     implementation, device = _implementation(run.settings, None), planned.hardware and planned.hardware.device
     note = None
@@ -311,7 +311,7 @@ def _dry_run(run: Run, planned: _Planned, *, ordered: bool) -> "DryRun":
         where = f" on {device.name}" if device else ""
         note = f"measured with Megatron's own layers; Transformer Engine's{where} keep less"
     return DryRun(
-        stages=needs_of_stages(
+        stages=measure_stages(
             run.task,
             run.settings,
             run.model,

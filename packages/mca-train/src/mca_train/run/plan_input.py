@@ -11,8 +11,8 @@ from mca_train.config.model_parts import adapted_parts, trained_parts
 from mca_train.plan.chunks import Implementation
 from mca_train.plan.counts import ModelCounts
 from mca_train.plan.hardware import Device
-from mca_train.plan.memory import Subject
-from mca_train.plan.towers import Images, images_of
+from mca_train.plan.memory import PlanInput
+from mca_train.plan.vision_memory import Images, plan_images
 from mca_train.run.checks import Run
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def planned_images(run: Run, count: int | None = None, pixels: int | None = None
     if settings.lora.adapter_name_or_path is not None:
         trained = adapted_parts(settings.lora.adapter_name_or_path, run.model)
     length, takes = settings.data.seq_length, run.task.takes_images
-    return images_of(run.model, trained, length, takes=takes, count=count, pixels=pixels)
+    return plan_images(run.model, trained, length, takes=takes, count=count, pixels=pixels)
 
 
 def make_image_check(run: Run, target: "Target | None") -> Callable[[ParallelLayout], list[str]]:
@@ -50,7 +50,7 @@ def make_image_check(run: Run, target: "Target | None") -> Callable[[ParallelLay
 
 def make_plan_input(
     run: Run, implementation: Implementation, device: Device | None = None, *, images: Images | None = None
-) -> Subject:
+) -> PlanInput:
     """Return what is planned of ``run`` on any layout of ``device``; None: of this machine."""
     from mca_models.megatron import platform
 
@@ -59,14 +59,14 @@ def make_plan_input(
     adapter = make_adapter(settings.lora, config, parts)
     reference = None
     if run.reference is not None:
-        reference = ModelCounts.of(replace(run.reference, layout=run.layout))
-    return Subject(
+        reference = ModelCounts.for_model(replace(run.reference, layout=run.layout))
+    return PlanInput(
         config=run.model,
         seq_length=settings.data.seq_length,
         sequences=run.task.sequences_per_sample,
-        model=ModelCounts.of(config),
-        adapter=None if adapter is None else ModelCounts.of_adapter(config, adapter[1]),
-        frozen=ModelCounts.of_frozen(config, parts),
+        model=ModelCounts.for_model(config),
+        adapter=None if adapter is None else ModelCounts.for_adapter(config, adapter[1]),
+        frozen=ModelCounts.for_frozen(config, parts),
         reference=reference,
         implementation=implementation,
         on_gpu=device is not None or platform.device_type() == "cuda",

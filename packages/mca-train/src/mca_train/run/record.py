@@ -11,9 +11,9 @@ from pathlib import Path
 
 from mca_config.redaction import redacted_values
 from mca_config.types import JsonObject
-from mca_train.plan.document import document_of
-from mca_train.plan.memory import plan_of
-from mca_train.plan.towers import Images
+from mca_train.plan.document import plan_document
+from mca_train.plan.memory import plan_layout
+from mca_train.plan.vision_memory import Images
 from mca_train.run.checks import Run
 from mca_train.run.plan_input import make_image_check, make_plan_input, planned_images
 
@@ -44,7 +44,7 @@ def _plan(run: Run) -> JsonObject | None:
     training = run.settings.training
     try:
         subject = make_plan_input(run, choose_implementation(training), images=_images(run))
-        return document_of(plan_of(subject, training, run.layout, run.world_size), run.model)
+        return plan_document(plan_layout(subject, training, run.layout, run.world_size), run.model)
     except Exception as error:  # nothing else of the run depends on it
         logger.warning("run.json has no plan of this run: %s: %s", type(error).__name__, error)
         return None

@@ -74,16 +74,16 @@ class Classify(ScoreTask):
         self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
     ) -> "RowEncoder":
         """See `AnswerTask`."""
-        from mca_train.data.scored import text_encoder
+        from mca_train.data.scoring import text_encoder
 
         return text_encoder(names, tokenizer, cast("Labels", data), key)
 
     def numbers(self, names: Sequence[str], data: DataArguments, key: str) -> "RowNumbers":
         """See `AnswerTask`."""
-        from mca_train.data.scored import targets
+        from mca_train.data.scoring import label_reader
 
         own = cast("Labels", data)
-        return targets(names, own, own.names, own.problem_type, key)
+        return label_reader(names, own, own.names, own.problem_type, key)
 
     def problems(self, settings: "Settings") -> Iterator[str]:
         """Those of scores, and a metric that this problem does not have."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from mca_train.config.columns import PairArguments
 from mca_train.config.run_config import Settings
-from mca_train.data.row_formats import ONE_ANSWER, READ
+from mca_train.data.row_formats import FORMAT_COLUMNS, ONE_ANSWER
 from mca_train.tasks.task import Task
 
 
@@ -23,7 +23,7 @@ def column_problems(task: Task, settings: Settings) -> Iterator[str]:
         return  # one that is not named is found by the columns, and one that is unknown is refused elsewhere
     named = [each for each in ONE_ANSWER if each in formats]
     pairs = isinstance(data, PairArguments)  # whose answers are read of every shape, and the prompt of none
-    read = {"tools_column"} if pairs else {column for each in named for column in READ[each]}
-    choosing = {column for columns in READ.values() for column in columns} - {*task.unread}
+    read = {"tools_column"} if pairs else {column for each in named for column in FORMAT_COLUMNS[each]}
+    choosing = {column for columns in FORMAT_COLUMNS.values() for column in columns} - {*task.unread}
     if unread := [key for key in settings.values if key in choosing - read]:
         yield f"{', '.join(unread)}: format {', '.join(named)} does not read it; remove one of the two"

@@ -119,9 +119,9 @@ class Dpo(AnswerTask):
         self, tokenizer: "PreTrainedTokenizerBase", data: DataArguments
     ) -> "Callable[[Row], bool]":
         """See `AnswerTask`."""
-        from mca_train.data.answered import surely_compared
+        from mca_train.data.target_filter import pair_target_check
 
-        return surely_compared(cast("PairArguments", data))
+        return pair_target_check(cast("PairArguments", data))
 
     def problems(self, settings: "Settings") -> Iterator[str]:
         """Keys that say nothing of pairs, or that leave no reference."""

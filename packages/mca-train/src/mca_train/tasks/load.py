@@ -45,9 +45,9 @@ def load_tokenized(
         evaluation: Whether these are the evaluation files.
         images: Of the model; None: rows have none.
     """
-    from mca_train.data.files import check_file, load_rows, local, reader_of
-    from mca_train.data.files import named as named_files
-    from mca_train.data.sources import arguments_of_evaluation
+    from mca_train.data.files import check_file, load_rows, local_copy, reader_name
+    from mca_train.data.files import translate_read_errors as named_files
+    from mca_train.data.sources import evaluation_arguments
 
     key = "eval_file" if evaluation else "train_file"
     limit = arguments.max_eval_samples if evaluation else arguments.max_train_samples
@@ -56,7 +56,7 @@ def load_tokenized(
     for file in files:
         check_file(file, key)
     # once, so that the key and the rows are of the same content
-    copies = [local(file, key) for file in files]
+    copies = [local_copy(file, key) for file in files]
 
     def load() -> "datasets.Dataset":
         return load_rows(
@@ -64,7 +64,7 @@ def load_tokenized(
         )
 
     def of_rows(rows: "datasets.Dataset") -> DataArguments:
-        return arguments_of_evaluation(arguments, rows.column_names) if evaluation else arguments
+        return evaluation_arguments(arguments, rows.column_names) if evaluation else arguments
 
     def make() -> "TokenDataset | PairDataset":
         # parquet's is decoded when looked at
@@ -74,13 +74,13 @@ def load_tokenized(
 
     if arguments.tokenized_cache is None:
         return _in_order_of(files, make())
-    from mca_train.data.token_cache import cached, digest_of, key_of
+    from mca_train.data.token_cache import cache_key, file_digest, load_or_build
 
-    rows = [f"{digest_of(copy)} {reader_of(file)}" for file, copy in zip(files, copies, strict=True)]
+    rows = [f"{file_digest(copy)} {reader_name(file)}" for file, copy in zip(files, copies, strict=True)]
     contents = [key, *rows, *_processors(own)]
-    found = cached(
+    found = load_or_build(
         Path(arguments.tokenized_cache),
-        key_of(task.name, contents, tokenizer, arguments, limit),
+        cache_key(task.name, contents, tokenizer, arguments, limit),
         make,
         _again(task, load, tokenizer, of_rows, key, own),
     )
@@ -94,21 +94,21 @@ def _vision(images: "ImageReader | None") -> "Values | None":
 
 def _in_order_of(files: Sequence[str], samples: "TokenDataset | PairDataset") -> "TokenDataset | PairDataset":
     """``samples``, which say that they come in the order of ``files``."""
-    from mca_train.data.addresses import called
+    from mca_train.data.urls import describe_files
 
-    samples.order_in_words = f"rows of {called(files)}"
+    samples.order_description = f"rows of {describe_files(files)}"
     return samples
 
 
 def _processors(images: "ImageReader | None") -> list[str]:
     """What the image processors are, by which images become tokens."""
-    from mca_train.data.token_cache import digest_of
+    from mca_train.data.token_cache import file_digest
 
     if images is None or _vision(images) is None:
         return []
     names = ("preprocessor_config.json", "processor_config.json")
     found = (directory / name for directory in images.directories for name in names)
-    return [str(images.config.vision), *(digest_of(file) for file in found if file.is_file())]
+    return [str(images.config.vision), *(file_digest(file) for file in found if file.is_file())]
 
 
 def _again(
@@ -122,10 +122,10 @@ def _again(
     """What reads the pixels of samples that were tokenized before."""
 
     def again() -> "tuple[datasets.Dataset, ImageRows, str]":
-        from mca_train.data.image_rows import undecoded
+        from mca_train.data.image_rows import without_decoding
 
         assert images is not None, "samples with images are cached for a model with a vision part"
-        rows = undecoded(load())
+        rows = without_decoding(load())
         return rows, task.image_rows(rows.column_names, images, of_rows(rows), tokenizer, key), key
 
     return again
@@ -157,15 +157,15 @@ def load_mixture(
         seed: Of what is taken of a source of which not all is.
         images: Of the model; None: rows have none.
     """
-    from mca_train.data.indexed import prefix_of
+    from mca_train.data.indexed import find_prefix
     from mca_train.data.mixture import Mixture
-    from mca_train.data.sources import arguments_of, rows_of, sources_of
+    from mca_train.data.sources import load_source, parse_sources, source_arguments
 
-    sources, parts = sources_of(arguments.datasets), []
+    sources, parts = parse_sources(arguments.datasets), []
     keys = [f"datasets, {source.called}" for source in sources]
-    prefixes = [prefix_of(source.path) for source in sources]
+    prefixes = [find_prefix(source.path) for source in sources]
     found = [
-        rows_of(source, key, arguments) if prefix is None else None
+        load_source(source, key, arguments) if prefix is None else None
         for source, key, prefix in zip(sources, keys, prefixes, strict=True)
     ]
     columns = {name for rows in found if rows is not None for name in rows.column_names}
@@ -174,7 +174,7 @@ def load_mixture(
             _require_plain(source, key)
             parts.append(_in_order_of([prefix.name], task.indexed(prefix, tokenizer, arguments)))
         if rows is not None:
-            own = arguments_of(source, arguments, rows.column_names, columns, key)
+            own = source_arguments(source, arguments, rows.column_names, columns, key)
             reader = _with_paths(images, own, [source.path], source.revision)
             parts.append(_samples_of(task, source, rows, tokenizer, own, key, reader))
     weights = [source.weight for source in sources if source.weight is not None]
@@ -199,19 +199,19 @@ def _samples_of(
     key: str,
     images: "ImageReader | None",
 ) -> "TokenDataset | PairDataset":
-    from mca_train.data.files import named
-    from mca_train.data.token_cache import cached, key_of
+    from mca_train.data.files import translate_read_errors
+    from mca_train.data.token_cache import cache_key, load_or_build
 
     def make() -> "TokenDataset | PairDataset":
-        with named(key, source.path, "text", UnicodeDecodeError):
+        with translate_read_errors(key, source.path, "text", UnicodeDecodeError):
             return task.samples(rows, tokenizer, arguments, key, images)
 
     if arguments.tokenized_cache is None:
         return _in_order_of([source.path], make())
     contents = [key, rows._fingerprint, str(len(rows)), *_processors(images)]
-    found = cached(
+    found = load_or_build(
         Path(arguments.tokenized_cache),
-        key_of(task.name, contents, tokenizer, arguments, None),
+        cache_key(task.name, contents, tokenizer, arguments, None),
         make,
         _again(task, lambda: rows, tokenizer, lambda _: arguments, key, images),
     )
@@ -264,8 +264,8 @@ def load_first(
     """
     import datasets
 
-    from mca_train.data.call_arguments import as_json
     from mca_train.data.streams import open_rows
+    from mca_train.data.tool_arguments import json_features
 
     key = "train_file"
     column = task.required_column(arguments)
@@ -273,6 +273,6 @@ def load_first(
     datasets.disable_progress_bars()
     first = [{**row} for row in found]
     rows = datasets.Dataset.from_list(first, on_mixed_types="use_json")
-    if (features := as_json(rows.features)) is not None:
+    if (features := json_features(rows.features)) is not None:
         rows = datasets.Dataset.from_list(first, features=features)
     return task.samples(rows, tokenizer, arguments, key, _with_paths(images, arguments, files))

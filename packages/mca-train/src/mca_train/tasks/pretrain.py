@@ -54,13 +54,13 @@ class Pretrain(Task):
     ) -> "TokenDataset":
         """See `Task`."""
         from mca_train.data.image_blocks import image_blocks
-        from mca_train.data.image_rows import undecoded
+        from mca_train.data.image_rows import without_decoding
         from mca_train.data.samples import pretrain_blocks
 
         vision = None if images is None else images.config.vision
         if images is not None and _has_images(vision, rows.column_names, data):
             known = self.image_rows(rows.column_names, images, data, tokenizer, key)
-            return image_blocks(undecoded(rows), known, data, key)
+            return image_blocks(without_decoding(rows), known, data, key)
         return pretrain_blocks(rows, tokenizer, data, key, vision)
 
     def image_rows(
@@ -99,6 +99,6 @@ class Pretrain(Task):
 
 def _has_images(vision: "Values | None", names: Sequence[str], data: DataArguments) -> bool:
     """Whether rows with the columns ``names`` may have images, which the model sees, or what it does not."""
-    from mca_train.data.formats import image_columns, other_columns
+    from mca_train.data.formats import image_columns, media_columns
 
-    return vision is not None and not {*image_columns(vision, data), *other_columns(vision)}.isdisjoint(names)
+    return vision is not None and not {*image_columns(vision, data), *media_columns(vision)}.isdisjoint(names)

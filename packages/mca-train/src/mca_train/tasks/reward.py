@@ -59,15 +59,15 @@ class Reward(ScoreTask):
         self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
     ) -> "RowEncoder":
         """See `AnswerTask`."""
-        from mca_train.data.scored import scored_pair_encoder
+        from mca_train.data.scoring import scored_pair_encoder
 
         return scored_pair_encoder(names, tokenizer, cast("RewardArguments", data), key)
 
     def numbers(self, names: Sequence[str], data: DataArguments, key: str) -> "RowNumbers | None":
         """See `AnswerTask`."""
-        from mca_train.data.scored import margins
+        from mca_train.data.scoring import margin_reader
 
-        return margins(names, cast("RewardArguments", data), key)
+        return margin_reader(names, cast("RewardArguments", data), key)
 
     def problems(self, settings: "Settings") -> Iterator[str]:
         """Those of scores, and shapes of rows that are no pairs."""

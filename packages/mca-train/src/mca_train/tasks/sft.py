@@ -36,6 +36,6 @@ class Sft(AnswerTask):
         self, tokenizer: "PreTrainedTokenizerBase", data: DataArguments
     ) -> "Callable[[Row], bool]":
         """See `AnswerTask`."""
-        from mca_train.data.answered import surely_answered
+        from mca_train.data.target_filter import sft_target_check
 
-        return surely_answered(tokenizer, data)
+        return sft_target_check(tokenizer, data)

@@ -248,12 +248,12 @@ class AnswerTask(Task):
         images: "ImageReader | None" = None,
     ) -> "TokenDataset | PairDataset":
         """See `Task`."""
-        from mca_train.data.image_rows import require_none, undecoded
+        from mca_train.data.image_rows import reject_images, without_decoding
         from mca_train.data.preferences import PairDataset
         from mca_train.data.samples import answer_sequences
 
         if images is None or not self.takes_images:
-            require_none(rows.column_names, data, f"{key}: mca-train {self.name}")
+            reject_images(rows.column_names, data, f"{key}: mca-train {self.name}")
             encode = self.encoder(rows.column_names, tokenizer, data, key)
             numbers = self.numbers(rows.column_names, data, key)
             sequences = answer_sequences(rows, encode, data, key, self.wanted, numbers)
@@ -261,7 +261,7 @@ class AnswerTask(Task):
         known = self.image_rows(rows.column_names, images, data, tokenizer, key)
         encode = self.encoder(known.names, known.tokenizer, known.arguments, key)
         numbers = self.numbers(rows.column_names, data, key)  # read of the row itself, whatever its shape
-        sequences = answer_sequences(undecoded(rows), encode, data, key, self.wanted, numbers, known)
+        sequences = answer_sequences(without_decoding(rows), encode, data, key, self.wanted, numbers, known)
         return PairDataset(sequences) if self.sides else sequences
 
     def stream(
@@ -274,14 +274,14 @@ class AnswerTask(Task):
         images: "ImageReader | None" = None,
     ) -> "IterableDataset[Sample]":
         """See `Task`."""
-        from mca_train.data.image_rows import require_none
+        from mca_train.data.image_rows import reject_images
         from mca_train.data.streams import AnswerStream
 
         known = None
         numbers = self.numbers(names, data, key)
         is_sure = self.surely_has_target(tokenizer, data)
         if images is None or images.config.vision is None or not self.takes_images:
-            require_none(names, data, f"{key}: mca-train {self.name}")
+            reject_images(names, data, f"{key}: mca-train {self.name}")
         else:
             known = self.image_rows(names, images, data, tokenizer, key)
             names, tokenizer, data = known.names, known.tokenizer, known.arguments

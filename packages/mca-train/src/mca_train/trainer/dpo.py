@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 
 from mca_config.errors import McaError
 from mca_models.megatron.distributed.collectives import run_on_first_rank_unwrapped
+from mca_train.batching.extra_columns import ExtraColumns, RowSubset
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.step_stream import is_stream
-from mca_train.batching.valued import Rows, WithValues
 from mca_train.checkpoint.lineage import require_free
 from mca_train.checkpoint.output_dir import require_family
 from mca_train.checkpoint.reference_file import ReferenceFile
@@ -114,7 +114,11 @@ class DpoTrainer(McaTrainer):
 
     def before_training(self) -> None:
         """With ``precompute_ref_log_probs`` the reference is run, unless ranks agree to stop."""
-        if self._keeps and self._reference is None and not isinstance(self.train_dataset, WithValues | None):
+        if (
+            self._keeps
+            and self._reference is None
+            and not isinstance(self.train_dataset, ExtraColumns | None)
+        ):
             raise McaError(_UNKNOWN)
         with contextlib.suppress(_Stopped):
             self._keep_log_probs()
@@ -127,7 +131,7 @@ class DpoTrainer(McaTrainer):
     ) -> dict[str, float]:
         """See `McaTrainer`; the same."""
         several = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
-        if self._keeps and not all(isinstance(each, WithValues | str | None) for each in several):
+        if self._keeps and not all(isinstance(each, ExtraColumns | str | None) for each in several):
             raise McaError(_UNKNOWN)  # its own values, if it has any, are no log-probabilities
         self._keep_log_probs()
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
@@ -178,13 +182,13 @@ class DpoTrainer(McaTrainer):
                     "SIGTERM: what was computed of the reference is kept; the run ends before its first step"
                 )
                 raise _Stopped
-        return WithValues(dataset, known, _SIDES)
+        return ExtraColumns(dataset, known, _SIDES)
 
     def _computed(
         self, reference: Reference, dataset: SampleSource, rows: NDArray[np.int64]
     ) -> NDArray[np.float64]:
         numbers = np.arange(1, 1 + 2 * len(dataset), dtype=np.float64).reshape(-1, 2)
-        loader, _ = self._loaders.evaluation(Rows(WithValues(dataset, numbers, _SIDES), rows))
+        loader, _ = self._loaders.evaluation(RowSubset(ExtraColumns(dataset, numbers, _SIDES), rows))
         found = reference.of_samples(self._watched(loader), len(dataset), 2, self.ranks)
         log_probs: NDArray[np.float64] = found.cpu().numpy()[rows]
         return log_probs

@@ -14,7 +14,7 @@ from transformers.trainer_utils import speed_metrics
 from mca_config.printable import counted
 from mca_models.megatron.distributed.collectives import run_on_first_rank
 from mca_train.batching.micro_batch import StepBatch
-from mca_train.batching.same_samples import require_same_samples
+from mca_train.batching.sample_consistency import require_same_samples
 from mca_train.data.token_dataset import Samples
 from mca_train.engine.rng import kept_rng
 from mca_train.losses.chunked import kept_output

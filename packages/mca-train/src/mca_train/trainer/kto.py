@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mca_config.errors import McaError
 from mca_train import groups
+from mca_train.batching.kto_kl_pairs import KtoKlPairs
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
-from mca_train.batching.mismatched import Mismatched
 from mca_train.batching.step_stream import is_stream
 from mca_train.data.token_dataset import Samples
 from mca_train.losses.kto import KtoLoss, divergence, key_problems, model_problems, step_problems
@@ -97,11 +97,11 @@ class KtoTrainer(McaTrainer):
             raise McaError(problem)
         if len(dataset) < 2:
             raise McaError("kto needs the answers of other samples, but a dataset has only one; give it more")
-        return Mismatched(dataset, group, length)
+        return KtoKlPairs(dataset, group, length)
 
     def before_forward(self, batch: StepBatch) -> None:
         """Log-probabilities of the reference, and how far the model is from it, over the whole global batch."""
-        if (others := batch.beside) is None:
+        if (others := batch.kl_batch) is None:
             raise McaError(
                 "kto: this dataset did not exist when the trainer was created; create another one with it as "
                 "train_dataset or eval_dataset"

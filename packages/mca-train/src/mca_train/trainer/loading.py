@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader
 from mca_config.errors import McaError
 from mca_config.printable import counted
 from mca_config.training import TrainingArguments
-from mca_train.batching.loaders import steps_of
+from mca_train.batching.loaders import iterate_steps
 from mca_train.batching.micro_batch import StepBatch
-from mca_train.batching.position import Length
-from mca_train.batching.same_samples import first_compared
+from mca_train.batching.position import RunLength
+from mca_train.batching.sample_consistency import check_first_step
 from mca_train.batching.sampling import StepSampler
 from mca_train.batching.step_stream import StepStream
 from mca_train.data.token_dataset import Samples
@@ -43,14 +43,16 @@ class WithStepLoaders(TrainerParts):
 
     def _steps(self, loader: DataLoader[StepBatch], sampler: StepSampler | StepStream) -> Iterator[StepBatch]:
         """Of an epoch; the first of `train` is compared with the other ranks'."""
-        steps, done = self.watch.stragglers.reading(steps_of(loader)), self.state.global_step
+        steps, done = self.watch.stragglers.reading(iterate_steps(loader)), self.state.global_step
         if done > self.started_at_step:
             return steps
-        return first_compared(steps, self.ranks, sampler, f"step {done + 1}")
+        return check_first_step(steps, self.ranks, sampler, f"step {done + 1}")
 
     def _rounds(self, loader: DataLoader[StepBatch], what: str) -> Iterator[StepBatch]:
         """Of an evaluation loader, compared in the same way; ``what`` runs, in words."""
-        return first_compared(steps_of(loader), self.ranks, cast("StepSampler", loader.batch_sampler), what)
+        return check_first_step(
+            iterate_steps(loader), self.ranks, cast("StepSampler", loader.batch_sampler), what
+        )
 
     def _forget_others(self, *datasets: Samples) -> None:
         """Lets go of what was made of datasets that are neither the trainer's any more nor among these."""
@@ -64,7 +66,7 @@ class WithStepLoaders(TrainerParts):
         self._forget_others()
         return self._loaders.train(self.train_dataset)
 
-    def _set_length(self, length: Length) -> None:
+    def _set_length(self, length: RunLength) -> None:
         self.state.compute_steps(self.args, length.max_steps)
         self.state.max_steps = length.max_steps
         self.state.num_train_epochs = length.num_epochs
@@ -83,7 +85,7 @@ class WithStepLoaders(TrainerParts):
         return dataset
 
 
-def log_plan(args: TrainingArguments, ranks: Ranks, length: Length, samples: int, done: int) -> None:
+def log_plan(args: TrainingArguments, ranks: Ranks, length: RunLength, samples: int, done: int) -> None:
     """Says what the run is about to do: ``samples`` a step, after ``done`` steps."""
     logger.info(
         "training %s (%d an epoch) of %s = %d micro x %d accumulated x %d data parallel; %s",

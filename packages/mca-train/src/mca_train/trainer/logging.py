@@ -17,7 +17,7 @@ from transformers.trainer_utils import IntervalStrategy
 from mca_config.errors import McaError
 from mca_config.types import Typed
 from mca_train import groups
-from mca_train.batching.same_samples import require_same_samples
+from mca_train.batching.sample_consistency import require_same_samples
 from mca_train.checkpoint.carried import Carried, Due
 from mca_train.data.mixture import Mixture
 from mca_train.engine.engine import StepResult

@@ -25,9 +25,9 @@ from mca_config.training import TrainingArguments
 from mca_train import groups
 from mca_train.batching.collate import Collator, PadCollator, pad_token
 from mca_train.batching.image_batch import image_batching
-from mca_train.batching.loaders import Loaders, continued
+from mca_train.batching.loaders import Loaders, resume_position
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
-from mca_train.batching.position import Length, RunPosition
+from mca_train.batching.position import RunLength, RunPosition
 from mca_train.batching.sampling import StepSampler
 from mca_train.batching.step_stream import StepStream, require_steps
 from mca_train.checkpoint import directory, lineage
@@ -255,8 +255,8 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         with naming_read_errors(checkpoint or Path(self.args.output_dir)):
             carried = self._start_state(checkpoint)
             place = RunPosition() if checkpoint is None else directory.place_in(checkpoint)
-        self._place = continued(place, sampler)
-        length = Length.of(self.args, sampler, self._place, self.state.global_step)
+        self._place = resume_position(place, sampler)
+        length = RunLength.from_arguments(self.args, sampler, self._place, self.state.global_step)
         training = self._prepare(length, checkpoint)
         log_plan(self.args, self.ranks, length, sampler.shape.global_size, self.state.global_step)
         if self.ranks.is_first:
@@ -284,7 +284,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             self._run_epoch(epoch, loader, sampler)
         return self._finish(start, started)
 
-    def _prepare(self, length: Length, checkpoint: Path | None) -> TrainingState:
+    def _prepare(self, length: RunLength, checkpoint: Path | None) -> TrainingState:
         """Engine and schedule; restored from ``checkpoint`` if there is one."""
         self._set_length(length)
         if checkpoint is not None:
@@ -331,7 +331,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         if epoch != self._place.epoch:
             self._place = self._place.next_epoch(left)
         elif self.args.ignore_data_skip:
-            self._place = self._place.begun_anew(sampler.num_steps - left)
+            self._place = self._place.restart_epoch(sampler.num_steps - left)
         sampler.set_epoch(epoch, self._place.samples)
         self.callback_handler.train_dataloader = loader
         self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)

@@ -26,7 +26,7 @@ from mca_models.lora import (
 from mca_models.lora.rules import PREFIX
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import require_same_arguments, run_on_first_rank_unwrapped
-from mca_models.megatron.factory.fill import shard_rank_and_size, full_shape
+from mca_models.megatron.factory.fill import full_shape, shard_rank_and_size
 from mca_models.megatron.peft.attach import (
     Attached,
     LinearGroups,

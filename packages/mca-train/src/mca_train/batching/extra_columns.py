@@ -1,6 +1,6 @@
-"""`WithValues` hands out samples with numbers beside their sequences, such as what a reference model thinks of them.
+"""Datasets with extra numbers per sequence, such as the log-probabilities of a reference model.
 
-What the numbers mean is known to whoever makes them and to the loss that reads them from a micro-batch.
+The task that computes the numbers and the loss that reads them from a micro-batch define what they mean.
 """
 
 from collections.abc import Sequence
@@ -11,22 +11,22 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from mca_train.batching.packing import sequence_lengths
-from mca_train.data.token_dataset import VALUES, order_of
+from mca_train.data.token_dataset import VALUES, describe_order
 from mca_train.types import Sample, SampleSource
 
 
-class WithValues(Dataset[Sample]):
-    """``dataset`` with a further number for each sequence.
+class ExtraColumns(Dataset[Sample]):
+    """Dataset that appends one number to the ``values`` of each sequence.
 
     Args:
-        dataset: In memory.
-        values: ``[samples, sequences of a sample]``.
-        sides: Names of the sequences of a sample; none: it is one.
+        dataset: In-memory dataset.
+        values: Numbers to append, ``[samples, sequences per sample]``.
+        sides: Prefixes of the sequences of a sample; empty: a sample is one sequence.
     """
 
     def __init__(self, dataset: SampleSource, values: NDArray[np.float64], sides: Sequence[str] = ()) -> None:
         self.lengths = sequence_lengths(dataset)
-        self.order_in_words = order_of(dataset)
+        self.order_description = describe_order(dataset)
         self._dataset, self._values = dataset, values
         self._prefixes = [f"{side}_" for side in sides] or [""]
 
@@ -41,12 +41,12 @@ class WithValues(Dataset[Sample]):
         return sample
 
 
-class Rows(Dataset[Sample]):
-    """Some samples of ``dataset``.
+class RowSubset(Dataset[Sample]):
+    """Subset of ``dataset`` that keeps the lengths of its samples.
 
     Args:
-        dataset: In memory.
-        rows: Their numbers.
+        dataset: In-memory dataset.
+        rows: Indices of the samples.
     """
 
     def __init__(self, dataset: SampleSource, rows: NDArray[np.int64]) -> None:

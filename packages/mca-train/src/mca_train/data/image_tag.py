@@ -11,11 +11,11 @@ from mca_train.data.formats import image_columns
 
 logger = logging.getLogger(__name__)
 
-PLACE = "<image>"
-_CLOSED = "</image>"  # an element of XML
+IMAGE_TAG = "<image>"
+_CLOSING_TAG = "</image>"  # an element of XML
 
 
-class ImageWords:
+class ImageTagCheck:
     """What is said of words with ``<image>`` and no image.
 
     Args:
@@ -24,10 +24,10 @@ class ImageWords:
     """
 
     def __init__(self, vision: Values | None, arguments: DataArguments) -> None:
-        self._sees = vision is not None
+        self._has_vision = vision is not None
         self._columns = image_columns(vision, arguments)
         self._is_named = not isinstance(arguments.images_column, DefaultColumn)
-        self._has_told = False
+        self._has_warned = False
 
     def meet(self, text: str, names: AbstractSet[str], told: str) -> None:
         """Says once that ``<image>`` in ``text`` is trained as text.
@@ -40,18 +40,18 @@ class ImageWords:
         Raises:
             McaError: Nothing says which column has images.
         """
-        if not self._sees or PLACE not in text or _CLOSED in text:
+        if not self._has_vision or IMAGE_TAG not in text or _CLOSING_TAG in text:
             return
         if not self._is_named and names.isdisjoint(self._columns):
             raise McaError(
-                f"{told} has {PLACE}, the place of an image, but the rows have no column "
-                f"{' or '.join(self._columns)}; set images_column to the name of theirs, or, if {PLACE} is text, to "
-                "that of other rows with images, or to any if there are none"
+                f"{told} has {IMAGE_TAG}, the placeholder of an image, but the rows have no column "
+                f"{' or '.join(self._columns)}; set images_column to the column with the images; if {IMAGE_TAG} is "
+                "plain text, set images_column to the image column of other rows, or to any unused name"
             )
-        if not self._has_told:
+        if not self._has_warned:
             logger.warning(
                 "%s in the text of a row without an image in %s is trained as text; this is reported once",
-                PLACE,
+                IMAGE_TAG,
                 " or ".join(self._columns),
             )
-            self._has_told = True
+            self._has_warned = True

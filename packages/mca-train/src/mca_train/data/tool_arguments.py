@@ -15,26 +15,29 @@ if TYPE_CHECKING:
 _ARGUMENTS = "arguments"
 
 
-def as_json(features: "datasets.Features | None") -> "datasets.Features | None":
+def json_features(features: "datasets.Features | None") -> "datasets.Features | None":
     """``features`` that keep arguments as JSON; None: they do, there are none, or `datasets` is too old for it."""
     import datasets
 
-    if features is None or not hasattr(datasets, "Json") or not _structs(features):
+    if features is None or not hasattr(datasets, "Json") or not _struct_columns(features):
         return None
     return datasets.Features({name: _as_json(feature) for name, feature in features.items()})
 
 
-def without_others(features: Mapping[str, Typed] | None) -> Callable[[Values], JsonObject] | None:
+def null_filter(features: Mapping[str, Typed] | None) -> Callable[[Values], JsonObject] | None:
     """The function that takes what only other rows have out of a row's arguments; None: there is no such thing."""
-    columns = _structs(features or {})
+    columns = _struct_columns(features or {})
 
-    def own(row: Values) -> JsonObject:
-        return {**row, **{name: _own(row[name], columns[name]) for name in columns.keys() & row.keys()}}
+    def drop_nulls(row: Values) -> JsonObject:
+        return {
+            **row,
+            **{name: _drop_nulls(row[name], columns[name]) for name in columns.keys() & row.keys()},
+        }
 
-    return own if columns else None
+    return drop_nulls if columns else None
 
 
-def _structs(features: Mapping[str, Typed]) -> dict[str, Typed]:
+def _struct_columns(features: Mapping[str, Typed]) -> dict[str, Typed]:
     """The columns in which arguments are structs."""
     return {name: feature for name, feature in features.items() if _has_structs(feature)}
 
@@ -62,13 +65,13 @@ def _as_json(feature: Typed) -> Typed:
     return feature if item is None else datasets.List(_as_json(item))
 
 
-def _own(value: Typed, feature: Typed, *, inside: bool = False) -> Typed:
+def _drop_nulls(value: Typed, feature: Typed, *, inside: bool = False) -> Typed:
     if isinstance(value, list) and (item := _item(feature)) is not None:
-        return [_own(each, item, inside=inside) for each in value]
+        return [_drop_nulls(each, item, inside=inside) for each in value]
     if not isinstance(value, dict) or not isinstance(feature, dict):
         return value
     return {
-        key: _own(each, feature.get(key), inside=inside or key == _ARGUMENTS)
+        key: _drop_nulls(each, feature.get(key), inside=inside or key == _ARGUMENTS)
         for key, each in value.items()
         if not (inside and each is None)
     }

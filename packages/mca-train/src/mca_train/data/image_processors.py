@@ -20,7 +20,7 @@ from mca_config.types import Values
 from mca_models.images import ImageSpan, placeholders
 from mca_models.templates import get_family
 from mca_models.templates.vision_tower import ImageTokenKind
-from mca_train.data.chat import writing_images
+from mca_train.data.chat import with_image_text
 from mca_train.data.image_tokens import Grid, ImageTokens
 from mca_train.types import ImageProcessor
 
@@ -243,8 +243,8 @@ def _lines(
 def _fixed(
     processor: ImageProcessor, token: int, vision: Values, tokenizer: "PreTrainedTokenizerBase"
 ) -> ImageTokens:
-    length, written = vision.get("mm_tokens_per_image", 256), _of_gemma(tokenizer, vision)[1]
-    return FixedTokens(processor, token, length, _marks_of_gemma(vision), written)
+    length, written = vision.get("mm_tokens_per_image", 256), _gemma_image_text(tokenizer, vision)[1]
+    return FixedTokens(processor, token, length, _gemma_marks(vision), written)
 
 
 _Maker = Callable[[ImageProcessor, int, Values, "PreTrainedTokenizerBase"], ImageTokens]
@@ -277,13 +277,13 @@ def _ids(tokenizer: "PreTrainedTokenizerBase", *marks: str) -> tuple[int, int]:
     return first, last
 
 
-def _marks_of_gemma(vision: Values) -> tuple[int, int]:
+def _gemma_marks(vision: Values) -> tuple[int, int]:
     return vision.get("boi_token_index", 255999), vision.get("eoi_token_index", 256000)
 
 
-def _of_gemma(tokenizer: "PreTrainedTokenizerBase", vision: Values) -> tuple[str, str]:
+def _gemma_image_text(tokenizer: "PreTrainedTokenizerBase", vision: Values) -> tuple[str, str]:
     """The mark that stands for an image in Gemma's texts, and what its processor makes of it, with one placeholder."""
-    before, after = _marks_of_gemma(vision)
+    before, after = _gemma_marks(vision)
     ids = [before, vision.get("image_token_id", vision.get("image_token_index", 262144)), after]
     first, placeholder, last = tokenizer.convert_ids_to_tokens(ids)
     return first, f"\n\n{first}{placeholder}{last}\n\n"
@@ -299,4 +299,4 @@ def with_image_marks(
     """
     if _kind(config) != "fixed" or config.vision is None:
         return tokenizer
-    return writing_images(tokenizer, *_of_gemma(tokenizer, config.vision))
+    return with_image_text(tokenizer, *_gemma_image_text(tokenizer, config.vision))

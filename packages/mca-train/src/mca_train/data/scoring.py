@@ -17,25 +17,25 @@ from mca_train.data.encoding import (
     RowEncoder,
     RowNumbers,
     check_messages,
-    inputs_of,
     require_text,
+    template_inputs,
     tokenize_answers,
 )
-from mca_train.data.long_texts import head_encoding
+from mca_train.data.long_texts import encode_prefix
 from mca_train.data.preferences import pair_encoder
-from mca_train.data.row_formats import format_of, require_given
+from mca_train.data.row_formats import detect_format, require_named_column
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def padding_of(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+def padding_token(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     """The token that a model's ``pad_token_id`` is to name: the tokenizer's, or the end of a text."""
     found: int | None = tokenizer.pad_token_id
     return tokenizer.eos_token_id if found is None else found
 
 
-def _read(tokens: Sequence[int], padding: int | None) -> Encoded:
+def _strip_padding(tokens: Sequence[int], padding: int | None) -> Encoded:
     end = len(tokens)
     while end > 1 and tokens[end - 1] == padding:
         end -= 1
@@ -50,12 +50,12 @@ def scored_pair_encoder(
     Of a pair that does not fit whole nothing is learned: where it is cut, both texts may be alike.
     """
     encode = pair_encoder(names, tokenizer, arguments, key, _tokenize_whole)
-    padding, length = padding_of(tokenizer), arguments.seq_length
+    padding, length = padding_token(tokenizer), arguments.seq_length
 
     def encoder(row: Values) -> list[Encoded]:
         whole = isinstance(row[arguments.chosen_column], str) and row.get(arguments.prompt_column) is None
         prompted = {**row, arguments.prompt_column: ""} if whole else row
-        pair = [_read(tokens, padding) for tokens, _ in encode(prompted)]
+        pair = [_strip_padding(tokens, padding) for tokens, _ in encode(prompted)]
         if max(len(tokens) for tokens, _ in pair) <= length:
             return pair
         return [(tokens[:length], [False] * min(len(tokens), length)) for tokens, _ in pair]
@@ -78,11 +78,11 @@ def _tokenize_whole(
     return [(tokens, [True] * len(tokens)) for tokens in wholes]
 
 
-def margins(names: Sequence[str], arguments: RewardArguments, key: str) -> RowNumbers | None:
+def margin_reader(names: Sequence[str], arguments: RewardArguments, key: str) -> RowNumbers | None:
     """By how much the chosen one is better, if the rows say so; they must if the column was given a name."""
     column = arguments.margin_column
     if "margin_column" in explicit_columns(arguments):
-        require_given("margin_column", names, arguments, key)
+        require_named_column("margin_column", names, arguments, key)
     return (lambda row: [_number(row[column], column)]) if column in names else None
 
 
@@ -90,22 +90,24 @@ def text_encoder(
     names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", arguments: ClassifyArguments, key: str
 ) -> RowEncoder:
     """The encoder of rows with a text, or with a conversation."""
-    padding, length = padding_of(tokenizer), arguments.seq_length
-    if format_of(names, arguments, key, ("messages", "text")) == "messages":
+    padding, length = padding_token(tokenizer), arguments.seq_length
+    if detect_format(names, arguments, key, ("messages", "text")) == "messages":
         messages = arguments.messages_column
         return lambda row: [
-            _read(
-                chat_ids(tokenizer, check_messages(row[messages]), inputs_of(row, arguments), length=length),
+            _strip_padding(
+                chat_ids(
+                    tokenizer, check_messages(row[messages]), template_inputs(row, arguments), length=length
+                ),
                 padding,
             )
         ]
     text = arguments.text_column
     return lambda row: [
-        _read(head_encoding(tokenizer, require_text(row[text], text), length)["input_ids"], padding)
+        _strip_padding(encode_prefix(tokenizer, require_text(row[text], text), length)["input_ids"], padding)
     ]
 
 
-def targets(
+def label_reader(
     names: Sequence[str], arguments: ClassifyArguments, labels: Sequence[str], kind: str, key: str
 ) -> RowNumbers:
     """A row's class, its labels as 0 or 1, or its numbers.
@@ -122,7 +124,7 @@ def targets(
         raise UsageError(f"{key}: no column '{column}' (columns: {', '.join(names)}); set label_column")
     makers: dict[str, Callable[[Typed], list[float]]] = {
         "single_label_classification": lambda value: [float(_class(value, labels, column))],
-        "multi_label_classification": lambda value: _several(value, labels, column),
+        "multi_label_classification": lambda value: _multi_label(value, labels, column),
         "regression": lambda value: _numbers(value, len(labels), column),
     }
     make = makers[kind]
@@ -137,7 +139,7 @@ def _class(value: Typed, labels: Sequence[str], column: str) -> int:
     raise McaError(f"{column} is {value!r:.80}; expected one of {', '.join(labels)}, or its number from 0")
 
 
-def _several(value: Typed, labels: Sequence[str], column: str) -> list[float]:
+def _multi_label(value: Typed, labels: Sequence[str], column: str) -> list[float]:
     if isinstance(value, list) and all(isinstance(name, str) and name in labels for name in value):
         return [float(name in value) for name in labels]
     if isinstance(value, list) and len(value) == len(labels) and all(item in (0, 1) for item in value):

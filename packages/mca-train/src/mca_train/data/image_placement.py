@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from mca_config.errors import McaError
 from mca_config.printable import counted
 from mca_config.types import JsonObject
-from mca_train.data.image_files import ImageFile, image_file
-from mca_train.data.image_words import PLACE
-from mca_train.data.message_parts import IMAGE, has_data, kind_of, require_text_or_image
+from mca_train.data.image_files import ImageFile, open_image
+from mca_train.data.image_tag import IMAGE_TAG
+from mca_train.data.message_parts import IMAGE, has_data, media_type, require_text_or_image
 from mca_train.data.row_paths import RowPaths
 
 
-class Places:
+class ImagePlacer:
     """Takes the images of a row as its messages ask for them.
 
     Args:
@@ -27,9 +27,11 @@ class Places:
         unmarked: Called with a user's words that have ``<image>`` though there is none.
     """
 
-    def __init__(self, given: Sequence[object], paths: RowPaths, *, unmarked: Callable[[str], None]) -> None:
-        self._given, self._paths, self._unmarked = list(given), paths, unmarked
-        self._next = self._asked = 0
+    def __init__(
+        self, images: Sequence[object], paths: RowPaths, *, on_plain_tag: Callable[[str], None]
+    ) -> None:
+        self._column_images, self._paths, self._on_plain_tag = list(images), paths, on_plain_tag
+        self._next = self._num_placeholders = 0
         self.files: list[ImageFile] = []
 
     def turn(self, turn: object) -> object:
@@ -41,38 +43,38 @@ class Places:
         if not isinstance(turn, dict):
             return turn
         content = turn.get("content")
-        if isinstance(content, str) and PLACE in content:
-            if self._given:
-                return {**turn, "content": list(self._of_text(content))}
+        if isinstance(content, str) and IMAGE_TAG in content:
+            if self._column_images:
+                return {**turn, "content": list(self._split_text(content))}
             if turn.get("role") == "user":
-                self._unmarked(content)
+                self._on_plain_tag(content)
         if isinstance(content, list):
             return {**turn, "content": [self._part(part) for part in content]}
         return turn
 
-    def _of_text(self, text: str) -> Iterator[JsonObject]:
-        for number, piece in enumerate(text.split(PLACE)):
+    def _split_text(self, text: str) -> Iterator[JsonObject]:
+        for number, piece in enumerate(text.split(IMAGE_TAG)):
             if number:
-                self._take()
+                self._place_next()
                 yield {"type": "image"}
             if piece:
                 yield {"type": "text", "text": piece}
 
     def _part(self, part: object) -> object:
         require_text_or_image(part)
-        if not isinstance(part, dict) or kind_of(part) != IMAGE:
+        if not isinstance(part, dict) or media_type(part) != IMAGE:
             return part
         if has_data(part):
-            self._asked += 1
-            self.files.append(image_file({**part, "type": None}, self._paths))
+            self._num_placeholders += 1
+            self.files.append(open_image({**part, "type": None}, self._paths))
         else:
-            self._take()
+            self._place_next()
         return {"type": "image"}
 
-    def _take(self) -> None:
-        self._asked += 1
-        if self._next < len(self._given):
-            self.files.append(image_file(self._given[self._next], self._paths))
+    def _place_next(self) -> None:
+        self._num_placeholders += 1
+        if self._next < len(self._column_images):
+            self.files.append(open_image(self._column_images[self._next], self._paths))
         self._next += 1
 
     def require_all(self, columns: JsonObject) -> None:
@@ -81,16 +83,20 @@ class Places:
         Raises:
             McaError: There are more images than places, or fewer.
         """
-        if self._given and not self._asked and (turn := _first_words(columns)) is not None:
+        if (
+            self._column_images
+            and not self._num_placeholders
+            and (turn := _first_user_turn(columns)) is not None
+        ):
             content = turn["content"]
             words = content if isinstance(content, list) else [{"type": "text", "text": content}]
-            turn["content"] = [*({"type": "image"} for _ in self._given), *words]
-            for _ in self._given:
-                self._take()
-        require_as_many(self._next, len(self._given))
+            turn["content"] = [*({"type": "image"} for _ in self._column_images), *words]
+            for _ in self._column_images:
+                self._place_next()
+        require_equal_counts(self._next, len(self._column_images))
 
 
-def require_as_many(places: int, images: int) -> None:
+def require_equal_counts(places: int, images: int) -> None:
     """Refuses a row with more places than images, or fewer.
 
     Raises:
@@ -98,19 +104,19 @@ def require_as_many(places: int, images: int) -> None:
     """
     if places != images:
         raise McaError(
-            f"{counted(places, 'place')} for images ({PLACE}, or parts of type image) but {counted(images, 'image')}; "
-            "their numbers must be equal"
+            f"{counted(places, 'placeholder')} of images ({IMAGE_TAG}, or parts of type image) but "
+            f"{counted(images, 'image')}; their numbers must be equal"
         )
 
 
-def listed(given: object) -> list[object]:
+def as_image_list(images: object) -> list[object]:
     """The images of a column that holds one, several, or none."""
-    if given is None or (isinstance(given, str) and not given):
+    if images is None or (isinstance(images, str) and not images):
         return []
-    return list(given) if isinstance(given, list | tuple) else [given]
+    return list(images) if isinstance(images, list | tuple) else [images]
 
 
-def _first_words(columns: JsonObject) -> JsonObject | None:
+def _first_user_turn(columns: JsonObject) -> JsonObject | None:
     """The first turn of a user; it may be changed."""
     for turns in columns.values():
         for number, turn in enumerate(turns):

@@ -1,6 +1,6 @@
-"""Images that a plan assumes in each sequence, and what a vision tower keeps of them.
+"""Images that a plan assumes per sequence, and the activation memory of the vision tower.
 
-Towers are transformers' own classes and whole on every rank of the first stage. The lines were read off the dry run.
+Towers are classes of transformers, replicated on every rank of the first stage. The lines are taken from dry runs.
 """
 
 import copy
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from mca_train.config.model_parts import Part
 
 PIXELS = 448
-"""The default side of an image in a plan."""
+"""Default side of an image in a plan."""
 Form = Literal["patches", "tiles", "sizes"]
-"""What a tower takes: a grid of patches, images of one size, or images with their sizes."""
-Pictures = tuple[Form, int | None, int]
-"""Form, pixels along a side if that is always the same, and patches along a side of a token."""
+"""Input of a tower: a grid of patches, images of one size, or images with their sizes."""
+ImageLayout = tuple[Form, int | None, int]
+"""Form, fixed side in pixels (None: any), and patches along a side of a token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Block:
-    """Numbers that a layer of a tower keeps of each patch.
+    """Elements that a tower layer saves per patch.
 
     Args:
-        attention: Times the hidden size: q, k, v as projected, q and k rotated, output, and joined.
-        inner: Times the size inside the MLP.
-        single: Of both norms, times the hidden size, in fp32; inputs and outputs of both are kept too.
+        attention: Multiple of the hidden size: q, k, v as projected, rotated q and k, output, and merged heads.
+        inner: Multiple of the MLP size.
+        single: Multiple of the hidden size in fp32, for both norms; their inputs and outputs are saved too.
     """
 
     attention: int = 7
@@ -45,17 +45,17 @@ _BLOCKS = {
     "qwen2_5_vl_vision": _GATED,
     "glm4v_vision": _GATED,
     "glm4v_moe_vision": _GATED,
-    "qwen2_vl_vision": _Block(inner=3),  # an approximate GELU that keeps its factors
-    "siglip_vision_model": _Block(attention=4),  # not rotated, and joined as it comes
-    "internvl_vision": _Block(attention=6),  # the same, and what is scaled of attention and MLP
+    "qwen2_vl_vision": _Block(inner=3),  # an approximate GELU that saves its factors
+    "siglip_vision_model": _Block(attention=4),  # no RoPE, and no copy of the merged heads
+    "internvl_vision": _Block(attention=6),  # the same, with layer scale after attention and MLP
     "pixtral": _Block(attention=4, inner=4, single=2),
 }
-"""Of other towers than Qwen3-VL's."""
+"""Towers that differ from Qwen3-VL's."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tower:
-    """The sizes of a vision tower."""
+class VisionTower:
+    """Sizes of a vision tower."""
 
     kind: str
     form: Form
@@ -63,32 +63,32 @@ class Tower:
     hidden: int
     inner: int
     features: int
-    """Channels of what it gives the text."""
+    """Channels of the features for the text model."""
     merge: int
-    """Patches along a side of what becomes one token."""
+    """Patches along a side of one token."""
     patch: int
     """Pixels along a side."""
     values: int
-    """Numbers of a patch."""
+    """Elements per patch."""
     projectors: int
-    """What features come from: the tower's end, and those of its layers that are added inside the text model."""
+    """Number of projectors: one for the last layer, and one per DeepStack layer."""
     side: int | None
     """Pixels along a side of every image or tile; None: any."""
 
     @classmethod
-    def of(cls, config: McaModelConfig) -> "Tower | None":
-        """That of a model; None: it has none, or one that is not known."""
+    def from_config(cls, config: McaModelConfig) -> "VisionTower | None":
+        """Return the tower of a model; None: it has none, or an unknown one."""
         if config.vision is None or "vision_config" not in config.vision:
             return None
         sizes = _sizes(config.model_type, config.vision["vision_config"])
         if {"depth", "spatial_merge_size", "temporal_patch_size"} <= sizes.keys():
-            pictures: Pictures = "patches", None, sizes["spatial_merge_size"]
+            pictures: ImageLayout = "patches", None, sizes["spatial_merge_size"]
         elif sizes["model_type"] in _BLOCKS:
-            pictures = _of_pictures(config.vision, sizes)
+            pictures = _image_layout(config.vision, sizes)
         else:
             return None
         form, side, merge = pictures
-        hidden, patch = sizes.get("embed_dim") or sizes["hidden_size"], _one(sizes["patch_size"])
+        hidden, patch = sizes.get("embed_dim") or sizes["hidden_size"], _square_side(sizes["patch_size"])
         return cls(
             kind=sizes["model_type"],
             form=form,
@@ -105,7 +105,7 @@ class Tower:
 
 
 def _sizes(model_type: str, vision: Values) -> Values:
-    """A tower's configuration, with what it does not say."""
+    """Return the tower's configuration with its defaults."""
     from transformers import CONFIG_MAPPING
 
     whole = CONFIG_MAPPING[model_type](vision_config=copy.deepcopy(dict(vision)))
@@ -113,34 +113,34 @@ def _sizes(model_type: str, vision: Values) -> Values:
     return found
 
 
-def _of_pictures(vision: Values, sizes: Values) -> Pictures:
-    """Of towers that take whole images."""
+def _image_layout(vision: Values, sizes: Values) -> ImageLayout:
+    """Return the image layout of towers that take full images."""
     if sizes["model_type"] == "pixtral":
         return "sizes", None, vision.get("spatial_merge_size", 2)
-    side = _one(sizes["image_size"])
+    side = _square_side(sizes["image_size"])
     if sizes["model_type"] == "internvl_vision":
         return "tiles", side, int(1 / vision.get("downsample_ratio", 0.5))
     tokens = vision.get("mm_tokens_per_image", 256)
-    return "tiles", side, max(side // _one(sizes["patch_size"]) // isqrt(tokens), 1)
+    return "tiles", side, max(side // _square_side(sizes["patch_size"]) // isqrt(tokens), 1)
 
 
-def _one(size: int | Sequence[int]) -> int:
-    """Of a square."""
+def _square_side(size: int | Sequence[int]) -> int:
+    """Return the side of a square size."""
     return size if isinstance(size, int) else size[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Images:
-    """As many images of one size in each sequence.
+    """Images of one size in each sequence.
 
     Args:
-        tower: What they go through.
-        count: Of each sequence.
-        pixels: Along a side; rounded as image processors do.
-        trained: Which parts of the model are.
+        tower: Vision tower.
+        count: Images per sequence.
+        pixels: Side in pixels, rounded as image processors do.
+        trained: Trained parts of the model.
     """
 
-    tower: Tower
+    tower: VisionTower
     count: int
     pixels: int
     trained: "frozenset[Part]"
@@ -152,21 +152,21 @@ class Images:
 
     @property
     def tokens(self) -> int:
-        """Of one image."""
+        """Tokens of one image."""
         return self.side**2
 
     @property
     def patches(self) -> int:
-        """Of the images of one sequence."""
+        """Patches of the images of one sequence."""
         return self.count * self.tokens * self.tower.merge**2
 
     def flops(self, sequences: int) -> float:
-        """Of the forward pass of so many: products, attention of whole images, and projectors."""
+        """Return the forward FLOPs for ``sequences``: GEMMs, attention within images, and projectors."""
         tower, patches = self.tower, sequences * self.patches
         merged = tower.hidden * tower.merge**2
         factors = 3 if _BLOCKS.get(tower.kind, _Block()).inner == _GATED.inner else 2
         layer = 4 * tower.hidden**2 + factors * tower.hidden * tower.inner
-        layer += 2 * tower.hidden * self.tokens * tower.merge**2  # scores, and what they weigh
+        layer += 2 * tower.hidden * self.tokens * tower.merge**2  # scores and their products with values
         projected = tower.projectors * (merged + tower.features) * tower.hidden
         return 2.0 * patches * (tower.depth * layer + tower.values * tower.hidden + projected)
 
@@ -178,13 +178,13 @@ class Images:
         )
 
     def lines(self, sizes: Sizes) -> list[Line]:
-        """What the backward pass needs of a micro-batch's images."""
+        """Return the tensors that a micro-batch's images save for the backward pass."""
         tower, patches = self.tower, float(sizes.sequences * self.patches)
         merged = patches * tower.hidden * sizes.width
         found = []
         if "vision" in self.trained:
             kept = tower.depth * self._block(sizes)
-            if tower.form == "sizes":  # which patches are of one image
+            if tower.form == "sizes":  # mask of the patches of each image
                 kept += patches**2 * sizes.width
             found = [Line("vision tower", kept, f"transformers: {tower.kind}")]
             found.append(Line("patches", patches * tower.values * sizes.width, f"transformers: {tower.kind}"))
@@ -199,13 +199,13 @@ class Images:
         return patches * (block.attention * tower.hidden * width + norms + block.inner * tower.inner * width)
 
     def running(self, sizes: Sizes) -> float:
-        """What the forward pass of the tower takes at its worst moment if it keeps nothing."""
+        """Return the peak bytes of the tower's forward pass if it saves nothing."""
         tower, patches = self.tower, float(sizes.sequences * self.patches)
         widest = max(4 * tower.inner, 6 * tower.hidden) * sizes.width
         return patches * (widest + 2 * tower.hidden * sizes.width)
 
 
-def images_of(
+def plan_images(
     config: McaModelConfig,
     trained: "frozenset[Part]",
     seq_length: int,
@@ -214,25 +214,25 @@ def images_of(
     count: int | None = None,
     pixels: int | None = None,
 ) -> Images | None:
-    """The images of each sequence that a plan counts.
+    """Return the images of each sequence in a plan.
 
     Args:
-        config: The architecture.
+        config: Model configuration.
         trained: Parts of the model.
         seq_length: Tokens of a sequence.
-        takes: Whether the kind of run takes images.
-        count: As asked for; None: one, if the model and the kind of run take any and it fits.
-        pixels: As asked for; None: `PIXELS`.
+        takes: The task supports images.
+        count: Requested number; None: one, if the model and the task support images and it fits.
+        pixels: Requested side; None: `PIXELS`.
 
     Raises:
-        UsageError: What is asked for cannot be.
+        UsageError: The requested images are not possible.
     """
-    tower = Tower.of(config) if takes else None
+    tower = VisionTower.from_config(config) if takes else None
     if tower is None:
         if count or pixels:
             raise UsageError(
-                f"--images: a {config.model_type} model has no vision tower whose sizes are known, or this kind of "
-                "run takes no images; leave it out"
+                f"--images: a {config.model_type} model has no supported vision tower, or this kind of "
+                "run supports no images; remove --images"
             )
         return None
     if tower.side and pixels not in (None, tower.side):
@@ -240,18 +240,18 @@ def images_of(
             f"--image_size {pixels}: images of {config.model_type}, or their tiles, are all of {tower.side} pixels; "
             "leave it out, and count tiles by --images"
         )
-    asked = Images(
+    images = Images(
         tower=tower,
         count=1 if count is None else count,
         pixels=pixels or tower.side or PIXELS,
         trained=trained,
     )
-    needed = asked.count * (asked.tokens + 1)
+    needed = images.count * (images.tokens + 1)
     if needed > seq_length:
         if count is None and pixels is None:
             return None
         raise UsageError(
-            f"--images {asked.count}: they are {needed} tokens, and seq_length is {seq_length}; take fewer, smaller "
-            "ones (--image_size), or a longer sequence"
+            f"--images {images.count}: they are {needed} tokens, and seq_length is {seq_length}; use fewer or smaller "
+            "images (--image_size), or a larger seq_length"
         )
-    return asked if asked.count else None
+    return images if images.count else None

@@ -1,8 +1,8 @@
-"""What only tensors with memory know, answered for tensors without: values that the host reads.
+"""Known values of fake tensors, for the values that the host reads.
 
-The lengths of packed sequences are known, and which tokens go to which experts: to all of them alike. So is whatever is
-computed of these alone, but for tables of many fractions, such as angles of positions. All other values are 1, or true:
-they are norms, scales and flags that decide nothing about sizes.
+The lengths of packed sequences and the routing to experts are known, and so are all values computed from these alone,
+except large floating-point tables such as RoPE angles. All other values are 1 or True: they are norms, scales and flags
+that do not affect sizes.
 """
 
 import math
@@ -16,28 +16,28 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_GROUPED = (
+_COALESCED = (
     torch.ops.c10d.reduce_scatter_tensor_coalesced_.default,
     torch.ops.c10d.allgather_into_tensor_coalesced_.default,
     torch.ops.c10d.allreduce_coalesced_.default,
 )
-"""Collectives for which torch has no answer of its own."""
-_FRACTIONS = 4096
-"""In a tensor whose values are kept, at most."""
+"""Coalesced collectives, which have no fake implementation in torch."""
+_MAX_FLOAT_VALUES = 4096
+"""Maximum size of a floating-point tensor whose values are kept."""
 _HOST = torch.device("cpu")
-"""Where known values are, whatever device their tensors are on."""
+"""Device of the known values, for tensors on any device."""
 
 
-class Answers(TorchDispatchMode):
-    """Stands above ``fake`` and answers what that cannot."""
+class FakeValues(TorchDispatchMode):
+    """Dispatch mode above ``fake`` that computes the values that fake tensors lack."""
 
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake = fake
         self._known: Any = WeakTensorKeyDictionary()
 
-    def fake_of(self, tensor: torch.Tensor, *, known: bool) -> torch.Tensor:
-        """``tensor`` without its memory; with ``known`` its values can be asked for."""
+    def to_fake(self, tensor: torch.Tensor, *, known: bool) -> torch.Tensor:
+        """Return a fake copy of ``tensor``; with ``known`` its values are kept."""
         made: torch.Tensor = self._fake.from_tensor(tensor)
         if known:
             self._known[made] = tensor
@@ -46,9 +46,9 @@ class Answers(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs ``func``, or answers it."""
+        """Run ``func``, or return its known result."""
         options = dict(kwargs or {})
-        if func in _GROUPED:
+        if func in _COALESCED:
             from torch._C._distributed_c10d import FakeWork
 
             return FakeWork().boxed()
@@ -57,35 +57,35 @@ class Answers(TorchDispatchMode):
                 count = int(self._known[args[1]].expand(args[0].shape).sum())
             return args[0].new_empty(count)
         if func is torch.ops.aten.lift_fresh.default and type(args[0]) is torch.Tensor:
-            return self.fake_of(args[0], known=True)  # made of numbers that the host has
-        values = self._values(func, args, options)
+            return self.to_fake(args[0], known=True)  # a constant of the host
+        values = self._compute(func, args, options)
         if func is torch.ops.aten._local_scalar_dense.default:
-            return _usual(args[0].dtype) if values is None else values
+            return _default_value(args[0].dtype) if values is None else values
         try:
             out = func(*args, **options)
         except DynamicOutputShapeException:
             if values is None:
                 raise
             device = args[0].device
-            return _pytree.tree_map_only(torch.Tensor, lambda value: self._made(value, device), values)
+            return _pytree.tree_map_only(torch.Tensor, lambda value: self._make_fake(value, device), values)
         if func is torch.ops.c10d._allgather_base_.default:
-            self._gathered(args[0], args[1])
+            self._remember_all_gather(args[0], args[1])
         elif values is not None:
             self._remember(out, values)
         return out
 
-    def know(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """From here on ``tensor`` has the values of ``value``."""
+    def set_value(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Set the known values of ``tensor``."""
         self._known[tensor] = value
 
-    def listed(self, tensor: torch.Tensor) -> Any:
-        """The values of ``tensor``, which must be known, as lists."""
+    def to_list(self, tensor: torch.Tensor) -> Any:
+        """Return the known values of ``tensor`` as nested lists."""
         with _disable_current_modes():
             return self._known[tensor].tolist()
 
-    def _values(self, func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        """What ``func`` gives for true values; None if it takes a tensor whose values are not known."""
-        valueless, mutable = _kind(func)
+    def _compute(self, func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """Return the result of ``func`` on known values; None if an input has unknown values."""
+        valueless, mutable = _op_traits(func)
         if valueless:
             return None
         first = args[0] if args else None
@@ -108,14 +108,14 @@ class Answers(TorchDispatchMode):
                 true_options["device"] = _HOST
             return func(*true_args, **true_options)
 
-    def _made(self, values: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A tensor without memory on ``device`` that has ``values``."""
+    def _make_fake(self, values: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return a fake tensor on ``device`` with known ``values``."""
         made = torch.empty(values.shape, dtype=values.dtype, device=device)
         self._known[made] = values
         return made
 
-    def _gathered(self, out: torch.Tensor, part: torch.Tensor) -> None:
-        """Other ranks have what this one has."""
+    def _remember_all_gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        """Remember the result of an all-gather: all ranks have this rank's values."""
         if (value := self._known.get(part)) is not None:
             ranks = out.numel() // part.numel()
             with _disable_current_modes():
@@ -125,21 +125,23 @@ class Answers(TorchDispatchMode):
         for made, value in zip(_pytree.tree_leaves(out), _pytree.tree_leaves(values), strict=True):
             if not isinstance(made, torch.Tensor):
                 continue
-            if not value.is_floating_point() or value.numel() <= _FRACTIONS:
+            if not value.is_floating_point() or value.numel() <= _MAX_FLOAT_VALUES:
                 self._known[made] = value
 
 
 @cache
-def _kind(func: Any) -> tuple[bool, bool]:
-    """Whether the values of what ``func`` gives are of no use, and whether it changes what it takes."""
+def _op_traits(func: Any) -> tuple[bool, bool]:
+    """Return two flags: the result of ``func`` has no useful values, and ``func`` mutates its inputs."""
     return func.namespace == "c10d" or "empty" in func._schema.name, func._schema.is_mutable
 
 
 def _makes_numbers(func: Any, args: Sequence[Any]) -> bool:
-    """Whether ``func`` makes a tensor of numbers that the host has: a range, or few of the same."""
+    """Return True if ``func`` creates a tensor from host numbers: a range, or a small constant tensor."""
     kind = func._overloadpacket
-    return kind is torch.ops.aten.arange or (kind is torch.ops.aten.full and math.prod(args[0]) <= _FRACTIONS)
+    return kind is torch.ops.aten.arange or (
+        kind is torch.ops.aten.full and math.prod(args[0]) <= _MAX_FLOAT_VALUES
+    )
 
 
-def _usual(dtype: torch.dtype) -> bool | float | int:
+def _default_value(dtype: torch.dtype) -> bool | float | int:
     return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1

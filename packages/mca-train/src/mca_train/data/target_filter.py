@@ -14,7 +14,7 @@ from mca_config.printable import counted
 from mca_config.types import Values
 from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import PairArguments
-from mca_train.data.chat import marks_answers
+from mca_train.data.chat import has_generation_marks
 from mca_train.data.file_rows import FileRows, Row
 from mca_train.data.formats import COLUMNS, TEMPLATE_INPUTS
 from mca_train.data.token_dataset import IGNORED, Sample
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TEXT = 64  # tokens that a tokenizer may put around a text
+_TEXT_OVERHEAD = 64  # tokens that a tokenizer may put around a text
 
-_CONVERSATION, _TURN = (
+_CONVERSATION_OVERHEAD, _TURN_OVERHEAD = (
     1024,
     128,
 )  # characters that a chat template may put around a conversation, and around a turn
 
 
-class SampleMaker:
+class SampleBuilder:
     """Makes the sample of a row; that of the last row is kept, as whoever asked whether it counts may want it next.
 
     Args:
@@ -61,7 +61,7 @@ class SampleMaker:
         return sample
 
 
-class AnsweredRows:
+class RowsWithTargets:
     """The rows of which a sample with a target can be made.
 
     Args:
@@ -74,8 +74,8 @@ class AnsweredRows:
     def __init__(
         self, rows: FileRows, make: Callable[[Row], Sample], is_sure: Callable[[Row], bool], told: str
     ) -> None:
-        self._rows, self._make, self._is_sure, self._told = rows, make, is_sure, told
-        self._has_told = False
+        self._rows, self._make, self._is_sure, self._warning = rows, make, is_sure, told
+        self._has_warned = False
 
     def set_epoch(self, epoch: int) -> None:
         """Draws another order."""
@@ -89,10 +89,12 @@ class AnsweredRows:
                 kept += 1
                 yield row
         if total and not kept:
-            raise McaError(f"{self._told}: all {counted(total, 'row')}")
-        if kept < total and not self._has_told:
-            logger.warning("%s and are left out: %d of %s", self._told, total - kept, counted(total, "row"))
-            self._has_told = True
+            raise McaError(f"{self._warning}: all {counted(total, 'row')}")
+        if kept < total and not self._has_warned:
+            logger.warning(
+                "%s and are left out: %d of %s", self._warning, total - kept, counted(total, "row")
+            )
+            self._has_warned = True
 
 
 def has_target(sample: Sample) -> bool:
@@ -102,12 +104,12 @@ def has_target(sample: Sample) -> bool:
     )
 
 
-def surely_answered(tokenizer: "PreTrainedTokenizerBase", arguments: DataArguments) -> Callable[[Row], bool]:
+def sft_target_check(tokenizer: "PreTrainedTokenizerBase", arguments: DataArguments) -> Callable[[Row], bool]:
     """Whether a row of fine-tuning has a target for sure.
 
     A text is taken to make no more than two tokens of a byte, and templates to add no more than a thousand characters.
     """
-    marked = marks_answers(tokenizer)
+    marked = has_generation_marks(tokenizer)
     length = arguments.seq_length
 
     def is_sure(row: Row) -> bool:
@@ -117,17 +119,19 @@ def surely_answered(tokenizer: "PreTrainedTokenizerBase", arguments: DataArgumen
         messages, completion = row.get(arguments.messages_column), row.get(arguments.completion_column)
         if messages is not None:
             others = row.get(arguments.tools_column) or row.get(TEMPLATE_INPUTS)
-            return not (marked or others) and _fits_answer(messages, length)
+            return not (marked or others) and _has_early_answer(messages, length)
         if completion is not None:
             prompt = row.get(arguments.prompt_column)
-            return isinstance(prompt, str) and isinstance(completion, str) and _fits(prompt, length)
+            return (
+                isinstance(prompt, str) and isinstance(completion, str) and _is_shorter_than(prompt, length)
+            )
         text = row.get(arguments.text_column)
         return isinstance(text, str) and any(letter.isascii() and letter.isalnum() for letter in text[:64])
 
     return is_sure
 
 
-def surely_compared(arguments: PairArguments) -> Callable[[Row], bool]:
+def pair_target_check(arguments: PairArguments) -> Callable[[Row], bool]:
     """Whether a preference pair has targets on both sides for sure."""
     names = (arguments.prompt_column, arguments.chosen_column, arguments.rejected_column)
 
@@ -135,18 +139,20 @@ def surely_compared(arguments: PairArguments) -> Callable[[Row], bool]:
         if arguments.data_format or COLUMNS & row.keys():
             return False
         texts = [row.get(name) for name in names]
-        return all(isinstance(text, str) for text in texts) and _fits(str(texts[0]), arguments.seq_length)
+        return all(isinstance(text, str) for text in texts) and _is_shorter_than(
+            str(texts[0]), arguments.seq_length
+        )
 
     return is_sure
 
 
-def _fits(text: str, length: int, others: int = 0) -> bool:
+def _is_shorter_than(text: str, length: int, others: int = 0) -> bool:
     """Whether ``text`` makes fewer than ``length`` tokens, whatever the tokenizer."""
-    room = (length - _TEXT) // 2 - others
+    room = (length - _TEXT_OVERHEAD) // 2 - others
     return len(text) < room and len(unicodedata.normalize("NFKC", text).encode(errors="replace")) < room
 
 
-def _fits_answer(messages: object, length: int) -> bool:
+def _has_early_answer(messages: object, length: int) -> bool:
     """Whether the first answer of a conversation begins early enough."""
     if not isinstance(messages, list):
         return False
@@ -156,6 +162,8 @@ def _fits_answer(messages: object, length: int) -> bool:
         if not isinstance(content, str) or not content.strip() or message.get("weight") == 0:
             return False
         if message.get("role") == "assistant":
-            return _fits("".join(said), length, _CONVERSATION + _TURN * (len(said) + 1))
+            return _is_shorter_than(
+                "".join(said), length, _CONVERSATION_OVERHEAD + _TURN_OVERHEAD * (len(said) + 1)
+            )
         said.append(content)
     return False

@@ -1,7 +1,7 @@
-"""Process groups of a world in which only one rank exists: its collectives are answered at once.
+"""Fake process groups, in which a single process is one rank of any world size.
 
-torch has such groups for its own tests. What Megatron asks of groups beside that (groups over gloo, objects gathered)
-is answered here; nothing is sent.
+They use torch's ``fake`` backend. Collectives that Megatron needs in addition (gloo groups, gathered objects) return at
+once, and nothing is sent.
 """
 
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ from mca_train.types import Upstream
 
 
 @contextmanager
-def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """A block in which this process is ``rank`` of ``world_size``; no process group may stand before."""
+def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
+    """Context in which this process is ``rank`` of ``world_size``; no process group may exist before."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    _answer_collectives()
+    _register_fake_collectives()
     new_group = dist.new_group
 
     def fake_group(*args: Upstream, **options: Upstream) -> Upstream:
@@ -30,13 +30,13 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(_end)
         stack.enter_context(patch.object(dist, "new_group", fake_group))
-        stack.enter_context(patch.object(dist, "all_gather_object", _same_of_all))
-        stack.enter_context(patch.object(dist, "broadcast_object_list", _already_there))
+        stack.enter_context(patch.object(dist, "all_gather_object", _gather_same_object))
+        stack.enter_context(patch.object(dist, "broadcast_object_list", _skip_broadcast))
         yield
 
 
-def _answer_collectives() -> None:
-    """Has collectives take tensors without memory, as they do by themselves after torch 2.8."""
+def _register_fake_collectives() -> None:
+    """Register meta kernels of collectives, which torch after 2.8 has already."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta"):
         import_module("torch.distributed._tools.fake_collectives")
 
@@ -49,17 +49,17 @@ def _end() -> None:
     dist.destroy_process_group()
 
 
-def _same_of_all(found: list[Upstream], value: object, group: object = None) -> None:
+def _gather_same_object(found: list[Upstream], value: object, group: object = None) -> None:
     found[:] = [value] * len(found)
 
 
-def _already_there(*_: object, **__: object) -> None:
-    """What a rank has is what the source has."""
+def _skip_broadcast(*_: object, **__: object) -> None:
+    """Do nothing: the values of this rank stand for those of the source."""
 
 
 @contextmanager
-def moving_anew() -> Iterator[None]:
-    """A block in which modules are moved by new parameters: those without memory cannot be exchanged in place."""
+def replace_moved_parameters() -> Iterator[None]:
+    """Context in which ``Module.to`` replaces parameters, as fake tensors cannot be swapped in place."""
 
     def move(module: torch.nn.Module, *args: object, **__: object) -> torch.nn.Module:
         if args and isinstance(args[0], torch.device):
@@ -71,7 +71,7 @@ def moving_anew() -> Iterator[None]:
 
 
 def _move(module: torch.nn.Module, device: torch.device) -> None:
-    """What is on another kind of device is made anew on ``device``; what was shared still is."""
+    """Replace tensors on other device types by copies on ``device``; shared tensors remain shared."""
     moved: dict[torch.Tensor, torch.Tensor] = {}
     for owner in module.modules():
         for tensors in (owner._parameters, owner._buffers):
@@ -79,15 +79,15 @@ def _move(module: torch.nn.Module, device: torch.device) -> None:
                 if tensor is None or tensor.device.type == device.type:
                     continue
                 if tensor not in moved:
-                    moved[tensor] = _on(tensor, device)
+                    moved[tensor] = _copy_to(tensor, device)
                 tensors[name] = moved[tensor]  # type: ignore[assignment]
 
 
-def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     made = tensor.detach().to(device)
     if not isinstance(tensor, torch.nn.Parameter):
         return made
     parameter = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
-    marks = vars(tensor).keys() - vars(parameter).keys()  # Megatron's; not what fakes know of themselves
+    marks = vars(tensor).keys() - vars(parameter).keys()  # Megatron's attributes, not those of fake tensors
     vars(parameter).update({name: vars(tensor)[name] for name in marks})
     return parameter

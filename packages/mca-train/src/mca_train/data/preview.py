@@ -1,4 +1,4 @@
-"""`survey` makes the text of what a model would see: counts, lengths, and samples with their targets.
+"""`render_preview` makes the text of what a model would see: counts, lengths, and samples with their targets.
 
 Nothing is printed or trained. How samples are made is in `samples`.
 """
@@ -23,7 +23,7 @@ OPEN, CLOSE = "⟦", "⟧"
 _BARS, _WIDEST, _SHOWN, _LONGEST = 10, 40, 3, 4000
 
 
-def survey(
+def render_preview(
     samples: "TokenDataset | PairDataset | Mixture", tokenizer: "PreTrainedTokenizerBase", shown: int = _SHOWN
 ) -> str:
     """What there is, as text.
@@ -36,7 +36,7 @@ def survey(
     lengths = np.asarray(samples.lengths, np.int64)
     lengths = lengths.reshape(len(samples), -1)
     sequences = lengths.reshape(-1)
-    targets = sum(_targets(samples[place]) for place in range(len(samples)))
+    targets = sum(_count_targets(samples[index]) for index in range(len(samples)))
     pairs = lengths.shape[1] > 1
     lines = [
         f"{counted(len(samples), 'pair' if pairs else 'sample')}, {counted(int(sequences.sum()), 'token')}, "
@@ -44,16 +44,16 @@ def survey(
         f"tokens of a {'sequence' if pairs else 'sample'}: {int(sequences.min())} to {int(sequences.max())}, "
         f"median {int(np.median(sequences))}, mean {sequences.mean():.0f}",
         "",
-        *histogram(sequences),
+        *length_histogram(sequences),
     ]
-    places = dict.fromkeys(np.linspace(0, len(samples) - 1, min(shown, len(samples))).astype(int).tolist())
-    for place in places:
-        lines += ["", f"sample {place}, targets between {OPEN} and {CLOSE}:"]
-        lines += [text for side in _sides(samples[place]) for text in rendered(*side, tokenizer)]
+    indices = dict.fromkeys(np.linspace(0, len(samples) - 1, min(shown, len(samples))).astype(int).tolist())
+    for index in indices:
+        lines += ["", f"sample {index}, targets between {OPEN} and {CLOSE}:"]
+        lines += [text for side in _sequences(samples[index]) for text in render_sequence(*side, tokenizer)]
     return "\n".join(lines) + "\n"
 
 
-def histogram(lengths: NDArray[np.int64]) -> Iterator[str]:
+def length_histogram(lengths: NDArray[np.int64]) -> Iterator[str]:
     """A bar for each range of lengths."""
     low, high = int(lengths.min()), int(lengths.max())
     edges = np.unique(np.linspace(low, high + 1, _BARS + 1).astype(np.int64))
@@ -64,10 +64,12 @@ def histogram(lengths: NDArray[np.int64]) -> Iterator[str]:
         yield f"  {first:>{width}} - {stop - 1:>{width}}  {bar:<{_WIDEST}}  {count:,}"
 
 
-def rendered(ids: list[int], is_target: list[bool], tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
+def render_sequence(
+    ids: list[int], is_target: list[bool], tokenizer: "PreTrainedTokenizerBase"
+) -> Iterator[str]:
     """The text of a sequence, its targets between marks, cut where it is very long."""
     text = ""
-    for targets, tokens in _runs(ids, is_target):
+    for targets, tokens in _group_targets(ids, is_target):
         part = str(tokenizer.decode(tokens))
         text += f"{OPEN}{part}{CLOSE}" if targets else part
     if len(text) > _LONGEST:
@@ -75,7 +77,7 @@ def rendered(ids: list[int], is_target: list[bool], tokenizer: "PreTrainedTokeni
     yield from (f"  | {line}" for line in text.split("\n"))
 
 
-def _runs(ids: Iterable[int], is_target: Iterable[bool]) -> Iterator[tuple[bool, list[int]]]:
+def _group_targets(ids: Iterable[int], is_target: Iterable[bool]) -> Iterator[tuple[bool, list[int]]]:
     run: list[int] = []
     before = False
     for token, counts in zip(ids, is_target, strict=True):
@@ -88,14 +90,14 @@ def _runs(ids: Iterable[int], is_target: Iterable[bool]) -> Iterator[tuple[bool,
         yield before, run
 
 
-def _sides(sample: Sample) -> Iterator[tuple[list[int], list[bool]]]:
+def _sequences(sample: Sample) -> Iterator[tuple[list[int], list[bool]]]:
     for side in ("", "chosen_", "rejected_"):
         if f"{side}input_ids" in sample:
             labels = sample[f"{side}labels"]
             yield sample[f"{side}input_ids"].tolist(), (labels != IGNORED).tolist()
 
 
-def _targets(sample: Sample) -> int:
+def _count_targets(sample: Sample) -> int:
     """Tokens that are learnt: the first one of a sequence has nothing before it."""
     return sum(
         int((values[1:] != IGNORED).sum()) for name, values in sample.items() if name.endswith("labels")

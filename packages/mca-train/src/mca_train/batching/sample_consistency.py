@@ -1,7 +1,7 @@
-"""Every rank reads its samples by itself; whether ranks were given the same is compared here, by checksums.
+"""Checks by checksums that all ranks of a replica read the same samples.
 
-The ranks of a model replica compute each sample together. All ranks must have as many samples, in the same order.
-What differs is told on every rank.
+Each rank reads its samples independently. The ranks of a replica compute each sample together, and all ranks must have
+the same number of samples in the same order. Every rank raises the error.
 """
 
 import zlib
@@ -17,13 +17,14 @@ from mca_train.batching.step_stream import StepStream
 from mca_train.groups import Ranks
 
 _REMEDY = (
-    "sample i must be the same on every rank: give what shuffles, splits or draws a seed, and do not shard the dataset "
+    "sample i must be the same on every rank: set a seed for every shuffle, split and draw, and do not shard the "
+    "dataset "
     "by rank"
 )
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """Of tokens, in tensors of whatever shapes."""
+    """Return a CRC-32 of the shapes and the tokens of ``tensors``."""
     found = 0
     for tensor in tensors:
         found = zlib.crc32(str(tuple(tensor.shape)).encode(), found)
@@ -31,54 +32,54 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     return found
 
 
-def joined(first: int, second: int) -> int:
-    """One checksum of two."""
+def combine_checksums(first: int, second: int) -> int:
+    """Combine two checksums into one."""
     return zlib.crc32(second.to_bytes(4, "big"), first)
 
 
 def require_same_samples(ranks: Ranks, mine: int, when: str) -> None:
-    """Refuses ranks of a replica that were given different samples; collective.
+    """Raise an error if ranks of a replica have different samples; collective.
 
     Args:
-        ranks: This rank among the others.
-        mine: Checksum of its samples.
-        when: Of which steps they are, in words.
+        ranks: Position of this rank in the layout.
+        mine: Checksum of this rank's samples.
+        when: Description of the steps, for errors.
 
     Raises:
-        McaError: Names two such ranks.
+        McaError: Two ranks of a replica differ; the message names them.
     """
     if ranks.world_size > ranks.data_parallel_size:
-        _require_alike(groups.gather_numbers([ranks.data_parallel_rank, mine], ranks), when)
+        _require_equal(groups.gather_numbers([ranks.data_parallel_rank, mine], ranks), when)
 
 
-def first_compared(
+def check_first_step(
     steps: Iterable[StepBatch], ranks: Ranks, sampler: StepSampler | StepStream, when: str
 ) -> Iterator[StepBatch]:
-    """``steps``, of which the first is compared before it is used; collective.
+    """Yield ``steps``, and compare the first one across ranks before it is used; collective.
 
     Args:
-        steps: Of this rank.
-        ranks: This rank among the others.
-        sampler: What dealt them out.
-        when: Which step that is, in words.
+        steps: Steps of this rank.
+        ranks: Position of this rank in the layout.
+        sampler: Sampler of the steps.
+        when: Description of the first step, for errors.
 
     Raises:
-        McaError: Ranks of a replica have different samples, or ranks sample from others.
+        McaError: Ranks of a replica have different samples, or ranks differ in dataset size or seed.
     """
     for number, batch in enumerate(steps):
         if number == 0 and ranks.world_size > 1:
             seed = -1 if sampler.seed is None else sampler.seed
             own = [ranks.data_parallel_rank, batch.checksum, sampler.num_samples, seed]
-            _require_alike(groups.gather_numbers(own, ranks), when)
+            _require_equal(groups.gather_numbers(own, ranks), when)
         yield batch
 
 
-def _require_alike(everyone: list[list[int]], when: str) -> None:
-    """Raises unless all ranks agree.
+def _require_equal(everyone: list[list[int]], when: str) -> None:
+    """Raise a `McaError` unless all ranks agree.
 
     Args:
-        everyone: Of every rank its replica, a checksum, and how many samples it has and the seed of their order.
-        when: In words.
+        everyone: Replica, checksum, number of samples and seed of every rank.
+        when: Description of the steps.
     """
     of_all = everyone[0][2:]
     for rank, (_, _, *its) in enumerate(everyone):
@@ -90,6 +91,5 @@ def _require_alike(everyone: list[list[int]], when: str) -> None:
         first, expected = known.setdefault(replica, (rank, its_samples))
         if its_samples != expected:
             raise McaError(
-                f"{when}: ranks {first} and {rank}, which compute each sample together, were given different ones; "
-                f"{_REMEDY}"
+                f"{when}: ranks {first} and {rank}, of one replica, have different samples; {_REMEDY}"
             )

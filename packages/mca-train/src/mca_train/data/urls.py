@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 _WEB = ("http://", "https://")
-_NAMED = 8  # of so many files, each is named
+_MAX_LISTED = 8  # of so many files, each is named
 _EXTRAS = {"s3fs": "'mca-train[s3]'", "gcsfs": "'mca-train[gcs]'"}
 _CLIENTS = (
     "fsspec",
@@ -31,34 +31,34 @@ _CLIENTS = (
 )  # log each attempt with its traceback, and what a fork leaves behind
 
 
-def is_address(file: str) -> bool:
+def is_url(file: str) -> bool:
     """Whether ``file`` is one that ``fsspec`` opens: ``s3://``, ``gs://``, ``hf://``, ``https://``, ..."""
     return "://" in file
 
 
-def name_in(file: str) -> str:
+def strip_query(file: str) -> str:
     """The end of an address that names the file: what stands before the query of ``https://``."""
     return re.split("[?#]", file, maxsplit=1)[0] if file.startswith(_WEB) else file
 
 
-def pattern_of(file: str) -> str:
+def escape_pattern(file: str) -> str:
     """What ``datasets``, which takes names for patterns, finds ``file`` alone by."""
     if file.startswith(_WEB):
         return file  # a query begins with a question mark
     path = Path(file)
-    return glob.escape(file if is_address(file) else str(path.parent.resolve() / path.name))
+    return glob.escape(file if is_url(file) else str(path.parent.resolve() / path.name))
 
 
-def called(files: Sequence[str]) -> str:
+def describe_files(files: Sequence[str]) -> str:
     """What ``files`` are called, wherever they stand; many are told from others by a digest."""
-    names = [Path(name_in(file)).name for file in files]
-    if len(names) <= _NAMED:
+    names = [Path(strip_query(file)).name for file in files]
+    if len(names) <= _MAX_LISTED:
         return ", ".join(names)
     digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
     return f"{names[0]}, ..., {names[-1]} ({len(names)} files, {digest})"
 
 
-def of_hub(file: str) -> str:
+def to_hub_url(file: str) -> str:
     """``hf://`` for a file's address among the pages of the Hub, whose client finds the token; others as they are."""
     if not file.startswith(_WEB):
         return file
@@ -67,7 +67,7 @@ def of_hub(file: str) -> str:
     start = f"{datasets.config.HF_ENDPOINT}/"
     if not file.startswith(start) or "/resolve/" not in file:
         return file
-    return "hf://" + name_in(file).removeprefix(start).replace("/resolve/", "@", 1)
+    return "hf://" + strip_query(file).removeprefix(start).replace("/resolve/", "@", 1)
 
 
 def require_client(file: str, key: str) -> None:
@@ -86,7 +86,7 @@ def require_client(file: str, key: str) -> None:
 
     for name in _CLIENTS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    for link in of_hub(file).split("::"):
+    for link in to_hub_url(file).split("::"):
         scheme = link.partition("://")[0]
         try:
             get_filesystem_class(scheme)
@@ -103,18 +103,18 @@ def require_client(file: str, key: str) -> None:
             ) from error
 
 
-def require_there(file: str, key: str) -> None:
+def require_readable(file: str, key: str) -> None:
     """Refuses an address where no file can be read.
 
     Raises:
         McaError: There is none, or it may not be read.
     """
-    with fetching(key, file):
-        system, path = _opened(of_hub(file))
+    with translate_url_errors(key, file):
+        system, path = _open_filesystem(to_hub_url(file))
         system.info(path)
 
 
-def fetched(file: str, key: str) -> Path:
+def download(file: str, key: str) -> Path:
     """A copy of what stands at an address, made once on this machine for as long as the file stays the same.
 
     ``datasets`` itself would keep the first copy for ever, whatever is written to the address later. What stands at the
@@ -129,15 +129,15 @@ def fetched(file: str, key: str) -> Path:
     """
     import datasets
 
-    with fetching(key, file):
-        address = of_hub(file)
+    with translate_url_errors(key, file):
+        address = to_hub_url(file)
         has_version = _has_version(address)
         settings = datasets.DownloadConfig(force_download=not has_version)
         copy = Path(datasets.DownloadManager(download_config=settings).download(address))
-        return copy if has_version else _by_content(copy)
+        return copy if has_version else _content_addressed_copy(copy)
 
 
-def _by_content(copy: Path) -> Path:
+def _content_addressed_copy(copy: Path) -> Path:
     """``copy`` under a name by its content: the same one, with what ``datasets`` made of it, is found the next time."""
     held = copy.with_name(f"{copy.name}.{secrets.token_hex(4)}")
     try:
@@ -157,11 +157,11 @@ def _has_version(file: str) -> bool:
     """Whether its server says when it has changed."""
     if file.startswith(("hf://", "file://")):
         return not file.startswith("hf://buckets/")
-    system, path = _opened(file)
+    system, path = _open_filesystem(file)
     return not {"ETag", "etag"}.isdisjoint(system.info(path))
 
 
-def _opened(address: str) -> "tuple[AbstractFileSystem, str]":
+def _open_filesystem(address: str) -> "tuple[AbstractFileSystem, str]":
     """The file system of ``address``, and the path there; a web client takes the proxy that the environment names."""
     from fsspec.core import url_to_fs
 
@@ -172,22 +172,22 @@ def _opened(address: str) -> "tuple[AbstractFileSystem, str]":
     return found
 
 
-def read_whole(file: str) -> bytes:
+def read_url(file: str) -> bytes:
     """What stands at an address.
 
     Raises:
         McaError: It cannot be fetched.
     """
     require_client(file, "image")
-    with fetching("image", file):
-        system, path = _opened(of_hub(file))
+    with translate_url_errors("image", file):
+        system, path = _open_filesystem(to_hub_url(file))
         with system.open(path, "rb") as stream:
             data: bytes = stream.read()
     return data
 
 
 @contextmanager
-def fetching(key: str, file: str) -> Iterator[None]:
+def translate_url_errors(key: str, file: str) -> Iterator[None]:
     """A block that reads from an address: what its client finds becomes one line.
 
     Raises:
@@ -196,10 +196,10 @@ def fetching(key: str, file: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of aiohttp, botocore, google and others, each with errors of its own
-        raise unfetched(key, file, error) from error
+        raise download_error(key, file, error) from error
 
 
-def unfetched(key: str, file: str, error: BaseException) -> McaError:
+def download_error(key: str, file: str, error: BaseException) -> McaError:
     """What to tell of an address where reading ended with ``error``, in one line."""
     subject = f"{key}: {file}"
     if any(type(each).__name__ == "OfflineModeIsEnabled" for each in _causes(error)):
@@ -218,7 +218,7 @@ def unfetched(key: str, file: str, error: BaseException) -> McaError:
     )
 
 
-def is_missing(error: BaseException) -> bool:
+def is_not_found(error: BaseException) -> bool:
     """Whether ``error``, or what it comes from, is that a file is not there."""
     return any(isinstance(each, FileNotFoundError) for each in _causes(error))
 
@@ -232,7 +232,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 def _reason(error: BaseException) -> BaseException | None:
     """What went wrong; None: nothing stands there. Clients call a connection that is refused "not found" too."""
-    if not is_missing(error):
+    if not is_not_found(error):
         return error.__cause__ or error
     found = [each for each in _causes(error) if isinstance(each, FileNotFoundError)][-1].__cause__
     is_absence = found is None or isinstance(found, LookupError) or _status(found) in (404, 410)
