@@ -8,8 +8,8 @@ import pytest
 
 from mca_config.errors import McaError
 from mca_train.checkpoint.directory import checkpoints
-from mca_train.checkpoint.lineage import require_free
 from mca_train.checkpoint.output_dir import require_own
+from mca_train.checkpoint.output_dir_guard import require_free
 from mca_train.checkpoint.writer import remove_unfinished
 
 

@@ -295,12 +295,12 @@ def require_start(settings: Settings) -> None:
     Raises:
         McaError: It is so.
     """
-    from mca_train.checkpoint import lineage
+    from mca_train.checkpoint import output_dir_guard
     from mca_train.checkpoint.directory import resolve
 
     args, output_dir = settings.training, Path(settings.training.output_dir)
     start = resolve(args.resume_from_checkpoint, output_dir)
-    lineage.require_free(output_dir, start, overwrite=args.overwrite_output_dir)
+    output_dir_guard.require_free(output_dir, start, overwrite=args.overwrite_output_dir)
 
 
 def require_writable(folder: Path) -> None:
