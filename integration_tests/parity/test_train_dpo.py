@@ -256,7 +256,7 @@ def kept_in_rounds(checkpoint: Path, output: Path) -> dict[str, int]:
     from mca_models import AutoModel
     from mca_train import DpoTrainer
     from mca_train.checkpoint.output_lock import OutputLock
-    from mca_train.checkpoint.reference_file import FOLDER
+    from mca_train.checkpoint.reference_log_probs import FOLDER
     from mca_train.trainer import dpo
     from mca_train.trainer.reference import Reference
 

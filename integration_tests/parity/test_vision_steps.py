@@ -141,7 +141,7 @@ def refused(reference: Mixed) -> list[str]:
     from mca_config.errors import McaError
     from mca_models.megatron import AutoModel
     from mca_models.megatron.peft import get_peft_model
-    from mca_train.engine.part_rates import choose_parts
+    from mca_train.engine.param_groups import choose_parts
 
     def told(model: Any, **given: Any) -> str:
         unset = dict.fromkeys(("freeze", "vision_learning_rate", "projector_learning_rate"))

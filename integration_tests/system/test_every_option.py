@@ -257,7 +257,7 @@ def test_additional_settings_stand_in_megatrons_configuration(models, tmp_path):
 
 
 def test_what_does_nothing_is_said_in_one_line(models, tmp_path, caplog):
-    from mca_train.trainer.without_effect import tell_without_effect
+    from mca_train.trainer.unused_options import tell_without_effect
 
     for name, (why, changes) in (SAID | SAID_OF_VALUES | SAID_OF_SETTINGS).items():
         caplog.clear()
@@ -275,7 +275,7 @@ def test_what_does_nothing_is_said_in_one_line(models, tmp_path, caplog):
 
 
 def test_nothing_is_said_of_what_has_an_effect(models, tmp_path, caplog):
-    from mca_train.trainer.without_effect import tell_without_effect
+    from mca_train.trainer.unused_options import tell_without_effect
 
     for model, base, changes in EFFECT.values():
         with caplog.at_level(logging.WARNING, logger="mca_train"):

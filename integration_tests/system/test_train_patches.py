@@ -20,7 +20,7 @@ def checkpoint(tmp_path_factory):
 
 def states_held(checkpoint: Path, output_dir: Path, changes: dict[str, Any]) -> dict[str, Any]:
     """Elements of the means of gradients, by name, that this rank writes, and those it asks for."""
-    from mca_train.checkpoint import optimizer_state, split_state
+    from mca_train.checkpoint import distributed_optimizer, optimizer_state
 
     trainer = make_trainer(checkpoint, output_dir, max_steps=1, **changes)
     quietly(trainer.train)
@@ -29,7 +29,7 @@ def states_held(checkpoint: Path, output_dir: Path, changes: dict[str, Any]) -> 
     for buffer in (each for part in engine.optimizer.chained_optimizers for each in part.buffers):
         padding += sum(bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets)
         for start, stop, bucket in buffer.param_index_map.values():
-            over += len(split_state.shares_of(buffer.buckets[bucket], start, stop, 2)) > 1
+            over += len(distributed_optimizer.shares_of(buffer.buckets[bucket], start, stop, 2)) > 1
     found: dict[str, Any] = {"padding": padding, "over a border": over}
     for name, loading in (("written", False), ("asked", True)):
         state = optimizer_state._sharded(engine.optimizer, engine.chunks, loading=loading)
@@ -66,7 +66,7 @@ def test_a_rank_holds_its_share_of_a_split_optimizer_when_it_saves(checkpoint, t
 
 
 def test_megatron_still_gathers_all_and_counts_the_padding_it_has_removed():
-    """Fails when Megatron has mended it: then mca_train.checkpoint.split_state can go."""
+    """Fails when Megatron has mended it: then mca_train.checkpoint.distributed_optimizer can go."""
     prepare_parent()
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 

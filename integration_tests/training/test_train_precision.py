@@ -33,16 +33,16 @@ def after_stale(model: Path, output_dir: Path, cases: dict[str, dict[str, Any]])
 
     import torch
 
-    from mca_train.checkpoint import split_state, training_state
+    from mca_train.checkpoint import distributed_optimizer, training_state
 
-    pieces = split_state._pieces
+    pieces = distributed_optimizer._pieces
 
     def stale(*of: Any) -> Any:
         return {key: torch.zeros_like(one) if key == "param" else one for key, one in pieces(*of).items()}
 
     steps = FIRST + 2
     with (
-        mock.patch.object(split_state, "_pieces", stale),
+        mock.patch.object(distributed_optimizer, "_pieces", stale),
         mock.patch.object(training_state, "replace", lambda numbers, **_: numbers),  # it names no optimizer
     ):
         found = {"straight": run(model, output_dir / "straight", steps, **ZERO)["loss"]}

@@ -13,10 +13,10 @@ from mca_config.layout import ParallelLayout
 from mca_models.megatron import platform
 from mca_train.batching.collate import PadCollator
 from mca_train.batching.loaders import Loaders
+from mca_train.engine.ddp_wrappers import remember
 from mca_train.engine.offload import as_plain
 from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import kept_rng
-from mca_train.engine.wrapping import remember
 from mca_train.trainer.trainer import McaTrainer
 
 

@@ -7,7 +7,7 @@ import torch
 
 from mca_models.megatron import platform
 from mca_train.losses import moe_aux
-from mca_train.losses.moe_tokens import hand_tokens
+from mca_train.losses.moe_sequence_ids import hand_tokens
 
 SENT = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 1, 1], [0, 1, 1], [1, 1, 0]], dtype=torch.bool)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from mca_train.trainer import evaluating, stop_signal
+from mca_train.trainer import evaluation, stop_signal
 from mca_train.trainer.dpo import DpoTrainer
-from mca_train.trainer.evaluating import WithEvaluation
+from mca_train.trainer.evaluation import WithEvaluation
 from mca_train.trainer.stop_signal import StopSignal
 
 SHORT, LONG = 0.02, 5.0  # seconds
@@ -96,7 +96,7 @@ def evaluated(signal: StopSignal, clock: Clock, monkeypatch: pytest.MonkeyPatch)
     def evaluate(batch: object) -> None:
         clock.now += SHORT
 
-    monkeypatch.setattr(evaluating, "LossMeter", lambda rank: SimpleNamespace(add=print, flush=dict))
+    monkeypatch.setattr(evaluation, "LossMeter", lambda rank: SimpleNamespace(add=print, flush=dict))
     trainer: Any = SimpleNamespace(
         _pipeline=SimpleNamespace(at_rest=nullcontext, evaluate=evaluate),
         callback_handler=SimpleNamespace(on_prediction_step=lambda *args: None),
@@ -115,7 +115,7 @@ def evaluated(signal: StopSignal, clock: Clock, monkeypatch: pytest.MonkeyPatch)
 
 
 def with_kept_reference(signal: StopSignal, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mca_train.trainer.dpo.require_family", lambda folder, sources: None)
+    monkeypatch.setattr("mca_train.trainer.dpo.require_own", lambda folder, sources: None)
     trainer: Any = SimpleNamespace(
         _reference=SimpleNamespace(name=lambda: "reference"),
         _keeps=True,

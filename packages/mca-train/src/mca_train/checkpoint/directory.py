@@ -10,7 +10,7 @@ from mca_config.files import naming_read_errors, read_json
 from mca_models.megatron.distributed.collectives import run_on_first_rank
 from mca_train.batching.position import RunPosition
 from mca_train.checkpoint import integrity
-from mca_train.checkpoint.carried import Carried, Totals
+from mca_train.checkpoint.loop_state import Carried, Totals
 from mca_train.checkpoint.training_state import TRAINING
 from mca_train.groups import Ranks
 from mca_train.lr_schedule import followed_metric

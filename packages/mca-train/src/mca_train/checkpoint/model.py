@@ -14,7 +14,7 @@ from mca_config.model_config import FILE_NAME, McaModelConfig
 from mca_config.types import Typed
 from mca_models.lora.config import FILE_NAME as ADAPTER
 from mca_models.megatron.distributed.collectives import run_on_first_rank
-from mca_train.checkpoint.masters import SavedWeights, Unrounded
+from mca_train.checkpoint.main_params import SavedWeights, Unrounded
 from mca_train.types import PreTrainedTokenizerBase, VirtualModels
 
 if TYPE_CHECKING:

@@ -23,14 +23,14 @@ from mca_models.megatron.distributed.reader import read_state, shapes_in
 from mca_models.megatron.distributed.writer import PendingWrite, write_state
 from mca_models.torch_checkpoint.storage_forms import global_spellings
 from mca_train import groups
-from mca_train.checkpoint import masters
-from mca_train.checkpoint.masters import SavedWeights
-from mca_train.checkpoint.rows_of_ranks import ask_for_rows_of_ranks
-from mca_train.checkpoint.split_state import by_parameter
+from mca_train.checkpoint import main_params
+from mca_train.checkpoint.distributed_optimizer import by_parameter
+from mca_train.checkpoint.legacy_adapter_rows import ask_for_rows_of_ranks
+from mca_train.checkpoint.main_params import SavedWeights
 from mca_train.engine.offload import as_plain, begin_precise, is_precise
 from mca_train.types import Chunk, MegatronOptimizer, OptimizerState
 
-_MASTER = f"{masters.PREFIX}."
+_MASTER = f"{main_params.PREFIX}."
 _MASTER_WHERE_SPLIT = "optimizer.state.param."
 _KIND = re.compile(r"optimizer\.state\.(?!fp32_param\.)(\w+)\.")
 _ALL_LAYERS = re.compile(r"optimizer\.state\.\w+\.decoder\.layers\.(?!\d)")
@@ -116,12 +116,12 @@ def _load(
     for number, (container, key, leaf) in enumerate(list(_leaves(state))):
         if str(number) in asked:
             container[key] = _without_padding(loaded[str(number)], leaf, saved.get(leaf.key, ()))
-    masters.take_weights(optimizer, _parts(state))
-    masters.fill(optimizer, _parts(state), weights.read)
+    main_params.take_weights(optimizer, _parts(state))
+    main_params.fill(optimizer, _parts(state), weights.read)
     numbers = replace(numbers, grad_scaler=_within(numbers.grad_scaler, optimizer))
     _put_numbers(state, numbers, counting)
     optimizer.load_state_dict(_bare(state))
-    masters.take_beside_weights(optimizer)
+    main_params.take_beside_weights(optimizer)
 
 
 def _sharded(
@@ -154,7 +154,7 @@ def _sharded(
         if leaf.key.startswith(_MASTER_WHERE_SPLIT):
             leaf.key = _MASTER + leaf.key.removeprefix(_MASTER_WHERE_SPLIT)
     if loading:
-        masters.ask_for_weights(optimizer, _parts(state), model)
+        main_params.ask_for_weights(optimizer, _parts(state), model)
     return state
 
 

@@ -24,7 +24,7 @@ _WRITTEN = (
 )
 
 
-def require_family(output_dir: Path, sources: Iterable[str | Path | None]) -> None:
+def require_own(output_dir: Path, sources: Iterable[str | Path | None]) -> None:
     """Raises unless ``output_dir`` has room for what a run writes.
 
     Args:

@@ -96,7 +96,7 @@ class OutputLock:
             if self._fd >= 0:
                 thread.join()
 
-    def require_family(self) -> None:
+    def require_own(self) -> None:
         """Raises if a run elsewhere, which does not see the lock, may have taken the directory since.
 
         Raises:

@@ -20,9 +20,9 @@ from mca_models.megatron.distributed.writer import PendingWrite
 from mca_models.storage.atomic import write_file
 from mca_train.batching.position import RunPosition
 from mca_train.checkpoint import fp8_scales, optimizer_state
-from mca_train.checkpoint.carried import Carried
 from mca_train.checkpoint.integrity import ARGUMENTS_FILE
-from mca_train.checkpoint.masters import SavedWeights
+from mca_train.checkpoint.loop_state import Carried
+from mca_train.checkpoint.main_params import SavedWeights
 from mca_train.engine.engine import Engine
 from mca_train.engine.rng import is_of_layout, load_rng, save_rng
 from mca_train.groups import Ranks

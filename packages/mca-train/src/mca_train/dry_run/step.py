@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from mca_train.config.run_config import Settings
     from mca_train.engine.engine import Engine
     from mca_train.tasks.task import Task
-    from mca_train.trainer.parts import TrainerOptions
+    from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.trainer import McaTrainer
 
 _POINTS = 1000

@@ -11,16 +11,16 @@ from mca_config.errors import McaError
 from mca_config.types import JsonObject
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
+from mca_train.engine.ddp_wrappers import remember, unwrap, wrapper_of
+from mca_train.engine.deferred_grad_sync import reduce_vision_late
 from mca_train.engine.finite import telling_nan
-from mca_train.engine.late_buckets import reduce_vision_late
 from mca_train.engine.loss_scale import share_loss_scale
+from mca_train.engine.muon_qkv import split_own_heads
 from mca_train.engine.offload import rebuild_hybrids, take_weights
-from mca_train.engine.own_heads import split_own_heads
-from mca_train.engine.part_rates import rates_of_parts
+from mca_train.engine.param_groups import rates_of_parts
 from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import kept_rng
-from mca_train.engine.wrapping import remember, unwrap, wrapper_of
-from mca_train.losses import moe_aux, prediction
+from mca_train.losses import moe_aux, mtp
 from mca_train.losses.step_counts import ItemCount, count_step
 from mca_train.losses.token_loss import LossFunction, StepLoss, num_targets
 from mca_train.types import Chunk, MegatronOptimizer, TrainingArguments, Upstream, Wrapper
@@ -270,7 +270,7 @@ class Engine(Pipeline):
         if moe_aux.has_losses(self.configs[0]) or self.configs[0].mtp_num_layers:
             self.weighed_by.append(counts.targets[0])
         moe_aux.begin_step(self.models, counts)
-        prediction.begin_step(self.models, counts)
+        mtp.begin_step(self.models, counts)
         if len(batch.micro_batches) > 1 and self._balances_globally:
             with kept_rng(), self.at_rest():
                 for chunk in self.chunks:

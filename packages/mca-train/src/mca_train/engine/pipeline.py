@@ -12,10 +12,10 @@ from mca_models.megatron.distributed import parallel
 from mca_models.megatron.layers.attention import set_packed_lengths
 from mca_models.megatron.layers.rope import length_dependent_ropes, set_longest_sequence
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
+from mca_train.engine.ddp_wrappers import all_gathered
 from mca_train.engine.stopwatch import Stopwatch
-from mca_train.engine.wrapping import all_gathered
-from mca_train.losses import moe_aux, prediction
-from mca_train.losses.moe_tokens import hand_tokens
+from mca_train.losses import moe_aux, mtp
+from mca_train.losses.moe_sequence_ids import hand_tokens
 from mca_train.losses.token_loss import LossFunction, StepLoss, add_up, megatron_loss
 from mca_train.types import Chunk, Upstream
 
@@ -43,7 +43,7 @@ class Pipeline:
         self.models = self.chunks
         self._ropes: dict[int, tuple[Chunk, ...]] = {}
         moe_aux.balance_experts(self.models)
-        prediction.predict(self.models)
+        mtp.predict(self.models)
 
     def run(self, batch: StepBatch, *, forward_only: bool, loss: LossFunction | None = None) -> StepLoss:
         """All micro-batches of ``batch``; the loss on this rank, or another ``loss``."""

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from mca_models.megatron.factory.transformer_config import HF_AUX_LOSS
 from mca_train import groups
-from mca_train.losses.moe_tokens import carry_tokens, numbers_of, prediction_routers
+from mca_train.losses.moe_sequence_ids import carry_tokens, numbers_of, prediction_routers
 from mca_train.losses.step_counts import StepCounts
 from mca_train.types import Chunk, Router, Upstream
 

@@ -34,9 +34,9 @@ from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch
-from mca_train.losses.compared import COMPARED, Gains
+from mca_train.losses.dpo import COMPARED, Gains
+from mca_train.losses.dpo_loss_types import REFUSED, LossType
 from mca_train.losses.moe_aux import has_losses
-from mca_train.losses.pair_kinds import REFUSED, LossType
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch
-from mca_train.metrics.signals import Signals
+from mca_train.metrics.metric_accumulator import Signals
 
 
 class SourceLosses(Signals):

@@ -17,7 +17,7 @@ from mca_train.run.inputs import Inputs
 if TYPE_CHECKING:
     from mca_models import VirtualModels
     from mca_models.templates.classification_head import Head
-    from mca_train.trainer.parts import TrainerOptions
+    from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.trainer import McaTrainer
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from mca_config.model_config import McaModelConfig, training_dtype
 from mca_config.redaction import redacted
 from mca_config.types import Values
 from mca_models.checkpoint.side_files import side_files
-from mca_train.checkpoint.output_dir import require_family
+from mca_train.checkpoint.output_dir import require_own
 from mca_train.config.adapters import adapter_problems
 from mca_train.config.arguments import LaunchArguments
 from mca_train.config.checks import contradictions
@@ -268,7 +268,7 @@ def _packages(settings: Settings) -> Iterable[str]:
 def _output_dir(settings: Settings) -> Iterator[str]:
     output_dir, data = Path(settings.training.output_dir), settings.data
     read = (data.model_name_or_path, data.tokenizer_name_or_path, settings.lora.adapter_name_or_path)
-    problems = list(_messages(require_family, output_dir, read))
+    problems = list(_messages(require_own, output_dir, read))
     if not problems and os.environ.get("RANK", "0") == "0":
         problems += _messages(require_writable, output_dir)
     yield from problems
@@ -295,12 +295,12 @@ def require_start(settings: Settings) -> None:
     Raises:
         McaError: It is so.
     """
-    from mca_train.checkpoint import lineage
+    from mca_train.checkpoint import output_dir_guard
     from mca_train.checkpoint.directory import resolve
 
     args, output_dir = settings.training, Path(settings.training.output_dir)
     start = resolve(args.resume_from_checkpoint, output_dir)
-    lineage.require_free(output_dir, start, overwrite=args.overwrite_output_dir)
+    output_dir_guard.require_free(output_dir, start, overwrite=args.overwrite_output_dir)
 
 
 def require_writable(folder: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import PairArguments
-from mca_train.losses.pair_kinds import REFUSED, LossType
+from mca_train.losses.dpo_loss_types import REFUSED, LossType
 from mca_train.tasks.reference import ReferenceArguments, no_reference_left
 from mca_train.tasks.task import AnswerTask, Example, pair_format_problems
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from mca_train.data.encoding import RowEncoder
     from mca_train.data.file_rows import Row
     from mca_train.losses.preference import PreferenceLoss
+    from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.dpo import DpoTrainer
-    from mca_train.trainer.parts import TrainerOptions
 
 
 @dataclass(kw_only=True)

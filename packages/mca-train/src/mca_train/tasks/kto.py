@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from mca_train.config.run_config import Settings
     from mca_train.data.encoding import RowNumbers
     from mca_train.losses.kto import KtoLoss
+    from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.kto import KtoTrainer
-    from mca_train.trainer.parts import TrainerOptions
 
 
 @dataclass(kw_only=True)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mca_train.data.image_rows import ImageReader, ImageRows
     from mca_train.data.preferences import PairDataset
     from mca_train.data.token_dataset import Sample, TokenDataset
-    from mca_train.trainer.parts import TrainerOptions
+    from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.trainer import McaTrainer
 
 

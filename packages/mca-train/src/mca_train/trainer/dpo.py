@@ -21,9 +21,9 @@ from mca_models.megatron.distributed.collectives import run_on_first_rank_unwrap
 from mca_train.batching.extra_columns import ExtraColumns, RowSubset
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.step_stream import is_stream
-from mca_train.checkpoint.lineage import require_free
-from mca_train.checkpoint.output_dir import require_family
-from mca_train.checkpoint.reference_file import ReferenceFile
+from mca_train.checkpoint.output_dir import require_own
+from mca_train.checkpoint.output_dir_guard import require_free
+from mca_train.checkpoint.reference_log_probs import ReferenceFile
 from mca_train.data.token_dataset import Samples
 from mca_train.losses.preference import (
     SIGNAL_NAMES,
@@ -35,7 +35,7 @@ from mca_train.losses.preference import (
     sequence_logps,
 )
 from mca_train.losses.token_loss import of_sequences
-from mca_train.trainer.parts import TrainerOptions
+from mca_train.trainer.base import TrainerOptions
 from mca_train.trainer.reference import Reference, apart_from, require_reference, tell_differences
 from mca_train.trainer.trainer import McaTrainer
 from mca_train.types import SampleSource
@@ -141,7 +141,7 @@ class DpoTrainer(McaTrainer):
         reference, output_dir = self._reference, Path(self.args.output_dir)
         if reference is None or not self._keeps:
             return
-        require_family(output_dir, [self.model.source])
+        require_own(output_dir, [self.model.source])
         with self._alone(), self.watch.signal.other_steps():
             name = reference.name()
 

@@ -16,8 +16,8 @@ from mca_config.arguments import float16_problems
 from mca_config.errors import McaError, raise_problems
 from mca_config.training import TrainingArguments
 from mca_config.types import JsonObject, Typed, Values
+from mca_train.trainer.base import TrainerParts
 from mca_train.trainer.model_arguments import require_made_with
-from mca_train.trainer.parts import TrainerParts
 from mca_train.types import VirtualModels
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from mca_train.data.token_dataset import Samples
 from mca_train.losses.kto import KtoLoss, divergence, key_problems, model_problems, step_problems
 from mca_train.losses.preference import counted_sequences, sequence_logps
 from mca_train.losses.token_loss import of_sequences
-from mca_train.trainer.parts import TrainerOptions
+from mca_train.trainer.base import TrainerOptions
 from mca_train.trainer.reference import Reference, apart_from, require_reference, tell_differences
 from mca_train.trainer.trainer import McaTrainer
 from mca_train.types import SampleSource

@@ -18,7 +18,7 @@ from mca_config.errors import McaError
 from mca_config.types import Typed
 from mca_train import groups
 from mca_train.batching.sample_consistency import require_same_samples
-from mca_train.checkpoint.carried import Carried, Due
+from mca_train.checkpoint.loop_state import Carried, Due
 from mca_train.data.mixture import Mixture
 from mca_train.engine.engine import StepResult
 from mca_train.engine.finite import require_finite_weights
@@ -27,9 +27,9 @@ from mca_train.metrics.meter import LossReport
 from mca_train.metrics.source_losses import SourceLosses
 from mca_train.metrics.step_lines import StepLines
 from mca_train.metrics.step_profile import StepProfile
-from mca_train.trainer.evaluating import EvaluationStopped
+from mca_train.trainer.base import TrainerParts
+from mca_train.trainer.evaluation import EvaluationStopped
 from mca_train.trainer.hf_shims import has_given_up, telling_metric
-from mca_train.trainer.parts import TrainerParts
 
 logger = logging.getLogger(__name__)
 

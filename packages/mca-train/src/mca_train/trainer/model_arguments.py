@@ -12,7 +12,7 @@ from mca_config.arguments.distributing import LAYOUT_FIELDS
 from mca_config.errors import McaError
 from mca_config.layout import SIZE_FIELDS, ParallelLayout
 from mca_config.types import Typed, Values
-from mca_train.trainer.without_effect import without_effect
+from mca_train.trainer.unused_options import without_effect
 from mca_train.types import VirtualModels
 
 if TYPE_CHECKING:

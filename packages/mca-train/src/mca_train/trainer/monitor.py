@@ -13,7 +13,7 @@ from transformers import TrainerControl
 from mca_config.errors import McaError
 from mca_config.training import TrainingArguments
 from mca_train import groups
-from mca_train.checkpoint.carried import Due, Totals
+from mca_train.checkpoint.loop_state import Due, Totals
 from mca_train.engine.engine import StepResult
 from mca_train.engine.finite import require_finite, require_finite_weights
 from mca_train.groups import Ranks
@@ -21,7 +21,7 @@ from mca_train.losses.token_loss import StepLoss
 from mca_train.metrics.meter import LossReport
 from mca_train.metrics.stragglers import Stragglers
 from mca_train.metrics.throughput import Throughput
-from mca_train.trainer.pulse import Pulse
+from mca_train.trainer.hang_detector import Pulse
 from mca_train.trainer.stop_signal import StopSignal
 
 if TYPE_CHECKING:

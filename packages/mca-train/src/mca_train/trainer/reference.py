@@ -16,7 +16,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.training import TrainingArguments
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
-from mca_train.checkpoint.reference_file import name_of
+from mca_train.checkpoint.reference_log_probs import name_of
 from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import kept_rng
 from mca_train.groups import Ranks

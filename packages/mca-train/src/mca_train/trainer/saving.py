@@ -15,9 +15,9 @@ from transformers.trainer_callback import ExportableState
 
 from mca_config.types import JsonObject
 from mca_models.megatron.distributed.collectives import run_on_first_rank, run_on_first_rank_unwrapped
-from mca_train.checkpoint import directory, lineage
-from mca_train.checkpoint.carried import Carried
+from mca_train.checkpoint import directory, output_dir_guard
 from mca_train.checkpoint.integrity import ARGUMENTS_FILE, Checksums
+from mca_train.checkpoint.loop_state import Carried
 from mca_train.checkpoint.model import ModelWriting
 from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.checkpoint.training_state import TrainingState
@@ -59,7 +59,7 @@ class WithCheckpoints(WithLogs):
             directory.require_kind(checkpoint, self.run_kind)
         again = checkpoint is None and self._claimed == output_dir.resolve()
         replaces_first = again and not self._replaces and self.args.save_strategy != "no"
-        if replaces_first and self.ranks.is_first and lineage.all_but(output_dir, []):
+        if replaces_first and self.ranks.is_first and output_dir_guard.all_but(output_dir, []):
             logger.warning(
                 "train() again: the first checkpoint of this round replaces those in %s; set another output_dir "
                 "to keep them",
@@ -67,7 +67,7 @@ class WithCheckpoints(WithLogs):
             )
         self._replaces = again
         if not again:
-            lineage.require_free(output_dir, checkpoint, overwrite=self.args.overwrite_output_dir)
+            output_dir_guard.require_free(output_dir, checkpoint, overwrite=self.args.overwrite_output_dir)
         self._claimed = output_dir.resolve()
         self._checkpoints.written.clear()
 
@@ -102,7 +102,7 @@ class WithCheckpoints(WithLogs):
         if not self._replaces:
             with name_errors(target):
                 run_on_first_rank_unwrapped(
-                    lambda: lineage.make_way(target, self.started_at_step, self._checkpoints.written)
+                    lambda: output_dir_guard.make_way(target, self.started_at_step, self._checkpoints.written)
                 )
         of_step = copy.copy(self.state) if self.args.async_save else self.state
         self._checkpoints.write(target, self._begin_checkpoint, lambda: self._after_checkpoint(of_step))
@@ -140,11 +140,11 @@ class WithCheckpoints(WithLogs):
     def _make_room(self, best: str | None) -> None:
         output_dir, limit = Path(self.args.output_dir), self.args.save_total_limit
         if self._replaces:
-            for path in lineage.all_but(output_dir, self._checkpoints.written):
+            for path in output_dir_guard.all_but(output_dir, self._checkpoints.written):
                 logger.info("deleting %s (of an earlier round of training)", path)
                 self._checkpoints.delete(path)
         else:
-            lineage.set_aside_newer(output_dir, self.started_at_step, self._checkpoints.written)
+            output_dir_guard.set_aside_newer(output_dir, self.started_at_step, self._checkpoints.written)
         for path in directory.expendable(output_dir, limit, best):
             logger.info("deleting %s (save_total_limit %d)", path, limit)
             self._checkpoints.delete(path)
@@ -170,7 +170,7 @@ class WithCheckpoints(WithLogs):
 
     def _write_state(self, folder: Path) -> None:
         if self.output_lock is not None:
-            self.output_lock.require_family()
+            self.output_lock.require_own()
         states: dict[str, list[JsonObject]] = {}
         for callback in self._exportable():
             states.setdefault(type(callback).__name__, []).append(callback.state())

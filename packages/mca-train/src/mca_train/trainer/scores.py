@@ -14,7 +14,7 @@ from mca_train.batching.micro_batch import MicroBatch
 from mca_train.losses.preference import model_problems
 from mca_train.losses.scores import LOSSES, METRICS, ProblemType, key_problems, reward_loss, sequence_scores
 from mca_train.losses.token_loss import of_sequences
-from mca_train.trainer.parts import TrainerOptions
+from mca_train.trainer.base import TrainerOptions
 from mca_train.trainer.reference import tell_differences
 from mca_train.trainer.trainer import McaTrainer
 

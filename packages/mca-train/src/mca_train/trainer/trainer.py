@@ -30,15 +30,15 @@ from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.position import RunLength, RunPosition
 from mca_train.batching.sampling import StepSampler
 from mca_train.batching.step_stream import StepStream, require_steps
-from mca_train.checkpoint import directory, lineage
-from mca_train.checkpoint.carried import Due, Totals
+from mca_train.checkpoint import directory, output_dir_guard
+from mca_train.checkpoint.loop_state import Due, Totals
 from mca_train.checkpoint.model import load_weights, require_format, saved_weights
-from mca_train.checkpoint.output_dir import require_family
+from mca_train.checkpoint.output_dir import require_own
 from mca_train.checkpoint.training_state import TrainingState
 from mca_train.checkpoint.writer import CheckpointWriter, remove_unfinished
 from mca_train.data.token_dataset import Samples
 from mca_train.engine.engine import Engine, StepResult
-from mca_train.engine.part_rates import choose_parts
+from mca_train.engine.param_groups import choose_parts
 from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import seed_dropout
 from mca_train.losses.chunked import chunk_losses
@@ -47,9 +47,10 @@ from mca_train.losses.token_loss import num_targets, require_sums, token_loss
 from mca_train.lr_schedule import LearningRate, schedule_problems
 from mca_train.metrics.log_file import JsonlLog
 from mca_train.metrics.meter import LossMeter
-from mca_train.metrics.signals import Extreme, ModelLosses
-from mca_train.trainer.evaluating import WithEvaluation
-from mca_train.trainer.expert_biases import tell_moving_biases
+from mca_train.metrics.metric_accumulator import Extreme, ModelLosses
+from mca_train.trainer.base import Training
+from mca_train.trainer.dataloaders import log_plan
+from mca_train.trainer.evaluation import WithEvaluation
 from mca_train.trainer.forced_routing import tell_forced_routing
 from mca_train.trainer.hf_shims import (
     ModelView,
@@ -59,12 +60,11 @@ from mca_train.trainer.hf_shims import (
     require_unmerged,
     require_vocabulary,
 )
-from mca_train.trainer.loading import log_plan
+from mca_train.trainer.moe_warnings import tell_moving_biases
 from mca_train.trainer.monitor import Watch
-from mca_train.trainer.parts import Training
 from mca_train.trainer.saving import WithCheckpoints
 from mca_train.trainer.unsupported import require_honoured, require_no_upload
-from mca_train.trainer.without_effect import tell_without_effect, trains_routers, trains_vocabulary
+from mca_train.trainer.unused_options import tell_without_effect, trains_routers, trains_vocabulary
 
 if TYPE_CHECKING:
     from mca_models import VirtualModels
@@ -236,7 +236,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         require_unmerged(self.model)
         self._set_output()
         output_dir = Path(self.args.output_dir)
-        require_family(output_dir, [self.model.source])
+        require_own(output_dir, [self.model.source])
         self.is_in_train = True
         try:
             with self._alone():
@@ -262,7 +262,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         if self.ranks.is_first:
             remove_unfinished(Path(self.args.output_dir), directory.PREFIX)
             if self.args.overwrite_output_dir and not self._replaces:
-                lineage.remove_others(Path(self.args.output_dir), checkpoint, self.state.global_step)
+                output_dir_guard.remove_others(Path(self.args.output_dir), checkpoint, self.state.global_step)
         start, started = self.state.global_step, time.time()
         self.started_at_step = start
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)

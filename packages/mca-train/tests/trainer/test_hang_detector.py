@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from mca_train.trainer.pulse import is_time_out
+from mca_train.trainer.hang_detector import is_time_out
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms for recv"
 

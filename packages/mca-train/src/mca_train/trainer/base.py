@@ -16,7 +16,7 @@ from mca_config.training import TrainingArguments
 from mca_train.batching.collate import Collator
 from mca_train.batching.loaders import Loaders
 from mca_train.batching.position import RunPosition
-from mca_train.checkpoint.carried import Due, Totals
+from mca_train.checkpoint.loop_state import Due, Totals
 from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.checkpoint.writer import CheckpointWriter
 from mca_train.data.token_dataset import Samples
@@ -25,7 +25,7 @@ from mca_train.engine.pipeline import Pipeline
 from mca_train.groups import Ranks
 from mca_train.lr_schedule import LearningRate
 from mca_train.metrics.meter import LossMeter
-from mca_train.metrics.signals import Extreme, ModelLosses, Signals
+from mca_train.metrics.metric_accumulator import Extreme, ModelLosses, Signals
 from mca_train.metrics.source_losses import SourceLosses
 from mca_train.trainer.monitor import Watch
 

@@ -11,8 +11,8 @@ from mca_config import TrainingArguments
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron import platform
 from mca_models.megatron.factory.transformer_config import transformer_config
-from mca_train.trainer.expert_biases import tell_moving_biases
-from mca_train.trainer.without_effect import tell_without_effect
+from mca_train.trainer.moe_warnings import tell_moving_biases
+from mca_train.trainer.unused_options import tell_without_effect
 
 SIZES: dict[str, Any] = {
     **{

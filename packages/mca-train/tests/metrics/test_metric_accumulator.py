@@ -9,7 +9,7 @@ from transformers import Trainer
 
 from mca_config.errors import McaError
 from mca_train import groups
-from mca_train.metrics.signals import Signals
+from mca_train.metrics.metric_accumulator import Signals
 from mca_train.trainer.hf_shims import telling_metric
 
 

@@ -20,7 +20,7 @@ from mca_train.batching.sampling import StepSampler
 from mca_train.batching.step_stream import StepStream
 from mca_train.data.token_dataset import Samples
 from mca_train.groups import Ranks
-from mca_train.trainer.parts import TrainerParts
+from mca_train.trainer.base import TrainerParts
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import torch
 
 from mca_config.errors import UsageError
 from mca_train import ClassificationTrainer, DpoTrainer, KtoTrainer, McaTrainer, RewardTrainer, groups
-from mca_train.checkpoint.carried import Carried, Totals
 from mca_train.checkpoint.directory import require_kind
-from mca_train.metrics.signals import Signals
+from mca_train.checkpoint.loop_state import Carried, Totals
+from mca_train.metrics.metric_accumulator import Signals
 from mca_train.trainer.logging import WithLogs
 
 KINDS = (McaTrainer, DpoTrainer, KtoTrainer, RewardTrainer, ClassificationTrainer)

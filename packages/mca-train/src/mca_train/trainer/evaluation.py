@@ -19,8 +19,8 @@ from mca_train.data.token_dataset import Samples
 from mca_train.engine.rng import kept_rng
 from mca_train.losses.chunked import kept_output
 from mca_train.metrics.meter import LossMeter, LossReport
-from mca_train.metrics.signals import Signals
-from mca_train.trainer.loading import WithStepLoaders
+from mca_train.metrics.metric_accumulator import Signals
+from mca_train.trainer.dataloaders import WithStepLoaders
 
 logger = logging.getLogger(__name__)
 
