@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from mca_config.errors import McaError, UsageError
-from mca_config.files import replacing, write_error
+from mca_config.files import atomic_write, write_error
 from mca_train.data.token_dataset import TokenDataset
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def largest_token(
             return found
         found = _scan(file, tokens, f"once; it is kept in {kept}")
         if state == _file_state(file, tokens):
-            with contextlib.suppress(OSError), replacing(kept) as partial:
+            with contextlib.suppress(OSError), atomic_write(kept) as partial:
                 partial.write_text(json.dumps({**state, "largest": found}))
     return found
 
