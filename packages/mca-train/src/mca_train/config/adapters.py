@@ -28,7 +28,7 @@ def adapter_problems(settings: Settings, config: McaModelConfig, *, new_head: bo
         return
     if adapter is None or path is None or not new_head:
         return
-    if not any(param.mca.startswith("output_layer.") for param in adapter[1].whole):
+    if not any(param.mca.startswith("output_layer.") for param in adapter[1].full_params):
         yield (
             f"adapter_name_or_path: the adapter in {path} does not train the new head, score; merge it into its base "
             "model (mca-convert --merge), name the result in model_name_or_path, and set lora_rank for a new one"
