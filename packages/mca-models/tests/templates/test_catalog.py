@@ -35,11 +35,11 @@ def test_which_types_transformers_has() -> None:
 def test_only_the_family_that_is_asked_for_is_imported() -> None:
     program = """
 import sys
-from mca_models.templates import FAMILIES, family_of
+from mca_models.templates import FAMILIES, get_family
 before = set(sys.modules)
 assert len(FAMILIES) > 100 and "qwen3_moe" in FAMILIES
 assert not before & {f"mca_models.templates.{kind}" for kind in FAMILIES}
-family_of("llama")
+get_family("llama")
 new = sys.modules.keys() - before
 assert [name for name in new if hasattr(sys.modules[name], "FAMILY")] == ["mca_models.templates.llama"], new
 """

@@ -34,7 +34,7 @@ def test_what_is_stored_is_looked_through_once(tmp_path: Path, monkeypatch: pyte
     source, values = Source(), {"first": 1.0, "second": 2.0}
     monkeypatch.setattr(mca_models.checkpoint_kinds, "open_checkpoint", lambda _: source)
     monkeypatch.setattr(
-        fill, "read_piece", lambda _, stored, *cut: np.full(3, values[stored.mca_name()], "f4")
+        fill, "read_shard", lambda _, stored, *cut: np.full(3, values[stored.mca_name()], "f4")
     )
     tensors = {name: torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)) for name in values}
     held = [(SimpleNamespace(param=param(name)), tensor) for name, tensor in tensors.items()]

@@ -13,7 +13,7 @@ from mca_models.templates.composite_config import without_quantization
 from mca_models.templates.config_table import HfConfig
 from mca_models.templates.family import Family
 
-__all__ = ["FAMILIES", "Family", "config_from_hf", "config_to_hf", "family_of"]
+__all__ = ["FAMILIES", "Family", "config_from_hf", "config_to_hf", "get_family"]
 
 
 class _Families(MutableMapping[str, Family]):

@@ -178,7 +178,7 @@ class NestedTextConfig:
     defaults: Values = field(default_factory=dict)
 
     def text_config(self, hf: HfConfig) -> HfConfig:
-        """See ``Nesting``."""
+        """See ``CompositeConfig``."""
         text = _object(hf, "text_config") if "text_config" in hf else {k: hf[k] for k in hf if k not in _KEYS}
         shared: HfConfig = {key: hf[key] for key in ("dtype", "torch_dtype") if key in hf}
         tied = hf.get("tie_word_embeddings")
@@ -190,7 +190,7 @@ class NestedTextConfig:
         return {**text, **shared, **ropes, **named}
 
     def other_fields(self, hf: HfConfig) -> Values:
-        """See ``Nesting``."""
+        """See ``CompositeConfig``."""
         vision = {**self.defaults, **{key: hf[key] for key in _KEYS if key in hf}}
         vision["vision_config"] = _object(hf, "vision_config")
         sections, turns = self._sections(hf) if self.rope else (None, False)
@@ -217,13 +217,13 @@ class NestedTextConfig:
         return tuple(rope.get("mrope_section") or default), interleaved
 
     def update_text(self, hf: HfConfig, changes: Values) -> HfConfig:
-        """See ``Nesting``."""
+        """See ``CompositeConfig``."""
         if "text_config" not in hf:
             return {**hf, **changes}
         return {**hf, "text_config": {**hf["text_config"], **changes}}
 
     def compose(self, text: HfConfig, config: McaModelConfig) -> HfConfig:
-        """See ``Nesting``."""
+        """See ``CompositeConfig``."""
         inside = {**text, "model_type": self.text_model_type}
         top = {key: inside.pop(key) for key in ("architectures", "tie_word_embeddings", "dtype")}
         if config.mrope_section:
