@@ -327,7 +327,7 @@ def test_a_rank_that_leaves_or_asks_for_something_else_is_reported_on_all(tmp_pa
             assert said.pop(f"{options}")
         assert (
             said.pop("{'merged': True}")
-            == "merged=True: this model has no adapter to merge; leave merged out"
+            == "merged=True: this model has no adapter to merge; remove merged"
         )
         for key, text in DIFFERENT.items():
             assert said.pop(key).replace(str(path), "PATH") == text
@@ -362,7 +362,7 @@ def test_a_rank_that_dies_is_told_to_all(tmp_path: Path) -> None:
     said = {file.name: file.read_text() for file in tmp_path.iterdir() if file.is_file()}
     assert said.keys() == {"0", "1", "2"}
     for rank, text in said.items():
-        assert text.startswith(f"the stream of weights broke off on rank {rank}: another rank was lost (")
+        assert text.startswith(f"the stream of weights stopped on rank {rank}: another rank was lost (")
 
 
 def stream_and_measure(path: Path) -> tuple[int, int]:

@@ -245,7 +245,7 @@ def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
     assert other == said
     assert said == [
         "mask has shape [2, 3]; expected [2, 4], as input_ids",
-        "cu_seqlens must rise from 0 to the tokens of the one row of input_ids, without a mask",
+        "cu_seqlens must increase from 0 to the length of the only row of input_ids, without a mask",
         "temperature is 0.0; expected a positive number",
         "micro_batch_size and chunk_size must be at least 1",
         "to='first' is none of all, replicas",

@@ -152,8 +152,8 @@ def test_an_adapter_holds_what_its_base_model_lacks(tmp_path: Path) -> None:
     sft = adapter_of(base, tmp_path, {"target_modules": ["q_proj"]}, train=False)["adapter"]
     (told,) = run_ranks(1, refused, base, sft, tmp_path)
     for message in told[:2]:
-        assert message.startswith("the adapter does not hold score.weight, the new head, which ")
-    assert told[2].startswith("the adapter does not hold the new rows of model.embed_tokens.weight, which ")
+        assert message.startswith("the adapter does not save score.weight, the new head, which ")
+    assert told[2].startswith("the adapter does not save the new rows of model.embed_tokens.weight, which ")
     assert "new rows of model.embed_tokens.weight" in told[3]
     tables = load_file(tmp_path / "grown" / "adapter_model.safetensors")
     assert tables["base_model.model.model.embed_tokens.weight"].shape[0] == 77

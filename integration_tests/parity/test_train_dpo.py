@@ -248,7 +248,7 @@ def test_the_trained_model_is_no_reference_but_without_its_adapter(checkpoint, t
     ]
     assert "the reference has a head for sequence_classification" in told[2]
     assert "vocabulary of the reference has 130 rows, the tokens are 140" in told[3]
-    assert all(line.startswith("an adapter was put on this model; use what") for line in told[4:])
+    assert all(line.startswith("this model has an adapter; use the") for line in told[4:])
 
 
 def kept_in_rounds(checkpoint: Path, output: Path) -> dict[str, int]:

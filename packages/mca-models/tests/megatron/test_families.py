@@ -105,7 +105,7 @@ def test_groups_are_kept_by_their_best_expert() -> None:
 
 def test_experts_of_other_groups_weigh_nothing_where_too_few_are_allowed() -> None:
     scores = torch.tensor([[0.4, 0.1, 0.3, 0.2]], requires_grad=True)
-    values, chosen = GroupLimitedTopK(groups=2, kept=1, best=1).get_replay_topk(scores, 3)
+    values, chosen = GroupLimitedTopK(groups=2, group_topk=1, best=1).get_replay_topk(scores, 3)
     assert chosen[0, :2].tolist() == [0, 1]
     assert torch.equal(values, torch.tensor([[0.4, 0.1, 0.0]]))
     (gradient,) = torch.autograd.grad(values.sum(), scores)

@@ -99,5 +99,5 @@ def test_placeholders_are_no_words(case: str, key: str) -> None:
     assert config.vision is not None
     place = config.vision[key]
     require_no_images(config, torch.tensor([[1, 2]]))
-    with pytest.raises(McaError, match=f"input_ids hold {place}, the placeholder of images"):
+    with pytest.raises(McaError, match=f"input_ids have {place}, the placeholder of images"):
         require_no_images(config, torch.tensor([[1, place]]))

@@ -114,7 +114,7 @@ def test_plain_torch_is_chosen_and_said_once(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(kernels._WHERE, "chunk_kda", ("fla_that_is_not_there", "flash-linear-attention"))
+    monkeypatch.setitem(kernels._MODULES, "chunk_kda", ("fla_that_is_not_there", "flash-linear-attention"))
     with caplog.at_level(logging.INFO):
         assert [kernels.kernel("chunk_kda", device, dtype) for _ in range(3)] == [None] * 3
     (record,) = caplog.records
@@ -128,7 +128,7 @@ def test_the_device_that_trains_and_the_mode_decide(
     deterministic: bool, why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(platform, "device_type", lambda: "cuda")
-    monkeypatch.setitem(kernels._WHERE, "chunk_kda", ("fla_that_is_not_there", "flash-linear-attention"))
+    monkeypatch.setitem(kernels._MODULES, "chunk_kda", ("fla_that_is_not_there", "flash-linear-attention"))
     config = SimpleNamespace(params_dtype=torch.bfloat16, deterministic_mode=deterministic)
     with caplog.at_level(logging.INFO):
         assert kernels.find_kernel("chunk_kda", config) is None

@@ -1,6 +1,6 @@
-"""``AutoModel``: a model from a checkpoint directory or from a configuration.
+"""``AutoModel``: load a model from a checkpoint directory, or make one from a configuration.
 
-It only chooses and puts together; building, filling and saving are done in `factory` and `state`.
+This module only combines `factory` (building, filling) and `state` (saving).
 """
 
 import logging
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class AutoModel:
-    """Creates ``VirtualModels``. All its methods are collective: every rank calls them with equal arguments.
+    """Factory of ``VirtualModels``. All methods are collective: every rank calls them with equal arguments.
 
     Under a launcher (torchrun, mca-train) it also starts the process groups, unless they exist already.
     """
@@ -48,17 +48,17 @@ class AutoModel:
         vocab_size: int | None = None,
         head: Head | None = None,
     ) -> VirtualModels:
-        """The model of a Hugging Face, MCA or Megatron (torch_dist) directory, on any layout.
+        """Load a Hugging Face, MCA or Megatron (torch_dist) checkpoint on any layout.
 
         Args:
             path: The checkpoint directory, or an id of the Hub (``org/name``, ``org/name@revision``).
-            args: Layout and computation; sizes left out are those of an MCA checkpoint, else 1.
-            dtype: ``float32``, ``bfloat16`` or ``float16``; None: what ``args`` train in, else the checkpoint's.
-            seed: Of Megatron's random states (dropout) and of new vocabulary rows.
+            args: Layout and computation; sizes default to those of an MCA checkpoint, else 1.
+            dtype: ``float32``, ``bfloat16`` or ``float16``; None: the dtype of ``args``, else the checkpoint's.
+            seed: Seed of Megatron's random states (dropout) and of new vocabulary rows.
             vocab_size: Rows of the vocabulary, for a tokenizer with more tokens than the checkpoint: new rows are
                 the mean of the old ones with a little noise, equal on every layout. None: the checkpoint's.
-            head: Scores sequences or tokens; that of a checkpoint with the vocabulary's head is new, drawn from
-                ``seed`` as Hugging Face initialises it. None: the checkpoint's.
+            head: Sequence- or token-classification head. If the checkpoint has a language-model head, the new head
+                is drawn from ``seed`` as Hugging Face initialises it. None: the checkpoint's.
 
         Raises:
             McaError: The checkpoint is incomplete or, as a UsageError, the layout or ``head`` does not fit it.
@@ -106,7 +106,7 @@ class AutoModel:
         dtype: DtypeName | None = None,
         seed: int = 1234,
     ) -> VirtualModels:
-        """A randomly initialised model, the same on every layout for the same ``seed``."""
+        """Return a randomly initialised model, the same on every layout for the same ``seed``."""
         models = AutoModel.unfilled(config, args, dtype=dtype, seed=seed)
         fill.from_seed(seed, models.local_params(), models.config, models.rank_context.coordinates)
         return models
@@ -119,12 +119,12 @@ class AutoModel:
         dtype: DtypeName | None = None,
         seed: int = 1234,
     ) -> VirtualModels:
-        """A model whose parameters have no values yet: for whoever fills them, or only looks at what they need."""
+        """Build a model whose parameters are not filled, for callers that fill or only inspect them."""
         return _build(config, args or DistributingParallelArguments(), dtype, seed, None)
 
 
 def _new_params(config: McaModelConfig, stored: McaModelConfig) -> tuple[Param, ...]:
-    """The parameters of ``config`` that a checkpoint of ``stored`` lacks, or has fewer rows of."""
+    """Return the parameters of ``config`` that a checkpoint of ``stored`` lacks, or has fewer rows of."""
     head = config.num_labels is not None and stored.num_labels is None
     grown = config.vocab_size != stored.vocab_size
     if not head and not grown:
@@ -145,14 +145,14 @@ def _build(
 ) -> VirtualModels:
     if carried := config.extra.get(PASSTHROUGH):
         _log.warning(
-            "%d tensors of prediction layers (%s, ...) are not loaded: nothing here builds them, so what this model "
-            "saves has none, and its config.json counts none",
+            "%d tensors of MTP layers (%s, ...) are not loaded, because mca does not build MTP layers for this family; "
+            "a checkpoint saved from this model has none, and its config.json counts none",
             len(carried),
             min(carried),
         )
         config = without_passthrough(config)
     if args.mtp_num_layers is not None and args.mtp_num_layers != config.mtp_num_layers:
-        config = _with_prediction_layers(config, args.mtp_num_layers)
+        config = _with_mtp_layers(config, args.mtp_num_layers)
     layout = args.layout(config.layout)
     require_layout(config, layout)
     if dtype is not None and dtype not in DTYPES:
@@ -171,7 +171,7 @@ def _build(
 
 
 def token_distribution_notice(megatron: Upstream) -> str | None:
-    """What to say of settings with which results depend on how the tokens are dealt to ranks.
+    """Return a notice for settings whose results depend on which rank computes a token; None: none does.
 
     Args:
         megatron: Megatron's configuration.
@@ -189,17 +189,17 @@ def token_distribution_notice(megatron: Upstream) -> str | None:
 
 
 def _missing_engine() -> str | None:
-    """What a GPU lacks of Transformer Engine; nothing is missing where there is none."""
+    """Return why Transformer Engine cannot run on this GPU; None on a CPU, or if it can."""
     return platform.engine_problem() if platform.device_type() == "cuda" else None
 
 
 def local_layers_warning(built: Implementation, asked: str | None, missing: str | None) -> str | None:
-    """What to say where a GPU runs Megatron's local layers and nobody asked for them.
+    """Return a warning if a GPU runs Megatron's local layers although they were not asked for; else None.
 
     Args:
-        built: Whose layers run.
-        asked: Whose were asked for.
-        missing: Why not Transformer Engine's; None on a CPU.
+        built: The implementation that was built.
+        asked: ``transformer_impl`` of the arguments.
+        missing: Why Transformer Engine cannot run; None on a CPU.
     """
     if missing is None or built != "local" or asked == "local":
         return None
@@ -210,15 +210,15 @@ def local_layers_warning(built: Implementation, asked: str | None, missing: str 
 
 
 def _embedding_ranks(config: McaModelConfig) -> tuple[int, ...]:
-    """The pipeline ranks with the embedding: the first, that of prediction layers, of a tied output layer the last."""
+    """Return the pipeline ranks with the embedding: first, MTP, and with tied embeddings the last."""
     ranks = config.pipeline_plan().embedding_ranks
     return (*ranks, config.layout.pp - 1) if config.tie_word_embeddings else ranks
 
 
-def _with_prediction_layers(config: McaModelConfig, count: int) -> McaModelConfig:
+def _with_mtp_layers(config: McaModelConfig, count: int) -> McaModelConfig:
     if count > config.mtp_num_layers:
         raise McaError(
-            f"mtp_num_layers {count} is more than the model's {counted(config.mtp_num_layers, 'prediction layer')}; "
+            f"mtp_num_layers {count} is more than the model's {counted(config.mtp_num_layers, 'MTP layer')}; "
             "lower it"
         )
     return replace(config, mtp_num_layers=count, hf_config=with_mtp_count(config.hf_config, count))

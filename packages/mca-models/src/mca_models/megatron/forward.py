@@ -1,6 +1,6 @@
 """Full logits through Megatron's forward pipeline schedule.
 
-Nothing is trained and no loss is computed; the trainer has a schedule of its own.
+No loss is computed and nothing is trained.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ from mca_models.megatron.types import GptModel
 
 @torch.no_grad()
 def model_logits(models: LiveModel, input_ids: Tensor) -> Tensor:
-    """See ``VirtualModels.logits``."""
+    """Return the logits; see ``VirtualModels.logits``."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     require_no_images(models.config, input_ids)
@@ -55,11 +55,11 @@ def model_logits(models: LiveModel, input_ids: Tensor) -> Tensor:
         )
     shape = (tokens.shape[0], tokens.shape[1], models.config.num_labels or models.config.vocab_size)
     set_longest_sequence(ropes, 0)
-    return _everywhere(models, outputs, shape)[:batch, :length]
+    return _broadcast_logits(models, outputs, shape)[:batch, :length]
 
 
 def require_no_images(config: McaModelConfig, input_ids: Tensor) -> None:
-    """Raises where images are meant, which would be read as words of the vocabulary.
+    """Raise if ``input_ids`` has placeholders of images, which would be treated as words.
 
     Raises:
         McaError: A placeholder of an image or a video is among ``input_ids``.
@@ -67,13 +67,13 @@ def require_no_images(config: McaModelConfig, input_ids: Tensor) -> None:
     for medium, token in placeholders(config.vision).items():
         if bool((input_ids == token).any()):
             raise McaError(
-                f"input_ids hold {token}, the placeholder of {medium}s, which logits and log_probs do not take: give "
-                "text alone; McaTrainer.token_values takes the images of its samples"
+                f"input_ids have {token}, the placeholder of {medium}s, which logits and log_probs do not support; "
+                "pass text only, or use McaTrainer.token_values, which takes the images of its samples"
             )
 
 
 def _padded(models: LiveModel, tokens: Tensor) -> Tensor:
-    """Token 0 after each row up to what the layout can cut; rows of it up to the micro-batches."""
+    """Pad each row with token 0 to a length that the layout can shard, and the rows to whole micro-batches."""
     batch, length = tokens.shape
     layout = models.rank_context.layout
     multiple = sequence_multiple(
@@ -88,16 +88,16 @@ def _padded(models: LiveModel, tokens: Tensor) -> Tensor:
 
 
 def micro_batch_group(models: LiveModel) -> int:
-    """Of how many micro-batches the interleaved schedule needs a multiple; 1 of another."""
+    """Return the multiple of micro-batches that the interleaved schedule needs; 1 for other schedules."""
     layout = models.rank_context.layout
     group = models.megatron.microbatch_group_size_per_vp_stage or layout.pp
     return int(group) if layout.vpp > 1 else 1
 
 
 def _micro(tokens: Tensor, rows: int, length: int) -> Iterator[dict[str, Tensor]]:
-    """This context rank's part of each micro-batch: ``[rows, seq / cp]`` tokens and positions.
+    """Yield this context rank's part of each micro-batch: ``[rows, seq / cp]`` tokens and positions.
 
-    Padding behind ``length`` may be longer than the model's positions, and takes the last token's.
+    Padding after ``length`` takes the last token's position, because it may exceed the model's positions.
     """
     group = parallel.context_group()
     positions = torch.arange(tokens.shape[1], device=tokens.device).clamp(max=length - 1).expand(rows, -1)
@@ -121,7 +121,7 @@ def _forward_step(
 
 @contextmanager
 def inference(models: LiveModel) -> Iterator[None]:
-    """Evaluation mode on the model's own groups, without the prediction layers, which only serve the loss."""
+    """Run the block in evaluation mode on the model's groups, without the MTP layers."""
     chunks: list[GptModel] = list(models.chunks)
     parallel.activate_process_groups(chunks)
     modes = [(module, module.training) for module in models.chunks.modules()]
@@ -140,12 +140,12 @@ def inference(models: LiveModel) -> Iterator[None]:
             chunk.mtp_process = before
 
 
-def _everywhere(models: LiveModel, outputs: list[Tensor], shape: tuple[int, int, int]) -> Tensor:
-    """The last stage's logits, gathered over tensor and context ranks, on all pipeline ranks."""
+def _broadcast_logits(models: LiveModel, outputs: list[Tensor], shape: tuple[int, int, int]) -> Tensor:
+    """Return the last stage's logits, gathered over tensor and context ranks, on all pipeline ranks."""
     group = parallel.pipeline_group()
     if group.rank() == group.size() - 1:
-        cut = models.config.num_labels is None  # scores are whole on every tensor rank
-        logits = torch.cat([_whole(output.float(), shape[2], cut=cut) for output in outputs])
+        cut = models.config.num_labels is None  # classification scores are replicated over tensor ranks
+        logits = torch.cat([_gather_logits(output.float(), shape[2], cut=cut) for output in outputs])
     else:
         logits = torch.empty(shape, device=platform.current_device())
     if group.size() > 1:
@@ -154,8 +154,8 @@ def _everywhere(models: LiveModel, outputs: list[Tensor], shape: tuple[int, int,
     return logits
 
 
-def _whole(logits: Tensor, vocab: int, *, cut: bool) -> Tensor:
-    """``[rows, seq, vocab]`` of one micro-batch from this rank's ``[rows, seq / cp, padded / tp]``."""
+def _gather_logits(logits: Tensor, vocab: int, *, cut: bool) -> Tensor:
+    """Gather ``[rows, seq, vocab]`` of one micro-batch from this rank's ``[rows, seq / cp, padded / tp]``."""
     if cut:
         logits = torch.cat(gathered(logits, parallel.tensor_group()), -1)[..., :vocab]
     context = parallel.context_group()
@@ -167,7 +167,7 @@ def _whole(logits: Tensor, vocab: int, *, cut: bool) -> Tensor:
 
 
 def gathered(x: Tensor, group: ProcessGroup) -> list[Tensor]:
-    """``x`` of every rank of ``group``."""
+    """Gather ``x`` of every rank of ``group``."""
     if group.size() == 1:
         return [x]
     x = x.contiguous()

@@ -1,7 +1,4 @@
-"""What saving and the forward pass need of a live model, so that neither knows the class that offers them.
-
-Nothing is implemented here.
-"""
+"""Protocol of a live model, for saving and forward passes in modules below `VirtualModels`."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +14,7 @@ from mca_models.megatron.types import MegatronConfig
 
 
 class LiveModel(Protocol):
-    """One rank's part of a model: `VirtualModels`, or anything with the same parts."""
+    """One rank's part of a model: `VirtualModels`, or any class with the same attributes."""
 
     config: McaModelConfig
     rank_context: RankContext
@@ -26,7 +23,7 @@ class LiveModel(Protocol):
     source: Path | None
 
     def local_params(self) -> Sequence[tuple[LocalParam, Tensor]]:
-        """Every parameter and saved buffer of this rank with its rule, second copies included."""
+        """Return every parameter and saved buffer of this rank with its rule, second copies included."""
 
     def canonical_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint names and this rank's pieces, without second copies of tied weights."""
+        """Yield checkpoint names and this rank's shards, without second copies of tied weights."""

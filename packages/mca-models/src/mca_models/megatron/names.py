@@ -1,4 +1,4 @@
-"""Which parameters a pipeline chunk of this process holds, and what its live modules call them.
+"""Parameters of a pipeline chunk on this rank, and their names in its live modules.
 
 Live names are generated from the rules of the family; none is parsed.
 """
@@ -27,12 +27,12 @@ Implementation = Literal["transformer_engine", "local"]
 
 @dataclass(frozen=True)
 class NamingScheme:
-    """How the live modules of this process name things.
+    """Names of parameters in the live modules of this process.
 
     Args:
-        implementation: Which layer spec they were built from.
-        grouped_experts: One module holds all experts of a rank (else one module for each).
-        mtp_layer: Megatron's name for the decoder layer inside a prediction layer.
+        implementation: Layer spec that they were built from.
+        grouped_experts: One module has all experts of a rank (else one module per expert).
+        mtp_layer: Megatron's name for the decoder layer inside an MTP layer.
     """
 
     implementation: Implementation
@@ -40,7 +40,7 @@ class NamingScheme:
     mtp_layer: str = MTP_LAYER
 
     def live(self, mca: str) -> str:
-        """The live form of the canonical name template ``mca``, its ``{layer}`` and ``{expert}`` kept."""
+        """Convert the canonical name template ``mca`` to its live form; ``{layer}`` and ``{expert}`` stay."""
         table = dict(LOCAL_NORMS) if self.implementation == "local" else {}
         table |= {} if self.grouped_experts else SEQUENTIAL_EXPERTS
         table |= renamed_mtp_layer(self.mtp_layer)
@@ -51,12 +51,12 @@ class NamingScheme:
 
 @dataclass(frozen=True)
 class LocalParam:
-    """A parameter that a chunk holds.
+    """Parameter of a chunk on this rank.
 
     Args:
         live: Its name in the live chunk.
         param: Its rule, with global layer and expert.
-        copy: A second copy of a parameter that another chunk, or another name, stands for: loaded, never saved.
+        copy: Second copy of a parameter with another chunk or name: loaded, never saved.
     """
 
     live: str
@@ -71,7 +71,7 @@ def chunk_params(
     coordinates: Coordinates,
     naming: NamingScheme,
 ) -> list[LocalParam]:
-    """Every parameter that the rank at ``coordinates`` holds of ``chunk``, in checkpoint order."""
+    """Return the parameters of ``chunk`` on the rank at ``coordinates``, in checkpoint order."""
     return list(_local_params(config, chunk, layout, coordinates, naming))
 
 

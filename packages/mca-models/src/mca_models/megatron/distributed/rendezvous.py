@@ -1,8 +1,9 @@
-"""Where ranks meet that torchrun started, and meet again when it starts them anew.
+"""Rendezvous of the ranks that torchrun started, also after a restart.
 
-torchrun's agent keeps one store for all attempts of a run. torch gives the ranks of a new attempt the keys of the one
-before, and with them the addresses of ranks that are gone (2.15 does under every rendezvous). torchrun's own count of
-restarts does not tell attempts apart: each node counts its own. So the ranks count here, in that store.
+torchrun's agent keeps one store for all restarts of a run. torch gives the ranks of a new attempt the keys of the
+previous one, and with them the addresses of ranks that are gone (2.15 does under every rendezvous backend).
+torchrun's restart count does not distinguish attempts, because each node counts its own. Therefore the ranks count
+attempts in that store.
 """
 
 import os
@@ -25,7 +26,7 @@ class Attempt:
 
     Args:
         number: 1 for the first.
-        store: What every attempt of the run sees.
+        store: The store that all attempts of the run share.
     """
 
     number: int
@@ -33,19 +34,19 @@ class Attempt:
 
 
 def has_kept_store() -> bool:
-    """Whether the launcher keeps a store from attempt to attempt."""
+    """Return whether the launcher keeps a store over restarts."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def join(backend: str, timeout: timedelta) -> Attempt | None:
-    """Starts the default process group of ranks that a launcher started; None: it does not start them anew.
+    """Start the default process group; return None if the launcher does not restart ranks.
 
     Args:
-        backend: Of torch.distributed.
-        timeout: How long ranks wait for each other.
+        backend: Backend of torch.distributed.
+        timeout: Time that ranks wait for each other.
 
     Raises:
-        McaError: The launcher has not said how they find each other.
+        McaError: The launcher's variables are missing.
     """
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -58,16 +59,17 @@ def join(backend: str, timeout: timedelta) -> Attempt | None:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(address, port, is_master=False, timeout=timeout)
     number = next_attempt(store, rank, size)
-    own = PrefixStore(f"{_KEYS}/{number}/ranks", store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
+    ranks = PrefixStore(f"{_KEYS}/{number}/ranks", store)
+    dist.init_process_group(backend, store=ranks, rank=rank, world_size=size, timeout=timeout)
     return Attempt(number, store)
 
 
 def next_attempt(store: "Store", rank: int, size: int) -> int:
-    """The number of the attempt that all ``size`` ranks are in; every rank calls this once in each.
+    """Return the number of the attempt that all ``size`` ranks join; every rank calls this once per attempt.
 
-    Rank 0 opens it, the others enter, and it holds when all are in. A rank that comes before its rank 0 may find the
-    last attempt: one that held it passes over, one that ended before all were in it leaves when the next is opened.
+    Rank 0 opens an attempt, the other ranks enter it, and it is formed once all are in. A rank that arrives before its
+    rank 0 may see the previous attempt: it skips one that was formed, and leaves one that never formed when the next
+    is opened.
     """
     if rank == 0:
         number = store.add(_COUNT, 1)

@@ -1,6 +1,6 @@
-"""Builds the GPT model of one virtual pipeline stage.
+"""Build the GPT model of one virtual pipeline stage.
 
-Its weights are not filled here (`fill`), and no process group is made.
+Its weights are filled in `fill`; process groups are made in `distributed.parallel`.
 """
 
 import torch
@@ -23,13 +23,13 @@ from mca_models.megatron.types import GptModel, MegatronConfig, WithBias
 def build_chunk(
     config: McaModelConfig, megatron: MegatronConfig, chunk: PipelineChunk, implementation: Implementation
 ) -> torch.nn.Module:
-    """Megatron's ``GPTModel`` for ``chunk``, its parameters not yet filled.
+    """Build Megatron's ``GPTModel`` for ``chunk``; its parameters are not filled.
 
     Args:
         config: The model, with the layout that is built.
         megatron: Its ``TransformerConfig``.
-        chunk: What the virtual stage holds.
-        implementation: Whose layers.
+        chunk: Contents of the virtual stage.
+        implementation: Layer implementation.
     """
     from megatron.core.models.gpt import GPTModel
 
@@ -74,7 +74,7 @@ def build_chunk(
 
 
 def _mask_padding(output_layer: torch.nn.Module, config: McaModelConfig) -> None:
-    """Sets the logits of padded vocabulary rows to the least number, so that softmax and loss ignore them."""
+    """Set the logits of padded vocabulary rows to the lowest number, so that softmax and loss ignore them."""
     group = parallel.tensor_group()
     padded = config.padded_vocab_size
     if padded == config.vocab_size:
@@ -94,22 +94,24 @@ def _mask_padding(output_layer: torch.nn.Module, config: McaModelConfig) -> None
 
 
 def _reject_megatron_mtp_loss(model: GptModel, args: tuple[object, ...], options: dict[str, object]) -> None:
-    """Before a chunk's forward on several context ranks: Megatron's own loss of prediction layers is not trained.
+    """Reject Megatron's MTP loss with context parallelism; a hook before a chunk's forward pass.
 
-    It is divided by each context rank's own tokens: since megatron-core 0.17 always, before that unless
+    Megatron divides it by the context rank's token count: since 0.17 always, before that unless
     ``calculate_per_token_loss`` is on.
     """
     divided = platform.megatron_version() >= FIXED_IN_0_17 or not model.config.calculate_per_token_loss
-    own = model.config.mtp_num_layers and "mca_prediction" not in vars(model)  # mca_train computes it
-    if divided and own and torch.is_grad_enabled() and options.get("labels") is not None:
+    megatron_loss = model.config.mtp_num_layers and "mca_prediction" not in vars(
+        model
+    )  # else mca_train computes it
+    if divided and megatron_loss and torch.is_grad_enabled() and options.get("labels") is not None:
         raise McaError(
-            "Megatron's own loss of prediction layers is wrong on several context ranks; train with McaTrainer, which "
-            "computes it, or set context_parallel_size to 1 or mtp_num_layers to 0"
+            "Megatron's MTP loss is wrong with context_parallel_size above 1; train with McaTrainer, which computes "
+            "it, or set context_parallel_size to 1 or mtp_num_layers to 0"
         )
 
 
 def live_tensors(model: torch.nn.Module, params: list[LocalParam]) -> dict[str, Tensor]:
-    """The chunk's tensors by live name, found to be exactly those that ``params`` names.
+    """Return the chunk's tensors by live name, after checking that they are exactly those of ``params``.
 
     Raises:
         McaError: A tensor has no rule, or a rule no tensor.

@@ -1,7 +1,7 @@
-"""Fills the live tensors of a model: from a checkpoint, or from a seed.
+"""Fill the live tensors of a model from a checkpoint or from a seed.
 
-Both ways give every layout the same model: a file's slices, or slices of whole parameters that are drawn from a
-generator of their own.
+Both give the same model on every layout: slices of a file, or slices of full parameters, each drawn from its own
+generator.
 """
 
 import math
@@ -27,7 +27,7 @@ from mca_models.weights import Param, Stage
 _NORMS = ("layernorm.weight", "layer_norm_weight", "norm.weight")
 
 _ONES = ("out_norm.weight", "dt_bias", "layer_scalar", "router_scale", "expert_scale", "k_norm_weight")
-"""Of gated delta nets and indexers, whose own norms are never zero-centred, and factors."""
+"""Norms of gated delta nets and indexers, which are never zero-centred, and factors."""
 
 _XIELU = {
     "alpha_p": math.log(math.expm1(0.8)),
@@ -35,23 +35,23 @@ _XIELU = {
     "beta": 0.5,
     "eps": -1e-6,
 }
-"""What an activation xIELU begins with, by its weights' names."""
+"""Initial weights of the activation xIELU by name."""
 
 _ZERO = ("bias",)
 _DECAY = "A_log"
 _AHEAD = 8
-"""Parameters that are drawn at once at most, as each of them is held whole in fp32."""
+"""Maximum number of parameters drawn at once, each as a full fp32 tensor."""
 
 
 def shard_rank_and_size(param: Param, layout: ParallelLayout, coordinates: Coordinates) -> tuple[int, int]:
-    """(rank, size) by which ``param`` is cut: etp for experts, else tp; (0, 1) if it is replicated."""
+    """Return (rank, size) of the sharding of ``param``: etp for experts, else tp; (0, 1) if replicated."""
     if param.shard.axis is None:
         return 0, 1
     return (coordinates.tp, layout.tp) if param.expert is None else (coordinates.etp, layout.etp)
 
 
 def is_first_replica(param: Param, coordinates: Coordinates) -> bool:
-    """Whether the rank at ``coordinates`` is the first of those that hold the same piece of ``param``."""
+    """Return whether the rank at ``coordinates`` is the first replica of its shard of ``param``."""
     if param.expert is not None:
         return coordinates.edp == 0 and (param.shard.axis is not None or coordinates.etp == 0)
     return (
@@ -60,7 +60,7 @@ def is_first_replica(param: Param, coordinates: Coordinates) -> bool:
 
 
 def full_shape(param: Param, live: Tensor, config: McaModelConfig) -> tuple[int, ...]:
-    """Shape of the whole parameter, without vocabulary padding."""
+    """Return the shape of the full parameter, without vocabulary padding."""
     shape = list(live.shape)
     if param.shard.axis is not None:
         shape[param.shard.axis] *= config.layout.tp if param.expert is None else config.layout.etp
@@ -70,7 +70,7 @@ def full_shape(param: Param, live: Tensor, config: McaModelConfig) -> tuple[int,
 
 
 def require_same_names(source: ModelSource, config: McaModelConfig, where: str) -> None:
-    """Raises unless the checkpoint has every parameter of a model, and no other.
+    """Raise unless the checkpoint has exactly the parameters of the model.
 
     Args:
         source: The checkpoint.
@@ -94,18 +94,18 @@ def from_source(
     growth: VocabularyGrowth | None = None,
     broadcast: bool = False,
 ) -> int:
-    """Copies each live tensor's slice out of the checkpoint, which is open and complete.
+    """Copy each live tensor's slice out of an open, complete checkpoint.
 
     Args:
         source: The checkpoint.
-        params: What to fill.
+        params: The tensors to fill.
         layout: The parallel sizes.
-        coordinates: Where this rank stands.
+        coordinates: This rank's coordinates.
         growth: The vocabulary rows that the checkpoint lacks.
-        broadcast: The first data-parallel replica reads and sends to the others; collective then.
+        broadcast: The first data-parallel replica reads and broadcasts; makes the call collective.
 
     Returns:
-        Bytes that this rank took out of the checkpoint.
+        Bytes that this rank read from the checkpoint.
     """
     known = stored_in(source)
     nbytes = 0
@@ -125,25 +125,25 @@ def from_source(
 
 
 def stored_in(source: ModelSource) -> Callable[[Param], Param]:
-    """From a parameter of a model to what a checkpoint stores of it."""
+    """Return a function from a model's parameter to the checkpoint's parameter."""
     by_name = {param.mca_name(): param for param in source.params}
     return lambda param: by_name[param.alias_of or param.mca_name()]
 
 
 def read_into(live: Tensor, source: ModelSource, stored: Param, cut: tuple[int, int]) -> None:
-    """Copies one piece of a parameter out of a checkpoint.
+    """Copy one shard of a parameter out of a checkpoint.
 
     Args:
-        live: Where it goes.
+        live: The tensor to fill.
         source: The checkpoint.
-        stored: The parameter, as it is stored.
-        cut: From `shard_rank_and_size`.
+        stored: The checkpoint's parameter.
+        cut: (rank, size) from `shard_rank_and_size`.
     """
     copy_finite(live, to_torch(read_shard(source, stored, *cut)), stored.mca_name())
 
 
 def _piece_bytes(source: ModelSource, param: Param, rank: int, size: int) -> int:
-    """What ``read_shard`` takes out of the files; an estimate for grown vocabularies."""
+    """Return the bytes that ``read_shard`` reads from the files; an estimate for grown vocabularies."""
     gather, parts = plan_shard(source, param, rank, size)
     return sum(move.run * move.repeat * parts[move.part].info.itemsize for move in gather.moves)
 
@@ -152,7 +152,7 @@ def _piece_bytes(source: ModelSource, param: Param, rank: int, size: int) -> int
 def from_seed(
     seed: int, params: Sequence[tuple[LocalParam, Tensor]], config: McaModelConfig, coordinates: Coordinates
 ) -> None:
-    """Draws each whole parameter as HF initialises it and keeps this rank's piece.
+    """Draw each full parameter as Hugging Face initialises it and keep this rank's shard.
 
     Matrices are normal with ``init_method_std``, norms one (zero if zero-centred), biases zero.
     """
@@ -167,10 +167,10 @@ def from_seed(
 def _draw_params(
     seed: int, params: Sequence[tuple[LocalParam, Tensor]], config: McaModelConfig
 ) -> Iterator[Tensor]:
-    """The whole parameters in their order.
+    """Yield the full parameters in order.
 
-    A generator draws in one thread, and always on the CPU: numbers of a GPU's depend on its kind, and replicas must
-    begin with the same. Each parameter has one of its own, so that as many are drawn at once as torch has threads.
+    Generators run on the CPU, because a GPU's numbers depend on its model and replicas must start equal. A generator
+    uses one thread; each parameter has its own generator, so that several are drawn at once.
     """
     shapes = [full_shape(item.param, live, config) for item, live in params]
     threads = min(torch.get_num_threads(), _AHEAD)
@@ -209,7 +209,7 @@ def _draw_param(seed: int, param: Param, shape: tuple[int, ...], config: McaMode
 
 
 def _state_space_start(seed: int, name: str, shape: tuple[int, ...]) -> Tensor | None:
-    """What belongs to the heads of a state space layer: steps in time of 0.001 to 0.1, and rates of decay."""
+    """Return initial values of Mamba's per-head parameters: time steps of 0.001 to 0.1, and decay rates."""
     if name.endswith("dt_bias"):
         drawn = torch.empty(shape).uniform_(0.0, 1.0, generator=seeded_generator(f"{seed}/{name}"))
         steps = (drawn * (math.log(0.1) - math.log(0.001)) + math.log(0.001)).exp()

@@ -14,7 +14,7 @@ from mca_models.megatron.types import MegatronConfig, Upstream
 
 
 def require_fp8_sizes(model: torch.nn.Module, megatron: MegatronConfig) -> None:
-    """Raises one error with all matrices of this rank that cannot be multiplied in fp8, if that is asked for."""
+    """Raise one error with all matrices of this rank that cannot be multiplied in fp8, if that is asked for."""
     if not megatron.fp8:
         return
     multiple = fp8_token_multiple(megatron.fp8, megatron.fp8_recipe)

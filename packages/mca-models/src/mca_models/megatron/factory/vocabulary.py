@@ -1,4 +1,4 @@
-"""More vocabulary rows than the checkpoint has, the same on every rank and layout.
+"""Vocabulary rows that the checkpoint lacks, the same on every rank and layout.
 
 A new row is the mean of the old rows plus noise: a tenth of the old rows' standard deviation, drawn for each column
 by a generator that depends on the seed and the parameter alone. Only the first rank reads all old rows, in blocks.
@@ -28,13 +28,13 @@ Statistics = dict[str, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class VocabularyGrowth:
-    """What the new rows are made of; the same on every rank.
+    """Sizes and statistics from which new rows are drawn; the same on every rank.
 
     Args:
         old: Rows of the checkpoint.
         new: Rows of the model.
-        seed: Of the noise.
-        statistics: Of each parameter over the vocabulary.
+        seed: Seed of the noise.
+        statistics: Mean and deviation of each parameter over the vocabulary.
     """
 
     old: int
@@ -43,7 +43,7 @@ class VocabularyGrowth:
     statistics: Statistics
 
     def rows(self, name: str) -> Tensor:
-        """All new rows of parameter ``name``: fp64 ``[new - old, hidden]``, or ``[new - old]`` of a bias on logits."""
+        """Draw all new rows of parameter ``name``: fp64 ``[new - old, hidden]``, or ``[new - old]`` of a logit bias."""
         mean, deviation = self.statistics[name]
         generator = seeded_generator(f"vocabulary/{self.seed}/{name}")
         noise = torch.randn(self.new - self.old, *mean.shape, generator=generator, dtype=torch.float64)
@@ -51,7 +51,7 @@ class VocabularyGrowth:
 
 
 def require_growth(old: int, new: int) -> None:
-    """Raises if ``new`` would drop rows."""
+    """Raise if ``new`` would drop rows."""
     if new < old:
         raise McaError(
             f"vocab_size {new} is less than the checkpoint's {old}; rows are only added: use {old} or more"
@@ -59,7 +59,7 @@ def require_growth(old: int, new: int) -> None:
 
 
 def plan_growth(source: ModelSource, new: int, seed: int) -> VocabularyGrowth:
-    """What it takes to grow ``source``'s vocabulary to ``new`` rows; collective."""
+    """Compute the statistics to grow ``source``'s vocabulary to ``new`` rows; collective."""
 
     def statistics() -> Statistics:
         return {param.mca_name(): _statistics(source, param) for param in source.params if param.vocab}
@@ -68,7 +68,7 @@ def plan_growth(source: ModelSource, new: int, seed: int) -> VocabularyGrowth:
 
 
 def _statistics(source: ModelSource, param: Param) -> tuple[Tensor, Tensor]:
-    """Of the rows, in two passes over blocks of them."""
+    """Compute mean and deviation of the rows, in two passes over blocks."""
     old = source.config.vocab_size
     mean: _Rows | float = 0.0
     squares: _Rows | float = 0.0
@@ -80,7 +80,7 @@ def _statistics(source: ModelSource, param: Param) -> tuple[Tensor, Tensor]:
 
 
 def _blocks(source: ModelSource, param: Param) -> Iterator[_Rows]:
-    """All old rows of ``param``."""
+    """Yield all old rows of ``param`` in blocks."""
     left = source.config.vocab_size
     for number in range(_BLOCKS):
         block = read_shard(source, param, number, _BLOCKS)[:left].astype(np.float64)
@@ -91,14 +91,14 @@ def _blocks(source: ModelSource, param: Param) -> Iterator[_Rows]:
 def grown_piece(
     source: ModelSource, param: Param, growth: VocabularyGrowth, live: Tensor, rank: int
 ) -> Tensor:
-    """The rows of ``param`` that the ``rank``-th tensor rank holds: old ones, new ones, then zeros.
+    """Return the rows of ``param`` on tensor rank ``rank``: old ones, new ones, then zeros.
 
     Args:
         source: The checkpoint.
         param: A parameter over the vocabulary, as stored.
         growth: From ``plan_growth``.
-        live: What the rows are for.
-        rank: Which cut; each has as many rows as ``live``.
+        live: The tensor to fill, which gives shape and dtype.
+        rank: Tensor rank; each has ``len(live)`` rows.
     """
     share = live.shape[0]
     first = rank * share

@@ -1,4 +1,4 @@
-"""What families need beyond Megatron's own layers, chosen by the fields of ``McaModelConfig``, never by name."""
+"""Model features beyond Megatron's layers, selected by fields of ``McaModelConfig``, never by the family's name."""
 
 from mca_models.megatron.families.chunk import finish, positions, rotary
 from mca_models.megatron.families.latent_moe import latent_projections

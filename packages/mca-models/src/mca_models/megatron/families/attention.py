@@ -1,4 +1,4 @@
-"""Attention whose queries, keys and values are clipped, or whose linears have biases where others have none."""
+"""Attention with clipped queries, keys and values, or with biases that differ from those of other linears."""
 
 from functools import cache
 
@@ -9,7 +9,7 @@ from mca_models.megatron.types import MegatronConfig
 
 @cache
 def with_clipped_qkv(attention: type, size: float) -> type:
-    """An attention class whose queries, keys and values are clipped to ``size``, after their norms, before the rope."""
+    """Return an attention class that clips queries, keys and values to ``size``, after their norms, before RoPE."""
 
     class ClippedQkv(attention):  # type: ignore[misc]
         """Megatron's attention."""
@@ -24,7 +24,7 @@ def with_clipped_qkv(attention: type, size: float) -> type:
 
 @cache
 def with_biases(attention: type, *, biased: bool) -> type:
-    """An attention class whose linears have biases or none, whatever those of the MLP have."""
+    """Return an attention class whose linears have biases or none, independent of the MLP's."""
 
     class AttentionBiases(attention):  # type: ignore[misc]
         """Megatron's attention."""

@@ -1,4 +1,4 @@
-"""Attention to the blocks of keys that an indexer chooses for each group of heads (MiniMax M3)."""
+"""Block-sparse attention to the key blocks that an indexer chooses for each group of heads (MiniMax M3)."""
 
 from functools import cache
 
@@ -14,7 +14,7 @@ from mca_models.megatron.types import MegatronConfig, MegatronModule
 
 
 class BlockSparseAttention(TopKSparseAttention):
-    """Core attention, in some layers to the keys that its ``indexer`` chooses by what the layer was given."""
+    """Core attention that, in sparse layers, attends to the keys its ``indexer`` chooses from the layer's input."""
 
     sizes: BlockSizes
     frequencies: Tensor
@@ -50,7 +50,7 @@ class BlockSparseAttention(TopKSparseAttention):
         return self.indexer.select(queries, keys, start)
 
     def _groups(self) -> slice:
-        """Those that this tensor rank has heads of."""
+        """Return the groups of this tensor rank's heads."""
         from megatron.core import parallel_state
 
         share = self.config.num_attention_heads // self.config.tensor_model_parallel_size
@@ -59,7 +59,7 @@ class BlockSparseAttention(TopKSparseAttention):
 
 
 def block_sparse_attention(config: McaModelConfig) -> type[BlockSparseAttention] | None:
-    """The core attention of a model whose indexer chooses blocks; None: it has none."""
+    """Return the core attention class of a model with a block indexer; None: it has none."""
     if (blocks := config.index_blocks) is None:
         return None
     sizes = BlockSizes(
@@ -73,18 +73,18 @@ def block_sparse_attention(config: McaModelConfig) -> type[BlockSparseAttention]
         offset=1.0 if config.layernorm_zero_centered_gamma else 0.0,
     )
     kinds = enumerate(config.layer_types or ())
-    facts = {
+    attributes = {
         "sizes": sizes,
         "frequencies": frequencies(config),
         "factor": attention_factor(config),
         "sparse": frozenset(layer for layer, kind in kinds if kind == "sparse_attention"),
     }
-    return type("BlockSparseAttention", (BlockSparseAttention,), facts)
+    return type("BlockSparseAttention", (BlockSparseAttention,), attributes)
 
 
 @cache
 def with_block_indexer(attention: type) -> type:
-    """Megatron's attention that passes its input on to its core attention."""
+    """Return an attention class that passes its input to its core attention."""
 
     class Indexed(attention):  # type: ignore[misc]
         """Attention."""
@@ -96,9 +96,9 @@ def with_block_indexer(attention: type) -> type:
 
         def _keep(self, linear: MegatronModule, args: tuple[Tensor, ...]) -> None:
             hidden = args[0].detach()
-            inside = getattr(linear, "layer_norm_weight", None)  # Transformer Engine's has the norm inside
-            if inside is not None:
-                weight = inside.detach().float() + linear.zero_centered_gamma
+            weight = getattr(linear, "layer_norm_weight", None)  # Transformer Engine fuses the norm
+            if weight is not None:
+                weight = weight.detach().float() + linear.zero_centered_gamma
                 hidden = rms_norm(hidden.float(), weight.shape, weight, linear.eps).to(hidden.dtype)
             self.core_attention.hidden = hidden
 

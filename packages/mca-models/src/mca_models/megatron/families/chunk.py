@@ -1,7 +1,4 @@
-"""What is changed on a built chunk rather than in its spec.
-
-Changes to the spec are made in `spec`.
-"""
+"""Changes to a built chunk; changes to its spec are in `spec`."""
 
 import torch
 from torch.distributed import ProcessGroup
@@ -34,7 +31,7 @@ from mca_models.megatron.types import GptModel
 
 
 def finish(model: GptModel, config: McaModelConfig) -> None:
-    """Adds norms and factors to a chunk, mends its experts and norms; before anything else looks at its logits."""
+    """Add norms and factors to a chunk, fix its experts and norms; runs before anything else hooks its logits."""
     add_post_norms(model, config)
     if config.qk_layernorm_after_rope:
         normalise_after_rope(model, config.no_rope_freq)
@@ -66,7 +63,7 @@ def finish(model: GptModel, config: McaModelConfig) -> None:
 
 
 def _add_to_layers(model: GptModel, config: McaModelConfig) -> None:
-    """What layers of a chunk take and give besides, in the order in which they do."""
+    """Add per-layer inputs and outputs to the layers of a chunk, in the order in which they apply."""
     if config.per_layer_input_size:
         add_per_layer_embeddings(model, config)
     if config.num_kv_shared_layers:
@@ -76,12 +73,12 @@ def _add_to_layers(model: GptModel, config: McaModelConfig) -> None:
 
 
 def positions(config: McaModelConfig) -> str:
-    """Megatron's ``position_embedding_type``."""
+    """Return Megatron's ``position_embedding_type``."""
     return "learned_absolute" if config.learned_positions else "none" if config.alibi else "rope"
 
 
 def rotary(config: McaModelConfig, cp_group: ProcessGroup) -> torch.nn.Module | None:
-    """The model's rotary embedding, None where nothing rotates, or Megatron's latent attention has its own."""
+    """Return the model's rotary embedding; None without RoPE and with MLA, whose attention has its own."""
     if isinstance(config, MlaMcaModelConfig) or positions(config) != "rope":
         return None
     if config.rotary_base_local is not None:

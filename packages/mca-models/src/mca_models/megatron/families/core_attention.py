@@ -1,4 +1,4 @@
-"""Which core attention a family needs that only ours computes: capped scores, chosen keys, ..."""
+"""Choice of mca's core attention for models whose attention no kernel computes: capped scores, top-k, ALiBi, ..."""
 
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.families.block_sparse_attention import block_sparse_attention
@@ -7,7 +7,7 @@ from mca_models.megatron.layers.attention import AttentionOptions, CoreAttention
 
 
 def custom_core_attention(config: McaModelConfig) -> type[CoreAttention] | None:
-    """The class that computes it; None where any kernel does."""
+    """Return the core attention class that the model needs; None if any kernel computes it."""
     if (chosen := dsa_attention(config) or block_sparse_attention(config)) is not None:
         return chosen
     temperature, skips = config.attn_temperature, config.no_rope_freq
@@ -27,4 +27,4 @@ def custom_core_attention(config: McaModelConfig) -> type[CoreAttention] | None:
     )
     if options != AttentionOptions():
         return attention_with_options(options)
-    return CoreAttention if any(own.value_width != own.kv_channels for own in config.kinds()) else None
+    return CoreAttention if any(kind.value_width != kind.kv_channels for kind in config.kinds()) else None

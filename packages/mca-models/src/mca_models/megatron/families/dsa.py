@@ -1,4 +1,4 @@
-"""Latent attention to the keys that an indexer chooses one by one (DeepSeek V3.2, GLM 5)."""
+"""DeepSeek Sparse Attention (DSA): MLA to the keys that an indexer chooses (DeepSeek V3.2, GLM 5)."""
 
 from functools import cache
 
@@ -13,7 +13,7 @@ from mca_models.megatron.types import MegatronConfig, MegatronModule
 
 
 class DsaAttention(TopKSparseAttention):
-    """Core attention whose queries see the keys that its ``indexer`` chooses, by what the layer was given."""
+    """Core attention to the keys that its ``indexer`` chooses from the layer's input."""
 
     sizes: DsaSizes
     frequencies: Tensor
@@ -40,7 +40,7 @@ class DsaAttention(TopKSparseAttention):
 
 
 def dsa_attention(config: McaModelConfig) -> type[DsaAttention] | None:
-    """The core attention of a model with an indexer; None: it has none."""
+    """Return the core attention class of a model with an indexer; None: it has none."""
     if not isinstance(config, MlaMcaModelConfig) or config.index_topk is None:
         return None
     sizes = DsaSizes(
@@ -57,25 +57,25 @@ def dsa_attention(config: McaModelConfig) -> type[DsaAttention] | None:
 
 @cache
 def with_indexer(attention: type) -> type:
-    """Megatron's latent attention that passes its inputs on to its core attention."""
+    """Return an MLA class that passes its inputs to its core attention."""
 
     class Indexed(attention):  # type: ignore[misc]
-        """Latent attention."""
+        """MLA with an indexer."""
 
         def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, **kwargs)
             self.linear_q_up_proj.register_forward_pre_hook(self._keep)
 
         def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> MegatronModule:
-            """See Megatron's attention."""
+            """Save the input for the indexer, then call Megatron's attention."""
             self.core_attention.hidden = hidden_states
             return super().forward(hidden_states, *args, **kwargs)
 
         def _keep(self, linear: MegatronModule, args: tuple[Tensor, ...]) -> None:
             compressed = args[0].detach()
-            inside = getattr(linear, "layer_norm_weight", None)  # Transformer Engine's has the norm inside
-            if inside is not None:
-                normal = rms_norm(compressed.float(), inside.shape, inside.detach().float(), linear.eps)
+            weight = getattr(linear, "layer_norm_weight", None)  # Transformer Engine fuses the norm
+            if weight is not None:
+                normal = rms_norm(compressed.float(), weight.shape, weight.detach().float(), linear.eps)
                 compressed = normal.to(compressed.dtype)
             self.core_attention.compressed = compressed
 

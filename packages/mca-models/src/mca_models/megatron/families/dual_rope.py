@@ -1,7 +1,7 @@
-"""Layers with a sliding window rotate in a way of their own (Gemma 3, OLMo 3).
+"""Two RoPEs in one model: sliding-window layers have their own base (Gemma 3, OLMo 3).
 
-Megatron computes one rotation for all layers and hands it through. Here both are handed through, side by side on
-the last axis, and each layer's attention takes its own.
+Megatron computes one rotation for all layers and passes it through. Here both are concatenated on the last axis, and
+each layer's attention takes its own.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ _SLIDING = "sliding_attention"
 
 
 class DualRope(torch.nn.Module):
-    """The rotation of full layers and that of layers with a window, ``[seq, 1, 1, channels of both]``."""
+    """Rotations of full-attention and of sliding-window layers, ``[seq, 1, 1, channels of both]``."""
 
     def __init__(self, config: McaModelConfig, cp_group: ProcessGroup) -> None:
         super().__init__()
@@ -28,17 +28,17 @@ class DualRope(torch.nn.Module):
         self.local: MegatronModule = rotary_module(sliding, cp_group)
 
     def get_rotary_seq_len(self, *args: object, **kwargs: object) -> int:
-        """See Megatron's ``RotaryEmbedding``."""
+        """Return the sequence length, as Megatron's ``RotaryEmbedding`` does."""
         length: int = self.full.get_rotary_seq_len(*args, **kwargs)
         return length
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
-        """See Megatron's ``RotaryEmbedding``."""
+        """Return both rotations; arguments as for Megatron's ``RotaryEmbedding``."""
         return torch.cat([self.full(*args, **kwargs), self.local(*args, **kwargs)], -1)
 
 
 def _layer_kind_configs(config: McaModelConfig) -> tuple[McaModelConfig, McaModelConfig]:
-    """The model as full layers are, and as those with a window are, which have an unscaled rope."""
+    """Return the configuration of full-attention layers and of sliding-window ones, which have an unscaled RoPE."""
     full, sliding = (
         replace(config, of_kind=None, **(config.of_kind or {}).get(kind, {}))
         for kind in ("full_attention", _SLIDING)
@@ -49,24 +49,24 @@ def _layer_kind_configs(config: McaModelConfig) -> tuple[McaModelConfig, McaMode
 
 
 def rope_widths(config: McaModelConfig) -> tuple[int, int]:
-    """Channels of a head that are rotated in full layers, and in layers with a window."""
+    """Return the rotated channels of a head in full-attention and in sliding-window layers."""
     full, sliding = _layer_kind_configs(config)
     return rotary_dim(full), rotary_dim(sliding)
 
 
 @cache
 def with_layer_rope(attention: type, kinds: tuple[str, ...], factor: float, widths: tuple[int, int]) -> type:
-    """An attention class whose layers take one of two ropes.
+    """Return an attention class whose layers take one of the two RoPEs.
 
     Args:
         attention: Megatron's class.
-        kinds: HF's kind of each decoder layer.
-        factor: On cosine and sine in full layers (yarn's): scores grow by its square.
-        widths: Rotated channels in full layers, and in layers with a window.
+        kinds: HF's ``layer_types``.
+        factor: Yarn's factor on cosine and sine in full-attention layers; scores grow by its square.
+        widths: Rotated channels in full-attention and in sliding-window layers.
     """
 
     class LayerRope(attention):  # type: ignore[misc]
-        """Attention that picks its rope by the layer's kind."""
+        """Attention that selects its RoPE by the layer's type."""
 
         def __init__(
             self, config: MegatronConfig, *args: object, layer_number: int, **kwargs: object
@@ -80,11 +80,11 @@ def with_layer_rope(attention: type, kinds: tuple[str, ...], factor: float, widt
         def forward(
             self, *args: object, rotary_pos_emb: Tensor | None = None, **kwargs: object
         ) -> MegatronModule:
-            """See Megatron's attention."""
+            """Select the layer's rotation, then call Megatron's attention."""
             if rotary_pos_emb is not None:
                 full, local = rotary_pos_emb.split(widths, -1)
-                own = local if kinds[self.layer_number - 1] == _SLIDING else full
-                rotary_pos_emb = own.contiguous()  # fused kernels read it without strides
+                rotation = local if kinds[self.layer_number - 1] == _SLIDING else full
+                rotary_pos_emb = rotation.contiguous()  # fused kernels read it without strides
             return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
 
     return LayerRope

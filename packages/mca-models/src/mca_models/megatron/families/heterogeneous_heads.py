@@ -1,4 +1,4 @@
-"""Attention with other heads than Megatron's: by kind of layer, values narrower than keys, or made of the keys."""
+"""Attention heads that differ by layer, have values narrower than keys, or reuse keys as values."""
 
 import copy
 import dataclasses
@@ -16,16 +16,16 @@ _BY_LAYER = ("num_query_groups", "kv_channels", "softmax_type", "softmax_scale")
 
 @dataclasses.dataclass(frozen=True)
 class HeadSettings:
-    """What one layer's attention makes of its input.
+    """Attention heads of one layer.
 
     Args:
-        settings: Of Megatron's configuration, in the order of ``_BY_LAYER``.
-        values: Channels of a head's values.
+        settings: Values of Megatron's settings in the order of ``_BY_LAYER``.
+        values: Channels of a value head.
         values_are_keys: The values are the keys before their norm.
-        norm: The epsilon of the values' norm; None: they have none.
+        norm: Epsilon of the values' norm; None: no norm.
         scale: Factor on values.
-        reuses_kv: Keys and values are another layer's (see `shared_keys`).
-        shares_kv: They are another layer's too.
+        reuses_kv: Uses keys and values of an earlier layer (see `shared_kv`).
+        shares_kv: Later layers use this layer's keys and values.
     """
 
     settings: tuple[object, ...]
@@ -38,7 +38,7 @@ class HeadSettings:
 
 
 def heads_by_layer(config: McaModelConfig) -> tuple[HeadSettings, ...]:
-    """Those of every decoder layer."""
+    """Return the head settings of every decoder layer."""
     sources = {config.kv_source_layer(layer) for layer in range(config.num_layers)}
     return tuple(
         HeadSettings(
@@ -56,7 +56,7 @@ def heads_by_layer(config: McaModelConfig) -> tuple[HeadSettings, ...]:
 
 @cache
 def with_heterogeneous_heads(attention: type, by_layer: tuple[HeadSettings, ...]) -> type:
-    """An attention class with the heads of its layer.
+    """Return an attention class with the heads of its layer.
 
     Args:
         attention: Megatron's class.
@@ -64,7 +64,7 @@ def with_heterogeneous_heads(attention: type, by_layer: tuple[HeadSettings, ...]
     """
 
     class HeterogeneousHeads(attention):  # type: ignore[misc]
-        """Attention that splits its projection by itself."""
+        """Attention that splits its QKV projection by the layer's settings."""
 
         def __init__(
             self, config: MegatronConfig, submodules: Spec, layer_number: int, **kwargs: object
@@ -91,7 +91,7 @@ def with_heterogeneous_heads(attention: type, by_layer: tuple[HeadSettings, ...]
             self.reused_kv: tuple[Tensor, Tensor] | None = None
 
         def qkv_group_rows(self) -> list[int]:
-            """Rows of ``linear_qkv`` that are the queries, keys and values of each group; one number: queries alone."""
+            """Return the rows of ``linear_qkv`` per group for queries, keys and values; one number: queries only."""
             width = self.config.kv_channels
             queries = self.num_attention_heads_per_partition // self.num_query_groups_per_partition * width
             if self.heads.reuses_kv:
@@ -101,7 +101,7 @@ def with_heterogeneous_heads(attention: type, by_layer: tuple[HeadSettings, ...]
         def get_query_key_value_tensors(
             self, hidden_states: Tensor, *args: object, **kwargs: object
         ) -> tuple[Tensor, Tensor, Tensor]:
-            """Queries, keys and values, ``[s, b, heads of this rank, channels]``."""
+            """Return queries, keys and values, ``[s, b, heads of this rank, channels]``."""
             mixed, _ = self.linear_qkv(hidden_states)
             groups, width = self.num_query_groups_per_partition, self.config.kv_channels
             if self.heads.reuses_kv:
@@ -131,7 +131,7 @@ def _normal(norm: MegatronModule | None, x: Tensor) -> Tensor:
 
 @cache
 def sized(linear: type, *, rows: int | None = None, columns: int | None = None) -> type:
-    """A linear's class with so many rows or columns, whatever it is asked for."""
+    """Return a linear class with fixed numbers of rows or columns."""
 
     class Sized(linear):  # type: ignore[misc]
         """Megatron's linear."""

@@ -1,9 +1,10 @@
-"""From the pixels of a micro-batch to the features of its placeholders, each image on one of the ranks that need it.
+"""Image features of a micro-batch, each image computed by one of the ranks that need it.
 
-Tensor and context ranks of the first stage all need the features of all images. So images are dealt to them, the
-largest first to whoever has least; each rank computes its own, and all get all. Backward, a rank gets the gradients of
-its own images' features, summed over the ranks: each rank's tokens have a part of them, or, on tensor ranks without
-sequence parallelism, each has the whole, and Megatron averages the vision model's gradients over those.
+All tensor and context ranks of the first stage need the features of all images. Images are distributed over these
+ranks, the largest first to the rank with the least load; each rank computes its images, and all gather the features.
+In the backward pass a rank gets the gradients of its images' features, summed over the ranks. Each rank's tokens hold a
+part of them; on tensor ranks without sequence parallelism each rank holds the full gradient, and Megatron averages the
+vision model's gradients over those.
 """
 
 from collections.abc import Sequence
@@ -23,9 +24,9 @@ class _Image:
     """One image, or one tile.
 
     Args:
-        arguments: What the vision model takes of it.
-        load: How much there is to compute.
-        rows: Of its features.
+        arguments: Arguments of the vision model.
+        load: Number of patches to compute.
+        rows: Number of rows of its features.
     """
 
     arguments: JsonObject
@@ -36,15 +37,15 @@ class _Image:
 def compute_image_features(
     vision: HfModel, images: JsonObject, config: McaModelConfig, trained: Sequence[torch.nn.Parameter]
 ) -> tuple[Tensor, list[Tensor]]:
-    """The features of all images one after the other ``[rows, hidden]``, and those of inner layers.
+    """Compute the features of all images ``[rows, hidden]``, and those of inner layers.
 
     Collective over the tensor and context ranks, if there are several images.
 
     Args:
-        vision: The model's.
-        images: What it takes, by name.
-        config: Of the model.
-        trained: Its parameters that get gradients.
+        vision: The vision model.
+        images: Its arguments by name.
+        config: Configuration of the model.
+        trained: Parameters of the vision model that get gradients.
     """
     from megatron.core.parallel_state import get_tensor_and_context_parallel_group
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -57,19 +58,19 @@ def compute_image_features(
         owners = assign_images([image.load for image in separate], group.size())
         local = [image for image, owner in zip(separate, owners, strict=True) if owner == group.rank()]
         if local:
-            # ranks drop other numbers of values, and stay alike elsewhere
+            # each rank draws its own dropout; the shared random state stays equal on all ranks
             with get_cuda_rng_tracker().fork():
                 mine = _run_vision(vision, _concatenate([image.arguments for image in local]))
         else:
             mine = empty_features(vision, config, trained)
         rows_by_rank = _feature_rows([image.rows for image in separate], owners, group.size(), mine.device)
         features = _GatherFeatures.apply(mine, rows_by_rank, group)
-    found = features.split(config.hidden_size, 1)
-    return found[0], list(found[1:])
+    parts = features.split(config.hidden_size, 1)
+    return parts[0], list(parts[1:])
 
 
 def assign_images(loads: Sequence[int], ranks: int) -> list[int]:
-    """Which rank computes which image, so that the busiest has little more than its share."""
+    """Return the rank of each image so that the loads are balanced."""
     busy, owners = [0] * ranks, [0] * len(loads)
     for number in sorted(range(len(loads)), key=lambda each: -loads[each]):
         owners[number] = busy.index(min(busy))
@@ -104,13 +105,13 @@ def _concatenate(arguments: Sequence[JsonObject]) -> JsonObject:
 
 
 def _run_vision(vision: HfModel, images: JsonObject) -> Tensor:
-    """``[rows, hidden * (1 + inner layers)]``."""
-    found = vision.get_image_features(**images, return_dict=True)
-    inner = getattr(found, "deepstack_features", None) or ()
-    return torch.cat([_one_after_the_other(each) for each in (found.pooler_output, *inner)], 1)
+    """Return ``[rows, hidden * (1 + inner layers)]``."""
+    output = vision.get_image_features(**images, return_dict=True)
+    inner = getattr(output, "deepstack_features", None) or ()
+    return torch.cat([_flatten(each) for each in (output.pooler_output, *inner)], 1)
 
 
-def _one_after_the_other(features: Tensor | Sequence[Tensor]) -> Tensor:
+def _flatten(features: Tensor | Sequence[Tensor]) -> Tensor:
     whole = (
         features if isinstance(features, Tensor) else torch.cat([each.flatten(0, -2) for each in features])
     )
@@ -118,23 +119,23 @@ def _one_after_the_other(features: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def empty_features(vision: HfModel, config: McaModelConfig, trained: Sequence[torch.nn.Parameter]) -> Tensor:
-    """What there is without an image ``[0, hidden * (1 + inner layers)]``; it depends on ``trained`` in name only.
+    """Return features without images ``[0, hidden * (1 + inner layers)]`` that depend on ``trained``.
 
-    Megatron reduces the gradients of a bucket once all of them are there, and stops where some never come: who computes
-    no image has to give them too, at the same place of the backward pass as who does.
+    Megatron reduces the gradients of a bucket once all of them are ready, and hangs if some never are. Therefore a rank
+    without images must produce gradients too, at the same point of the backward pass as other ranks.
     """
     parameter: Tensor = next(vision.parameters())
     none = parameter.new_zeros(0, config.hidden_size * (1 + config.deepstack_layers))
     if not (trained and torch.is_grad_enabled()):
         return none
-    taking_part: Tensor = ZeroGradients.apply(none, *trained)
-    return taking_part
+    connected: Tensor = ZeroGradients.apply(none, *trained)
+    return connected
 
 
 def _feature_rows(
     rows: Sequence[int], owners: Sequence[int], ranks: int, device: torch.device
 ) -> list[Tensor]:
-    """For each rank the rows of all features that its own ones are; made on ``device``, so that nobody waits."""
+    """Return the rows of each rank's features, made on ``device`` to avoid a synchronisation."""
     found: list[list[Tensor]] = [[] for _ in range(ranks)]
     start = 0
     for count, owner in zip(rows, owners, strict=True):
@@ -144,11 +145,10 @@ def _feature_rows(
 
 
 class _GatherFeatures(torch.autograd.Function):
-    """The features of all ranks, from one's own."""
+    """All ranks' features, gathered from this rank's."""
 
     @staticmethod
     def forward(ctx: Upstream, local: Tensor, rows_by_rank: list[Tensor], group: ProcessGroup) -> Tensor:
-        """See torch."""
         ctx.group, ctx.local = group, rows_by_rank[group.rank()]
         most = max(len(some) for some in rows_by_rank)
         padded = local.new_zeros(most, local.shape[1])
@@ -162,24 +162,23 @@ class _GatherFeatures(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Upstream, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """See torch."""
         whole = gradient.contiguous()
         torch.distributed.all_reduce(whole, group=ctx.group)
         return whole[ctx.local], None, None
 
 
 class ZeroGradients(torch.autograd.Function):
-    """Its first argument; the others get gradients of zero."""
+    """Identity of its first argument; the others get gradients of zero."""
 
     @staticmethod
     def forward(ctx: Upstream, output: Tensor, *parameters: Tensor) -> Tensor:
-        """See torch."""
+        """Return a view of ``output``."""
         ctx.shapes = [(each.shape, each.dtype, each.device) for each in parameters]
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Upstream, gradient: Tensor) -> tuple[Tensor, ...]:
-        """See torch."""
+        """Pass ``gradient`` on, and return zeros for the parameters."""
         zeros = (
             torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.shapes
         )

@@ -1,10 +1,10 @@
 """Images of a micro-batch: from pixels to the embeddings of their placeholders.
 
-A chunk of a model with vision takes arguments beside Megatron's: ``images`` (what the vision model takes, by name),
-``feature_rows`` (``[b, s]``: of which feature a token is the placeholder, or -1); as ``position_ids`` the three
-positions of each token; ``attention_ends``, where images attend both ways (``[b, s]``: how many tokens of its sequence
-there are up to the last that a token sees). Only the first stage needs the first two. Nobody counts here: rows
-say what goes where, and are cut as the tokens are.
+A chunk of a vision-language model takes arguments in addition to Megatron's: ``images`` (arguments of the vision
+model by name), ``feature_rows`` (``[b, s]``: the feature row of each placeholder, or -1), as ``position_ids`` the
+three positions of each token, and ``attention_ends`` with bidirectional images (``[b, s]``: how many tokens of its
+sequence there are up to the last that a token attends to). Only the first stage needs the first two. Rows say which
+feature goes where, and are sharded as the tokens are.
 """
 
 import torch
@@ -22,7 +22,7 @@ Arguments = tuple[object, ...]
 
 
 def accept_images(model: GptModel, config: McaModelConfig) -> None:
-    """Makes a chunk understand the arguments that images bring."""
+    """Add hooks to a chunk for the arguments of images."""
     if config.vision is None:
         return
     inputs = _ImageInputs(model, config)
@@ -37,10 +37,10 @@ def accept_images(model: GptModel, config: McaModelConfig) -> None:
 
 
 def mark_replicated_gradient(parameter: Upstream, *, sequence_parallel: bool) -> None:
-    """Tells Megatron how a replicated parameter's gradient comes together.
+    """Mark how Megatron combines a replicated parameter's gradient over tensor ranks.
 
-    With sequence parallelism each tensor rank has the gradient of its own tokens: they are summed. Without, each has
-    the whole one: they are averaged, so that rounding does not drive the copies apart.
+    With sequence parallelism each tensor rank has the gradient of its tokens: they are summed. Without it, each has the
+    full gradient: they are averaged, so that rounding does not let the copies diverge.
     """
     if sequence_parallel:
         parameter.sequence_parallel = True
@@ -49,7 +49,7 @@ def mark_replicated_gradient(parameter: Upstream, *, sequence_parallel: bool) ->
 
 
 class _ImageInputs:
-    """What one chunk does with the images of the micro-batch that it computes."""
+    """Hooks of one chunk for the images of the running micro-batch."""
 
     def __init__(self, model: GptModel, config: McaModelConfig) -> None:
         self._config = config
@@ -61,11 +61,11 @@ class _ImageInputs:
     def before_chunk(
         self, model: GptModel, args: Arguments, kwargs: JsonObject
     ) -> tuple[Arguments, JsonObject]:
-        """Runs the vision model and hands on what Megatron understands."""
+        """Run the vision model and pass on arguments that Megatron understands."""
         kwargs = dict(kwargs)
         images, rows = kwargs.pop("images", None), kwargs.pop("feature_rows", None)
         ends = kwargs.pop("attention_ends", None)
-        if image_reach(self._config):  # the way to the core attention, through recomputation too
+        if image_reach(self._config):  # reaches the core attention, also with recomputation
             args, kwargs = args[:2], {**kwargs, "attention_mask": ends}
         positions = kwargs.get("position_ids")
         if (
@@ -78,7 +78,7 @@ class _ImageInputs:
             return args, kwargs
         trained = self._trained()
         if images is None:
-            if trained and torch.is_grad_enabled():  # the same way to the embeddings, with nothing on it
+            if trained and torch.is_grad_enabled():  # the same graph up to the embeddings, without features
                 self._features = empty_features(model.vision_model, self._config, trained)
             return args, kwargs
         if problems := image_problems(self._config, self._config.layout, model.config):
@@ -93,7 +93,7 @@ class _ImageInputs:
         return args, kwargs
 
     def after_embedding(self, embedding: MegatronModule, args: Arguments, output: Tensor) -> Tensor:
-        """Exchanges the embeddings of placeholders ``[s, b, hidden]``."""
+        """Replace the embeddings of placeholders ``[s, b, hidden]``."""
         features, rows = self._features, self._rows
         self._features = self._rows = None
         if features is None:
@@ -108,7 +108,7 @@ class _ImageInputs:
         return [parameter for parameter in parameters if parameter.requires_grad]
 
     def _local(self, rows: Tensor) -> Tensor:
-        """``[s, b]``, with sequence parallelism this tensor rank's part of it."""
+        """Return ``[s, b]``, with sequence parallelism this tensor rank's part."""
         local = rows.transpose(0, 1).contiguous()
         if not self._sequence_parallel:
             return local
@@ -120,16 +120,16 @@ class _ImageInputs:
 
 
 def _scatter_features(features: Tensor, rows: Tensor) -> Tensor:
-    """``[s, b, hidden]``: each token's feature, zeros where it has none."""
+    """Return ``[s, b, hidden]``: each token's feature, zeros without one."""
     none = features.new_zeros(1, features.shape[-1])
     return torch.cat([none, features])[rows + 1]
 
 
 def _with_inner_features(number: int) -> Upstream:
-    """A hook that adds the features of an inner layer to what a decoder layer gives.
+    """Return a hook that adds the features of an inner layer to the output of a decoder layer.
 
-    They come as the block's ``context``, which Megatron hands through its layers and through recomputation, so that
-    each micro-batch in flight has its own.
+    They are passed as the block's ``context``, which Megatron passes through its layers and through recomputation, so
+    that each micro-batch in flight has its own.
     """
 
     def add(

@@ -1,4 +1,4 @@
-"""Kimi's delta attention: a gated delta net in which each channel of a key fades by itself, with gates of low rank."""
+"""Kimi Delta Attention: a gated delta net with per-channel decay and low-rank gates."""
 
 import math
 from functools import cache
@@ -31,7 +31,7 @@ _PARTS = ["query", "key", "value", "beta"]
 
 
 def kimi_delta_spec(implementation: Implementation) -> Spec:
-    """The spec of such a block."""
+    """Return the spec of a Kimi Delta Attention block."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     if implementation == "transformer_engine":
@@ -44,7 +44,7 @@ def kimi_delta_spec(implementation: Implementation) -> Spec:
 
 
 def set_no_rope(model: GptModel, config: McaModelConfig) -> None:
-    """Has the latent attention of a chunk turn nothing in layers without a rope."""
+    """Disable the rotation of MLA in a chunk's layers without RoPE."""
     without = config.no_rope_freq or (0,) * config.num_layers
     for layer in model.decoder.layers:
         rope = getattr(layer.self_attention, "rotary_pos_emb", None)
@@ -66,9 +66,13 @@ def _sharded_state(
         "tp_group": block.groups.tp,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    own: ShardedState = {"A_log": block.A_log, "dt_bias": block.dt_bias, "conv1d.weight": block.conv1d.weight}
+    tensors: ShardedState = {
+        "A_log": block.A_log,
+        "dt_bias": block.dt_bias,
+        "conv1d.weight": block.conv1d.weight,
+    }
     state: ShardedState = make_sharded_tensors_for_checkpoint(
-        own, prefix, dict.fromkeys(own, 0), offsets, **groups
+        tensors, prefix, dict.fromkeys(tensors, 0), offsets, **groups
     )
     for name, module in block.named_children():
         if name != "conv1d":
@@ -83,7 +87,7 @@ def _sharded_state(
 
 
 class KimiDeltaAttention(torch.nn.Module):
-    """The block; its norm stands before it, in the layer. `_module` makes it one of Megatron's modules."""
+    """Kimi Delta Attention without its input norm, which is in the layer; `_module` mixes in ``MegatronModule``."""
 
     column: ClassVar[Typed]
     row: ClassVar[Typed]
@@ -141,7 +145,7 @@ class KimiDeltaAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams = None,
         **_: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """``[s / cp, b, hidden]`` to the same; all other arguments of an attention are of no consequence."""
+        """Map ``[s / cp, b, hidden]`` to the same shape; other arguments of an attention are ignored."""
         projected, _ = self.in_proj(hidden_states)
         down, _ = self.gates_down(hidden_states)
         fade, gate = (up(x)[0] for up, x in zip((self.fade_up, self.gate_up), down.chunk(2, -1), strict=True))
@@ -150,7 +154,7 @@ class KimiDeltaAttention(torch.nn.Module):
         return self.out_proj(out)  # type: ignore[no-any-return]
 
     def _sequence(self, mixed: Tensor) -> Tensor:
-        """One whole sequence ``[s, b, q k v b fade gate]`` to normalised, gated values ``[s, b, v]``."""
+        """Map projections ``[s, b, q k v b fade gate]`` of one sequence to normalised, gated values ``[s, b, v]``."""
         share = self.heads * self.width
         qkv, beta, fade, gate = mixed.split([3 * share, self.heads, share, share], -1)
         qkv = self.conv1d(qkv.permute(1, 2, 0)).transpose(1, 2)
@@ -168,7 +172,7 @@ class KimiDeltaAttention(torch.nn.Module):
         sharded_offsets: tuple[object, ...] = (),
         metadata: ShardedState | None = None,
     ) -> ShardedState:
-        """For Megatron's distributed checkpoint: the parts of the projection and the convolution one by one."""
+        """Return the sharded state; fused projection and convolution are split into their parts."""
         return _sharded_state(self, prefix, sharded_offsets, metadata)
 
 

@@ -1,6 +1,6 @@
-"""Experts that take a projection of the hidden states: Megatron's, which asks for Transformer Engine's linear.
+"""Latent MoE: experts on a projection of the hidden states. Megatron's needs Transformer Engine's linear.
 
-Where local layers are built, ours stands there in its place.
+For local layers ``ReplicatedLinear`` replaces that linear.
 """
 
 import sys
@@ -15,7 +15,7 @@ from mca_models.megatron.types import Upstream
 
 @contextmanager
 def latent_projections(config: McaModelConfig, implementation: Implementation) -> Iterator[None]:
-    """A block in which Megatron builds local expert layers that project their inputs."""
+    """Make Megatron build local MoE layers with latent projections, in this block."""
     from megatron.core.transformer.moe import moe_layer
 
     if config.moe_latent_size is None or implementation == "transformer_engine":

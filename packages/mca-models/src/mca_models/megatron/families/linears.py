@@ -1,14 +1,14 @@
-"""The linear layers of a block that stands in the place of attention."""
+"""Linear layers of a block that replaces attention."""
 
 from mca_models.megatron.names import Implementation
 
 
 def normed_linears(implementation: Implementation, *, norm: bool = True) -> tuple[type, type]:
-    """The first, which is cut by columns, and the last, cut by rows.
+    """Return the classes of the first linear, column-parallel, and of the last, row-parallel.
 
     Args:
-        implementation: Whose they are.
-        norm: The first brings the norm before it if it can.
+        implementation: Layer implementation.
+        norm: Fuse the norm into the first linear if the implementation can.
     """
     if implementation == "transformer_engine":
         from megatron.core.extensions.transformer_engine import (

@@ -1,7 +1,7 @@
-"""Experts beside a dense MLP (Gemma 4), each after norms of its own and with a norm behind it.
+"""MoE layer parallel to a dense MLP (Gemma 4), each with its own norms before and after it.
 
-Megatron's expert layer computes both, the MLP as a shared expert. The layer's own norm before them is taken out: the
-router too looks at what was not normalised yet.
+Megatron's MoE layer computes both, the MLP as a shared expert. The norm before the layer is removed, because the router
+reads the input without it.
 """
 
 from functools import cache
@@ -16,10 +16,10 @@ from mca_models.megatron.types import MarkedParameter, MegatronConfig
 
 @cache
 def with_dense_mlp(expert_layer: type) -> type:
-    """Megatron's expert layer with such norms, and a router with weights on its input and on the chosen experts."""
+    """Return an MoE layer class with these norms, and with router scales on its input and on the chosen experts."""
 
     class MoEWithDenseMlp(expert_layer):  # type: ignore[misc]
-        """What a layer adds up of its MLP and its experts."""
+        """Sum of a dense MLP and routed experts."""
 
         def __init__(self, config: MegatronConfig, *args: object, **kwargs: object) -> None:
             super().__init__(config, *args, **kwargs)
@@ -27,32 +27,34 @@ def with_dense_mlp(expert_layer: type) -> type:
             self.dense_layernorm, self.dense_post_layernorm = _norms(config)
             self.experts_layernorm, self.experts_post_layernorm = _norms(config)
             self.epsilon = epsilon
-            self.router_scale = _marked(torch.ones(size, dtype=config.params_dtype), config)
-            self.expert_scale = _marked(torch.ones(config.num_moe_experts, dtype=config.params_dtype), config)
+            self.router_scale = _replicated(torch.ones(size, dtype=config.params_dtype), config)
+            self.expert_scale = _replicated(
+                torch.ones(config.num_moe_experts, dtype=config.params_dtype), config
+            )
 
         def shared_experts_compute(self, hidden_states: Tensor) -> Tensor:
-            """The MLP's output, normalised."""
+            """Return the MLP's normalised output."""
             out = super().shared_experts_compute(self.dense_layernorm(hidden_states))
             normal: Tensor = self.dense_post_layernorm(out)
             return normal
 
         def route(self, hidden_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-            """Each token's weight on each expert, and which are chosen."""
+            """Return weights and mask of the chosen experts."""
             size = hidden_states.shape[-1:]
             normal = rms_norm(hidden_states.float(), size, None, self.epsilon).to(hidden_states.dtype)
-            seen = normal * self.router_scale * size[0] ** -0.5
-            weights, chosen = super().route(seen, *args, **kwargs)
+            scaled = normal * self.router_scale * size[0] ** -0.5
+            weights, chosen = super().route(scaled, *args, **kwargs)
             return weights * self.expert_scale.to(weights.dtype), chosen
 
         def preprocess(self, hidden_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-            """What is sent to experts, normalised."""
-            found: tuple[Tensor, Tensor] = super().preprocess(
+            """Return the normalised input of the experts."""
+            sent: tuple[Tensor, Tensor] = super().preprocess(
                 self.experts_layernorm(hidden_states), *args, **kwargs
             )
-            return found
+            return sent
 
         def postprocess(self, output: Tensor, shared_expert_output: Tensor) -> Tensor:
-            """What experts give, normalised, and what the MLP gave."""
+            """Return the experts' normalised output plus the MLP's."""
             routed: Tensor = self.experts_post_layernorm(super().postprocess(output, None))
             return routed + shared_expert_output
 
@@ -64,8 +66,8 @@ def _norms(config: MegatronConfig) -> tuple[PostNorm, PostNorm]:
     return PostNorm(config, size, epsilon), PostNorm(config, size, epsilon)
 
 
-def _marked(values: Tensor, config: MegatronConfig) -> torch.nn.Parameter:
-    """A parameter that all tensor ranks hold, each of which may see tokens of its own."""
+def _replicated(values: Tensor, config: MegatronConfig) -> torch.nn.Parameter:
+    """Return a replicated parameter, whose gradient sequence-parallel ranks sum."""
     parameter: MarkedParameter = torch.nn.Parameter(values)
     parameter.sequence_parallel = config.sequence_parallel
     marked: torch.nn.Parameter = parameter

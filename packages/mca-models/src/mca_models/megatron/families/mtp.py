@@ -1,6 +1,6 @@
-"""Prediction layers that take what the last decoder layer gives, which the head takes after the final norm.
+"""MTP layers on the last decoder layer's output before the final norm; the output layer takes the normed states.
 
-Megatron gives both the normed states.
+Megatron passes the normed states to both.
 """
 
 import torch
@@ -10,7 +10,7 @@ from mca_models.megatron.types import GptModel, MegatronModule, Settings
 
 
 def predict_before_norm(model: GptModel) -> None:
-    """Exchanges what a chunk's prediction layers take; `mca_config.checks` has the final norm on their chunk."""
+    """Replace the input of a chunk's MTP layers; `mca_config.checks` puts the final norm on the same chunk."""
     if not model.mtp_process:
         return
     states: list[Tensor] = []  # of the running forward pass: before the norm, then after it

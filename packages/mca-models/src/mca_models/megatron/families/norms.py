@@ -1,4 +1,4 @@
-"""Norms where Megatron has none: over all heads of q or k together, and after attention and MLP."""
+"""Norms that Megatron lacks: across all heads of q or k, after RoPE, and after attention and MLP."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +13,7 @@ from mca_models.megatron.types import GptModel, MegatronConfig, MegatronModule, 
 
 
 class FullWidthNorm(torch.nn.Module):
-    """RMSNorm of all heads of a token together, which tensor ranks share out.
+    """RMSNorm across all heads of a token, which tensor ranks share.
 
     Its weight has one number for each channel of each head of this rank.
     """
@@ -28,7 +28,7 @@ class FullWidthNorm(torch.nn.Module):
         self.weight = cut_parameter((share,), config.params_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., heads / tp, channels]``, normalised in fp32, in its own dtype."""
+        """Normalise ``[..., heads / tp, channels]`` in fp32; return its dtype."""
         from megatron.core.tensor_parallel.mappings import (
             copy_to_tensor_model_parallel_region,
             reduce_from_tensor_model_parallel_region,
@@ -44,7 +44,7 @@ class FullWidthNorm(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: ShardedState | None = None
     ) -> ShardedState:
-        """For Megatron's distributed checkpoint: cut over tensor ranks."""
+        """Return the state for Megatron's distributed checkpoint, sharded over tensor ranks."""
         return sharded_state(self, prefix, sharded_offsets, {"weight": 0})
 
 
@@ -55,7 +55,7 @@ class FullWidthKeyNorm(FullWidthNorm):
 
 
 class PerHeadNorm(Norm):
-    """Normalises each head on its own, with a weight for each channel of each head of this rank."""
+    """Norm of each head with a weight for each channel of each head of this rank."""
 
     heads = "num_attention_heads"
     has_weight = has_bias = False
@@ -66,14 +66,14 @@ class PerHeadNorm(Norm):
         self.weight = cut_parameter((share,), config.params_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., heads / tp, channels]``, in its own dtype."""
+        """Normalise ``[..., heads / tp, channels]``; return its dtype."""
         normal = self.normal(x.float(), None)
         return (normal * self.weight.float().view(-1, *self.shape)).to(x.dtype)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: ShardedState | None = None
     ) -> ShardedState:
-        """For Megatron's distributed checkpoint: cut over tensor ranks."""
+        """Return the state for Megatron's distributed checkpoint, sharded over tensor ranks."""
         return sharded_state(self, prefix, sharded_offsets, {"weight": 0})
 
 
@@ -84,14 +84,14 @@ class PerHeadKeyNorm(PerHeadNorm):
 
 
 class PostRopeNorm(Norm):
-    """A norm of q or k that waits for the rope: Megatron normalises before it rotates."""
+    """Norm of q or k after RoPE; Megatron's position for it, before RoPE, passes the input through."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` as it is."""
+        """Return ``x`` unchanged."""
         return x
 
     def normalize(self, x: Tensor) -> Tensor:
-        """``x`` normalised."""
+        """Normalise ``x``."""
         return super().forward(x)
 
 
@@ -102,11 +102,11 @@ class PostRopeNormWithoutWeight(PostRopeNorm):
 
 
 def normalise_after_rope(model: GptModel, skips: Sequence[int] | None) -> None:
-    """Has the ``PostRopeNorm`` of every attention of a chunk applied to what its core attention is given.
+    """Apply the ``PostRopeNorm`` of every attention of a chunk to the inputs of its core attention.
 
     Args:
         model: The chunk.
-        skips: 1 for each decoder layer that has no rope, and then no norm; None: all have it.
+        skips: 1 for each decoder layer without RoPE, which has no norm either; None: all have it.
     """
     for layer in model.decoder.layers:
         attention = layer.self_attention
@@ -118,29 +118,29 @@ def normalise_after_rope(model: GptModel, skips: Sequence[int] | None) -> None:
 
 
 def _normalise_rotated(
-    of_query: Callable[[Tensor], Tensor],
-    of_key: Callable[[Tensor], Tensor],
+    query_norm: Callable[[Tensor], Tensor],
+    key_norm: Callable[[Tensor], Tensor],
     core: torch.nn.Module,
     args: tuple[Tensor, ...],
 ) -> tuple[Tensor, ...]:
-    query, key, *others = args
-    return of_query(query), of_key(key), *others
+    query, key, *rest = args
+    return query_norm(query), key_norm(key), *rest
 
 
 class PostNorm(Norm):
-    """The norm of what attention or MLP gives, before it is added to the residual."""
+    """Norm of the output of attention or MLP, before it is added to the residual."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: ShardedState | None = None
     ) -> ShardedState:
-        """For Megatron's distributed checkpoint: the same on all tensor ranks."""
+        """Return the state for Megatron's distributed checkpoint, replicated over tensor ranks."""
         return sharded_state(self, prefix, sharded_offsets, {})
 
 
 def add_post_norms(model: GptModel, config: McaModelConfig) -> None:
-    """Gives attention and MLP of each decoder layer that has norms behind them a ``post_layernorm`` for their output.
+    """Add a ``post_layernorm`` to the output of attention and MLP in decoder layers with post-norms.
 
-    A hook on the whole block, not on its last projection: what an adapter adds to that one is normalised too.
+    The hook is on the whole block, not on its last projection, so that an adapter's output is normalised too.
     """
     for layer in model.decoder.layers:
         placement = config.layer_config(layer.layer_number - 1).norm_placement

@@ -1,4 +1,4 @@
-"""A bias on the logits, which Megatron's models do not have; its output layer can."""
+"""Bias on the logits: Megatron's models have none, its output layer supports one."""
 
 import torch
 
@@ -7,7 +7,7 @@ from mca_models.megatron.types import GptModel
 
 
 def add_output_bias(model: GptModel) -> None:
-    """Gives a chunk's output layer, if it has one, a bias, cut as its weight is."""
+    """Add a bias to a chunk's output layer, if it has one, sharded as its weight is."""
     if hasattr(model, "output_layer"):
         layer = model.output_layer
         bias: torch.nn.Parameter = cut_parameter(

@@ -1,6 +1,6 @@
-"""Layers that carry a state from token to token see whole sequences, whatever a context rank holds of them.
+"""Recurrent layers (Mamba, gated delta net) on full sequences under context parallelism.
 
-What such a layer computes of a sequence is its own matter.
+The computation of each sequence is in the modules of the layers.
 """
 
 from collections.abc import Callable
@@ -14,49 +14,49 @@ from mca_models.megatron.families.kernels import Kernel
 from mca_models.megatron.layers.zigzag import rank_token_ranges, restore_token_order
 from mca_models.megatron.types import PackedSeqParams
 
-_WIDEST = 4
-"""Tokens that the kernel of a convolution reaches, itself included."""
+_MAX_KERNEL_SIZE = 4
+"""Maximum kernel size of ``causal_conv1d_fn``."""
 
 
 def apply_to_full_sequences(
     compute: Callable[[Tensor], Tensor], x: Tensor, packed_seq_params: PackedSeqParams, group: ProcessGroup
 ) -> Tensor:
-    """``compute`` of every whole sequence, of which each context rank keeps its own tokens.
+    """Apply ``compute`` to each full sequence and return this context rank's tokens.
 
     Args:
-        compute: From ``[s, b, ...]``, one sequence, to as many tokens.
-        x: ``[s / cp, b, ...]``; packed sequences, if so, one after the other.
-        packed_seq_params: Where packed sequences begin.
-        group: The context ranks, over which the sequences are gathered.
+        compute: Function of one sequence ``[s, b, ...]`` that keeps the number of tokens.
+        x: ``[s / cp, b, ...]``; packed sequences are concatenated.
+        packed_seq_params: Boundaries of packed sequences.
+        group: The context-parallel group, over which the sequences are gathered.
     """
     lengths = _lengths(packed_seq_params, x.shape[0] * group.size())
     outputs = [compute(sequence) for sequence in _sequences(x, lengths, group)]
     chunks = rank_token_ranges(lengths, group.rank(), group.size())
-    own = [outputs[chunk.sequence].narrow(0, chunk.start, chunk.length) for chunk in chunks]
-    return own[0] if len(own) == 1 else torch.cat(own)
+    local = [outputs[chunk.sequence].narrow(0, chunk.start, chunk.length) for chunk in chunks]
+    return local[0] if len(local) == 1 else torch.cat(local)
 
 
 class CausalConvolution(torch.nn.Conv1d):
-    """Each channel mixed with its past, and activated.
+    """Causal depthwise convolution with SiLU.
 
-    It is a module that is called, because Megatron waits for parameters that are gathered during a step
-    (``overlap_param_gather``) when the module that owns them is called.
+    It is a module, because with ``overlap_param_gather`` Megatron waits for gathered parameters when the module that
+    has them is called.
     """
 
     kernel: Kernel | None
 
     @classmethod
     def from_conv1d(cls, convolution: torch.nn.Conv1d, kernel: Kernel | None) -> "CausalConvolution":
-        """One with the parameters of ``convolution``; ``kernel`` is ``causal_conv1d_fn`` or None, plain torch."""
+        """Return one with the parameters of ``convolution``; ``kernel`` is ``causal_conv1d_fn``, None: plain torch."""
         channels, (width,) = convolution.out_channels, convolution.kernel_size
-        found = cls(channels, channels, width, groups=channels, bias=False, device="meta")
-        found.weight, found.bias, found.kernel = convolution.weight, convolution.bias, kernel
-        return found
+        module = cls(channels, channels, width, groups=channels, bias=False, device="meta")
+        module.weight, module.bias, module.kernel = convolution.weight, convolution.bias, kernel
+        return module
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[b, channels, s]`` to the same."""
+        """Map ``[b, channels, s]`` to the same shape."""
         width = self.weight.shape[-1]
-        if self.kernel is not None and width <= _WIDEST:
+        if self.kernel is not None and width <= _MAX_KERNEL_SIZE:
             mixed = self.kernel(x.contiguous(), self.weight.squeeze(1), self.bias, activation="silu")
             assert isinstance(mixed, Tensor)
             return mixed
@@ -64,7 +64,7 @@ class CausalConvolution(torch.nn.Conv1d):
 
 
 def _sequences(x: Tensor, lengths: tuple[int, ...], group: ProcessGroup) -> list[Tensor]:
-    """Every whole sequence ``[s, b, ...]``, gathered over the context ranks."""
+    """Return every full sequence ``[s, b, ...]``, gathered over the context ranks."""
     rows = x if x.dim() == 3 else x.unsqueeze(1)
     if group.size() == 1:
         return list(torch.split(rows, list(lengths)))

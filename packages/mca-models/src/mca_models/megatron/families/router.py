@@ -1,4 +1,4 @@
-"""Which routers choose experts otherwise than Megatron's."""
+"""Choice of routers that differ from Megatron's."""
 
 from collections.abc import Callable
 
@@ -11,14 +11,14 @@ from mca_models.megatron.families.sparse_mixer import custom_sparse_mixer
 
 
 def custom_router(config: McaModelConfig) -> Callable[[type], type] | None:
-    """What makes a router class choose as the model does; None where Megatron's own does."""
-    chooses = (
+    """Return a function that adapts a router class to the model; None if Megatron's router fits."""
+    adapt = (
         biased_router
         if has_biased_softmax(config)
         else custom_group_router(config) or custom_sparse_mixer(config)
     )
-    chooses = chooses or custom_sigmoid_router(config)
-    more = config.moe_identity_experts
-    if not more:
-        return chooses
-    return lambda router: router_with_identity_experts(chooses(router) if chooses else router, more)
+    adapt = adapt or custom_sigmoid_router(config)
+    count = config.moe_identity_experts
+    if not count:
+        return adapt
+    return lambda router: router_with_identity_experts(adapt(router) if adapt else router, count)

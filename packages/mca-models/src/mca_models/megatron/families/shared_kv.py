@@ -1,8 +1,7 @@
-"""Late layers that take the keys and values of an earlier one (Gemma 4 E2B, E4B).
+"""Shared KV: late layers reuse the keys and values of an earlier layer (Gemma 4 E2B, E4B).
 
-They travel as the block's ``context``, ``[s, b, channels of all that is lent]``, which Megatron hands from layer to
-layer and through recomputation. A layer that takes keys rotates them once more as its source did: they are lent as
-they were before the rope.
+They are passed as the block's ``context``, ``[s, b, channels of all shared layers]``, which Megatron passes from
+layer to layer and through recomputation. Keys are passed before RoPE; a layer that reuses them rotates them again.
 """
 
 from dataclasses import dataclass
@@ -20,13 +19,13 @@ Arguments = tuple[object, ...]
 
 @dataclass(frozen=True)
 class ContextSlice:
-    """Where keys and values of one layer lie in a context, in channels of this tensor rank.
+    """Channels of one layer's keys and values in a context, on this tensor rank.
 
     Args:
-        start: The first of them.
-        keys: Of all heads.
-        values: Of all heads.
-        groups: Heads.
+        start: First channel.
+        keys: Channels of all key heads.
+        values: Channels of all value heads.
+        groups: Number of heads.
     """
 
     start: int
@@ -35,14 +34,14 @@ class ContextSlice:
     groups: int
 
     def read(self, context: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, ``[s, b, heads, channels]``."""
+        """Return keys and values, ``[s, b, heads, channels]``."""
         both = context.narrow(-1, self.start, self.keys + self.values)
         key, value = both.split([self.keys, self.values], -1)
         return key.unflatten(-1, (self.groups, -1)), value.unflatten(-1, (self.groups, -1))
 
 
 def share_kv(model: GptModel, config: McaModelConfig) -> None:
-    """Has the layers of a chunk lend and take keys and values."""
+    """Make the layers of a chunk share and reuse keys and values."""
     slices = _slices(config)
     for layer in model.decoder.layers:
         number = layer.layer_number - 1
@@ -54,7 +53,7 @@ def share_kv(model: GptModel, config: McaModelConfig) -> None:
 
 
 def _slices(config: McaModelConfig) -> dict[int, ContextSlice]:
-    """By the number of the layer that lends, in order."""
+    """Return the slice of each layer that shares, by its number, in order."""
     sources = {config.kv_source_layer(layer) for layer in range(config.num_layers)} - {None}
     slices: dict[int, ContextSlice] = {}
     start = 0

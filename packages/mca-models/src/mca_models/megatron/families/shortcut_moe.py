@@ -1,8 +1,8 @@
-"""Experts on a shortcut (LongCat Flash): what they give is added behind the next layer, beside which they can run.
+"""Shortcut MoE (LongCat Flash): the experts' output is added after the next layer, in parallel to which they can run.
 
 Layers come in pairs. In the first one the experts and the MLP, which Megatron has as a shared expert, take the same
-input; the MLP's output is added at once. What the experts gave goes to the second layer as Megatron's ``context``, the
-one thing that layers hand on besides the hidden states, through recomputation too.
+input; the MLP's output is added at once. The experts' output goes to the second layer as Megatron's ``context``, the
+only other tensor that layers pass on, also through recomputation.
 """
 
 import copy
@@ -17,34 +17,34 @@ from mca_models.megatron.types import MegatronConfig, MegatronModule, WithBias
 
 @cache
 def with_separate_experts(expert_layer: type) -> type:
-    """Megatron's expert layer, which gives its shared expert's output, and instead of a bias that of the others."""
+    """Return an MoE layer class whose bias output holds the routed experts' output."""
 
     class SeparateExperts(expert_layer):  # type: ignore[misc]
-        """An MLP and experts, whose outputs are not added up."""
+        """Dense MLP and experts whose outputs are not added."""
 
         def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> WithBias:
-            """``[s, b, hidden]`` to the MLP's and the experts' output."""
-            beside: Tensor = super().shared_experts_compute(hidden_states)
+            """Map ``[s, b, hidden]`` to the MLP's and the experts' output."""
+            dense: Tensor = super().shared_experts_compute(hidden_states)
             routed, _ = super().forward(hidden_states, *args, **kwargs)
-            return beside, routed
+            return dense, routed
 
         def shared_experts_compute(self, hidden_states: Tensor) -> None:
-            """Nothing: ``forward`` computes it outside of what is recomputed with the experts."""
+            """Do nothing: ``forward`` computes it outside of the experts' recomputation."""
 
     return SeparateExperts
 
 
 @cache
 def with_shortcut(layer: type) -> type:
-    """Megatron's decoder layer, which hands on what its experts give, and adds what the layer before handed on."""
+    """Return a decoder layer class that passes its experts' output on and adds that of the previous layer."""
 
     class Shortcut(layer):  # type: ignore[misc]
-        """One layer of a pair: the first one has experts, the second one takes their output."""
+        """One layer of a pair: the first has experts, the second adds their output."""
 
         routed: Tensor | None = None
 
         def forward(self, *args: object, context: Tensor | None = None, **kwargs: object) -> WithBias:
-            """``[s, b, hidden]`` to the same, and what is still to be added."""
+            """Map ``[s, b, hidden]`` to the same shape, and return the output that is still to be added."""
             hidden_states, _ = super().forward(*args, **kwargs)
             routed, self.routed = self.routed, None
             return hidden_states if context is None else hidden_states + context, routed
@@ -60,45 +60,45 @@ def with_shortcut(layer: type) -> type:
 
 @cache
 def with_identity_experts(expert_layer: type, count: int) -> type:
-    """Megatron's expert layer with ``count`` more experts, which give a token back as it is.
+    """Return an MoE layer class with ``count`` identity (zero-compute) experts.
 
-    The router knows them; no token is sent to them, as they are added where the token is.
+    The router routes to them, but no token is sent: their output is added on the token's rank.
     """
 
-    class WithIdentity(expert_layer):  # type: ignore[misc]
-        """Experts of which the last ones have no weights."""
+    class IdentityExperts(expert_layer):  # type: ignore[misc]
+        """MoE layer whose last experts are identities."""
 
         def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, **kwargs)
-            self.kept: Tensor | None = None
+            self.identity: Tensor | None = None
             dispatcher = self.token_dispatcher
-            if hasattr(dispatcher, "preprocess"):  # of all-to-all
-                dispatcher.preprocess = _counting(dispatcher, dispatcher.preprocess)
+            if hasattr(dispatcher, "preprocess"):  # all-to-all dispatcher
+                dispatcher.preprocess = _with_token_count(dispatcher, dispatcher.preprocess)
 
         def preprocess(
             self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor
         ) -> tuple[Tensor, Tensor]:
-            """What is sent to the experts with weights."""
+            """Return the input of the experts with weights."""
             weights = probs[:, -count:].sum(-1).view(*hidden_states.shape[:-1], 1)
-            self.kept = (hidden_states * weights).to(hidden_states.dtype)
+            self.identity = (hidden_states * weights).to(hidden_states.dtype)
             sent: tuple[Tensor, Tensor] = super().preprocess(
                 hidden_states, probs[:, :-count].contiguous(), routing_map[:, :-count].contiguous()
             )
             return sent
 
         def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
-            """What all experts give."""
-            kept, self.kept = self.kept, None
-            given: Tensor = super().postprocess(output, shared_expert_output)
-            return given if kept is None else given + kept
+            """Return the sum of all experts' outputs."""
+            identity, self.identity = self.identity, None
+            total: Tensor = super().postprocess(output, shared_expert_output)
+            return total if identity is None else total + identity
 
-    return WithIdentity
+    return IdentityExperts
 
 
-def _counting(
+def _with_token_count(
     dispatcher: MegatronModule, preprocess: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """``dispatcher.preprocess``, which takes each token to be sent as often as it has experts."""
+    """Return ``dispatcher.preprocess`` with a correct token count; Megatron assumes topk sends per token."""
 
     def counted(routing_map: Tensor) -> Tensor:
         tokens = preprocess(routing_map)
@@ -110,14 +110,14 @@ def _counting(
 
 @cache
 def router_with_identity_experts(router: type, count: int) -> type:
-    """A router class for ``count`` more experts than the model's layers have weights of."""
+    """Return a router class for ``count`` more experts than the layers have weights of."""
 
-    class RouterWithIdentityExperts(router):  # type: ignore[misc]
+    class RouterIdentityExpertsExperts(router):  # type: ignore[misc]
         """Megatron's router."""
 
         def __init__(self, config: MegatronConfig, *args: object, **kwargs: object) -> None:
-            own = copy.copy(config)
-            own.num_moe_experts += count
-            super().__init__(own, *args, **kwargs)
+            extended = copy.copy(config)
+            extended.num_moe_experts += count
+            super().__init__(extended, *args, **kwargs)
 
-    return RouterWithIdentityExperts
+    return RouterIdentityExpertsExperts

@@ -1,4 +1,4 @@
-"""Experts weighed by their sigmoids as they are, and averaged with the shared one (Command A, North Mini)."""
+"""Sigmoid router without normalised weights, and the mean of shared and routed experts (Command A, North Mini)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from mca_config.model_config import McaModelConfig
 
 
 def custom_sigmoid_router(config: McaModelConfig) -> Callable[[type], type] | None:
-    """What makes a router class weigh by sigmoids; None where Megatron's does, as with one expert for a token."""
+    """Return a function that adapts a router class to unnormalised sigmoids; None if Megatron's router fits."""
     plain = not config.moe_router_normalised and config.moe_router_topk > 1
     return unnormalized_sigmoid_router if plain else None
 
 
 @dataclass
 class SigmoidTopK:
-    """Chooses experts in the place of Megatron's ``RouterReplay``, as `group_router.GroupLimitedTopK` does.
+    """Top-k choice that keeps the sum of scores, in place of Megatron's ``RouterReplay``.
 
     Args:
         layer_number: Set by Megatron.
@@ -27,7 +27,7 @@ class SigmoidTopK:
     total: Tensor | None = None
 
     def get_replay_topk(self, scores: Tensor, topk: int, *_: object) -> tuple[Tensor, Tensor]:
-        """The highest ``scores`` ``[tokens, experts]``, and whose they are; keeps each token's sum of them."""
+        """Return the highest ``scores`` ``[tokens, topk]`` and their indices; save each token's sum."""
         highest, chosen = scores.topk(topk, dim=1)
         self.total = highest.sum(-1, keepdim=True)
         return highest, chosen
@@ -35,7 +35,7 @@ class SigmoidTopK:
 
 @cache
 def unnormalized_sigmoid_router(router: type) -> type:
-    """A router class that multiplies weights by the sum that Megatron divides them by."""
+    """Return a router class that multiplies weights by the sum that Megatron divides them by."""
 
     class UnnormalizedSigmoidRouter(router):  # type: ignore[misc]
         """Megatron's router."""
@@ -45,7 +45,7 @@ def unnormalized_sigmoid_router(router: type) -> type:
             self.router_replay = SigmoidTopK()
 
         def routing(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-            """Each token's weight on each expert, and which are chosen."""
+            """Return weights and mask of the chosen experts."""
             weights, chosen = super().routing(*args, **kwargs)
             choice = self.router_replay
             total, choice.total = choice.total, None
@@ -58,14 +58,14 @@ def unnormalized_sigmoid_router(router: type) -> type:
 
 @cache
 def with_shared_expert_mean(expert_layer: type) -> type:
-    """Megatron's expert layer that gives the mean of the shared expert and the others."""
+    """Return an MoE layer class that averages the shared expert and the routed experts."""
 
     class SharedExpertMean(expert_layer):  # type: ignore[misc]
-        """A layer of experts."""
+        """MoE layer with averaged outputs."""
 
         def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
-            """What all experts give."""
-            given: Tensor = super().postprocess(output, shared_expert_output)
-            return given * 0.5
+            """Return the mean of both outputs."""
+            total: Tensor = super().postprocess(output, shared_expert_output)
+            return total * 0.5
 
     return SharedExpertMean

@@ -1,4 +1,4 @@
-"""Megatron's layer specs with the modules that a family's fields ask for.
+"""Megatron's layer specs with the modules of the model's features.
 
 Settings are changed in `settings`, built chunks in `chunk`.
 """
@@ -54,7 +54,7 @@ Change = Callable[[Spec], Spec]
 def adapted_block(
     spec: Spec, config: McaModelConfig, implementation: Implementation, layers: Sequence[int]
 ) -> Spec:
-    """The spec of a chunk that holds decoder ``layers``."""
+    """Return the spec of a chunk with decoder ``layers``."""
     block = _common_changes(spec, config, implementation)
     params = get_family(config.model_type).params(config)
     layer_specs = []
@@ -79,7 +79,7 @@ def _linear_attention(config: McaModelConfig, implementation: Implementation) ->
 
 
 def adapted_prediction(spec: Spec, config: McaModelConfig, implementation: Implementation) -> Spec:
-    """The spec of a chunk's prediction layers, which are all alike; None stays None."""
+    """Return the spec of a chunk's MTP layers, which are all alike; None stays None."""
     params = get_family(config.model_type).params(config)
     common = _common_changes(spec, config, implementation)
     without_norms = _without_pre_norms(common, config, implementation)
@@ -89,15 +89,15 @@ def adapted_prediction(spec: Spec, config: McaModelConfig, implementation: Imple
 def _checkpoint_names(
     params: Sequence[Param], stage: Stage, layer: int, implementation: Implementation
 ) -> dict[str, Change]:
-    """The change that gives the keys of a layer's checkpoint their one naming scheme."""
+    """Return the change that gives a layer's checkpoint keys Transformer Engine's names."""
     if implementation == "transformer_engine":
         return {}
     keys = keys_map(params, stage, layer)
-    return {"sharded_state_dict_keys_map": lambda megatrons: keys}
+    return {"sharded_state_dict_keys_map": lambda megatron_map: keys}
 
 
 def _common_changes(spec: Spec, config: McaModelConfig, implementation: Implementation) -> Spec:
-    """``spec`` (of a block, or of prediction layers) with everything that holds for all layers alike."""
+    """Apply the changes that all layers share to ``spec`` of a block or of MTP layers."""
     changes: dict[str, Change] = {}
     if config.norm_placement != "post" and config.has_custom_norms:
         changes |= _norm_changes(config)
@@ -106,8 +106,8 @@ def _common_changes(spec: Spec, config: McaModelConfig, implementation: Implemen
     if config.qk_layernorm_per_head:
         changes |= {"q_layernorm": lambda norm: PerHeadNorm, "k_layernorm": lambda norm: PerHeadKeyNorm}
     if config.qk_layernorm_after_rope:
-        late = PostRopeNorm if config.qk_layernorm_weight else PostRopeNormWithoutWeight
-        changes |= dict.fromkeys(("q_layernorm", "k_layernorm"), lambda norm: late)
+        post_rope = PostRopeNorm if config.qk_layernorm_weight else PostRopeNormWithoutWeight
+        changes |= dict.fromkeys(("q_layernorm", "k_layernorm"), lambda norm: post_rope)
     if config.residual_multiplier != 1.0:
         factor = config.residual_multiplier
         changes |= dict.fromkeys(("self_attn_bda", "mlp_bda"), lambda add: scaled_residual(add, factor))
@@ -119,7 +119,7 @@ def _common_changes(spec: Spec, config: McaModelConfig, implementation: Implemen
 
 
 def _without_pre_norms(spec: Spec, config: McaModelConfig, implementation: Implementation) -> Spec:
-    """``spec`` of a layer without the norms before attention and MLP if it has them behind those."""
+    """Remove the norms before attention and MLP from ``spec`` of a layer with post-norms."""
     if config.norm_placement != "post":
         return spec
     none = dict.fromkeys(("input_layernorm", "pre_mlp_layernorm"), _nothing)
@@ -127,7 +127,7 @@ def _without_pre_norms(spec: Spec, config: McaModelConfig, implementation: Imple
 
 
 def _classes(config: McaModelConfig, implementation: Implementation) -> dict[type, type]:
-    """Modules to exchange wherever they stand."""
+    """Return the replacements of module classes anywhere in a spec."""
     classes = _without_norms_inside(config, implementation)
     if (core := custom_core_attention(config)) is not None:
         classes[CoreAttention] = core
@@ -138,21 +138,21 @@ def _classes(config: McaModelConfig, implementation: Implementation) -> dict[typ
     if isinstance(config, MlaMcaModelConfig):
         from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-        latent = MLASelfAttention if config.q_lora_rank else with_plain_query(MLASelfAttention)
+        mla = MLASelfAttention if config.q_lora_rank else with_plain_query(MLASelfAttention)
         factors = config.query_multiplier, config.latent_multiplier
-        latent = latent if factors == (1.0, 1.0) else with_mla_multipliers(latent, *factors)
-        classes[MLASelfAttention] = latent if config.index_topk is None else with_indexer(latent)
+        mla = mla if factors == (1.0, 1.0) else with_mla_multipliers(mla, *factors)
+        classes[MLASelfAttention] = mla if config.index_topk is None else with_indexer(mla)
     classes |= _experts(config)
     from megatron.core.transformer.attention import SelfAttention
 
     attention = _self_attention(SelfAttention, config)
-    beside = config.mamba_beside_attention
-    classes[SelfAttention] = with_parallel_mamba(attention, config, implementation) if beside else attention
+    parallel = config.mamba_beside_attention
+    classes[SelfAttention] = with_parallel_mamba(attention, config, implementation) if parallel else attention
     return classes
 
 
 def _experts(config: McaModelConfig) -> dict[type, type]:
-    """Megatron's expert layer, and the layer around it, where they are not as the model has them."""
+    """Return the replacements of Megatron's MoE layer and of the layer around it."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -171,7 +171,7 @@ def _experts(config: McaModelConfig) -> dict[type, type]:
 
 
 def _self_attention(attention: type, config: McaModelConfig) -> type:
-    """Megatron's class with what this model's attention does besides."""
+    """Return Megatron's attention class with this model's features."""
     if config.rotary_base_local is not None:
         attention = with_layer_rope(
             attention, config.layer_types or (), attention_factor(config), rope_widths(config)
@@ -196,7 +196,7 @@ def _norm_changes(config: McaModelConfig) -> dict[str, Change]:
 
 
 def _without_norms_inside(config: McaModelConfig, implementation: Implementation) -> dict[type, type]:
-    """The linears of Transformer Engine that have a norm inside, and those without; and the last norm."""
+    """Return replacements of Transformer Engine's fused norm-and-linear classes, and of the last norm."""
     if not config.has_custom_norms:
         return {}
     norm = norm_with(weight=config.norm_weight, bias=config.norm_bias)
@@ -217,21 +217,21 @@ def _plain_linears() -> dict[type, type]:
 
 
 def _absent_blocks(config: McaModelConfig, layer: int) -> dict[str, Change]:
-    """Attention or MLP with its norm, where a layer has none."""
+    """Return the changes that remove attention or MLP, with its norm, from layers without it."""
     from megatron.core.transformer.identity_op import IdentityFuncOp
 
-    left: dict[str, Change] = {}
+    absent: dict[str, Change] = {}
     if not config.has_attention(layer):
-        left |= dict.fromkeys(("input_layernorm", "self_attention"), _nothing)
-        left["self_attn_bda"] = lambda add: IdentityFuncOp
+        absent |= dict.fromkeys(("input_layernorm", "self_attention"), _nothing)
+        absent["self_attn_bda"] = lambda add: IdentityFuncOp
     if not config.has_mlp(layer):
-        left |= dict.fromkeys(("pre_mlp_layernorm", "mlp"), _nothing)
-        left["mlp_bda"] = lambda add: IdentityFuncOp
-    return left
+        absent |= dict.fromkeys(("pre_mlp_layernorm", "mlp"), _nothing)
+        absent["mlp_bda"] = lambda add: IdentityFuncOp
+    return absent
 
 
 def _shared_kv_changes(layer: McaModelConfig, config: McaModelConfig) -> dict[str, Change]:
-    """What layers have otherwise that take the keys of another: no norm of their own, and maybe a wider MLP."""
+    """Return the changes of layers that reuse keys and values: no key norm, maybe another MLP size."""
     changes: dict[str, Change] = {"k_layernorm": _nothing} if layer.takes_keys else {}
     if layer.ffn_hidden_size != config.ffn_hidden_size:
         width = layer.ffn_hidden_size
@@ -248,7 +248,7 @@ def _nothing(module: Spec) -> Spec:
 
 
 def _changed(spec: Spec, changes: Mapping[str, Change], classes: Mapping[type, type]) -> Spec:
-    """``spec`` with the named fields and the classes changed wherever they stand in it."""
+    """Return ``spec`` with named fields and classes replaced everywhere in it."""
 
     def exchange(name: str, value: Spec) -> Spec:
         if name in changes:

@@ -1,8 +1,7 @@
-"""Core attention to the keys that an indexer chooses, in plain torch.
+"""Top-k sparse attention: core attention to the keys that an indexer chooses, in plain torch.
 
-It is exact and not fast: every query's scores with all keys are computed, block by block, and those of keys that were
-not chosen are thrown away. What an indexer looks at, and how it chooses, is in `sparse_attention` and
-`block_sparse_attention`.
+It is exact and not fast: it computes all scores of a block of queries and masks those of keys that were not chosen.
+The indexers are used in `dsa` and `block_sparse_attention`.
 """
 
 import torch
@@ -14,25 +13,25 @@ from mca_models.megatron.layers.attention import CoreAttention
 from mca_models.megatron.layers.zigzag import rank_token_ranges
 
 BLOCK = 128
-"""Queries that are scored at a time."""
+"""Number of queries whose scores exist at a time."""
 
 QueryFeatures = tuple[Tensor, ...]
-"""What an indexer made of this rank's tokens, each tensor ``[tokens, ...]``."""
+"""Features of this rank's tokens from an indexer, each ``[tokens, ...]``."""
 
 
 class TopKSparseAttention(CoreAttention):
-    """Core attention whose queries see the keys that `_index` and `_select` choose."""
+    """Core attention to the keys that `_select` chooses from the features of `_index`."""
 
     def _index(self, lengths: tuple[int, ...]) -> tuple[QueryFeatures, list[Tensor]]:
-        """What the indexer made of this rank's tokens, and its keys of whole sequences."""
+        """Return the indexer's features of this rank's tokens, and its keys of full sequences."""
         raise NotImplementedError
 
     def _select(self, query_features: QueryFeatures, keys: Tensor, start: int) -> Tensor:
-        """Which keys queries see that stand from ``start`` on: ``[b, h, q, k]``, of equal shares of the heads."""
+        """Return the mask ``[b, h, q, k]`` of the keys that queries from ``start`` on attend to."""
         raise NotImplementedError
 
     def gather_sequence(self, x: Tensor) -> Tensor:
-        """``[tokens, b, channels]`` of this context rank, of all tensor ranks' shares."""
+        """Return ``[tokens, b, channels]`` of this context rank, gathered over sequence-parallel ranks."""
         x = x.detach() if x.dim() == 3 else x.detach().unsqueeze(1)
         if not self.config.sequence_parallel:
             return x
@@ -42,7 +41,7 @@ class TopKSparseAttention(CoreAttention):
         return gathered
 
     def positions(self, lengths: tuple[int, ...], like: Tensor) -> Tensor:
-        """Where this rank's tokens stand in their sequences."""
+        """Return the positions of this rank's tokens in their sequences."""
         ranges = rank_token_ranges(lengths, self.cp_group.rank(), self.cp_group.size())
         parts = [torch.arange(each.start, each.start + each.length, device=like.device) for each in ranges]
         return torch.cat(parts)
@@ -58,10 +57,9 @@ class TopKSparseAttention(CoreAttention):
             for first in range(0, chunk.length, BLOCK):
                 last = min(first + BLOCK, chunk.length)
                 rows, stop = slice(row + first, row + last), chunk.start + last
-                with (
-                    self._draws()
-                ):  # around the checkpoint, which restores the generator that draws, not the fork
-                    out = checkpoint(  # so that no seq x seq is kept for the gradient
+                # outside the checkpoint, which restores the generator, not the fork
+                with self._draws():
+                    out = checkpoint(  # saves no seq x seq tensor for the backward pass
                         self._block,
                         query[rows],
                         keys[chunk.sequence][:stop],

@@ -1,7 +1,7 @@
-"""The vision model of a chunk: transformers' own class, without its text model.
+"""Vision tower of a chunk: transformers' own class, without its text model.
 
-Its parameters have the names of transformers' modules below ``vision_model.``. How its features come into the text is
-not known here.
+Its parameters have the names of transformers' modules below ``vision_model.``. Its features are added to the text in
+`images`.
 """
 
 import copy
@@ -18,17 +18,17 @@ from mca_models.templates.vision_tower import PREFIX
 from mca_models.weights import Param, Stage
 
 _NO_TEXT: Mapping[str, object] = {"num_hidden_layers": 0, "vocab_size": 1, "pad_token_id": None}
-_OF_LAYERS = ("layer_types", "mlp_layer_types", "mlp_only_layers", "no_rope_layers")
+_PER_LAYER = ("layer_types", "mlp_layer_types", "mlp_only_layers", "no_rope_layers")
 
 
 Part = Literal["language", "vision", "projector"]
-"""What can be trained or left as it is: the text model, the tower, and what brings its features into the text."""
+"""Parts that can be trained or frozen: the text model, the vision tower, and the projector of its features."""
 TEXT: tuple[Part, ...] = ("language",)
-"""The parts that adapters are for by default."""
+"""Parts that adapters target by default."""
 
 
 def model_part(param: Param, config: McaModelConfig) -> str:
-    """Which `Part` a parameter belongs to; ``unused`` if nothing depends on it."""
+    """Return the `Part` of a parameter; ``unused`` if the model does not use it."""
     if param.stage is not Stage.VISION:
         return "language"
     vision = get_family(config.model_type).vision
@@ -36,7 +36,7 @@ def model_part(param: Param, config: McaModelConfig) -> str:
 
 
 def add_vision_tower(model: GptModel, config: McaModelConfig) -> None:
-    """Gives a chunk with the embedding its vision model, which is frozen until it is selected."""
+    """Add the vision tower to a chunk with the embedding, frozen until it is selected for training."""
     if config.vision is None or not model.pre_process:
         return
     model.vision_model = vision_model(config, model.config.params_dtype)
@@ -44,19 +44,21 @@ def add_vision_tower(model: GptModel, config: McaModelConfig) -> None:
 
 
 def vision_model(config: McaModelConfig, dtype: torch.dtype) -> HfModel:
-    """The model of ``config`` in transformers without its text, its parameters not yet filled."""
+    """Build transformers' model of ``config`` without its text model; its parameters are not filled."""
     import transformers
     from transformers.initialization import no_init_weights
 
-    described = transformers.AutoConfig.for_model(**copy.deepcopy(without_text(config_to_hf(config))))
+    config_without_text = transformers.AutoConfig.for_model(
+        **copy.deepcopy(without_text(config_to_hf(config)))
+    )
     with no_init_weights():
-        model: HfModel = transformers.AutoModel.from_config(described, dtype=dtype)
+        model: HfModel = transformers.AutoModel.from_config(config_without_text, dtype=dtype)
     del model.language_model
     return model
 
 
 def without_text(hf: JsonObject) -> JsonObject:
-    """``config.json`` with a text part of no layers; what vision models look at stays."""
+    """Return ``config.json`` with an empty text model; keys that vision models read stay."""
     if "text_config" in hf:
         return {**hf, "text_config": without_text(hf["text_config"])}
-    return {**{key: value for key, value in hf.items() if key not in _OF_LAYERS}, **_NO_TEXT}
+    return {**{key: value for key, value in hf.items() if key not in _PER_LAYER}, **_NO_TEXT}

@@ -1,8 +1,8 @@
-"""Core attention for the local spec: causal, grouped-query, windowed, packed and context parallel; with sinks, capped.
+"""Core attention of the local spec: causal, grouped-query, sliding-window, packed, context-parallel; sinks, soft caps.
 
-Replaces Megatron's ``DotProductAttention``, which holds the whole score matrix and knows neither packing nor
-context parallelism nor windows. Context parallelism gathers keys and values (backward: reduce-scatter) and each
-rank computes its own queries.
+Replaces Megatron's ``DotProductAttention``, which stores the full score matrix and supports neither packing nor context
+parallelism nor sliding windows. Context parallelism gathers keys and values (backward: reduce-scatter) and each rank
+computes its own queries.
 """
 
 import itertools
@@ -32,16 +32,16 @@ from mca_models.megatron.types import (
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What core attention can do that Megatron's configuration does not know of.
+    """Options of core attention that Megatron's configuration lacks.
 
     Args:
-        softcap: See ``causal_attention``.
+        softcap: Cap of the scores; see ``causal_attention``.
         temperature: Queries at position p are multiplied by ``1 + beta ln(1 + floor((p + first) / length))``, for
-            these ``(beta, length, first)``; None: they stay.
-        temperature_layers: Layers (from 0) whose queries are; None: all.
-        chunk: A query sees the keys of its own chunk of so many positions only; None: all before it.
+            these ``(beta, length, first)``; None: unscaled.
+        temperature_layers: Layers (from 0) with a temperature; None: all.
+        chunk: Chunk size: a query attends to keys of its own chunk only; None: to all before it.
         chunked_layers: Layers (from 0) with chunks.
-        alibi: Scores grow with the position of the key, as ALiBi's do.
+        alibi: Add ALiBi's bias to the scores.
     """
 
     softcap: float | None = None
@@ -53,18 +53,18 @@ class AttentionOptions:
 
 
 PACKED_ENDS = "mca_ends"
-"""Of packed sequences' parameters: where they end, as numbers, if whoever made them knew."""
+"""Attribute of ``PackedSeqParams``: boundaries of the sequences as a list of numbers."""
 ON_HOST = "mca_on_host"
-"""Of ``cu_seqlens`` on a device: the same tensor in the host's memory."""
+"""Attribute of ``cu_seqlens`` on a device: the same tensor in host memory."""
 _CAUSAL = ("causal", "padding_causal")
 
 
 class CoreAttention(torch.nn.Module):
-    """softmax(scale * q k^T) v over the keys at or before each query; takes what Megatron's spec gives."""
+    """softmax(scale * q k^T) v over the keys at or before each query, with the arguments of Megatron's spec."""
 
     options = AttentionOptions()
     reach: int = 0
-    """How many tokens behind it one of an image may see; 0: none, as text."""
+    """Number of later tokens that an image token may attend to; 0: causal."""
 
     def __init__(
         self,
@@ -116,14 +116,14 @@ class CoreAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams = None,
         **_: object,
     ) -> Tensor:
-        """Attends; only of images a mask is looked at, because padding on the right is not seen by what is before.
+        """Attend; the mask is only used for images, because causal attention never sees padding on the right.
 
         Args:
             query: ``[q, b, h, d]``, or ``[t, h, d]`` if packed; q or t are this context rank's tokens.
             key: ``[q, b, g, d]`` or ``[t, g, d]``.
             value: ``[q, b, g, dv]`` or ``[t, g, dv]``.
-            attention_mask: Of a model whose images see both ways ``[b, q]``: how many tokens of its sequence there are
-                up to the last that a token sees; None where there are no images. Of others ignored.
+            attention_mask: With bidirectional images ``[b, q]``: how many tokens of its sequence there are up to the
+                last that a token attends to; None without images. Ignored for other models.
             attn_mask_type: Ignored: causal.
             attention_bias: Must be None.
             packed_seq_params: Megatron's ``PackedSeqParams``, or None.
@@ -144,7 +144,7 @@ class CoreAttention(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: ShardedState | None = None
     ) -> ShardedState:
-        """For Megatron's distributed checkpoint."""
+        """Return the state for Megatron's distributed checkpoint."""
         return sharded_state(self, prefix, sharded_offsets, {"softmax_offset": 0})
 
     def _attend(
@@ -154,14 +154,14 @@ class CoreAttention(torch.nn.Module):
         outputs, row = [], 0
         for chunk in rank_token_ranges(lengths, self.cp_group.rank(), self.cp_group.size()):
             for first, start, stop in self._query_ranges(chunk.start, chunk.start + chunk.length):
-                own = slice(row + start - chunk.start, row + stop - chunk.start)
+                queries = slice(row + start - chunk.start, row + stop - chunk.start)
                 with self._draws():
                     out = self._attend_queries(
-                        _heads_first(self._scale_by_temperature(query[own], start)),
+                        _heads_first(self._scale_by_temperature(query[queries], start)),
                         _heads_first(keys[chunk.sequence][first:]),
                         _heads_first(values[chunk.sequence][first:]),
                         start - first,
-                        None if ends is None else ends[:, own],
+                        None if ends is None else ends[:, queries],
                     )
                 outputs.append(out.permute(2, 0, 1, 3))
             row += chunk.length
@@ -170,7 +170,7 @@ class CoreAttention(torch.nn.Module):
     def _attend_queries(
         self, query: Tensor, key: Tensor, value: Tensor, start: int, ends: Tensor | None
     ) -> Tensor:
-        """What the queries from ``start`` on see of a whole sequence; heads stand before tokens."""
+        """Attend with the queries from ``start`` on in a full sequence; heads precede tokens."""
         dropout = self.dropout if self.training else 0.0
         if ends is not None:
             return bidirectional_attention(
@@ -201,22 +201,22 @@ class CoreAttention(torch.nn.Module):
         )
 
     def _query_ranges(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(first key, first query, end of queries) of each part of the queries ``start .. stop`` of a sequence."""
+        """Yield (first key, first query, end of queries) of each part of the queries ``start .. stop``."""
         size = self.chunk or stop
         for first in range(start - start % size, stop, size):
             yield first, max(start, first), min(stop, first + size)
 
     def _scale_by_temperature(self, query: Tensor, start: int) -> Tensor:
-        """``[q, b, h, d]`` at positions from ``start``, multiplied by their temperature."""
+        """Scale ``[q, b, h, d]`` at positions from ``start`` by their temperature."""
         if self.temperature is None:
             return query
         beta, length, offset = self.temperature
-        places = torch.arange(start + offset, start + offset + len(query), device=query.device)
-        factors = 1 + beta * torch.log1p(torch.floor(places.float() / length))
+        positions = torch.arange(start + offset, start + offset + len(query), device=query.device)
+        factors = 1 + beta * torch.log1p(torch.floor(positions.float() / length))
         return query * factors.to(query.dtype).view(-1, 1, 1, 1)
 
     def _draws(self) -> AbstractContextManager[None]:
-        """The random state that tensor ranks do not share: each has heads of its own.
+        """Return a context with the random state that tensor ranks do not share, because each has other heads.
 
         With sequence parallelism Megatron runs whole layers in that state.
         """
@@ -228,7 +228,7 @@ class CoreAttention(torch.nn.Module):
         return forked
 
     def _sequences(self, x: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
-        """Every whole sequence of ``x``, gathered over the context ranks."""
+        """Return every full sequence of ``x``, gathered over the context ranks."""
         size = self.cp_group.size()
         if size == 1:
             return list(torch.split(x, list(lengths)))
@@ -242,23 +242,23 @@ class CoreAttention(torch.nn.Module):
 
 @cache
 def attention_with_options(options: AttentionOptions) -> type[CoreAttention]:
-    """``CoreAttention`` that does ``options``."""
-    return type("SpecialAttention", (CoreAttention,), {"options": options})
+    """Return a ``CoreAttention`` class with ``options``."""
+    return type("AttentionWithOptions", (CoreAttention,), {"options": options})
 
 
 @cache
 def image_attention(reach: int) -> type[CoreAttention]:
-    """``CoreAttention`` in which images see both ways."""
+    """Return a ``CoreAttention`` class with bidirectional attention inside images."""
     return type("ImageAttention", (CoreAttention,), {"reach": reach})
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """``[s, b, h, d]`` as ``[b, h, s, d]``."""
+    """Transpose ``[s, b, h, d]`` to ``[b, h, s, d]``."""
     return x.permute(1, 2, 0, 3)
 
 
 def _window(config: MegatronConfig, layer_number: int) -> int | None:
-    """Keys that a query of this layer (numbered from 1) sees; None: all."""
+    """Return the number of keys that a query of this layer (numbered from 1) sees; None: all."""
     from megatron.core.transformer.utils import is_layer_window_attention
 
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
@@ -268,7 +268,7 @@ def _window(config: MegatronConfig, layer_number: int) -> int | None:
 
 
 def _slopes(config: MegatronConfig) -> Tensor:
-    """Of this tensor rank's heads."""
+    """Return the ALiBi slopes of this tensor rank's heads."""
     from megatron.core import parallel_state
 
     share = config.num_attention_heads // config.tensor_model_parallel_size
@@ -279,25 +279,25 @@ def _slopes(config: MegatronConfig) -> Tensor:
 def _context_group(pg_collection: GroupCollection) -> ProcessGroup:
     from megatron.core import parallel_state
 
-    found: ProcessGroup = (
+    group: ProcessGroup = (
         parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
     )
-    return found
+    return group
 
 
 def set_packed_lengths(packed_seq_params: PackedSeqParams, on_host: Tensor) -> None:
-    """Makes known where packed sequences end, so that no layer waits for the device to read it.
+    """Store the boundaries of packed sequences in host memory, so that no layer synchronises with the device.
 
     Args:
-        packed_seq_params: Of those sequences; queries and keys have the same.
-        on_host: Their ``cu_seqlens`` in the host's memory.
+        packed_seq_params: Parameters of the sequences, equal for queries and keys.
+        on_host: Their ``cu_seqlens`` in host memory.
     """
     setattr(packed_seq_params, PACKED_ENDS, on_host.tolist())
     setattr(packed_seq_params.cu_seqlens_q, ON_HOST, on_host.detach().clone())
 
 
 def packed_lengths(packed_seq_params: PackedSeqParams, rows: int) -> tuple[int, ...]:
-    """Tokens of each packed sequence over all context ranks; rows after the last one are one more."""
+    """Return the tokens of each packed sequence over all context ranks; trailing rows are one more sequence."""
     ends = list(vars(packed_seq_params).get(PACKED_ENDS) or _read_ends(packed_seq_params))
     if ends[-1] < rows:
         ends.append(rows)
@@ -305,8 +305,8 @@ def packed_lengths(packed_seq_params: PackedSeqParams, rows: int) -> tuple[int, 
 
 
 def _read_ends(packed_seq_params: PackedSeqParams) -> list[int]:
-    """A GPU is waited for."""
+    """Read the boundaries from the device, which synchronises."""
     ends = packed_seq_params.cu_seqlens_q_padded
     ends = packed_seq_params.cu_seqlens_q if ends is None else ends
-    found: list[int] = ends.tolist()
-    return found
+    boundaries: list[int] = ends.tolist()
+    return boundaries

@@ -1,6 +1,6 @@
-"""Attention in which the tokens of an image see one another, those behind them too, as Gemma 3's do.
+"""Bidirectional attention inside images, causal elsewhere, as in Gemma 3.
 
-Names of axes: b batch, h heads, g key/value heads, q queries, k keys, d channels.
+Axes: b batch, h heads, g key/value heads, q queries, k keys, d channels.
 """
 
 import torch
@@ -23,19 +23,18 @@ def bidirectional_attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention of queries at positions ``start, start + 1, ...`` to the keys before their ends.
+    """Attend with queries at positions ``start, start + 1, ...`` to the keys before their ends.
 
-    A block's mask lives no longer than the block: the backward pass makes it again.
+    The mask of a block is freed after the block; the backward pass recomputes it.
 
     Args:
         query: ``[b, h, q, d]``.
         key: ``[b, g, k, d]``, positions from 0; h is a multiple of g.
         value: ``[b, g, k, d]``.
-        ends: ``[b, q]``: how many keys there are up to the last that a query sees; more than its position, and at
-            most ``reach`` more than up to itself.
+        ends: ``[b, q]``: number of keys up to the last that a query sees; above its position, by at most ``reach + 1``.
         start: Position of the first query.
-        reach: See ``ends``.
-        window: How many keys up to its own a query sees at most; None: all.
+        reach: Maximum number of keys after a query that it sees.
+        window: Maximum number of keys up to its own that a query sees; None: all.
         scale: Factor on the scores; None: d ** -0.5.
         dropout: Probability that a weight is dropped.
 
@@ -75,10 +74,12 @@ def _block(
     dropout: float,
 ) -> Tensor:
     queries, keys = query.shape[2], key.shape[2]
-    places = torch.arange(-(-keys // ALIGNED) * ALIGNED, device=query.device)
-    seen = places < ends[..., None]
+    positions = torch.arange(-(-keys // ALIGNED) * ALIGNED, device=query.device)
+    seen = positions < ends[..., None]
     if window is not None:
-        seen = seen & (places > torch.arange(start, start + queries, device=query.device)[:, None] - window)
+        seen = seen & (
+            positions > torch.arange(start, start + queries, device=query.device)[:, None] - window
+        )
     mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
     mask = mask.masked_fill_(~seen, float("-inf"))[:, None, :, :keys]
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)

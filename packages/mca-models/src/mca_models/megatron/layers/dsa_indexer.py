@@ -1,7 +1,7 @@
-"""What chooses the keys of each query in sparse attention (DeepSeek V3.2, GLM 5), in plain torch.
+"""Indexer of DeepSeek Sparse Attention (DeepSeek V3.2, GLM 5), in plain torch.
 
-Names of axes: n tokens of this rank, b batch, h heads of the indexer, d their channels, q queries, k keys. As in
-transformers it is not trained: its weights are buffers.
+Axes: n tokens of this rank, b batch, h heads of the indexer, d their channels, q queries, k keys. As in transformers it
+is not trained: its weights are buffers.
 """
 
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ _EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class DsaSizes:
-    """What an indexer is made of.
+    """Sizes of an indexer.
 
     Args:
-        heads: How many.
-        channels: Of each head.
+        heads: Number of heads.
+        channels: Channels of a head.
         hidden: Channels of the layer's input.
         compressed: Channels of the compressed queries.
-        topk: Keys that it chooses for a query.
-        interleaved: It rotates pairs of neighbours; otherwise channels half a rope apart.
+        topk: Keys chosen for a query.
+        interleaved: Rotate neighbouring channels as pairs; else channels half the rotated width apart.
     """
 
     heads: int
@@ -35,7 +35,7 @@ class DsaSizes:
 
 
 class DsaIndexer(torch.nn.Module):
-    """Scores each key for each query: the weighed sum over heads of what is positive of their products."""
+    """Score of each key for each query: the weighted sum over heads of the ReLU of their products."""
 
     wq_b: Tensor
     wk: Tensor
@@ -59,11 +59,11 @@ class DsaIndexer(torch.nn.Module):
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
     def queries(self, compressed: Tensor, positions: Tensor) -> Tensor:
-        """``[n, b, h, d]`` of compressed queries ``[n, b, r]`` at ``positions`` ``[n]``."""
+        """Compute ``[n, b, h, d]`` from compressed queries ``[n, b, r]`` at ``positions`` ``[n]``."""
         return self._rotated(linear(compressed, self.wq_b).unflatten(-1, (self.sizes.heads, -1)), positions)
 
     def keys(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """``[n, b, d]`` of the layer's input ``[n, b, hidden]``."""
+        """Compute ``[n, b, d]`` from the layer's input ``[n, b, hidden]``."""
         keys = linear(hidden, self.wk).float()
         normal = layer_norm(
             keys, keys.shape[-1:], self.k_norm_weight.float(), self.k_norm_bias.float(), _EPSILON
@@ -71,18 +71,18 @@ class DsaIndexer(torch.nn.Module):
         return self._rotated(normal.to(hidden.dtype).unsqueeze(2), positions).squeeze(2)
 
     def weights(self, hidden: Tensor) -> Tensor:
-        """``[n, b, h]``, fp32."""
+        """Compute the heads' weights ``[n, b, h]``, fp32."""
         factor: float = (self.sizes.heads * self.sizes.channels) ** -0.5
         return linear(hidden, self.weights_proj).float() * factor
 
     def select(self, queries: Tensor, weights: Tensor, keys: Tensor, start: int) -> Tensor:
-        """Which keys each query sees, ``[b, q, k]``: of those not after it the highest.
+        """Return the mask ``[b, q, k]`` of the topk keys at or before each query.
 
         Args:
             queries: ``[q, b, h, d]``, the first at position ``start``.
             weights: ``[q, b, h]``.
             keys: ``[k, b, d]``, positions from 0.
-            start: See above.
+            start: Position of the first query.
         """
         products: Tensor = torch.einsum("qbhd,kbd->bqhk", queries.float(), keys.float()).relu()
         scores: Tensor = torch.einsum("bqhk,qbh->bqk", products, weights)
@@ -94,7 +94,7 @@ class DsaIndexer(torch.nn.Module):
         return mask
 
     def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
-        """``[n, b, h, d]`` with its first channels turned."""
+        """Rotate the first channels of ``[n, b, h, d]``."""
         frequencies = self.inverse_frequencies
         return rotated(x, positions, frequencies, self.factor, interleaved=self.sizes.interleaved)
 
@@ -106,6 +106,6 @@ def rotated(
     angles = torch.outer(positions.float(), inverse_frequencies)[:, None, None]
     cos, sin = ((f(angles) * factor).to(x.dtype) for f in (torch.cos, torch.sin))
     width = 2 * inverse_frequencies.numel()
-    turning, rest = x[..., :width], x[..., width:]
-    first, second = (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)
+    rotary, rest = x[..., :width], x[..., width:]
+    first, second = (rotary[..., ::2], rotary[..., 1::2]) if interleaved else rotary.chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)

@@ -1,7 +1,7 @@
-"""Rotary positions of three kinds: some channels follow a token's time, others its row or its column in an image.
+"""M-RoPE: some channels follow a token's time, others its row or its column in an image.
 
-Whether a micro-batch has such positions is known to `families.images`; without them all channels follow one position,
-and the plain rope computes them.
+`families.images` sets the positions of a micro-batch; without them all channels follow one position, and the plain RoPE
+computes them.
 """
 
 import torch
@@ -14,12 +14,12 @@ from mca_models.megatron.types import MegatronModule
 
 
 def mrope_axes(sections: tuple[int, ...], channels: int, *, interleaved: bool) -> Tensor:
-    """For each rotated pair of channels, which of the three positions it follows.
+    """Return which of the three positions each rotated pair of channels follows.
 
     Args:
-        sections: How many pairs follow each.
-        channels: Pairs.
-        interleaved: They take turns, as long as their sections last; what is left follows the first.
+        sections: Number of pairs that follow each position.
+        channels: Number of pairs.
+        interleaved: The axes alternate within their sections; remaining pairs follow the first.
     """
     axes = torch.zeros(channels, dtype=torch.long)
     if interleaved:
@@ -34,11 +34,11 @@ def mrope_axes(sections: tuple[int, ...], channels: int, *, interleaved: bool) -
 
 
 class MRope(torch.nn.Module):
-    """Megatron's rotary module, and beside it one for positions that are handed in.
+    """Megatron's rotary module, extended by positions on three axes.
 
     Attributes:
-        positions: ``[3, b, s]`` of this rank's tokens, or ``[3, 1, t]`` of a whole pack; taken by the next forward
-            pass. Nothing is cut here: Megatron itself takes a context rank's part of a pack.
+        positions: ``[3, b, s]`` of this rank's tokens, or ``[3, 1, t]`` of a full pack, for the next forward pass.
+            Megatron shards the angles of a pack over context ranks.
     """
 
     def __init__(self, config: McaModelConfig, cp_group: ProcessGroup) -> None:
@@ -55,13 +55,13 @@ class MRope(torch.nn.Module):
         self.positions: Tensor | None = None
 
     def get_rotary_seq_len(self, *args: object, **kwargs: object) -> int:
-        """See Megatron's ``RotaryEmbedding``."""
+        """Return the sequence length, as Megatron's ``RotaryEmbedding`` does."""
         plain: MegatronModule = self.plain
         length: int = plain.get_rotary_seq_len(*args, **kwargs)
         return length
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
-        """Angles ``[s, b, 1, channels]``, or ``[s, 1, 1, channels]`` without positions."""
+        """Return angles ``[s, b, 1, channels]``, or ``[s, 1, 1, channels]`` without positions."""
         positions, self.positions = self.positions, None
         if positions is None:
             plain: Tensor = self.plain(*args, **kwargs)

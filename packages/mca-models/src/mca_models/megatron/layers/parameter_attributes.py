@@ -1,18 +1,18 @@
-"""Tells Megatron which parameters are cut over tensor ranks, which are rows of the vocabulary, how experts are summed.
+"""Attributes of parameters that Megatron reads: tensor-parallel sharding, vocabulary rows, gradient sums of experts.
 
-The norm of all gradients counts a parameter once: a cut one on every tensor rank, a replicated one on the first.
-Megatron marks cut weights while it initialises them; weights that are filled from a checkpoint instead
-(``perform_initialization`` off) stay unmarked before megatron-core 0.18, and the norm, and with it clipping, silently
-misses all ranks but the first. Transformer Engine marks the replicated down-projections of MLA too, which would then
-count once on every tensor rank. megatron-core 0.19 takes that mark back, but leaves ``partition_dim``, by which Muon
+The norm of all gradients counts a parameter once: a sharded one on every tensor rank, a replicated one on the first.
+Megatron sets these attributes while it initialises weights. Weights that are filled from a checkpoint instead
+(``perform_initialization`` off) lack them before megatron-core 0.18, and the norm, and with it clipping, silently
+misses all ranks but the first. Transformer Engine also marks the replicated down-projections of MLA as sharded, which
+would count once on every tensor rank. megatron-core 0.19 reverts that, but leaves ``partition_dim``, by which Muon
 gathers shards.
 
-Rows of the vocabulary have a learning rate of their own (``decoupled_lr``). The copy of the embedding that prediction
-layers have on another pipeline rank stays unmarked in 0.16: its rows would leave those of the first rank.
+Vocabulary rows have their own learning rate (``decoupled_lr``). The copy of the embedding for MTP layers on another
+pipeline rank is not marked in 0.16: its rows would diverge from those of the first rank.
 
-The gradients of experts are summed over the ranks that hold the same experts. Before 0.19 megatron-core marks them so
-(``allreduce`` false) with expert parallelism only, and sums over the dense parameters' replicas otherwise: wrong where
-the expert tensor size is not the tensor size.
+The gradients of experts are summed over the ranks with the same experts. Before 0.19 megatron-core marks them so
+(``allreduce`` false) with expert parallelism only, and sums over the dense parameters' replicas otherwise: wrong if the
+expert tensor size is not the tensor size.
 """
 
 from collections.abc import Iterable
@@ -25,13 +25,13 @@ from mca_models.megatron.types import MarkedParameter
 
 
 def set_parameter_attributes(params: Iterable[tuple[LocalParam, Tensor]], layout: ParallelLayout) -> int:
-    """Sets right what is not; returns how many marks there were to set.
+    """Set missing or wrong attributes; return how many were set.
 
     Args:
         params: Every parameter of this rank with its rule (``VirtualModels.local_params()``).
-        layout: The sizes they are cut by.
+        layout: The parallel sizes.
     """
-    apart = layout.ep > 1 or layout.etp != layout.tp
+    separate = layout.ep > 1 or layout.etp != layout.tp
     marked = 0
     for item, tensor in params:
         param: MarkedParameter = tensor
@@ -43,7 +43,7 @@ def set_parameter_attributes(params: Iterable[tuple[LocalParam, Tensor]], layout
             param.tensor_model_parallel, param.partition_dim = cut
             param.partition_stride = 1
             marked += 1
-        if expert and getattr(param, "allreduce", True) == apart:
-            param.allreduce = not apart
+        if expert and getattr(param, "allreduce", True) == separate:
+            param.allreduce = not separate
             marked += 1
     return marked

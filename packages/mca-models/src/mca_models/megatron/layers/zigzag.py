@@ -1,6 +1,6 @@
-"""How context parallelism cuts sequences: rank r of n holds chunks r and 2n-1-r of 2n equal ones.
+"""Zigzag sharding of context parallelism: rank r of n holds chunks r and 2n-1-r of 2n equal chunks.
 
-So every rank has the same share of causal work. Packed sequences are each cut in this way.
+So every rank has the same share of causal work. Packed sequences are sharded one by one.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from mca_config.errors import McaError
 
 @dataclass(frozen=True)
 class TokenRange:
-    """A run of tokens that a rank holds.
+    """Range of tokens on a rank.
 
     Args:
-        sequence: Index of the packed sequence it belongs to.
+        sequence: Index of the packed sequence.
         start: Position of its first token within that sequence.
         length: Tokens.
     """
@@ -30,7 +30,7 @@ class TokenRange:
 
 @lru_cache(maxsize=64)
 def rank_token_ranges(lengths: tuple[int, ...], rank: int, size: int) -> tuple[TokenRange, ...]:
-    """What ``rank`` of ``size`` holds of sequences of these ``lengths``, in the order of its rows.
+    """Return the ranges of ``rank`` in sequences of these ``lengths``, in the order of its rows.
 
     Raises:
         McaError: A length is not a multiple of 2 x size.
@@ -42,7 +42,7 @@ def rank_token_ranges(lengths: tuple[int, ...], rank: int, size: int) -> tuple[T
         share, rest = divmod(length, 2 * size)
         if rest:
             raise McaError(
-                f"a sequence of {length} tokens cannot be cut for context_parallel_size {size}; "
+                f"a sequence of {length} tokens cannot be sharded over context_parallel_size {size}; "
                 f"pad it to a multiple of {2 * size}"
             )
         chunks += [TokenRange(index, r * share, share) for r in (rank, 2 * size - 1 - rank)]
@@ -50,7 +50,7 @@ def rank_token_ranges(lengths: tuple[int, ...], rank: int, size: int) -> tuple[T
 
 
 def restore_token_order(gathered: Tensor, lengths: Sequence[int], size: int) -> list[Tensor]:
-    """The sequences in their own order, from the rows of all ranks one after the other.
+    """Return the sequences in order, from the concatenated rows of all ranks.
 
     Args:
         gathered: ``[size * rows of a rank, ...]``.
@@ -70,7 +70,7 @@ def restore_token_order(gathered: Tensor, lengths: Sequence[int], size: int) -> 
 
 
 def take_rank_tokens(x: Tensor, axis: int, rank: int, size: int) -> Tensor:
-    """This rank's part of one unpacked sequence axis."""
+    """Return this rank's part of one unpacked sequence axis."""
     if size == 1:
         return x
     parts = [

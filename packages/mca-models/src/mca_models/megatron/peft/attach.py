@@ -1,9 +1,9 @@
-"""Puts LoRA beside the linears of live chunks, without touching their classes or names.
+"""Attach LoRA to the linears of live chunks, without changing their classes or names.
 
-The factors become a child module ``lora`` of the linear (``...linear_qkv.lora.lora_A_q_proj``), a forward hook
-adds their output. A bare weight (the router's, the shared experts' gate) has no linear; while the module that
-owns it runs, the weight with the adapter folded in stands in its place. Where a linear lies and what it is made
-of is known from the rules; no class is asked.
+The factors become a child module ``lora`` of the linear (``...linear_qkv.lora.lora_A_q_proj``), and a forward hook
+adds their output. A bare weight (the router's, the shared experts' gate) has no linear; while its module runs, the
+weight with the adapter merged in replaces it. The position and parts of a linear are known from the rules; classes
+are not inspected.
 """
 
 import logging
@@ -39,14 +39,14 @@ Switch = LoraLinear | LoraExperts
 
 @dataclass(frozen=True)
 class LinearGroups:
-    """What the live linears lie on.
+    """Process groups and settings of the live linears.
 
     Args:
-        tensor: Group of the tensor-parallel ranks.
-        expert: Group of the expert-tensor-parallel ranks.
-        sequence_parallel: Whether dense activations are cut along the sequence.
-        overlap: Shared experts run in steps of their own beside the dispatcher, which hooks do not see.
-        fuser: Transformer Engine fuses whole MLPs into one operation, which hooks do not see.
+        tensor: The tensor-parallel group.
+        expert: The expert-tensor-parallel group.
+        sequence_parallel: Whether dense activations are sharded along the sequence.
+        overlap: Shared experts overlap with the dispatcher, which bypasses hooks.
+        fuser: Transformer Engine fuses whole MLPs into one operation, which bypasses hooks.
     """
 
     tensor: ProcessGroup
@@ -56,10 +56,10 @@ class LinearGroups:
     fuser: bool = False
 
     def cut(self, param: Param) -> Cut:
-        """How the weight of ``param`` lies over them."""
+        """Return the sharding of the weight of ``param``."""
         expert = param.expert is not None
         group = self.expert if expert else self.tensor
-        whole = expert or param.stage is Stage.VISION  # on each rank all of the sequence
+        whole = expert or param.stage is Stage.VISION  # the full sequence on each rank
         return Cut(
             _AXES[param.shard.axis],
             group,
@@ -79,8 +79,8 @@ class Attached:
         lora: The factors on it.
         owner: The linear.
         live: Rule and live tensor of every factor.
-        switch: The module whose ``merged`` turns the hooks off.
-        handles: Remove the hooks.
+        switch: The module whose ``merged`` disables the hooks.
+        handles: Handles that remove the hooks.
     """
 
     base: Tensor
@@ -92,7 +92,7 @@ class Attached:
     handles: tuple[RemovableHandle, ...]
 
     def folded(self) -> Tensor:
-        """The base weight with the factors' product added: in fp32, then of its own dtype."""
+        """Return the base weight plus the factors' product: computed in fp32, in its dtype."""
         return cast_finite(self.base.float() + self.lora.product(), self.base.dtype, self.name)
 
 
@@ -105,18 +105,18 @@ def attach(
     dropout: float,
     grouped: bool,
 ) -> Iterator[Attached]:
-    """Puts the adapters of ``rules`` that belong to ``chunk`` beside its linears, each as it is yielded.
+    """Attach the adapters of ``rules`` to the linears of ``chunk``, and yield each.
 
     Args:
         chunk: One live ``GPTModel``.
         params: Its parameters.
         rules: The adapter, made for the live layout.
-        ranks: The groups it stands on.
-        dropout: Probability for the adapters' inputs.
-        grouped: One module holds all experts of a rank.
+        ranks: Process groups of the linears.
+        dropout: Dropout probability of the adapters' inputs.
+        grouped: One module has all experts of a rank.
 
     Raises:
-        McaError: A target cannot carry an adapter at this layout.
+        McaError: A target does not support an adapter on this layout.
     """
     factors_by_part = factors_by_weight(rules.factors)
     experts: dict[str, list[_Placed]] = {}
@@ -139,12 +139,13 @@ def attach(
 
 
 def warn_unused_dropout(rules: AdapterRules, dropout: float) -> None:
-    """Warns of adapters that ``dropout`` does not reach: they are added to a weight and see no input."""
+    """Warn of adapters without dropout: they are added to a weight and have no input."""
     targets = [pair.target for pair in rules.factors]
     bare = sorted({target.module.rpartition(".")[2] for target in targets if target.base.mca.endswith(_BARE)})
     if dropout and bare:
         logger.warning(
-            "lora_dropout: not applied to the inputs of %s, whose adapters see none", ", ".join(bare)
+            "lora_dropout: not applied to %s, whose adapters are added to a weight and have no input",
+            ", ".join(bare),
         )
 
 
@@ -173,7 +174,7 @@ def _lora(pairs: Sequence[LoraFactors], base: Tensor, ranks: LinearGroups, dropo
     ):
         if on:
             raise McaError(
-                f"target_modules: {module} cannot carry an adapter with {name}; set that to false or exclude it"
+                f"target_modules: an adapter on {module} is not supported with {name}; set that to false or exclude it"
             )
     cut = ranks.cut(param)
     if cut.many and not cut.sequence and param.mca.endswith("linear_kv_down_proj.weight"):
@@ -196,7 +197,7 @@ def _lora(pairs: Sequence[LoraFactors], base: Tensor, ranks: LinearGroups, dropo
 
 
 def _part_rows(param: Param, base: Tensor, cut: Cut) -> tuple[int, ...]:
-    """Rows of each HF tensor inside the whole weight."""
+    """Return the rows of each HF tensor inside the full weight."""
     rows = base.shape[0] * (cut.group.size() if cut.axis == "rows" else 1)
     if len(param.hf) == 1:
         return (rows,)
@@ -207,18 +208,18 @@ def _part_rows(param: Param, base: Tensor, cut: Cut) -> tuple[int, ...]:
 def _order(
     pairs: Sequence[LoraFactors], parts: Sequence[LoraPart], sizes: tuple[int, ...], cut: Cut
 ) -> Tensor | None:
-    """Which output of the concatenated parts each output of the fused linear gets on this rank."""
+    """Return the index in the concatenated parts of each output of the fused linear on this rank."""
     param = pairs[0].target.base
     rows = _packed_rows(Rule.from_param(param), sizes, cut.group.rank(), cut.group.size())
-    known = {pair.target.part: part for pair, part in zip(pairs, parts, strict=True)}
+    parts_by_number = {pair.target.part: part for pair, part in zip(pairs, parts, strict=True)}
     nothing = sum(part.rows for part in parts)
     first_row, start, order = 0, 0, np.full_like(rows, nothing)
     for number, size in enumerate(sizes):
-        if part := known.get(number):
+        if part := parts_by_number.get(number):
             shared = part.whole_b or cut.axis != "rows"
             first = first_row if shared else first_row + cut.group.rank() * part.rows
-            mine = (rows >= first_row) & (rows < first_row + size)
-            order[mine] = rows[mine] - first + start
+            selected = (rows >= first_row) & (rows < first_row + size)
+            order[selected] = rows[selected] - first + start
             start += part.rows
         first_row += size
     return None if np.array_equal(order, np.arange(nothing)) else torch.from_numpy(order)
@@ -226,7 +227,7 @@ def _order(
 
 @lru_cache(maxsize=64)
 def _packed_rows(rule: Rule, sizes: tuple[int, ...], rank: int, size: int) -> NDArray[np.int64]:
-    """The rows of the HF tensors, counted over all of them, in the order in which ``rank`` holds them."""
+    """Return the rows of the HF tensors, numbered over all of them, in the order of ``rank``."""
     numbers = np.arange(sum(sizes)).reshape(-1, 1)
     whole = rule.to_full(np.split(numbers, np.cumsum(sizes)[:-1]))
     packed: NDArray[np.int64] = rule.shard.take(whole, rank, size).flatten()
@@ -236,13 +237,13 @@ def _packed_rows(rule: Rule, sizes: tuple[int, ...], rank: int, size: int) -> ND
 def _attach_linear(owner: torch.nn.Module, placed: _Placed) -> Attached:
     owner.add_module(CHILD, placed.lora)
     _return_normed_input(owner)
-    # before what a family makes of the product, as the output layer's factor and cap of the logits
+    # before other hooks on the output, e.g. the factor and cap of the logits
     handle = owner.register_forward_hook(_add, prepend=True)
     return placed.attached(owner, placed.lora, [handle])
 
 
 def _attach_hf_module(owner: torch.nn.Module, placed: _Placed, sequence_parallel: bool) -> Attached:
-    """On a module of transformers, which gives its output alone; gradients come together as the vision model's."""
+    """Attach to a module of transformers, which returns its output only; gradients as in the vision tower."""
     owner.add_module(CHILD, placed.lora)
     for _, *factors in placed.lora.factors():
         for factor in factors:
@@ -254,7 +255,7 @@ def _attach_weight(owner: torch.nn.Module, leaf: str, placed: _Placed) -> Attach
     lora = placed.lora
 
     def put(module: torch.nn.Module, args: tuple[object, ...]) -> None:
-        if not lora.merged:  # an entry of the instance stands before the parameter of that name
+        if not lora.merged:  # an instance attribute shadows the parameter
             vars(module)[leaf] = lora(placed.base)
 
     def take(module: torch.nn.Module, args: tuple[object, ...], output: HookOutput) -> None:
@@ -279,7 +280,7 @@ def _weights(owner: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _return_normed_input(owner: MegatronModule) -> None:
-    """Has Transformer Engine's fused norm-and-linear return the norm's output too, which LoRA takes."""
+    """Make Transformer Engine's fused norm-and-linear also return the norm's output, LoRA's input."""
     if "return_layernorm_output" in vars(owner):
         owner.return_layernorm_output = True
 
@@ -304,7 +305,7 @@ def _add_grouped(owner: MegatronModule, args: tuple[Tensor, ...], output: HookOu
 
 
 def detach(items: Sequence[Attached]) -> None:
-    """Takes the adapters away again."""
+    """Remove the adapters."""
     for item in items:
         for handle in item.handles:
             handle.remove()
@@ -315,9 +316,9 @@ def detach(items: Sequence[Attached]) -> None:
 
 
 def begin_gradients(chunk: torch.nn.Module) -> Iterator[RemovableHandle]:
-    """Lets gradients begin at the frozen embedding's output.
+    """Require gradients of the frozen embedding's output.
 
-    Recomputed layers and the pipeline's first stage have none otherwise.
+    Otherwise recomputed layers and the first pipeline stage have none.
     """
     if (embedding := dict(chunk.named_children()).get("embedding")) is not None:
         yield embedding.register_forward_hook(_require_grad)

@@ -1,7 +1,4 @@
-"""Whether an adapter fits the live model that it comes to.
-
-What it is made of is said by its rules; nothing is read or changed here.
-"""
+"""Checks that an adapter fits a live model; nothing is read or changed here."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +10,7 @@ from mca_models.weights import Param
 
 
 def require_same(theirs: AdapterRules, mine: AdapterRules, directory: str | Path) -> None:
-    """Refuses values that the live adapter would not compute with as those of ``directory`` were trained.
+    """Raise unless the adapter of ``directory`` was trained with the tensors, ranks and scales of the live one.
 
     Raises:
         McaError: It has other tensors, or some of another rank or scale.
@@ -24,10 +21,10 @@ def require_same(theirs: AdapterRules, mine: AdapterRules, directory: str | Path
             f"{directory}: its adapter has other tensors than this model's ({min(there ^ here)}, ...); load it "
             "with load_adapter onto the base model"
         )
-    found = _scales(theirs)
+    saved = _scales(theirs)
     for name, (module, rank, scale) in _scales(mine).items():
-        if found[name] != (module, rank, scale):
-            _, its_rank, its_scale = found[name]
+        if saved[name] != (module, rank, scale):
+            _, its_rank, its_scale = saved[name]
             raise McaError(
                 f"{directory}: its adapter on {module} has rank {its_rank} and scale {its_scale:g}, this model's "
                 f"{rank} and {scale:g}; set lora_rank, lora_alpha and use_rslora (rank_pattern, alpha_pattern) to "
@@ -40,20 +37,22 @@ def _scales(rules: AdapterRules) -> Mapping[str, tuple[str, int, float]]:
 
 
 def require_new_params_saved(models: VirtualModels, rules: AdapterRules) -> None:
-    """Refuses an adapter without what the base model's files lack too: its directory would not be the trained model.
+    """Raise unless the adapter saves the parameters that the base model's files lack, e.g. a new head.
 
     Raises:
         McaError: A new head, or a vocabulary with new rows, is not among its tensors.
     """
-    held = {param.mca_name() for param in rules.full_params}
+    saved = {param.mca_name() for param in rules.full_params}
     for param in models.new_params:
-        if param.mca_name() not in held:
+        if param.mca_name() not in saved:
             raise McaError(f"{_lacking(param)}, which {models.source} does not have either; {_advice(param)}")
 
 
 def _lacking(param: Param) -> str:
-    what = f"the new rows of {param.hf_names()[0]}" if param.vocab else f"{param.hf_names()[0]}, the new head"
-    return f"the adapter does not hold {what}"
+    missing = (
+        f"the new rows of {param.hf_names()[0]}" if param.vocab else f"{param.hf_names()[0]}, the new head"
+    )
+    return f"the adapter does not save {missing}"
 
 
 def _advice(param: Param) -> str:

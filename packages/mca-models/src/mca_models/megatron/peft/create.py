@@ -1,4 +1,4 @@
-"""A model with an adapter is made here: a new one, or one that a directory holds."""
+"""Create a model with an adapter: a new one, or one from a directory."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -23,16 +23,16 @@ def get_peft_model(
     seed: int = 1234,
     parts: Collection[Part] = TEXT,
 ) -> PeftModels:
-    """``models`` with a new LoRA adapter; its values are the same on every layout for the same seed.
+    """Attach a new LoRA adapter to ``models``; its values are the same on every layout for the same seed.
 
     Args:
         models: The base model, which is frozen; it is shared, not copied.
         config: A ``peft.LoraConfig`` with HF module names, or the contents of an ``adapter_config.json``.
-        seed: Of the adapter's random values.
-        parts: Of a vision-language model, those that are adapted; modules of others are excluded.
+        seed: Seed of the adapter's random values.
+        parts: Adapted parts of a vision-language model; modules of other parts are excluded.
 
     Raises:
-        McaError: A setting cannot be represented, or names nothing of this model.
+        McaError: A setting is not supported, or names no module of this model.
     """
     adapter = adapter_config(config, models, parts)
     require_supported_init(adapter)
@@ -41,7 +41,7 @@ def get_peft_model(
 
 
 def attach_adapter(models: VirtualModels, config: AdapterConfig, rules: AdapterRules) -> PeftModels:
-    """``models`` with an adapter that has no values yet, of ``rules`` made for the layout.
+    """Attach an adapter of ``rules``, made for the layout, without values.
 
     Raises:
         McaError: The model has an adapter, or cannot be trained with this one.
@@ -57,15 +57,17 @@ def attach_adapter(models: VirtualModels, config: AdapterConfig, rules: AdapterR
 
 
 def load_adapter(models: VirtualModels, path: str | Path) -> PeftModels:
-    """``models`` with the adapter of a PEFT or MCA directory or of the Hub, whatever layout that has."""
-    found = adapter_for(resolve_directory(path), models.config)
-    return _filled(models, found.config, found.rules, lambda param, shape: found.read(param), saved=True)
+    """Attach the adapter of a PEFT or MCA directory, or of the Hub, saved on any layout."""
+    adapter = adapter_for(resolve_directory(path), models.config)
+    return _filled(
+        models, adapter.config, adapter.rules, lambda param, shape: adapter.read(param), saved=True
+    )
 
 
 def _filled(
     models: VirtualModels, config: AdapterConfig, rules: AdapterRules, read: Read, *, saved: bool
 ) -> PeftModels:
-    """``models`` with an adapter and its values; without them ``models`` are left as they were."""
+    """Attach an adapter and its values; on an error ``models`` are unchanged."""
     peft = attach_adapter(models, config, rules)
     try:
         peft.fill(read, saved=saved)

@@ -1,4 +1,4 @@
-"""An adapter spread over ranks, put together on the first, or on all. Adapters are small: all of it fits there."""
+"""Gather an adapter from all ranks on the first rank, or on all. Adapters are small enough to fit."""
 
 from collections.abc import Mapping, Sequence
 
@@ -27,7 +27,7 @@ def whole_adapter(
     *,
     everywhere: bool = False,
 ) -> Adapter | None:
-    """The adapter whose pieces all ranks hold, on rank 0 or ``everywhere``; None elsewhere. Collective."""
+    """Gather the adapter on rank 0, or ``everywhere``; None on other ranks. Collective."""
     mine: Pieces = {}
     for param, tensor in live:
         if is_first_replica(param, rank_context.coordinates):

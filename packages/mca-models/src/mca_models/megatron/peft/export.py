@@ -1,6 +1,6 @@
-"""What a model with an adapter sends to a consumer: the adapter as PEFT has it, or weights with it folded in.
+"""Export of a model with an adapter: the adapter in PEFT's format, or merged weights.
 
-Who sends what to whom is said in `mca_models.megatron.state`.
+Ranks and buckets are in `mca_models.megatron.state`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from mca_models.megatron.tensors import cast_finite, to_torch
 
 
 def peft_tensors(adapter: Adapter, dtype: DtypeName | None) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a PEFT file in its order, on the device, cast to ``dtype`` if there is one."""
+    """Yield the tensors of a PEFT file in its order, on the device, cast to ``dtype`` if given."""
     tensors, device = PeftTensors(adapter), platform.current_device()
     for name in sorted(tensors.sources):
         tensor = to_torch(tensors.array(name)).to(device)
@@ -27,10 +27,10 @@ def peft_tensors(adapter: Adapter, dtype: DtypeName | None) -> Iterator[tuple[st
 
 
 def merged_piece(live: Mapping[str, Tensor], attached: Sequence[Attached]) -> Piece:
-    """This rank's pieces with the adapter folded in, each computed when it is asked for.
+    """Return a function that computes this rank's shards with the adapter merged in, on demand.
 
     Args:
-        live: This rank's pieces by canonical name.
+        live: This rank's shards by canonical name.
         attached: The adapter on them.
     """
     adapters = {id(item.base): item for item in attached}

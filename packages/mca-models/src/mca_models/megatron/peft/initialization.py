@@ -1,6 +1,6 @@
-"""What an adapter starts from: what of it is trained, and the first values of a new one.
+"""Initialization of an adapter: its trained tensors, and the first values of a new one.
 
-They are PEFT's distributions, the same on every layout. Values of an existing adapter are read, not drawn.
+The distributions are PEFT's; values are the same on every layout. Values of an existing adapter are read, not drawn.
 """
 
 import math
@@ -16,7 +16,7 @@ from mca_models.weights.arrays import Array
 
 
 def require_supported_init(adapter: AdapterConfig) -> None:
-    """Refuses initialisations that need data or the base weights' decomposition.
+    """Raise for initialisations that need data or a decomposition of the base weights.
 
     Raises:
         McaError: ``init_lora_weights`` is one of them.
@@ -30,7 +30,7 @@ def require_supported_init(adapter: AdapterConfig) -> None:
 
 
 def require_base_weights(adapter: AdapterConfig, *, merged: bool) -> None:
-    """Refuses an adapter without which the model is not the base model.
+    """Raise if disabling the adapter would not give the base model.
 
     Raises:
         McaError: It is merged, or trains the base model's own parameters.
@@ -39,20 +39,20 @@ def require_base_weights(adapter: AdapterConfig, *, merged: bool) -> None:
         raise McaError("the adapter is merged; call unmerge_adapter first")
     if adapter.modules_to_save:
         raise McaError(
-            "disable_adapter does not give the base model back where modules_to_save trains parts of it; load the "
+            "disable_adapter is not supported with modules_to_save, which trains parts of the base model; load the "
             "base model a second time as reference, or remove modules_to_save"
         )
 
 
 def is_trained(param: Param, adapter: AdapterConfig, rules: AdapterRules) -> bool:
-    """Whether PEFT trains a tensor of ``adapter``: not what it saved unasked, and with MiCA lora_A alone."""
+    """Return whether PEFT trains ``param``: not one that it only saved, and with MiCA only lora_A."""
     if ".lora_B." in param.mca:
         return str(adapter.document.get("init_lora_weights")).lower() != "mica"
     return all(param is not other for other in rules.kept)
 
 
 def initial_values(adapter: AdapterConfig, seed: int) -> Callable[[Param, tuple[int, ...]], Array]:
-    """A function that draws the whole tensor of a factor's rule.
+    """Return a function that draws the full tensor of a factor's rule.
 
     lora_A is uniform as a linear's weight (normal with deviation 1 / rank if ``gaussian``); lora_B is zero,
     unless ``init_lora_weights`` is false.

@@ -1,4 +1,4 @@
-"""An adapter that comes as tensors under PEFT's names, in any order and in pieces. It is small: each rank keeps all."""
+"""Receive an adapter as tensors under PEFT's names, in any order and in pieces; each rank keeps all of it."""
 
 from collections.abc import Callable, Iterable
 
@@ -13,24 +13,24 @@ from mca_models.weights.arrays import Array
 
 
 def receive_adapter(adapter: Adapter, weights: Iterable[Weight]) -> Callable[[Param], Array]:
-    """Reads the whole tensor of a rule of ``adapter`` from what has come.
+    """Return a function that reads the full tensor of a rule of ``adapter`` from ``weights``.
 
     Args:
-        adapter: Its rules say what must come.
+        adapter: The adapter, whose rules give the expected tensors.
         weights: Names and tensors.
 
     Raises:
-        McaError: Names are missing or too many, or a shape differs.
+        McaError: Names are missing or unexpected, or a shape differs.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     receiver = WeightReceiver(peft_shapes(adapter), {})
 
     def receive(name: str, tensor: Tensor, start: int | None) -> None:
         whole = receiver.receive(name, tensor, start)
         if whole is not None:
-            found[name] = whole.detach().cpu().clone()
+            tensors[name] = whole.detach().cpu().clone()
 
     receive_all(weights, receive)
     receiver.finish()
-    stacks = PeftReader(lambda name: to_numpy(found[name]), adapter.model.num_moe_experts or 1)
+    stacks = PeftReader(lambda name: to_numpy(tensors[name]), adapter.model.num_moe_experts or 1)
     return stacks.read

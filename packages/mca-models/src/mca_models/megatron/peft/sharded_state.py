@@ -1,8 +1,9 @@
-"""The factors in Megatron's distributed checkpoints (the optimizer's state is laid out by them).
+"""LoRA factors in Megatron's distributed checkpoints, which also give the layout of optimizer state.
 
-Megatron stacks a tensor over layers and experts, which adapters with patterns of ranks, or on some layers
-only, cannot be. So each factor is one tensor of its own, under its canonical name. Of one whose rows are several
-segments (``[gate, up]``), each of which is cut over ranks, every segment is: one cut does not tell where its rows are.
+Megatron stacks a tensor over layers and experts, which is impossible for adapters with rank patterns, or on some
+layers only. So each factor is a separate tensor under its canonical name. If its rows are several segments (``[gate,
+up]``), each of which is sharded, every segment is a separate tensor, because one shard does not cover a contiguous
+range of rows.
 """
 
 from collections.abc import Mapping
@@ -23,12 +24,12 @@ Replica = tuple[int, int, int]
 
 
 def patch_sharded_state(chunk: GptModel, by_tensor: Mapping[int, Param], rank_context: RankContext) -> None:
-    """Replaces the method of this one ``chunk``.
+    """Replace ``sharded_state_dict`` of this one ``chunk``.
 
     Args:
         chunk: A live ``GPTModel`` with adapters.
         by_tensor: The rules of all factors by ``id`` of their live tensors.
-        rank_context: Where this rank stands.
+        rank_context: This rank and the layout.
     """
     original = chunk.sharded_state_dict
 
@@ -44,7 +45,7 @@ def patch_sharded_state(chunk: GptModel, by_tensor: Mapping[int, Param], rank_co
 
 
 def restore_sharded_state(chunk: torch.nn.Module) -> None:
-    """Gives the method of its class back to ``chunk``."""
+    """Restore the class's ``sharded_state_dict`` of ``chunk``."""
     vars(chunk).pop(_METHOD, None)
 
 
@@ -75,7 +76,7 @@ def _piece(name: str, tensor: Tensor, param: Param, cut: tuple[int, int], replic
 
 
 def _replica(param: Param, coordinates: Coordinates, cp: int) -> Replica:
-    """Which copy of its piece this rank holds, as Megatron counts: over pipeline, tensor and data ranks."""
+    """Return Megatron's replica id of this rank's shard: over pipeline, tensor and data ranks."""
     cut = param.shard.axis is not None
     if param.expert is not None:
         return 0, 0 if cut else coordinates.etp, coordinates.edp

@@ -1,7 +1,7 @@
-"""The device platform: makes megatron-core run on this machine, GPU or not.
+"""Device platform: makes megatron-core run on this machine, with a GPU or without.
 
-Call ``prepare()`` before anything imports ``megatron``. On a CPU it patches torch and Megatron, each patch in a
-small file of its own that says why; on a GPU only the repairs that no device can do without are made.
+Call ``prepare()`` before anything imports ``megatron``. On a CPU it patches torch and Megatron, each patch in a small
+file that gives the reason; on a GPU only device-independent fixes are applied.
 """
 
 import importlib
@@ -81,7 +81,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 BEFORE_IMPORT: tuple[Patch, ...] = (cuda_calls.PATCH, cuda_tensors.PATCH, engine_on_cpu.PATCH)
-"""Patches of what Megatron imports, made before it is imported."""
+"""Patches of libraries that Megatron imports, applied before its import."""
 
 PATCHES: tuple[Patch, ...] = (
     rng_state.PATCH,
@@ -113,7 +113,7 @@ PATCHES: tuple[Patch, ...] = (
     checkpoint_queue.PATCH,
     yarn_cache.PATCH,
 )
-"""Patches of Megatron, made once it is imported."""
+"""Patches of Megatron, applied after its import."""
 
 _MODULES = (
     "megatron.core.parallel_state",
@@ -135,10 +135,10 @@ _applied: list[str] = []
 
 
 def prepare() -> None:
-    """Patches torch, imports megatron-core and patches that; does nothing the second time.
+    """Patch torch, import megatron-core and patch it; further calls do nothing.
 
     Raises:
-        McaError: On a CPU, when somebody has imported megatron-core already.
+        McaError: On a CPU, if megatron-core was imported already.
     """
     if _applied:
         return
@@ -155,7 +155,7 @@ def prepare() -> None:
         warnings.simplefilter("ignore")
         for name in _MODULES:
             importlib.import_module(name)
-    # said of every expert layer whose experts are not cut over tensor ranks
+    # warned for every MoE layer with an expert tensor size of 1
     warnings.filterwarnings("ignore", re.escape(_NOISE))
     _make(PATCHES)
     _applied.append("done")
@@ -171,12 +171,12 @@ def _make(patches: tuple[Patch, ...]) -> None:
 
 @cache
 def megatron_version() -> tuple[int, ...]:
-    """The installed megatron-core's version, e.g. ``(0, 16, 1)``."""
+    """Return the installed megatron-core's version, e.g. ``(0, 16, 1)``."""
     return _numbers(version("megatron-core"))
 
 
 def engine_version() -> tuple[int, ...] | None:
-    """The installed Transformer Engine's version, e.g. ``(2, 20, 2)``; None: it is not there."""
+    """Return the installed Transformer Engine's version, e.g. ``(2, 20, 2)``; None: not installed."""
     try:
         return _numbers(version("transformer-engine"))
     except PackageNotFoundError:
@@ -188,5 +188,5 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def close() -> None:
-    """Ends helper processes that the platform started; for ranks that leave with ``os._exit``."""
+    """End helper processes of the platform; for ranks that exit with ``os._exit``."""
     checkpoint_queue.close()

@@ -1,6 +1,6 @@
-"""Processes that Megatron forks to write a checkpoint end with the rank that forked them, however it ends.
+"""Kill Megatron's checkpoint writers when the rank that forked them ends, also by SIGKILL.
 
-Without this, ``kill -9`` during a save leaves writers behind that wait for ever and hold the rank's memory.
+Otherwise SIGKILL during a save leaves writers that wait forever and hold the rank's memory.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ _registered = False
 
 @contextmanager
 def kill_children_with_parent() -> Iterator[None]:
-    """A block whose forks, and theirs, are killed when the process that forked them ends."""
+    """Kill processes forked in this block, and their children, when their parent ends."""
     global _parent, _registered
     if not _registered:
         os.register_at_fork(after_in_child=_follow)

@@ -1,6 +1,6 @@
-"""Prediction layers that are computed again know which tokens are padding.
+"""Pass the padding mask to recomputed MTP layers.
 
-megatron-core 0.18 hands the mask to their ``_checkpointed_forward``, which does not take it: every step with prediction
+megatron-core 0.18 passes the mask to their ``_checkpointed_forward``, which does not take it: every step with MTP
 layers and full recomputation ends in a TypeError.
 """
 
@@ -17,7 +17,7 @@ _NAME = "_checkpointed_forward"
 
 
 class _WithMask:
-    """A prediction layer whose transformer layer is told of the padding, also when it is computed again."""
+    """MTP layer whose transformer layer gets the padding mask, also in recomputation."""
 
     def __init__(self, layer: Upstream, mask: Tensor | None) -> None:
         self._layer, self._mask = layer, mask
@@ -25,17 +25,19 @@ class _WithMask:
     def __getattr__(self, name: str) -> Upstream:
         return getattr(self._layer, name)
 
-    def _proj_and_transformer_layer(self, **given: object) -> Tensor:
-        computed: Tensor = self._layer._proj_and_transformer_layer(**given, padding_mask=self._mask)
+    def _proj_and_transformer_layer(self, **kwargs: object) -> Tensor:
+        computed: Tensor = self._layer._proj_and_transformer_layer(**kwargs, padding_mask=self._mask)
         return computed
 
 
 def with_mask(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``_checkpointed_forward`` that takes a ``padding_mask``."""
+    """Return ``_checkpointed_forward`` with a ``padding_mask`` argument."""
 
     @functools.wraps(forward)
-    def masked(layer: Upstream, *args: object, padding_mask: Tensor | None = None, **given: object) -> Tensor:
-        return forward(_WithMask(layer, padding_mask), *args, **given)
+    def masked(
+        layer: Upstream, *args: object, padding_mask: Tensor | None = None, **kwargs: object
+    ) -> Tensor:
+        return forward(_WithMask(layer, padding_mask), *args, **kwargs)
 
     return masked
 
@@ -44,8 +46,8 @@ def _needed() -> bool:
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
     forward = getattr(MultiTokenPredictionLayer, _NAME)
-    taken = inspect.signature(forward, follow_wrapped=False).parameters
-    return "decoder_input" in taken and "padding_mask" not in taken
+    parameters = inspect.signature(forward, follow_wrapped=False).parameters
+    return "decoder_input" in parameters and "padding_mask" not in parameters
 
 
 def _apply() -> None:
@@ -55,8 +57,8 @@ def _apply() -> None:
 
 
 PATCH = Patch(
-    name="prediction-mask",
-    why="prediction layers that are computed again raise TypeError for padding_mask",
+    name="mtp-padding-mask",
+    why="recomputed MTP layers raise TypeError for padding_mask",
     megatron=">=0.18,<0.19",
     devices=EVERYWHERE,
     needed=_needed,

@@ -1,4 +1,4 @@
-"""How parameters and the Hugging Face tensors made of them lie in buckets of bytes, before any of them is sent.
+"""Plan of buckets: offsets of parameters and of their Hugging Face tensors in byte buffers.
 
 Every rank makes the same plan. Nothing is communicated here.
 """
@@ -20,19 +20,19 @@ from mca_models.weights import Param
 Shape = tuple[int, ...]
 
 ParamSpecs = Mapping[str, tuple[str, Shape]]
-"""Safetensors code and whole shape (without vocabulary padding) by canonical name."""
+"""Safetensors code and full shape (without vocabulary padding) by canonical name."""
 
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a buffer of bytes.
+    """Tensor in a byte buffer.
 
     Args:
         name: Its Hugging Face name.
-        dtype: Of its elements.
-        shape: Its sizes.
+        dtype: Its dtype.
+        shape: Its shape.
         offset: Its first byte.
     """
 
@@ -42,20 +42,20 @@ class Entry:
     offset: int
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The tensor, a view of ``buffer`` (uint8)."""
+        """Return the tensor as a view of ``buffer`` (uint8)."""
         return byte_view(buffer, self.offset, self.dtype, self.shape)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one parameter in a bucket.
+    """Position of one parameter in a bucket.
 
     Args:
         param: The parameter.
-        dtype: In which it is sent.
-        pieces: The shape of each rank's piece, without vocabulary padding; they arrive one after the other.
-        start: The first byte of the first piece.
-        outputs: Its Hugging Face tensors (of a stacked one its own entry), which take the pieces' place.
+        dtype: Its dtype in the bucket.
+        pieces: Shape of each rank's shard, without vocabulary padding; shards are contiguous.
+        start: First byte of the first shard.
+        outputs: Its Hugging Face tensors (or its entry of a stacked one), which overwrite the shards.
     """
 
     param: Param
@@ -67,13 +67,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """What is sent at once.
+    """Parameters that are sent at once.
 
     Args:
         slots: Its parameters.
         entries: The Hugging Face tensors in it, stacked ones whole.
-        nbytes: Of all.
-        targets: The ranks that get it.
+        nbytes: Size in bytes.
+        targets: Ranks that receive it.
     """
 
     slots: tuple[Slot, ...]
@@ -84,11 +84,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that stay together: one, or the experts that make up a stacked tensor, in their order.
+    """Parameters that stay together: one, or the experts of a stacked tensor, in order.
 
     Args:
         params: The parameters.
-        targets: The ranks that get them.
+        targets: Ranks that receive them.
     """
 
     params: Sequence[Param]
@@ -96,34 +96,34 @@ class Unit:
 
 
 def byte_view(buffer: torch.Tensor, offset: int, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
-    """A tensor inside ``buffer`` (uint8), from byte ``offset`` on."""
+    """Return a tensor inside ``buffer`` (uint8) that begins at byte ``offset``."""
     nbytes = prod(shape) * dtype.itemsize
     return buffer[offset : offset + nbytes].view(dtype).view(shape)
 
 
 def aligned(nbytes: int) -> int:
-    """``nbytes`` rounded up to where the next tensor may begin."""
+    """Round ``nbytes`` up to where the next tensor may begin."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def stacks(params: Iterable[Param]) -> list[list[Param]]:
-    """``params`` one by one, but those of a stacked tensor together, in the order of the first of them."""
-    found: dict[tuple[str, ...], list[Param]] = {}
+    """Group ``params``: those of a stacked tensor together, others alone, in the order of the first."""
+    groups: dict[tuple[str, ...], list[Param]] = {}
     for param in params:
-        found.setdefault(param.hf_names(), []).append(param)
-    return [sorted(group, key=lambda param: param.expert or 0) for group in found.values()]
+        groups.setdefault(param.hf_names(), []).append(param)
+    return [sorted(group, key=lambda param: param.expert or 0) for group in groups.values()]
 
 
 def plan_buckets(
     units: Iterable[Unit], specs: ParamSpecs, config: McaModelConfig, max_bytes: int
 ) -> list[Bucket]:
-    """All units in their order: a bucket ends where the next would be too large for it, or has other targets.
+    """Distribute all units, in order, over buckets: a new one begins at ``max_bytes`` or with other targets.
 
     Args:
-        units: All that is sent.
-        specs: What each parameter is sent as.
-        config: Of the model, with its layout.
-        max_bytes: Limit of a bucket; a unit that is larger is a bucket of its own.
+        units: All parameters to send.
+        specs: Dtype and shape of each parameter.
+        config: The model, with its layout.
+        max_bytes: Limit of a bucket; a larger unit has its own bucket.
     """
     buckets: list[Bucket] = []
     slots: list[Slot] = []
@@ -154,17 +154,17 @@ def _slots(unit: Unit, specs: ParamSpecs, config: McaModelConfig, start: int) ->
     for param in unit.params:
         code, whole = specs[param.mca_name()]
         outputs: list[Entry] = []
-        at = start
+        end = start
         for name, shape in zip(param.hf_names(), param_part_shapes(param, whole, HF), strict=True):
-            outputs.append(Entry(name, DTYPE_OF[code], shape, at))
+            outputs.append(Entry(name, DTYPE_OF[code], shape, end))
             nbytes = prod(shape) * ITEM_SIZES[code]
-            at += nbytes if len(unit.params) > 1 else aligned(nbytes)  # a stack has no gaps
+            end += nbytes if len(unit.params) > 1 else aligned(nbytes)  # a stack has no gaps
         yield Slot(param, DTYPE_OF[code], _pieces(param, whole, config), start, tuple(outputs))
-        start = at
+        start = end
 
 
 def _entries(slots: Sequence[Slot]) -> Iterator[Entry]:
-    """The tensors of a unit: those of its one parameter, or what its parameters are entries of."""
+    """Yield the tensors of a unit: those of its only parameter, or the stacked ones."""
     first = slots[0]
     for entry in first.outputs:
         stacked = (len(slots), *entry.shape) if first.param.stacked else entry.shape

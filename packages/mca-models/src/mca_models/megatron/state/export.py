@@ -1,6 +1,6 @@
-"""A live model as a stream of Hugging Face tensors, for a consumer in the same processes: an inference engine.
+"""Export of a live model as a stream of Hugging Face tensors, for a consumer in the same processes (inference engine).
 
-The stream is the one that saving writes to files (`stream`). Here is who gets it, and in which form.
+Saving writes the same stream to files (`stream`). This module chooses the receiving ranks and the format.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,16 +36,16 @@ BUCKET_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class WeightRequest:
-    """What is to be exported, and to whom.
+    """Arguments of an export.
 
     Args:
         to: ``all`` ranks, the ``first``, or the first of each data-parallel replica (``replicas``).
         bucket_bytes: Limit of a bucket.
-        dtype: What weights are cast to; None: nothing.
-        fp8: Weights of linears as fp8 blocks.
+        dtype: Dtype that weights are cast to; None: not cast.
+        fp8: Quantise weights of linears to fp8 blocks.
 
     Raises:
-        McaError: One of them is none of what it may be.
+        McaError: An argument has an invalid value.
     """
 
     to: Destination = "all"
@@ -62,7 +62,7 @@ class WeightRequest:
             raise McaError(f"bucket_bytes is {self.bucket_bytes}; expected a positive number of bytes")
 
     def targets(self, rank_context: RankContext) -> frozenset[int]:
-        """The ranks that get the tensors."""
+        """Return the ranks that receive the tensors."""
         if self.to == "all":
             return frozenset(range(rank_context.world_size))
         if self.to == "first":
@@ -70,13 +70,13 @@ class WeightRequest:
         return frozenset(rank_context.grid.rank(dp=dp) for dp in range(rank_context.grid.data_parallel_size))
 
 
-def agreed(
+def checked_request(
     *, to: Destination, bucket_bytes: int, dtype: DtypeName | None, fp8: bool, merged: bool
 ) -> WeightRequest:
-    """The arguments of ``export_weights``, the same on all ranks; collective.
+    """Return the arguments of ``export_weights`` after checking that all ranks passed the same; collective.
 
     Raises:
-        McaError: They differ, or one of them has no such value.
+        McaError: They differ, or one has an invalid value.
     """
     require_same_arguments(
         "export_weights", to=to, bucket_bytes=bucket_bytes, dtype=dtype, fp8=fp8, merged=merged
@@ -86,40 +86,40 @@ def agreed(
 
 @dataclass(frozen=True)
 class WeightBucket:
-    """Tensors one after the other in one buffer.
+    """Tensors concatenated in one buffer.
 
     Args:
-        buffer: uint8 ``[nbytes]``, on the model's device. It is the consumer's: nobody writes into it again.
-        entries: What lies where. Tied tensors of a checkpoint that has them twice share their bytes.
+        buffer: uint8 ``[nbytes]``, on the model's device, owned by the consumer.
+        entries: Positions of the tensors. Tied tensors that the checkpoint has twice share their bytes.
     """
 
     buffer: Tensor
     entries: tuple[Entry, ...]
 
     def tensors(self) -> Iterator[Named]:
-        """Names and tensors, views of the buffer."""
+        """Yield names and tensors, views of the buffer."""
         for entry in self.entries:
             yield entry.name, entry.view(self.buffer)
 
 
 def export_buckets(
-    models: LiveModel, wanted: WeightRequest, piece: Piece | None = None
+    models: LiveModel, request: WeightRequest, piece: Piece | None = None
 ) -> Iterator[WeightBucket]:
-    """See ``VirtualModels.export_buckets``.
+    """Yield buckets of weights; see ``VirtualModels.export_buckets``.
 
     Args:
         models: The model.
-        wanted: What of it, for whom.
-        piece: What this rank holds, if not the live tensors.
+        request: Arguments of the export.
+        piece: This rank's shards, if not the live tensors.
     """
     specs = gather_param_specs(models)
-    if wanted.dtype is not None:
-        specs = cast_param_specs(model_params(models), specs, wanted.dtype)
-    layout = hf_layout(models, specs, wanted.dtype, fp8=wanted.fp8)
-    targets = wanted.targets(models.rank_context)
+    if request.dtype is not None:
+        specs = cast_param_specs(model_params(models), specs, request.dtype)
+    layout = hf_layout(models, specs, request.dtype, fp8=request.fp8)
+    targets = request.targets(models.rank_context)
     units = [Unit(group, targets) for group in stacks(layout.params)]
-    # three stand for a moment: one is gathered, one is handed out, one is still in the consumer's variable
-    buckets = plan_buckets(units, specs, models.config, max(wanted.bucket_bytes * 2 // 3, 1))
+    # up to three exist at once: one is gathered, one is yielded, one is still in the consumer's variable
+    buckets = plan_buckets(units, specs, models.config, max(request.bucket_bytes * 2 // 3, 1))
     source = WeightSource(
         models.rank_context, models.config, piece or dict(models.canonical_parameters()).get
     )
@@ -132,7 +132,7 @@ def export_buckets(
 
 
 def each_tensor(buckets: Iterator[WeightBucket]) -> Iterator[Named]:
-    """The tensors of ``buckets``; closing this closes those."""
+    """Yield the tensors of ``buckets``; closing this generator closes ``buckets``."""
     try:
         for bucket in buckets:
             yield from bucket.tensors()
@@ -160,7 +160,7 @@ def _quantize_tensor(name: str, tensor: Tensor, scales: Mapping[str, str]) -> li
 
 
 def packed(tensors: Sequence[Named]) -> WeightBucket:
-    """``tensors`` in one new buffer."""
+    """Copy ``tensors`` into one new buffer."""
     entries, start = [], 0
     for name, tensor in tensors:
         entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), start))
@@ -175,7 +175,7 @@ def packed(tensors: Sequence[Named]) -> WeightBucket:
 
 
 def packed_buckets(tensors: Iterable[Named], max_bytes: int) -> Iterator[WeightBucket]:
-    """``tensors`` in buckets of at most ``max_bytes``; a larger tensor is a bucket of its own."""
+    """Yield ``tensors`` in buckets of at most ``max_bytes``; a larger tensor has its own bucket."""
     waiting: list[Named] = []
     for name, tensor in tensors:
         if waiting and sum(aligned(each.nbytes) for _, each in waiting) + tensor.nbytes > max_bytes:

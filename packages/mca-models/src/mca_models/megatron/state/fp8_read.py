@@ -1,6 +1,6 @@
-"""fp8 tensors of a stream with their scales, made plain: blocks of 128 x 128, or one scale for all.
+"""Dequantise fp8 tensors of a stream with their scales: blocks of 128 x 128, or one scale per tensor.
 
-A weight may come before its scales, and both in pieces; what has come of it is kept until its scales are complete.
+A weight may come before its scales, and both in pieces; pieces are stored until the scales are complete.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,14 +20,14 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass
 class _Quantised:
-    """What has come of a weight with scales.
+    """Received parts of a weight with scales.
 
     Args:
-        shape: The weight's.
-        scales: fp32, of all its blocks.
-        rows: Which of their rows have come.
-        pieces: What waits for them.
-        values: Whether the weight, or some of it, has come in fp8.
+        shape: Shape of the weight.
+        scales: fp32 scales of all its blocks.
+        rows: Mask of the rows of scales that were received.
+        pieces: Pieces that wait for scales.
+        values: Whether some of the weight was received in fp8.
     """
 
     shape: Shape
@@ -38,17 +38,17 @@ class _Quantised:
 
     @property
     def known(self) -> bool:
-        """Whether all scales have come."""
+        """Return whether all scales were received."""
         return bool(self.rows.all())
 
 
 class DequantizedWeights:
-    """A stream without quantisation.
+    """Stream of weights without quantisation.
 
     Args:
-        expected_shape: Of a tensor that is wanted, by its name; None: it is not.
-        report: Is called with the name of a tensor and what is wrong with it.
-        uses: Whether this rank needs a tensor; of others only the shape is right in what is handed on.
+        expected_shape: Returns the shape of a tensor by name; None: it is not expected.
+        report: Called with the name of a tensor and its problem.
+        uses: Returns whether this rank needs a tensor; others keep their shape only.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class DequantizedWeights:
         self._found: dict[str, _Quantised] = {}
 
     def dequantize(self, weights: Iterable[Weight]) -> Iterator[Weight]:
-        """``weights``; those in fp8 in fp32, once their scales have come."""
+        """Yield ``weights``, those in fp8 as fp32 once their scales are complete."""
         for weight in weights:
             name, tensor = weight[:2]
             base = name.removesuffix(SCALE_SUFFIX)
@@ -89,7 +89,7 @@ class DequantizedWeights:
             return
         first = start[0] if start else 0
         stop = first + len(scales) if scales.shape[1:] == entry.scales.shape[1:] else len(entry.rows)
-        entry.scales[first:stop] = scales  # one for all is spread over them
+        entry.scales[first:stop] = scales  # broadcasts a single scale
         entry.rows[first:stop] = True
         if entry.known:
             waiting, entry.pieces = entry.pieces, []
@@ -119,7 +119,7 @@ class DequantizedWeights:
 
 
 def _with(weight: Weight, tensor: Tensor) -> Weight:
-    """``weight`` with ``tensor`` for its own."""
+    """Return ``weight`` with ``tensor`` in place of its own."""
     return (weight[0], tensor) if len(weight) == 2 else (weight[0], tensor, weight[2])
 
 
@@ -144,7 +144,7 @@ def _scale_fault(scales: Tensor) -> str | None:
 
 
 def _multiply(matrix: Tensor, scales: Tensor, first: int) -> None:
-    """Rows of a weight from ``first`` on, in place."""
+    """Scale rows of a weight from row ``first`` on, in place."""
     by_column = scales.repeat_interleave(BLOCK, 1)[:, : matrix.shape[1]]
     start = 0
     while start < len(matrix):

@@ -1,6 +1,6 @@
-"""Weights as fp8 blocks with a scale each, on the device: the numbers of `mca_models.quantization.fp8_write`.
+"""Quantise weights to fp8 blocks with scales on the device: the numbers of `mca_models.quantization.fp8_write`.
 
-What a block and its scale are is said there.
+That module defines blocks and scales.
 """
 
 import torch
@@ -10,11 +10,11 @@ from mca_models.quantization.fp8_tile import BLOCK, LARGEST
 from mca_models.quantization.fp8_write import not_finite
 
 _STEP = 1 << 22
-"""Elements that are fp32 at a time."""
+"""Elements that are converted to fp32 at a time."""
 
 
 def quantised(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 values like ``weight`` ``[..., rows, columns]``, and fp32 scales ``[..., row blocks, column blocks]``.
+    """Return e4m3 values like ``weight`` ``[..., rows, columns]``, and fp32 scales of its blocks.
 
     Raises:
         McaError: Tensor ``name`` has a value that is not finite.
@@ -39,12 +39,12 @@ def quantised(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quantise(weight: Tensor, values: Tensor, scales: Tensor) -> None:
-    """Rows of one matrix, from the first of a block on."""
+    """Quantise rows of one matrix, from the first row of a block."""
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.view(len(scales), BLOCK, -1, BLOCK)
     largest = blocks.abs().amax((1, 3))
-    # by a tensor: devices multiply by the inverse of a number
+    # divide by a tensor: for a number devices multiply by its inverse
     torch.div(largest, torch.full_like(largest, LARGEST), out=scales)
     scales.masked_fill_(largest == 0, 1.0)
     blocks /= scales[:, None, :, None]

@@ -1,7 +1,7 @@
-"""Hugging Face tensors that come one after the other, in any order, put where this rank holds them.
+"""Load a stream of Hugging Face tensors, in any order, into this rank's shards.
 
-Every rank sees all of them and keeps the elements of its own pieces; nothing is kept until others have come, but for
-rows of a tensor (`receiver`) and fp8 without its scales (`scaled`). Files are read in `factory.fill`.
+Every rank gets all tensors and keeps the elements of its shards at once, except for rows of a tensor
+(`weight_receiver`) and fp8 values without scales (`fp8_read`). `factory.fill` reads files.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,15 +28,15 @@ from mca_models.weights import Param
 
 
 def load_weights(models: LiveModel, weights: Iterable[Weight]) -> None:
-    """See ``VirtualModels.load_weights``."""
+    """Load weights on all ranks; see ``VirtualModels.load_weights``."""
     load_on_all_ranks(lambda: load_local_weights(models, weights))
 
 
 def load_local_weights(models: LiveModel, weights: Iterable[Weight]) -> None:
-    """The same on this rank alone.
+    """Load weights on this rank only.
 
     Raises:
-        McaError: Names are missing or too many, or a shape differs.
+        McaError: Names are missing or unexpected, or a shape differs.
     """
     parallel.activate_process_groups(models.chunks)
     loading = _Loading(models)
@@ -47,12 +47,12 @@ def load_local_weights(models: LiveModel, weights: Iterable[Weight]) -> None:
 
 @dataclass(frozen=True)
 class _Use:
-    """Where elements of a tensor go.
+    """Copy of a tensor's elements to a live tensor.
 
     Args:
-        live: This rank's piece, flat.
-        moves: What goes where.
-        first: The element of the tensor that the moves count from: an expert's first.
+        live: This rank's shard, flat.
+        moves: The moves of elements.
+        first: Offset of the moves in the tensor: an expert's first element.
     """
 
     live: Tensor
@@ -61,7 +61,7 @@ class _Use:
 
 
 class _Loading:
-    """The tensors that a model needs, and those that have come."""
+    """Tensors that a model needs, and those received."""
 
     def __init__(self, models: LiveModel) -> None:
         config = models.config
@@ -94,12 +94,12 @@ class _Loading:
             self._uses.setdefault(name, []).append(_Use(flat, moves, first))
 
     def uses(self, name: str) -> bool:
-        """Whether this rank needs tensor ``name``."""
+        """Return whether this rank needs tensor ``name``."""
         return self._copies.get(name, name) in self._uses
 
     @torch.no_grad()
     def receive(self, name: str, tensor: Tensor, start: int | None) -> None:
-        """A tensor, or its rows from ``start`` on."""
+        """Copy a tensor, or its rows from ``start`` on, to the live tensors."""
         whole = self.receiver.receive(name, tensor, start, keep=self.uses(name))
         if whole is None:
             return
@@ -111,7 +111,7 @@ class _Loading:
             self.receiver.report(name, f"{name} differs from the tensor that it is tied to")
 
     def _has_twin(self, name: str, original: str) -> bool:
-        """Whether a tied tensor with the same elements has come already."""
+        """Return whether a tied tensor with the same elements was received already."""
         same = [original, *(copy for copy, other in self._copies.items() if other == original)]
         return any(self.receiver.is_complete(each) for each in same if each != name)
 
@@ -136,12 +136,12 @@ def _copy(source: Tensor, use: _Use, name: str) -> bool:
 
 
 def _source_view(source: Tensor, move: Move, first: int) -> Tensor:
-    """What ``move`` reads of a flat tensor."""
+    """Return the elements that ``move`` reads from a flat tensor."""
     strides = (move.source_stride, move.source_step)
     return source.as_strided((move.repeat, move.run), strides, source.storage_offset() + first + move.source)
 
 
 def _target_view(live: Tensor, move: Move) -> Tensor:
-    """Where ``move`` writes in a flat piece."""
+    """Return the elements that ``move`` writes in a flat shard."""
     strides = (move.target_stride, move.target_step)
     return live.as_strided((move.repeat, move.run), strides, live.storage_offset() + move.target)

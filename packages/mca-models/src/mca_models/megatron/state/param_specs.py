@@ -1,6 +1,6 @@
-"""What a live model consists of, as every rank must know it before anything is sent or written.
+"""Dtypes and shapes of all parameters, which every rank needs before weights are sent or written.
 
-Nothing is sent here but names, types and shapes.
+Only names, dtypes and shapes are communicated here.
 """
 
 from dataclasses import replace
@@ -21,12 +21,12 @@ from mca_models.weights import Param
 
 
 def model_params(models: LiveModel) -> list[Param]:
-    """All parameters of the model but second copies, in checkpoint order."""
+    """Return all parameters of the model except second copies, in checkpoint order."""
     return stored_params(get_family(models.config.model_type).params(models.config))
 
 
 def gather_param_specs(models: LiveModel) -> ParamSpecs:
-    """What every rank holds, put together: all parameters of the model. Collective."""
+    """Gather the specs of all parameters of the model. Collective."""
     parallel.activate_process_groups(models.chunks)
     mine = {
         item.param.mca_name(): (CODES[tensor.dtype], full_shape(item.param, tensor, models.config))
@@ -40,7 +40,7 @@ def gather_param_specs(models: LiveModel) -> ParamSpecs:
 
 
 def cast_param_specs(params: list[Param], specs: ParamSpecs, dtype: DtypeName) -> ParamSpecs:
-    """``specs`` with the type that weights are cast to."""
+    """Return ``specs`` with the dtype that weights are cast to."""
     return {
         param.mca_name(): (code if param.keep_fp32 or code not in DTYPE_NAMES else CODE_OF[dtype], shape)
         for param in params
@@ -49,7 +49,7 @@ def cast_param_specs(params: list[Param], specs: ParamSpecs, dtype: DtypeName) -
 
 
 def split_specs(specs: ParamSpecs) -> tuple[dict[str, str], dict[str, Shape]]:
-    """Codes and whole shapes apart."""
+    """Split into codes and full shapes."""
     return {name: code for name, (code, _) in specs.items()}, {
         name: shape for name, (_, shape) in specs.items()
     }
@@ -63,14 +63,14 @@ def hf_layout(
     *,
     fp8: bool = False,
 ) -> HfLayout:
-    """The Hugging Face checkpoint of the model.
+    """Return the layout of the model's Hugging Face checkpoint.
 
     Args:
         models: The model.
-        specs: What it consists of.
-        dtype: What it is cast to; None: nothing.
-        max_shard_bytes: Limit of one file's tensors; None: the writer's own.
-        fp8: Weights of linears as blocks of fp8.
+        specs: Specs of its parameters.
+        dtype: Dtype that it is cast to; None: not cast.
+        max_shard_bytes: Limit of one file's tensors; None: the writer's default.
+        fp8: Quantise weights of linears to fp8 blocks.
 
     Raises:
         McaError: transformers could not read this family's weights in fp8.

@@ -1,6 +1,6 @@
-"""Writes checkpoints from live ranks: MCA (each rank and its replicas one file) and Hugging Face (streamed).
+"""Write checkpoints from live ranks: MCA (one file per rank and its replicas) and Hugging Face (streamed).
 
-The bytes are written by ``mca_models.checkpoint``, the one writer; here is only who sends what to whom.
+``mca_models.checkpoint`` writes the bytes; this module assigns files and sends shards.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,11 +27,11 @@ from mca_models.weights import Param
 from mca_models.weights.arrays import NumpyArray
 
 _BUCKET_BYTES = 8 << 20
-"""What is sent at once: the disk is slower, so little lies ready."""
+"""Bytes that are sent at once; small, because the disk is slower than the network."""
 
 
 def save_mca(models: LiveModel, directory: Path, *, overwrite: bool = False) -> None:
-    """See ``VirtualModels.save_pretrained``."""
+    """Write an MCA checkpoint; see ``VirtualModels.save_pretrained``."""
     layout = McaLayout(model_params(models), models.config, *split_specs(gather_param_specs(models)))
     with shared_directory(directory, overwrite=overwrite) as folder:
         iteration = folder / iteration_name(1)
@@ -53,7 +53,8 @@ def _finish_mca(
     iteration = folder / iteration_name(1)
     records = {
         name: joined_record(
-            plan_file(iteration / name, layout.specs(name)), [own[name] for own in everyone if name in own]
+            plan_file(iteration / name, layout.specs(name)),
+            [records[name] for records in everyone if name in records],
         )
         for name in layout.files
     }
@@ -63,13 +64,13 @@ def _finish_mca(
 
 @dataclass(frozen=True)
 class _Share:
-    """The part of a file of this rank's pieces that this one of its replicas writes.
+    """Byte range of a file that this replica writes.
 
     Args:
-        name: Of the file.
-        plan: The file.
-        number: Which replica this is.
-        count: How many there are.
+        name: Name of the file.
+        plan: Layout of the file.
+        number: Index of this replica.
+        count: Number of replicas.
     """
 
     name: str
@@ -78,7 +79,7 @@ class _Share:
     count: int
 
     def write(self, models: LiveModel) -> Written:
-        """Writes and syncs it."""
+        """Write and sync it."""
         live = dict(models.canonical_parameters())
         first = len(self.plan.header)
         size = self.plan.nbytes - first
@@ -95,9 +96,9 @@ class _Share:
 
 
 def _shares(models: LiveModel, layout: McaLayout, iteration: Path) -> Iterator[_Share]:
-    """What this rank writes: a share of each file whose pieces it holds."""
+    """Yield this rank's share of each file with its shards."""
     for name, pieces in layout.files.items():
-        param, piece = pieces[0]  # a file holds the pieces of one dense or one expert rank
+        param, piece = pieces[0]  # a file has the shards of one dense or one expert rank
         replicas = parallel.replicas(param.expert is not None)
         if replicas[0] == _owner(models, param, piece):
             plan = plan_file(iteration / name, layout.specs(name))
@@ -112,7 +113,7 @@ def save_hf(
     max_shard_bytes: int | None = None,
     piece: Piece | None = None,
 ) -> None:
-    """See ``VirtualModels.save_pretrained_as_hf``; ``piece``: what this rank holds, if not the live tensors."""
+    """Write a Hugging Face checkpoint; see ``VirtualModels.save_pretrained_as_hf``."""
     specs = gather_param_specs(models)
     layout = hf_layout(models, specs, max_shard_bytes=max_shard_bytes)
     source = WeightSource(
@@ -129,7 +130,7 @@ def _finish_hf(models: LiveModel, layout: HfLayout, folder: Path) -> None:
 
 
 def _stream(source: WeightSource, layout: HfLayout, specs: ParamSpecs, folder: Path) -> None:
-    """Goes through the parameters together; each file is written by one rank, files spread over ranks."""
+    """Stream all parameters; each file is written by one rank, files are distributed over ranks."""
     world_size = source.rank_context.world_size
     writer_of = {
         tensor: index % world_size for index, names in enumerate(layout.files.values()) for tensor in names
@@ -154,7 +155,7 @@ def _writers(param: Param, layout: HfLayout, writer_of: Mapping[str, int]) -> fr
 def _write(
     filled: FilledBucket, writers: Mapping[str, SafetensorsWriter], layout: HfLayout, faults: list[Exception]
 ) -> None:
-    """Writes what has arrived. A rank that cannot write continues to send; all ranks learn the reason at the end."""
+    """Write a received bucket; a rank that cannot write continues to send, and all ranks raise at the end."""
     try:
         for slot in filled.bucket.slots:
             for entry in slot.outputs:
@@ -170,7 +171,7 @@ def _write(
 def _open_files(
     rank_context: parallel.RankContext, layout: HfLayout, folder: Path, files: ExitStack
 ) -> Mapping[str, SafetensorsWriter]:
-    """This rank's open files, by the tensors in them."""
+    """Return this rank's open files by the tensors in them."""
     writers: dict[str, SafetensorsWriter] = {}
     for index, (name, tensors) in enumerate(layout.files.items()):
         if index % rank_context.world_size == rank_context.rank:
@@ -186,7 +187,7 @@ def _close_files(files: ExitStack, faults: Sequence[Exception]) -> None:
 
 
 def _owner(models: LiveModel, param: Param, rank: int) -> int:
-    """The global rank that speaks for piece ``rank`` of ``param``: the first of its replicas."""
+    """Return the global rank of the first replica of shard ``rank`` of ``param``."""
     pp = pipeline_stage(param, models.config.pipeline_plan())
     if param.expert is None:
         return models.rank_context.grid.rank(tp=rank, pp=pp)
@@ -200,6 +201,6 @@ def _bytes(tensor: Tensor) -> NumpyArray:
 
 
 def copy_model_side_files(models: LiveModel, folder: Path) -> None:
-    """Copies what lies beside the weights that ``models`` was loaded from."""
+    """Copy tokenizer and other side files of the checkpoint that ``models`` was loaded from."""
     if models.source is not None and models.source.is_dir():
         copy_side_files(models.source, folder)

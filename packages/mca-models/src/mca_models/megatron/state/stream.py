@@ -1,7 +1,7 @@
-"""Parameters on their way from the ranks that hold them to those that want them as Hugging Face tensors.
+"""Stream of parameters from the ranks with their shards to the ranks that need them as Hugging Face tensors.
 
-A bucket at a time: the messages of the next one are under way while the last one is used. Each rank gets the pieces
-of its own replica, straight to where they stay; what `buckets` planned is carried out here.
+One bucket is used while the next one is communicated. Each rank gets the shards from its own replica, at their final
+offsets in the buffer. This module executes the plan of `buckets`.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -26,17 +26,17 @@ from mca_models.megatron.tensors import cast_finite
 from mca_models.weights import Param
 
 Piece = Callable[[str], Tensor | None]
-"""This rank's piece of a parameter by its canonical name; None if it holds none."""
+"""Returns this rank's shard of a parameter by canonical name; None if it has none."""
 
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Who holds what.
+    """Ranks with the shards of each parameter, and this rank's shards.
 
     Args:
-        rank_context: Where this rank stands.
-        config: Of the model, with its layout.
-        piece: What this rank holds.
+        rank_context: This rank and the layout.
+        config: The model, with its layout.
+        piece: Returns this rank's shards.
     """
 
     rank_context: RankContext
@@ -52,7 +52,7 @@ class WeightSource:
         return self.rank_context.grid
 
     def owner(self, param: Param, number: int) -> int:
-        """The rank from which this one gets piece ``number``: one of its own replica, and what is not cut has it."""
+        """Return the rank of this replica that sends shard ``number`` to this rank."""
         coordinates, pp = self.rank_context.coordinates, pipeline_stage(param, self._plan)
         whole = param.shard.axis is None
         if param.expert is None:
@@ -65,30 +65,32 @@ class WeightSource:
         )
 
     def number(self, param: Param) -> int:
-        """Which piece this rank has, if it holds the parameter."""
+        """Return the index of this rank's shard, if it has the parameter."""
         coordinates = self.rank_context.coordinates
         return 0 if param.shard.axis is None else coordinates.tp if param.expert is None else coordinates.etp
 
     def receivers(self, targets: frozenset[int]) -> Mapping[tuple[bool, bool], list[int]]:
-        """Those of ``targets`` that get their pieces from this rank, by whether of experts, and whether not cut."""
+        """Return the ``targets`` that this rank sends to, by (is expert, is replicated)."""
         mine = self.rank_context.coordinates
-        found: dict[tuple[bool, bool], list[int]] = {(e, w): [] for e, w in product((False, True), repeat=2)}
+        receivers: dict[tuple[bool, bool], list[int]] = {
+            (e, w): [] for e, w in product((False, True), repeat=2)
+        }
         for target in sorted(targets):
             coordinates = self._grid.coordinates(target)
             same = ((coordinates.dp, coordinates.cp) == (mine.dp, mine.cp), coordinates.edp == mine.edp)
             alike = (coordinates.tp == mine.tp, coordinates.etp == mine.etp)
-            for experts, whole in found:
+            for experts, whole in receivers:
                 if same[experts] and (alike[experts] or not whole):
-                    found[experts, whole].append(target)
-        return found
+                    receivers[experts, whole].append(target)
+        return receivers
 
 
 @dataclass(frozen=True)
 class FilledBucket:
-    """A bucket that has arrived.
+    """Received bucket.
 
     Args:
-        bucket: What is in it.
+        bucket: Its plan.
         buffer: Its bytes.
     """
 
@@ -97,10 +99,10 @@ class FilledBucket:
 
 
 def stream(source: WeightSource, buckets: Sequence[Bucket]) -> Generator[FilledBucket, None, None]:
-    """The buckets that this rank is a target of, filled; collective: all ranks take them to the end.
+    """Yield the filled buckets of this rank; collective: all ranks must iterate to the end.
 
     Raises:
-        McaError: A rank failed, or stopped in the middle: all others say which.
+        McaError: A rank failed or stopped before the end; all others name it.
     """
     agreement = _Agreement(source.rank_context, len(buckets))
     ahead: _Transfer | None = None
@@ -122,19 +124,19 @@ def stream(source: WeightSource, buckets: Sequence[Bucket]) -> Generator[FilledB
 
 
 def _start_transfer(source: WeightSource, bucket: Bucket, agreement: "_Agreement") -> "_Transfer":
-    """The messages of ``bucket`` on their way, once every rank is ready for them."""
+    """Start the transfer of ``bucket`` once every rank is ready."""
     transfer = _Transfer(source, bucket, agreement)
-    agreement.go_on()
+    agreement.proceed()
     transfer.post()
     return transfer
 
 
 class _Agreement:
-    """Before each bucket all ranks say whether they go on, so that none waits for one that has left.
+    """All-reduce before each bucket by which ranks agree to continue, so that none waits for a rank that left.
 
     Args:
-        rank_context: Where this rank stands.
-        count: The buckets.
+        rank_context: This rank and the layout.
+        count: Number of buckets.
     """
 
     def __init__(self, rank_context: RankContext, count: int) -> None:
@@ -142,22 +144,22 @@ class _Agreement:
         self.over = False
 
     @contextmanager
-    def talking(self) -> Iterator[None]:
-        """A block in which torch talks to other ranks: where one of them has died, an error that says so."""
+    def communicating(self) -> Iterator[None]:
+        """Convert errors of communication with a dead rank to a McaError."""
         try:
             yield
         except RuntimeError as error:
             self.over = True
             why = next(iter(str(error).splitlines()), "")
             raise McaError(
-                f"the stream of weights broke off on rank {self._rank_context.rank}: another rank was lost ({why:.120})"
+                f"the stream of weights stopped on rank {self._rank_context.rank}: another rank was lost ({why:.120})"
             ) from error
 
-    def go_on(self) -> None:
-        """This rank is ready for the next bucket.
+    def proceed(self) -> None:
+        """Announce that this rank is ready for the next bucket.
 
         Raises:
-            McaError: Another one has left.
+            McaError: Another rank left.
         """
         self._left -= 1
         if left := self._exchange(0):
@@ -168,22 +170,22 @@ class _Agreement:
             )
 
     def leave(self) -> None:
-        """This rank will take no more. Does nothing after the last bucket, or when the others know."""
+        """Announce that this rank stops; does nothing after the last bucket, or if the others know."""
         if self.over or self._left <= 0:
             return
-        with suppress(McaError):  # whoever is gone has left too
+        with suppress(McaError):  # a dead rank has left too
             self._exchange(self._rank_context.rank + 1)
         self.over = True
 
     def _exchange(self, left: int) -> int:
         box = torch.tensor([left], dtype=torch.int64, device=platform.current_device())
-        with self.talking():
+        with self.communicating():
             torch.distributed.all_reduce(box, torch.distributed.ReduceOp.MAX)
             return int(box)
 
 
 class _Transfer:
-    """The pieces of one bucket: from this rank to others, and from others into its buffer."""
+    """Sends and receives of one bucket."""
 
     def __init__(self, source: WeightSource, bucket: Bucket, agreement: _Agreement) -> None:
         self._source, self._bucket, self._agreement = source, bucket, agreement
@@ -228,20 +230,20 @@ class _Transfer:
         return cast_finite(piece.detach()[:rows], slot.dtype, name).contiguous()
 
     def post(self) -> None:
-        """Sends and receives in the background."""
-        if self._messages:  # together: two ranks with a piece for each other would wait for ever in NCCL
-            with self._agreement.talking():
+        """Start the sends and receives."""
+        if self._messages:  # batched: two ranks with a shard for each other would deadlock in NCCL
+            with self._agreement.communicating():
                 self._works = torch.distributed.batch_isend_irecv(self._messages)
 
     def wait(self) -> None:
-        """Until all is sent and there."""
-        with self._agreement.talking():
+        """Wait until all sends and receives are done."""
+        with self._agreement.communicating():
             for work in self._works:
                 work.wait()
         self._works, self._messages = [], []
 
     def finish(self) -> FilledBucket | None:
-        """The bucket with its Hugging Face tensors; None where it was only sent from."""
+        """Return the bucket with its Hugging Face tensors; None if this rank only sent."""
         self.wait()
         if self._buffer is None:
             return None
@@ -251,7 +253,7 @@ class _Transfer:
 
 
 def _piece_views(slot: Slot, buffer: Tensor) -> list[Tensor]:
-    """Where the pieces arrive."""
+    """Return the views of the buffer that receive the shards."""
     pieces: list[Tensor] = []
     start = slot.start
     for shape in slot.pieces:
@@ -261,10 +263,10 @@ def _piece_views(slot: Slot, buffer: Tensor) -> list[Tensor]:
 
 
 def _arrange(slot: Slot, buffer: Tensor) -> None:
-    """Puts the Hugging Face tensors of a parameter where its pieces are."""
+    """Replace the shards of a parameter by its Hugging Face tensors, in place."""
     pieces = _piece_views(slot, buffer)
     rows = slot.param.shard.axis == 0 and len(slot.param.shard.segments) == 1
-    if rows and len(pieces) > 1:  # they lie one after the other
+    if rows and len(pieces) > 1:  # the shards are contiguous
         shape = (sum(len(piece) for piece in pieces), *pieces[0].shape[1:])
         pieces = [byte_view(buffer, slot.start, slot.dtype, shape)]
     tensors: Sequence[Tensor] = slot.param.to_hf(pieces)

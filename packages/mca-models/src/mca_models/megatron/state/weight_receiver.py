@@ -1,6 +1,6 @@
-"""Tensors that come by name, in any order and in pieces: which have come, which are missing, and what was wrong.
+"""Receiver of named tensors, in any order and in pieces, that tracks missing, duplicate and wrong ones.
 
-What becomes of a tensor is decided by who takes it (`load`, `mca_models.megatron.peft.received`).
+`load` and `mca_models.megatron.peft.received` use the complete tensors.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,16 +16,16 @@ from mca_models.storage.byte_ranges import Shape
 from mca_models.storage.source import name_differences
 
 Weight = tuple[str, Tensor] | tuple[str, Tensor, int]
-"""Name and tensor; or name, some rows of the tensor, and which of its rows the first of them is."""
+"""Name and tensor; or name, some rows of the tensor, and the index of the first of them."""
 
 _SHOWN = 8
 
 
 def load_on_all_ranks(receive: Callable[[], None]) -> None:
-    """Runs ``receive``, in which a rank takes weights; where it fails on one, all say so. Collective.
+    """Run ``receive`` on all ranks; if it fails on one, all raise. Collective.
 
     Raises:
-        McaError: Names the first rank that failed, and why.
+        McaError: Names the first rank that failed, with its error.
     """
     try:
         run_on_all_ranks(receive)
@@ -35,13 +35,13 @@ def load_on_all_ranks(receive: Callable[[], None]) -> None:
 
 @dataclass
 class _TensorProgress:
-    """What has come of a tensor.
+    """Received parts of a tensor.
 
     Args:
-        shape: That it must have.
-        rows: How many of its rows have come.
-        ranges: First row of each piece that has come, and the row behind its last.
-        parts: Where they came in pieces, those that this rank has to put together.
+        shape: Expected shape.
+        rows: Number of received rows.
+        ranges: First row and end of each received piece.
+        parts: Buffer in which this rank joins pieces.
     """
 
     shape: Shape
@@ -51,16 +51,16 @@ class _TensorProgress:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing more is to come."""
+        """Return whether all rows were received."""
         return self.rows == (self.shape[0] if self.shape else 1)
 
 
 class WeightReceiver:
-    """The tensors that are wanted, and those that have come.
+    """Expected and received tensors.
 
     Args:
-        required: Names and shapes of those that must come.
-        optional: Of those that may.
+        required: Names and shapes of required tensors.
+        optional: Names and shapes of optional tensors.
     """
 
     def __init__(self, required: Mapping[str, Shape], optional: Mapping[str, Shape]) -> None:
@@ -69,25 +69,25 @@ class WeightReceiver:
         self._problems: list[str] = []
 
     def expected_shape(self, name: str) -> Shape | None:
-        """The shape that tensor ``name`` must have; None: there is none of that name."""
+        """Return the shape that tensor ``name`` must have; None: it is not expected."""
         progress = self._all.get(name)
         return None if progress is None else progress.shape
 
     def is_complete(self, name: str) -> bool:
-        """Whether all of tensor ``name`` has come."""
+        """Return whether all of tensor ``name`` was received."""
         return self._all[name].complete
 
     def receive(self, name: str, tensor: Tensor, start: int | None, *, keep: bool = True) -> Tensor | None:
-        """A tensor, or its rows from ``start`` on; what is wrong with it is reported by `finish`.
+        """Receive a tensor, or its rows from ``start`` on; `finish` reports problems.
 
         Args:
-            name: Of the tensor.
-            tensor: Its sender may use the memory again afterwards.
-            start: The first row; None: it is whole.
+            name: Name of the tensor.
+            tensor: The tensor; its sender may reuse the memory after the call.
+            start: The first row; None: the full tensor.
             keep: Whether this rank needs it.
 
         Returns:
-            The whole tensor, if this completed it and it is to be kept.
+            The full tensor, if it is complete and ``keep`` is true.
         """
         if (progress := self._all.get(name)) is None:
             self._problems.append(f"1 unexpected tensor ({name})")
@@ -104,20 +104,20 @@ class WeightReceiver:
         return _joined(progress, tensor, first) if keep else None
 
     def report(self, name: str, problem: str) -> None:
-        """``problem`` of tensor ``name``, which is not missing too."""
+        """Record ``problem`` of tensor ``name``, which is then not reported as missing."""
         self._problems.append(problem)
         if (progress := self._all.get(name)) is not None:
             progress.rows = progress.shape[0] if progress.shape else 1
 
     def finish(self) -> None:
-        """Raises one error with all that was wrong, or is missing."""
-        come = [name for name in self._required if self._all[name].complete]
-        missing = name_differences(come, self._required)
+        """Raise one error with all problems and missing tensors."""
+        received = [name for name in self._required if self._all[name].complete]
+        missing = name_differences(received, self._required)
         raise_problems([*self._problems, *([missing] if missing else [])], "the weights", shown=_SHOWN)
 
 
 def dtype_fault(tensor: Tensor) -> str | None:
-    """Why ``tensor`` cannot be a weight, in words: its elements are of another type; None: they are not."""
+    """Return why the dtype of ``tensor`` is not supported; None if it is."""
     if tensor.dtype in CODES:
         return None
     found, *expected = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, *CODES))
@@ -148,6 +148,6 @@ def _joined(progress: _TensorProgress, tensor: Tensor, first: int) -> Tensor | N
 
 
 def receive_all(weights: Iterable[Weight], receive: Callable[[str, Tensor, int | None], None]) -> None:
-    """Gives each of ``weights`` to ``receive``."""
+    """Call ``receive`` for each of ``weights``."""
     for name, tensor, *start in weights:
         receive(name, tensor, start[0] if start else None)
