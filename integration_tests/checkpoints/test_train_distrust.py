@@ -28,7 +28,7 @@ class Evil:
         self.mark = mark
 
     def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.mark}",)
+        return os.system, (f"touch '{self.mark}'",)
 
 
 def refusal(call: Any) -> str:

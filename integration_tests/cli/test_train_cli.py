@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -153,7 +154,7 @@ def test_a_damaged_model_is_one_line(folder):
 def signalled_after(log: Path, name: str) -> None:
     """Sends the signal ``name`` to this process once something is logged."""
     me = os.getpid()
-    wait = f"while kill -0 {me} && [ ! -s {log} ]; do sleep 0.2; done; kill -{name} {me}"
+    wait = f"while kill -0 {me} && [ ! -s {shlex.quote(str(log))} ]; do sleep 0.2; done; kill -{name} {me}"
     subprocess.Popen(["sh", "-c", wait], stderr=subprocess.DEVNULL)
 
 

@@ -17,7 +17,10 @@ def test_bash_completes_commands_and_flags_with_and_without_a_command(tmp_path: 
         for some in words
     )
     done = subprocess.run(
-        ["bash", "-c", f"source {tmp_path / 'script'}\n{asked}"], capture_output=True, text=True, check=True
+        ["bash", "-c", f'source "$0"\n{asked}', tmp_path / "script"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.split("\n")[:-1] == ["verify", "--merge", "--tolerance", "", "--push_to_hub"]
 

@@ -1,3 +1,4 @@
+import shlex
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -247,7 +248,7 @@ def test_help_imports_nothing_heavy(words):
     ],
 )
 def test_help_goes_where_it_can(where, code, told):
-    command = f"{sys.executable} -m mca_train --help {where}; exit ${{PIPESTATUS[0]}}"
+    command = f"{shlex.quote(sys.executable)} -m mca_train --help {where}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert (done.returncode, done.stderr.strip(), done.stdout) == (code, told, "")
 

@@ -125,10 +125,10 @@ def test_bash_completes_commands_and_flags(capsys, tmp_path):
     assert main(["completion", "bash"]) == 0
     script = tmp_path / "completion"
     script.write_text(capsys.readouterr().out)
-    ask = f"source {script}; COMP_WORDS=(mca-train {{}}); COMP_CWORD={{}}; _mca_train; echo ${{{{COMPREPLY[@]}}}}"
+    ask = 'source "$0"; COMP_WORDS=(mca-train {}); COMP_CWORD={}; _mca_train; echo ${{COMPREPLY[@]}}'
 
     def completed(words, place):
-        command = ["bash", "-c", ask.format(words, place)]
+        command = ["bash", "-c", ask.format(words, place), script]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
     assert completed("pre", 1) == ["pretrain"]

@@ -267,7 +267,7 @@ def test_a_hostile_rank_file_is_refused(tmp_path: Path, checkpoint: Any) -> None
 
     class Evil:
         def __reduce__(self) -> Any:
-            return os.system, (f"touch {tmp_path}/ran",)
+            return os.system, (f"touch '{tmp_path}/ran'",)
 
     directory, _ = write(tmp_path, checkpoint("llama"), layout())
     file = directory / "iter_0000001/mp_rank_00/model_optim_rng.pt"

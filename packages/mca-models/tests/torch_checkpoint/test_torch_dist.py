@@ -287,7 +287,7 @@ def test_metadata_that_is_no_metadata_is_refused(directory: Path) -> None:
 def test_hostile_metadata_runs_nothing(directory: Path, tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:
-            return os.system, (f"touch {tmp_path}/ran",)
+            return os.system, (f"touch '{tmp_path}/ran'",)
 
     edit(directory, lambda metadata: setattr(metadata, "planner_data", Evil()))
     with pytest.raises(McaError, match=r"\.metadata: the pickle names posix\.system"):
