@@ -208,7 +208,11 @@ def step_of(
     size = max(size * changes.get("context_parallel_size", 1), 2)
     run = prepared(folder, kind, changes | {"gradient_accumulation_steps": 1}, size)
     with ExitStack() as stack:
-        for context in (fake_process_group(0, size), replace_moved_parameters(), step._blind_optimizer()):
+        for context in (
+            fake_process_group(0, size),
+            replace_moved_parameters(),
+            step._skip_optimizer_value_checks(),
+        ):
             stack.enter_context(context)
         fake = WithoutDevice(allow_non_fake_inputs=True)
         answers = FakeValues(fake)

@@ -10,7 +10,7 @@ from mca_models.templates import FAMILIES
 from source_tree import SOURCES, Source
 
 TEMPLATES = "mca_models.templates"
-TABLES = frozenset({TEMPLATES, f"{TEMPLATES}.catalog", f"{TEMPLATES}.heads"})
+TABLES = frozenset({TEMPLATES, f"{TEMPLATES}.catalog", f"{TEMPLATES}.classification_head"})
 """Modules that list families: what they are, what is particular to each or why it is refused, HF's classes of heads."""
 
 NAMES = frozenset(FAMILIES) | {kind for family in FAMILIES.values() for kind in family.texts}

@@ -18,7 +18,7 @@ MODEL: Any = SimpleNamespace(
 
 
 def test_sequences_beyond_them_are_refused_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "a sequence of 5 tokens is longer than the 4 positions"
+    said = "a sequence of 5 tokens is longer than the model's 4 learned positions"
     with pytest.raises(McaError, match=said):
         forward.model_logits(MODEL, torch.zeros(1, 5, dtype=torch.int64))
     batch: Any = SimpleNamespace(

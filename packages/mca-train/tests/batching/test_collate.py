@@ -50,7 +50,9 @@ def test_padding_takes_no_position_that_the_model_has_not_learned(options):
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_sample_beyond_the_learned_positions_is_refused_on_the_host(packed):
     assert len(batch([0, 2], positions=4, packed=packed).micro_batches) == 1
-    with pytest.raises(McaError, match="a sequence of 5 tokens is longer than the 4 positions"):
+    with pytest.raises(
+        McaError, match="a sequence of 5 tokens is longer than the model's 4 learned positions"
+    ):
         batch([0, 1], positions=4, packed=packed)
 
 

@@ -42,12 +42,8 @@ def text_family() -> Family:
         defaults={"rope_theta": 5e5, "num_key_value_heads": 16, "num_experts_per_tok": 4},
         derive=derive,
     )
-    return replace(
-        qwen3_moe.FAMILY,
-        model_type="qwen3_vl_moe_text",
-        config=without_window(table),
-        detect_extra=detect_extra,
-    )
+    family = replace(qwen3_moe.FAMILY, model_type="qwen3_vl_moe_text", config=without_window(table))
+    return replace(family, detect_extra=detect_extra)
 
 
 FAMILY = vision_language_family(
