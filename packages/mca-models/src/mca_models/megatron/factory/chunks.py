@@ -3,21 +3,23 @@
 Its weights are filled in `fill`; process groups are made in `distributed.parallel`.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from mca_config.checks import tokens_of_fp8
 from mca_config.errors import McaError, raise_problems
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
 from mca_models.megatron import families, platform
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.factory.fp8_sizes import require_fp8_sizes
 from mca_models.megatron.factory.fused_limits import FIXED_IN_0_17
 from mca_models.megatron.factory.kernel_choice import kernel_choice
 from mca_models.megatron.layers.classification_head import ClassificationHead
 from mca_models.megatron.layers.spec import block_spec, mtp_spec
 from mca_models.megatron.names import Implementation, LocalParam
-from mca_models.megatron.types import GptModel, MegatronConfig, WithBias
+from mca_models.megatron.types import GptModel, MegatronConfig, Upstream, WithBias
 
 
 def build_chunk(
@@ -56,7 +58,7 @@ def build_chunk(
             mtp_block_spec=families.adapted_prediction(prediction, config, implementation),
             vp_stage=vp_stage,
         )
-    require_fp8_sizes(model, megatron)
+    _require_fp8_sizes(model, megatron)
     rotary = families.rotary(config, parallel.context_group())
     if rotary is not None:
         model.rotary_pos_emb = rotary
@@ -108,6 +110,37 @@ def _reject_megatron_mtp_loss(model: GptModel, args: tuple[object, ...], options
             "Megatron's MTP loss is wrong with context_parallel_size above 1; train with McaTrainer, which computes "
             "it, or set context_parallel_size to 1 or mtp_num_layers to 0"
         )
+
+
+def _require_fp8_sizes(model: torch.nn.Module, megatron: MegatronConfig) -> None:
+    """Raise if fp8 is on and a matrix of this rank has sizes that Transformer Engine's kernels do not support."""
+    if not megatron.fp8:
+        return
+    multiple = tokens_of_fp8(megatron.fp8, megatron.fp8_recipe)
+    problems = [
+        f"{name} is {' x '.join(map(str, shape))} on each tensor rank, and fp8 needs multiples of {multiple}; change "
+        "tensor_model_parallel_size or fp8_recipe, or remove fp8"
+        for name, shape in _matrices(model, megatron)
+        if any(size % multiple for size in shape)
+    ]
+    raise_problems(problems, "this model cannot be computed in fp8", shown=5)
+
+
+def _matrices(model: torch.nn.Module, megatron: MegatronConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield name and shape of the matrices that Transformer Engine multiplies in fp8."""
+    from megatron.core.fp8_utils import is_first_last_bf16_layer
+
+    plain: set[str] = set()
+    modules: Iterator[tuple[str, Upstream]] = model.named_modules()
+    for name, module in modules:
+        parent = name.rpartition(".")[0]
+        layer = getattr(module, "layer_number", 0) - 1 if parent.endswith("decoder.layers") else -1
+        if parent in plain or is_first_last_bf16_layer(megatron, layer):
+            plain.add(name)
+        elif hasattr(module, "fp8_meta"):
+            for of, tensor in module.named_parameters(recurse=False):
+                if tensor.dim() == 2:
+                    yield f"{name}.{of}", tuple(tensor.shape)
 
 
 def live_tensors(model: torch.nn.Module, params: list[LocalParam]) -> dict[str, Tensor]:

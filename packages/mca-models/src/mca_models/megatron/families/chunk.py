@@ -13,14 +13,12 @@ from mca_models.megatron.families.embedding import (
 )
 from mca_models.megatron.families.images import accept_images
 from mca_models.megatron.families.kimi_delta_attention import set_no_rope
-from mca_models.megatron.families.layer_scalar import add_layer_scalars
 from mca_models.megatron.families.mla import set_mla_norm_epsilon, set_mla_rope, set_yarn_ramp
 from mca_models.megatron.families.mtp import predict_before_norm
 from mca_models.megatron.families.norms import add_post_norms, normalise_after_rope
-from mca_models.megatron.families.output_bias import add_output_bias
 from mca_models.megatron.families.parallel_block import connect_parallel_blocks
 from mca_models.megatron.families.per_layer_embedding import add_per_layer_embeddings
-from mca_models.megatron.families.scales import add_scales
+from mca_models.megatron.families.scales import add_layer_scalars, add_output_bias, add_scales
 from mca_models.megatron.families.settings import after_building
 from mca_models.megatron.families.shared_kv import share_kv
 from mca_models.megatron.families.vision_tower import add_vision_tower

@@ -16,8 +16,11 @@ from torch.nn.functional import silu, softplus
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.families.delta_rule import delta_rule
 from mca_models.megatron.families.kernels import find_kernel
-from mca_models.megatron.families.linears import normed_linears
-from mca_models.megatron.families.recurrent_layers import CausalConvolution, apply_to_full_sequences
+from mca_models.megatron.families.recurrent_layers import (
+    CausalConvolution,
+    apply_to_full_sequences,
+    normed_linears,
+)
 from mca_models.megatron.layers.norm import Norm
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, PackedSeqParams, Spec, Upstream

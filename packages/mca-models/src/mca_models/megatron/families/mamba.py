@@ -15,8 +15,11 @@ from torch.nn.functional import silu, softplus
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
 from mca_models.megatron.families.kernels import find_kernel
-from mca_models.megatron.families.linears import normed_linears
-from mca_models.megatron.families.recurrent_layers import CausalConvolution, apply_to_full_sequences
+from mca_models.megatron.families.recurrent_layers import (
+    CausalConvolution,
+    apply_to_full_sequences,
+    normed_linears,
+)
 from mca_models.megatron.families.state_space import state_space_layer
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
 from mca_models.megatron.names import Implementation
@@ -198,3 +201,39 @@ def _module() -> type:
     from megatron.core.transformer.module import MegatronModule
 
     return type("Mamba", (Mamba, MegatronModule), {})
+
+
+def with_parallel_mamba(attention: type, model: McaModelConfig, implementation: Implementation) -> type:
+    """Return an attention class without biases that adds the output of a parallel Mamba layer (Falcon H1).
+
+    Args:
+        attention: Megatron's class.
+        model: The model.
+        implementation: Implementation of Mamba's linears.
+    """
+    factor = model.attention_out_multiplier
+
+    class ParallelMamba(attention):  # type: ignore[misc]
+        """Attention and Mamba on the same normalised input."""
+
+        def __init__(self, config: MegatronConfig, *args: object, **kwargs: object) -> None:
+            from megatron.core.transformer.spec_utils import build_module
+
+            super().__init__(config, *args, **kwargs)
+            spec = mamba_spec(implementation, model)
+            self.mamba = build_module(spec, config=config, pg_collection=self.pg_collection)
+
+        def forward(
+            self,
+            hidden_states: Tensor,
+            *args: object,
+            packed_seq_params: PackedSeqParams = None,
+            **kwargs: object,
+        ) -> WithBias:
+            """Map ``[s / cp, b, hidden]`` to the same shape."""
+            packed = {"packed_seq_params": packed_seq_params}
+            states, _ = self.mamba(hidden_states, **packed)
+            attended, _ = super().forward(hidden_states, *args, **packed, **kwargs)
+            return attended * factor + states, None
+
+    return ParallelMamba

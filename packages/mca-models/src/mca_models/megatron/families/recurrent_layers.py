@@ -12,6 +12,7 @@ from torch.nn.functional import conv1d, pad, silu
 
 from mca_models.megatron.families.kernels import Kernel
 from mca_models.megatron.layers.zigzag import rank_token_ranges, restore_token_order
+from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import PackedSeqParams
 
 _MAX_KERNEL_SIZE = 4
@@ -34,6 +35,26 @@ def apply_to_full_sequences(
     chunks = rank_token_ranges(lengths, group.rank(), group.size())
     local = [outputs[chunk.sequence].narrow(0, chunk.start, chunk.length) for chunk in chunks]
     return local[0] if len(local) == 1 else torch.cat(local)
+
+
+def normed_linears(implementation: Implementation, *, norm: bool = True) -> tuple[type, type]:
+    """Return the classes of the first linear, column-parallel, and of the last, row-parallel.
+
+    Args:
+        implementation: Layer implementation.
+        norm: Fuse the norm into the first linear if the implementation can.
+    """
+    if implementation == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import (
+            TEColumnParallelLinear,
+            TELayerNormColumnParallelLinear,
+            TERowParallelLinear,
+        )
+
+        return TELayerNormColumnParallelLinear if norm else TEColumnParallelLinear, TERowParallelLinear
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    return ColumnParallelLinear, RowParallelLinear
 
 
 class CausalConvolution(torch.nn.Conv1d):

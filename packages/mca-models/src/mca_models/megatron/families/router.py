@@ -5,7 +5,7 @@ from collections.abc import Callable
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.families.biased_router import biased_router, has_biased_softmax
 from mca_models.megatron.families.group_router import custom_group_router
-from mca_models.megatron.families.shortcut_moe import router_with_identity_experts
+from mca_models.megatron.families.identity_experts import router_with_identity_experts
 from mca_models.megatron.families.sigmoid_router import custom_sigmoid_router
 from mca_models.megatron.families.sparse_mixer import custom_sparse_mixer
 

@@ -1,4 +1,4 @@
-"""Constant factors on embeddings, residuals and logits; capped logits.
+"""Factors on embeddings, residuals, layers and logits; capped logits and their bias.
 
 Capped attention scores are in `layers.sdpa`.
 """
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.types import GptModel, WithBias
+from mca_models.megatron.layers.sharded import cut_parameter
+from mca_models.megatron.types import GptModel, MegatronModule, WithBias
 
 AddToResidual = Callable[..., Tensor]
 
@@ -68,3 +69,27 @@ def scaled_residual(
         return scaled
 
     return get
+
+
+def add_layer_scalars(model: GptModel) -> None:
+    """Add the factor to every decoder layer of a chunk."""
+    for layer in model.decoder.layers:
+        layer.register_buffer("layer_scalar", torch.ones(1, dtype=model.config.params_dtype))
+        layer.register_forward_hook(_scale_output)
+
+
+def _scale_output(
+    layer: MegatronModule, args: tuple[object, ...], output: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    hidden, context = output
+    return hidden * layer.layer_scalar, context
+
+
+def add_output_bias(model: GptModel) -> None:
+    """Add a bias to a chunk's output layer, if it has one, sharded as its weight is."""
+    if hasattr(model, "output_layer"):
+        layer = model.output_layer
+        bias: torch.nn.Parameter = cut_parameter(
+            (layer.output_size_per_partition,), model.config.params_dtype
+        )
+        layer.bias = bias

@@ -15,10 +15,10 @@ from mca_models.megatron.families.dsa import with_indexer
 from mca_models.megatron.families.dual_rope import rope_widths, with_layer_rope
 from mca_models.megatron.families.gated_delta_net import delta_net_spec
 from mca_models.megatron.families.heterogeneous_heads import heads_by_layer, sized, with_heterogeneous_heads
+from mca_models.megatron.families.identity_experts import with_identity_experts
 from mca_models.megatron.families.image_limits import image_reach
 from mca_models.megatron.families.kimi_delta_attention import kimi_delta_spec
-from mca_models.megatron.families.mamba import mamba_spec
-from mca_models.megatron.families.mamba_beside import with_parallel_mamba
+from mca_models.megatron.families.mamba import mamba_spec, with_parallel_mamba
 from mca_models.megatron.families.mla import with_mla_multipliers, with_plain_query
 from mca_models.megatron.families.moe_with_dense_mlp import with_dense_mlp
 from mca_models.megatron.families.norms import (
@@ -32,11 +32,7 @@ from mca_models.megatron.families.norms import (
 from mca_models.megatron.families.parallel_block import SharedNorm, second_norm
 from mca_models.megatron.families.router import custom_router
 from mca_models.megatron.families.scales import scaled_residual
-from mca_models.megatron.families.shortcut_moe import (
-    with_identity_experts,
-    with_separate_experts,
-    with_shortcut,
-)
+from mca_models.megatron.families.shortcut_moe import with_separate_experts, with_shortcut
 from mca_models.megatron.families.sigmoid_router import with_shared_expert_mean
 from mca_models.megatron.families.sparse_mixer import with_noisy_input
 from mca_models.megatron.layers.attention import CoreAttention, image_attention

@@ -39,7 +39,7 @@ class AttentionOptions:
         temperature: Queries at position p are multiplied by ``1 + beta ln(1 + floor((p + first) / length))``, for
             these ``(beta, length, first)``; None: unscaled.
         temperature_layers: Layers (from 0) with a temperature; None: all.
-        chunk: Chunk size: a query attends to keys of its own chunk only; None: to all before it.
+        chunk: Chunk size; a query attends to keys of its chunk only. None: to all keys before it.
         chunked_layers: Layers (from 0) with chunks.
         alibi: Add ALiBi's bias to the scores.
     """

@@ -35,10 +35,8 @@ from mca_models.megatron.peft.attach import (
     warn_unused_dropout,
 )
 from mca_models.megatron.peft.compatibility import require_same
-from mca_models.megatron.peft.exchange import whole_adapter
-from mca_models.megatron.peft.export import merged_piece, peft_tensors
+from mca_models.megatron.peft.exchange import merged_piece, peft_tensors, receive_adapter, whole_adapter
 from mca_models.megatron.peft.initialization import is_trained, require_base_weights
-from mca_models.megatron.peft.received import receive_adapter
 from mca_models.megatron.peft.sharded_state import patch_sharded_state, restore_sharded_state
 from mca_models.megatron.state.export import (
     BUCKET_BYTES,

@@ -119,7 +119,7 @@ class DequantizedWeights:
 
 
 def _with(weight: Weight, tensor: Tensor) -> Weight:
-    """Return ``weight`` with ``tensor`` in place of its own."""
+    """Return ``weight`` with its tensor replaced by ``tensor``."""
     return (weight[0], tensor) if len(weight) == 2 else (weight[0], tensor, weight[2])
 
 

@@ -1,6 +1,6 @@
 """Receiver of named tensors, in any order and in pieces, that tracks missing, duplicate and wrong ones.
 
-`load` and `mca_models.megatron.peft.received` use the complete tensors.
+`load` and `mca_models.megatron.peft.exchange` use the complete tensors.
 """
 
 from collections.abc import Callable, Iterable, Mapping
