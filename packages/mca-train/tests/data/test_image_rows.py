@@ -98,7 +98,7 @@ def test_placeholders_of_what_a_row_does_not_have_are_refused(tokenizer, folder)
     require_no_placeholders([1, 5], vision, has_images=True)
     with pytest.raises(McaError, match=r"^row 3: the text contains the image placeholder \(token 5\), but"):
         require_no_placeholders([1, 5], vision, "row 3: ")
-    with pytest.raises(McaError, match=r"the video placeholder \(token 7\), and videos cannot be used"):
+    with pytest.raises(McaError, match=r"the video placeholder \(token 7\), and videos are not supported"):
         require_no_placeholders([5, 7], vision, has_images=True)
     pair = {"prompt": MARKS[1], "chosen": "a", "rejected": "b"}
     with pytest.raises(McaError, match=r"^train_file, row 0: the text contains the image placeholder"):
@@ -201,7 +201,7 @@ def test_one_source_of_a_mixture_has_images_and_another_words_of_them(
 
 @pytest.mark.parametrize("size", ["min_pixels", "max_pixels", "resized_height", "resized_width"])
 def test_sizes_of_single_images_are_refused(size, tokenizer, folder):
-    told = f"^train_file, row 0: an image has {size}, which the model's image processor takes for no single image"
+    told = f"^train_file, row 0: an image has {size}, which the model's image processor does not support per image"
     in_column = {**asked({"type": "image"}, text("?")), "images": [{"path": "wide.png", size: 784}]}
     beside = {**asked({"type": "image", size: 784}, text("?")), "images": ["wide.png"]}
     for row in (asked({**IMAGE, size: 784}, text("?")), in_column, beside):
@@ -237,7 +237,7 @@ def test_pretrain_reads_one_image_of_a_column_and_refuses_what_it_cannot_read(ma
     )
     assert len(each) == 1
     assert [place[1:] for place in placed(block)] == [(2, 3)]
-    with pytest.raises(McaError, match=r"^train_file, row 0: has videos, which cannot be used"):
+    with pytest.raises(McaError, match=r"^train_file, row 0: has videos, which mca does not support"):
         made([{"text": "see <video>", "videos": ["a.mp4"]}], tokenizer, folder, kind="pretrain")
 
 
@@ -260,7 +260,9 @@ def test_images_of_an_unknown_model_are_refused(kind, tokenizer, folder):
         "images": ["wide.png"],
         "label": True,
     }
-    with pytest.raises(McaError, match=f"^train_file: mca-train {kind} takes no images, but the rows have"):
+    with pytest.raises(
+        McaError, match=f"^train_file: mca-train {kind} does not support images, but the rows have"
+    ):
         load_tokenized(TASKS[kind], files_of(folder, [row]), tokenizer, arguments(kind))
 
 

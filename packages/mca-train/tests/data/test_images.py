@@ -135,8 +135,8 @@ WRONG = {
         {"audio": "a.wav"}, {"text": "?"}
     ),
     "row 0: a part of a message has an image and a text": asked({"image": "small.png", "text": "?"}),
-    "row 0: has videos, which cannot be used": {**asked(text("?")), "videos": ["a.mp4"]},
-    "row 0: has video, which cannot be used": {**asked(text("?")), "video": "a.mp4"},
+    "row 0: has videos, which mca does not support": {**asked(text("?")), "videos": ["a.mp4"]},
+    "row 0: has video, which mca does not support": {**asked(text("?")), "video": "a.mp4"},
     "row 0: has images in images and in image; set images_column to one of the two": {
         **asked({"type": "image"}, text("?")),
         "images": ["small.png"],
@@ -249,7 +249,7 @@ def test_what_is_transparent_is_white_as_for_the_image_processor(mode, tokenizer
 
 def test_models_and_kinds_that_take_no_images_say_so(tokenizer, folder):
     row = asked({"type": "image", "path": "small.png"}, text("?"))
-    with pytest.raises(McaError, match="row 0: a qwen2_5_vl model takes no images"):
+    with pytest.raises(McaError, match="row 0: a qwen2_5_vl model does not support images"):
         load([row], tokenizer, folder, vision=False)
     with pytest.raises(
         McaError, match="row 0: a part of a message is an image; mca-train sft, dpo and kto take"

@@ -230,7 +230,7 @@ def test_samples_with_images_are_cached(kind, tokenizer, folder, tmp_path, caplo
     for told in (False, True):
         with caplog.at_level("INFO"):
             found = flat(load(rows, tokenizer, folder, kind=kind, tokenized_cache=cache))
-        assert ("tokenized before" in caplog.text) == told
+        assert ("loaded tokenized samples" in caplog.text) == told
         for mine, its in zip(found, expected, strict=True):
             assert mine.keys() == its.keys()
             for name, value in its.items():

@@ -163,7 +163,7 @@ def test_a_directory_that_is_a_pattern_is_refused(tmp_path):
     (tmp_path / "[v1]").mkdir()
     jsonl(tmp_path / "[v1]" / "x.jsonl", [{"prompt": "1+1=", "completion": "2"}])
     with pytest.raises(
-        McaError, match=r"datasets, \[v1\]: .*v1.: datasets takes .* for a pattern; rename it, or"
+        McaError, match=r"datasets, \[v1\]: .*v1.: datasets treats .* as a pattern; rename it, or"
     ):
         loaded([{"path": str(tmp_path / "[v1]")}])
     assert len(loaded([{"path": str(tmp_path / "[v1]" / "x.jsonl")}])) == 1

@@ -87,7 +87,7 @@ def test_pairs_whose_answer_is_cut_off_are_left_out(tmp_path, caplog):
         ({"chosen": [GOOD], "rejected": [BAD]}, "row 0: there is no prompt"),
         (
             {"prompt": "hello", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-            "row 0: chosen begins with a turn of the user, but is no conversation that repeats the prompt",
+            "row 0: chosen begins with a turn of the user, but does not repeat the prompt",
         ),
         (
             {"prompt": "a", "chosen": "b", "rejected": None},

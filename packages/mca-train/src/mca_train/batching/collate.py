@@ -116,11 +116,13 @@ class StepCollator:
     def __call__(self, samples: Sequence[tuple[Sample, bool]]) -> StepBatch:
         """Collate the ``(sample, counts)`` pairs of this rank."""
         batch = self._step_batch(samples)
-        others = [(kl_sequence(sample), counts) for sample, counts in samples]
-        if not others[0][0]:
+        kl_samples = [(kl_sequence(sample), counts) for sample, counts in samples]
+        if not kl_samples[0][0]:
             return batch
-        beside = self._step_batch(others)
-        return replace(batch, kl_batch=beside, checksum=combine_checksums(batch.checksum, beside.checksum))
+        kl_batch = self._step_batch(kl_samples)
+        return replace(
+            batch, kl_batch=kl_batch, checksum=combine_checksums(batch.checksum, kl_batch.checksum)
+        )
 
     def _step_batch(self, samples: Sequence[tuple[Sample, bool]]) -> StepBatch:
         size = self.micro_batch_size
@@ -156,8 +158,8 @@ class StepCollator:
 
     def _pad_batches(self, groups: Sequence[Sequences]) -> tuple[tuple[MicroBatch, ...], list[int], int]:
         """Return the micro-batches, the number of counted tokens per sequence, and the checksum over all tokens."""
-        own = isinstance(self.collate, PadCollator)  # pads each row independently
-        batches = [self._collate(group) for group in ([[*chain(*groups)]] if own else groups)]
+        is_pad_collator = isinstance(self.collate, PadCollator)  # pads each row independently
+        batches = [self._collate(group) for group in ([[*chain(*groups)]] if is_pad_collator else groups)]
         widths = [batch["input_ids"].shape[1] for batch in batches]
         length = self._padded_length(widths)
         if self.length is not None and length > self._padded_length([self.length]):
@@ -166,7 +168,11 @@ class StepCollator:
                 "need "
                 "equally long rows on all ranks; remove pad_to_multiple_of from it, and anything that adds tokens"
             )
-        sizes = [len(group) for group in groups] if own else [len(batch["input_ids"]) for batch in batches]
+        sizes = (
+            [len(group) for group in groups]
+            if is_pad_collator
+            else [len(batch["input_ids"]) for batch in batches]
+        )
         lengths = [int(tokens) for batch in batches for tokens in batch["num_tokens"]]
         whole = checksum(batch[name] for batch in batches for name in ("input_ids", "labels"))
         return self._micro_batches(batches, length, sizes), lengths, whole
@@ -178,9 +184,9 @@ class StepCollator:
         rows = [build_row(group, multiple, self.pad_token_id, IGNORED) for group in groups]
         length = self._padded_length([row.length for row in rows])
         padded = [row.padded(length, self.pad_token_id, IGNORED) for row in rows]
-        own = [tokens for row in rows for tokens in row.num_tokens]
+        num_tokens = [tokens for row in rows for tokens in row.num_tokens]
         whole = checksum(tokens for row in padded for tokens in (*row.input_ids, *row.labels))
-        return tuple(self._packed_micro_batch(row) for row in padded), own, whole
+        return tuple(self._packed_micro_batch(row) for row in padded), num_tokens, whole
 
     def _packed_micro_batch(self, row: Row) -> MicroBatch:
         lengths = [len(ids) for ids in row.input_ids]
@@ -292,11 +298,11 @@ def _count_row_tokens(batch: Mapping[str, Tensor], features: Sequence[Sample]) -
     _require_right_padding(batch, mask)
     if "attention_mask" in batch:
         return mask.sum(-1)
-    own = [torch.as_tensor(feature.get("input_ids", ())).long() for feature in features]
+    samples = [torch.as_tensor(feature.get("input_ids", ())).long() for feature in features]
     lengths = [
-        count_tokens(feature) if len(tokens) else 0 for feature, tokens in zip(features, own, strict=True)
+        count_tokens(feature) if len(tokens) else 0 for feature, tokens in zip(features, samples, strict=True)
     ]
-    for row, tokens, length in zip(ids, own, lengths, strict=True):
+    for row, tokens, length in zip(ids, samples, lengths, strict=True):
         if length < len(row) and not (length and torch.equal(row[:length], tokens[:length])):
             raise McaError(
                 "data_collator made no attention_mask, and its rows have other tokens than the samples, so "

@@ -109,19 +109,19 @@ class StepStream(IterableDataset[list[tuple[Sample, bool]]]):
 
     def _steps(self) -> Iterator[list[Sample]]:
         """Yield the rows of every step over all ranks, without end."""
-        size, given = self.shape.global_size, 0
+        size, num_steps_made = self.shape.global_size, 0
         for number in count():
             if hasattr(self._dataset, "set_epoch"):
                 self._dataset.set_epoch(number)
-            rows, before = iter(self._dataset), given
+            rows, before = iter(self._dataset), num_steps_made
             while group := list(islice(rows, size)):
-                if len(group) < size and self._drop_last and given:
+                if len(group) < size and self._drop_last and num_steps_made:
                     break
-                given += 1
+                num_steps_made += 1
                 yield group
-            if given == before:
+            if num_steps_made == before:
                 raise McaError(
-                    f"train_dataset yielded no samples in pass {number + 1}, after {given} of "
+                    f"train_dataset yielded no samples in pass {number + 1}, after {num_steps_made} of "
                     f"{counted(self.num_steps, 'step')}; a stream must yield samples, and must restart "
                     "when it is iterated again; return a new iterator from __iter__"
                 )

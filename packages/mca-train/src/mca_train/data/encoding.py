@@ -1,7 +1,7 @@
-"""One row becomes token ids and targets here, for pre-training and for fine-tuning.
+"""Tokenization of single rows into token ids and targets, for pre-training and fine-tuning.
 
-These functions tell what is wrong with a row; whoever reads the rows adds where it stands. Preference pairs are encoded
-in `preferences`, with the same functions.
+Errors name the problem of a row; the caller adds the row's location. `preferences` encodes preference pairs with the
+same functions.
 """
 
 import logging
@@ -31,17 +31,17 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Encoded = tuple[list[int], list[bool]]
-"""The tokens of a sequence, and which of them are targets."""
+"""Tokens of a sequence, and a mask of its targets."""
 RowEncoder = Callable[[Values], Sequence[Encoded]]
-"""From a row to its sequences: one, or more where they are compared with one another."""
+"""Function from a row to its sequences: one, or several for preference data."""
 RowNumbers = Callable[[Values], list[float]]
-"""From a row to the numbers that all of its sequences carry, such as its class."""
+"""Function from a row to the extra numbers of its sequences, such as a class."""
 AnswersTokenizer = Callable[
     ["PreTrainedTokenizerBase", object, Sequence[object], int, TemplateInputs], list[Encoded]
 ]
-"""From a prompt and the answers to it to their sequences."""
+"""Function from a prompt and its completions to their sequences."""
 BlockTokenizer = Callable[[Sequence[Values], Sequence[str]], list[list[int]]]
-"""From rows and their places to the tokens of each text."""
+"""Function from rows and their locations to the tokens of each text."""
 
 
 def block_tokenizer(
@@ -51,14 +51,14 @@ def block_tokenizer(
     key: str,
     vision: Values | None = None,
 ) -> BlockTokenizer:
-    """The function from rows and their places to the tokens of each text, EOS last; rows without text have none.
+    """Return the function from rows and their locations to the tokens of each text, with EOS; empty texts are skipped.
 
     Args:
-        names: The rows' columns.
-        tokenizer: The model's.
-        arguments: Columns.
-        key: The argument that named the files, for errors.
-        vision: Of the model's configuration; None: it sees no images.
+        names: Columns of the rows.
+        tokenizer: Tokenizer of the model.
+        arguments: Names of columns.
+        key: Argument that names the files, for errors.
+        vision: Vision configuration of the model; None: a text model.
     """
     column = arguments.text_column
     require_column(names, column, key)
@@ -76,7 +76,7 @@ def block_tokenizer(
         if not has_warned:
             logger.warning(
                 "%s, %s: the text contains the tokenizer's placeholder of an image or video, but the row has none; "
-                "it is trained as the letters that stand there; this is reported once",
+                "it is tokenized as plain text; this is reported once",
                 key,
                 place,
             )
@@ -92,7 +92,7 @@ def block_tokenizer(
                     f"{key}, {place}: has {found[0]}, which only mca-train pretrain with a vision-language model "
                     "reads; remove the row, or the column"
                 )
-            images.meet(row[column] or "", row.keys(), f"{key}, {place}: {column}")
+            images.check(row[column] or "", row.keys(), f"{key}, {place}: {column}")
         spoken = [(row[column], place) for row, place in zip(rows, places, strict=True) if row[column]]
         texts = [text for text, _ in spoken]
         if max(map(len, texts), default=0) > LONG:
@@ -117,11 +117,11 @@ class WarningRecorder(logging.Handler):
 
 
 def warn_truncated_rows(is_cut: Iterable[bool], length: int, key: str) -> None:
-    """Says how many rows did not fit whole."""
+    """Log a warning with the number of truncated rows."""
     cut = list(is_cut)
     if any(cut):
         logger.warning(
-            "%s: %d of %d rows are longer than seq_length %d and are cut at the end",
+            "%s: %d of %d rows are longer than seq_length %d and are truncated at the end",
             key,
             sum(cut),
             len(cut),
@@ -132,7 +132,7 @@ def warn_truncated_rows(is_cut: Iterable[bool], length: int, key: str) -> None:
 def row_encoder(
     names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", arguments: DataArguments, key: str
 ) -> RowEncoder:
-    """The encoder of rows with one answer, by their format."""
+    """Return the encoder of rows with one answer, chosen by their format."""
     length = arguments.seq_length
     if (other := row_converter(names, arguments, key)) is not None:
         encode = row_encoder(other.names, tokenizer, replace(arguments, data_format="messages"), key)
@@ -158,30 +158,30 @@ def row_encoder(
 
 
 def template_inputs(row: Values, arguments: DataArguments) -> TemplateInputs:
-    """What a row gives its chat template beside messages: tools, and variables of the template's own.
+    """Return a row's inputs of the chat template: tools and template variables.
 
     Raises:
-        McaError: They are no list of mappings and no mapping.
+        McaError: The columns have the wrong type.
     """
     tools = parse_tools(row.get(arguments.tools_column), arguments.tools_column)
-    given = row.get(TEMPLATE_INPUTS)
-    options = parse_mapping(given) if given else {}
+    raw_options = row.get(TEMPLATE_INPUTS)
+    options = parse_mapping(raw_options) if raw_options else {}
     if options is None:
-        raise McaError(f"{TEMPLATE_INPUTS} is {given!r:.80}; expected a mapping, or that as JSON text")
-    if taken := sorted(options.keys() & RESERVED_OPTIONS):
-        raise McaError(f"{TEMPLATE_INPUTS}: '{taken[0]}' is no variable of a template; remove it")
+        raise McaError(f"{TEMPLATE_INPUTS} is {raw_options!r:.80}; expected a mapping, or that as JSON text")
+    if reserved := sorted(options.keys() & RESERVED_OPTIONS):
+        raise McaError(f"{TEMPLATE_INPUTS}: '{reserved[0]}' is no variable of a template; remove it")
     return TemplateInputs(without_nulls(tools), without_nulls(options))
 
 
 def without_nulls(value: T, kept: str = "") -> T:
-    """``value`` without the keys that only other rows of the file have, which is what columns make of mappings.
+    """Return ``value`` without null keys, which Arrow adds to rows that lack a key of other rows.
 
-    What stands under the key ``kept`` stays as it is.
+    The value of the key ``kept`` is not changed.
     """
     if isinstance(value, dict):
-        said = {key: item for key, item in value.items() if item is not None}
+        present = {key: item for key, item in value.items() if item is not None}
         return cast(
-            "T", {key: item if key == kept else without_nulls(item, kept) for key, item in said.items()}
+            "T", {key: item if key == kept else without_nulls(item, kept) for key, item in present.items()}
         )
     return cast("T", [without_nulls(item, kept) for item in value]) if isinstance(value, list) else value
 
@@ -193,7 +193,7 @@ def tokenize_answer(
     length: int,
     inputs: TemplateInputs | None = None,
 ) -> Encoded:
-    """Prompt and answer as text, or as two lists of chat messages; the answer ends with EOS."""
+    """Tokenize a prompt and a completion, as text or as chat messages; the completion ends with EOS."""
     return tokenize_answers(tokenizer, prompt, [completion], length, inputs)[0]
 
 
@@ -204,9 +204,9 @@ def tokenize_answers(
     length: int,
     inputs: TemplateInputs | None = None,
 ) -> list[Encoded]:
-    """Several answers to one prompt, as text or as lists of chat messages; each ends with EOS.
+    """Tokenize several completions of one prompt, as text or as chat messages; each ends with EOS.
 
-    Of what is much longer than ``length`` tokens, no more than those must be right.
+    For a much longer text, only the first ``length`` tokens are guaranteed.
     """
     if isinstance(prompt, list):
         found = []
@@ -228,10 +228,10 @@ def tokenize_answers(
 def _tokenize_texts(
     tokenizer: "PreTrainedTokenizerBase", prompt: str, completions: Sequence[str], length: int
 ) -> list[Encoded]:
-    """Each completion behind the prompt, tokenized as one text.
+    """Tokenize the prompt with each completion as one text.
 
-    The answers begin where the tokens of the prompt alone and of the whole part, which with a pair is the first such
-    place of both: a token may hold letters of the prompt and of an answer.
+    Targets begin where the tokens of the prompt alone and of the full text differ; a pair uses the first such position
+    of both, because a token may span prompt and completion.
     """
     eos = _eos(tokenizer)
     context = encode_prefix(tokenizer, prompt, length)["input_ids"] if prompt else []
@@ -239,7 +239,7 @@ def _tokenize_texts(
         own = encode_prefix(tokenizer, prompt, length, add_special_tokens=False)["input_ids"]
         if _count_trailing(context, eos) > _count_trailing(
             own, eos
-        ):  # a tokenizer that ends what it encodes: it is not the end
+        ):  # the tokenizer appends EOS, which does not end the prompt
             context = context[:-1]
     wholes = [encode_prefix(tokenizer, prompt + text, length)["input_ids"] for text in completions]
     shared = min(_common_prefix(context, whole) for whole in wholes)
@@ -248,20 +248,20 @@ def _tokenize_texts(
 
 
 def _common_prefix(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """With how many tokens both begin."""
+    """Return the length of the common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, others, strict=False)))
 
 
 def _count_trailing(tokens: Sequence[int], eos: int) -> int:
-    """With how many end marks ``tokens`` end."""
+    """Return the number of trailing EOS tokens."""
     return sum(1 for _ in takewhile(lambda token: token == eos, reversed(tokens)))
 
 
 def check_messages(messages: object) -> list[Message]:
-    """``messages`` with the keys that are not set left out, and arguments of calls as mappings.
+    """Validate ``messages``; return them without null keys and with mappings as tool-call arguments.
 
     Raises:
-        McaError: Not a list of messages with a role and content (or, of an assistant, anything else to say).
+        McaError: Not a list of messages with a role and content (or tool calls of an assistant).
     """
     if not isinstance(messages, list) or not messages:
         raise McaError(f"messages must be a list of turns; got {messages!r:.80}")
@@ -273,7 +273,7 @@ def check_messages(messages: object) -> list[Message]:
 
 
 def _normalise_turn(message: Message, turn: int) -> Message:
-    """A turn as templates expect it."""
+    """Normalise a turn for chat templates."""
     found = without_nulls(message, "arguments")
     if "content" in found:
         found["content"] = with_types(found["content"])
@@ -292,11 +292,11 @@ def _require_content(turn: int, message: Message) -> None:
     others = [value for key, value in message.items() if key not in ("role", "name", "content", "weight")]
     if content is None and not (role == "assistant" and any(others)):
         wanted = "content or tool_calls" if role == "assistant" else "content"
-        raise McaError(f"messages, turn {turn} ({role}): no {wanted}; give it, or leave the row out")
+        raise McaError(f"messages, turn {turn} ({role}): no {wanted}; add it, or remove the row")
 
 
 def require_text(value: object, column: str) -> str:
-    """``value`` of ``column``, which must be text."""
+    """Return ``value`` of ``column`` if it is text, else raise a `McaError`."""
     if not isinstance(value, str):
         raise McaError(f"{column} is {value!r:.80}; expected text")
     return value

@@ -1,6 +1,6 @@
-"""`FileRows` reads rows as they are iterated, in the order of the files or drawn from a buffer; each knows its place.
+"""Iteration over the rows of files, in file order or through a shuffle buffer.
 
-What a row means is not known here: the encoders decide that.
+The encoders interpret the rows.
 """
 
 import logging
@@ -19,21 +19,21 @@ logger = logging.getLogger(__name__)
 
 
 class Row(JsonObject):
-    """A row's columns; ``place`` says in errors where it stands in its file."""
+    """Columns of a row; ``place`` is its location in the file, for errors."""
 
     place: str = ""
 
 
 class FileRows:
-    """The rows of several files.
+    """Rows of several files.
 
     Args:
         parts: Files and their readers.
-        key: The argument that named them, for errors.
-        limit: Rows to keep, the first ones; None: all.
-        seed: Of the order, drawn anew in each pass; None: the files' own.
-        buffer_size: Rows that the next one is drawn from.
-        heads: The first row of each file.
+        key: Argument that names the files, for errors.
+        limit: Number of first rows to keep; None: all.
+        seed: Seed of the shuffle, which differs in each epoch; None: the order of the files.
+        buffer_size: Size of the shuffle buffer.
+        heads: First row of each file.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class FileRows:
 
     @property
     def order_description(self) -> str:
-        """What decides in which order the rows come."""
+        """Description of the order of the rows."""
         first = "" if self._limit is None else f"the first {self._limit} "
         rows = f"{first}rows of {describe_files([file for file, _ in self._parts])}"
         if self._seed is None:
@@ -62,7 +62,7 @@ class FileRows:
         return f"{rows}, drawn from a buffer of {self._buffer_size} by seed {self._seed}"
 
     def set_epoch(self, epoch: int) -> None:
-        """Draws another order."""
+        """Set the epoch of the shuffle."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Row]:
@@ -107,12 +107,12 @@ def _file_stamp(file: str) -> tuple[int, int] | None:
     try:
         found = Path(file).stat()
     except OSError:
-        return None  # told by whoever reads it
+        return None  # reading the file raises the error
     return found.st_size, found.st_mtime_ns
 
 
 def _shuffle_buffer(rows: Iterable[Row], size: int, draw: np.random.Generator) -> Iterator[Row]:
-    """``rows``, each drawn from the ``size`` that come next."""
+    """Shuffle ``rows`` through a buffer of ``size`` rows."""
     buffer: list[Row] = []
     for row in rows:
         if len(buffer) < size:

@@ -1,6 +1,6 @@
-"""Files become rows here: JSONL, JSON, parquet, Arrow and text.
+"""Reading of JSONL, JSON, parquet, Arrow and text files into rows.
 
-What a row means is decided in `encoding`.
+`encoding` interprets the rows.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from mca_train.data.urls import (
     download,
     download_error,
     escape_pattern,
-    is_not_found,
+    is_missing_file,
     is_url,
     require_client,
     strip_query,
@@ -48,22 +48,21 @@ def load_rows(
     copies: Sequence[Path] | None = None,
     vision: Values | None = None,
 ) -> "datasets.Dataset":
-    """The rows of ``files``, with the columns that samples are made of.
+    """Load the rows of ``files`` with the columns that samples are made of.
 
-    A ``.txt`` file is one row; the others have a row per record.
+    A ``.txt`` file is one row; other files have one row per record.
 
     Args:
         files: Paths.
-        key: The argument that named them, for errors.
-        arguments: Which columns these are.
-        limit: Rows to keep; None: all.
-        column: Every file must have it; None: they may differ.
-        copies: What `local_copy` gave for ``files``; None: it is asked.
-        vision: Of the model's configuration; None: it sees no images.
+        key: Argument that names the files, for errors.
+        arguments: Names of columns.
+        limit: Number of rows to keep; None: all.
+        column: Required column of every file; None: files may differ.
+        copies: Results of `local_copy` for ``files``; None: call it.
+        vision: Vision configuration of the model; None: a text model.
 
     Raises:
-        McaError: A file is missing, of another type, not readable as its type, or without the column; or there
-            are no rows.
+        McaError: A file is missing, of an unsupported type, unreadable, or without the column; or there are no rows.
     """
     import datasets
 
@@ -79,7 +78,7 @@ def load_rows(
 
 
 def column_names(arguments: DataArguments) -> set[str]:
-    """The columns that samples may be made of."""
+    """Return the columns that samples may be made of."""
     return {*COLUMNS, TEMPLATE_INPUTS} | {
         value for name, value in vars(arguments).items() if name.endswith("_column")
     }
@@ -88,17 +87,17 @@ def column_names(arguments: DataArguments) -> set[str]:
 def concatenate(
     parts: Sequence[Rows], files: Sequence[str], key: str, arguments: DataArguments, vision: Values | None
 ) -> Rows:
-    """``parts`` one after another, with the columns that samples are made of: others may differ in type.
+    """Concatenate ``parts`` with the columns that samples are made of; other columns may differ in type.
 
     Args:
-        parts: ``datasets``' of ``files``, in memory or not.
+        parts: Datasets of ``files``, in memory or streamed.
         files: Paths.
-        key: The argument that named them, for errors.
-        arguments: Which columns these are.
-        vision: Of the model's configuration; None: it sees no images.
+        key: Argument that names the files, for errors.
+        arguments: Names of columns.
+        vision: Vision configuration of the model; None: a text model.
 
     Raises:
-        McaError: A column is of one type in one file and of another in another.
+        McaError: A column has different types in two files.
     """
     import datasets
 
@@ -117,17 +116,17 @@ def concatenate(
 
 
 def require_column(names: Sequence[str], column: str | None, where: str) -> None:
-    """Refuses a file whose rows would contribute nothing, as they do not have the ``column`` with text."""
+    """Raise a `UsageError` for a file without the text ``column``."""
     if column is not None and names and column not in names:
         raise UsageError(f"{where}: no column '{column}' (columns: {', '.join(names)}); set text_column")
 
 
 def check_file(file: str, key: str) -> tuple[str, JsonObject]:
-    """The reader of ``datasets`` for ``file``, and its options.
+    """Return the reader of ``datasets`` for ``file``, and its options.
 
     Raises:
-        McaError: The file is missing, empty, or of another type. What stands at an address is not looked for.
-        UsageError: An address needs a package that is not installed.
+        McaError: The file is missing, empty, or of an unsupported type. Files at URLs are not opened.
+        UsageError: The URL needs a package that is not installed.
     """
     if is_url(file):
         require_client(file, key)
@@ -155,7 +154,7 @@ def _require_there(path: Path, key: str) -> None:
 
 
 def _hub_hint(path: Path, key: str) -> str:
-    """Where ``path`` belongs if it is the name of a dataset of the Hub."""
+    """Return a hint if ``path`` is the name of a dataset on the Hub."""
     if reader_name(str(path)) != "a dataset" or not is_hub_id(path):
         return ""
     advice = (
@@ -167,22 +166,22 @@ def _hub_hint(path: Path, key: str) -> str:
 
 
 def _suffix(file: str) -> str:
-    """How the name ends before the mark of compression."""
+    """Return the file extension without the extension of a compression."""
     endings = []
-    for name in (strip_query(file), file):  # https://host/get?file=rows.jsonl has it in its query
+    for name in (strip_query(file), file):  # https://host/get?file=rows.jsonl has it in the query
         path = Path(name.lower())
         endings.append(path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix)
     return next((ending for ending in endings if ending in _READERS), endings[0])
 
 
 def reader_name(file: str) -> str:
-    """How ``file`` is read, by its name."""
+    """Return the name of the reader for ``file``."""
     return _READERS.get(_suffix(file), "a dataset")
 
 
 def _load_file(file: str, key: str, copy: Path | None) -> "datasets.Dataset":
     reader, options = check_file(file, key)
-    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it tells of files that cannot be read, twice
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # datasets logs unreadable files twice
     here = copy or local_copy(file, key)
     with translate_read_errors(key, file, reader):
         require_shallow_json(file, key, copy=here)
@@ -204,7 +203,7 @@ def open_dataset(
 def open_dataset(
     reader: str, path: str, options: JsonObject, *, streaming: bool
 ) -> "datasets.Dataset | datasets.IterableDataset":
-    """The rows of what stands at ``path``; arguments of calls in JSON keep their nulls."""
+    """Open the dataset at ``path``; tool-call arguments in JSON keep their nulls."""
     import datasets
 
     found = {"data_files": escape_pattern(path), "split": "train", "streaming": streaming, **options}
@@ -214,25 +213,25 @@ def open_dataset(
 
 
 def local_copy(file: str, key: str) -> Path:
-    """Where ``file`` is on this machine, which an address is fetched for.
+    """Return the local path of ``file``, downloaded if it is a URL.
 
     Raises:
-        McaError: It cannot be fetched.
+        McaError: The download fails.
     """
     return download(file, key) if is_url(file) else Path(file)
 
 
 def require_shallow_json(file: str, key: str, limit: int | None = None, copy: Path | None = None) -> None:
-    """Refuses JSON that is nested so deeply that readers overflow their stack, which ends the process.
+    """Raise an error for JSON nested so deeply that readers overflow their stack and crash.
 
     Args:
-        file: A path or an address.
-        key: The argument that named it, for errors.
-        limit: Bytes that are looked at; None: all.
-        copy: Of the file, to be read in its place; it need not have its name.
+        file: Path or URL.
+        key: Argument that names it, for errors.
+        limit: Number of bytes to check; None: all.
+        copy: Local copy to read instead; its name may differ.
 
     Raises:
-        McaError: A row is.
+        McaError: A row is nested too deeply.
     """
     if _suffix(file) not in (".json", ".jsonl"):
         return
@@ -250,7 +249,7 @@ def require_shallow_json(file: str, key: str, limit: int | None = None, copy: Pa
 
 
 def _depth(line: bytes) -> int:
-    """How deeply lists and mappings are nested; what stands in strings does not count."""
+    """Return the nesting depth of lists and mappings outside of strings."""
     depth = deepest = 0
     for mark in _MARKS.finditer(line):
         if mark[0] in b"[{":
@@ -265,22 +264,22 @@ def _depth(line: bytes) -> int:
 def translate_read_errors(
     key: str, files: str, reader: str, errors: type[Exception] = Exception
 ) -> Iterator[None]:
-    """A block that reads ``files``: ``errors`` of the ``reader`` become one that names them.
+    """Context that turns errors of ``reader`` into one that names ``files``.
 
     Raises:
-        McaError: It failed.
+        McaError: Reading fails.
     """
     try:
         yield
     except McaError:
         raise
-    except errors as error:  # of datasets, pyarrow, pandas and codecs, each with errors of its own
+    except errors as error:  # errors of datasets, pyarrow, pandas and codecs
         cause = error.__cause__ or error
         reason = " ".join(str(cause).split()) or type(cause).__name__
         subject = f"{key}: {files}"
         if "corresponds to no data" in reason or isinstance(cause, StopIteration):
             raise McaError(f"{subject} has no rows") from error
-        if is_not_found(error):
+        if is_missing_file(error):
             if is_url(files):
                 raise download_error(key, files, error) from error
             raise McaError(f"{subject} is not there any more") from error

@@ -1,11 +1,10 @@
-"""Rows in other programs' shapes become rows with the columns that are trained on here: Alpaca's and ShareGPT's.
+"""Conversion of Alpaca and ShareGPT rows to chat messages.
 
     alpaca      instruction, input, output (or chosen, rejected); also system, history
     sharegpt    conversations of {"from": "human" | "gpt" | ..., "value": text}; also system, tools, chosen, rejected
 
-OpenAI's messages with tools and TRL's shapes are read as they are. Of all shapes `chat_template_kwargs` is kept. The
-answers and the tools stand in columns of other names if these were given. Which shape rows have is decided in
-`row_formats`, what a row means in `encoding`.
+OpenAI messages with tools and TRL formats need no conversion. `chat_template_kwargs` is kept in all formats. Answers
+and tools may be in renamed columns. `row_formats` detects the format, and `encoding` interprets the rows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,16 +22,16 @@ from mca_train.data.tools import Tools, as_functions, parse_calls, parse_tools
 COLUMNS = frozenset(
     {"instruction", "input", "output", "history", "system", "conversations", "conversation", "tools"}
 )
-"""Columns that these shapes are made of."""
+"""Columns of Alpaca and ShareGPT rows."""
 
 TEMPLATE_INPUTS = "chat_template_kwargs"
-"""Column of variables for the chat template, as TRL names it."""
+"""Column of template variables, named as in TRL."""
 
 ONE_IMAGE = "image"
-"""Column of one image, in LLaVA's rows and in TRL's."""
+"""Column of a single image in LLaVA and TRL rows."""
 
 OTHER_MEDIA = ("videos", "audios", "video", "audio")
-"""Columns of what no model is given: of other programs' rows, the first two, and of LLaVA's."""
+"""Columns of unsupported media: the first two of ShareGPT rows, the others of LLaVA rows."""
 
 _ROLES: Mapping[str, str] = {
     "human": "user",
@@ -49,28 +48,28 @@ _ROLES: Mapping[str, str] = {
 
 
 def image_columns(vision: Values | None, arguments: DataArguments) -> tuple[str, ...]:
-    """The columns that may hold a row's images: the one that is named; else, for a model that sees, `image` too.
+    """Return the columns with a row's images: ``images_column``, and for vision models `image` unless it is set.
 
     Args:
-        vision: Of the model's configuration; None: it sees no images.
-        arguments: Columns.
+        vision: Vision configuration of the model; None: a text model.
+        arguments: Names of columns.
     """
     named = arguments.images_column
     return (named, ONE_IMAGE) if vision is not None and isinstance(named, DefaultColumn) else (named,)
 
 
 def media_columns(vision: Values | None) -> tuple[str, ...]:
-    """The columns of videos and sounds, by the same rule."""
+    """Return the columns of videos and audio, by the same rule."""
     return OTHER_MEDIA[:2] if vision is None else OTHER_MEDIA
 
 
 @dataclass(frozen=True)
 class RowConverter:
-    """Rows of another shape.
+    """Converter of rows in another format.
 
     Args:
-        names: The columns that they have once they are converted.
-        convert: Makes a row with these columns.
+        names: Columns after the conversion.
+        convert: Function that converts a row.
     """
 
     names: tuple[str, ...]
@@ -80,16 +79,16 @@ class RowConverter:
 def row_converter(
     names: Sequence[str], arguments: DataArguments, key: str, *, pairs: bool = False
 ) -> RowConverter | None:
-    """How rows with the columns ``names`` are converted; None: they are as they should be.
+    """Return the converter of rows with the columns ``names``; None: they need none.
 
     Args:
-        names: Of the file.
-        arguments: Columns, and the format if it is named.
-        key: The argument that named the files, for errors.
-        pairs: Whether a row has two answers.
+        names: Columns of the rows.
+        arguments: Names of columns, and ``data_format``.
+        key: Argument that names the files, for errors.
+        pairs: Rows are preference pairs.
 
     Raises:
-        UsageError: No format is known that has these columns, with those that were given a name.
+        UsageError: No format has these columns.
     """
     kind = (
         detect_pair_format(names, cast("PairArguments", arguments), key)
@@ -134,9 +133,9 @@ def _alpaca_converter(arguments: DataArguments, *, pairs: bool) -> RowConverter:
 
 def _sharegpt_converter(column: str, arguments: DataArguments, *, pairs: bool) -> RowConverter:
     def turns(row: Values) -> list[JsonObject]:
-        said = [*map(_to_openai_turn, _require_turns(row.get(column), column))]
-        has_system = any(turn["role"] == "system" for turn in said[:1])  # it stands for the column's
-        return [_turn("system", row["system"]), *said] if row.get("system") and not has_system else said
+        parsed = [*map(_to_openai_turn, _require_turns(row.get(column), column))]
+        has_system = any(turn["role"] == "system" for turn in parsed[:1])  # takes precedence over the column
+        return [_turn("system", row["system"]), *parsed] if row.get("system") and not has_system else parsed
 
     if pairs:
         return _pair_converter(arguments, turns)
@@ -168,7 +167,7 @@ def _turn(role: str, content: object) -> JsonObject:
 
 
 def _answer_turns(answer: object) -> list[JsonObject]:
-    """An answer, as text, as one turn or as several."""
+    """Return the turns of an answer given as text, as one turn, or as several."""
     if isinstance(answer, str):
         return [_turn("assistant", answer)]
     return (
@@ -185,7 +184,7 @@ def _require_turns(turns: object, column: str) -> list[object]:
 
 
 def _to_openai_turn(turn: object) -> JsonObject:
-    """A turn with ``from`` and ``value``; one that has a role already stays as it is."""
+    """Convert a turn with ``from`` and ``value``; turns with a role are returned unchanged."""
     if isinstance(turn, dict) and isinstance(turn.get("role"), str):
         return turn
     if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():

@@ -1,10 +1,10 @@
-"""Where the images of a row belong in its messages.
+"""Placement of a row's images in its messages.
 
 Parts of messages     {"type": "image", "image" | "path" | "url" | "base64" | "bytes": ...}, {"type": "image_url"}, or
                       {"image": ...} without a type
-A column of images    for each {"type": "image"} without more, or each <image> in the text of a turn; if the messages
-                      have no place for any, they stand before the first words of the user
-Neither               <image> is text
+A column of images    replaces {"type": "image"} without data, and <image> in text; without any placeholder, the images
+                      precede the first turn of the user
+Neither               <image> is plain text
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,12 +19,12 @@ from mca_train.data.row_paths import RowPaths
 
 
 class ImagePlacer:
-    """Takes the images of a row as its messages ask for them.
+    """Assigns the images of a row to the placeholders in its messages.
 
     Args:
-        given: The images of the row's column. If there is one, ``<image>`` in a text is a place for one.
-        paths: The files that the row may open.
-        unmarked: Called with a user's words that have ``<image>`` though there is none.
+        images: Images of the row's column. If there are any, ``<image>`` in text is a placeholder.
+        paths: Files that the row may open.
+        on_plain_tag: Callback for a user's text with ``<image>`` in a row without images.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class ImagePlacer:
         self.files: list[ImageFile] = []
 
     def turn(self, turn: object) -> object:
-        """A turn whose images are parts without data; others stay.
+        """Return a turn with image parts without data, and collect its images.
 
         Raises:
-            McaError: Its images cannot be told.
+            McaError: The turn has invalid images.
         """
         if not isinstance(turn, dict):
             return turn
@@ -55,7 +55,7 @@ class ImagePlacer:
     def _split_text(self, text: str) -> Iterator[JsonObject]:
         for number, piece in enumerate(text.split(IMAGE_TAG)):
             if number:
-                self._place_next()
+                self._add_next_image()
                 yield {"type": "image"}
             if piece:
                 yield {"type": "text", "text": piece}
@@ -68,20 +68,20 @@ class ImagePlacer:
             self._num_placeholders += 1
             self.files.append(open_image({**part, "type": None}, self._paths))
         else:
-            self._place_next()
+            self._add_next_image()
         return {"type": "image"}
 
-    def _place_next(self) -> None:
+    def _add_next_image(self) -> None:
         self._num_placeholders += 1
         if self._next < len(self._column_images):
             self.files.append(open_image(self._column_images[self._next], self._paths))
         self._next += 1
 
     def require_all(self, columns: JsonObject) -> None:
-        """Has all images in their places.
+        """Check that all images have placeholders; without any, put the images before the user's first turn.
 
         Raises:
-            McaError: There are more images than places, or fewer.
+            McaError: The numbers of images and placeholders differ.
         """
         if (
             self._column_images
@@ -92,15 +92,15 @@ class ImagePlacer:
             words = content if isinstance(content, list) else [{"type": "text", "text": content}]
             turn["content"] = [*({"type": "image"} for _ in self._column_images), *words]
             for _ in self._column_images:
-                self._place_next()
+                self._add_next_image()
         require_equal_counts(self._next, len(self._column_images))
 
 
 def require_equal_counts(places: int, images: int) -> None:
-    """Refuses a row with more places than images, or fewer.
+    """Raise an error if the numbers of placeholders and images differ.
 
     Raises:
-        McaError: Their numbers differ.
+        McaError: The numbers differ.
     """
     if places != images:
         raise McaError(
@@ -110,14 +110,14 @@ def require_equal_counts(places: int, images: int) -> None:
 
 
 def as_image_list(images: object) -> list[object]:
-    """The images of a column that holds one, several, or none."""
+    """Return the images of a column with one, several, or no images as a list."""
     if images is None or (isinstance(images, str) and not images):
         return []
     return list(images) if isinstance(images, list | tuple) else [images]
 
 
 def _first_user_turn(columns: JsonObject) -> JsonObject | None:
-    """The first turn of a user; it may be changed."""
+    """Return a mutable copy of the first user turn, in place of the original."""
     for turns in columns.values():
         for number, turn in enumerate(turns):
             if isinstance(turn, dict) and turn.get("role") == "user":

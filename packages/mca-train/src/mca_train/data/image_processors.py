@@ -1,9 +1,9 @@
-"""How the families cut an image into tokens, computed from its size and compared with a checkpoint's own processor.
+"""Image tokens of the model families, computed from the image size and checked against the image processor.
 
-Qwen, GLM    a grid of patches, of which some together are a token
-InternVL     tiles of equally many tokens, between two marks
-Mistral 3    rows of tokens, each with a mark at its end
-Gemma 3      as many tokens for every image, between two marks and empty lines
+Qwen, GLM    a grid of patches, several of which are merged into one token
+InternVL     tiles with a fixed number of tokens, between two marks
+Mistral 3    rows of tokens, each ending with a mark
+Gemma 3      a fixed number of tokens per image, between two marks and empty lines
 """
 
 import inspect
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 
 class PatchTokens(ImageTokens):
-    """Of Qwen and GLM.
+    """Image tokens of Qwen and GLM.
 
     Args:
-        processor: Of Hugging Face.
-        token: The placeholder's id.
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
 
     Raises:
-        UsageError: The processor is of another kind.
+        UsageError: The processor is not supported.
     """
 
     taken = ("pixel_values", "image_grid_thw")
@@ -81,17 +81,17 @@ class PatchTokens(ImageTokens):
 
 
 class TileTokens(ImageTokens):
-    """Of InternVL.
+    """Image tokens of InternVL.
 
     Args:
-        processor: Of Hugging Face.
-        token: The placeholder's id.
-        length: Placeholders of a tile.
-        marks: The ids before and after the placeholders of an image.
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+        length: Placeholders per tile.
+        marks: Ids of the tokens before and after the placeholders of an image.
     """
 
     def __init__(self, processor: ImageProcessor, token: int, length: int, marks: tuple[int, int]) -> None:
-        # as InternVL's processor tells that of its images
+        # the option that InternVL's processor passes to its image processor
         super().__init__(processor, token, crop_to_patches=True)
         self._length, self._marks = length, marks
 
@@ -103,22 +103,22 @@ class TileTokens(ImageTokens):
 
     @property
     def marks(self) -> tuple[Sequence[int], Sequence[int]]:
-        """See `ImageTokens`."""
+        """Return the marks around an image."""
         return self._marks[:1], self._marks[1:]
 
     def spelled(self, grid: Grid) -> list[int]:
-        """See `ImageTokens`."""
+        """Return the tokens of an image, including its marks."""
         return [self._marks[0], *super().spelled(grid), self._marks[1]]
 
 
 class LineTokens(ImageTokens):
-    """Of Mistral 3.
+    """Image tokens of Mistral 3.
 
     Args:
-        processor: Of Hugging Face.
-        token: The placeholder's id.
-        side: Pixels of a token's side.
-        marks: The ids at the end of a row, and of the last row.
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+        side: Side of a token in pixels.
+        marks: Ids of the tokens at the end of a row, and of the last row.
     """
 
     taken = ("pixel_values", "image_sizes")
@@ -142,34 +142,34 @@ class LineTokens(ImageTokens):
 
     @property
     def marks(self) -> tuple[Sequence[int], Sequence[int]]:
-        """See `ImageTokens`."""
+        """Return the mark after an image."""
         return (), self._marks[1:]
 
     def spelled(self, grid: Grid) -> list[int]:
-        """See `ImageTokens`."""
+        """Return the tokens of an image, including the marks at the ends of rows."""
         ids = ([self.token] * grid[1] + [self._marks[0]]) * grid[0]
         return [*ids[:-1], self._marks[1]]
 
-    def places(self, where: Sequence[int], grids: Sequence[Grid]) -> list[ImageSpan]:
-        """See `ImageTokens`: one for each row."""
-        return super().places(where, [(1, columns) for rows, columns in grids for _ in range(rows)])
+    def locate(self, where: Sequence[int], grids: Sequence[Grid]) -> list[ImageSpan]:
+        """Return one location per row of an image."""
+        return super().locate(where, [(1, columns) for rows, columns in grids for _ in range(rows)])
 
 
 class FixedTokens(ImageTokens):
-    """Of Gemma 3.
+    """Image tokens of Gemma 3.
 
     Args:
-        processor: Of Hugging Face.
-        token: The placeholder's id.
-        length: Placeholders of an image.
-        marks: The ids before and after the placeholders of an image.
-        written: What its processor writes into a text for an image, with one placeholder.
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+        length: Placeholders per image.
+        marks: Ids of the tokens before and after the placeholders of an image.
+        written: Text that the processor writes for an image, with one placeholder.
     """
 
     def __init__(
         self, processor: ImageProcessor, token: int, length: int, marks: tuple[int, int], written: str
     ) -> None:
-        # as Gemma's processor tells that of its images
+        # the option that Gemma's processor passes to its image processor
         super().__init__(processor, token, do_pan_and_scan=False)
         self.before, self.after = marks[:1], marks[1:]
         self._length, self._written = length, written
@@ -181,20 +181,20 @@ class FixedTokens(ImageTokens):
         return [(1, self._length) for _ in made["pixel_values"]]
 
     def mark(self, tokenizer: "PreTrainedTokenizerBase") -> str:
-        """See `ImageTokens`."""
+        """Return the text that Gemma's processor writes for an image."""
         return self._written
 
 
 def image_tokens(
     config: McaModelConfig, directories: Sequence[Path], tokenizer: "PreTrainedTokenizerBase"
 ) -> ImageTokens:
-    """Those of a model, whose image processor is in one of ``directories``.
+    """Return the image tokens of a model, whose image processor is in one of ``directories``.
 
     Raises:
-        UsageError: The model takes no images, or there is no processor.
+        UsageError: The model does not support images, or there is no processor.
     """
     if config.vision is None:
-        raise UsageError(f"a {config.model_type} model takes no images; leave them out of the rows")
+        raise UsageError(f"a {config.model_type} model does not support images; remove them from the rows")
     kind = _kind(config)
     if kind is None:
         raise UsageError(
@@ -209,7 +209,7 @@ def image_tokens(
 
 
 def _kind(config: McaModelConfig) -> ImageTokenKind | None:
-    """How the family of ``config`` cuts images into tokens; None if in no way that is known, or if it takes none."""
+    """Return the image token kind of a model's family; None: not supported."""
     part = get_family(config.model_type).vision
     return part.image_tokens if part is not None else None
 
@@ -257,7 +257,7 @@ _MAKERS: Mapping[ImageTokenKind, _Maker] = {
 
 
 def _processor(directories: Sequence[Path]) -> ImageProcessor:
-    # where torchvision is not installed, transformers 5.17 exports a stand-in that refuses
+    # without torchvision, transformers 5.17 exports a dummy class that raises an error
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     reasons = []
@@ -282,7 +282,7 @@ def _gemma_marks(vision: Values) -> tuple[int, int]:
 
 
 def _gemma_image_text(tokenizer: "PreTrainedTokenizerBase", vision: Values) -> tuple[str, str]:
-    """The mark that stands for an image in Gemma's texts, and what its processor makes of it, with one placeholder."""
+    """Return Gemma's image token in text, and the processor's replacement with one placeholder."""
     before, after = _gemma_marks(vision)
     ids = [before, vision.get("image_token_id", vision.get("image_token_index", 262144)), after]
     first, placeholder, last = tokenizer.convert_ids_to_tokens(ids)
@@ -292,10 +292,10 @@ def _gemma_image_text(tokenizer: "PreTrainedTokenizerBase", vision: Values) -> t
 def with_image_marks(
     tokenizer: "PreTrainedTokenizerBase", config: McaModelConfig
 ) -> "PreTrainedTokenizerBase":
-    """A tokenizer whose rendered chats have what the family's processor writes for an image, and a placeholder.
+    """Return a tokenizer whose rendered chats have the processor's image text with one placeholder.
 
-    Gemma's templates write the first mark alone, and its processor the rest into the rendered text, where line breaks
-    become one token with those next to them.
+    Gemma's templates write only the start mark. The processor adds the rest to the rendered text, where line breaks
+    merge with adjacent ones into one token.
     """
     if _kind(config) != "fixed" or config.vision is None:
         return tokenizer

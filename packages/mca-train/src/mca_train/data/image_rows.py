@@ -41,12 +41,12 @@ Rows = TypeVar("Rows", "datasets.Dataset", "datasets.IterableDataset")
 
 @dataclass(frozen=True, kw_only=True)
 class ImageReader:
-    """What is known of images before the first one is met.
+    """Lazily created image tokens of a model.
 
     Args:
-        config: The model.
-        directories: Where its image processor may be.
-        paths: The files that rows may open.
+        config: Model configuration.
+        directories: Directories that may contain the image processor.
+        paths: Files that rows may open.
     """
 
     config: McaModelConfig
@@ -55,28 +55,28 @@ class ImageReader:
     _tokens: list[ImageTokens] = field(default_factory=list)
 
     def tokens(self, tokenizer: "PreTrainedTokenizerBase") -> ImageTokens:
-        """Made when the first image is met: rows without images need no processor."""
+        """Return the image tokens, created at the first image because rows without images need no processor."""
         if not self._tokens:
             self._tokens.append(image_tokens(self.config, self.directories, tokenizer))
         return self._tokens[0]
 
 
 class ImageRows:
-    """The rows of some files, of which some may have images.
+    """Rows of files, some of which may have images.
 
     Args:
-        names: Their columns.
-        reader: Of images.
-        arguments: Columns, and the format if it is named.
-        tokenizer: The model's.
-        key: The argument that named the files, for errors.
+        names: Columns of the rows.
+        reader: Image tokens of the model.
+        arguments: Names of columns, and ``data_format``.
+        tokenizer: Tokenizer of the model.
+        key: Argument that names the files, for errors.
         texts: Rows are plain text.
 
     Attributes:
-        names: The columns of the rows that are tokenized.
-        arguments: The same for them.
-        tokenizer: The one that tokenizes them.
-        vision: What the model's configuration says of images; None: it sees none.
+        names: Columns after conversion.
+        arguments: Arguments after conversion.
+        tokenizer: Tokenizer with image marks.
+        vision: Vision configuration of the model; None: a text model.
     """
 
     def __init__(
@@ -109,24 +109,24 @@ class ImageRows:
 
     @property
     def tokens(self) -> ImageTokens:
-        """Of the model."""
+        """Image tokens of the model."""
         return self._reader.tokens(self.tokenizer)
 
     def files(self, row: Values, side: int = 0) -> list[ImageFile]:
-        """The images of one of a row's sequences, in the order of their placeholders."""
-        return self.text(row)[1] if self._texts else self._place_images(row)[1][side]
+        """Return the images of one sequence of a row, in the order of their placeholders."""
+        return self.text(row)[1] if self._texts else self._read_images(row)[1][side]
 
     def encoded(
         self, row: Values, encode: RowEncoder, row_place: str
     ) -> tuple[Sequence[Encoded], list[list[Grid]]]:
-        """The sequences of a row with what stands for every placeholder in its place; the grids of each's images.
+        """Return the sequences of a row with expanded placeholders, and the image grids of each sequence.
 
         Args:
-            row: As it stands in the file.
-            encode: Makes tokens of a row with the columns `names`, one placeholder for an image.
-            row_place: The row's place, for warnings.
+            row: Row of the file.
+            encode: Encoder of converted rows, with one placeholder per image.
+            row_place: Location of the row, for warnings.
         """
-        plain, files = self._place_images(row)
+        plain, files = self._read_images(row)
         if not any(files):
             sequences = encode(plain)
             for tokens, _ in sequences:
@@ -141,11 +141,11 @@ class ImageRows:
         return [expanded(*sequence, own) for sequence, own in zip(sequences, grids, strict=True)], grids
 
     def _encoded_grids(self, tokens: Sequence[int], grids: list[Grid]) -> list[Grid]:
-        """The grids of images in what is tokenized of a sequence."""
+        """Return the grids of images within the tokenized part of a sequence."""
         return grids[: tokens.count(self.tokens.token)] if isinstance(tokens, TokenPrefix) else grids
 
     def has_images(self, row: Values) -> bool:
-        """Whether a row says that it has images, of which nothing is read."""
+        """Return True if a row has images, without reading them."""
         if any(as_image_list(row.get(name)) for name in self._columns):
             return True
         turns = (turn for turns in row.values() if isinstance(turns, list) for turn in turns)
@@ -154,21 +154,21 @@ class ImageRows:
         return not self._texts and any(media_type(part) == IMAGE for part in parts)
 
     def text(self, row: Values) -> tuple[object, list[ImageFile]]:
-        """The text of a row of plain text, one placeholder for each ``<image>`` in it, and the images."""
-        given = self._column_images(row)
+        """Return the text with one placeholder per ``<image>``, and the images of a plain-text row."""
+        column_images = self._column_images(row)
         text = row.get(self.arguments.text_column)
-        if not isinstance(text, str) or not given:
-            require_equal_counts(0, len(given))
+        if not isinstance(text, str) or not column_images:
+            require_equal_counts(0, len(column_images))
             return text, []
-        require_equal_counts(text.count(IMAGE_TAG), len(given))
+        require_equal_counts(text.count(IMAGE_TAG), len(column_images))
         marked = text.replace(IMAGE_TAG, self.tokens.mark(self.tokenizer))
-        return marked, [open_image(each, self._reader.paths) for each in given]
+        return marked, [open_image(each, self._reader.paths) for each in column_images]
 
     def grid(self, file: ImageFile, row_place: str) -> Grid:
-        """Return the grid of an image, whose header is read; ``row_place`` is the place of its row, for warnings.
+        """Return the grid of an image from its header; ``row_place`` locates the row in warnings.
 
         Raises:
-            McaError: It cannot be read, or the processor does not take it.
+            McaError: The image cannot be read, or the processor does not support its size.
         """
         size = file.size(lambda: self._warn_several_frames(file, row_place))
         try:
@@ -185,19 +185,19 @@ class ImageRows:
             )
             self._has_warned_of_frames = True
 
-    def _place_images(self, row: Values) -> tuple[Values, list[list[ImageFile]]]:
-        """The row with places for images, and the images of each of its sequences."""
-        given = self._column_images(row)
+    def _read_images(self, row: Values) -> tuple[Values, list[list[ImageFile]]]:
+        """Return the row with image placeholders, and the images of each of its sequences."""
+        column_images = self._column_images(row)
         plain = row if self._converted is None else self._converted.convert(row)
         prompt, repeated = self.arguments.prompt_column, self._num_repeated_turns(plain)
         found: JsonObject = {}
         files = []
 
         def on_plain_tag(words: str) -> None:
-            self._tag_check.meet(words, row.keys(), "a turn of the user")
+            self._tag_check.check(words, row.keys(), "a turn of the user")
 
         for columns in self._sequence_columns:
-            places = ImagePlacer(given, self._reader.paths, on_plain_tag=on_plain_tag)
+            places = ImagePlacer(column_images, self._reader.paths, on_plain_tag=on_plain_tag)
             turns = {name: plain[name] for name in columns if isinstance(plain.get(name), list)}
             if repeated:
                 del turns[prompt]
@@ -210,29 +210,29 @@ class ImageRows:
         return ({**plain, **found} if any(files) else plain), files
 
     def _column_images(self, row: Values) -> list[object]:
-        """The images of a row's column."""
+        """Return the images of the row's image column."""
         for name in media_columns(self.vision):
             if row.get(name):
-                raise McaError(f"has {name}, which cannot be used; remove the row, or the column")
+                raise McaError(f"has {name}, which mca does not support; remove the row, or the column")
         found = {name: some for name in self._columns if (some := as_image_list(row.get(name)))}
         if len(found) > 1:
             raise McaError(f"has images in {' and in '.join(found)}; set images_column to one of the two")
         return next(iter(found.values()), [])
 
     def _num_repeated_turns(self, plain: Values) -> int:
-        """How many turns of the prompt both conversations of a pair repeat; see `preferences.split_row`."""
+        """Return the number of prompt turns that both conversations of a pair repeat; see `preferences.split_row`."""
         own = self.arguments
         if not isinstance(own, PairArguments):
             return 0
         names = (own.prompt_column, own.chosen_column, own.rejected_column)
         prompt, *answers = (turns if isinstance(turns := plain.get(name), list) else [] for name in names)
-        asked = without_nulls(prompt)
-        is_repeated = all(without_nulls(turns[: len(prompt)]) == asked for turns in answers)
+        prompt_turns = without_nulls(prompt)
+        is_repeated = all(without_nulls(turns[: len(prompt)]) == prompt_turns for turns in answers)
         return len(prompt) if is_repeated else 0
 
     @property
     def _sequence_columns(self) -> tuple[tuple[str, ...], ...]:
-        """The columns of each sequence."""
+        """Columns of each sequence."""
         own = self.arguments
         if isinstance(own, PairArguments):
             return (own.prompt_column, own.chosen_column), (own.prompt_column, own.rejected_column)
@@ -241,20 +241,20 @@ class ImageRows:
         return ((own.prompt_column, own.completion_column) if own.data_format == "prompt_completion" else (),)
 
 
-def reject_images(names: Sequence[str], arguments: DataArguments, told: str) -> None:
-    """Refuses rows with a column of images, where these would be left out without a word.
+def reject_images(names: Sequence[str], arguments: DataArguments, task: str) -> None:
+    """Raise an error for rows with an image column, which would be ignored silently.
 
     Raises:
-        UsageError: There is one.
+        UsageError: There is an image column.
     """
     if arguments.images_column in names:
         raise UsageError(
-            f"{told} takes no images, but the rows have the column {arguments.images_column}; remove it"
+            f"{task} does not support images, but the rows have the column {arguments.images_column}; remove it"
         )
 
 
 def without_decoding(rows: Rows) -> Rows:
-    """``rows`` whose images, wherever they stand in a row, are bytes and paths instead of pixels."""
+    """Return ``rows`` with images as bytes and paths instead of decoded pixels."""
     for name, feature in (rows.features or {}).items():
         if (plain := _without_decoding(feature)) != feature:
             rows = rows.cast_column(name, plain)
@@ -262,7 +262,7 @@ def without_decoding(rows: Rows) -> Rows:
 
 
 def _without_decoding(feature: Upstream) -> Upstream:
-    """A feature of ``datasets`` with those of images in it replaced."""
+    """Replace the image features within a feature of ``datasets``."""
     import datasets
 
     if isinstance(feature, datasets.Image):

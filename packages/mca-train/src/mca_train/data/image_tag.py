@@ -1,4 +1,4 @@
-"""``<image>`` in words that have no image for it: where it is text, and where it is refused."""
+"""Checks of ``<image>`` in texts of rows without images."""
 
 import logging
 from collections.abc import Set as AbstractSet
@@ -12,15 +12,15 @@ from mca_train.data.formats import image_columns
 logger = logging.getLogger(__name__)
 
 IMAGE_TAG = "<image>"
-_CLOSING_TAG = "</image>"  # an element of XML
+_CLOSING_TAG = "</image>"  # part of an XML element
 
 
 class ImageTagCheck:
-    """What is said of words with ``<image>`` and no image.
+    """Check of texts with ``<image>`` but without images.
 
     Args:
-        vision: Of the model's configuration; None: it sees no images, and nothing is said.
-        arguments: Columns.
+        vision: Vision configuration of the model; None: a text model, without checks.
+        arguments: Names of columns.
     """
 
     def __init__(self, vision: Values | None, arguments: DataArguments) -> None:
@@ -29,22 +29,22 @@ class ImageTagCheck:
         self._is_named = not isinstance(arguments.images_column, DefaultColumn)
         self._has_warned = False
 
-    def meet(self, text: str, names: AbstractSet[str], told: str) -> None:
-        """Says once that ``<image>`` in ``text`` is trained as text.
+    def check(self, text: str, names: AbstractSet[str], source: str) -> None:
+        """Warn once that ``<image>`` in ``text`` is trained as plain text.
 
         Args:
-            text: Of a row without images.
-            names: The row's columns.
-            told: Whose text it is, for the error.
+            text: Text of a row without images.
+            names: Columns of the row.
+            source: Name of the text, for errors.
 
         Raises:
-            McaError: Nothing says which column has images.
+            McaError: No image column is set or present.
         """
         if not self._has_vision or IMAGE_TAG not in text or _CLOSING_TAG in text:
             return
         if not self._is_named and names.isdisjoint(self._columns):
             raise McaError(
-                f"{told} has {IMAGE_TAG}, the placeholder of an image, but the rows have no column "
+                f"{source} has {IMAGE_TAG}, the placeholder of an image, but the rows have no column "
                 f"{' or '.join(self._columns)}; set images_column to the column with the images; if {IMAGE_TAG} is "
                 "plain text, set images_column to the image column of other rows, or to any unused name"
             )

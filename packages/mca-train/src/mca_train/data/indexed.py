@@ -1,7 +1,8 @@
-"""Megatron's indexed datasets, ``<prefix>.bin`` and ``<prefix>.idx``: read as blocks, and written from texts.
+"""Megatron's indexed datasets, ``<prefix>.bin`` and ``<prefix>.idx``: reading as blocks, and writing.
 
-Both go through megatron-core's own classes. Tokens stay in the file and are mapped, so a dataset may be larger than
-memory.
+Both use megatron-core's classes. Tokens stay in the memory-mapped file, so a dataset may be larger than memory. The
+largest token is searched once, which reads the whole file, and saved to ``<prefix>.largest.json``, in the folder of the
+dataset or in ``tokenized_cache``.
 """
 
 import contextlib
@@ -27,26 +28,26 @@ _SLOW_BYTES = 1 << 30  # above this size a scan is logged
 
 
 def find_prefix(path: str) -> Path | None:
-    """The prefix of an indexed dataset that ``path`` names, with or without its end; None: it names none."""
+    """Return the prefix of an indexed dataset that ``path`` names, with or without extension; None: there is none."""
     given = Path(path)
     prefix = given.with_suffix("") if given.suffix in _ENDS else given
-    there = all(Path(f"{prefix}{end}").is_file() for end in _ENDS)
-    if given.suffix in _ENDS and not there:
+    exists = all(Path(f"{prefix}{end}").is_file() for end in _ENDS)
+    if given.suffix in _ENDS and not exists:
         raise UsageError(f"datasets: {prefix}.bin and {prefix}.idx must both exist")
-    return prefix if there else None
+    return prefix if exists else None
 
 
 def indexed_blocks(prefix: Path, length: int, vocab_size: int, cache: str | None = None) -> TokenDataset:
-    """All documents one after another, cut into blocks of ``length`` tokens.
+    """Return all documents, concatenated and split into blocks of ``length`` tokens.
 
     Args:
-        prefix: Of the two files.
+        prefix: Prefix of the two files.
         length: Tokens of a block.
-        vocab_size: Of the tokenizer: a larger token is of another one.
-        cache: Where `largest_token` keeps what it finds.
+        vocab_size: Vocabulary size of the tokenizer.
+        cache: Directory in which `largest_token` saves its result.
 
     Raises:
-        McaError: The files are damaged, or made with another tokenizer.
+        McaError: The files are corrupt, or use another tokenizer.
     """
     from mca_models.megatron import platform
 
@@ -76,27 +77,27 @@ def indexed_blocks(prefix: Path, length: int, vocab_size: int, cache: str | None
 def largest_token(
     file: Path, tokens: "np.memmap[tuple[int], np.dtype[np.int32]]", cache: str | None = None
 ) -> int:
-    """The largest of ``tokens``; 0 if there are none. Of the processes of a machine one looks, the others wait.
+    """Return the largest of ``tokens``; 0 if there are none. One process per machine searches, others wait.
 
-    What was found before holds while the file has the same size and times.
+    A saved result is valid as long as the size and the times of the file do not change.
 
     Args:
-        file: What ``tokens`` are mapped from.
+        file: File of the memory map ``tokens``.
         tokens: All of them.
-        cache: The folder to keep it in; None: that of ``file``.
+        cache: Directory of the result; None: that of ``file``.
     """
-    kept = _cache_file(file, cache)
+    saved = _cache_file(file, cache)
     state = _file_state(file, tokens)
-    if (found := _read_largest(kept, state)) is not None:
+    if (found := _read_largest(saved, state)) is not None:
         return found
-    if not os.access(kept.parent, os.W_OK):
+    if not os.access(saved.parent, os.W_OK):
         return _scan(file, tokens, "at each start, as its folder cannot be written; set tokenized_cache")
     with _locked(file):
-        if (found := _read_largest(kept, state)) is not None:
+        if (found := _read_largest(saved, state)) is not None:
             return found
-        found = _scan(file, tokens, f"once; it is kept in {kept}")
+        found = _scan(file, tokens, f"once; it is kept in {saved}")
         if state == _file_state(file, tokens):
-            with contextlib.suppress(OSError), atomic_write(kept) as partial:
+            with contextlib.suppress(OSError), atomic_write(saved) as partial:
                 partial.write_text(json.dumps({**state, "largest": found}))
     return found
 
@@ -111,19 +112,19 @@ def _cache_file(file: Path, cache: str | None) -> Path:
 
 
 def _file_state(file: Path, tokens: "np.memmap[tuple[int], np.dtype[np.int32]]") -> dict[str, object]:
-    """What is another as soon as the file, or how it is read, is."""
-    told = file.stat()
+    """Return what identifies the contents of the file."""
+    stat = file.stat()
     return {
-        "size": told.st_size,
-        "modified": told.st_mtime_ns,
-        "changed": told.st_ctime_ns,
+        "size": stat.st_size,
+        "modified": stat.st_mtime_ns,
+        "changed": stat.st_ctime_ns,
         "dtype": str(tokens.dtype),
     }
 
 
-def _read_largest(kept: Path, state: dict[str, object]) -> int | None:
+def _read_largest(saved: Path, state: dict[str, object]) -> int | None:
     try:
-        said = json.loads(kept.read_text())
+        said = json.loads(saved.read_text())
         return int(said["largest"]) if {name: said[name] for name in state} == state else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -140,7 +141,7 @@ def _scan(file: Path, tokens: "np.memmap[tuple[int], np.dtype[np.int32]]", how_o
 
 @contextlib.contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """A block that one process is in at a time, where the file system has locks."""
+    """Context of an exclusive file lock, where the file system supports locks."""
     with file.open("rb") as stream:
         with contextlib.suppress(OSError):
             fcntl.flock(stream, fcntl.LOCK_EX)
@@ -148,12 +149,12 @@ def _locked(file: Path) -> Iterator[None]:
 
 
 def write_indexed(prefix: Path, documents: Iterable[Sequence[int]], vocab_size: int) -> tuple[int, int]:
-    """Writes documents of tokens; how many documents and tokens there are.
+    """Write documents of tokens; return the number of documents and tokens.
 
-    The two files appear under their names when they are complete.
+    The two files are renamed to their final names when they are complete.
 
     Raises:
-        McaError: They are there already, or cannot be written.
+        McaError: The files exist already, or cannot be written.
     """
     from mca_models.megatron import platform
 
@@ -164,21 +165,21 @@ def write_indexed(prefix: Path, documents: Iterable[Sequence[int]], vocab_size: 
     for target in targets:
         if target.exists():
             raise UsageError(f"--output_prefix: {target} exists; name another prefix")
-    beside = [target.with_name(f"{target.name}.partial") for target in targets]
+    partials = [target.with_name(f"{target.name}.partial") for target in targets]
     count = tokens = 0
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
-        builder = IndexedDatasetBuilder(str(beside[0]), dtype=DType.optimal_dtype(vocab_size))
+        builder = IndexedDatasetBuilder(str(partials[0]), dtype=DType.optimal_dtype(vocab_size))
         for document in documents:
             builder.add_document(np.asarray(document), [len(document)])
             count, tokens = count + 1, tokens + len(document)
-        builder.finalize(str(beside[1]))
-        for partial, target in zip(beside, targets, strict=True):
+        builder.finalize(str(partials[1]))
+        for partial, target in zip(partials, targets, strict=True):
             partial.rename(target)
     except OSError as error:
         raise write_error(prefix, error) from error
     finally:
-        for partial in beside:
+        for partial in partials:
             with contextlib.suppress(OSError):
                 partial.unlink()
     return count, tokens

@@ -1,6 +1,6 @@
-"""Texts of megabytes in one row are tokenized in parts here: tokenizers take hundreds of bytes of memory for a token.
+"""Tokenization of very long texts in pieces, because tokenizers need hundreds of bytes of memory per token.
 
-The tokens are those of the whole text. Texts of usual length go through unchanged.
+The tokens are the same as those of the whole text. Shorter texts are tokenized at once.
 """
 
 from collections.abc import Iterator
@@ -10,29 +10,29 @@ if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 LONG = 1 << 21
-"""Letters above which a text is cut into pieces."""
+"""Number of letters above which a text is split into pieces."""
 
-_MAX_LETTERS_PER_TOKEN = 64  # of a token at most, on average
-_MARGIN = 64  # tokens that the cut of a text may change before it
+_MAX_LETTERS_PER_TOKEN = 64  # maximum average
+_MARGIN = 64  # tokens before the cut that may differ from those of the full text
 _PIECE = 1 << 20
 _CUT_CONTEXT = 200
 _MAX_CUT_ATTEMPTS = 32
 
 
 class TokenPrefix(list[int]):
-    """The tokens of the beginning of a text, whose rest is not tokenized."""
+    """Tokens of the beginning of a text."""
 
 
 def encode_prefix(
     tokenizer: "PreTrainedTokenizerBase", text: str, length: int | None, **options: bool
 ) -> "BatchEncoding":
-    """What ``tokenizer`` makes of ``text``, or, if that is much too long, of its beginning.
+    """Tokenize ``text``, or only its beginning if it is much longer than needed.
 
     Args:
         tokenizer: Hugging Face tokenizer.
-        text: Of any length.
-        length: Tokens that are wanted, which are those of the whole text, and more follow if it has more; None: all.
-        options: Of the tokenizer.
+        text: Text of any length.
+        length: Number of tokens that must equal those of the full text; longer texts have more. None: all.
+        options: Options of the tokenizer.
     """
     size = _MAX_LETTERS_PER_TOKEN * (length or len(text))
     while length is not None and len(text) > size:
@@ -45,7 +45,7 @@ def encode_prefix(
 
 
 def encode_in_pieces(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """The tokens of a text of any length, without special ones."""
+    """Tokenize a text of any length without special tokens."""
     return [
         token
         for piece in split_text(tokenizer, text)
@@ -54,7 +54,7 @@ def encode_in_pieces(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[in
 
 
 def split_text(tokenizer: "PreTrainedTokenizerBase", text: str, size: int = _PIECE) -> Iterator[str]:
-    """``text`` in pieces of about ``size`` letters that are tokenized alike alone and together; whole if none are."""
+    """Split ``text`` into pieces of about ``size`` letters whose tokens concatenate to those of the text."""
     start = 0
     while len(text) - start > 2 * size:
         cut = _cut(tokenizer, text, start + size, start + 2 * size)

@@ -1,4 +1,4 @@
-"""What parts of a message may be beside text. How images are read is in `image_files`."""
+"""Media parts of messages. `image_files` reads the images."""
 
 from collections.abc import Mapping
 
@@ -13,15 +13,15 @@ _SIZES = (
     "max_pixels",
     "resized_height",
     "resized_width",
-)  # of qwen-vl-utils, which no processor reads
+)  # options of qwen-vl-utils, which processors ignore
 IMAGE_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")
-"""Under which a part, or a mapping in a column, has its image."""
+"""Keys of the image in a part, or in a mapping of a column."""
 
 
 def media_type(part: object) -> str | None:
-    """What a part is: ``image``, or the name of another kind that is no text; None: neither.
+    """Return the media type of a part: ``image``, or an unsupported one; None: text.
 
-    Its type says so, or the key that it has its data under: chat templates look at either.
+    The type is given by ``type``, or by the key of the data; chat templates use either.
     """
     if not isinstance(part, Mapping):
         return None
@@ -33,20 +33,20 @@ def media_type(part: object) -> str | None:
 
 
 def _is_set(value: object) -> bool:
-    """Whether a key says anything: exports that have every key in every part leave those of others empty."""
+    """Return True unless the value is null or empty, as in exports with every key in every part."""
     return value is not None and not (isinstance(value, str) and not value)
 
 
 def has_data(part: Mapping[str, object]) -> bool:
-    """Whether a part holds its image, or says where it is."""
+    """Return True if a part contains its image, or a path or URL of it."""
     return any(part.get(key) is not None for key in IMAGE_KEYS)
 
 
 def require_text_or_image(part: object) -> None:
-    """Refuses parts of other kinds, and those of both.
+    """Raise an error for unsupported parts, and for image parts with text or sizes.
 
     Raises:
-        McaError: It is a video or a sound, or an image with words or a size of its own.
+        McaError: The part is a video or audio, or an image with text or a size.
     """
     kind = media_type(part)
     if kind not in (None, IMAGE):
@@ -58,32 +58,33 @@ def require_text_or_image(part: object) -> None:
 
 
 def require_no_size(image: Mapping[str, object]) -> None:
-    """Refuses sizes that one image of a row asks for: image processors make all images by the same rule.
+    """Raise an error for sizes of single images, because image processors use one size for all images.
 
     Raises:
-        McaError: There is one.
+        McaError: The image has a size.
     """
     if found := [key for key in _SIZES if image.get(key) is not None]:
         raise McaError(
-            f"an image has {found[0]}, which the model's image processor takes for no single image; remove it, and set "
+            f"an image has {found[0]}, which the model's image processor does not support per image; remove it, and "
+            "set "
             "size in preprocessor_config.json for all, or make the file smaller"
         )
 
 
 def require_no_data(content: object) -> None:
-    """Refuses parts whose images nobody has taken out.
+    """Raise an error for image parts in tasks without images.
 
     Raises:
-        McaError: There is one.
+        McaError: There is an image.
     """
     for part in content if isinstance(content, list) else ():
         require_text_or_image(part)
         if media_type(part) == IMAGE and has_data(part):
-            raise McaError("a part of a message is an image; mca-train sft, dpo and kto take images")
+            raise McaError("a part of a message is an image; only mca-train sft, dpo and kto support images")
 
 
 def with_types(content: object) -> object:
-    """``content`` whose parts of text say so and have no empty keys of others: chat templates may look at either."""
+    """Return ``content`` with types in text parts and without null keys, for chat templates that check either."""
     return [_as_text(part) for part in content] if isinstance(content, list) else content
 
 

@@ -1,6 +1,6 @@
-"""`render_preview` makes the text of what a model would see: counts, lengths, and samples with their targets.
+"""Text preview of tokenized samples: counts, lengths, and decoded samples with their targets.
 
-Nothing is printed or trained. How samples are made is in `samples`.
+It prints nothing. `samples` makes the samples.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,12 +26,12 @@ _BARS, _WIDEST, _SHOWN, _LONGEST = 10, 40, 3, 4000
 def render_preview(
     samples: "TokenDataset | PairDataset | Mixture", tokenizer: "PreTrainedTokenizerBase", shown: int = _SHOWN
 ) -> str:
-    """What there is, as text.
+    """Render the preview of ``samples``.
 
     Args:
-        samples: Tokenized.
-        tokenizer: Renders them.
-        shown: How many are rendered: the first, the last, and some between.
+        samples: Tokenized samples.
+        tokenizer: Tokenizer that decodes them.
+        shown: Number of decoded samples: the first, the last, and some in between.
     """
     lengths = np.asarray(samples.lengths, np.int64)
     lengths = lengths.reshape(len(samples), -1)
@@ -54,7 +54,7 @@ def render_preview(
 
 
 def length_histogram(lengths: NDArray[np.int64]) -> Iterator[str]:
-    """A bar for each range of lengths."""
+    """Yield one bar per range of lengths."""
     low, high = int(lengths.min()), int(lengths.max())
     edges = np.unique(np.linspace(low, high + 1, _BARS + 1).astype(np.int64))
     counts, _ = np.histogram(lengths, edges)
@@ -67,7 +67,7 @@ def length_histogram(lengths: NDArray[np.int64]) -> Iterator[str]:
 def render_sequence(
     ids: list[int], is_target: list[bool], tokenizer: "PreTrainedTokenizerBase"
 ) -> Iterator[str]:
-    """The text of a sequence, its targets between marks, cut where it is very long."""
+    """Yield the lines of a decoded sequence with marked targets, shortened if it is very long."""
     text = ""
     for targets, tokens in _group_targets(ids, is_target):
         part = str(tokenizer.decode(tokens))
@@ -98,7 +98,7 @@ def _sequences(sample: Sample) -> Iterator[tuple[list[int], list[bool]]]:
 
 
 def _count_targets(sample: Sample) -> int:
-    """Tokens that are learnt: the first one of a sequence has nothing before it."""
+    """Count the trained tokens; the first token of a sequence is never trained."""
     return sum(
         int((values[1:] != IGNORED).sum()) for name, values in sample.items() if name.endswith("labels")
     )

@@ -1,7 +1,7 @@
-"""`RowPaths` decides which file a path or an address in a row opens.
+"""Restriction of the files that paths and URLs in a row may open.
 
-Rows of local files open any path and any address. Rows of the Hub or of an address may have been written by others:
-they open only what is in the same repository, or below the folder of their file.
+Rows of local files may open any path and any URL. Rows from the Hub or from a URL may be untrusted: they may open only
+files of the same repository, or below the folder of their file.
 """
 
 import posixpath
@@ -22,12 +22,12 @@ _REPOSITORY_TYPES = ("datasets", "spaces", "models", "buckets")
 
 @dataclass(frozen=True)
 class RowPaths:
-    """The files that rows may open.
+    """Files that rows may open.
 
     Args:
-        folder: What relative paths start from, a directory or an address; None: there is no one folder.
-        places: The repositories and the folders at addresses that the rows are from; empty: they are local.
-        caches: Directories in which ``datasets`` keeps what it fetched with the rows, and names by absolute paths.
+        folder: Base of relative paths, a directory or a URL; None: there is no single base.
+        roots: Repositories and folder URLs that the rows are from; empty: the rows are local.
+        caches: Directories in which ``datasets`` stores downloads, which rows name by absolute paths.
     """
 
     folder: str | None = None
@@ -35,13 +35,13 @@ class RowPaths:
     caches: tuple[Path, ...] = ()
 
     def resolve(self, text: str) -> str:
-        """Return the path or the address of the file that a row calls ``text``.
+        """Return the path or the URL of the file that a row calls ``text``.
 
         Raises:
-            McaError: Its rows may not open it, or there is nothing that it is relative to.
+            McaError: The rows may not open the file, or a relative path has no base.
         """
         if not text:
-            raise McaError("the path of an image is empty; name a file, or leave the image out of the row")
+            raise McaError("the path of an image is empty; name a file, or remove the image from the row")
         if is_url(text):
             _require_plain(text)
             return self._allowed(text, text)
@@ -81,12 +81,12 @@ class RowPaths:
 
 
 def row_paths(files: Sequence[str], image_folder: str | None, revision: str | None = None) -> RowPaths:
-    """Return what the rows of ``files`` may open.
+    """Return the files that the rows of ``files`` may open.
 
     Args:
-        files: Paths, addresses, or a dataset of the Hub.
-        image_folder: What relative paths start from; None: the folder of ``files``, if it is one.
-        revision: Of the dataset of the Hub.
+        files: Paths, URLs, or a dataset on the Hub.
+        image_folder: Base of relative paths; None: the folder of ``files``, if there is only one.
+        revision: Revision of the dataset on the Hub.
     """
     folders: set[str | None] = set()
     roots: list[str] = []
@@ -117,7 +117,7 @@ def _is_hub_dataset(file: str) -> bool:
 
 
 def _local_path(file: str) -> str | None:
-    """Return the path of a file of this machine; None: it is elsewhere."""
+    """Return the path of a local file; None: the file is remote."""
     if not is_url(file):
         return file
     scheme, mark, path = file.rpartition("::")[2].partition("://")
@@ -125,7 +125,7 @@ def _local_path(file: str) -> str | None:
 
 
 def _caches(name: str) -> list[Path]:
-    """Return where the libraries keep the files of a dataset of the Hub."""
+    """Return the directories in which the libraries store the files of a dataset on the Hub."""
     from datasets import config
 
     downloads = (config.DOWNLOADED_DATASETS_PATH, config.EXTRACTED_DATASETS_PATH)
@@ -133,7 +133,7 @@ def _caches(name: str) -> list[Path]:
 
 
 def _require_plain(address: str) -> None:
-    """Refuse an address that names a file of this machine, or can."""
+    """Raise an error for a URL that names, or may name, a local file."""
     if "::" in address:
         raise McaError(
             f"image {address} is a chain of protocols; expected a path or one address (s3://..., https://...); remove "
@@ -145,7 +145,7 @@ def _require_plain(address: str) -> None:
 
 
 def _join_url(folder: str, text: str) -> str:
-    """Return the address of ``text`` below an address; ``..`` is resolved here, as clients send it or do not."""
+    """Join a path to a URL, with ``..`` resolved here, because clients differ in doing so."""
     if ".." not in text.split("/"):
         return f"{folder}/{text}"
     scheme, _, rest = folder.partition("://")
@@ -159,7 +159,7 @@ def _is_within(address: str, root: str) -> bool:
 
 
 def _split_url(address: str) -> tuple[str, list[str] | None]:
-    """Return the host, bucket or repository of an address, and the components of its path; None: they lead out."""
+    """Return the host, bucket or repository of a URL, and its path components; None: the path leaves the root."""
     scheme, _, rest = strip_query(address).partition("://")
     if scheme == "hf":
         names = rest.split("/")
@@ -169,12 +169,12 @@ def _split_url(address: str) -> tuple[str, list[str] | None]:
         return f"hf://{name}", None if is_wrong else _components("/".join(names[count:]))
     host, _, path = rest.partition("/")
     if scheme in ("http", "https"):
-        host = host if "\\" in host else host.rpartition("@")[2].lower()  # clients differ in what \\ ends
+        host = host if "\\" in host else host.rpartition("@")[2].lower()  # clients parse \\ differently
     return f"{scheme}://{host}", _components(path)
 
 
 def _components(path: str) -> list[str] | None:
-    """Return the names of a path, however often it is URL-encoded; None: it leads above its start."""
+    """Return the components of a path, fully URL-decoded; None: it leaves the root."""
     while (plain := unquote(path)) != path:
         path = plain
     found: list[str] = []

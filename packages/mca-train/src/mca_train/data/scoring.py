@@ -1,7 +1,7 @@
-"""Rows whose whole text is scored: pairs for rewards, and texts with a class, labels or numbers.
+"""Rows for reward models (pairs) and for classification or regression (texts with labels).
 
-Every token of a sequence is read, none is a target of its own. Hugging Face's models score the last token that is not
-padding, so what follows it, such as an end of text that is also the padding, is left out.
+Every token is an input and none is predicted. Hugging Face's models score the last token that is not padding, so
+trailing padding, such as an EOS that is also the padding token, is removed.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def padding_token(tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    """The token that a model's ``pad_token_id`` is to name: the tokenizer's, or the end of a text."""
+    """Return the value of a model's ``pad_token_id``: the padding token, or EOS."""
     found: int | None = tokenizer.pad_token_id
     return tokenizer.eos_token_id if found is None else found
 
@@ -45,9 +45,9 @@ def _strip_padding(tokens: Sequence[int], padding: int | None) -> Encoded:
 def scored_pair_encoder(
     names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", arguments: RewardArguments, key: str
 ) -> RowEncoder:
-    """The encoder of rows with a chosen and a rejected text or conversation; a prompt may be apart.
+    """Return the encoder of rows with a chosen and a rejected text or conversation, with an optional prompt.
 
-    Of a pair that does not fit whole nothing is learned: where it is cut, both texts may be alike.
+    Pairs that do not fit are not trained, because both texts may be equal up to the truncation.
     """
     encode = pair_encoder(names, tokenizer, arguments, key, _tokenize_whole)
     padding, length = padding_token(tokenizer), arguments.seq_length
@@ -70,16 +70,16 @@ def _tokenize_whole(
     length: int,
     inputs: TemplateInputs,
 ) -> list[Encoded]:
-    """As `tokenize_answers`; conversations are what the template makes of them, whatever is an answer in them."""
+    """Tokenize like `tokenize_answers`, but conversations as whole texts without targets."""
     if not isinstance(prompt, list):
         return tokenize_answers(tokenizer, prompt, completions, length, inputs)
-    turns = [[*prompt, *said] for said in completions if isinstance(said, list)]
-    wholes = [chat_ids(tokenizer, check_messages(said), inputs, length=length) for said in turns]
+    turns = [[*prompt, *answer] for answer in completions if isinstance(answer, list)]
+    wholes = [chat_ids(tokenizer, check_messages(answer), inputs, length=length) for answer in turns]
     return [(tokens, [True] * len(tokens)) for tokens in wholes]
 
 
 def margin_reader(names: Sequence[str], arguments: RewardArguments, key: str) -> RowNumbers | None:
-    """By how much the chosen one is better, if the rows say so; they must if the column was given a name."""
+    """Return the reader of margins, if rows have the column; a renamed column must exist."""
     column = arguments.margin_column
     if "margin_column" in explicit_columns(arguments):
         require_named_column("margin_column", names, arguments, key)
@@ -89,7 +89,7 @@ def margin_reader(names: Sequence[str], arguments: RewardArguments, key: str) ->
 def text_encoder(
     names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", arguments: ClassifyArguments, key: str
 ) -> RowEncoder:
-    """The encoder of rows with a text, or with a conversation."""
+    """Return the encoder of rows with a text or a conversation."""
     padding, length = padding_token(tokenizer), arguments.seq_length
     if detect_format(names, arguments, key, ("messages", "text")) == "messages":
         messages = arguments.messages_column
@@ -110,14 +110,14 @@ def text_encoder(
 def label_reader(
     names: Sequence[str], arguments: ClassifyArguments, labels: Sequence[str], kind: str, key: str
 ) -> RowNumbers:
-    """A row's class, its labels as 0 or 1, or its numbers.
+    """Return the reader of a row's class, its multi-label vector, or its numbers.
 
     Args:
-        names: Of the columns.
-        arguments: Which of them it is.
-        labels: Their names.
-        kind: The ``problem_type``.
-        key: The argument that named the files, for errors.
+        names: Columns of the rows.
+        arguments: Names of columns.
+        labels: Names of the labels.
+        kind: ``problem_type`` of the model.
+        key: Argument that names the files, for errors.
     """
     column = arguments.label_column
     if column not in names:

@@ -1,6 +1,6 @@
-"""The entries of ``datasets`` become rows: files, directories of ``datasets``, and datasets of the Hub.
+"""Entries of ``datasets``: files, saved datasets, and datasets on the Hub.
 
-How sources are mixed is decided in `mixture`.
+`mixture` mixes them.
 """
 
 import dataclasses
@@ -36,14 +36,14 @@ class Source:
 
     Args:
         path: A file, a directory (of files, or what ``save_to_disk`` wrote), or a dataset of the Hub.
-        name: What logs call it; None: the end of its path.
-        split: Of a dataset with splits.
-        subset: Of a dataset with several configurations.
-        revision: Of a dataset of the Hub.
-        columns: Our column names by the dataset's: ``{"prompt": "question"}``.
+        name: Name in logs; None: the end of the path.
+        split: Split of the dataset.
+        subset: Configuration of the dataset.
+        revision: Revision of a dataset on the Hub.
+        columns: mca's column names, mapped to those of the dataset: ``{"prompt": "question"}``.
         format: Format of its rows; None: ``data_format`` of the run.
-        weight: Its share of the samples of an epoch, in proportion to the others'.
-        max_samples: Rows to use; None: all.
+        weight: Relative share of the samples of an epoch.
+        max_samples: Number of rows to use; None: all.
     """
 
     path: str
@@ -64,15 +64,15 @@ class Source:
 
     @property
     def called(self) -> str:
-        """What logs call it."""
+        """Name of the source in logs."""
         return self.name or Path(strip_query(self.path)).name.partition(".")[0]
 
 
 def parse_sources(entries: Sequence[Values]) -> list[Source]:
-    """The entries of ``datasets``.
+    """Parse the entries of ``datasets``.
 
     Raises:
-        UsageError: Keys or values are wrong, names stand twice, or only some have a weight.
+        UsageError: Keys or values are invalid, names are not unique, or only some entries have a weight.
     """
     otherwise = f"its keys are {', '.join(field.name for field in dataclasses.fields(Source))}"
     found = [
@@ -91,63 +91,65 @@ def parse_sources(entries: Sequence[Values]) -> list[Source]:
 
 
 def source_arguments(
-    source: Source, arguments: DataArguments, there: Collection[str], others: Collection[str], key: str
+    source: Source, arguments: DataArguments, present: Collection[str], all_columns: Collection[str], key: str
 ) -> DataArguments:
-    """``arguments`` as they hold for one source.
+    """Return the ``arguments`` of one source.
 
-    Its ``columns`` give names. A name that was given for all sources need not be there if others have such a column;
-    that of images need not be there at all, and stays given.
+    Its ``columns`` rename columns. A renamed column of the run may be missing if other sources have it; the image
+    column may always be missing.
 
     Args:
-        source: The entry.
-        arguments: Of the run.
-        there: Columns of its rows, by our names.
-        others: Columns of the rows of all sources.
-        key: What to call the entry in errors.
+        source: Entry of ``datasets``.
+        arguments: Arguments of the run.
+        present: Columns of its rows, by mca's names.
+        all_columns: Columns of the rows of all sources.
+        key: Name of the entry in errors.
 
     Raises:
-        UsageError: It names a column that its format does not read.
+        UsageError: The entry names a column that its format does not read.
     """
     names: JsonObject = {}
     for column, name in column_keys(arguments):
         if name in source.columns:
             names[column] = str(name)
-        elif column != "images_column" and name in others and name not in there:
+        elif column != "images_column" and name in all_columns and name not in present:
             names[column] = DefaultColumn(name)
     choosing = {column for columns in FORMAT_COLUMNS.values() for column in columns}
-    own = {column: name for column, name in names.items() if name in source.columns and column in choosing}
+    renamed = {
+        column: name for column, name in names.items() if name in source.columns and column in choosing
+    }
     row_format = source.format or arguments.data_format
-    if row_format is None and not own:
+    if row_format is None and not renamed:
         row_format = next(
             (FORMAT_BY_COLUMN[name] for name in source.columns if name in FORMAT_BY_COLUMN), None
         )
     if row_format is not None and not isinstance(arguments, PairArguments):
-        if unread := [name for column, name in own.items() if column not in FORMAT_COLUMNS[row_format]]:
+        if unused := [name for column, name in renamed.items() if column not in FORMAT_COLUMNS[row_format]]:
             raise UsageError(
-                f"{key}: columns: {', '.join(unread)}: format {row_format} does not read it; remove it, or set format"
+                f"{key}: columns: {', '.join(unused)}: format {row_format} does not read it; remove it, or set format"
             )
     return dataclasses.replace(arguments, data_format=row_format, **names)
 
 
-def evaluation_arguments(arguments: DataArguments, there: Collection[str]) -> DataArguments:
-    """``arguments`` as they hold for rows with the columns ``there``, beside others that are trained on.
+def evaluation_arguments(arguments: DataArguments, present: Collection[str]) -> DataArguments:
+    """Return the ``arguments`` of evaluation rows with the columns ``present``.
 
-    A name that was given need not be there, unless there is a column of the usual name, which would not be read.
+    A renamed column may be missing, unless the column of the default name exists and would be ignored.
     """
     usual = {field.name: field.default for field in dataclasses.fields(arguments)}
     names: JsonObject = {
         column: DefaultColumn(name)
         for column, name in column_keys(arguments)
-        if column != "images_column" and {name, usual[column]}.isdisjoint(there)
+        if column != "images_column" and {name, usual[column]}.isdisjoint(present)
     }
     return dataclasses.replace(arguments, **names)
 
 
 def load_source(source: Source, key: str, arguments: DataArguments) -> "datasets.Dataset":
-    """The rows of a source, with our names of its columns.
+    """Load the rows of a source, with mca's names of its columns.
 
     Raises:
-        McaError: There is no such dataset or split, or it has no such columns.
+        McaError: The dataset, the split or a column does not exist.
     """
     rows = _load(source, key, arguments)
     absent = [theirs for theirs in source.columns.values() if theirs not in rows.column_names]
@@ -160,7 +162,7 @@ def load_source(source: Source, key: str, arguments: DataArguments) -> "datasets
 
 
 def _rename_columns(rows: "datasets.Dataset", columns: Mapping[str, str], key: str) -> "datasets.Dataset":
-    """``rows`` with our names of ``columns``, all at once: two may change places."""
+    """Rename ``columns`` in one step, so that two can swap names."""
     new = {theirs: ours for ours, theirs in columns.items()}
     if len(new) < len(columns):
         raise UsageError(f"{key}: columns: a column of the dataset is named twice; name each once")
@@ -202,13 +204,13 @@ def _require_no_pattern(directory: Path, key: str) -> None:
     whole = str(directory.resolve())
     if glob.escape(whole) != whole:
         raise UsageError(
-            f"{key}: {directory}: datasets takes *, ? and [ in the path of a directory for a pattern; rename it, or "
+            f"{key}: {directory}: datasets treats *, ? and [ in the path of a directory as a pattern; rename it, or "
             "name its files"
         )
 
 
 def _reader_options(path: Path, source: Source, key: str) -> JsonObject:
-    """What the reader of a directory's files is told; warns of files that are of no split."""
+    """Return the reader options of a directory, and warn of files that are in no split."""
     import datasets
     from datasets.data_files import FILES_TO_IGNORE
 
@@ -230,20 +232,20 @@ def _reader_options(path: Path, source: Source, key: str) -> JsonObject:
             counted(len(left), "file"),
             left[0].relative_to(path),
         )
-    # a text is a document as in a file that is named, not each of its lines
+    # a text file is one document, as if it were named directly, not one per line
     return {"sample_by": "document"} if hasattr(builder.config, "sample_by") else {}
 
 
 def _reject_options(source: Source, key: str, what: str, names: Sequence[str]) -> None:
-    """Refuses what would be ignored.
+    """Raise an error for options that would be ignored.
 
     Raises:
         UsageError: One of ``names`` is set.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(source)}
-    given = [name for name in names if getattr(source, name) != defaults[name]]
-    if given:
-        hint = " (max_samples takes the first rows)" if "split" in given else ""
+    set_options = [name for name in names if getattr(source, name) != defaults[name]]
+    if set_options:
+        hint = " (max_samples takes the first rows)" if "split" in set_options else ""
         raise UsageError(
-            f"{key}: {source.path} is {what}, which has no {' or '.join(given)}; remove it{hint}"
+            f"{key}: {source.path} is {what}, which has no {' or '.join(set_options)}; remove it{hint}"
         )

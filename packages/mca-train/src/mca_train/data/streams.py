@@ -1,6 +1,6 @@
-"""With ``streaming: true`` rows are read as training goes and made into samples one by one.
+"""Streaming datasets (``streaming: true``), which tokenize rows during training.
 
-The order of the rows is that of `file_rows`. How ranks share the samples is decided in `batching.step_stream`.
+`file_rows` determines the order of rows, and `batching.step_stream` shards the samples over ranks.
 """
 
 import logging
@@ -37,23 +37,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CHECKED_BYTES = 1 << 26  # bytes of a file before training
-_TOKENIZER_BATCH = 64  # that pretrain gives to the tokenizer
+_CHECKED_BYTES = 1 << 26  # bytes of a file that are checked before training
+_TOKENIZER_BATCH = 64  # rows that pretrain tokenizes together
 
 
 class AnswerStream(IterableDataset[Sample]):
-    """Samples of rows with answers; rows without a target are left out. The trainer makes only those it needs.
+    """Stream of samples with answers; rows without a target are dropped. The trainer builds only those it needs.
 
     Args:
-        rows: Of the files.
-        encode: From a row to its sequences.
-        is_sure: Whether a row surely has a target, as far as that is known without tokenizing it.
-        length: Tokens of a sequence; what is longer is cut.
-        key: The argument that named the files, for errors.
-        wanted: What a row without a target lacks.
-        sides: Names of the sequences, which a sample's tensors begin with; none: there is one.
-        numbers: From a row to the numbers of its sequences; None: it has none.
-        images: What to make of rows with images; None: there are none.
+        rows: Rows of the files.
+        encode: Encoder of a row.
+        is_sure: Function that returns True if a row has a target for sure, without tokenizing it.
+        length: Maximum tokens of a sequence; longer ones are truncated.
+        key: Argument that names the files, for errors.
+        wanted: Description of what rows without a target lack.
+        sides: Prefixes of the sequences of a sample; empty: a sample is one sequence.
+        numbers: Function from a row to the numbers of its sequences; None: there are none.
+        images: Image options of the rows; None: there are no images.
     """
 
     def __init__(
@@ -77,19 +77,19 @@ class AnswerStream(IterableDataset[Sample]):
             else:
                 sample = _with_images(images, row, encode, prefixes, length, key)
             if numbers is not None:
-                said = torch.tensor(numbers(row), dtype=torch.float64)
-                sample |= {prefix + VALUES: said for prefix in prefixes}
+                values = torch.tensor(numbers(row), dtype=torch.float64)
+                sample |= {prefix + VALUES: values for prefix in prefixes}
             return sample
 
         self.make = SampleBuilder(make, key)
         self.order_description = rows.order_description
         self.has_images = images is not None and any(map(images.has_images, rows.heads))
-        """Whether a file begins with a row that has."""
-        told = f"{key}: rows do not have {wanted} within seq_length {length}"
-        self.rows = RowsWithTargets(rows, self.make, is_sure, told)
+        """True if the first row of a file has images."""
+        warning = f"{key}: rows do not have {wanted} within seq_length {length}"
+        self.rows = RowsWithTargets(rows, self.make, is_sure, warning)
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffles anew, if the rows are shuffled."""
+        """Set the epoch of the shuffle."""
         self.rows.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Sample]:
@@ -97,11 +97,11 @@ class AnswerStream(IterableDataset[Sample]):
 
 
 class BlockStream(IterableDataset[Sample]):
-    """All texts one after another, each ended by EOS, cut into blocks as they come.
+    """Stream of blocks from concatenated texts, each with EOS.
 
     Args:
-        rows: In the order in which they are joined.
-        tokenize: From a batch of rows and their places to the tokens of each text.
+        rows: Rows in the order of concatenation.
+        tokenize: Function from a batch of rows and their locations to the tokens of each text.
         length: Tokens of a block.
     """
 
@@ -111,7 +111,7 @@ class BlockStream(IterableDataset[Sample]):
         self._has_warned = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffles anew, if the rows are shuffled."""
+        """Set the epoch of the shuffle."""
         self._rows.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Sample]:
@@ -127,7 +127,7 @@ class BlockStream(IterableDataset[Sample]):
             yield {"input_ids": torch.tensor(left)}
 
     def _tokenize_rows(self, rows: list[Row]) -> list[list[int]]:
-        """The tokens of ``rows``; that some have no text is said once."""
+        """Tokenize ``rows``, with one warning if some have no text."""
         tokens = self._tokenize(rows, [row.place for row in rows])
         if len(tokens) < len(rows) and not self._has_warned:
             logger.warning("train_file: rows without text are left out; this is reported once")
@@ -144,15 +144,15 @@ def open_rows(
     seed: int | None,
     vision: Values | None = None,
 ) -> tuple[FileRows, list[str]]:
-    """The rows of ``files``, read as they are iterated, and the names of their columns.
+    """Open the rows of ``files`` for iteration, and return the names of their columns.
 
     Args:
         files: Paths.
-        key: The argument that named them, for errors.
-        arguments: Columns and limits.
-        column: Every file must have it; None: they may differ.
-        seed: Of the order, drawn from a buffer of ``shuffle_buffer_size`` rows; None: the files' own.
-        vision: Of the model's configuration; None: it sees no images.
+        key: Argument that names the files, for errors.
+        arguments: Names of columns, and limits.
+        column: Required column of every file; None: files may differ.
+        seed: Seed of the shuffle buffer of ``shuffle_buffer_size`` rows; None: the order of the files.
+        vision: Vision configuration of the model; None: a text model.
     """
     heads, parts = _open_files(files, key, arguments, column, vision)
     rows = FileRows(
@@ -169,8 +169,8 @@ def open_rows(
 def _open_files(
     files: Sequence[str], key: str, arguments: DataArguments, column: str | None, vision: Values | None
 ) -> "tuple[list[Values], list[tuple[str, datasets.IterableDataset]]]":
-    """The first row of each of ``files``, and its reader."""
-    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it tells of files that cannot be read, twice
+    """Return the first row and the reader of each of ``files``."""
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # datasets logs unreadable files twice
     parts, heads = [], []
     for file in files:
         reader, options = check_file(file, key)
@@ -210,7 +210,7 @@ def _to_sample(sequences: Sequence[Encoded], prefixes: Sequence[str], length: in
 def _with_images(
     images: ImageRows, row: Values, encode: RowEncoder, prefixes: Sequence[str], length: int, key: str
 ) -> Sample:
-    """The sample of a row that may have images; without a target if it ends within one."""
+    """Return the sample of a row that may have images, without targets if it ends within an image."""
     place = getattr(row, "place", "")
     row_place = f"{key}{place and ', ' + place}"
     sequences, grids = images.encoded(row, encode, row_place)

@@ -1,7 +1,7 @@
-"""Rows of a stream that have no target are left out here, on every rank alike, and counted.
+"""Filter of streamed rows without a target, identical on all ranks.
 
-Every rank must know of every row whether it has one, and making a sample takes long. So a row is not tokenized for that
-where its text is so short that its answer must lie within the sample. Rows in memory are dropped in `samples` instead.
+Every rank must know for every row whether it has a target, but tokenization is slow. So a row is not tokenized if its
+text is short enough that its answer must fit. `samples` drops in-memory rows instead.
 """
 
 import logging
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TEXT_OVERHEAD = 64  # tokens that a tokenizer may put around a text
+_TEXT_OVERHEAD = 64  # tokens that a tokenizer may add to a text
 
 _CONVERSATION_OVERHEAD, _TURN_OVERHEAD = (
     1024,
     128,
-)  # characters that a chat template may put around a conversation, and around a turn
+)  # characters that a chat template may add per conversation and per turn
 
 
 class SampleBuilder:
-    """Makes the sample of a row; that of the last row is kept, as whoever asked whether it counts may want it next.
+    """Builder of samples that keeps the last one, because the filter and the loader may need the same sample.
 
     Args:
-        encode: From a row to its sample.
-        key: The argument that named the files, for errors.
+        encode: Function from a row to its sample.
+        key: Argument that names the files, for errors.
     """
 
     def __init__(self, encode: Callable[[Values], Sample], key: str) -> None:
@@ -45,10 +45,10 @@ class SampleBuilder:
         self._last: tuple[Values, Sample] | None = None
 
     def __call__(self, row: Values) -> Sample:
-        """The sample.
+        """Return the sample of ``row``.
 
         Raises:
-            McaError: The row is of another form; names it.
+            McaError: The row is invalid; the message names it.
         """
         if self._last is not None and self._last[0] is row:
             return self._last[1]
@@ -62,23 +62,23 @@ class SampleBuilder:
 
 
 class RowsWithTargets:
-    """The rows of which a sample with a target can be made.
+    """Rows from which a sample with a target can be built.
 
     Args:
-        rows: All of them.
-        make: Makes the sample of a row.
-        is_sure: Whether a row surely has a target, as far as that is known without making its sample.
-        told: What those lack that have none, for the warning.
+        rows: All rows.
+        make: Function from a row to its sample.
+        is_sure: Function that returns True if a row has a target for sure, without building its sample.
+        warning: Warning about rows without a target.
     """
 
     def __init__(
-        self, rows: FileRows, make: Callable[[Row], Sample], is_sure: Callable[[Row], bool], told: str
+        self, rows: FileRows, make: Callable[[Row], Sample], is_sure: Callable[[Row], bool], warning: str
     ) -> None:
-        self._rows, self._make, self._is_sure, self._warning = rows, make, is_sure, told
+        self._rows, self._make, self._is_sure, self._warning = rows, make, is_sure, warning
         self._has_warned = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Draws another order."""
+        """Set the epoch of the shuffle."""
         self._rows.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Row]:
@@ -98,16 +98,16 @@ class RowsWithTargets:
 
 
 def has_target(sample: Sample) -> bool:
-    """Whether all its sequences have a token to learn; the first one has nothing before it."""
+    """Return True if every sequence has a target after its first token."""
     return all(
         bool((values[1:] != IGNORED).any()) for name, values in sample.items() if name.endswith("labels")
     )
 
 
 def sft_target_check(tokenizer: "PreTrainedTokenizerBase", arguments: DataArguments) -> Callable[[Row], bool]:
-    """Whether a row of fine-tuning has a target for sure.
+    """Return the function that tells without tokenization whether an SFT row has a target for sure.
 
-    A text is taken to make no more than two tokens of a byte, and templates to add no more than a thousand characters.
+    It assumes at most two tokens per byte, and at most a thousand characters added by a template.
     """
     marked = has_generation_marks(tokenizer)
     length = arguments.seq_length
@@ -115,7 +115,7 @@ def sft_target_check(tokenizer: "PreTrainedTokenizerBase", arguments: DataArgume
     def is_sure(row: Row) -> bool:
         columns = (arguments.messages_column, arguments.completion_column, arguments.text_column)
         if arguments.data_format or COLUMNS & row.keys() or len(row.keys() & {*columns}) > 1:
-            return False  # of another shape, or of several
+            return False  # another format, or an ambiguous one
         messages, completion = row.get(arguments.messages_column), row.get(arguments.completion_column)
         if messages is not None:
             others = row.get(arguments.tools_column) or row.get(TEMPLATE_INPUTS)
@@ -132,7 +132,7 @@ def sft_target_check(tokenizer: "PreTrainedTokenizerBase", arguments: DataArgume
 
 
 def pair_target_check(arguments: PairArguments) -> Callable[[Row], bool]:
-    """Whether a preference pair has targets on both sides for sure."""
+    """Return the function that tells whether a preference pair has targets in both answers for sure."""
     names = (arguments.prompt_column, arguments.chosen_column, arguments.rejected_column)
 
     def is_sure(row: Row) -> bool:
@@ -147,23 +147,23 @@ def pair_target_check(arguments: PairArguments) -> Callable[[Row], bool]:
 
 
 def _is_shorter_than(text: str, length: int, others: int = 0) -> bool:
-    """Whether ``text`` makes fewer than ``length`` tokens, whatever the tokenizer."""
+    """Return True if ``text`` has fewer than ``length`` tokens with any tokenizer."""
     room = (length - _TEXT_OVERHEAD) // 2 - others
     return len(text) < room and len(unicodedata.normalize("NFKC", text).encode(errors="replace")) < room
 
 
 def _has_early_answer(messages: object, length: int) -> bool:
-    """Whether the first answer of a conversation begins early enough."""
+    """Return True if the first answer of a conversation begins within ``length`` tokens."""
     if not isinstance(messages, list):
         return False
-    said: list[str] = []
+    previous: list[str] = []
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else None
         if not isinstance(content, str) or not content.strip() or message.get("weight") == 0:
             return False
         if message.get("role") == "assistant":
             return _is_shorter_than(
-                "".join(said), length, _CONVERSATION_OVERHEAD + _TURN_OVERHEAD * (len(said) + 1)
+                "".join(previous), length, _CONVERSATION_OVERHEAD + _TURN_OVERHEAD * (len(previous) + 1)
             )
-        said.append(content)
+        previous.append(content)
     return False

@@ -1,7 +1,7 @@
-"""Whose the nulls in the arguments of calls are: a row's own, or those of keys that only other rows have.
+"""Removal of nulls in tool-call arguments that come from keys of other rows.
 
-Where a column is made of Arrow's structs every row has the keys of all rows, null where it has none itself. What a
-column holds as JSON is as it was written.
+In a column of Arrow structs, every row has the keys of all rows, null where the row lacks them. JSON columns keep the
+original nulls.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ _ARGUMENTS = "arguments"
 
 
 def json_features(features: "datasets.Features | None") -> "datasets.Features | None":
-    """``features`` that keep arguments as JSON; None: they do, there are none, or `datasets` is too old for it."""
+    """Return ``features`` with arguments as JSON; None: no change is needed, or `datasets` does not support it."""
     import datasets
 
     if features is None or not hasattr(datasets, "Json") or not _struct_columns(features):
@@ -25,7 +25,7 @@ def json_features(features: "datasets.Features | None") -> "datasets.Features | 
 
 
 def null_filter(features: Mapping[str, Typed] | None) -> Callable[[Values], JsonObject] | None:
-    """The function that takes what only other rows have out of a row's arguments; None: there is no such thing."""
+    """Return the function that removes nulls of other rows' keys from arguments; None: there are no such columns."""
     columns = _struct_columns(features or {})
 
     def drop_nulls(row: Values) -> JsonObject:
@@ -38,7 +38,7 @@ def null_filter(features: Mapping[str, Typed] | None) -> Callable[[Values], Json
 
 
 def _struct_columns(features: Mapping[str, Typed]) -> dict[str, Typed]:
-    """The columns in which arguments are structs."""
+    """Return the columns with arguments as structs."""
     return {name: feature for name, feature in features.items() if _has_structs(feature)}
 
 
@@ -49,7 +49,7 @@ def _has_structs(feature: Typed) -> bool:
 
 
 def _item(feature: Typed) -> Typed | None:
-    """What a feature of a list says of its items; None: it is none."""
+    """Return the feature of a list's items; None: the feature is not a list."""
     return feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
 
 

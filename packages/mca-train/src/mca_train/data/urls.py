@@ -1,6 +1,6 @@
-"""Files at addresses that ``fsspec`` opens: which package reads them, one copy on this machine, errors in one line.
+"""Remote files that ``fsspec`` opens: required packages, local copies, and one-line errors.
 
-How files are named and what their rows are is decided in `files`.
+`files` reads the rows.
 """
 
 import glob
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 _WEB = ("http://", "https://")
-_MAX_LISTED = 8  # of so many files, each is named
+_MAX_LISTED = 8  # up to this number, each file is named
 _EXTRAS = {"s3fs": "'mca-train[s3]'", "gcsfs": "'mca-train[gcs]'"}
 _CLIENTS = (
     "fsspec",
     "gcsfs",
     "asyncio",
-)  # log each attempt with its traceback, and what a fork leaves behind
+)  # they log each attempt with its traceback
 
 
 def is_url(file: str) -> bool:
-    """Whether ``file`` is one that ``fsspec`` opens: ``s3://``, ``gs://``, ``hf://``, ``https://``, ..."""
+    """Return True for a URL that ``fsspec`` opens: ``s3://``, ``gs://``, ``hf://``, ``https://``, ..."""
     return "://" in file
 
 
 def strip_query(file: str) -> str:
-    """The end of an address that names the file: what stands before the query of ``https://``."""
+    """Return a URL without its query and fragment."""
     return re.split("[?#]", file, maxsplit=1)[0] if file.startswith(_WEB) else file
 
 
 def escape_pattern(file: str) -> str:
-    """What ``datasets``, which takes names for patterns, finds ``file`` alone by."""
+    """Escape ``file``, because ``datasets`` treats names as patterns."""
     if file.startswith(_WEB):
         return file  # a query begins with a question mark
     path = Path(file)
@@ -50,7 +50,7 @@ def escape_pattern(file: str) -> str:
 
 
 def describe_files(files: Sequence[str]) -> str:
-    """What ``files`` are called, wherever they stand; many are told from others by a digest."""
+    """Describe ``files`` independently of their folder; many files are identified by a digest."""
     names = [Path(strip_query(file)).name for file in files]
     if len(names) <= _MAX_LISTED:
         return ", ".join(names)
@@ -59,7 +59,7 @@ def describe_files(files: Sequence[str]) -> str:
 
 
 def to_hub_url(file: str) -> str:
-    """``hf://`` for a file's address among the pages of the Hub, whose client finds the token; others as they are."""
+    """Return the ``hf://`` form of a URL of the Hub, whose client finds the token; other names unchanged."""
     if not file.startswith(_WEB):
         return file
     import datasets
@@ -71,16 +71,16 @@ def to_hub_url(file: str) -> str:
 
 
 def require_client(file: str, key: str) -> None:
-    """Refuses an address whose file system nobody knows, or needs a package that is not installed.
+    """Raise an error for a URL with an unknown file system, or one that needs a missing package.
 
-    Clients are quiet from here on: what they fail at is reported in one line.
+    Clients do not log from here on; their failures are reported in one line.
 
     Args:
-        file: An address; ``simplecache::s3://bucket/rows.jsonl`` needs two file systems.
-        key: The argument that named it, for errors.
+        file: URL; ``simplecache::s3://bucket/rows.jsonl`` needs two file systems.
+        key: Argument that names it, for errors.
 
     Raises:
-        UsageError: It cannot be opened here.
+        UsageError: The URL cannot be opened here.
     """
     from fsspec import get_filesystem_class
 
@@ -104,10 +104,10 @@ def require_client(file: str, key: str) -> None:
 
 
 def require_readable(file: str, key: str) -> None:
-    """Refuses an address where no file can be read.
+    """Raise an error for a URL without a readable file.
 
     Raises:
-        McaError: There is none, or it may not be read.
+        McaError: The file does not exist, or may not be read.
     """
     with translate_url_errors(key, file):
         system, path = _open_filesystem(to_hub_url(file))
@@ -115,17 +115,17 @@ def require_readable(file: str, key: str) -> None:
 
 
 def download(file: str, key: str) -> Path:
-    """A copy of what stands at an address, made once on this machine for as long as the file stays the same.
+    """Download a file once per machine and version, and return the local copy.
 
-    ``datasets`` itself would keep the first copy for ever, whatever is written to the address later. What stands at the
-    path that this returns stays as it is, whatever other processes fetch.
+    ``datasets`` would keep the first copy forever, even if the remote file changes. The file at the returned path never
+    changes, even if other processes download a newer version.
 
     Args:
-        file: An address.
-        key: The argument that named it, for errors.
+        file: URL.
+        key: Argument that names it, for errors.
 
     Raises:
-        McaError: It cannot be fetched.
+        McaError: The download fails.
     """
     import datasets
 
@@ -138,10 +138,10 @@ def download(file: str, key: str) -> Path:
 
 
 def _content_addressed_copy(copy: Path) -> Path:
-    """``copy`` under a name by its content: the same one, with what ``datasets`` made of it, is found the next time."""
+    """Return ``copy`` under a name with its content hash, so that the cache of ``datasets`` finds it again."""
     held = copy.with_name(f"{copy.name}.{secrets.token_hex(4)}")
     try:
-        os.link(copy, held)  # another process may put a newer one in its place
+        os.link(copy, held)  # another process may replace it with a newer version
     except OSError:
         shutil.copyfile(copy, held)
     with held.open("rb") as stream:
@@ -154,7 +154,7 @@ def _content_addressed_copy(copy: Path) -> Path:
 
 
 def _has_version(file: str) -> bool:
-    """Whether its server says when it has changed."""
+    """Return True if the server identifies versions of the file."""
     if file.startswith(("hf://", "file://")):
         return not file.startswith("hf://buckets/")
     system, path = _open_filesystem(file)
@@ -162,7 +162,7 @@ def _has_version(file: str) -> bool:
 
 
 def _open_filesystem(address: str) -> "tuple[AbstractFileSystem, str]":
-    """The file system of ``address``, and the path there; a web client takes the proxy that the environment names."""
+    """Return the file system and the path of a URL; web clients use the proxy of the environment."""
     from fsspec.core import url_to_fs
 
     schemes = {link.partition("://")[0] for link in address.split("::")} & {"http", "https"}
@@ -173,10 +173,10 @@ def _open_filesystem(address: str) -> "tuple[AbstractFileSystem, str]":
 
 
 def read_url(file: str) -> bytes:
-    """What stands at an address.
+    """Read the file at a URL.
 
     Raises:
-        McaError: It cannot be fetched.
+        McaError: The download fails.
     """
     require_client(file, "image")
     with translate_url_errors("image", file):
@@ -188,19 +188,19 @@ def read_url(file: str) -> bytes:
 
 @contextmanager
 def translate_url_errors(key: str, file: str) -> Iterator[None]:
-    """A block that reads from an address: what its client finds becomes one line.
+    """Context that turns errors of the client into one line.
 
     Raises:
-        McaError: It cannot be fetched.
+        McaError: Reading fails.
     """
     try:
         yield
-    except Exception as error:  # of aiohttp, botocore, google and others, each with errors of its own
+    except Exception as error:  # errors of aiohttp, botocore, google and others
         raise download_error(key, file, error) from error
 
 
 def download_error(key: str, file: str, error: BaseException) -> McaError:
-    """What to tell of an address where reading ended with ``error``, in one line."""
+    """Return the one-line error for a failed read of a URL."""
     subject = f"{key}: {file}"
     if any(type(each).__name__ == "OfflineModeIsEnabled" for each in _causes(error)):
         return McaError(
@@ -218,8 +218,8 @@ def download_error(key: str, file: str, error: BaseException) -> McaError:
     )
 
 
-def is_not_found(error: BaseException) -> bool:
-    """Whether ``error``, or what it comes from, is that a file is not there."""
+def is_missing_file(error: BaseException) -> bool:
+    """Return True if ``error`` or one of its causes is a missing file."""
     return any(isinstance(each, FileNotFoundError) for each in _causes(error))
 
 
@@ -231,8 +231,8 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _reason(error: BaseException) -> BaseException | None:
-    """What went wrong; None: nothing stands there. Clients call a connection that is refused "not found" too."""
-    if not is_not_found(error):
+    """Return the cause of a failure; None: the file is missing (clients also call refused connections so)."""
+    if not is_missing_file(error):
         return error.__cause__ or error
     found = [each for each in _causes(error) if isinstance(each, FileNotFoundError)][-1].__cause__
     is_absence = found is None or isinstance(found, LookupError) or _status(found) in (404, 410)
@@ -240,7 +240,7 @@ def _reason(error: BaseException) -> BaseException | None:
 
 
 def _status(error: BaseException) -> object:
-    """The number that a server answered with, where the error of a client keeps it."""
+    """Return the HTTP status in a client's error."""
     response = getattr(error, "response", None)
     if isinstance(response, Mapping):  # of botocore
         return response.get("ResponseMetadata", {}).get("HTTPStatusCode")

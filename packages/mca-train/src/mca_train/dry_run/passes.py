@@ -88,12 +88,12 @@ def _identity(output: Any) -> int:
 
 def _no_forward(*args: Any, **_: Any) -> tuple[Any, torch.Tensor]:
     """Return empty outputs in the form of ``forward_step``: outputs, as a list if inputs are, and a token count."""
-    out, given = torch.empty(1), args[4]
-    return [out] if isinstance(given, list) else out, torch.zeros((), dtype=torch.int)
+    out, inputs = torch.empty(1), args[4]
+    return [out] if isinstance(inputs, list) else out, torch.zeros((), dtype=torch.int)
 
 
-def _no_backward(given: Any, *_: Any) -> Any:
-    return [_gradient(one) for one in given] if isinstance(given, list) else _gradient(given)
+def _no_backward(inputs: Any, *_: Any) -> Any:
+    return [_gradient(one) for one in inputs] if isinstance(inputs, list) else _gradient(inputs)
 
 
 def _gradient(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -253,13 +253,13 @@ def measure(trainer: "McaTrainer", engine: "Engine", modes: Modes, batch: StepBa
         tracker.track_storages(),
     ):
         tracker.restart()
-        given = batch if modes.answers is None else _to_fake_batch(batch, modes.answers)
-        for tensor in chain.from_iterable(each.tensors() for each in given.micro_batches):
+        fake_batch = batch if modes.answers is None else _to_fake_batch(batch, modes.answers)
+        for tensor in chain.from_iterable(each.tensors() for each in fake_batch.micro_batches):
             tracker.add(tensor)
-        trainer.before_forward(given)
+        trainer.before_forward(fake_batch)
         before = {kind: replace(message) for kind, message in tracker.tally.messages.items()}
         passes.clear()  # passes of the reference model
-        engine.forward_backward(given)
+        engine.forward_backward(fake_batch)
         tracker.next_pass()
         engine.optimizer_step()
     tally, place = tracker.tally, trainer.model.rank_context

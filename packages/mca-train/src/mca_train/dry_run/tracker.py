@@ -174,12 +174,12 @@ class Tracker(TorchDispatchMode):
         self._count(func, out, (args, options))
         return out
 
-    def _count(self, func: Any, out: Any, given: Any) -> None:
+    def _count(self, func: Any, out: Any, inputs: Any) -> None:
         made = [tensor for tensor in _tensors(out) if self._is_new(tensor)]
         if not made:
             return
         if func is not torch.ops.aten.lift_fresh.default:  # its result was created outside of the dispatcher
-            before = {tensor.untyped_storage()._cdata for tensor in _tensors(given)}
+            before = {tensor.untyped_storage()._cdata for tensor in _tensors(inputs)}
             made = [tensor for tensor in made if tensor.untyped_storage()._cdata not in before]
         for tensor in made:
             self.add(tensor)
@@ -228,8 +228,8 @@ class Tracker(TorchDispatchMode):
         group = next((found for arg in args if (found := _group(arg)) is not None), None)
         ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else ()
         name = str(func._overloadpacket).removeprefix("c10d.").rstrip("_")
-        for tracked_resize in (self.tally.messages, self.tally.messages_in.setdefault(self._pass, {})):
-            tracked_resize.setdefault((name, ranks), Message(name, ranks)).add(max(sizes, default=0))
+        for messages in (self.tally.messages, self.tally.messages_in.setdefault(self._pass, {})):
+            messages.setdefault((name, ranks), Message(name, ranks)).add(max(sizes, default=0))
 
 
 def split_per_micro_batch(

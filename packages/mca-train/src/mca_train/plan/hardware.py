@@ -75,12 +75,12 @@ def load_hardware(name: str, table: Path | None = None) -> Hardware:
     Raises:
         UsageError: The device is unknown, or the file is invalid.
     """
-    own, given = _sections(None), _sections(table) if table is not None else {}
-    known = own["devices"] | {
-        section: own["devices"].get(section, {}) | _table(values, f"devices.{section}", table)
-        for section, values in given.get("devices", {}).items()
+    defaults, custom = _sections(None), _sections(table) if table is not None else {}
+    known = defaults["devices"] | {
+        section: defaults["devices"].get(section, {}) | _table(values, f"devices.{section}", table)
+        for section, values in custom.get("devices", {}).items()
     }
-    efficiency = _made(Efficiency, own["efficiency"] | given.get("efficiency", {}), "efficiency", table)
+    efficiency = _made(Efficiency, defaults["efficiency"] | custom.get("efficiency", {}), "efficiency", table)
     devices = {
         section: _made(Device, values, f"devices.{section}", table, name=section)
         for section, values in known.items()
@@ -124,8 +124,8 @@ def _table(values: object, section: str, table: Path | None) -> JsonObject:
 
 def _only_known(values: JsonObject, known: Collection[str], where: str, table: Path | None) -> None:
     if wrong := sorted(values.keys() - known):
-        told = ", ".join(sorted(known))
-        raise UsageError(f"--hardware {table}: {where} has unknown keys: {', '.join(wrong)}; expected {told}")
+        text = ", ".join(sorted(known))
+        raise UsageError(f"--hardware {table}: {where} has unknown keys: {', '.join(wrong)}; expected {text}")
 
 
 def _made(kind: type[T], values: JsonObject, section: str, table: Path | None, **more: str) -> T:
@@ -151,5 +151,5 @@ def _expected(name: str, value: object, *, share: bool) -> str | None:
         return None if known and isinstance(value, int) and value else "a whole number of at least 1"
     if known and value != inf and (value != least or name in _MAY_BE_ZERO):
         return None
-    told = "a number of at least 0" if name in _MAY_BE_ZERO else f"a number above {least:g}"
-    return told + (f" and at most {most:g}" if most < inf else "")
+    text = "a number of at least 0" if name in _MAY_BE_ZERO else f"a number above {least:g}"
+    return text + (f" and at most {most:g}" if most < inf else "")

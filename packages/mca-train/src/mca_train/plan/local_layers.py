@@ -69,12 +69,12 @@ def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[Line]:
         ranks = (rank for rank in (config.q_lora_rank, config.kv_lora_rank) if rank)
         norms = [line for rank in ranks for line in norm(sizes.split, rank, sizes)]
         return mla_core(config, sizes) + norms
-    beside = mamba(config, sizes) if config.mamba_beside_attention else []
+    lines = mamba(config, sizes) if config.mamba_beside_attention else []
     query, key = _channels(config, sizes)
     if config.qk_layernorm:
-        taken = query + (0 if config.takes_keys else key)
-        beside += norm(sizes.tokens, taken, sizes, output=False)
-    return beside + core(config, sizes, number)
+        normalised = query + (0 if config.takes_keys else key)
+        lines += norm(sizes.tokens, normalised, sizes, output=False)
+    return lines + core(config, sizes, number)
 
 
 def _channels(config: McaModelConfig, sizes: Sizes) -> tuple[float, float]:
@@ -114,10 +114,10 @@ def per_layer_input(config: McaModelConfig, sizes: Sizes) -> list[Line]:
     """Return the saved tensors of a layer's per-layer embedding; the embedding itself is saved once for all layers."""
     if not config.per_layer_input_size:
         return []
-    own = sizes.split * config.per_layer_input_size * sizes.width
+    embedding = sizes.split * config.per_layer_input_size * sizes.width
     return [
         Line("input of the gate", sizes.split * config.hidden_size * sizes.width, _PER_LAYER),
-        Line("gate, its activation, and the gated embedding", 3 * own, _PER_LAYER),
+        Line("gate, its activation, and the gated embedding", 3 * embedding, _PER_LAYER),
         *norm(sizes.split, config.hidden_size, sizes, output=False),
     ]
 
@@ -196,15 +196,15 @@ def mamba(config: McaModelConfig, sizes: Sizes) -> list[Line]:
     heads, state = (config.mamba_num_heads or 0) / tp, config.mamba_state_dim or 0
     inside = heads * (config.mamba_head_dim or 0)
     groups = (config.mamba_num_groups or 0) / tp
-    states, own = max(groups, 1) * state, groups * state
+    states, local_states = max(groups, 1) * state, groups * state
     net = "mca_models/megatron/families/mamba.py: forward"
     space = "mca_models/megatron/families/state_space.py: state_space"
-    beside = tokens * (inside + 4 * own + heads) * SINGLE if width == SINGLE else 0.0
+    projected = tokens * (inside + 4 * local_states + heads) * SINGLE if width == SINGLE else 0.0
     singles = 3 if config.mamba_norm == "none" else 5
     return [
-        Line("convolution: padded, and its output", tokens * (inside + 2 * own) * 2 * width, net),
+        Line("convolution: padded, and its output", tokens * (inside + 2 * local_states) * 2 * width, net),
         Line("inputs, and inputs times steps", tokens * inside * 2 * SINGLE, net),
-        Line("B, C and dt of the projection, without copies", beside, net),
+        Line("B, C and dt of the projection, without copies", projected, net),
         Line("gate, activated and not, and output", tokens * inside * (singles * SINGLE + width), net),
         Line("B and C", tokens * 2 * states * SINGLE, space),
         Line("token-by-token matrices of a chunk", tokens * heads * CHUNK * 2 * SINGLE, space),
@@ -216,10 +216,10 @@ def mamba(config: McaModelConfig, sizes: Sizes) -> list[Line]:
 def gated(config: McaModelConfig, inner: float, tokens: float, sizes: Sizes, module: str) -> list[Line]:
     """Return the saved tensors of an MLP with ``inner`` channels on this rank."""
     if not config.gated_linear_unit:
-        own = custom_activation(config, tokens * inner, sizes, module)
+        activation = custom_activation(config, tokens * inner, sizes, module)
         return [
             Line("first projection and its activation", tokens * inner * 2 * sizes.width, _MLP, module),
-            *own,
+            *activation,
         ]
     return [
         Line("gate and up as projected", tokens * inner * 2 * sizes.width, _MLP, module),

@@ -252,7 +252,7 @@ def _stage_counts(plan_input: PlanInput, training: "TrainingArguments", grid: Ra
     layout = grid.layout
     none = [Count()] * layout.pp
     adapter = plan_input.adapter.by_stage(layout) if plan_input.adapter else none
-    beside = plan_input.reference.by_stage(layout) if plan_input.reference else none
+    reference_counts = plan_input.reference.by_stage(layout) if plan_input.reference else none
     beside_width = element_bytes(plan_input.reference.config, training) if plan_input.reference else 0
     copies = _fp8_copies(plan_input, training)
     copied = plan_input.model.by_stage(layout, layers_only=True) if copies else none
@@ -261,7 +261,7 @@ def _stage_counts(plan_input: PlanInput, training: "TrainingArguments", grid: Ra
         plan_input.model.by_stage(layout),
         adapter,
         plan_input.trained_by_stage(layout),
-        beside,
+        reference_counts,
         copied,
         strict=True,
     )
@@ -403,12 +403,12 @@ def walk(bytes_of: list[Bytes], order: Order, pp: int) -> Peak:
     best, running, kept, count, most = 0.0, 0.0, 0.0, 0, 0
     for step in rank_passes(order, pp):
         chunk = bytes_of[step.chunk]
-        taken = chunk.forward if step.forward else chunk.backward
+        needed = chunk.forward if step.forward else chunk.backward
         if step.forward:
             kept, count = kept + chunk.kept, count + 1
             most = max(most, count)
-        if kept + taken > best + running:
-            best, running = kept, taken
+        if kept + needed > best + running:
+            best, running = kept, needed
         if not step.forward:
             kept, count = kept - chunk.kept, count - 1
     return Peak(best, running, most)

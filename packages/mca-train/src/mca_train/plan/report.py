@@ -14,10 +14,10 @@ _LAYERS = {"local": "Megatron's own", "transformer_engine": "Transformer Engine'
 def render(plan: Plan, settings: Settings, model: McaModelConfig, device: Device | None = None) -> str:
     """Render the plan as text, and mark the stages that exceed the memory of ``device``."""
     training = settings.training
-    told = " (LoRA)" if settings.lora.wanted else ""
+    suffix = " (LoRA)" if settings.lora.wanted else ""
     lines = [
         f"model        {model.model_type}, {plan.total_parameters:,} parameters, {counted(model.num_layers, 'layer')}"
-        + ("" if plan.trained_parameters is None else f"; {plan.trained_parameters:,} trained{told}"),
+        + ("" if plan.trained_parameters is None else f"; {plan.trained_parameters:,} trained{suffix}"),
         f"ranks        {plan.world_size} = {plan.layout}, data parallel {plan.data_parallel_size}",
         f"global batch {counted(plan.global_batch, 'sample')}, {plan.tokens_per_step:,} tokens = micro-batch "
         f"{training.per_device_train_batch_size} x accumulated {training.gradient_accumulation_steps} x data "

@@ -188,8 +188,8 @@ class Speed:
         inner = self._mlp(config.layer_config(number).ffn_hidden_size) / sizes.layout.tp
         mlp = 0.0 if moe or not config.has_mlp(number) else self._gemm_time(2 * sizes.tokens * inner)
         # a gate, a projection, and a share of the projection to the embeddings of all layers
-        beside = 3 * config.per_layer_input_size * config.hidden_size
-        products = self._gemm_time(2 * (sizes.tokens * attention + sizes.split * beside)) + mlp
+        per_layer = 3 * config.per_layer_input_size * config.hidden_size
+        products = self._gemm_time(2 * (sizes.tokens * attention + sizes.split * per_layer)) + mlp
         moved = self._memory_time(2.5 * sum(line.bytes for line in self.model.lines(number)))
         launch = _KERNELS * (2 if moe else 1) * self.hardware.efficiency.launch_us * 1e-6
         experts = self._experts() if moe else _Layer(0.0, 0.0, 0.0)
@@ -290,13 +290,13 @@ class Speed:
         moved = self._memory_time(sent * (copied * routed + cast))
         once, twice = self._launches()
         shared = config.moe_shared_expert_intermediate_size or 0
-        beside = self._gemm_time(2 * sizes.tokens * self._mlp(shared) / sizes.layout.tp)
+        shared_experts = self._gemm_time(2 * sizes.tokens * self._mlp(shared) / sizes.layout.tp)
         messages = self._expert_messages()
         if self.model.training.overlap_moe_expert_parallel_comm:
             messages *= 1 - self.hardware.efficiency.overlapped
         return _Layer(
-            max(products, once) + moved + beside,
-            max(self._backward_ratio * products, twice) + moved + self._backward_ratio * beside,
+            max(products, once) + moved + shared_experts,
+            max(self._backward_ratio * products, twice) + moved + self._backward_ratio * shared_experts,
             messages,
         )
 

@@ -67,20 +67,20 @@ def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[Line]:
     """Return the saved tensors of the attention of decoder layer ``number``, or of mca's mixer in its place."""
     if config.is_linear_layer(number) or config.is_mamba_layer(number):
         return local_layers.attention(config, sizes, number)
-    beside = mamba(config, sizes) if config.mamba_beside_attention else []
+    mamba_lines = mamba(config, sizes) if config.mamba_beside_attention else []
     if isinstance(config, MlaMcaModelConfig):
-        return beside + _mla(config, sizes)
+        return mamba_lines + _mla(config, sizes)
     query, key = _channels(config, sizes)
     lines: list[Line] = []
     if config.qk_layernorm:  # copies its input out of the projection
-        taken = query + (0 if config.takes_keys else key)
-        lines = norm(sizes.tokens, taken, sizes, output=False)
+        normalised = query + (0 if config.takes_keys else key)
+        lines = norm(sizes.tokens, normalised, sizes, output=False)
     if sizes.mca_attention:
-        return beside + lines + local_layers.core(config, sizes, number)
+        return mamba_lines + lines + local_layers.core(config, sizes, number)
     if config.attention_output_gate:
         gate = sizes.tokens * query * (sizes.width + sizes.projection_input_width)
         lines.append(Line("output gate, and its input", gate, _GATE))
-    return beside + lines + _core(config, sizes, query + key, key, query)
+    return mamba_lines + lines + _core(config, sizes, query + key, key, query)
 
 
 def _channels(config: McaModelConfig, sizes: Sizes) -> tuple[float, float]:
