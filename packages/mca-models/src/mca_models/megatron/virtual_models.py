@@ -339,7 +339,7 @@ class VirtualModels(torch.nn.Module):
 
         Every rank is given all tensors and keeps what it needs of each at once. A tensor may also come in pieces:
         ``(name, rows, first row)``. Tied tensors may come once or under both names. After an error the model has some
-        of the new weights. Then refresh a trainer's optimizer: ``trainer.engine.take_weights()``.
+        of the new weights. Then refresh a trainer's optimizer: ``trainer.engine.reload_main_params()``.
 
         Args:
             weights: Names and tensors, in fp64, fp32, bf16 or fp16, or in fp8 with scales, on any device.

@@ -30,7 +30,7 @@ from mca_train.run.checks import Findings, Run, check, settings_of
 from mca_train.run.hub_paths import with_directories
 from mca_train.run.logs import silent_arguments
 from mca_train.run.subject import image_check, images_of_run, subject_of
-from mca_train.tasks.table import TASKS, task_of
+from mca_train.tasks.table import TASKS, infer_task
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def print_plan(task: Task | None, config: Path, overrides: list[str], options: P
         os.environ.pop(name, None)
     hardware = hardware_of(options.device, options.hardware) if options.device else None
     values, where = given_values(config, overrides)
-    named, task = task is not None, task or task_of(values)
+    named, task = task is not None, task or infer_task(values)
     values = with_directories(values, only="config")
     settings = settings_of(task, values, where, [flag.name for flag in fields(options)])
     if options.search:

@@ -98,7 +98,7 @@ def _refuse_own_prediction(model: GptModel, args: tuple[object, ...], options: d
     ``calculate_per_token_loss`` is on.
     """
     divided = platform.megatron_version() >= FIXED_IN_0_17 or not model.config.calculate_per_token_loss
-    own = model.config.mtp_num_layers and "mca_prediction" not in vars(model)  # mca_train computes it
+    own = model.config.mtp_num_layers and "mca_mtp_loss" not in vars(model)  # mca_train computes it
     if divided and own and torch.is_grad_enabled() and options.get("labels") is not None:
         raise McaError(
             "Megatron's own loss of prediction layers is wrong on several context ranks; train with McaTrainer, which "
