@@ -49,7 +49,7 @@ def go_on(checkpoint: Path, output_dir: Path, ready: Any = lambda: None, **chang
     quietly(lambda: trainer.train(resume_from_checkpoint="auto"))
     seconds = time.monotonic() - start
     curve = [history(trainer, key) for key in ("loss", "grad_norm", "learning_rate", "epoch")]
-    damaged = [line for line in told if "damaged" in line or "and is ignored" in line]
+    damaged = [line for line in told if "damaged" in line or "and ignored" in line]
     return {"loss": curve[0], "curve": curve, "told": damaged, "seconds": seconds}
 
 

@@ -136,7 +136,7 @@ def packed_again(checkpoint: Path, output_dir: Path) -> list[list[str]]:
             args.dataloader_num_workers = 1
             workers = replace(loaders, args=args).train(data)[0].multiprocessing_context
             assert workers.get_start_method() == "fork", "whatever Python's default"
-        place = resume_position(trainer._place, loaders.train(data)[1])
+        place = resume_position(trainer._position, loaders.train(data)[1])
         for again in (loaders, others):
             with patch("mca_train.batching.loaders.logger.warning") as warning:
                 resume_position(place, again.train(data)[1])

@@ -149,7 +149,7 @@ def test_the_last_complete_checkpoint_is_found(checkpoint, tmp_path):
     with pytest.raises(McaError, match=r"has no trainer_state\.json"):
         resolve(str(tmp_path / "checkpoint-11"), tmp_path)
     with pytest.raises(
-        McaError, match=r"is the directory of a run; name a checkpoint in it \(checkpoint-10\)"
+        McaError, match=r"is the output_dir of a run; set a checkpoint in it \(checkpoint-10\)"
     ):
         resolve(str(tmp_path), tmp_path)
     with pytest.raises(McaError, match="is a file, not a directory"):
@@ -160,7 +160,7 @@ def test_the_best_checkpoint_is_where_the_run_is(tmp_path):
     """Not where it was: runs are moved, copied and given by other paths."""
     from transformers import TrainerState
 
-    from mca_train.checkpoint.directory import expendable, locate_best
+    from mca_train.checkpoint.directory import checkpoints_to_delete, locate_best
 
     run = tmp_path / "run"
     for step in (2, 4, 6):
@@ -169,7 +169,7 @@ def test_the_best_checkpoint_is_where_the_run_is(tmp_path):
     state = TrainerState(best_model_checkpoint="before/run/checkpoint-2", best_metric=1.5, best_global_step=2)
     locate_best(state, run / "checkpoint-6")
     assert state.best_model_checkpoint == str(run / "checkpoint-2")
-    assert expendable(run, 1, state.best_model_checkpoint) == [run / "checkpoint-4"]
+    assert checkpoints_to_delete(run, 1, state.best_model_checkpoint) == [run / "checkpoint-4"]
     elsewhere = TrainerState(best_model_checkpoint=str(run / "checkpoint-2"), best_metric=1.5)
     locate_best(elsewhere, tmp_path / "other" / "checkpoint-9")
     assert elsewhere.best_model_checkpoint == str(run / "checkpoint-2")

@@ -39,10 +39,10 @@ def given(checkpoint: Path, output: Path) -> dict[str, Any]:
     from mca_train import McaTrainer
 
     class OfRanks(McaTrainer):
-        signal_names = ("rank",)
+        metric_names = ("rank",)
 
         def compute_loss(self, output: torch.Tensor, batch: Any, **_: Any) -> Any:
-            self.signals.add({"rank": torch.tensor(float(self.ranks.rank))}, torch.ones(()))
+            self.metrics.add({"rank": torch.tensor(float(self.ranks.rank))}, torch.ones(()))
             return super().compute_loss(output, batch)
 
     rank = torch.distributed.get_rank()

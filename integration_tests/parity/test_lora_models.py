@@ -242,7 +242,7 @@ def of_dropped(base: Path, layout: str) -> dict[str, list[torch.Tensor]]:
     from mca_models.megatron import AutoModel
     from mca_models.megatron.log_probs.chunks import ChunkedOutput
     from mca_models.megatron.peft import get_peft_model
-    from mca_train.engine.rng import kept_rng
+    from mca_train.engine.rng import preserved_rng
 
     args = arguments(layout, attention_dropout=0.3, hidden_dropout=0.3)
     settings = lora(target_modules=[*ATTENTION, *MLP, "lm_head"], lora_dropout=0.3)
@@ -252,7 +252,7 @@ def of_dropped(base: Path, layout: str) -> dict[str, list[torch.Tensor]]:
     def gradients() -> list[torch.Tensor]:
         for _, factor in models.adapter_parameters():
             del factor.main_grad
-        with kept_rng():
+        with preserved_rng():
             gradients_of(models)
         return [factor.main_grad.clone() for _, factor in models.adapter_parameters()]
 

@@ -115,11 +115,11 @@ def turns(checkpoint: Path, folder: Path) -> None:
     second = another(first, folder / "1", McaTrainer, **base)
     last = another(first, folder / "2", McaTrainer, **base, **overlap)
     for trainer in (first, second, last):
-        with pytest.raises(McaError, match="from the beginning of train"):
+        with pytest.raises(McaError, match=r"once train\(\) has started"):
             _ = trainer.engine
         quietly(trainer.train)
         assert (first.model.megatron.no_sync_func is None) == (trainer is second)
-    with last.engine.at_rest():
+    with last.engine.params_gathered():
         evaluated = quietly(last.evaluate)
         quietly(last.save_model)
     expected = weights(whole.model)

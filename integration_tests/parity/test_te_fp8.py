@@ -138,7 +138,7 @@ def test_experts_take_no_others_ranges(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert run_emulated(1, begun_anew, model, folder, **alone) == [[]]
     for said in run_emulated(2, begun_anew, model, folder, **halved):
-        assert [message.partition(" holds no fp8 ranges of ")[2][:11] for message in said] == ["8 modules ("]
+        assert [message.partition(" holds no fp8 scales of ")[2][:11] for message in said] == ["8 modules ("]
 
 
 def with_mtp(described: JsonObject, folder: Path, recipe: JsonObject) -> list[dict[str, list[float]]]:

@@ -258,11 +258,11 @@ def kept_in_rounds(checkpoint: Path, output: Path) -> dict[str, int]:
     from mca_train.checkpoint.output_lock import OutputLock
     from mca_train.checkpoint.reference_log_probs import FOLDER
     from mca_train.trainer import dpo
-    from mca_train.trainer.reference import Reference
+    from mca_train.trainer.reference import ReferenceModel
 
     args = arguments(output, **RUN, per_device_eval_batch_size=1)
     model = AutoModel.from_pretrained(checkpoint, args)
-    plain, calls = Reference.log_probs, 0
+    plain, calls = ReferenceModel.log_probs, 0
 
     def train(last: int = 1000, *, told: int = 1000, parts_of: int = 1, method: str = "train") -> int:
         nonlocal calls
@@ -278,7 +278,7 @@ def kept_in_rounds(checkpoint: Path, output: Path) -> dict[str, int]:
             return plain(reference, batch)
 
         given: Any = {"model": model, "args": args, "train_dataset": pairs(), "pack_length": 64}
-        with patch.object(Reference, "log_probs", counted), patch.object(dpo, "_STEPS", parts_of):
+        with patch.object(ReferenceModel, "log_probs", counted), patch.object(dpo, "_STEPS", parts_of):
             trainer = quietly(lambda: DpoTrainer(precompute_ref_log_probs=True, **given))
             with contextlib.suppress(RuntimeError, McaError):
                 quietly(getattr(trainer, method))

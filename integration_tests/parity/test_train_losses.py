@@ -233,14 +233,14 @@ def told_in_python(checkpoint: Path, output: Path) -> list[str]:
         lambda: OnLogits(**(good | {"args": smoothed})),
     ]
     failing = quietly(lambda: OneNumber(**good, eval_dataset={"some": samples(2)}))
-    signals = failing.signals
+    signals = failing.metrics
     wrong += [lambda: failing.evaluate(samples(2)), lambda: failing.evaluate("other")]
     told = []
     for call in wrong:
         with pytest.raises(McaError) as error:
             quietly(call)
         told.append(str(error.value))
-    assert failing.signals is signals  # training's go on after an evaluation that failed
+    assert failing.metrics is signals  # training's go on after an evaluation that failed
     return told
 
 
@@ -257,7 +257,7 @@ def test_what_python_gives_wrongly_is_one_line(checkpoint, tmp_path):
         "a sample of the dataset has text; expected 'input_ids'",
         "data_collator made no tensor 'input_ids'",
         "sequence_packing makes rows of samples itself, without data_collator",
-        "label_smoothing_factor does nothing for a trainer that wants logits; remove it",
+        "label_smoothing_factor is not supported with wants_logits; remove it",
         "OneNumber.compute_loss returned tensor(",
         "eval_dataset has no dataset 'other'; it has: some",
     ]

@@ -141,13 +141,13 @@ def refused(reference: Mixed) -> list[str]:
     from mca_config.errors import McaError
     from mca_models.megatron import AutoModel
     from mca_models.megatron.peft import get_peft_model
-    from mca_train.engine.param_groups import choose_parts
+    from mca_train.engine.param_groups import select_trained_parts
 
     def told(model: Any, **given: Any) -> str:
         unset = dict.fromkeys(("freeze", "vision_learning_rate", "projector_learning_rate"))
         args = SimpleNamespace(**{**unset, "overlap_param_gather": False, **given})
         try:
-            choose_parts(model, args)
+            select_trained_parts(model, args)
         except McaError as error:
             return str(error)
         return ""

@@ -28,7 +28,7 @@ def after_loading(
         quietly(trainer.train)
         assert any((tensor != before[key]).any() for key, tensor in model.export_weights())
         model.load_weights(before.items())
-        trainer.engine.take_weights()
+        trainer.engine.reload_main_params()
         for group in trainer.engine.optimizer.param_groups:
             group["lr"] = 0.0
         trainer.engine.optimizer_step()

@@ -257,40 +257,40 @@ def test_additional_settings_stand_in_megatrons_configuration(models, tmp_path):
 
 
 def test_what_does_nothing_is_said_in_one_line(models, tmp_path, caplog):
-    from mca_train.trainer.unused_options import tell_without_effect
+    from mca_train.trainer.unused_options import warn_unused_options
 
     for name, (why, changes) in (SAID | SAID_OF_VALUES | SAID_OF_SETTINGS).items():
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="mca_train"):
-            tell_without_effect(*megatron(models / "dense", tmp_path, changes))
+            warn_unused_options(*megatron(models / "dense", tmp_path, changes))
         (line,) = [record.getMessage() for record in caplog.records]
         assert line.startswith("without effect in this run: "), line
         assert f"{name} (" in line and why in line, line
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="mca_train"):
-        tell_without_effect(*megatron(models / "dense", tmp_path, RATES), trains_vocabulary=False)
+        warn_unused_options(*megatron(models / "dense", tmp_path, RATES), trains_vocabulary=False)
     assert caplog.messages == [
         "without effect in this run: decoupled_lr (embedding and output layer are not trained)"
     ]
 
 
 def test_nothing_is_said_of_what_has_an_effect(models, tmp_path, caplog):
-    from mca_train.trainer.unused_options import tell_without_effect
+    from mca_train.trainer.unused_options import warn_unused_options
 
     for model, base, changes in EFFECT.values():
         with caplog.at_level(logging.WARNING, logger="mca_train"):
-            tell_without_effect(*megatron(models / model, tmp_path, base | changes))
+            warn_unused_options(*megatron(models / model, tmp_path, base | changes))
     assert not caplog.records
 
 
 def test_routing_for_measuring_speed_is_said(models, tmp_path, caplog):
-    from mca_train.trainer.forced_routing import tell_forced_routing
+    from mca_train.trainer.moe_warnings import warn_forced_routing
 
     forced = {"additional_configs": {"moe_router_force_load_balancing": True}}
     for model, changes in (("moe", {}), ("dense", forced), ("moe", forced)):
         assert not caplog.records
         with caplog.at_level(logging.WARNING, logger="mca_train"):
-            tell_forced_routing(*megatron(models / model, tmp_path, changes)[1:])
+            warn_forced_routing(*megatron(models / model, tmp_path, changes)[1:])
     assert [message.split(":")[0] for message in caplog.messages] == ["moe_router_force_load_balancing"]
 
 

@@ -29,7 +29,7 @@ def states_held(checkpoint: Path, output_dir: Path, changes: dict[str, Any]) -> 
     for buffer in (each for part in engine.optimizer.chained_optimizers for each in part.buffers):
         padding += sum(bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets)
         for start, stop, bucket in buffer.param_index_map.values():
-            over += len(distributed_optimizer.shares_of(buffer.buckets[bucket], start, stop, 2)) > 1
+            over += len(distributed_optimizer.bucket_shares(buffer.buckets[bucket], start, stop, 2)) > 1
     found: dict[str, Any] = {"padding": padding, "over a border": over}
     for name, loading in (("written", False), ("asked", True)):
         state = optimizer_state._sharded(engine.optimizer, engine.chunks, loading=loading)

@@ -54,5 +54,5 @@ def test_an_evaluation_without_a_target_has_no_loss(tmp_path: Path) -> None:
     )
     assert [line.partition(":")[0] for line in others] == ["the evaluation has no eval_loss"] * 2
     assert found["refused"].startswith(
-        "metric_for_best_model is 'loss', of which the evaluation has no number"
+        "metric_for_best_model is 'loss', which the evaluation does not report"
     )

@@ -35,14 +35,14 @@ def after_stale(model: Path, output_dir: Path, cases: dict[str, dict[str, Any]])
 
     from mca_train.checkpoint import distributed_optimizer, training_state
 
-    pieces = distributed_optimizer._pieces
+    pieces = distributed_optimizer._local_shards
 
     def stale(*of: Any) -> Any:
         return {key: torch.zeros_like(one) if key == "param" else one for key, one in pieces(*of).items()}
 
     steps = FIRST + 2
     with (
-        mock.patch.object(distributed_optimizer, "_pieces", stale),
+        mock.patch.object(distributed_optimizer, "_local_shards", stale),
         mock.patch.object(training_state, "replace", lambda numbers, **_: numbers),  # it names no optimizer
     ):
         found = {"straight": run(model, output_dir / "straight", steps, **ZERO)["loss"]}

@@ -302,7 +302,7 @@ def test_a_plan_knows_what_a_reference_excludes(run, capsys):
     overlap = dict.fromkeys(OVERLAP, True)
     for kind, changes in [("kto", {}), ("dpo", {"lora_rank": 4})]:
         assert main(["plan", kind, run(**changes, **overlap)]) == 2
-        assert "overlap_param_gather cannot be combined with" in capsys.readouterr().out
+        assert "overlap_param_gather is not supported with" in capsys.readouterr().out
     assert main(["plan", "dpo", run(lora_rank=4, dpo_loss="simpo", **overlap)]) == 0
 
 

@@ -7,7 +7,7 @@ import torch
 
 from mca_train import PairDataset, TokenDataset
 from mca_train.checkpoint import reference_log_probs
-from mca_train.checkpoint.reference_log_probs import ReferenceFile, name_of
+from mca_train.checkpoint.reference_log_probs import ReferenceLogProbs, model_fingerprint
 from mca_train.data.sample_images import SampleImages
 
 
@@ -17,16 +17,16 @@ def pairs(last=5, *, target=True):
 
 
 def test_what_is_kept_serves_the_same_samples_and_reference_alone(tmp_path, monkeypatch):
-    kept = ReferenceFile(tmp_path, "train", pairs(), "model")
+    kept = ReferenceLogProbs(tmp_path, "train", pairs(), "model")
     assert kept.read() is None
     kept.write(np.array([[-1.5, -2.25]]))
-    assert ReferenceFile(tmp_path, "train", pairs(), "model").read().tolist() == [[-1.5, -2.25]]
-    assert ReferenceFile(tmp_path, "eval", pairs(), "model").read() is None
-    assert ReferenceFile(tmp_path, "train", pairs(last=6), "model").read() is None
-    assert ReferenceFile(tmp_path, "train", pairs(target=False), "model").read() is None
-    assert ReferenceFile(tmp_path, "train", pairs(), "other").read() is None
+    assert ReferenceLogProbs(tmp_path, "train", pairs(), "model").read().tolist() == [[-1.5, -2.25]]
+    assert ReferenceLogProbs(tmp_path, "eval", pairs(), "model").read() is None
+    assert ReferenceLogProbs(tmp_path, "train", pairs(last=6), "model").read() is None
+    assert ReferenceLogProbs(tmp_path, "train", pairs(target=False), "model").read() is None
+    assert ReferenceLogProbs(tmp_path, "train", pairs(), "other").read() is None
     monkeypatch.setattr(reference_log_probs, "_VERSION", 0)
-    assert ReferenceFile(tmp_path, "train", pairs(), "model").read() is None, "computed by older code"
+    assert ReferenceLogProbs(tmp_path, "train", pairs(), "model").read() is None, "computed by older code"
 
 
 def with_image(pixel: float) -> Any:
@@ -35,13 +35,13 @@ def with_image(pixel: float) -> Any:
 
 
 def test_images_are_known_by_what_they_show(tmp_path: Any) -> None:
-    ReferenceFile(tmp_path, "train", with_image(0.5), "model").write(np.array([[-1.5, -2.25]]))
-    assert ReferenceFile(tmp_path, "train", with_image(0.5), "model").read() is not None
-    assert ReferenceFile(tmp_path, "train", with_image(0.25), "model").read() is None
+    ReferenceLogProbs(tmp_path, "train", with_image(0.5), "model").write(np.array([[-1.5, -2.25]]))
+    assert ReferenceLogProbs(tmp_path, "train", with_image(0.5), "model").read() is not None
+    assert ReferenceLogProbs(tmp_path, "train", with_image(0.25), "model").read() is None
 
 
 def test_a_file_that_is_not_whole_counts_as_none(tmp_path):
-    kept = ReferenceFile(tmp_path, "train", pairs(), "model")
+    kept = ReferenceLogProbs(tmp_path, "train", pairs(), "model")
     kept.write(np.array([[-1.5, -2.25]]))
     kept.path.write_bytes(kept.path.read_bytes()[:-30])
     assert kept.read() is None
@@ -57,7 +57,7 @@ def test_a_reference_is_known_by_its_weights_and_its_settings(monkeypatch: pytes
             param = SimpleNamespace(mca_name=lambda: "lora_A")
             model.rules, model.adapter = SimpleNamespace(params=[param]), SimpleNamespace(document={})
             model.adapter_parameters = lambda: iter([("lora_A", adapter)])
-        return name_of(model, with_adapter=True)
+        return model_fingerprint(model, with_adapter=True)
 
     first = name(dtype="float32", rotary_base=10000)
     assert name(rotary_base=10000, dtype="float32") == first

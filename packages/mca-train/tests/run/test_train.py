@@ -127,7 +127,7 @@ def test_a_rank_that_has_ended_has_no_process_groups(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(train, "set_log_levels", lambda training: None)
     settings = SimpleNamespace(training=None)
     inputs: Any = SimpleNamespace(
-        run=SimpleNamespace(settings=settings), lock=SimpleNamespace(kept=nullcontext)
+        run=SimpleNamespace(settings=settings), lock=SimpleNamespace(heartbeat=nullcontext)
     )
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from mca_train.trainer.hang_detector import is_time_out
+from mca_train.trainer.hang_detector import is_timeout
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms for recv"
 
@@ -29,4 +29,4 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Time
     ],
 )
 def test_only_ranks_that_wait_for_ranks_have_timed_out(error, expected):
-    assert is_time_out(error) is expected
+    assert is_timeout(error) is expected

@@ -11,8 +11,8 @@ from mca_config import TrainingArguments
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron import platform
 from mca_models.megatron.factory.transformer_config import transformer_config
-from mca_train.trainer.moe_warnings import tell_moving_biases
-from mca_train.trainer.unused_options import tell_without_effect
+from mca_train.trainer.moe_warnings import warn_router_bias_step
+from mca_train.trainer.unused_options import warn_unused_options
 
 SIZES: dict[str, Any] = {
     **{
@@ -49,9 +49,9 @@ def test_the_default_is_told_beside_chances(
     )
     args, megatron = (SimpleNamespace(moe_router_bias_update_rate=each) for each in (given, rate))
     with caplog.at_level(logging.WARNING, logger="mca_train"):
-        tell_moving_biases(args, config, megatron, trained=trained)
+        warn_router_bias_step(args, config, megatron, trained=trained)
     assert len(caplog.messages) == told
-    assert all("by 0.001" in line and "768 experts is 0.0013" in line for line in caplog.messages)
+    assert all("is 0.001" in line and "768 experts is 0.0013" in line for line in caplog.messages)
 
 
 KIND = {"moe_router_load_balancing_type": "seq_aux_loss"}
@@ -102,5 +102,5 @@ def test_what_balances_no_experts_is_told(
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", **asked)
     megatron = transformer_config(config, args, config.layout, "float32")
     with caplog.at_level(logging.WARNING, logger="mca_train"):
-        tell_without_effect(args, config, megatron, trains_routers=trained)
+        warn_unused_options(args, config, megatron, trains_routers=trained)
     assert caplog.messages == ([] if told is None else [f"without effect in this run: {told}"])

@@ -347,7 +347,7 @@ class VirtualModels(torch.nn.Module):
 
         Every rank gets all tensors and keeps its shards at once. A tensor may also come in pieces:
         ``(name, rows, first row)``. Tied tensors may come once or under both names. After an error the model has some
-        of the new weights. Afterwards refresh a trainer's optimizer: ``trainer.engine.take_weights()``.
+        of the new weights. Afterwards refresh a trainer's optimizer: ``trainer.engine.reload_main_params()``.
 
         Args:
             weights: Names and tensors, in fp64, fp32, bf16 or fp16, or in fp8 with scales, on any device.

@@ -29,7 +29,7 @@ _ADAM = ("exp_avg", "exp_avg_sq", "param")
 
 
 @contextmanager
-def by_parameter(optimizer: MegatronOptimizer) -> Iterator[None]:
+def per_parameter_states(optimizer: MegatronOptimizer) -> Iterator[None]:
     """A block in which the split optimizers of ``optimizer`` give their states so."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     split = [part for part in parts if hasattr(part, "gbuf_ranges")]
@@ -53,20 +53,20 @@ def states(
     group, found, number = optimizer.data_parallel_group, {}, 0
     for buffer in optimizer.buffers:
         for param, (start, stop, bucket) in buffer.param_index_map.items():
-            shares = shares_of(buffer.buckets[bucket], start, stop, group.size())
+            shares = bucket_shares(buffer.buckets[bucket], start, stop, group.size())
             if is_loading:
-                whole = _room(optimizer, param) if group.rank() in shares else {}
+                whole = _empty_full(optimizer, param) if group.rank() in shares else {}
             else:
-                whole = _gathered(optimizer, param, shares)
+                whole = _gather_full(optimizer, param, shares)
             found[number] = {
-                key: _named(sharded[param], key, tensor, optimizer.distributed_optimizer_instance_id)
+                key: _sharded_tensor(sharded[param], key, tensor, optimizer.distributed_optimizer_instance_id)
                 for key, tensor in whole.items()
             }
             number += 1
     return found
 
 
-def shares_of(bucket: Upstream, start: int, stop: int, ranks: int) -> Shares:
+def bucket_shares(bucket: Upstream, start: int, stop: int, ranks: int) -> Shares:
     """Who has which part of the parameter between two places of the buffer."""
     each = bucket.grad_data.numel() // ranks
     start, stop = start - bucket.offset, stop - bucket.offset
@@ -76,13 +76,13 @@ def shares_of(bucket: Upstream, start: int, stop: int, ranks: int) -> Shares:
     }
 
 
-def _gathered(optimizer: MegatronOptimizer, param: nn.Parameter, shares: Shares) -> dict[str, Tensor]:
+def _gather_full(optimizer: MegatronOptimizer, param: nn.Parameter, shares: Shares) -> dict[str, Tensor]:
     """The whole state of a parameter on the rank that has most of it, in the host's memory; on others nothing."""
     group = optimizer.data_parallel_group
     me, owner = group.rank(), max(shares, key=lambda rank: shares[rank][1] - shares[rank][0])
     if me not in shares:
         return {}
-    mine = _pieces(optimizer, param)
+    mine = _local_shards(optimizer, param)
     device = platform.current_device()
     if me != owner:
         sent = torch.stack([piece.to(device) for piece in mine.values()])
@@ -105,10 +105,10 @@ def _gathered(optimizer: MegatronOptimizer, param: nn.Parameter, shares: Shares)
     return found
 
 
-def _pieces(optimizer: MegatronOptimizer, param: nn.Parameter) -> dict[str, Tensor]:
+def _local_shards(optimizer: MegatronOptimizer, param: nn.Parameter) -> dict[str, Tensor]:
     """This rank's part of a parameter's state, flat and in fp32, in the order of its names."""
     kept: Mapping[str, object] = optimizer._get_main_param_and_optimizer_states(param)
-    held = held_by(optimizer, param)
+    held = local_shard(optimizer, param)
     if (
         held.dtype == torch.float32
     ):  # Transformer Engine's Adam does not update the main parameter of such a one
@@ -120,7 +120,7 @@ def _pieces(optimizer: MegatronOptimizer, param: nn.Parameter) -> dict[str, Tens
     }
 
 
-def held_by(optimizer: MegatronOptimizer, param: nn.Parameter) -> Tensor:
+def local_shard(optimizer: MegatronOptimizer, param: nn.Parameter) -> Tensor:
     """This rank's part of ``param`` as it stands in the groups of a split optimizer."""
     group, place = optimizer.model_param_group_index_map[param]
     found: Tensor = optimizer.optimizer.param_groups[group]["params"][place]
@@ -132,13 +132,13 @@ def _exchange(operations: list[dist.P2POp]) -> None:
         work.wait()
 
 
-def _room(optimizer: MegatronOptimizer, param: nn.Parameter) -> dict[str, Tensor]:
+def _empty_full(optimizer: MegatronOptimizer, param: nn.Parameter) -> dict[str, Tensor]:
     """Places for the whole state of a parameter, of which this rank needs a part."""
-    keys = _pieces(optimizer, param).keys() | {"param"}
+    keys = _local_shards(optimizer, param).keys() | {"param"}
     return {key: torch.empty(param.shape) for key in sorted(keys if len(keys) > 1 else _ADAM)}
 
 
-def _named(like: Upstream, key: str, tensor: Tensor, instance: int) -> OptimizerState:
+def _sharded_tensor(like: Upstream, key: str, tensor: Tensor, instance: int) -> OptimizerState:
     """A tensor as the distributed checkpoint knows it; ``like`` is the parameter's own there."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from mca_config.errors import McaError
 from mca_models.megatron.distributed.collectives import all_gather, run_on_all_ranks, run_on_first_rank
 from mca_models.storage.atomic import write_file
-from mca_models.storage.manifest import FILE_NAME as OF_MODEL
+from mca_models.storage.manifest import FILE_NAME as MODEL_MANIFEST
 from mca_models.storage.manifest import Manifest
 from mca_train import groups
 from mca_train.checkpoint.model import HF_FOLDER
@@ -60,7 +60,7 @@ class Checksums:
             self._sum()
         else:
             self._thread.join()
-        found = run_on_all_ranks(self._own)
+        found = run_on_all_ranks(self._records_or_error)
         if self._ranks.is_first:
             files = {
                 name: {"bytes": size, "crc32": f"{crc:08x}"}
@@ -84,7 +84,7 @@ class Checksums:
         except Exception as error:  # raised by finish, on every rank
             self._fault = error
 
-    def _own(self) -> dict[str, _Record]:
+    def _records_or_error(self) -> dict[str, _Record]:
         if self._fault is not None:
             raise self._fault
         return self._records
@@ -108,12 +108,12 @@ def faults(checkpoint: Path, rank: int, world_size: int) -> list[str]:
 
 def _covered_files(checkpoint: Path) -> list[str]:
     """All but the Hugging Face model and what a manifest of the model's own covers; no file is looked at."""
-    own = [path.parent for path in checkpoint.glob(f"iter_*/{OF_MODEL}")]
+    own = [path.parent for path in checkpoint.glob(f"iter_*/{MODEL_MANIFEST}")]
     found = []
     for folder, _, names in os.walk(checkpoint):
         for path in (Path(folder) / name for name in names):
             inside = path.relative_to(checkpoint).parts[0] == HF_FOLDER
-            covered = any(parent in path.parents and path.name != OF_MODEL for parent in own)
+            covered = any(parent in path.parents and path.name != MODEL_MANIFEST for parent in own)
             if not inside and not covered and path != checkpoint / MANIFEST:
                 found.append(str(path.relative_to(checkpoint)))
     return sorted(found)
@@ -135,17 +135,17 @@ def _expected(checkpoint: Path) -> dict[str, _Record]:
     if trains:
         document = json.loads((checkpoint / MANIFEST).read_text())
         found = {name: (int(e["bytes"]), int(e["crc32"], 16)) for name, e in document["files"].items()}
-    elif not _is_of_model_only(checkpoint):
+    elif not _is_model_only(checkpoint):
         raise McaError(f"{checkpoint / MANIFEST.parent}: is missing")
-    covered = {Path(name).parts[0] for name in found if Path(name).name != OF_MODEL}
+    covered = {Path(name).parts[0] for name in found if Path(name).name != MODEL_MANIFEST}
     left = sorted(path for path in checkpoint.glob("iter_*") if path.name not in covered)
-    for iteration in (path for path in left if trains or (path / OF_MODEL).is_file()):
+    for iteration in (path for path in left if trains or (path / MODEL_MANIFEST).is_file()):
         files = Manifest.load(iteration).files
         found |= {f"{iteration.name}/{name}": (record.nbytes, record.crc32) for name, record in files.items()}
     return found
 
 
-def _is_of_model_only(checkpoint: Path) -> bool:
+def _is_model_only(checkpoint: Path) -> bool:
     """Whether it was saved without what training needs, on purpose."""
     try:
         return bool(json.loads((checkpoint / ARGUMENTS_FILE).read_text())["save_only_model"])

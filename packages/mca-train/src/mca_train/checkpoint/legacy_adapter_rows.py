@@ -17,7 +17,7 @@ Leaf = tuple[OptimizerState, Typed, OptimizerState]
 """A sharded tensor, what holds it, and under which key."""
 
 
-def ask_for_rows_of_ranks(leaves: Iterable[Leaf], saved: Container[str], folder: Path) -> None:
+def request_legacy_adapter_rows(leaves: Iterable[Leaf], saved: Container[str], folder: Path) -> None:
     """Asks for that tensor where ``folder`` has it instead of its parts; collective.
 
     Raises:

@@ -1,6 +1,6 @@
-"""What a run carries from step to step beside the model, the optimizer and its place in the data.
+"""State of the training loop besides the model, the optimizer and the position in the data.
 
-It goes into every checkpoint, so that a run that is stopped and resumed logs and decides what one that was not does.
+Every checkpoint holds it, so that a resumed run logs and decides the same as an uninterrupted one.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -9,29 +9,29 @@ from mca_config.types import JsonObject, Values
 
 
 @dataclass(kw_only=True)
-class Due:
-    """What comes after the step of a checkpoint, and was not done when it was written."""
+class PendingEvents:
+    """Events after the step of a checkpoint that had not happened when it was written."""
 
     evaluation: bool = False
-    """Put off by SIGTERM."""
+    """An evaluation that SIGTERM deferred."""
     save: bool = False
-    """That would have come after this evaluation."""
+    """A checkpoint that was due after this evaluation."""
     end_of_epoch: bool = False
-    """If the epoch is over: its end has not been announced."""
+    """The end of the epoch, if the epoch is over."""
 
 
 @dataclass(kw_only=True)
 class Totals:
-    """Of the whole run."""
+    """Totals over the full run."""
 
     loss: float = 0.0
-    """Of all logged steps with a target."""
+    """Sum over all logged steps with a target."""
     steps: int = 0
-    """Of which that is the sum."""
+    """Number of steps in ``loss``."""
     updates: int = 0
     """Steps that were not skipped."""
     without_targets: int = 0
-    """Of those that were."""
+    """Steps that were skipped because they had no target."""
     logged: int = 0
     """The last step that a log covers."""
     grad_norm: float | None = None
@@ -41,30 +41,30 @@ class Totals:
 
     @property
     def mean_loss(self) -> float:
-        """Of a step."""
+        """Return the mean loss of a logged step."""
         return self.loss / max(self.steps, 1)
 
 
 @dataclass(kw_only=True)
-class Carried:
-    """Numbers of a run; ``meters`` are what is summed up since the last log, by the name of who does it."""
+class LoopState:
+    """Loop state; ``meters`` holds sums since the last log by the name of their meter."""
 
     totals: Totals = field(default_factory=Totals)
-    due: Due = field(default_factory=Due)
+    due: PendingEvents = field(default_factory=PendingEvents)
     meters: Values = field(default_factory=dict)
     run_kind: str | None = None
-    """Of the trainer; None: an earlier version wrote it."""
+    """``run_kind`` of the trainer; None in checkpoints of earlier versions."""
 
-    def document(self) -> JsonObject:
-        """As JSON can hold it."""
+    def to_dict(self) -> JsonObject:
+        """Return the state as JSON values."""
         return asdict(self)
 
     @classmethod
-    def read(cls, document: Values) -> "Carried":
-        """From `document`."""
+    def from_dict(cls, document: Values) -> "LoopState":
+        """Build the state from `to_dict`."""
         return cls(
             totals=Totals(**document["totals"]),
-            due=Due(**document["due"]),
+            due=PendingEvents(**document["due"]),
             meters=document["meters"],
             run_kind=document.get("run_kind"),
         )

@@ -1,8 +1,8 @@
-"""Main parameters, the fp32 copies of weights in half precision, where checkpoint or run has none.
+"""Main parameters, the fp32 copies of half-precision weights, where checkpoint or run has none.
 
-An optimizer of weights in half precision holds them, and so does its checkpoint. A whole optimizer of fp32 weights has
-none, for the weights are what they would be; nor has its checkpoint. A run that goes on in the other precision takes
-the one for the other, so that nothing is rounded on the way.
+Optimizers of half-precision weights and their checkpoints hold main parameters. A non-distributed optimizer of fp32
+weights has none, and neither has its checkpoint. A run that resumes in the other precision converts between weights and
+main parameters without rounding.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,40 +12,40 @@ import torch
 from torch import Tensor, nn
 
 from mca_config.types import JsonObject
-from mca_train.engine.offload import MASTER, is_precise
+from mca_train.engine.offload import MASTER, is_precision_aware
 from mca_train.types import MegatronOptimizer, OptimizerState
 
 PREFIX = "optimizer.state.fp32_param"
 _WEIGHTS = "mca_weights"
 
-Unrounded = Callable[[nn.Parameter], Tensor]
-"""What a checkpoint's model has of this rank's piece of a parameter, in fp32."""
+ReadFp32 = Callable[[nn.Parameter], Tensor]
+"""Function that reads this rank's shard of a parameter from a checkpoint, in fp32."""
 
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """The model of a checkpoint, whose weights are in place in the dtype of the run.
+    """Weights of a checkpoint, which are loaded in the dtype of the run.
 
     Attributes:
-        read: Reads one as it was saved.
-        in_fp32: All were saved so.
+        read: Reads one parameter with its saved precision.
+        in_fp32: All were saved in fp32.
     """
 
-    read: Unrounded
+    read: ReadFp32
     in_fp32: bool
 
 
-def ask_for_weights(optimizer: MegatronOptimizer, parts: Sequence[JsonObject], model: OptimizerState) -> None:
-    """Adds to the state of every whole optimizer of fp32 weights the main parameters that would be its weights.
+def request_weights(optimizer: MegatronOptimizer, parts: Sequence[JsonObject], model: OptimizerState) -> None:
+    """Add main parameters to the state of non-distributed fp32 optimizers, to be loaded as their weights.
 
     Args:
-        optimizer: Megatron's, whole or chained.
+        optimizer: Megatron's, single or chained.
         parts: The states of its single optimizers.
         model: The sharded state of the model.
     """
     from megatron.core.dist_checkpointing import optimizer as sharding
 
-    for part, params in _of_fp32(optimizer, parts):
+    for part, params in _fp32_optimizers(optimizer, parts):
         leaves = sharding.get_param_id_to_sharded_param_map(model, iter(params)) if params else {}
         part[_WEIGHTS] = {
             number: sharding.make_sharded_optimizer_tensor(leaf, params[number].detach(), PREFIX)
@@ -54,49 +54,49 @@ def ask_for_weights(optimizer: MegatronOptimizer, parts: Sequence[JsonObject], m
 
 
 @torch.no_grad()
-def take_weights(optimizer: MegatronOptimizer, parts: Sequence[JsonObject]) -> None:
-    """Makes weights of the main parameters that were asked for and are there."""
-    for part, params in _of_fp32(optimizer, parts):
-        for number, found in part.pop(_WEIGHTS).items():
-            if isinstance(found, Tensor):
-                params[number].copy_(found)
+def copy_into_weights(optimizer: MegatronOptimizer, parts: Sequence[JsonObject]) -> None:
+    """Copy the loaded main parameters of `request_weights` into the weights."""
+    for part, params in _fp32_optimizers(optimizer, parts):
+        for number, value in part.pop(_WEIGHTS).items():
+            if isinstance(value, Tensor):
+                params[number].copy_(value)
 
 
-def _of_fp32(
+def _fp32_optimizers(
     optimizer: MegatronOptimizer, parts: Sequence[JsonObject]
 ) -> Iterator[tuple[JsonObject, list[nn.Parameter]]]:
-    """The states of whole optimizers that hold no main parameters, and the weights of each in its order."""
+    """Yield the states of non-distributed optimizers without main parameters, and their weights in order."""
     for part, single in zip(parts, _singles(optimizer), strict=True):
         if not hasattr(single, "gbuf_ranges") and not hasattr(single, "float16_groups"):
             groups = [] if single.optimizer is None else single.optimizer.param_groups
             yield part, [param for group in groups for param in group["params"]]
 
 
-def fill(optimizer: MegatronOptimizer, parts: Sequence[JsonObject], unrounded: Unrounded) -> None:
-    """Puts the checkpoint's weights in the place of main parameters that it has none of."""
+def fill_missing(optimizer: MegatronOptimizer, parts: Sequence[JsonObject], read_fp32: ReadFp32) -> None:
+    """Replace main parameters that the checkpoint lacks by its weights."""
     for part, single in zip(parts, _singles(optimizer), strict=True):
         if "param_state" in part:
             params = [param for buffer in single.buffers for param in buffer.param_index_map]
             for number, tensors in part["param_state"].items():
-                for key in [key for key, found in tensors.items() if not isinstance(found, Tensor)]:
-                    tensors[key] = _exact(params[number], unrounded)
-        for found, params in zip(
+                for key in [key for key, value in tensors.items() if not isinstance(value, Tensor)]:
+                    tensors[key] = _fp32_value(params[number], read_fp32)
+        for values, params in zip(
             part.get("fp32_from_fp16_params", ()), getattr(single, "float16_groups", ()), strict=True
         ):
-            missing = [place for place, value in enumerate(found) if not isinstance(value, Tensor)]
-            for place in missing:
-                found[place] = _exact(params[place], unrounded)
+            missing = [index for index, value in enumerate(values) if not isinstance(value, Tensor)]
+            for index in missing:
+                values[index] = _fp32_value(params[index], read_fp32)
 
 
-def _exact(param: nn.Parameter, unrounded: Unrounded) -> Tensor:
-    """``param``, which the checkpoint's model may know more precisely."""
-    return param.detach().clone() if param.dtype == torch.float32 else unrounded(param)
+def _fp32_value(param: nn.Parameter, read_fp32: ReadFp32) -> Tensor:
+    """Return ``param`` in fp32, read from the checkpoint if its saved precision is higher."""
+    return param.detach().clone() if param.dtype == torch.float32 else read_fp32(param)
 
 
 @torch.no_grad()
-def take_beside_weights(optimizer: MegatronOptimizer) -> None:
-    """Makes weights of what Transformer Engine's Adam has loaded beside those in fp32, which alone it updates."""
-    for single in filter(is_precise, _singles(optimizer)):
+def copy_te_main_params(optimizer: MegatronOptimizer) -> None:
+    """Copy the main parameters loaded into Transformer Engine's Adam into fp32 weights, which it updates directly."""
+    for single in filter(is_precision_aware, _singles(optimizer)):
         for group in single.optimizer.param_groups:
             for param in group["params"]:
                 state = single.optimizer.state.get(param, {})
@@ -105,5 +105,5 @@ def take_beside_weights(optimizer: MegatronOptimizer) -> None:
 
 
 def _singles(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    found: list[MegatronOptimizer] = getattr(optimizer, "chained_optimizers", [optimizer])
-    return found
+    singles: list[MegatronOptimizer] = getattr(optimizer, "chained_optimizers", [optimizer])
+    return singles

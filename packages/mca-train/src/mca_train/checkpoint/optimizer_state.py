@@ -24,14 +24,14 @@ from mca_models.megatron.distributed.writer import PendingWrite, write_state
 from mca_models.torch_checkpoint.storage_forms import global_spellings
 from mca_train import groups
 from mca_train.checkpoint import main_params
-from mca_train.checkpoint.distributed_optimizer import by_parameter
-from mca_train.checkpoint.legacy_adapter_rows import ask_for_rows_of_ranks
+from mca_train.checkpoint.distributed_optimizer import per_parameter_states
+from mca_train.checkpoint.legacy_adapter_rows import request_legacy_adapter_rows
 from mca_train.checkpoint.main_params import SavedWeights
-from mca_train.engine.offload import as_plain, begin_precise, is_precise
+from mca_train.engine.offload import as_adam, init_precision_aware_state, is_precision_aware
 from mca_train.types import Chunk, MegatronOptimizer, OptimizerState
 
-_MASTER = f"{main_params.PREFIX}."
-_MASTER_WHERE_SPLIT = "optimizer.state.param."
+_MAIN_PARAM = f"{main_params.PREFIX}."
+_MAIN_PARAM_IF_SPLIT = "optimizer.state.param."
 _KIND = re.compile(r"optimizer\.state\.(?!fp32_param\.)(\w+)\.")
 _ALL_LAYERS = re.compile(r"optimizer\.state\.\w+\.decoder\.layers\.(?!\d)")
 
@@ -54,10 +54,10 @@ def save(
     Returns:
         The numbers of all ranks, which are the caller's to keep, and what has yet to be finished.
     """
-    with as_plain(optimizer, loading=False):
+    with as_adam(optimizer, loading=False):
         state = _sharded(optimizer, chunks, loading=False)
     leaves = {str(number): leaf for number, (_, _, leaf) in enumerate(_leaves(state))}
-    return _of_all_ranks(_numbers(state)), write_state(leaves, folder, background=background)
+    return _max_step(_numbers(state)), write_state(leaves, folder, background=background)
 
 
 def load(
@@ -67,7 +67,7 @@ def load(
     numbers: Numbers,
     weights: SavedWeights,
     *,
-    unread: Collection[str] = (),
+    ignored: Collection[str] = (),
 ) -> None:
     """Restores `save`, written on whatever layout; collective. The weights are in place already.
 
@@ -77,13 +77,13 @@ def load(
         folder: Written by `save`.
         numbers: That it returned.
         weights: Those that were saved beside it.
-        unread: What the optimizer that wrote it kept of each parameter, but never read.
+        ignored: What the optimizer that wrote it kept of each parameter, but never read.
 
     Raises:
         McaError: The checkpoint has no state for a parameter (another optimizer or another model wrote it).
     """
-    with as_plain(optimizer, loading=True):
-        _load(optimizer, chunks, folder, numbers, weights, unread)
+    with as_adam(optimizer, loading=True):
+        _load(optimizer, chunks, folder, numbers, weights, ignored)
 
 
 def _load(
@@ -92,36 +92,36 @@ def _load(
     folder: Path,
     numbers: Numbers,
     weights: SavedWeights,
-    unread: Collection[str],
+    ignored: Collection[str],
 ) -> None:
     saved = shapes_in(folder)
     state = _sharded(optimizer, chunks, loading=True, by_layer=not any(map(_ALL_LAYERS.match, saved)))
-    _require_same_kind(folder, _kinds(saved) - set(unread), state)
+    _require_same_kind(folder, _kinds(saved) - set(ignored), state)
     counting = [_counts_steps(part) for part in _parts(state)]
-    _ask_as_spelled(state, saved)
-    ask_for_rows_of_ranks(list(_leaves(state)), saved, folder)
+    _use_saved_keys(state, saved)
+    request_legacy_adapter_rows(list(_leaves(state)), saved, folder)
     asked, absent = {}, []
     stale = (
         numbers.optimizer is None and weights.in_fp32
     )  # mca 0.1.0 wrote main parameters that were never updated
     for number, (_, key, leaf) in enumerate(_leaves(state)):
-        if stale and leaf.key.startswith(_MASTER):
+        if stale and leaf.key.startswith(_MAIN_PARAM):
             continue
         if all(key in saved for key in _keys(leaf)):
             asked[str(number)] = leaf
-        elif not leaf.key.startswith(_MASTER):
+        elif not leaf.key.startswith(_MAIN_PARAM):
             absent.append(f"'{leaf.key.removeprefix('optimizer.state.')}' ({key})")
-    _require_none(folder, absent)
+    _reject_absent(folder, absent)
     loaded = read_state(asked, folder) if any(all_gather(len(asked))) else {}
     for number, (container, key, leaf) in enumerate(list(_leaves(state))):
         if str(number) in asked:
             container[key] = _without_padding(loaded[str(number)], leaf, saved.get(leaf.key, ()))
-    main_params.take_weights(optimizer, _parts(state))
-    main_params.fill(optimizer, _parts(state), weights.read)
-    numbers = replace(numbers, grad_scaler=_within(numbers.grad_scaler, optimizer))
+    main_params.copy_into_weights(optimizer, _parts(state))
+    main_params.fill_missing(optimizer, _parts(state), weights.read)
+    numbers = replace(numbers, grad_scaler=_clamp_scaler(numbers.grad_scaler, optimizer))
     _put_numbers(state, numbers, counting)
-    optimizer.load_state_dict(_bare(state))
-    main_params.take_beside_weights(optimizer)
+    optimizer.load_state_dict(_unwrap_local_objects(state))
+    main_params.copy_te_main_params(optimizer)
 
 
 def _sharded(
@@ -146,19 +146,19 @@ def _sharded(
         if single.init_state_fn is None:  # of sgd
             single.init_state_fn = _begin_momentum
         if not loading and not single.optimizer.state:  # fp16: every step so far was skipped
-            begin = begin_precise if is_precise(single) else single.init_state_fn
+            begin = init_precision_aware_state if is_precision_aware(single) else single.init_state_fn
             begin(single.optimizer, single.config)
-    with by_parameter(optimizer):
+    with per_parameter_states(optimizer):
         state = optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     for _, _, leaf in _leaves(state):
-        if leaf.key.startswith(_MASTER_WHERE_SPLIT):
-            leaf.key = _MASTER + leaf.key.removeprefix(_MASTER_WHERE_SPLIT)
+        if leaf.key.startswith(_MAIN_PARAM_IF_SPLIT):
+            leaf.key = _MAIN_PARAM + leaf.key.removeprefix(_MAIN_PARAM_IF_SPLIT)
     if loading:
-        main_params.ask_for_weights(optimizer, _parts(state), model)
+        main_params.request_weights(optimizer, _parts(state), model)
     return state
 
 
-def _ask_as_spelled(state: OptimizerState, saved: Container[str]) -> None:
+def _use_saved_keys(state: OptimizerState, saved: Container[str]) -> None:
     """Asks for what it is called in the checkpoint: local layers once had names of their own for norms there."""
     for _, _, leaf in _leaves(state):
         leaf.key = next((key for key in global_spellings(leaf.key) if key in saved), leaf.key)
@@ -182,7 +182,7 @@ def _require_same_kind(folder: Path, saved: set[str], state: OptimizerState) -> 
         )
 
 
-def _require_none(folder: Path, absent: list[str]) -> None:
+def _reject_absent(folder: Path, absent: list[str]) -> None:
     """Raises on all ranks if one of them finds no state for a parameter; collective."""
     if missing := [name for names in all_gather(absent) for name in names]:
         raise McaError(
@@ -244,7 +244,7 @@ def _numbers(state: OptimizerState) -> Numbers:
     return Numbers(None if step is None else float(step), scaler)
 
 
-def _of_all_ranks(numbers: Numbers) -> Numbers:
+def _max_step(numbers: Numbers) -> Numbers:
     """With the step of the ranks that count it: a pipeline stage that trains nothing does not. Collective."""
     steps = [step for step in all_gather(numbers.step) if step is not None]
     return replace(numbers, step=max(steps, default=None))
@@ -261,7 +261,7 @@ def _put_numbers(state: OptimizerState, numbers: Numbers, counting: Sequence[boo
         if (
             numbers.grad_scaler and "grad_scaler" in part
         ):  # that of a loss scale which is given has no numbers
-            part["grad_scaler"] = _like(numbers.grad_scaler, part["grad_scaler"])
+            part["grad_scaler"] = _as_tensors(numbers.grad_scaler, part["grad_scaler"])
         if not counts:
             continue
         if numbers.step is None:  # no step was made, though this optimizer may have made some since
@@ -275,7 +275,7 @@ def _put_numbers(state: OptimizerState, numbers: Numbers, counting: Sequence[boo
             group["step"] = int(numbers.step)
 
 
-def _within(saved: JsonObject | None, optimizer: MegatronOptimizer) -> JsonObject | None:
+def _clamp_scaler(saved: JsonObject | None, optimizer: MegatronOptimizer) -> JsonObject | None:
     """The loss scaler's numbers, its counts within this run's settings.
 
     Megatron doubles the scale when the count equals the window: from above it never would.
@@ -289,7 +289,7 @@ def _within(saved: JsonObject | None, optimizer: MegatronOptimizer) -> JsonObjec
     return saved | {name: min(saved[name], limit) for name, limit in most.items()}
 
 
-def _like(saved: JsonObject, present: JsonObject) -> JsonObject:
+def _as_tensors(saved: JsonObject, present: JsonObject) -> JsonObject:
     """Numbers from JSON as the tensors that Megatron's loss scaler keeps."""
     return {
         key: torch.as_tensor(value, dtype=present[key].dtype).reshape(present[key].shape)
@@ -309,11 +309,11 @@ def _without_padding(tensor: Tensor, leaf: OptimizerState, saved: tuple[int, ...
     return tensor
 
 
-def _bare(state: OptimizerState) -> OptimizerState:
+def _unwrap_local_objects(state: OptimizerState) -> OptimizerState:
     """The state as Megatron's ``load_state_dict`` takes it: without the wrappers of local objects."""
     from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
-    unwrap: Callable[[OptimizerState], OptimizerState] = _bare
+    unwrap: Callable[[OptimizerState], OptimizerState] = _unwrap_local_objects
     if isinstance(state, LocalNonpersistentObject):
         return state.unwrap()
     if isinstance(state, dict):

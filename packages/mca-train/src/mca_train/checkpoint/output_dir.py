@@ -24,7 +24,7 @@ _WRITTEN = (
 )
 
 
-def require_own(output_dir: Path, sources: Iterable[str | Path | None]) -> None:
+def require_usable(output_dir: Path, sources: Iterable[str | Path | None]) -> None:
     """Raises unless ``output_dir`` has room for what a run writes.
 
     Args:
@@ -38,12 +38,12 @@ def require_own(output_dir: Path, sources: Iterable[str | Path | None]) -> None:
     sources = list(sources)
     with naming_read_errors(output_dir):
         try:
-            _require_own(output_dir, sources)
+            _require_usable(output_dir, sources)
         except FileNotFoundError:  # under torchrun the first rank makes it to try it, and takes it away again
-            _require_own(output_dir, sources)
+            _require_usable(output_dir, sources)
 
 
-def _require_own(output_dir: Path, sources: Iterable[str | Path | None]) -> None:
+def _require_usable(output_dir: Path, sources: Iterable[str | Path | None]) -> None:
     if _is_file(output_dir):
         raise McaError(f"output_dir: {output_dir} is a file; name a directory")
     if output_dir.is_symlink() and not output_dir.exists():
@@ -61,7 +61,7 @@ def _require_own(output_dir: Path, sources: Iterable[str | Path | None]) -> None
                 f"output_dir: {output_dir} is inside {source}, which the run reads and which it would mix with; name "
                 "a directory elsewhere"
             )
-    if not output_dir.is_dir() or any(_marks(output_dir)):
+    if not output_dir.is_dir() or any(_traces(output_dir)):
         return
     found = sorted({str(path.relative_to(output_dir)) for name in _WRITTEN for path in output_dir.glob(name)})
     if found:
@@ -80,7 +80,7 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _marks(output_dir: Path) -> Iterator[bool]:
+def _traces(output_dir: Path) -> Iterator[bool]:
     """Whether there is what a run of mca leaves, early or late."""
     yield (output_dir / "train_log.jsonl").is_file()
     yield _is_ours(output_dir)

@@ -1,10 +1,10 @@
-"""Whose checkpoints stand in an ``output_dir``: those of one run, each made from the one before.
+"""Checkpoints in an ``output_dir`` belong to one run, each made from the one before.
 
-A new run is refused where another one's stand, or deletes them if that is asked for. A run that resumes from an
-earlier checkpoint sets the later ones aside when it writes its first own, and one of the same step just before; with
-``overwrite_output_dir`` when it begins. So
-``auto`` and ``save_total_limit``, which go by the step, find only a run's own. A trainer that trains in rounds, each
-from step 0 on, deletes the checkpoints of the round before when it has the first of the next.
+A new run raises an error if another run's checkpoints are there, or deletes them with ``overwrite_output_dir``. A run
+that resumes from an earlier checkpoint renames the later ones when it writes its first checkpoint, and one of the same
+step just before; with ``overwrite_output_dir`` when it starts. ``auto`` and ``save_total_limit``, which use the step,
+therefore see only one run. A trainer that calls ``train`` again from step 0 deletes the checkpoints of the previous
+round when it has the first of the next.
 """
 
 import logging
@@ -14,41 +14,41 @@ from pathlib import Path
 
 from mca_config.errors import UsageError
 from mca_models.storage.partial_folder import retire
-from mca_train.checkpoint.directory import checkpoints, step_of
+from mca_train.checkpoint.directory import checkpoint_step, checkpoints
 
 logger = logging.getLogger(__name__)
 
 
 def require_free(output_dir: Path, start: Path | None, *, overwrite: bool) -> None:
-    """Refuses an ``output_dir`` with the checkpoints of another run.
+    """Raise if ``output_dir`` holds the checkpoints of another run.
 
     Args:
         output_dir: Of the run.
-        start: The checkpoint that it goes on from.
-        overwrite: The others may be removed.
+        start: The checkpoint that the run resumes from.
+        overwrite: The checkpoints of another run may be deleted.
 
     Raises:
-        UsageError: It holds some, and the run does not go on from one of them.
+        UsageError: It holds some, and the run does not resume from one of them.
     """
-    others = checkpoints(output_dir)
-    if not others or overwrite or _stands_in(output_dir, start):
+    existing = checkpoints(output_dir)
+    if not existing or overwrite or _contains(output_dir, start):
         return
-    names = ", ".join(path.name for path in others[:3]) + (", ..." if len(others) > 3 else "")
+    names = ", ".join(path.name for path in existing[:3]) + (", ..." if len(existing) > 3 else "")
     raise UsageError(
-        f"output_dir: {output_dir} holds the checkpoints of another run ({names}); go on with that run "
-        "(resume_from_checkpoint auto), name another directory, or have them removed (overwrite_output_dir true)"
+        f"output_dir: {output_dir} holds the checkpoints of another run ({names}); continue that run "
+        "(resume_from_checkpoint auto), set another directory, or delete them (overwrite_output_dir true)"
     )
 
 
-def remove_others(output_dir: Path, start: Path | None, step: int) -> None:
-    """Removes the checkpoints of another run; if ``start`` is one of them, that run goes on, and later ones step aside.
+def remove_other_run(output_dir: Path, start: Path | None, step: int) -> None:
+    """Delete the checkpoints of another run; if ``start`` is one of them, rename the later ones instead.
 
     Args:
         output_dir: Of the run.
-        start: The checkpoint that it goes on from.
-        step: At which it begins.
+        start: The checkpoint that the run resumes from.
+        step: First step of the run.
     """
-    if _stands_in(output_dir, start):
+    if _contains(output_dir, start):
         set_aside_newer(output_dir, step, [])
         return
     for path in checkpoints(output_dir):
@@ -56,37 +56,37 @@ def remove_others(output_dir: Path, start: Path | None, step: int) -> None:
         retire(path).remove()
 
 
-def set_aside_newer(output_dir: Path, first: int, own: Iterable[Path]) -> None:
-    """Renames what a run had written before it went back.
+def set_aside_newer(output_dir: Path, first: int, written: Iterable[Path]) -> None:
+    """Rename the checkpoints after the one that the run resumed from.
 
     Args:
         output_dir: Of the run.
-        first: The step that it went back to.
-        own: The checkpoints that it has written since.
+        first: The step that it resumed from.
+        written: The checkpoints written since.
     """
-    for path in all_but(output_dir, own):
+    for path in checkpoints_except(output_dir, written):
         _set_aside(path, first)
 
 
-def all_but(output_dir: Path, own: Iterable[Path]) -> list[Path]:
-    """The checkpoints in ``output_dir`` but for a run's ``own``."""
-    names = {path.name for path in own}
+def checkpoints_except(output_dir: Path, written: Iterable[Path]) -> list[Path]:
+    """Return the checkpoints in ``output_dir`` that are not in ``written``."""
+    names = {path.name for path in written}
     return [path for path in checkpoints(output_dir) if path.name not in names]
 
 
-def make_way(target: Path, first: int, own: Iterable[Path]) -> None:
-    """Renames a complete checkpoint at ``target`` that a run had written before it went back, as `set_aside_newer`."""
-    if target.name in {path.name for path in checkpoints(target.parent)} - {path.name for path in own}:
+def set_aside_same_step(target: Path, first: int, written: Iterable[Path]) -> None:
+    """Rename a complete checkpoint at ``target`` from before the run resumed, as `set_aside_newer`."""
+    if target.name in {path.name for path in checkpoints(target.parent)} - {path.name for path in written}:
         _set_aside(target, first)
 
 
 def _set_aside(path: Path, first: int) -> None:
-    if step_of(path) > first:
+    if checkpoint_step(path) > first:
         free = (f"{path.name}.set-aside{f'-{number}' if number else ''}" for number in count())
         aside = next(name for name in free if not path.with_name(name).exists())
         logger.warning("%s: this run resumed from step %d; the checkpoint is now %s", path, first, aside)
         path.rename(path.with_name(aside))
 
 
-def _stands_in(output_dir: Path, checkpoint: Path | None) -> bool:
+def _contains(output_dir: Path, checkpoint: Path | None) -> bool:
     return checkpoint is not None and checkpoint.resolve().parent == output_dir.resolve()

@@ -83,7 +83,7 @@ class OutputLock:
                 path.rmdir()
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def heartbeat(self) -> Iterator[None]:
         """A block in which a thread touches the record; to be entered by one process of a run at a time."""
         ended = threading.Event()
         thread = threading.Thread(target=self._touch_until, args=(ended,), daemon=True)
@@ -96,7 +96,7 @@ class OutputLock:
             if self._fd >= 0:
                 thread.join()
 
-    def require_own(self) -> None:
+    def verify_held(self) -> None:
         """Raises if a run elsewhere, which does not see the lock, may have taken the directory since.
 
         Raises:
@@ -117,7 +117,7 @@ class OutputLock:
                 "this one ends"
             ) from error
         if found != self._record:
-            raise McaError(f"output_dir: {self._output_dir} was taken by {_told(found)}; this one ends")
+            raise McaError(f"output_dir: {self._output_dir} was taken by {_describe(found)}; this one ends")
 
     def _touch_until(self, ended: threading.Event) -> None:
         while not ended.wait(self._beat):
@@ -131,24 +131,24 @@ class OutputLock:
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 seen, record = _lock(fd), _read(self._path)
-                if seen is False and (_lives(record) or time.monotonic() > last):
+                if seen is False and (_is_alive(record) or time.monotonic() > last):
                     raise self._in_use(record)
                 if (
                     seen is not False
                     and _is_at(fd, self._path)
-                    and self._is_left(record, fd, locked=bool(seen))
+                    and self._is_stale(record, fd, locked=bool(seen))
                 ):
                     return os.dup(fd)
             finally:
                 os.close(fd)
             time.sleep(_POLL)
 
-    def _is_left(self, record: JsonObject, fd: int, *, locked: bool) -> bool:
+    def _is_stale(self, record: JsonObject, fd: int, *, locked: bool) -> bool:
         """Whether whoever wrote ``record`` is gone; False if another one has come instead."""
         mine = _record(fd)
         if not record or (locked and all(record.get(key) == mine[key] for key in ("boot", "device"))):
             return True
-        logger.info("%s: waiting up to %.0f s for a sign of %s", self._path, self._still, _told(record))
+        logger.info("%s: waiting up to %.0f s for a sign of %s", self._path, self._still, _describe(record))
         touched, last = os.fstat(fd).st_mtime_ns, time.monotonic() + self._still
         while time.monotonic() < last:
             time.sleep(_POLL)
@@ -160,7 +160,7 @@ class OutputLock:
 
     def _in_use(self, record: JsonObject) -> McaError:
         return McaError(
-            f"output_dir: {self._output_dir} is used by {_told(record)}; wait until it has ended, or name another "
+            f"output_dir: {self._output_dir} is used by {_describe(record)}; wait until it has ended, or name another "
             "directory"
         )
 
@@ -171,7 +171,7 @@ def _record(fd: int) -> JsonObject:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return {
             "process": os.getpid(),
-            "started": _started(os.getpid()),
+            "started": _start_time(os.getpid()),
             "machine": platform.node(),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
             "boot": boot,
@@ -195,19 +195,19 @@ def _parsed(text: str) -> JsonObject:
     return found if isinstance(found, dict) else {}
 
 
-def _told(record: JsonObject) -> str:
+def _describe(record: JsonObject) -> str:
     if not record:
         return "another run"
     return f"another run (process {record.get('process')} on {record.get('machine')}, since {record.get('since')})"
 
 
-def _lives(record: JsonObject) -> bool:
+def _is_alive(record: JsonObject) -> bool:
     """Whether the process that wrote ``record`` is one of this machine and alive."""
     started = record.get("started")
-    return bool(started) and started == _started(record.get("process"))
+    return bool(started) and started == _start_time(record.get("process"))
 
 
-def _started(process: object) -> str:
+def _start_time(process: object) -> str:
     """When a process was started, in ticks since the machine was; empty if there is none."""
     with suppress(OSError, IndexError):
         fields = Path(f"/proc/{process}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()

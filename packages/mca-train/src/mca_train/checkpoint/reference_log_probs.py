@@ -30,7 +30,7 @@ _VERSION = 2
 """Raised with each change of what a model of the same settings computes in evaluation."""
 
 
-def name_of(model: VirtualModels, *, with_adapter: bool) -> str:
+def model_fingerprint(model: VirtualModels, *, with_adapter: bool) -> str:
     """A name for what ``model`` computes: its weights and its settings, as they are now, on every rank; collective.
 
     Args:
@@ -47,14 +47,14 @@ def name_of(model: VirtualModels, *, with_adapter: bool) -> str:
     return hashlib.sha256(f"{weights} {json.dumps(settings, sort_keys=True)}".encode()).hexdigest()
 
 
-class ReferenceFile:
+class ReferenceLogProbs:
     """The log-probabilities of one dataset.
 
     Args:
         output_dir: Of the run.
         name: Of the dataset: ``train``, ``eval`` or ``eval_<name>``.
         dataset: Its samples.
-        reference: `name_of` the model that the log-probabilities are of.
+        reference: `model_fingerprint` the model that the log-probabilities are of.
     """
 
     def __init__(self, output_dir: Path, name: str, dataset: SampleSource, reference: str) -> None:

@@ -21,10 +21,10 @@ from mca_models.storage.atomic import write_file
 from mca_train.batching.position import RunPosition
 from mca_train.checkpoint import fp8_scales, optimizer_state
 from mca_train.checkpoint.integrity import ARGUMENTS_FILE
-from mca_train.checkpoint.loop_state import Carried
+from mca_train.checkpoint.loop_state import LoopState
 from mca_train.checkpoint.main_params import SavedWeights
 from mca_train.engine.engine import Engine
-from mca_train.engine.rng import is_of_layout, load_rng, save_rng
+from mca_train.engine.rng import load_rng, matches_layout, save_rng
 from mca_train.groups import Ranks
 from mca_train.lr_schedule import LearningRate
 from mca_train.types import Upstream
@@ -50,7 +50,7 @@ class TrainingState:
         self._scheduler = scheduler
         self._ranks = ranks
 
-    def begin_save(self, checkpoint: Path, carried: Carried, *, background: bool) -> PendingWrite:
+    def begin_save(self, checkpoint: Path, carried: LoopState, *, background: bool) -> PendingWrite:
         """Writes this rank's part, and what one rank writes for all; the optimizer's tensors have yet to be."""
         folder = checkpoint / TRAINING
         optimizer = folder / "optimizer"
@@ -58,17 +58,17 @@ class TrainingState:
         run_on_all_ranks(lambda: save_rng(folder, self._ranks))
         ranges = fp8_scales.collect(self._modules())
         run_on_all_ranks(lambda: fp8_scales.save(folder, self._ranks.rank, ranges))
-        with _without_warnings():
+        with _ignore_future_warnings():
             numbers, writing = optimizer_state.save(
                 self._engine.optimizer, self._modules(), optimizer, background=background
             )
         numbers = replace(numbers, optimizer=self._engine.optimizer_name)
         words = {"scheduler": self._scheduler.state_dict(), "optimizer": asdict(numbers)}
-        words |= {"place": asdict(self._place), "carried": carried.document()}
+        words |= {"place": asdict(self._place), "carried": carried.to_dict()}
 
         def write() -> None:
             for name, state in words.items():
-                write_file(folder / f"{name}.json", json.dumps(_plain(state)).encode())
+                write_file(folder / f"{name}.json", json.dumps(_to_json(state)).encode())
 
         run_on_first_rank(write)
         return writing
@@ -91,16 +91,16 @@ class TrainingState:
                 f"{folder}: was written by optimizer {numbers.optimizer}, this run's is {mine}; resume with the "
                 "optimizer that it was written with"
             )
-        with _without_warnings():
+        with _ignore_future_warnings():
             optimizer_state.load(
                 self._engine.optimizer,
                 self._modules(),
                 folder / "optimizer",
                 numbers,
                 weights,
-                unread=_unread(checkpoint),
+                ignored=_unused_states(checkpoint),
             )
-        self._engine.share_weights()
+        self._engine.sync_params()
         run_on_all_ranks_unwrapped(lambda: fp8_scales.load(folder, self._modules()))
         schedule = json.loads((folder / "scheduler.json").read_text())
         self._scheduler.load_state_dict(schedule, self._place.schedule)
@@ -112,7 +112,7 @@ class TrainingState:
         hold twice.
         """
         folder = checkpoint / TRAINING
-        if all(run_on_all_ranks_unwrapped(lambda: is_of_layout(folder, self._ranks))):
+        if all(run_on_all_ranks_unwrapped(lambda: matches_layout(folder, self._ranks))):
             run_on_all_ranks_unwrapped(lambda: load_rng(folder, self._ranks))
         else:
             logger.warning(
@@ -125,23 +125,23 @@ class TrainingState:
 
 
 @contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
+def _ignore_future_warnings() -> Iterator[None]:
     """Megatron's checkpoints use parts of torch that torch is about to replace."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield
 
 
-def _plain(value: Typed) -> Typed:
+def _to_json(value: Typed) -> Typed:
     """``value`` as JSON can hold it, tensors as numbers."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_to_json(item) for item in value]
     return value.item() if hasattr(value, "item") else value
 
 
-def _unread(checkpoint: Path) -> tuple[str, ...]:
+def _unused_states(checkpoint: Path) -> tuple[str, ...]:
     """Of sgd without momentum Transformer Engine and Apex kept a momentum too, which mca 0.1.0 used on GPUs."""
     given = read_json(checkpoint / ARGUMENTS_FILE, "the checkpoint is incomplete")
     return ("momentum_buffer",) if given.get("optimizer") == "sgd" and not given.get("sgd_momentum") else ()

@@ -68,7 +68,7 @@ class CheckpointWriter:
         self.finish()
         self._wait_for_room()
         self._destination, self._published = destination, published
-        with self._said_clearly():
+        with self._cleanup_on_error():
             self._shared = SharedDirectory(destination, overwrite=True)
             self._stages = list(begin(self._shared.path))
         if not self._in_background:
@@ -110,11 +110,11 @@ class CheckpointWriter:
         self._shared, self._stages = None, []
 
     def _is_done(self, stage: WriteStage) -> bool:
-        with self._said_clearly():
+        with self._cleanup_on_error():
             return stage.done()
 
     def _finish_stage(self) -> None:
-        with self._said_clearly():
+        with self._cleanup_on_error():
             self._stages[0].finish()
             del self._stages[0]
             if self._shared is not None and not self._stages:
@@ -125,7 +125,7 @@ class CheckpointWriter:
             self._published()
 
     @contextlib.contextmanager
-    def _said_clearly(self) -> Iterator[None]:
+    def _cleanup_on_error(self) -> Iterator[None]:
         """Errors inside name the checkpoint and remove it."""
         with name_errors(self._destination):
             try:
@@ -143,7 +143,7 @@ def name_errors(destination: Path) -> Iterator[None]:
         McaError: It could not be written.
     """
     try:
-        with reasons_kept():
+        with raise_save_errors():
             yield
     except BaseException as error:
         if is_disk_full(error):
@@ -170,7 +170,7 @@ def remove_unfinished(output_dir: Path, prefix: str) -> None:
 
 
 @contextmanager
-def reasons_kept() -> Iterator[None]:
+def raise_save_errors() -> Iterator[None]:
     """A block in which saves that begin, here or in processes forked here, fail in their own words."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync

@@ -1,8 +1,8 @@
-"""Gradients of a vision model are reduced when the step's backward pass is over, not while it runs.
+"""Gradient reduction of a vision model, deferred to the end of the step's backward pass.
 
-With ``overlap_grad_reduce`` Megatron reduces a bucket as soon as all its gradients are there. In a micro-batch without
-images those of the vision model come at another place of the backward pass than in one with images, and replicas would
-reduce buckets in different orders. Which parameters are in a bucket is known to Megatron.
+With ``overlap_grad_reduce`` Megatron reduces a bucket as soon as all its gradients are ready. The vision model's
+gradients are ready at different points of the backward pass in micro-batches with and without images. Replicas would
+then reduce buckets in different orders.
 """
 
 from collections.abc import Callable
@@ -12,27 +12,27 @@ from torch.nn import Parameter
 from mca_models.megatron.types import GptModel, Upstream
 
 
-def reduce_vision_late(wrapped: Upstream, chunk: GptModel) -> None:
-    """Has the buckets that hold parameters of the vision model wait for the end of each step.
+def defer_vision_grad_sync(wrapped: Upstream, chunk: GptModel) -> None:
+    """Make the buckets that hold vision parameters wait for the end of each step.
 
     Args:
         wrapped: Megatron's ``DistributedDataParallel`` of ``chunk``, with ``overlap_grad_reduce``.
-        chunk: Of a model.
+        chunk: Megatron model.
     """
     if not hasattr(chunk, "vision_model"):
         return
     vision: set[Parameter] = set(chunk.vision_model.parameters())
     for group in wrapped.bucket_groups:
         if not vision.isdisjoint(group.params):
-            group.reset = _as_before_the_first_step(group, group.reset)
+            group.reset = _reset_as_first_batch(group, group.reset)
 
 
-def _as_before_the_first_step(group: Upstream, reset: Callable[[], None]) -> Callable[[], None]:
-    """In its first step Megatron waits for the end, as it does not yet know how often a gradient comes."""
+def _reset_as_first_batch(group: Upstream, reset: Callable[[], None]) -> Callable[[], None]:
+    """Return a reset that keeps the first batch's behavior: Megatron then waits for the end of the step."""
 
-    def again() -> None:
+    def reset_group() -> None:
         reset()
         group.is_first_batch = True
         group.golden_per_param_grad_ready_counts = {}
 
-    return again
+    return reset_group

@@ -1,6 +1,7 @@
-"""Muon makes queries, keys and values orthogonal one by one, by the heads that Megatron takes all layers to have.
+"""Muon's split of fused QKV weights in layers with their own numbers of heads.
 
-So it splits the fused weight of a layer with heads of its own at rows that mean nothing, if their number allows it.
+Muon orthogonalizes queries, keys and values separately, with the head counts of Megatron's configuration. In a layer
+with other head counts that split is wrong.
 """
 
 from collections.abc import Iterable
@@ -8,8 +9,8 @@ from collections.abc import Iterable
 from mca_train.types import Chunk
 
 
-def split_own_heads(chunks: Iterable[Chunk]) -> None:
-    """Has such weights be split at their own rows; after Megatron has made the optimizer."""
+def set_muon_qkv_shapes(chunks: Iterable[Chunk]) -> None:
+    """Set the split of each such layer's weight to its own rows, after Megatron has built the optimizer."""
     for chunk in chunks:
         for attention in chunk.modules():
             if not hasattr(attention, "qkv_group_rows"):

@@ -1,6 +1,6 @@
-"""Learning rates of the parts of a vision-language model, as Megatron's groups of parameters.
+"""Megatron parameter groups for the learning rates of a vision-language model's parts.
 
-A group's own rate follows the run's schedule, as `lr_schedule` writes it.
+A group's learning rate follows the run's schedule, which `lr_schedule` writes.
 """
 
 from collections.abc import Collection, Iterator
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 _MARK = "mca_part"
 
 
-def choose_parts(model: "VirtualModels", args: TrainingArguments) -> None:
-    """Freezes what ``freeze`` says, and has every parameter know its part; before the model is wrapped. Collective.
+def select_trained_parts(model: "VirtualModels", args: TrainingArguments) -> None:
+    """Freeze the parts named in ``freeze`` and mark every parameter with its part, before DDP wrapping. Collective.
 
-    Parameters that are frozen beside trained ones of their part stay frozen.
+    Parameters that the user froze within a trained part stay frozen.
 
     Raises:
-        McaError: The model has no such parts, or cannot train them as the arguments say.
+        McaError: The model has no such parts, or cannot train them as the arguments ask.
     """
     from mca_models.megatron.families.vision_tower import model_part
     from mca_models.megatron.peft import PeftModels
@@ -34,49 +34,49 @@ def choose_parts(model: "VirtualModels", args: TrainingArguments) -> None:
     for item, tensor in model.local_params():
         setattr(tensor, _MARK, model_part(item.param, model.config))
     if args.freeze is not None and isinstance(model, PeftModels):
-        _require_without(adapter_parts(model.rules, model.config), args.freeze)
+        _reject_adapter_on(adapter_parts(model.rules, model.config), args.freeze)
     elif args.freeze is not None:
-        by_hand = _frozen_by_hand(model)
+        user_frozen = _user_frozen(model)
         model.train_parts(trained_parts(args))
-        for tensor in by_hand:
+        for tensor in user_frozen:
             tensor.requires_grad_(False)
     for problem in _problems(model, args, adapted=isinstance(model, PeftModels)):
         raise McaError(problem)
 
 
-def _require_without(adapted: Collection[Part], frozen: Collection[str]) -> None:
-    """Refuses an adapter on parts that are to be frozen: which it is on was decided when it was made."""
+def _reject_adapter_on(adapted: Collection[Part], frozen: Collection[str]) -> None:
+    """Raise if the adapter, whose targets are fixed, is on a frozen part."""
     if trained := [part for part in adapted if part in frozen]:
         raise McaError(
-            f"freeze: the adapter is on {', '.join(sorted(trained))}; leave it out of freeze, or make the adapter with "
-            "other parts (get_peft_model(..., parts=...))"
+            f"freeze: the adapter is on {', '.join(sorted(trained))}; remove it from freeze, or create the adapter "
+            "with other parts (get_peft_model(..., parts=...))"
         )
 
 
-def _frozen_by_hand(model: "VirtualModels") -> list[torch.Tensor]:
-    """This rank's parameters that are frozen, in parts of which something is trained on any rank; collective."""
-    held = [tensor for _, tensor in model.local_params() if isinstance(tensor, torch.nn.Parameter)]
-    here = {getattr(tensor, _MARK) for tensor in held if tensor.requires_grad}
+def _user_frozen(model: "VirtualModels") -> list[torch.Tensor]:
+    """Return this rank's frozen parameters in parts of which any rank trains something; collective."""
+    params = [tensor for _, tensor in model.local_params() if isinstance(tensor, torch.nn.Parameter)]
+    here = {getattr(tensor, _MARK) for tensor in params if tensor.requires_grad}
     device = groups.current_ranks(model.config.layout).device
     trained = {part for part in PARTS if groups.max_over_ranks(float(part in here), device)}
-    return [tensor for tensor in held if getattr(tensor, _MARK) in trained and not tensor.requires_grad]
+    return [tensor for tensor in params if getattr(tensor, _MARK) in trained and not tensor.requires_grad]
 
 
 def _problems(model: "VirtualModels", args: TrainingArguments, *, adapted: bool) -> Iterator[str]:
-    """As `part_problems`, of the parts that the model trains, whoever selected them; the same on every rank."""
-    given = [key for part in SEEING if getattr(args, key := f"{part}_learning_rate") is not None]
+    """Yield `trained_problems` for the parts that the model trains; the same on every rank."""
+    keys = [key for part in SEEING if getattr(args, key := f"{part}_learning_rate") is not None]
     if model.config.vision is None:
-        if given:
-            yield f"{', '.join(given)}: a {model.config.model_type} model has no vision part; leave it out"
+        if keys:
+            yield f"{', '.join(keys)}: a {model.config.model_type} model has no vision part; remove it"
         return
-    if given or args.overlap_param_gather:
-        yield from trained_problems(args, _seeing(model), adapted=adapted)
+    if keys or args.overlap_param_gather:
+        yield from trained_problems(args, _trained_vision_parts(model), adapted=adapted)
 
 
-def _seeing(model: "VirtualModels") -> set[Part]:
-    """Which of the parts that see have anything to train, an adapter's too, on the ranks that hold them."""
+def _trained_vision_parts(model: "VirtualModels") -> set[Part]:
+    """Return the vision parts that any rank trains, directly or through an adapter; collective."""
     here = {
-        getattr(tensor, _MARK, "vision")  # that of an adapter
+        getattr(tensor, _MARK, "vision")  # adapter parameters have no mark
         for chunk in model.chunks
         for tensor in getattr(chunk, "vision_model", torch.nn.Module()).parameters()
         if tensor.requires_grad
@@ -85,27 +85,27 @@ def _seeing(model: "VirtualModels") -> set[Part]:
     return {part for part in SEEING if groups.max_over_ranks(float(part in here), device)}
 
 
-def rates_of_parts(args: TrainingArguments, config: Upstream) -> JsonObject:
-    """``config_overrides`` of ``get_megatron_optimizer``; empty if no part has a rate of its own.
+def param_group_overrides(args: TrainingArguments, config: Upstream) -> JsonObject:
+    """Return ``config_overrides`` for ``get_megatron_optimizer``; empty if no part has its own learning rate.
 
     Args:
-        args: The rates.
-        config: Megatron's ``OptimizerConfig``, whose own overrides stay.
+        args: The learning rates.
+        config: Megatron's ``OptimizerConfig``, whose standard overrides are kept.
     """
-    given = {"vision": args.vision_learning_rate, "projector": args.projector_learning_rate}
-    # groups that differ in nothing from the rest cannot be told apart in a checkpoint
-    rates = {part: rate for part, rate in given.items() if rate not in (None, args.learning_rate)}
+    configured = {"vision": args.vision_learning_rate, "projector": args.projector_learning_rate}
+    # identical parameter groups cannot be distinguished in a checkpoint
+    rates = {part: rate for part, rate in configured.items() if rate not in (None, args.learning_rate)}
     if not rates:
         return {}
     from megatron.core.optimizer import get_standard_config_overrides
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
-    found: JsonObject = {**(get_standard_config_overrides(config) or {})}
+    overrides: JsonObject = {**(get_standard_config_overrides(config) or {})}
     for part, rate in rates.items():
-        key = ParamKey(predicate=ParamPredicate(f"mca_{part}", _is(part)))
-        found[key] = {"max_lr": rate}
-    return {"config_overrides": found}
+        key = ParamKey(predicate=ParamPredicate(f"mca_{part}", _is_part(part)))
+        overrides[key] = {"max_lr": rate}
+    return {"config_overrides": overrides}
 
 
-def _is(part: str) -> Upstream:
+def _is_part(part: str) -> Upstream:
     return lambda parameter: getattr(parameter, _MARK, None) == part

@@ -1,4 +1,4 @@
-"""The loss of pairs whose answers are compared with a reference, a function for each kind; formulas in `preference`."""
+"""DPO losses of pairs with a reference model, one function for each type; formulas in `preference`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ from torch.nn.functional import logsigmoid, relu
 
 from mca_train.losses.dpo_loss_types import LossType
 
-_TAU = 0.05  # of the paper
+_TAU = 0.05  # as in the paper
 
 
 @dataclass(frozen=True)
-class Gains:
-    """By how much answers are more probable than to the reference.
+class LogRatios:
+    """Log-probabilities of answers minus those of the reference.
 
     Args:
-        chosen: ``[pairs]``, of the chosen ones: log-probabilities, minus the reference's.
-        rejected: Of the others.
-        beta: How strongly the model is kept near the reference.
-        smoothing: Share of pairs that are taken to be the wrong way round.
+        chosen: ``[pairs]``, of the chosen answers.
+        rejected: ``[pairs]``, of the rejected answers.
+        beta: Strength of the KL penalty.
+        smoothing: Assumed fraction of pairs in the wrong order.
     """
 
     chosen: Tensor
@@ -30,63 +30,67 @@ class Gains:
     smoothing: float
 
     @property
-    def c(self) -> Tensor:
-        """The chosen answers' rewards."""
+    def chosen_reward(self) -> Tensor:
+        """Return the rewards of the chosen answers."""
         return self.beta * self.chosen
 
     @property
-    def r(self) -> Tensor:
-        """Those of the others."""
+    def rejected_reward(self) -> Tensor:
+        """Return the rewards of the rejected answers."""
         return self.beta * self.rejected
 
     @property
-    def m(self) -> Tensor:
-        """The differences of the two."""
+    def margin(self) -> Tensor:
+        """Return the reward margins."""
         return self.beta * (self.chosen - self.rejected)
 
 
-def _sigmoid(of: Gains) -> Tensor:
-    return -(1 - of.smoothing) * logsigmoid(of.m) - of.smoothing * logsigmoid(-of.m)
+def _sigmoid(x: LogRatios) -> Tensor:
+    return -(1 - x.smoothing) * logsigmoid(x.margin) - x.smoothing * logsigmoid(-x.margin)
 
 
-def _ipo(of: Gains) -> Tensor:
-    return (of.chosen - of.rejected - 1 / (2 * of.beta)) ** 2
+def _ipo(x: LogRatios) -> Tensor:
+    return (x.chosen - x.rejected - 1 / (2 * x.beta)) ** 2
 
 
-def _robust(of: Gains) -> Tensor:
-    right = -(1 - of.smoothing) * logsigmoid(of.m) + of.smoothing * logsigmoid(-of.m)
-    return right / (1 - 2 * of.smoothing)
+def _robust(x: LogRatios) -> Tensor:
+    right = -(1 - x.smoothing) * logsigmoid(x.margin) + x.smoothing * logsigmoid(-x.margin)
+    return right / (1 - 2 * x.smoothing)
 
 
-def _exo_pair(of: Gains) -> Tensor:
-    right, wrong = logsigmoid(of.m), logsigmoid(-of.m)
-    of_right, of_wrong = right - log1p(-of.smoothing), wrong - log(of.smoothing)
-    return right.exp() * of_right + wrong.exp() * of_wrong
+def _exo_pair(x: LogRatios) -> Tensor:
+    right, wrong = logsigmoid(x.margin), logsigmoid(-x.margin)
+    right_ratio, wrong_ratio = right - log1p(-x.smoothing), wrong - log(x.smoothing)
+    return right.exp() * right_ratio + wrong.exp() * wrong_ratio
 
 
-def _sppo_hard(of: Gains) -> Tensor:
-    half = 0.5 / of.beta
-    return (of.chosen - half) ** 2 + (of.rejected + half) ** 2
+def _sppo_hard(x: LogRatios) -> Tensor:
+    half = 0.5 / x.beta
+    return (x.chosen - half) ** 2 + (x.rejected + half) ** 2
 
 
-def _discopop(of: Gains) -> Tensor:
-    share = torch.sigmoid(of.m / _TAU)
-    power = torch.exp(logsigmoid(of.m / _TAU) - of.m)  # share / exp(m), which a large -m alone would overflow
-    return -logsigmoid(of.m) * (1 - share) + power
+def _discopop(x: LogRatios) -> Tensor:
+    share = torch.sigmoid(x.margin / _TAU)
+    power = torch.exp(
+        logsigmoid(x.margin / _TAU) - x.margin
+    )  # share / exp(m), written so that a large -m does not overflow
+    return -logsigmoid(x.margin) * (1 - share) + power
 
 
-COMPARED: Mapping[LossType, Callable[[Gains], Tensor]] = {
+REFERENCE_LOSSES: Mapping[LossType, Callable[[LogRatios], Tensor]] = {
     "sigmoid": _sigmoid,
     "sigmoid_norm": _sigmoid,
-    "hinge": lambda of: relu(1 - of.m),
+    "hinge": lambda x: relu(1 - x.margin),
     "ipo": _ipo,
     "robust": _robust,
     "exo_pair": _exo_pair,
-    "nca_pair": lambda of: -logsigmoid(of.c) - (logsigmoid(-of.c) + logsigmoid(-of.r)) / 2,
-    "bco_pair": lambda of: -logsigmoid(of.c) - logsigmoid(-of.r),
+    "nca_pair": lambda x: (
+        -logsigmoid(x.chosen_reward) - (logsigmoid(-x.chosen_reward) + logsigmoid(-x.rejected_reward)) / 2
+    ),
+    "bco_pair": lambda x: -logsigmoid(x.chosen_reward) - logsigmoid(-x.rejected_reward),
     "sppo_hard": _sppo_hard,
-    "apo_zero": lambda of: torch.sigmoid(-of.c) + torch.sigmoid(of.r),
-    "apo_down": lambda of: torch.sigmoid(of.c) + torch.sigmoid(-of.m),
+    "apo_zero": lambda x: torch.sigmoid(-x.chosen_reward) + torch.sigmoid(x.rejected_reward),
+    "apo_down": lambda x: torch.sigmoid(x.chosen_reward) + torch.sigmoid(-x.margin),
     "discopop": _discopop,
 }
-"""The loss of each pair, by kind."""
+"""Loss of each pair, by ``dpo_loss``."""

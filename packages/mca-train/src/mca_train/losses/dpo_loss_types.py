@@ -1,4 +1,4 @@
-"""The names of the losses over pairs of answers; their formulas are in `preference` and `compared`."""
+"""Names of the losses over pairs of answers; formulas in `preference`, code in `preference` and `dpo`."""
 
 from typing import Literal
 
@@ -19,12 +19,12 @@ LossType = Literal[
     "orpo",
 ]
 
-_SORTED = "it compares sorted pairs of a micro-batch: its loss would depend on the layout; take another"
+_SORTED = "it sorts the pairs of a micro-batch, so the loss would depend on the layout; set another dpo_loss"
 REFUSED = {
     "aot": _SORTED,
     "aot_unpaired": _SORTED,
-    "sft": "it is no preference; set rpo_alpha, which adds it to another loss, or run mca-train sft",
-    "kto": "it takes answers that are good or bad, each alone; run mca-train kto",
-    "kto_pair": "it takes answers that are good or bad, each alone; run mca-train kto",
+    "sft": "it is supervised fine-tuning; set rpo_alpha, which adds it to another loss, or run mca-train sft",
+    "kto": "it needs unpaired answers with a label; run mca-train kto",
+    "kto_pair": "it needs unpaired answers with a label; run mca-train kto",
 }
-"""Losses that other programs have under these names, and why there is none here."""
+"""Names of TRL losses that are not supported, with the reason."""

@@ -48,13 +48,13 @@ class JsonlLog(TrainerCallback, ExportableState):  # type: ignore[misc]
         if not state.is_world_process_zero:
             return
         path = Path(args.output_dir) / self.name
-        with self._told_if_not_written(path):
+        with self._warn_once_on_error(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             lines = path.read_bytes().splitlines() if path.exists() and (again or not anew) else []
             kept = _lines_before(lines, self.rounds_before, state)
             with atomic_write(path) as beside:
                 beside.write_bytes(b"".join(line + b"\n" for line in kept))
-            broken = sum(_place_of(line) is None for line in lines)
+            broken = sum(_parse_position(line) is None for line in lines)
             if broken:
                 logger.warning("%s: %d incomplete lines are removed (was a run killed?)", path, broken)
 
@@ -75,13 +75,13 @@ class JsonlLog(TrainerCallback, ExportableState):  # type: ignore[misc]
             **({"rounds_before": self.rounds_before} if self.rounds_before else {}),
         }
         line = json.dumps({**place, "time": round(time.time(), 3), **logs}) + "\n"
-        with self._told_if_not_written(path):
+        with self._warn_once_on_error(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a") as file:
                 file.write(line)
 
     @contextlib.contextmanager
-    def _told_if_not_written(self, path: Path) -> Iterator[None]:
+    def _warn_once_on_error(self, path: Path) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -100,13 +100,13 @@ def _lines_before(lines: Sequence[bytes], rounds: int, state: TrainerState) -> I
     left = len(lines) if logs is None else sum(log["step"] == state.global_step for log in logs)
     last = (rounds, state.global_step)
     for line in lines:
-        place = _place_of(line)
+        place = _parse_position(line)
         left -= place == last
         if place is not None and (place < last or (place == last and left >= 0)):
             yield line
 
 
-def _place_of(line: bytes) -> tuple[int, int] | None:
+def _parse_position(line: bytes) -> tuple[int, int] | None:
     """Rounds before, and step."""
     try:
         entry = json.loads(line)

@@ -63,7 +63,7 @@ class LossMeter:
 
     def state(self) -> JsonObject:
         """What was collected since the last log, for a checkpoint. Every rank calls this at the same step."""
-        return {"steps": self._steps.of_all_ranks(groups.sum_over_data).tolist(), "seconds": self._seconds()}
+        return {"steps": self._steps.all_ranks(groups.sum_over_data).tolist(), "seconds": self._seconds()}
 
     def restore(self, state: Values) -> None:
         """Goes on from `state`, on whatever layout it was made."""

@@ -17,11 +17,11 @@ from mca_train.types import Chunk
 Extreme = Literal["smallest", "largest"]
 _SIGNS: dict[Extreme, float] = {"smallest": -1.0, "largest": 1.0}
 """What makes of an extreme a largest number."""
-_NONE = torch.finfo(torch.float64).min
+_MISSING = torch.finfo(torch.float64).min
 """Below every number: of ranks and steps that have none."""
 
 
-class Signals:
+class MetricAccumulator:
     """Means and extremes of named numbers between two logs, over all ranks that compute the loss.
 
     Ranks talk only in `flush`, which all call at the same step. What nothing was counted of has no mean.
@@ -44,7 +44,7 @@ class Signals:
         self._sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
         signs = [_SIGNS[which] for which in extremes.values()]
         self._signs = torch.tensor(signs, dtype=torch.float64, device=device)
-        self._largest = torch.full_like(self._signs, _NONE)
+        self._largest = torch.full_like(self._signs, _MISSING)
         self._steps = StepRows(2 * len(names) + len(extremes))
 
     def add(self, sums: Mapping[str, Tensor], count: Tensor | float | Mapping[str, Tensor]) -> None:
@@ -55,24 +55,24 @@ class Signals:
         self._sums[:, 0] += values
         self._sums[:, 1] += count
 
-    def look_at(self, values: Tensor, real: Tensor) -> None:
+    def add_extremes(self, values: Tensor, real: Tensor) -> None:
         """Numbers of this rank that may be extremes, where ``real`` is not 0."""
         found = self._signs[:, None] * values.detach().double().flatten()
-        found = found.masked_fill(real.flatten() == 0, _NONE)
+        found = found.masked_fill(real.flatten() == 0, _MISSING)
         self._largest = torch.cat([self._largest[:, None], found], 1).amax(1)
 
     def end_step(self) -> None:
         """What was added belongs to one step."""
         if self.names:
             self._steps.add(torch.cat([self._sums.flatten(), self._largest]))
-            self._sums, self._largest = torch.zeros_like(self._sums), torch.full_like(self._largest, _NONE)
+            self._sums, self._largest = torch.zeros_like(self._sums), torch.full_like(self._largest, _MISSING)
 
     def flush(self) -> dict[str, float]:
         """What was found, and begins anew."""
         if not self.names:
             return {}
         self.end_step()
-        rows = self._steps.flush(self._over_data)
+        rows = self._steps.flush(self._reduce)
         total = rows[:, : 2 * len(self.names)].sum(0).reshape(-1, 2)
         sums = zip(self.names, total.tolist(), strict=True)
         means = {name: value / count for name, (value, count) in sums if count > 0}
@@ -80,9 +80,9 @@ class Signals:
         means |= {name: means[a] - means[b] for name, (a, b) in both.items()}
         largest = rows[:, 2 * len(self.names) :].amax(0) * self._signs.cpu()
         found = zip(self._extremes, largest.tolist(), strict=True)
-        return means | {name: value for name, value in found if abs(value) < -_NONE}
+        return means | {name: value for name, value in found if abs(value) < -_MISSING}
 
-    def _over_data(self, rows: Tensor) -> Tensor:
+    def _reduce(self, rows: Tensor) -> Tensor:
         width = 2 * len(self.names)
         sums = groups.sum_over_data(rows[:, :width])
         if not self._extremes:
@@ -91,14 +91,14 @@ class Signals:
 
     def state(self) -> list[list[float]]:
         """The sums of every step since the last log, for a checkpoint; collective."""
-        return self._steps.of_all_ranks(self._over_data).tolist() if self.names else []
+        return self._steps.all_ranks(self._reduce).tolist() if self.names else []
 
     def restore(self, state: Sequence[Sequence[float]]) -> None:
         """Goes on from `state`, on whatever layout it was made."""
         self._steps.restore(state)
 
 
-class ModelLosses:
+class AuxLossMeter:
     """What layers add to the gradients without showing it in the loss.
 
     ``moe_load_balancing_loss`` (and ``moe_z_loss``, ...) is the mean over the layers with experts, without its
@@ -121,10 +121,10 @@ class ModelLosses:
     def add_step(self) -> None:
         """A step was trained."""
         self._steps += 1
-        for name, value in self._of_experts().items():
+        for name, value in self._router_losses().items():
             self._rows.setdefault(name, StepRows(1)).add(value.reshape(1))
         if self._prediction:
-            self._depths.add(self._of_prediction())
+            self._depths.add(self._mtp_losses())
 
     def flush(self) -> dict[str, float]:
         """Means since the last time. All ranks call this at the same step."""
@@ -140,8 +140,8 @@ class ModelLosses:
         """What was collected since the last log, over all ranks, for a checkpoint; collective."""
         return {
             "steps": self._steps,
-            "experts": self._experts() if self._has_experts else {},
-            "depths": self._depths.of_all_ranks(groups.sum_over_data).tolist() if self._prediction else [],
+            "experts": self._mean_over_layers() if self._has_experts else {},
+            "depths": self._depths.all_ranks(groups.sum_over_data).tolist() if self._prediction else [],
         }
 
     def restore(self, state: Values) -> None:
@@ -149,26 +149,26 @@ class ModelLosses:
         self._steps, self._before, self._rows = int(state["steps"]), dict(state["experts"]), {}
         self._depths.restore(state["depths"])
 
-    def _of_experts(self) -> dict[str, Tensor]:
+    def _router_losses(self) -> dict[str, Tensor]:
         """The last step's losses on this rank, added over its layers."""
         found: dict[str, Tensor] = {}
         for router in self._routers:
-            for name, value in router.mca_balance.found.items():
+            for name, value in router.mca_aux_loss.losses.items():
                 found[name] = found[name] + value if name in found else value
         return found
 
-    def _of_prediction(self) -> Tensor:
+    def _mtp_losses(self) -> Tensor:
         """The last step's losses on this rank, by depth."""
         values = torch.zeros(self._prediction, dtype=torch.float64, device=platform.current_device())
         for chunk in self._chunks:
-            if "mca_prediction" in vars(chunk):
-                values += chunk.mca_prediction.found
+            if "mca_mtp_loss" in vars(chunk):
+                values += chunk.mca_mtp_loss.losses
         return values
 
-    def _experts(self) -> dict[str, list[float]]:
+    def _mean_over_layers(self) -> dict[str, list[float]]:
         """Means over layers of each step, by name."""
         stage = {
-            name: rows.of_all_ranks(groups.sum_over_stage).flatten().tolist()
+            name: rows.all_ranks(groups.sum_over_stage).flatten().tolist()
             for name, rows in sorted(self._rows.items())
         }
         stages = groups.gather_over_stages((len(self._routers), stage))

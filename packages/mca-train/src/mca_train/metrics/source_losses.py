@@ -5,10 +5,10 @@ from torch import Tensor
 
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch
-from mca_train.metrics.metric_accumulator import Signals
+from mca_train.metrics.metric_accumulator import MetricAccumulator
 
 
-class SourceLosses(Signals):
+class SourceLosses(MetricAccumulator):
     """``loss/<source>`` of the sources that had targets since the last log.
 
     Args:

@@ -90,18 +90,18 @@ class StepLines(ProgressCallback):  # type: ignore[misc]
         if (
             state.is_world_process_zero
             and logs
-            and (line := line_of(logs, state.global_step, state.max_steps))
+            and (line := format_log_line(logs, state.global_step, state.max_steps))
         ):
-            self._say(line)
+            self._print(line)
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
         """Says that a checkpoint is complete."""
         if state.is_world_process_zero:
-            self._say(f"saved {Path(args.output_dir) / f'checkpoint-{state.global_step}'}")
+            self._print(f"saved {Path(args.output_dir) / f'checkpoint-{state.global_step}'}")
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         if self.training_bar is not None:
             self.training_bar.write(line)
         else:
@@ -109,18 +109,20 @@ class StepLines(ProgressCallback):  # type: ignore[misc]
             sys.stdout.flush()
 
 
-def line_of(logs: Mapping[str, object], step: int, steps: int) -> str | None:
+def format_log_line(logs: Mapping[str, object], step: int, steps: int) -> str | None:
     """The line of a log; None: the log ends the run, which the summary describes."""
     if "train_runtime" in logs:
         return None
     parts = list(
-        _of_step(logs, steps - step) if logs.keys() & {"loss", "learning_rate"} else _of_evaluation(logs)
+        _step_parts(logs, steps - step)
+        if logs.keys() & {"loss", "learning_rate"}
+        else _evaluation_parts(logs)
     )
     place = [f"step {step:>{len(str(steps))}}/{steps}"] if steps else []  # none where nothing is trained
     return "  ".join([*place, *parts]) if parts else None
 
 
-def _of_step(logs: Mapping[str, object], left: int) -> Iterator[str]:
+def _step_parts(logs: Mapping[str, object], left: int) -> Iterator[str]:
     values = {name: value for name, value in logs.items() if isinstance(value, int | float)}
     for name, form in _FIRST.items():
         if name in values:
@@ -140,7 +142,7 @@ def _of_step(logs: Mapping[str, object], left: int) -> Iterator[str]:
         yield f"{duration(values['step_time'] * left)} left"
 
 
-def _of_evaluation(logs: Mapping[str, object]) -> Iterator[str]:
+def _evaluation_parts(logs: Mapping[str, object]) -> Iterator[str]:
     """Losses and what is computed beside them; how long it took."""
     seconds = 0.0
     for name, value in logs.items():

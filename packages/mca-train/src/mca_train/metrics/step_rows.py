@@ -29,7 +29,7 @@ class StepRows:
         self._mine.append(row.double())
         self._counts.append(counts)
 
-    def of_all_ranks(self, reduce: Reduce) -> Tensor:
+    def all_ranks(self, reduce: Reduce) -> Tensor:
         """``[steps, width]``; every rank calls this at the same step."""
         if not self._mine:
             return self.before
@@ -39,7 +39,7 @@ class StepRows:
 
     def flush(self, reduce: Reduce) -> Tensor:
         """The same, and begins anew."""
-        rows = self.of_all_ranks(reduce)
+        rows = self.all_ranks(reduce)
         self._mine, self._counts, self.before = [], [], rows[:0]
         return rows
 

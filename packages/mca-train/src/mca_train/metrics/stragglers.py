@@ -55,7 +55,7 @@ class Stragglers:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._reading = 0.0
-        self._told: int | None = None
+        self._reported: int | None = None
         self.forward = Stopwatch(ranks.device)
         """For the forward passes."""
 
@@ -91,14 +91,14 @@ class Stragglers:
         times = box.cpu()  # clocks differ: all ranks must find the same one, as it speaks to the others
         found = slowest(times[:, :2], self._ranks.layout.pp, float(times[:, 2].max()))
         if found is None:
-            self._told = None
+            self._reported = None
             return {}
-        if found.rank != self._told:
-            self._tell(found, step)
+        if found.rank != self._reported:
+            self._warn(found, step)
         return {"slowest_rank": found.rank, "slowest_rank_behind": round(found.seconds - found.usual, 4)}
 
-    def _tell(self, found: Straggler, step: int) -> None:
-        self._told = found.rank
+    def _warn(self, found: Straggler, step: int) -> None:
+        self._reported = found.rank
         host = [platform.node()]
         dist.broadcast_object_list(host, src=found.rank, device=self._ranks.device)
         more = f" (and {found.alike} more)" if found.alike else ""

@@ -68,7 +68,7 @@ class ModelFlops:
     per_square: float
 
     @classmethod
-    def of(
+    def from_config(
         cls, config: McaModelConfig, adapter: "AdapterRules | None" = None, *, frozen: bool = False
     ) -> "ModelFlops":
         """Counted from the model's own parameters.
@@ -101,7 +101,7 @@ class ModelFlops:
         squared += [config] * depth
         return cls(per_token, 6.0 * sum(own.num_attention_heads * _width(own) for own in squared))
 
-    def of_tokens(self, tokens: int, squares: int) -> float:
+    def for_tokens(self, tokens: int, squares: int) -> float:
         """FLOP of ``tokens`` in sequences, the squares of whose lengths are ``squares`` together."""
         return tokens * self.per_token + squares * self.per_square
 
@@ -149,7 +149,7 @@ class Throughput:
 
     def __init__(self, args: TrainingArguments, model: VirtualModels, ranks: Ranks) -> None:
         frozen = model.config.vision is not None and "language" not in trained_parts(args)
-        self._flops = ModelFlops.of(model.config, getattr(model, "rules", None), frozen=frozen)
+        self._flops = ModelFlops.from_config(model.config, getattr(model, "rules", None), frozen=frozen)
         self._peak = peak_flops(args, model.config.dtype, ranks.device)
         self._ranks = ranks
         self._bubble = ranks.layout.bubble(args.gradient_accumulation_steps)
@@ -164,7 +164,7 @@ class Throughput:
         if self._bubble:
             found["pipeline_bubble"] = round(self._bubble, 4)
         if report.num_tokens and report.seconds > 0:
-            rate = self._flops.of_tokens(report.num_tokens, report.squares) / report.seconds
+            rate = self._flops.for_tokens(report.num_tokens, report.squares) / report.seconds
             found["model_tflops"] = float(f"{rate / _TERA:.4g}")
             if self._peak:
                 found["mfu"] = float(f"{rate / (self._peak * self._ranks.world_size):.4g}")

@@ -43,7 +43,7 @@ def task_keys(task: Task) -> tuple[Key, ...]:
 
     groups = [
         ("model and data", task.data_arguments),
-        *([(f"{task.name} alone", task.own_arguments)] if task.own_arguments else []),
+        *([(f"{task.name} alone", task.task_arguments)] if task.task_arguments else []),
         ("ranks of this machine", LaunchArguments),
         ("LoRA", LoraArguments),
         ("Megatron: parallelism, experts, optimizer, checkpoints", MegatronArguments),

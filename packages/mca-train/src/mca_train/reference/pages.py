@@ -45,7 +45,7 @@ def _task_table(task: Task) -> Callable[[], str]:
 
     def table() -> str:
         common = {one.name for one in fields(DataArguments)}
-        classes = [task.data_arguments, *([task.own_arguments] if task.own_arguments else [])]
+        classes = [task.data_arguments, *([task.task_arguments] if task.task_arguments else [])]
         return _rows(key for cls in classes for key in declared_keys(cls, "") if key.name not in common)
 
     return table

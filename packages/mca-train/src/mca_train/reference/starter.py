@@ -69,7 +69,7 @@ def starter(task: Task, model: str, *, gpu: bool) -> str:
         "bf16_text": "false: in the dtype of config.json"
         if gpu
         else "in the dtype of config.json; true on a GPU",
-        "own": example.own,
+        "own": example.task_lines,
         "lora": "" if example.lora is None else _LORA + example.lora,
     }
     return (_HEAD + _BODY).format(**values)

@@ -19,7 +19,7 @@ from mca_config.model_config import McaModelConfig, training_dtype
 from mca_config.redaction import redacted
 from mca_config.types import Values
 from mca_models.checkpoint.side_files import side_files
-from mca_train.checkpoint.output_dir import require_own
+from mca_train.checkpoint.output_dir import require_usable
 from mca_train.config.adapters import adapter_problems
 from mca_train.config.arguments import LaunchArguments
 from mca_train.config.checks import contradictions
@@ -29,7 +29,7 @@ from mca_train.config.run_config import Settings, parse
 from mca_train.plan.options import PlanOptions
 from mca_train.run.vocabulary import tokenizer_problems, vocabulary_problems
 from mca_train.tasks.columns import column_problems
-from mca_train.tasks.table import keys_of_others
+from mca_train.tasks.table import other_task_keys
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -104,8 +104,8 @@ def make_settings(task: Task, values: Values, where: str, flags: Iterable[str] =
         where,
         kind=task.name,
         data=task.data_arguments,
-        own=task.own_arguments,
-        elsewhere=_PLAN_FLAGS | keys_of_others(task),
+        own=task.task_arguments,
+        elsewhere=_PLAN_FLAGS | other_task_keys(task),
         flags=flags,
     )
 
@@ -135,7 +135,7 @@ def check(
     try:
         stored = model_config(settings.data.model_name_or_path)
         model = _with_head(task, settings, stored)
-        settings = replace(settings, data=task.data_of(settings.data, model))
+        settings = replace(settings, data=task.resolve_labels(settings.data, model))
         layout = resolve_layout(settings.training, model)
         world_size = ranks(settings.launch, layout)
         reference, of_reference = _reference(task, settings, model)
@@ -183,7 +183,7 @@ def _images(run: Run) -> Iterator[str]:
 
 def _metric(task: Task, settings: Settings) -> Iterator[str]:
     metric = (settings.training.metric_for_best_model or "loss").removeprefix("eval_")
-    known = ("loss", *TIMES, *task.signal_names)
+    known = ("loss", *TIMES, *task.metric_names)
     if metric not in known:
         yield f"metric_for_best_model is {metric!r}; mca-train {task.name} evaluates {', '.join(known)}"
 
@@ -268,7 +268,7 @@ def _packages(settings: Settings) -> Iterable[str]:
 def _output_dir(settings: Settings) -> Iterator[str]:
     output_dir, data = Path(settings.training.output_dir), settings.data
     read = (data.model_name_or_path, data.tokenizer_name_or_path, settings.lora.adapter_name_or_path)
-    problems = list(_messages(require_own, output_dir, read))
+    problems = list(_messages(require_usable, output_dir, read))
     if not problems and os.environ.get("RANK", "0") == "0":
         problems += _messages(require_writable, output_dir)
     yield from problems

@@ -16,7 +16,7 @@ from mca_train.run.hub_paths import with_directories
 from mca_train.run.inputs import image_reader, load_tokenizer
 from mca_train.run.logs import quiet_libraries
 from mca_train.tasks.load import load_first, load_mixture, load_tokenized
-from mca_train.tasks.table import task_of
+from mca_train.tasks.table import infer_task
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def print_data(task: Task | None, config: Path | None, overrides: list[str]) -> 
     """
     quiet_libraries(first=True)
     values, where = load_values(config, overrides)
-    task = task or task_of(values)
+    task = task or infer_task(values)
     settings = make_settings(task, with_directories(values, only="tokenizer"), where)
     raise_problems(data_problems(settings), where, kind=UsageError)
     with raising_usage_errors():
@@ -71,7 +71,7 @@ def _print(
     images = None
     if Path(data.model_name_or_path).is_dir():  # else rows with images are refused
         model = model_config(data.model_name_or_path)
-        images, data = image_reader(settings, model), task.data_of(data, model)
+        images, data = image_reader(settings, model), task.resolve_labels(data, model)
     for key, files in (
         ("train_file", data.train_file),
         ("datasets", data.datasets),

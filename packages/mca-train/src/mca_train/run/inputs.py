@@ -45,7 +45,7 @@ def prepare_inputs(run: Run, lock: OutputLock) -> Inputs:
     """The lock of ``output_dir``, tokenizer and data."""
     if os.environ.get("RANK", "0") == "0":
         lock.take()
-    with lock.kept():
+    with lock.heartbeat():
         return read_inputs(run, lock)
 
 

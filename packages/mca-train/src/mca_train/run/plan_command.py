@@ -30,7 +30,7 @@ from mca_train.run.checks import Findings, Run, check, make_settings
 from mca_train.run.hub_paths import with_directories
 from mca_train.run.logs import silent_arguments
 from mca_train.run.plan_input import make_image_check, make_plan_input, planned_images
-from mca_train.tasks.table import TASKS, task_of
+from mca_train.tasks.table import TASKS, infer_task
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def print_plan(task: Task | None, config: Path | None, overrides: list[str], opt
         os.environ.pop(name, None)
     hardware = load_hardware(options.device, options.hardware) if options.device else None
     values, where = load_values(config, overrides)
-    named, task = task is not None, task or task_of(values)
+    named, task = task is not None, task or infer_task(values)
     values = with_directories(values, only="config")
     settings = make_settings(task, values, where, [flag.name for flag in fields(options)])
     if options.search:

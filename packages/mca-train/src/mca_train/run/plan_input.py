@@ -73,6 +73,6 @@ def make_plan_input(
         images=images,
         evaluated=bool(settings.data.eval_file),
         fp8_transposed=device is None or device.fp8_transposed,
-        forwards=run.task.forwards_beside(settings),
+        forwards=run.task.extra_forward_passes(settings),
         precomputed=getattr(settings.own, "precompute_ref_log_probs", False),
     )

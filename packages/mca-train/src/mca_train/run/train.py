@@ -101,12 +101,12 @@ def _without_device(values: Values) -> Values:
         UsageError: They ask for a CPU themselves.
     """
     from mca_models.megatron import platform
-    from mca_train.trainer.unsupported import BESIDE_A_GPU
+    from mca_train.trainer.unsupported import USE_CPU_WITH_GPU
 
     if platform.device_type() != "cuda":
         return values
     if cast("use_cpu", values.get("use_cpu", False), bool, words=True):
-        raise UsageError(BESIDE_A_GPU)
+        raise UsageError(USE_CPU_WITH_GPU)
     return {**values, "use_cpu": True}
 
 
@@ -168,7 +168,7 @@ def _train_rank(inputs: Inputs, attempt: "Attempt | None") -> None:
     from mca_models.megatron.distributed import parallel
 
     set_log_levels(inputs.run.settings.training)
-    with inputs.lock.kept() if os.environ["RANK"] == "0" else nullcontext():
+    with inputs.lock.heartbeat() if os.environ["RANK"] == "0" else nullcontext():
         _train(inputs, attempt)
     parallel.stop()
 

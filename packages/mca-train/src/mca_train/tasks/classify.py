@@ -62,13 +62,13 @@ class Classify(ScoreTask):
     name = "classify"
     summary = "on texts with a class, labels or numbers: text (or messages) and label"
     data_arguments = Labels
-    unread = ("prompt_column", "completion_column", "image_folder")
-    wanted = "two tokens"
+    unused_columns = ("prompt_column", "completion_column", "image_folder")
+    required_content = "two tokens"
     example = Example(
         rows="rows with `text` and `label`",
-        own="labels: [negative, positive]            # or num_labels: 2; problem_type: regression, ...\n",
+        task_lines="labels: [negative, positive]            # or num_labels: 2; problem_type: regression, ...\n",
     )
-    signal_names = ("accuracy", "mean_absolute_error")
+    metric_names = ("accuracy", "mean_absolute_error")
 
     def encoder(
         self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
@@ -92,18 +92,18 @@ class Classify(ScoreTask):
         yield from super().problems(settings)
         yield from data_format_problems(self.name, settings)
         metric = (settings.training.metric_for_best_model or "").removeprefix("eval_")
-        kind = _own(settings).problem_type
-        if metric in self.signal_names and metric != METRICS[kind][0]:
+        kind = _arguments(settings).problem_type
+        if metric in self.metric_names and metric != METRICS[kind][0]:
             yield f"metric_for_best_model is {metric!r}; {kind} has {METRICS[kind][0]}"
 
     def head(self, settings: "Settings") -> "Head":
         """A score for each label."""
         from mca_models.templates.classification_head import Head
 
-        own = _own(settings)
+        own = _arguments(settings)
         return Head(kind="sequence_classification", labels=own.names, problem_type=own.problem_type)
 
-    def data_of(self, data: DataArguments, model: "McaModelConfig") -> DataArguments:
+    def resolve_labels(self, data: DataArguments, model: "McaModelConfig") -> DataArguments:
         """The names of labels that have none, if the model has them."""
         from mca_models.templates.classification_head import label_names
 
@@ -118,8 +118,8 @@ class Classify(ScoreTask):
         """See `Task`."""
         from mca_train.trainer.scores import ClassificationTrainer
 
-        return ClassificationTrainer(problem_type=_own(settings).problem_type, **options)
+        return ClassificationTrainer(problem_type=_arguments(settings).problem_type, **options)
 
 
-def _own(settings: "Settings") -> Labels:
+def _arguments(settings: "Settings") -> Labels:
     return cast("Labels", settings.data)

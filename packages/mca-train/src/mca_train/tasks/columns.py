@@ -13,7 +13,7 @@ from mca_train.tasks.task import Task
 
 def column_problems(task: Task, settings: Settings) -> Iterator[str]:
     """Keys of rows that neither the kind of run nor any format that is named reads."""
-    if given := [key for key in settings.values if key in task.unread]:
+    if given := [key for key in settings.values if key in task.unused_columns]:
         yield f"{', '.join(given)}: mca-train {task.name} does not read it; remove the key"
     data = settings.data
     formats = [entry.get("format") or data.data_format for entry in data.datasets]
@@ -24,6 +24,6 @@ def column_problems(task: Task, settings: Settings) -> Iterator[str]:
     named = [each for each in ONE_ANSWER if each in formats]
     pairs = isinstance(data, PairArguments)  # whose answers are read of every shape, and the prompt of none
     read = {"tools_column"} if pairs else {column for each in named for column in FORMAT_COLUMNS[each]}
-    choosing = {column for columns in FORMAT_COLUMNS.values() for column in columns} - {*task.unread}
+    choosing = {column for columns in FORMAT_COLUMNS.values() for column in columns} - {*task.unused_columns}
     if unread := [key for key in settings.values if key in choosing - read]:
         yield f"{', '.join(unread)}: format {', '.join(named)} does not read it; remove one of the two"

@@ -11,7 +11,7 @@ from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import PairArguments
 from mca_train.losses.dpo_loss_types import REFUSED, LossType
-from mca_train.tasks.reference import ReferenceArguments, no_reference_left
+from mca_train.tasks.reference import ReferenceArguments, adapter_reference_problems
 from mca_train.tasks.task import AnswerTask, Example, pair_format_problems
 
 if TYPE_CHECKING:
@@ -90,22 +90,24 @@ class Dpo(AnswerTask):
 
     name = "dpo"
     takes_images = True
-    unread = ("messages_column", "completion_column", "text_column")
+    unused_columns = ("messages_column", "completion_column", "text_column")
     summary = (
         "on preferences: prompt, chosen and rejected; losses sigmoid, ipo, simpo, orpo and more (dpo_loss)"
     )
     data_arguments = PairArguments
-    own_arguments = DpoArguments
+    task_arguments = DpoArguments
     sides = ("chosen", "rejected")
-    wanted = "both answers"
-    example = Example(rows="rows with `prompt`, `chosen` and `rejected`", learning_rate="5.0e-7", own=_KEYS)
+    required_content = "both answers"
+    example = Example(
+        rows="rows with `prompt`, `chosen` and `rejected`", learning_rate="5.0e-7", task_lines=_KEYS
+    )
 
     @property
-    def signal_names(self) -> tuple[str, ...]:
+    def metric_names(self) -> tuple[str, ...]:
         """Rewards and log-probabilities of the two answers."""
-        from mca_train.losses.preference import SIGNAL_NAMES
+        from mca_train.losses.preference import METRIC_NAMES
 
-        return SIGNAL_NAMES
+        return METRIC_NAMES
 
     def encoder(
         self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
@@ -127,13 +129,13 @@ class Dpo(AnswerTask):
         """Keys that say nothing of pairs, or that leave no reference."""
         from mca_train.losses.preference import key_problems
 
-        own = _own(settings)
+        own = _arguments(settings)
         yield from key_problems(settings.training)
         yield from pair_format_problems(self.name, settings)
         if own.precompute_ref_log_probs and settings.data.streaming:
             yield "precompute_ref_log_probs needs all rows before training; set streaming to false"
         if own.loss().needs_reference:
-            yield from no_reference_left(settings, own)
+            yield from adapter_reference_problems(settings, own)
 
     def problems_in_megatron(self, settings: "Settings", megatron: "TransformerConfig") -> Iterator[str]:
         """Losses that Megatron adds by tokens."""
@@ -141,14 +143,14 @@ class Dpo(AnswerTask):
 
         return model_problems(megatron)
 
-    def forwards_beside(self, settings: "Settings") -> int:
+    def extra_forward_passes(self, settings: "Settings") -> int:
         """One of the reference, unless it was run before."""
-        own = _own(settings)
+        own = _arguments(settings)
         return int(own.loss().needs_reference and not own.precompute_ref_log_probs)
 
     def reference(self, settings: "Settings") -> str | None:
         """The model named as such, or the model itself as it begins; with an adapter, that without it serves."""
-        own = _own(settings)
+        own = _arguments(settings)
         if not own.loss().needs_reference:
             return None
         path = own.reference_model_name_or_path
@@ -161,7 +163,7 @@ class Dpo(AnswerTask):
         """See `Task`."""
         from mca_train.trainer.dpo import DpoTrainer
 
-        own = _own(settings)
+        own = _arguments(settings)
         return DpoTrainer(
             reference=reference,
             preference=own.loss(),
@@ -170,5 +172,5 @@ class Dpo(AnswerTask):
         )
 
 
-def _own(settings: "Settings") -> DpoArguments:
+def _arguments(settings: "Settings") -> DpoArguments:
     return cast("DpoArguments", settings.own)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 from mca_config.errors import McaError, UsageError
 from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import ClassifyArguments
-from mca_train.tasks.reference import ReferenceArguments, no_reference_left
+from mca_train.tasks.reference import ReferenceArguments, adapter_reference_problems
 from mca_train.tasks.sft import Sft
 from mca_train.tasks.task import Example
 
@@ -53,11 +53,11 @@ class Kto(Sft):
     name = "kto"
     summary = "on answers that are good or bad: prompt, completion and label"
     data_arguments = ClassifyArguments
-    own_arguments = KtoArguments
+    task_arguments = KtoArguments
     example = Example(
         rows="rows with `prompt`, `completion` and `label`, true or false", learning_rate="5.0e-7"
     )
-    signal_names = (
+    metric_names = (
         "kl",
         "rewards/chosen",
         "rewards/rejected",
@@ -83,9 +83,9 @@ class Kto(Sft):
         """Keys that say nothing of answers, or that leave no reference or nothing to measure on."""
         from mca_train.losses.kto import key_problems
 
-        own, training = _own(settings), settings.training
+        own, training = _arguments(settings), settings.training
         yield from key_problems(training)
-        yield from no_reference_left(settings, own)
+        yield from adapter_reference_problems(settings, own)
         if settings.data.streaming:
             yield "kto needs all rows before training; set streaming to false"
 
@@ -101,13 +101,13 @@ class Kto(Sft):
 
         return step_problems(samples)
 
-    def forwards_beside(self, settings: "Settings") -> int:
+    def extra_forward_passes(self, settings: "Settings") -> int:
         """Of the reference with the answers; of both models with the mismatched ones."""
         return 3
 
     def reference(self, settings: "Settings") -> str | None:
         """The model named as such, or the model itself as it begins; with an adapter, that without it serves."""
-        path = _own(settings).reference_model_name_or_path
+        path = _arguments(settings).reference_model_name_or_path
         return settings.data.model_name_or_path if path is None and not settings.lora.wanted else path
 
     def trainer(
@@ -116,8 +116,8 @@ class Kto(Sft):
         """See `Task`."""
         from mca_train.trainer.kto import KtoTrainer
 
-        return KtoTrainer(reference=reference, loss=_own(settings).loss(), **options)
+        return KtoTrainer(reference=reference, loss=_arguments(settings).loss(), **options)
 
 
-def _own(settings: "Settings") -> KtoArguments:
+def _arguments(settings: "Settings") -> KtoArguments:
     return cast("KtoArguments", settings.own)

@@ -63,17 +63,17 @@ def load_tokenized(
             files, key, arguments, limit, task.required_column(arguments), copies, _vision(images)
         )
 
-    def of_rows(rows: "datasets.Dataset") -> DataArguments:
+    def row_arguments(rows: "datasets.Dataset") -> DataArguments:
         return evaluation_arguments(arguments, rows.column_names) if evaluation else arguments
 
     def make() -> "TokenDataset | PairDataset":
         # parquet's is decoded when looked at
         with named_files(key, ", ".join(files), "text", UnicodeDecodeError):
             rows = load()
-            return task.samples(rows, tokenizer, of_rows(rows), key, own)
+            return task.samples(rows, tokenizer, row_arguments(rows), key, own)
 
     if arguments.tokenized_cache is None:
-        return _in_order_of(files, make())
+        return _set_order(files, make())
     from mca_train.data.token_cache import cache_key, file_digest, load_or_build
 
     rows = [f"{file_digest(copy)} {reader_name(file)}" for file, copy in zip(files, copies, strict=True)]
@@ -82,9 +82,9 @@ def load_tokenized(
         Path(arguments.tokenized_cache),
         cache_key(task.name, contents, tokenizer, arguments, limit),
         make,
-        _again(task, load, tokenizer, of_rows, key, own),
+        _image_source(task, load, tokenizer, row_arguments, key, own),
     )
-    return _in_order_of(files, found)
+    return _set_order(files, found)
 
 
 def _vision(images: "ImageReader | None") -> "Values | None":
@@ -92,7 +92,7 @@ def _vision(images: "ImageReader | None") -> "Values | None":
     return None if images is None else images.config.vision
 
 
-def _in_order_of(files: Sequence[str], samples: "TokenDataset | PairDataset") -> "TokenDataset | PairDataset":
+def _set_order(files: Sequence[str], samples: "TokenDataset | PairDataset") -> "TokenDataset | PairDataset":
     """``samples``, which say that they come in the order of ``files``."""
     from mca_train.data.urls import describe_files
 
@@ -111,24 +111,24 @@ def _processors(images: "ImageReader | None") -> list[str]:
     return [str(images.config.vision), *(file_digest(file) for file in found if file.is_file())]
 
 
-def _again(
+def _image_source(
     task: Task,
     load: "Callable[[], datasets.Dataset]",
     tokenizer: "PreTrainedTokenizerBase",
-    of_rows: "Callable[[datasets.Dataset], DataArguments]",
+    row_arguments: "Callable[[datasets.Dataset], DataArguments]",
     key: str,
     images: "ImageReader | None",
 ) -> "Images":
     """What reads the pixels of samples that were tokenized before."""
 
-    def again() -> "tuple[datasets.Dataset, ImageRows, str]":
+    def read() -> "tuple[datasets.Dataset, ImageRows, str]":
         from mca_train.data.image_rows import without_decoding
 
         assert images is not None, "samples with images are cached for a model with a vision part"
         rows = without_decoding(load())
-        return rows, task.image_rows(rows.column_names, images, of_rows(rows), tokenizer, key), key
+        return rows, task.image_rows(rows.column_names, images, row_arguments(rows), tokenizer, key), key
 
-    return again
+    return read
 
 
 def _with_paths(
@@ -172,11 +172,11 @@ def load_mixture(
     for source, key, prefix, rows in zip(sources, keys, prefixes, found, strict=True):
         if prefix is not None:
             _require_plain(source, key)
-            parts.append(_in_order_of([prefix.name], task.indexed(prefix, tokenizer, arguments)))
+            parts.append(_set_order([prefix.name], task.indexed(prefix, tokenizer, arguments)))
         if rows is not None:
             own = source_arguments(source, arguments, rows.column_names, columns, key)
             reader = _with_paths(images, own, [source.path], source.revision)
-            parts.append(_samples_of(task, source, rows, tokenizer, own, key, reader))
+            parts.append(_source_samples(task, source, rows, tokenizer, own, key, reader))
     weights = [source.weight for source in sources if source.weight is not None]
     return Mixture(parts, [source.called for source in sources], weights or None, seed)
 
@@ -190,7 +190,7 @@ def _require_plain(source: "Source", key: str) -> None:
         raise UsageError(f"{key}: {', '.join(ignored)}: an indexed dataset has only tokens; remove it")
 
 
-def _samples_of(
+def _source_samples(
     task: Task,
     source: "Source",
     rows: "datasets.Dataset",
@@ -207,15 +207,15 @@ def _samples_of(
             return task.samples(rows, tokenizer, arguments, key, images)
 
     if arguments.tokenized_cache is None:
-        return _in_order_of([source.path], make())
+        return _set_order([source.path], make())
     contents = [key, rows._fingerprint, str(len(rows)), *_processors(images)]
     found = load_or_build(
         Path(arguments.tokenized_cache),
         cache_key(task.name, contents, tokenizer, arguments, None),
         make,
-        _again(task, lambda: rows, tokenizer, lambda _: arguments, key, images),
+        _image_source(task, lambda: rows, tokenizer, lambda _: arguments, key, images),
     )
-    return _in_order_of([source.path], found)
+    return _set_order([source.path], found)
 
 
 def load_stream(

@@ -25,7 +25,7 @@ class Pretrain(Task):
 
     name = "pretrain"
     summary = "on plain text: all texts one after another, cut into blocks of seq_length tokens"
-    unread = ("messages_column", "prompt_column", "completion_column", "tools_column")
+    unused_columns = ("messages_column", "prompt_column", "completion_column", "tools_column")
     example = Example(rows="rows with `text`", length="tokens of a block", learning_rate="3.0e-4", lora=None)
 
     def problems(self, settings: "Settings") -> Iterator[str]:

@@ -20,13 +20,13 @@ class ReferenceArguments:
     )
 
 
-def no_reference_left(settings: "Settings", own: ReferenceArguments) -> Iterator[str]:
+def adapter_reference_problems(settings: "Settings", own: ReferenceArguments) -> Iterator[str]:
     """What keeps the model without its adapter, which is to be the reference, from being one."""
     if own.reference_model_name_or_path is not None or not settings.lora.wanted:
         return
-    from mca_train.losses.preference import unadapted_problems
+    from mca_train.losses.preference import adapter_reference_problems
 
-    yield from unadapted_problems(settings.training)
+    yield from adapter_reference_problems(settings.training)
     if settings.lora.lora_modules_to_save:
         yield (
             "lora_modules_to_save trains parts of the base model, which is then no reference any more; set "

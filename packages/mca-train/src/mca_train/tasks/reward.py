@@ -45,15 +45,15 @@ class Reward(ScoreTask):
     name = "reward"
     summary = "a reward model on preferences: chosen and rejected, with prompt and margin or without"
     data_arguments = RewardArguments
-    own_arguments = RewardRunArguments
-    unread = ("messages_column", "completion_column", "text_column", "image_folder")
+    task_arguments = RewardRunArguments
+    unused_columns = ("messages_column", "completion_column", "text_column", "image_folder")
     sides = ("chosen", "rejected")
-    wanted = "both answers whole, of two tokens or more,"
+    required_content = "both answers whole, of two tokens or more,"
     example = Example(
         rows="rows with `prompt`, `chosen` and `rejected`, and perhaps `margin`",
-        own="# center_rewards_coefficient: 0.01      # keeps rewards around 0\n",
+        task_lines="# center_rewards_coefficient: 0.01      # keeps rewards around 0\n",
     )
-    signal_names = ("accuracy", "margin", "mean_reward", "min_reward", "max_reward")
+    metric_names = ("accuracy", "margin", "mean_reward", "min_reward", "max_reward")
 
     def encoder(
         self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str

@@ -20,7 +20,7 @@ class Sft(AnswerTask):
     takes_images = True
     example = Example(
         rows="rows with `messages`, or `prompt` and `completion`",
-        own="sequence_packing: true                  # several samples in one row instead of padding\n",
+        task_lines="sequence_packing: true                  # several samples in one row instead of padding\n",
     )
     summary = "on answers: messages, prompt and completion, or text; only answers count in the loss"
 

@@ -16,16 +16,16 @@ from mca_train.tasks.task import Task
 TASKS: dict[str, Task] = {task.name: task for task in (Pretrain(), Sft(), Dpo(), Kto(), Reward(), Classify())}
 
 
-def keys_of_others(task: Task) -> dict[str, str]:
+def other_task_keys(task: Task) -> dict[str, str]:
     """What to say of the keys that ``task`` does not understand and another kind does."""
     return {
         key: f"for mca-train {other.name}, not {task.name}; remove the key"
         for other in reversed(TASKS.values())  # the first that knows a key is named
-        for key in other.own_keys - task.own_keys
+        for key in other.task_keys - task.task_keys
     }
 
 
-def task_of(keys: Iterable[str]) -> Task:
+def infer_task(keys: Iterable[str]) -> Task:
     """The kind that is meant by a configuration with ``keys``: the one that has some of its own there, else sft."""
     given = set(keys)
-    return next((task for task in TASKS.values() if task.own_keys & given), TASKS["sft"])
+    return next((task for task in TASKS.values() if task.task_keys & given), TASKS["sft"])

@@ -41,14 +41,14 @@ class Example:
         rows: What the rows of its files have.
         length: What ``seq_length`` is to it.
         learning_rate: A common one.
-        own: Lines of its own keys.
+        task_lines: Lines of its own keys.
         lora: Lines beside those of an adapter; None: an adapter is no good to it.
     """
 
     rows: str = "the rows"
     length: str = "longest sequence; longer ones are cut"
     learning_rate: str = "1.0e-5"
-    own: str = ""
+    task_lines: str = ""
     lora: str | None = ""
 
 
@@ -59,7 +59,7 @@ class Task(ABC):
         name: The word after ``mca-train``.
         summary: Its line in ``mca-train --help``.
         data_arguments: The keys of its model and files: `DataArguments`, or a subclass with more columns.
-        own_arguments: A dataclass of the keys that this kind alone understands; None: there are none.
+        task_arguments: A dataclass of the keys that this kind alone understands; None: there are none.
         takes_images: Whether its rows may have images.
         unread: Keys of rows that every kind knows and this one does not read.
         example: What a configuration to begin with says of it.
@@ -70,9 +70,9 @@ class Task(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
     data_arguments: ClassVar[type[DataArguments]] = DataArguments
-    own_arguments: ClassVar[type | None] = None
+    task_arguments: ClassVar[type | None] = None
     takes_images: ClassVar[bool] = False
-    unread: ClassVar[tuple[str, ...]] = ()
+    unused_columns: ClassVar[tuple[str, ...]] = ()
     example: ClassVar[Example] = Example()
     sides: ClassVar[tuple[str, ...]] = ()
 
@@ -82,13 +82,13 @@ class Task(ABC):
         return max(1, len(self.sides))
 
     @property
-    def own_keys(self) -> frozenset[str]:
+    def task_keys(self) -> frozenset[str]:
         """The keys that this kind understands and not every other does."""
         columns = {*self.data_arguments.__dataclass_fields__} - {*DataArguments.__dataclass_fields__}
-        return frozenset(columns | set(getattr(self.own_arguments, "__dataclass_fields__", ())))
+        return frozenset(columns | set(getattr(self.task_arguments, "__dataclass_fields__", ())))
 
     @property
-    def signal_names(self) -> tuple[str, ...]:
+    def metric_names(self) -> tuple[str, ...]:
         """What its evaluation computes beside the loss."""
         return ()
 
@@ -168,11 +168,11 @@ class Task(ABC):
         """What the model scores; None: it is a language model."""
         return None
 
-    def data_of(self, data: DataArguments, model: "McaModelConfig") -> DataArguments:
+    def resolve_labels(self, data: DataArguments, model: "McaModelConfig") -> DataArguments:
         """``data`` with what it leaves to the model, which has the head of this kind."""
         return data
 
-    def forwards_beside(self, settings: "Settings") -> int:
+    def extra_forward_passes(self, settings: "Settings") -> int:
         """Forward passes of all samples of a step that nothing is trained with."""
         return 0
 
@@ -197,17 +197,17 @@ class Task(ABC):
 
 def data_format_problems(kind: str, settings: "Settings") -> Iterator[str]:
     """What a kind that reads columns alone says of shapes of rows."""
-    if shapes := _asked_shapes(settings, ("text",)):
+    if shapes := _named_formats(settings, ("text",)):
         yield f"{shapes}: mca-train {kind} reads columns, not shapes of rows; remove it"
 
 
 def pair_format_problems(kind: str, settings: "Settings") -> Iterator[str]:
     """What a kind that reads pairs says of shapes that have one answer."""
-    if shapes := _asked_shapes(settings, ("alpaca", "sharegpt")):
+    if shapes := _named_formats(settings, ("alpaca", "sharegpt")):
         yield f"{shapes}: mca-train {kind} reads the columns of pairs, or alpaca or sharegpt; remove it"
 
 
-def _asked_shapes(settings: "Settings", known: Sequence[str]) -> str:
+def _named_formats(settings: "Settings", known: Sequence[str]) -> str:
     """What ``data_format`` and the ``format`` of entries name beside ``known``, with the key."""
     data = settings.data
     asked = [("data_format", data.data_format), *(("format", entry.get("format")) for entry in data.datasets)]
@@ -221,7 +221,7 @@ class AnswerTask(Task):
         wanted: What a row without a target lacks, in a warning.
     """
 
-    wanted: ClassVar[str] = "an answer"
+    required_content: ClassVar[str] = "an answer"
 
     @abstractmethod
     def encoder(
@@ -256,12 +256,14 @@ class AnswerTask(Task):
             reject_images(rows.column_names, data, f"{key}: mca-train {self.name}")
             encode = self.encoder(rows.column_names, tokenizer, data, key)
             numbers = self.numbers(rows.column_names, data, key)
-            sequences = answer_sequences(rows, encode, data, key, self.wanted, numbers)
+            sequences = answer_sequences(rows, encode, data, key, self.required_content, numbers)
             return PairDataset(sequences) if self.sides else sequences
         known = self.image_rows(rows.column_names, images, data, tokenizer, key)
         encode = self.encoder(known.names, known.tokenizer, known.arguments, key)
         numbers = self.numbers(rows.column_names, data, key)  # read of the row itself, whatever its shape
-        sequences = answer_sequences(without_decoding(rows), encode, data, key, self.wanted, numbers, known)
+        sequences = answer_sequences(
+            without_decoding(rows), encode, data, key, self.required_content, numbers, known
+        )
         return PairDataset(sequences) if self.sides else sequences
 
     def stream(
@@ -292,7 +294,7 @@ class AnswerTask(Task):
             lambda row: is_sure(row) and not (known and known.has_images(row)),  # it is longer than its text
             data.seq_length,
             key,
-            wanted=self.wanted,
+            wanted=self.required_content,
             sides=self.sides,
             numbers=numbers,
             images=known,

@@ -1,6 +1,6 @@
-"""The attributes of the trainer are declared here, once and with their types, for all files that its methods are in.
+"""Attributes of `McaTrainer`, declared once with their types for all mixins.
 
-Nothing is computed or set here. `McaTrainer` sets the attributes when it is made, and `Training` when ``train`` begins.
+`McaTrainer` sets them in its constructor, and `Training` when ``train`` starts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from mca_config.training import TrainingArguments
 from mca_train.batching.collate import Collator
 from mca_train.batching.loaders import Loaders
 from mca_train.batching.position import RunPosition
-from mca_train.checkpoint.loop_state import Due, Totals
+from mca_train.checkpoint.loop_state import PendingEvents, Totals
 from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.checkpoint.writer import CheckpointWriter
 from mca_train.data.token_dataset import Samples
@@ -25,7 +25,7 @@ from mca_train.engine.pipeline import Pipeline
 from mca_train.groups import Ranks
 from mca_train.lr_schedule import LearningRate
 from mca_train.metrics.meter import LossMeter
-from mca_train.metrics.metric_accumulator import Extreme, ModelLosses, Signals
+from mca_train.metrics.metric_accumulator import AuxLossMeter, Extreme, MetricAccumulator
 from mca_train.metrics.source_losses import SourceLosses
 from mca_train.trainer.monitor import Watch
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class TrainerOptions(TypedDict):
-    """What every trainer takes; `McaTrainer` says what it is."""
+    """Constructor arguments of every trainer; `McaTrainer` documents them."""
 
     model: "VirtualModels"
     args: TrainingArguments
@@ -48,33 +48,33 @@ class TrainerOptions(TypedDict):
 
 @dataclass(frozen=True)
 class Training:
-    """What steps are made with: there from the beginning of ``train`` on."""
+    """Engine and learning rate, available once ``train`` has started."""
 
     engine: Engine
     rate: LearningRate
 
 
-class TrainerParts(Trainer):  # type: ignore[misc]
-    """What every part of `McaTrainer` may look at and change.
+class TrainerBase(Trainer):  # type: ignore[misc]
+    """Attributes that all mixins of `McaTrainer` share.
 
     Attributes:
         args: The training arguments.
-        model: The model, of which this rank holds a part.
-        train_dataset: What is trained on.
-        eval_dataset: What is evaluated on, or several by name.
+        model: This rank's part of the model.
+        train_dataset: Training samples.
+        eval_dataset: Evaluation samples, or several datasets by name.
         processing_class: The tokenizer.
         state: Steps, epochs and logs, as Hugging Face's callbacks see them.
-        control: What the callbacks ask for.
-        callback_handler: Calls them.
-        ranks: This rank among the others.
-        signals: What `compute_loss` adds to, beside its loss.
-        signal_names: The names of what it adds.
-        signal_differences: What is reported beside their means.
-        signal_extremes: The smallest or largest numbers that are told beside them.
-        run_kind: Which kind of run its checkpoints are of; it goes on from no others that say so.
-        watch: What is looked after beside the steps.
-        started_at_step: Steps that were done before `train`.
-        output_lock: Of ``output_dir``, if whoever made the trainer has taken it; else `train` does.
+        control: Requests of the callbacks.
+        callback_handler: Calls the callbacks.
+        ranks: This rank.
+        metrics: Accumulator for the custom metrics of `compute_loss`.
+        metric_names: Names of the custom metrics.
+        metric_differences: Logged differences of two custom metrics.
+        metric_extremes: Logged smallest or largest values.
+        run_kind: Kind of run in its checkpoints; it resumes only from the same kind.
+        watch: Monitor of the run.
+        started_at_step: Steps done before `train`.
+        output_lock: Lock of ``output_dir`` if the caller has taken it; else `train` takes it.
     """
 
     args: TrainingArguments
@@ -86,47 +86,47 @@ class TrainerParts(Trainer):  # type: ignore[misc]
     control: TrainerControl
     callback_handler: CallbackHandler
     ranks: Ranks
-    signals: Signals
+    metrics: MetricAccumulator
     watch: Watch
     started_at_step: int
     output_lock: OutputLock | None = None
-    signal_names: tuple[str, ...]
-    signal_differences: Mapping[str, tuple[str, str]]
-    signal_extremes: Mapping[str, Extreme]
+    metric_names: tuple[str, ...]
+    metric_differences: Mapping[str, tuple[str, str]]
+    metric_extremes: Mapping[str, Extreme]
     run_kind: str = "pretrain or sft"
     _is_token_loss: bool
-    """The loss is the mean over target tokens, not that of an overridden `compute_loss`."""
+    """True if the loss is the mean over target tokens, False if `compute_loss` is overridden."""
     _training: Training
     _pipeline: Pipeline
-    """Runs the model forward; from the beginning of ``train`` on it is the engine."""
-    _place: RunPosition
+    """Runs the model forward; once ``train`` has started it is the engine."""
+    _position: RunPosition
     _loaders: Loaders
     _checkpoints: CheckpointWriter
     _meter: LossMeter
-    _model_losses: ModelLosses
+    _aux_losses: AuxLossMeter
     _sources: SourceLosses | None
-    """Of a mixture, while it is trained on."""
+    """Losses of a mixture's sources while training on it."""
     _totals: Totals
-    _due: Due
+    _pending: PendingEvents
     _claimed: Path | None = None
-    """The ``output_dir`` whose checkpoints are all of this trainer's runs."""
+    """The ``output_dir`` whose checkpoints all belong to this trainer's runs."""
     _replaces: bool = False
-    """This run began anew; those that stand there go when its first own is complete."""
+    """True if this run started over: its first complete checkpoint replaces those in ``output_dir``."""
     _can_put_off: bool = False
-    """SIGTERM ends the evaluation that is running, which is made when the run continues."""
+    """True if SIGTERM may end the running evaluation, which is repeated on resume."""
     _samples: int
-    """That this process has trained on; packs count as what is in them."""
+    """Samples that this process has trained on; a pack counts all its samples."""
 
     @property
     def engine(self) -> Engine:
-        """Megatron's training step.
+        """Return the engine with Megatron's training step.
 
         Raises:
-            McaError: `train` has not begun yet.
+            McaError: `train` has not started yet.
         """
         if not isinstance(self._pipeline, Engine):
             raise McaError(
-                "trainer.engine is there from the beginning of train() on; before, the weights are the model's own and "
-                "need no at_rest() or take_weights()"
+                "trainer.engine exists once train() has started; before that, the weights are the model's own and "
+                "need no params_gathered() or reload_main_params()"
             )
         return self._pipeline

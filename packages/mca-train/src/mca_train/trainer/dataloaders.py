@@ -1,6 +1,6 @@
-"""These methods of the Trainer hand out data loaders whose items are whole steps.
+"""Trainer methods that return data loaders whose items are full steps.
 
-What is in a step, and in which order, is decided in ``batching``.
+``batching`` decides the content and the order of a step.
 """
 
 import logging
@@ -20,50 +20,50 @@ from mca_train.batching.sampling import StepSampler
 from mca_train.batching.step_stream import StepStream
 from mca_train.data.token_dataset import Samples
 from mca_train.groups import Ranks
-from mca_train.trainer.base import TrainerParts
+from mca_train.trainer.base import TrainerBase
 
 logger = logging.getLogger(__name__)
 
 
-class WithStepLoaders(TrainerParts):
-    """The Trainer's methods about data loaders, whose items are whole steps."""
+class DataLoaderMixin(TrainerBase):
+    """The Trainer's methods about data loaders, whose items are full steps."""
 
     def get_train_dataloader(self) -> DataLoader[StepBatch]:
-        """Of this rank; an item is a step."""
+        """Return this rank's training loader; an item is a step."""
         return self._train_loader()[0]
 
     def get_eval_dataloader(self, eval_dataset: Samples | str | None = None) -> DataLoader[StepBatch]:
-        """Of this rank; an item is a round of micro-batches."""
+        """Return this rank's evaluation loader; an item is a round of micro-batches."""
         return self._evaluation_loader(eval_dataset)
 
-    def _evaluation_loader(self, given: Samples | str | None) -> DataLoader[StepBatch]:
-        dataset = self._eval_dataset(given)
-        self._forget_others(dataset)
+    def _evaluation_loader(self, selected: Samples | str | None) -> DataLoader[StepBatch]:
+        dataset = self._eval_dataset(selected)
+        self._release_other_datasets(dataset)
         return self._loaders.evaluation(dataset)[0]
 
     def _steps(self, loader: DataLoader[StepBatch], sampler: StepSampler | StepStream) -> Iterator[StepBatch]:
-        """Of an epoch; the first of `train` is compared with the other ranks'."""
+        """Iterate over the steps of an epoch; the first step of `train` is compared between ranks."""
         steps, done = self.watch.stragglers.reading(iterate_steps(loader)), self.state.global_step
         if done > self.started_at_step:
             return steps
         return check_first_step(steps, self.ranks, sampler, f"step {done + 1}")
 
     def _rounds(self, loader: DataLoader[StepBatch], what: str) -> Iterator[StepBatch]:
-        """Of an evaluation loader, compared in the same way; ``what`` runs, in words."""
+        """Iterate over an evaluation loader, compared in the same way; ``what`` names it in errors."""
         return check_first_step(
             iterate_steps(loader), self.ranks, cast("StepSampler", loader.batch_sampler), what
         )
 
-    def _forget_others(self, *datasets: Samples) -> None:
-        """Lets go of what was made of datasets that are neither the trainer's any more nor among these."""
-        own = self.eval_dataset
-        evaluated = own.values() if isinstance(own, dict) else [own]
+    def _release_other_datasets(self, *datasets: Samples) -> None:
+        """Release what was built for datasets that are neither the trainer's nor among these."""
+        current = self.eval_dataset
+        evaluated = current.values() if isinstance(current, dict) else [current]
         self._loaders.keep_only([self.train_dataset, *evaluated, *datasets])
 
     def _train_loader(self) -> tuple[DataLoader[StepBatch], StepSampler | StepStream]:
         if self.train_dataset is None:
             raise McaError("training needs a train_dataset (train_file)")
-        self._forget_others()
+        self._release_other_datasets()
         return self._loaders.train(self.train_dataset)
 
     def _set_length(self, length: RunLength) -> None:
@@ -71,8 +71,8 @@ class WithStepLoaders(TrainerParts):
         self.state.max_steps = length.max_steps
         self.state.num_train_epochs = length.num_epochs
 
-    def _eval_dataset(self, given: Samples | str | None) -> Samples:
-        dataset = self.eval_dataset if given is None else given
+    def _eval_dataset(self, selected: Samples | str | None) -> Samples:
+        dataset = self.eval_dataset if selected is None else selected
         if isinstance(dataset, str):
             named = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
             if dataset not in named:
@@ -86,7 +86,7 @@ class WithStepLoaders(TrainerParts):
 
 
 def log_plan(args: TrainingArguments, ranks: Ranks, length: RunLength, samples: int, done: int) -> None:
-    """Says what the run is about to do: ``samples`` a step, after ``done`` steps."""
+    """Log the plan of the run: ``samples`` per step, after ``done`` steps."""
     logger.info(
         "training %s (%d an epoch) of %s = %d micro x %d accumulated x %d data parallel; %s",
         counted(length.max_steps, "step"),

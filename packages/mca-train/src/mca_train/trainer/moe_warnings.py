@@ -1,4 +1,4 @@
-"""What a run does to biases that help to choose experts, where nobody has said how far a step moves them."""
+"""Warnings about MoE router settings that train another model than ``config.json`` describes."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -13,25 +13,42 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_FORCED = ("moe_router_force_load_balancing", "moe_router_force_biased")
 
-def tell_moving_biases(
+
+def warn_router_bias_step(
     args: "TrainingArguments", config: McaModelConfig, megatron: "TransformerConfig", *, trained: bool = True
 ) -> None:
-    """Logs how far Megatron's default moves biases beside chances, which are much smaller than scores by sigmoid.
+    """Warn if Megatron's default step for expert biases is large compared to softmax router scores.
 
     Args:
         args: Training arguments.
         config: The model.
         megatron: Megatron's configuration of it.
-        trained: Routers are, and so their biases move.
+        trained: Routers are trained, so their biases change.
     """
     rate = megatron.moe_router_bias_update_rate
     if trained and args.moe_router_bias_update_rate is None and rate and has_biased_softmax(config):
         logger.warning(
-            "each step moves the biases that choose experts by %g (Megatron's default), and the chance of one of %d "
-            "experts is %.2g in the mean; set moe_router_bias_update_rate, to 0 to keep the checkpoint's biases as "
-            "transformers does",
+            "moe_router_bias_update_rate is %g (Megatron's default), and the mean probability of one of %d "
+            "experts is %.2g; set moe_router_bias_update_rate; 0 keeps the checkpoint's biases as transformers does",
             rate,
             config.num_router_choices,
             1 / config.num_router_choices,
+        )
+
+
+def warn_forced_routing(config: McaModelConfig, megatron: "TransformerConfig") -> None:
+    """Warn that a benchmark setting of Megatron's replaces the router's choice.
+
+    Args:
+        config: The model.
+        megatron: Megatron's configuration of it.
+    """
+    names = [name for name in _FORCED if getattr(megatron, name, None)]
+    if names and config.num_moe_experts is not None:
+        logger.warning(
+            "%s: experts are chosen at random, in evaluation and log-probabilities too, so losses are not the "
+            "model's; use it only to measure speed",
+            ", ".join(names),
         )

@@ -16,17 +16,17 @@ from mca_config.model_config import McaModelConfig
 from mca_config.training import TrainingArguments
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
-from mca_train.checkpoint.reference_log_probs import name_of
+from mca_train.checkpoint.reference_log_probs import model_fingerprint
 from mca_train.engine.pipeline import Pipeline
-from mca_train.engine.rng import kept_rng
+from mca_train.engine.rng import preserved_rng
 from mca_train.groups import Ranks
-from mca_train.losses.chunked import chunk_losses, kept_output
+from mca_train.losses.chunked import chunk_losses, preserved_output
 from mca_train.losses.label_smoothing import smooth_labels
 from mca_train.losses.preference import (
+    adapter_reference_problems,
     counted_sequences,
     reference_problems,
     sequence_logps,
-    unadapted_problems,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def apart_from(
+def resolve_reference(
     model: "VirtualModels",
     given: "VirtualModels | None",
     tokenizer: "PreTrainedTokenizerBase | None",
@@ -64,7 +64,7 @@ def apart_from(
             given.reject_hidden_adapter()
             rows = model.config.vocab_size
             tokens = rows if tokenizer is None else min(rows, len(tokenizer))
-            raise_problems(_unlike(given.config, model.config, tokens), "reference")
+            raise_problems(_differences(given.config, model.config, tokens), "reference")
         return given
     if isinstance(model, PeftModels) and given is not model:
         return None
@@ -76,7 +76,7 @@ def apart_from(
     return given
 
 
-def _unlike(reference: McaModelConfig, model: McaModelConfig, tokens: int) -> Iterator[str]:
+def _differences(reference: McaModelConfig, model: McaModelConfig, tokens: int) -> Iterator[str]:
     yield from reference_problems(reference, model)
     if reference.num_labels is None and reference.vocab_size < tokens:
         yield (
@@ -85,7 +85,7 @@ def _unlike(reference: McaModelConfig, model: McaModelConfig, tokens: int) -> It
         )
 
 
-def require_reference(model: "VirtualModels", args: TrainingArguments, loss: str) -> None:
+def require_adapter_reference(model: "VirtualModels", args: TrainingArguments, loss: str) -> None:
     """Raises unless ``model`` without its adapter is what ``loss`` can compare with.
 
     Raises:
@@ -100,11 +100,11 @@ def require_reference(model: "VirtualModels", args: TrainingArguments, loss: str
             "modules_to_save trains parts of the base model, which is then no reference any more; give a "
             "reference model, or remove modules_to_save"
         )
-    for problem in unadapted_problems(args):
+    for problem in adapter_reference_problems(args):
         raise McaError(problem)
 
 
-def tell_differences(model: "VirtualModels", *, without_adapter: bool = False) -> None:
+def warn_trl_differences(model: "VirtualModels", *, without_adapter: bool = False) -> None:
     """Warns of what is compared otherwise than TRL's trainers do, who turn dropout off and copy an adapter.
 
     Args:
@@ -128,7 +128,7 @@ def tell_differences(model: "VirtualModels", *, without_adapter: bool = False) -
         )
 
 
-class Reference:
+class ReferenceModel:
     """Runs a frozen model; collective.
 
     Args:
@@ -141,26 +141,33 @@ class Reference:
         self, model: "VirtualModels", loss_chunk_size: int | None, *, without_adapter: bool = False
     ) -> None:
         self._model, self._chunk_size = model, loss_chunk_size
-        with kept_output(model.chunks):
+        with preserved_output(model.chunks):
             self._set_output()  # what cannot be computed so is refused now
         self._pipeline = Pipeline(list(model.chunks), self._keep)
         self._adapted = cast("PeftModels", model) if without_adapter else None
-        self._found: list[tuple[Tensor, MicroBatch]] = []
+        self._outputs: list[tuple[Tensor, MicroBatch]] = []
 
     def name(self) -> str:
-        """See `name_of`."""
-        with self._pipeline.at_rest():
-            return name_of(self._model, with_adapter=self._adapted is None)
+        """See `model_fingerprint`."""
+        with self._pipeline.params_gathered():
+            return model_fingerprint(self._model, with_adapter=self._adapted is None)
 
     def log_probs(self, batch: StepBatch) -> list[tuple[Tensor, MicroBatch]]:
         """Log-probability of every sequence, ``[sequences]`` for each micro-batch; none but on the last stage."""
-        self._found = []
-        with kept_rng(), kept_output(self._model.chunks), self._pipeline.at_rest(), self._frozen():
+        self._outputs = []
+        with (
+            preserved_rng(),
+            preserved_output(self._model.chunks),
+            self._pipeline.params_gathered(),
+            self._frozen(),
+        ):
             self._set_output()
             self._pipeline.evaluate(batch)
-        return self._found
+        return self._outputs
 
-    def of_samples(self, steps: Iterator[StepBatch], samples: int, sequences: int, ranks: Ranks) -> Tensor:
+    def dataset_log_probs(
+        self, steps: Iterator[StepBatch], samples: int, sequences: int, ranks: Ranks
+    ) -> Tensor:
         """The same of a whole dataset, ``[samples, sequences]`` fp64, on every rank; NaN of what no step has.
 
         Args:
@@ -189,5 +196,5 @@ class Reference:
 
     def _keep(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         sums, counts = sequence_logps(output, batch)
-        self._found.append((sums, batch))
+        self._outputs.append((sums, batch))
         return sums.sum(), counts.sum()

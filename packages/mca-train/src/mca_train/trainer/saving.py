@@ -17,19 +17,19 @@ from mca_config.types import JsonObject
 from mca_models.megatron.distributed.collectives import run_on_first_rank, run_on_first_rank_unwrapped
 from mca_train.checkpoint import directory, output_dir_guard
 from mca_train.checkpoint.integrity import ARGUMENTS_FILE, Checksums
-from mca_train.checkpoint.loop_state import Carried
-from mca_train.checkpoint.model import ModelWriting
+from mca_train.checkpoint.loop_state import LoopState
+from mca_train.checkpoint.model import ModelWriter
 from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.checkpoint.training_state import TrainingState
 from mca_train.checkpoint.writer import WriteStage, name_errors
 from mca_train.engine.finite import require_finite_weights
-from mca_train.trainer.hf_shims import forget_patience, restore_counters
-from mca_train.trainer.logging import WithLogs
+from mca_train.trainer.hf_shims import reset_patience, restore_counters
+from mca_train.trainer.logging import LoggingMixin
 
 logger = logging.getLogger(__name__)
 
 
-class WithCheckpoints(WithLogs):
+class CheckpointMixin(LoggingMixin):
     """Saves a trainer's model and checkpoints; collective like the trainer itself."""
 
     @contextlib.contextmanager
@@ -42,7 +42,7 @@ class WithCheckpoints(WithLogs):
         run_on_first_rank_unwrapped(lock.take)
         self.output_lock = lock
         try:
-            with lock.kept():
+            with lock.heartbeat():
                 yield
         finally:
             self.output_lock = None
@@ -59,7 +59,7 @@ class WithCheckpoints(WithLogs):
             directory.require_kind(checkpoint, self.run_kind)
         again = checkpoint is None and self._claimed == output_dir.resolve()
         replaces_first = again and not self._replaces and self.args.save_strategy != "no"
-        if replaces_first and self.ranks.is_first and output_dir_guard.all_but(output_dir, []):
+        if replaces_first and self.ranks.is_first and output_dir_guard.checkpoints_except(output_dir, []):
             logger.warning(
                 "train() again: the first checkpoint of this round replaces those in %s; set another output_dir "
                 "to keep them",
@@ -78,9 +78,9 @@ class WithCheckpoints(WithLogs):
             output_dir: None: the run's own.
         """
         folder = Path(output_dir or self.args.output_dir)
-        with self._pipeline.at_rest(), name_errors(folder):
+        with self._pipeline.params_gathered(), name_errors(folder):
             hf = self.args.save_hf_model
-            ModelWriting(self.model, folder, self.processing_class, hf=hf).finish()
+            ModelWriter(self.model, folder, self.processing_class, hf=hf).finish()
 
     def complete_checkpoint(self) -> None:
         """Sees to it that there is a complete checkpoint of this step."""
@@ -94,7 +94,7 @@ class WithCheckpoints(WithLogs):
     def _save_checkpoint(self, *_: object, **__: object) -> None:
         """A complete checkpoint of this step; with ``async_save`` it is complete some steps later."""
         target = Path(self.args.output_dir) / f"{directory.PREFIX}-{self.state.global_step}"
-        with self._pipeline.at_rest():
+        with self._pipeline.params_gathered():
             require_finite_weights(self.state.global_step, self.model.trained_parameters())
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(target)
@@ -102,7 +102,9 @@ class WithCheckpoints(WithLogs):
         if not self._replaces:
             with name_errors(target):
                 run_on_first_rank_unwrapped(
-                    lambda: output_dir_guard.make_way(target, self.started_at_step, self._checkpoints.written)
+                    lambda: output_dir_guard.set_aside_same_step(
+                        target, self.started_at_step, self._checkpoints.written
+                    )
                 )
         of_step = copy.copy(self.state) if self.args.async_save else self.state
         self._checkpoints.write(target, self._begin_checkpoint, lambda: self._after_checkpoint(of_step))
@@ -110,9 +112,9 @@ class WithCheckpoints(WithLogs):
     def _begin_checkpoint(self, folder: Path) -> list[WriteStage]:
         """Begins to write into ``folder``; what has yet to be finished, in order."""
         args = self.args
-        with self._pipeline.at_rest():
+        with self._pipeline.params_gathered():
             stages: list[WriteStage] = [
-                ModelWriting(
+                ModelWriter(
                     self.model,
                     folder,
                     self.processing_class,
@@ -124,7 +126,7 @@ class WithCheckpoints(WithLogs):
         run_on_first_rank(lambda: self._write_state(folder))
         if not args.save_only_model or self.watch.stopped:  # a run that was told to end is to go on
             stages.append(
-                self._training_state().begin_save(folder, self._carried(), background=args.async_save)
+                self._training_state().begin_save(folder, self._loop_state(), background=args.async_save)
             )
             stages.append(Checksums(folder, self.ranks))
         return stages
@@ -140,18 +142,18 @@ class WithCheckpoints(WithLogs):
     def _make_room(self, best: str | None) -> None:
         output_dir, limit = Path(self.args.output_dir), self.args.save_total_limit
         if self._replaces:
-            for path in output_dir_guard.all_but(output_dir, self._checkpoints.written):
+            for path in output_dir_guard.checkpoints_except(output_dir, self._checkpoints.written):
                 logger.info("deleting %s (of an earlier round of training)", path)
                 self._checkpoints.delete(path)
         else:
             output_dir_guard.set_aside_newer(output_dir, self.started_at_step, self._checkpoints.written)
-        for path in directory.expendable(output_dir, limit, best):
+        for path in directory.checkpoints_to_delete(output_dir, limit, best):
             logger.info("deleting %s (save_total_limit %d)", path, limit)
             self._checkpoints.delete(path)
 
-    def _start_state(self, checkpoint: Path | None) -> Carried:
+    def _start_state(self, checkpoint: Path | None) -> LoopState:
         """A fresh `TrainerState`, or that of the checkpoint; and what that carries besides."""
-        carried = Carried()
+        carried = LoopState()
         if checkpoint is None:
             self.state = TrainerState(stateful_callbacks=self._exportable())
         else:
@@ -159,9 +161,9 @@ class WithCheckpoints(WithLogs):
             directory.locate_best(self.state, checkpoint)
             restore_counters(self.callback_handler.callbacks, self.state.stateful_callbacks)
             self._load_callback_state()
-            if directory.forget_best_of_other_metric(self.state, checkpoint, self.args):
-                forget_patience(self.callback_handler.callbacks)
-            carried = directory.carried_in(checkpoint, self.state.global_step)
+            if directory.reset_best_metric(self.state, checkpoint, self.args):
+                reset_patience(self.callback_handler.callbacks)
+            carried = directory.load_loop_state(checkpoint, self.state.global_step)
         self.state.train_batch_size = self.args.per_device_train_batch_size
         self.state.is_world_process_zero = self.is_world_process_zero()
         self.state.is_local_process_zero = self.is_local_process_zero()
@@ -170,7 +172,7 @@ class WithCheckpoints(WithLogs):
 
     def _write_state(self, folder: Path) -> None:
         if self.output_lock is not None:
-            self.output_lock.require_own()
+            self.output_lock.verify_held()
         states: dict[str, list[JsonObject]] = {}
         for callback in self._exportable():
             states.setdefault(type(callback).__name__, []).append(callback.state())
@@ -181,7 +183,7 @@ class WithCheckpoints(WithLogs):
         (folder / ARGUMENTS_FILE).write_text(self.args.to_json_string())
 
     def _training_state(self) -> TrainingState:
-        training, place = self._training, self._place
+        training, place = self._training, self._position
         control = self.control
         # a callback that sets both flags ends the run, which is to go on there
         early = self.state.global_step < self.state.max_steps

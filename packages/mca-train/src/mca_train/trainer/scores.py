@@ -13,9 +13,9 @@ from mca_config.errors import McaError
 from mca_train.batching.micro_batch import MicroBatch
 from mca_train.losses.preference import model_problems
 from mca_train.losses.scores import LOSSES, METRICS, ProblemType, key_problems, reward_loss, sequence_scores
-from mca_train.losses.token_loss import of_sequences
+from mca_train.losses.token_loss import sequence_loss
 from mca_train.trainer.base import TrainerOptions
-from mca_train.trainer.reference import tell_differences
+from mca_train.trainer.reference import warn_trl_differences
 from mca_train.trainer.trainer import McaTrainer
 
 
@@ -41,7 +41,7 @@ class ScoreTrainer(McaTrainer):
     def _add_means(self, values: dict[str, Tensor], real: Tensor) -> None:
         ranks = self.ranks.layout.cp
         sums = {name: (value.detach() * real).sum() / ranks for name, value in values.items()}
-        self.signals.add(sums, real.sum() / ranks)
+        self.metrics.add(sums, real.sum() / ranks)
 
 
 class RewardTrainer(ScoreTrainer):
@@ -56,8 +56,8 @@ class RewardTrainer(ScoreTrainer):
     """
 
     run_kind = "reward"
-    signal_names = ("accuracy", "margin", "mean_reward")
-    signal_extremes = MappingProxyType({"min_reward": "smallest", "max_reward": "largest"})
+    metric_names = ("accuracy", "margin", "mean_reward")
+    metric_extremes = MappingProxyType({"min_reward": "smallest", "max_reward": "largest"})
 
     def __init__(
         self, *, center_rewards_coefficient: float | None = None, **options: Unpack[TrainerOptions]
@@ -65,7 +65,7 @@ class RewardTrainer(ScoreTrainer):
         super().__init__(**options)
         if self.model.config.num_labels != 1:
             raise McaError(f"a reward model has one label, this one {self.model.config.num_labels}")
-        tell_differences(self.model)
+        warn_trl_differences(self.model)
         self._centering = center_rewards_coefficient or 0.0
 
     def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
@@ -82,8 +82,8 @@ class RewardTrainer(ScoreTrainer):
             "mean_reward": (chosen + rejected) / 2,
         }
         self._add_means(means, real)
-        self.signals.look_at(torch.stack([chosen, rejected]), real.expand(2, -1))
-        return of_sequences(losses, real, self.ranks)
+        self.metrics.add_extremes(torch.stack([chosen, rejected]), real.expand(2, -1))
+        return sequence_loss(losses, real, self.ranks)
 
 
 class ClassificationTrainer(ScoreTrainer):
@@ -104,7 +104,7 @@ class ClassificationTrainer(ScoreTrainer):
         problem_type: ProblemType = "single_label_classification",
         **options: Unpack[TrainerOptions],
     ) -> None:
-        self.signal_names = (METRICS[problem_type][0],)
+        self.metric_names = (METRICS[problem_type][0],)
         super().__init__(**options)
         self._problem_type = problem_type
 
@@ -116,4 +116,4 @@ class ClassificationTrainer(ScoreTrainer):
         values = batch.values.float()
         name, metric = METRICS[self._problem_type]
         self._add_means({name: metric(scores, values)}, real)
-        return of_sequences(LOSSES[self._problem_type](scores, values), real, self.ranks)
+        return sequence_loss(LOSSES[self._problem_type](scores, values), real, self.ranks)

@@ -61,7 +61,9 @@ class StopSignal:
         self._received, self.stopped = None, False
         self._begin_steps()
         if dist.get_world_size() > 1 and not self._groups:
-            self._groups = [_own_group(ranks) for ranks in lines_of(dist.get_rank(), dist.get_world_size())]
+            self._groups = [
+                _new_group(ranks) for ranks in axis_groups(dist.get_rank(), dist.get_world_size())
+            ]
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._handle)
         return self
@@ -100,7 +102,7 @@ class StopSignal:
             self._work.wait()
             self._work = None
             if self._left:
-                self._tell()
+                self._start_exchange()
                 return self.stopped
             stop, pause = self._box.tolist()
             self.stopped, self._pause = stop > 0, 0 if self._is_outdated else -int(pause)
@@ -118,9 +120,9 @@ class StopSignal:
         self._steps, self._since, self._is_outdated = 0, now, False
         self._box = torch.tensor([float(self._received is not None), -float(pause)])  # the shortest wins
         self._left = list(self._groups)
-        self._tell()
+        self._start_exchange()
 
-    def _tell(self) -> None:
+    def _start_exchange(self) -> None:
         """Begins to exchange along the next axis."""
         group = self._left.pop(0)
         self._work = dist.all_reduce(self._box, dist.ReduceOp.MAX, group=group, async_op=True)
@@ -133,7 +135,7 @@ class StopSignal:
             self._received = now
 
 
-def _own_group(ranks: list[int]) -> dist.ProcessGroup:
+def _new_group(ranks: list[int]) -> dist.ProcessGroup:
     """A group that its members alone create; each rank creates as many.
 
     Torch below 2.15 names it after the number of groups that a rank is in. Ranks of other pipeline stages are in more
@@ -147,7 +149,7 @@ def _own_group(ranks: list[int]) -> dist.ProcessGroup:
     return cast("dist.ProcessGroup", group)
 
 
-def lines_of(rank: int, size: int) -> list[list[int]]:
+def axis_groups(rank: int, size: int) -> list[list[int]]:
     """The ranks with which ``rank`` stands in a line, along each axis of a grid of ``size`` ranks.
 
     Axes are as few as there can be with none longer than 64, or than the largest prime in ``size``.

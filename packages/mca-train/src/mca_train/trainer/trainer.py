@@ -31,14 +31,14 @@ from mca_train.batching.position import RunLength, RunPosition
 from mca_train.batching.sampling import StepSampler
 from mca_train.batching.step_stream import StepStream, require_steps
 from mca_train.checkpoint import directory, output_dir_guard
-from mca_train.checkpoint.loop_state import Due, Totals
+from mca_train.checkpoint.loop_state import PendingEvents, Totals
 from mca_train.checkpoint.model import load_weights, require_format, saved_weights
-from mca_train.checkpoint.output_dir import require_own
+from mca_train.checkpoint.output_dir import require_usable
 from mca_train.checkpoint.training_state import TrainingState
 from mca_train.checkpoint.writer import CheckpointWriter, remove_unfinished
 from mca_train.data.token_dataset import Samples
 from mca_train.engine.engine import Engine, StepResult
-from mca_train.engine.param_groups import choose_parts
+from mca_train.engine.param_groups import select_trained_parts
 from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import seed_dropout
 from mca_train.losses.chunked import chunk_losses
@@ -47,24 +47,23 @@ from mca_train.losses.token_loss import num_targets, require_sums, token_loss
 from mca_train.lr_schedule import LearningRate, schedule_problems
 from mca_train.metrics.log_file import JsonlLog
 from mca_train.metrics.meter import LossMeter
-from mca_train.metrics.metric_accumulator import Extreme, ModelLosses
+from mca_train.metrics.metric_accumulator import AuxLossMeter, Extreme
 from mca_train.trainer.base import Training
 from mca_train.trainer.dataloaders import log_plan
-from mca_train.trainer.evaluation import WithEvaluation
-from mca_train.trainer.forced_routing import tell_forced_routing
+from mca_train.trainer.evaluation import EvaluationMixin
 from mca_train.trainer.hf_shims import (
+    DistributedMixin,
     ModelView,
-    WithoutAccelerator,
     require_mca,
     require_optimizable,
     require_unmerged,
     require_vocabulary,
 )
-from mca_train.trainer.moe_warnings import tell_moving_biases
+from mca_train.trainer.moe_warnings import warn_forced_routing, warn_router_bias_step
 from mca_train.trainer.monitor import Watch
-from mca_train.trainer.saving import WithCheckpoints
-from mca_train.trainer.unsupported import require_honoured, require_no_upload
-from mca_train.trainer.unused_options import tell_without_effect, trains_routers, trains_vocabulary
+from mca_train.trainer.saving import CheckpointMixin
+from mca_train.trainer.unsupported import reject_unsupported, require_no_upload
+from mca_train.trainer.unused_options import trains_routers, trains_vocabulary, warn_unused_options
 
 if TYPE_CHECKING:
     from mca_models import VirtualModels
@@ -73,7 +72,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
+class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
     """Trains `VirtualModels` with Megatron.
 
     Args:
@@ -91,18 +90,18 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
     Override `compute_loss` to train on another loss.
 
     Attributes:
-        signal_names: Names of what `compute_loss` adds to ``signals``; their means are logged beside the loss.
-        signal_differences: What is logged too: of two such means the first less the second.
-        signal_extremes: What is logged too: the ``smallest`` or ``largest`` number that ``signals`` looked at.
+        metric_names: Names of what `compute_loss` adds to ``signals``; their means are logged beside the loss.
+        metric_differences: What is logged too: of two such means the first less the second.
+        metric_extremes: What is logged too: the ``smallest`` or ``largest`` number that ``signals`` looked at.
         wants_logits: `compute_loss` gets logits instead of the cross entropy of each token.
         token_values: `compute_loss` gets the log-probability of each token ``[b, s]``, at a temperature, or with the
             entropy ``[2, b, s]``, computed ``loss_chunk_size`` tokens at a time (1024 if that is not set).
         started_at_step: Steps that were done before `train`: 0, or those of the checkpoint it went on from.
     """
 
-    signal_names: tuple[str, ...] = ()
-    signal_differences: Mapping[str, tuple[str, str]] = MappingProxyType({})
-    signal_extremes: Mapping[str, Extreme] = MappingProxyType({})
+    metric_names: tuple[str, ...] = ()
+    metric_differences: Mapping[str, tuple[str, str]] = MappingProxyType({})
+    metric_extremes: Mapping[str, Extreme] = MappingProxyType({})
     wants_logits: bool = False
     token_values: "TokenValues | None" = None
 
@@ -120,7 +119,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         **others: object,
     ) -> None:
         require_mca(model, args)
-        require_honoured(args, others, type(self), McaTrainer)
+        reject_unsupported(args, others, type(self), McaTrainer)
         require_optimizable(model, args)
         require_vocabulary(model, args, wants_logits=self.wants_logits)
         for problem in schedule_problems(args):
@@ -139,16 +138,16 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             callbacks=[JsonlLog(), *(callbacks or [])],
         )
         require_no_upload(self.callback_handler.callbacks)
-        choose_parts(model, args)
+        select_trained_parts(model, args)
         self._print_lines()
         rows, moved = args.decoupled_lr is None or trains_vocabulary(model), trains_routers(model)
-        tell_without_effect(args, model.config, model.megatron, trains_vocabulary=rows, trains_routers=moved)
-        tell_moving_biases(args, model.config, model.megatron, trained=moved)
-        tell_forced_routing(model.config, model.megatron)
+        warn_unused_options(args, model.config, model.megatron, trains_vocabulary=rows, trains_routers=moved)
+        warn_router_bias_step(args, model.config, model.megatron, trained=moved)
+        warn_forced_routing(model.config, model.megatron)
         seed_dropout(model, args.seed)
         self.model, self.model_wrapped, self._view = model, model, view
         self._checkpoints = CheckpointWriter(in_background=args.async_save)
-        self._place, self._totals, self._due = RunPosition(), Totals(), Due()
+        self._position, self._totals, self._pending = RunPosition(), Totals(), PendingEvents()
         self.started_at_step = 0
         self._is_token_loss = type(self).compute_loss is McaTrainer.compute_loss
         self.watch = Watch(args, model, self.ranks)
@@ -169,9 +168,9 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
     def _new_meters(self) -> None:
         """What is summed up between two logs begins at 0."""
         self._meter = LossMeter(self.ranks.context_parallel_rank)
-        self.signals = self._new_signals()
-        self._model_losses = ModelLosses(self.model.chunks)
-        self._sources = self._losses_of_sources(self.train_dataset)
+        self.metrics = self._new_metrics()
+        self._aux_losses = AuxLossMeter(self.model.chunks)
+        self._sources = self._new_source_losses(self.train_dataset)
         self.watch.restore({"skipped": 0})
 
     def _set_output(self) -> None:
@@ -232,18 +231,18 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         if trial is not None:
             raise McaError("hyper-parameter search is not supported")
         if isinstance(self._pipeline, Engine):
-            self._pipeline.require_model()
+            self._pipeline.require_active_engine()
         require_unmerged(self.model)
         self._set_output()
         output_dir = Path(self.args.output_dir)
-        require_own(output_dir, [self.model.source])
+        require_usable(output_dir, [self.model.source])
         self.is_in_train = True
         try:
             with self._alone():
                 with naming_read_errors(output_dir):
                     checkpoint = directory.find(resume_from_checkpoint, output_dir, self.ranks)
                     self._claim(output_dir, checkpoint)
-                with self.watch.pulse, self.watch.signal:
+                with self.watch.hang_detector, self.watch.signal:
                     self.before_training()
                     return TrainOutput(0, 0.0, {}) if self.watch.stopped else self._train(checkpoint)
         finally:
@@ -254,15 +253,17 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         loader, sampler = self._train_loader()
         with naming_read_errors(checkpoint or Path(self.args.output_dir)):
             carried = self._start_state(checkpoint)
-            place = RunPosition() if checkpoint is None else directory.place_in(checkpoint)
-        self._place = resume_position(place, sampler)
-        length = RunLength.from_arguments(self.args, sampler, self._place, self.state.global_step)
+            place = RunPosition() if checkpoint is None else directory.load_position(checkpoint)
+        self._position = resume_position(place, sampler)
+        length = RunLength.from_arguments(self.args, sampler, self._position, self.state.global_step)
         training = self._prepare(length, checkpoint)
         log_plan(self.args, self.ranks, length, sampler.shape.global_size, self.state.global_step)
         if self.ranks.is_first:
             remove_unfinished(Path(self.args.output_dir), directory.PREFIX)
             if self.args.overwrite_output_dir and not self._replaces:
-                output_dir_guard.remove_others(Path(self.args.output_dir), checkpoint, self.state.global_step)
+                output_dir_guard.remove_other_run(
+                    Path(self.args.output_dir), checkpoint, self.state.global_step
+                )
         start, started = self.state.global_step, time.time()
         self.started_at_step = start
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
@@ -272,13 +273,13 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         elif self.args.eval_on_start:
             self._evaluate(None, None, skip_scheduler=True)
         self._new_meters()
-        self._take_up(carried)
+        self._restore_loop_state(carried)
         if checkpoint is not None:
-            left = sampler.steps_after(self._place.samples)
-            ended = self._place.ended or not left
+            left = sampler.steps_after(self._position.samples)
+            ended = self._position.ended or not left
             self._catch_up(carried.due, over=ended or start >= length.max_steps)
-            self._place = self._place.next_epoch(left) if ended else self._place
-        for epoch in range(self._place.epoch, length.num_epochs):
+            self._position = self._position.next_epoch(left) if ended else self._position
+        for epoch in range(self._position.epoch, length.num_epochs):
             if self.control.should_training_stop or self.state.global_step >= length.max_steps:
                 break
             self._run_epoch(epoch, loader, sampler)
@@ -292,15 +293,15 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
                 self._load_weights(checkpoint)
         engine, rate = self.new_engine(), LearningRate(self.args, length.schedule_steps)
         self._training, self._pipeline = Training(engine, rate), engine
-        engine.measured, engine.weighed_by = self.watch.stragglers.forward, []
+        engine.stopwatch, engine.assumed_counts = self.watch.stragglers.forward, []
         self.optimizer, self.lr_scheduler = engine.optimizer, rate.scheduler
         training = self._training_state()
         if checkpoint is not None:
             with naming_read_errors(checkpoint):
                 training.load(checkpoint, saved_weights(self.model, checkpoint))
-            rate.move(length.schedule_done - self._place.schedule)
+            rate.move(length.schedule_done - self._position.schedule)
         rate.write_decay(engine.optimizer.param_groups)
-        self._place = replace(self._place, schedule=length.schedule_done)
+        self._position = replace(self._position, schedule=length.schedule_done)
         handler = self.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = self._view, self.optimizer, self.lr_scheduler
         return training
@@ -308,14 +309,14 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
     def _load_weights(self, directory: Path) -> None:
         load_weights(self.model, directory)
         if isinstance(self._pipeline, Engine):
-            self._pipeline.take_weights()
+            self._pipeline.reload_main_params()
 
     def new_engine(self) -> Engine:
         """What trains the model on this rank, or that of an earlier `train`, whose chunks are wrapped already."""
         if isinstance(self._pipeline, Engine):
-            self._pipeline.take_rates(self.args)
+            self._pipeline.update_learning_rates(self.args)
             return self._pipeline
-        choose_parts(self.model, self.args)  # another trainer may have chosen others since
+        select_trained_parts(self.model, self.args)  # another trainer may have chosen others since
         return Engine(
             list(self.model.chunks),
             self.args,
@@ -327,12 +328,12 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
     def _run_epoch(
         self, epoch: int, loader: DataLoader[StepBatch], sampler: StepSampler | StepStream
     ) -> None:
-        left = sampler.steps_after(self._place.samples)
-        if epoch != self._place.epoch:
-            self._place = self._place.next_epoch(left)
+        left = sampler.steps_after(self._position.samples)
+        if epoch != self._position.epoch:
+            self._position = self._position.next_epoch(left)
         elif self.args.ignore_data_skip:
-            self._place = self._place.restart_epoch(sampler.num_steps - left)
-        sampler.set_epoch(epoch, self._place.samples)
+            self._position = self._position.restart_epoch(sampler.num_steps - left)
+        sampler.set_epoch(epoch, self._position.samples)
         self.callback_handler.train_dataloader = loader
         self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
         for batch in self._steps(loader, sampler):
@@ -340,14 +341,14 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
             self.training_step(batch)
             self.state.global_step += 1
-            self._place = self._place.after_step()
-            self.state.epoch = epoch + sampler.share(self._place.samples)
+            self._position = self._position.after_step()
+            self.state.epoch = epoch + sampler.share(self._position.samples)
             self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
-            self._ask_for_log()
-            self._due = self.watch.stop_if_asked(self.control, self.state.global_step)
+            self._request_log()
+            self._pending = self.watch.stop_on_signal(self.control, self.state.global_step)
             self._checkpoints.advance()
             self._log_evaluate_save()
-            self.watch.pulse.now("reading the batch", self.state.global_step + 1)
+            self.watch.hang_detector.enter("reading the batch", self.state.global_step + 1)
             if self.control.should_epoch_stop or self.control.should_training_stop:
                 break
         if not self.watch.stopped:
@@ -357,13 +358,13 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         """One optimizer step on one step's batch."""
         engine, rate = self._training.engine, self._training.rate
         step = self.state.global_step + 1
-        self.watch.pulse.now("forward and backward", step)
+        self.watch.hang_detector.enter("forward and backward", step)
         self.before_forward(batch)
         loss = engine.forward_backward(batch)
-        self._model_losses.add_step()
+        self._aux_losses.add_step()
         self._meter.add(loss, batch)
         self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
-        self.watch.pulse.now("the optimizer", step)
+        self.watch.hang_detector.enter("the optimizer", step)
         result = engine.optimizer_step()
         self._after_update(result, loss, rate.value)
         self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
@@ -378,8 +379,8 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
 
     def _finish(self, first: int, started: float) -> TrainOutput:
         """The run's own metrics, the best model if asked for, and the last callback."""
-        self.watch.pulse.now("finishing", self.state.global_step)
-        with self._pipeline.at_rest():
+        self.watch.hang_detector.enter("finishing", self.state.global_step)
+        with self._pipeline.params_gathered():
             pass  # the last step's parameters have arrived
         self._checkpoints.finish()
         steps = self.state.global_step - first

@@ -26,7 +26,7 @@ _PARAMETERS: Mapping[str, str] = {
     "peft_config": "give the model that mca_models.megatron.peft.get_peft_model returns",
     "tokenizer": "it is called processing_class",
 }
-BESIDE_A_GPU = (
+USE_CPU_WITH_GPU = (
     "use_cpu beside a GPU: the device is chosen before the arguments are read; set MCA_DEVICE=cpu in the environment, "
     "or remove use_cpu"
 )
@@ -59,7 +59,7 @@ _OTHERWISE: Mapping[str, str] = {
 """Methods that are called with other arguments here."""
 
 
-def require_honoured(
+def reject_unsupported(
     args: "TrainingArguments", parameters: Mapping[str, object], kind: type, base: type
 ) -> None:
     """Raises one error that names everything asked for that training would not do.
@@ -83,7 +83,7 @@ def require_honoured(
         if parameters.get(name) is not None
     ]
     if args.use_cpu and platform.device_type() == "cuda":
-        problems.append(BESIDE_A_GPU)
+        problems.append(USE_CPU_WITH_GPU)
     problems += _method_problems(kind, base)
     problems += optimizer_problems(args)
     raise_problems(problems, "McaTrainer")

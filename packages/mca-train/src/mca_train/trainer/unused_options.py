@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_OF_ROUTERS_BIAS = ("moe_router_bias_update_rate",)
+_ROUTER_BIAS = ("moe_router_bias_update_rate",)
 
-_OF_PIPELINES = (
+_PIPELINE = (
     "overlap_p2p_comm",
     "batch_p2p_comm",
     "variable_seq_lengths",
@@ -33,18 +33,18 @@ _OF_PIPELINES = (
     "deallocate_pipeline_outputs",
 )
 
-_OF_BALANCE = ("moe_aux_loss_coeff",)
+_BALANCE = ("moe_aux_loss_coeff",)
 _BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 _ALWAYS_ON = ("attention_softmax_in_fp32",)
-_OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
-_OF_VOCABULARY = ("decoupled_lr", "decoupled_min_lr")
+_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
+_VOCABULARY = ("decoupled_lr", "decoupled_min_lr")
 _WITHOUT_WARM_UP = ("constant", "reduce_lr_on_plateau", "greedy")
 _WITHOUT_END = ("constant", "constant_with_warmup")
-_EXPERTS_MODULES = ("moe", "moe_act", "shared_experts")
-_OF_DEVICES = ("pin_cpu_grads", "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d", "deterministic_mode")
+_EXPERT_MODULES = ("moe", "moe_act", "shared_experts")
+_GPU = ("pin_cpu_grads", "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d", "deterministic_mode")
 
 
-def tell_without_effect(
+def warn_unused_options(
     args: "TrainingArguments",
     config: McaModelConfig,
     megatron: "TransformerConfig",
@@ -63,14 +63,14 @@ def tell_without_effect(
     """
     found: dict[str, list[str]] = {}
     for why, names in _groups(args, config, megatron):
-        found[why] = [name for name in names if _given(args, name)]
+        found[why] = [name for name in names if _is_set(args, name)]
     if not trains_vocabulary:
         found["embedding and output layer are not trained"] = [
-            name for name in _OF_VOCABULARY if _given(args, name)
+            name for name in _VOCABULARY if _is_set(args, name)
         ]
     if not trains_routers and megatron.moe_router_enable_expert_bias and megatron.moe_router_bias_update_rate:
         why = "routers are frozen, and biases of experts with them"
-        found[why] = [name for name in _OF_ROUTERS_BIAS if _given(args, name)]
+        found[why] = [name for name in _ROUTER_BIAS if _is_set(args, name)]
     for why, values in _values(args, config, megatron):
         found.setdefault(why, []).extend(values)
     found = {why: names for why, names in found.items() if names}
@@ -79,7 +79,7 @@ def tell_without_effect(
         logger.warning("without effect in this run: %s", told)
 
 
-def without_effect(
+def unused_option_names(
     args: "TrainingArguments", config: McaModelConfig, megatron: "TransformerConfig"
 ) -> frozenset[str]:
     """Names of arguments that do nothing with a model of ``megatron``, whatever their values."""
@@ -99,7 +99,7 @@ def trains_routers(model: VirtualModels) -> bool:
     return any(all_gather(any(router.weight.requires_grad for router in routers(model.chunks))))
 
 
-def _given(args: "TrainingArguments", name: str) -> bool:
+def _is_set(args: "TrainingArguments", name: str) -> bool:
     """Whether ``name`` was asked for: not left out, and not what is done anyway."""
     value = getattr(args, name, None)
     if value is None:
@@ -119,13 +119,13 @@ def _groups(
     else:
         yield from _experts(config, megatron)
         if args.moe_router_bias_update_rate and not megatron.moe_router_bias_update_rate:
-            yield "an adapter, or freeze, leaves biases of experts as they are", _OF_ROUTERS_BIAS
+            yield "an adapter, or freeze, leaves biases of experts as they are", _ROUTER_BIAS
     if not megatron.mtp_num_layers:
         yield "no prediction layers", ("mtp_loss_scaling_factor", "mtp_detach_heads")
     if layout.vpp == 1:
         yield "no virtual pipeline stages", ("microbatch_group_size_per_vp_stage",)
     if layout.pp == 1:
-        yield "one pipeline stage", _OF_PIPELINES
+        yield "one pipeline stage", _PIPELINE
     if layout.cp == 1:
         yield "one context rank", ("cp_comm_type",)
     if layout.tp == 1:
@@ -147,10 +147,10 @@ def _values(
         yield f"lr_scheduler_type {schedule} stays where it begins", ends
     if args.optimizer == "sgd":
         usual = {field.name: field.default for field in dataclasses.fields(args)}
-        yield "the optimizer is sgd", tuple(n for n in _OF_ADAM if getattr(args, n) != usual[n])
+        yield "the optimizer is sgd", tuple(n for n in _ADAM if getattr(args, n) != usual[n])
     modules = args.recompute_modules or ()
     if config.num_moe_experts is None:
-        of_experts = [name for name in modules if name in _EXPERTS_MODULES]
+        of_experts = [name for name in modules if name in _EXPERT_MODULES]
         yield "the model has no experts", tuple(f"recompute_modules {name}" for name in of_experts)
     elif not config.moe_shared_expert_intermediate_size and "shared_experts" in modules:
         yield "the model has no shared experts", ("recompute_modules shared_experts",)
@@ -163,9 +163,9 @@ def _values(
 
 def _experts(config: McaModelConfig, megatron: "TransformerConfig") -> Iterator[tuple[str, tuple[str, ...]]]:
     if not megatron.moe_router_enable_expert_bias:
-        yield "the router has no expert bias", _OF_ROUTERS_BIAS
+        yield "the router has no expert bias", _ROUTER_BIAS
     if "none" in megatron.moe_router_load_balancing_type:
-        yield "moe_router_load_balancing_type is none", _OF_BALANCE
+        yield "moe_router_load_balancing_type is none", _BALANCE
     if not config.moe_shared_expert_intermediate_size:
         yield "the model has no shared experts", ("moe_shared_expert_overlap",)
 
@@ -180,4 +180,4 @@ def _machine(
     if not (megatron.bf16 or megatron.fp16):
         yield "gradients of fp32 weights are fp32", ("accumulate_allreduce_grads_in_fp32",)
     if platform.device_type() == "cpu":
-        yield "there is no GPU", _OF_DEVICES
+        yield "there is no GPU", _GPU

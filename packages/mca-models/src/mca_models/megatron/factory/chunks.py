@@ -102,7 +102,7 @@ def _reject_megatron_mtp_loss(model: GptModel, args: tuple[object, ...], options
     ``calculate_per_token_loss`` is on.
     """
     divided = platform.megatron_version() >= FIXED_IN_0_17 or not model.config.calculate_per_token_loss
-    megatron_loss = model.config.mtp_num_layers and "mca_prediction" not in vars(
+    megatron_loss = model.config.mtp_num_layers and "mca_mtp_loss" not in vars(
         model
     )  # else mca_train computes it
     if divided and megatron_loss and torch.is_grad_enabled() and options.get("labels") is not None:
