@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mca_config.checks import tokens_of_fp8
+from mca_config.checks import fp8_token_multiple
 from mca_config.errors import McaError, raise_problems
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
@@ -116,7 +116,7 @@ def _require_fp8_sizes(model: torch.nn.Module, megatron: MegatronConfig) -> None
     """Raise if fp8 is on and a matrix of this rank has sizes that Transformer Engine's kernels do not support."""
     if not megatron.fp8:
         return
-    multiple = tokens_of_fp8(megatron.fp8, megatron.fp8_recipe)
+    multiple = fp8_token_multiple(megatron.fp8, megatron.fp8_recipe)
     problems = [
         f"{name} is {' x '.join(map(str, shape))} on each tensor rank, and fp8 needs multiples of {multiple}; change "
         "tensor_model_parallel_size or fp8_recipe, or remove fp8"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mca_config.model_config import DtypeName, McaModelConfig
 from mca_models.lora import Adapter, AdapterConfig, AdapterRules
-from mca_models.lora.peft_directory import PeftStacks, PeftTensors, peft_shapes
+from mca_models.lora.peft_directory import PeftReader, PeftTensors, peft_shapes
 from mca_models.megatron import platform
 from mca_models.megatron.distributed.collectives import all_gather
 from mca_models.megatron.distributed.parallel import RankContext
@@ -107,5 +107,5 @@ def receive_adapter(adapter: Adapter, weights: Iterable[Weight]) -> Callable[[Pa
 
     receive_all(weights, receive)
     receiver.finish()
-    stacks = PeftStacks(lambda name: to_numpy(tensors[name]), adapter.model.num_moe_experts or 1)
+    stacks = PeftReader(lambda name: to_numpy(tensors[name]), adapter.model.num_moe_experts or 1)
     return stacks.read
