@@ -149,7 +149,7 @@ def test_a_rank_that_has_ended_has_no_process_groups(monkeypatch: pytest.MonkeyP
             ],
         ),
         # auto would begin at step 0 where the run was to go on from a checkpoint in another directory
-        (0, 0, ["stopped by SIGTERM before the first step", "start it again as it was"]),
+        (0, 0, ["stopped by SIGTERM before the first step", "start it again with the same command"]),
     ],
 )
 def test_a_stopped_run_says_how_it_goes_on(step: int, steps: int, told: list[str]) -> None:

@@ -14,7 +14,7 @@ _LAYERS = {"local": "Megatron's own", "transformer_engine": "Transformer Engine'
 def render(plan: Plan, settings: Settings, model: McaModelConfig, device: Device | None = None) -> str:
     """The plan as text; with ``device`` what does not fit there is marked."""
     training = settings.training
-    told = " (LoRA)" if settings.lora.wanted else ""
+    told = " (LoRA)" if settings.lora.is_enabled else ""
     lines = [
         f"model        {model.model_type}, {plan.total_parameters:,} parameters, {counted(model.num_layers, 'layer')}"
         + ("" if plan.trained_parameters is None else f"; {plan.trained_parameters:,} trained{told}"),
