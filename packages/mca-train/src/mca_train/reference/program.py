@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mca_config.parser import Parser
 
 _KEYS = "Keys of the configuration can follow as --key value; `mca-train KIND --help` lists them."
-_KIND = "Without KIND it is the first kind that has a key of its own in the file, else sft. "
+_KIND = "Without KIND it is the first kind that has a kind-specific key in the file, else sft. "
 _TEXT = (
     "Trains a Hugging Face or MCA checkpoint with Megatron, over tensor, pipeline, virtual pipeline, context, expert "
     "and data parallel ranks. Starts its own local ranks, unless torchrun did."

@@ -19,12 +19,12 @@ _OBJECTS = ("configuration", "versions", "plan")
 def write_report(
     folder: Path, *, compare: str | None = None, output: str | None = None, json: bool = False
 ) -> int:
-    """Write the page about a run, and prints where it is.
+    """Write the page about a run and print its path.
 
     Args:
         folder: The run's ``output_dir``.
-        compare: That of another run, to show beside it.
-        output: The page; None: ``report.html`` in ``folder``.
+        compare: The ``output_dir`` of another run to compare with.
+        output: File of the page; None: ``report.html`` in ``folder``.
         json: Whether to print the JSON object instead.
 
     Raises:

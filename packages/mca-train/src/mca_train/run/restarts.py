@@ -50,7 +50,7 @@ def resume_values(values: Values, attempt: "Attempt | None") -> JsonObject:
     if attempt is None or attempt.number == 1:
         return dict(values)
     output_dir = Path(str(values.get("output_dir", "")))
-    written = told_by_first(lambda: _checkpoints_of_run(output_dir, attempt))
+    written = told_by_first(lambda: _list_written_checkpoints(output_dir, attempt))
     if not written:
         logger.warning(
             "attempt %d: there is no complete checkpoint, so it starts like the first attempt", attempt.number
@@ -74,7 +74,7 @@ def _last_undamaged(written: Sequence[Path]) -> Path:
     return written[-1]
 
 
-def _checkpoints_of_run(output_dir: Path, attempt: "Attempt") -> list[Path]:
+def _list_written_checkpoints(output_dir: Path, attempt: "Attempt") -> list[Path]:
     """Return the checkpoints of earlier attempts of this run, oldest step first."""
     if not attempt.store.check([_BEFORE]):
         return []
