@@ -109,7 +109,7 @@ def _maker(run: Any) -> tuple["Implementation", Any]:
 
     def make() -> Any:
         model: Any = AutoModel.from_config(run.model, args, dtype="bfloat16")
-        if run.settings.lora.wanted:
+        if run.settings.lora.is_enabled:
             from mca_models.megatron.peft import get_peft_model
 
             model = get_peft_model(model, run.settings.lora.config("CAUSAL_LM"))

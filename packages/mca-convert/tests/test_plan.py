@@ -225,7 +225,7 @@ def test_a_full_disk_is_foreseen(tiny, capsys, tmp_path: Path, monkeypatch) -> N
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     plan = planned(capsys, "--checkpoint_path", str(tiny("llama")), "--output_path", str(tmp_path / "a/b"))
-    assert len(plan["refusals"]) == 1 and "make room" in plan["refusals"][0]
+    assert len(plan["refusals"]) == 1 and "free space" in plan["refusals"][0]
 
 
 def test_layout_flags_for_hugging_face_are_refused(tiny, convert, capsys) -> None:

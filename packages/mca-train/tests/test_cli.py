@@ -296,7 +296,7 @@ def test_all_that_is_wrong_with_a_run_is_told_at_once_and_the_plan_tells_the_sam
     del wrong["eval_strategy"], wrong["tensor_model_parallel_size"], wrong["metric_for_best_model"]
     assert main(["plan", "sft", run(**wrong)]) == 0
     out = capsys.readouterr().out
-    assert "what keeps this run from starting here:\n  - train_file: file /none.jsonl does not exist\n" in out
+    assert "this run cannot start here:\n  - train_file: file /none.jsonl does not exist\n" in out
     assert not (tmp_path / "out").exists()
 
 

@@ -146,7 +146,7 @@ def test_completion_for_another_shell_is_refused(capsys):
     [
         ("cutoff_len", "is called seq_length here"),
         ("attn_implementation", "is called attention_backend here"),
-        ("load_in_4bit", "not trained quantised"),
+        ("load_in_4bit", "quantized weights cannot be trained"),
         ("torch_dtype", "bf16 or fp16"),
         ("beta", "dpo_beta or kto_beta"),
         ("max_seq_length", "is called seq_length here"),

@@ -140,11 +140,11 @@ def _layers(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
 
 
 def _one_stage(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
-    """What a stage needs of an earlier one beside its hidden states, which is not sent."""
+    """Report features for which a stage needs more from an earlier stage than hidden states, which are all it gets."""
     if model.per_layer_input_size and layout.pp > 1:
         return [
-            "each layer takes embeddings of its own (hidden_size_per_layer_input), which are made where the tokens "
-            f"are; set pipeline_model_parallel_size to 1, not {layout.pp}"
+            "per-layer embeddings (hidden_size_per_layer_input) are not supported with pipeline parallelism; "
+            f"set pipeline_model_parallel_size to 1, not {layout.pp}"
         ]
     plan = pipeline_plan(layout, model.num_layers, model.mtp_num_layers)
     for layer in range(model.num_layers):

@@ -1,7 +1,7 @@
 """The ``mca-convert`` command.
 
-Little but the signals is imported at first, so that a Ctrl-C during the other imports is one line too; NumPy and the
-rest come with the work itself.
+Signal handling is imported first, so that a Ctrl-C during the other imports gives one line too; NumPy is imported only
+for the work itself.
 """
 
 import gc
@@ -21,14 +21,13 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code.
+    """Run the command and return its exit code.
 
-    0 done, 1 failed, 2 wrong usage, 128 and the signal's number if one ended it: 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP.
-    Only a code of 0 leaves anything at the output path, and it always does; but what an upload of it fails with, or is
-    ended by, leaves it there too, and the last line says so.
+    0 done, 1 failed, 2 wrong usage, 128 plus the number of a signal: 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP. The output
+    path exists after code 0, and after a failed or interrupted upload, which the last line reports.
 
     Args:
-        argv: The arguments; None: the process is this command.
+        argv: The arguments; None: those of the process.
     """
     is_command, interrupts = argv is None, Interrupts()
     with ExitStack() as stack:
@@ -44,13 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             pass
         except Exception:
             if not interrupts.code:
-                raise  # else a library took the signal for something else
+                raise  # otherwise a library turned the signal into another exception
         sys.stderr.write(f"{interrupts.word}; nothing is left at the output path\n")
         return interrupts.code
 
 
 def _run_command(argv: Sequence[str], interrupts: Interrupts) -> int:
-    """The exit code of a command that no signal ended."""
+    """Run the command and return its exit code, unless a signal ends it."""
     import logging
 
     from mca_config.errors import McaError
@@ -101,7 +100,7 @@ def _run_command(argv: Sequence[str], interrupts: Interrupts) -> int:
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Without searches for cycles: a plan of many thousand objects has none, and they cost a tenth of its time."""
+    """Disable garbage collection for the block: a plan has many thousand objects without cycles, and it costs 10 %."""
     enabled = gc.isenabled()
     gc.disable()
     try:

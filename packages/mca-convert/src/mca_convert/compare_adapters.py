@@ -1,4 +1,4 @@
-"""Compares two LoRA adapters, PEFT's or MCA's of any layout, tensor by tensor under PEFT's names.
+"""Comparison of two LoRA adapters, PEFT or MCA in any layout, tensor by tensor under PEFT's names.
 
 The base models are not compared.
 """
@@ -25,7 +25,7 @@ _Tensors = Mapping[str, "Callable[[], NumpyArray]"]
 
 
 def compare_adapters(first: Path, second: Path, *, tolerance: float | None = None) -> Comparison:
-    """Compare every element of two adapters, and what scales their products.
+    """Compare every element of two adapters, and their scales.
 
     Args:
         first: One directory.
@@ -33,12 +33,12 @@ def compare_adapters(first: Path, second: Path, *, tolerance: float | None = Non
         tolerance: Largest absolute difference allowed, and dtypes may differ; None compares bits.
 
     Raises:
-        McaError: One is damaged, or a whole model.
+        McaError: One is damaged, or a full model.
     """
     for path, other in ((first, second), (second, first)):
         if not checkpoint_kind(path).is_adapter:
             raise McaError(
-                f"{path}: a whole model, {other} is an adapter; merge the adapter (--merge) to compare models"
+                f"{path} is a full model and {other} an adapter; merge the adapter (--merge) to compare models"
             )
     result = Comparison(problems=list(_different_scales(first, second)))
     model = _described_model(first) or _described_model(second)
@@ -82,14 +82,14 @@ def _different_scales(first: Path, second: Path) -> Iterator[str]:
 
 
 def _described_model(path: Path) -> McaModelConfig | None:
-    """The base model, which only an MCA adapter describes."""
+    """Return the configuration of the base model, which only an MCA adapter has."""
     from mca_models.lora import is_mca_adapter
 
     return load_config(path) if is_mca_adapter(path) else None
 
 
 def _tensors(path: Path, model: McaModelConfig | None) -> _Tensors:
-    """What reads each tensor; checked against the rules of ``model`` where that is known."""
+    """Return a reader of each tensor; names are checked against ``model`` if that is known."""
     from mca_models.lora import open_adapter
     from mca_models.lora.peft_directory import PeftTensors, stored_tensors
 

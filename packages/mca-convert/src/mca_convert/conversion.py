@@ -1,7 +1,4 @@
-"""A conversion from one directory to another: planned and proven complete, then carried out.
-
-How bytes are moved is in `engine`, what a checkpoint holds in `mca_models`.
-"""
+"""A conversion from one directory to another: planned and checked for completeness, then executed by `engine`."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -41,13 +38,13 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Conversion:
-    """A planned conversion: nothing has been written yet, and everything to write is known.
+    """A planned conversion with all tensors to write; planning writes nothing.
 
     Args:
         source: The opened checkpoint.
         target: The layout of the new one.
         fills: Every target tensor and where it comes from.
-        prefix: Of the weight files within the target directory.
+        prefix: Subdirectory of the weight files in the target directory.
     """
 
     source: ModelSource
@@ -61,7 +58,7 @@ class Conversion:
         return sum(fill.nbytes for fill in self.fills)
 
     def file_plans(self, directory: Path) -> dict[str, FilePlan]:
-        """The target files as they will stand in ``directory``."""
+        """Return the plans of the target files in ``directory``."""
         metadata = METADATA if isinstance(self.target, HfLayout) else None
         return {
             name: plan_file(directory / self.prefix / name, self.target.specs(name), metadata)
@@ -82,21 +79,21 @@ class Conversion:
         *,
         overwrite: bool = False,
     ) -> Path:
-        """Write the new checkpoint; it stands at ``destination`` completely or not at all.
+        """Write the new checkpoint; ``destination`` is complete or absent.
 
         Args:
             destination: Absent, or an empty directory, or with ``overwrite`` any.
             limits: Threads and memory.
             progress: Called with the bytes of each written chunk, from any thread.
             proceed: Called between steps, from any thread; raises to stop.
-            overwrite: Replaces what stands at ``destination``.
+            overwrite: Replace the contents of ``destination``.
 
         Raises:
-            McaError: The destination is taken, something cannot be read or written, or values would be computed from
-                some that are not finite.
+            McaError: The destination exists, a file cannot be read or written, or the conversion computes values from
+                NaN or infinite ones.
         """
         self.source.check_duplicates()
-        small = side_files(self.source.path)  # what is refused is refused before the work
+        small = side_files(self.source.path)  # before the work, because this can raise an error
         partial = PartialDirectory(destination, overwrite=overwrite)
         with partial.writing(self.nbytes + sum(file.stat().st_size for file in small)) as path:
             records = self._write_weights(path, limits, progress, proceed)
@@ -137,7 +134,7 @@ class Conversion:
 
 
 def plan_to_mca(source: ModelSource, layout: ParallelLayout, cast: str | None = None) -> Conversion:
-    """A conversion to an MCA checkpoint of ``layout``; ``cast`` is a dtype code."""
+    """Plan a conversion to an MCA checkpoint of ``layout``; ``cast`` is a dtype code."""
     config = replace(_with_dtype(source.config, cast), layout=layout)
     found = source_dtypes(source)
     target = McaLayout(source.params, config, target_dtypes(source.params, found, cast), _full_shapes(source))
@@ -153,7 +150,14 @@ def plan_to_hf(
     *,
     fp8: bool = False,
 ) -> Conversion:
-    """A conversion to a Hugging Face checkpoint; ``cast`` is a dtype code, ``fp8`` makes blocks of linears' weights."""
+    """Plan a conversion to a Hugging Face checkpoint.
+
+    Args:
+        source: The opened checkpoint.
+        cast: Dtype code; None keeps dtypes.
+        max_shard_bytes: Largest file.
+        fp8: Write the weights of linear layers as fp8 blocks.
+    """
     config = _with_dtype(source.config, cast)
     found = source_dtypes(source)
     dtypes = target_dtypes(source.params, found, cast)
@@ -173,7 +177,7 @@ def _with_dtype(config: McaModelConfig, cast: str | None) -> McaModelConfig:
 
 
 def require_adapter(path: Path) -> None:
-    """Raise if directory ``path`` holds no LoRA adapter."""
+    """Raise `McaError` if directory ``path`` has no LoRA adapter."""
     if not checkpoint_kind(path).is_adapter:
         raise McaError(
             f"--adapter_path {path}: no adapter_config.json is there; expected a PEFT or MCA adapter directory"
@@ -181,7 +185,7 @@ def require_adapter(path: Path) -> None:
 
 
 def require_free_destination(sources: Iterable[Path], destination: Path, *, overwrite: bool = False) -> None:
-    """Raise before any work if ``destination`` is not free, or with ``overwrite`` is more than a checkpoint."""
+    """Raise `McaError` if ``destination`` exists, or with ``overwrite`` has other files than a checkpoint."""
     sources = tuple(sources)
     try:
         require_absent(destination)
@@ -201,17 +205,19 @@ def require_free_destination(sources: Iterable[Path], destination: Path, *, over
             raise McaError(f"--output_path {error}") from None
     for source in sources:
         if source.resolve().is_relative_to(destination.resolve()):
-            raise McaError(f"--output_path {destination}: holds the source {source}; name another directory")
+            raise McaError(
+                f"--output_path {destination}: contains the source {source}; name another directory"
+            )
         if destination.resolve().is_relative_to(source.resolve()):
             raise McaError(
-                f"--output_path {destination}: lies inside the source {source}; name another directory"
+                f"--output_path {destination}: is inside the source {source}; name another directory"
             )
 
 
 def _overwrite_problem(destination: Path, sources: Iterable[Path]) -> str | None:
-    """Why ``destination`` must not be replaced; None if all that is lost with it is a checkpoint."""
+    """Return why ``destination`` must not be replaced; None if it has only files of a checkpoint."""
     if not is_checkpoint(destination):
-        return "holds no checkpoint"
-    again = {name for source in sources if source.is_dir() for name in side_names(source)}
-    foreign = foreign_entry(destination, again)
-    return None if foreign is None else f"holds {foreign}, which is no part of a checkpoint"
+        return "has no checkpoint"
+    copied = {name for source in sources if source.is_dir() for name in side_names(source)}
+    foreign = foreign_entry(destination, copied)
+    return None if foreign is None else f"has {foreign}, which is not part of a checkpoint"

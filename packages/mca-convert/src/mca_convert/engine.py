@@ -1,8 +1,8 @@
-"""Carries out fills with a few threads and bounded buffers.
+"""Execution of fills with a few threads and bounded buffers.
 
-Each thread takes a stretch of one target tensor, reads what makes it up into its own buffer, casts it if
-asked, and writes it in one piece; the checksum is summed up while the bytes are in the processor's cache.
-Memory is ``workers`` times the buffers, whatever the model's size.
+Each thread reads a range of one target tensor into its buffer, casts it if requested, and writes it with one call;
+the checksum is computed while the bytes are in the processor's cache. Memory is ``workers`` times the buffers,
+independent of the model's size.
 """
 
 import threading
@@ -32,7 +32,7 @@ Stretch = list[tuple[Fill, Sequence[Chunk]]]
 
 @dataclass(frozen=True)
 class _Worker:
-    """What one thread has of its own."""
+    """Buffers of one thread."""
 
     buffers: Buffers
     collector: Collector
@@ -40,16 +40,16 @@ class _Worker:
 
 
 class Engine:
-    """Fills target files.
+    """Writer of target files.
 
     Args:
-        files: Every target file by the name that fills use.
+        files: Target files by the name in the fills.
         sources: The source files.
         limits: Threads and memory.
-        checksum: Sum up what is written.
+        checksum: Compute checksums of the written files.
         progress: Called with the bytes of each written chunk, from any thread.
-        note: Called with each fill that has a value that is not finite, or that its cast makes infinite, from any
-            thread; raises to refuse it.
+        note: Called from any thread with each fill that has a NaN or infinite value, or one that its cast makes
+            infinite; may raise an error.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Engine:
         self._buffer_bytes, self._makes_blocks = limits.buffer_bytes, False
 
     def run(self, fills: Sequence[Fill]) -> dict[str, FileRecord]:
-        """Write every file completely; returns size and checksum of each.
+        """Write all files and return size and checksum of each.
 
         Raises:
-            McaError: Something could not be read or written; the first such error.
+            McaError: A file cannot be read or written; the first such error.
         """
         for fill in fills:
             self._left[fill.file] += fill.nbytes
@@ -92,23 +92,23 @@ class Engine:
         collector = Collector(self._sources, buffers, self._limits.computed_bytes)
         worker = _Worker(buffers, collector, Fp8Tile() if self._makes_blocks else None)
 
-        def carry_out(stretch: Stretch) -> None:
+        def write(stretch: Stretch) -> None:
             for fill, chunks in stretch:
-                self._carry_out(fill, chunks, worker)
+                self._write(fill, chunks, worker)
 
-        return carry_out
+        return write
 
     def _stretches(self, fills: Sequence[Fill]) -> Iterator[Stretch]:
         for _, group in groupby(fills, lambda fill: id(fill.parts)):
             jobs: Stretch = [(fill, self._chunking.chunks(fill)) for fill in group]
             if is_any_kept(jobs[0][0].parts, self._limits.computed_bytes):
-                yield jobs  # by one thread, which computes the parts once
+                yield jobs  # for one thread, which computes the parts once
                 continue
             for fill, chunks in jobs:
                 for first in range(0, len(chunks), _STRETCH_CHUNKS):
                     yield [(fill, chunks[first : first + _STRETCH_CHUNKS])]
 
-    def _carry_out(self, fill: Fill, chunks: Sequence[Chunk], worker: _Worker) -> None:
+    def _write(self, fill: Fill, chunks: Sequence[Chunk], worker: _Worker) -> None:
         writer, size = self._writers[fill.file], ITEM_SIZES[fill.dtype]
         with writer.stretch(fill.tensor, (fill.start + chunks[0].start) * size) as append:
             for chunk in chunks:
@@ -137,7 +137,7 @@ class Engine:
 
 
 def first_scale(fill: Fill, chunk: Chunk) -> int:
-    """Which of all scales of a tensor is the first of ``chunk``."""
+    """Return the index of the first scale of ``chunk`` among all scales of its tensor."""
     rows, columns = scale_shape(fill.gather.shape)
     expert = fill.start // max(fill.gather.size, 1)
     return (expert * rows + chunk.start // band_elements(fill)) * columns

@@ -1,7 +1,4 @@
-"""Finds out what a directory holds, and says as much as can be said of a damaged one.
-
-Nothing is converted, and no tensor is read.
-"""
+"""Inspection of a checkpoint directory, partial if the checkpoint is damaged; no tensor is read by default."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -40,37 +37,37 @@ _SIZES = (
 
 @dataclass
 class Inspection:
-    """What was found."""
+    """Contents of a directory."""
 
     path: str
     kind: str
     facts: JsonObject = field(default_factory=dict)
-    """By what people call them, in the order to show."""
+    """Properties by their name for people, in display order."""
     sizes: JsonObject = field(default_factory=dict)
-    """The model's by ``McaModelConfig``'s names, and ``layout`` with those of its layout."""
+    """Sizes of the model by ``McaModelConfig``'s names, and ``layout`` with the parallel sizes."""
     files: dict[str, int] = field(default_factory=dict)
     """Bytes of each file with weights."""
     dtypes: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Tensors and bytes of each."""
+    """Numbers of tensors and bytes of each dtype."""
     biggest: list[tuple[str, str, list[int], int]] = field(default_factory=list)
     """Name, dtype, shape and bytes."""
     not_finite: dict[str, int] | None = None
-    """Number of such values in each tensor that has any; None: no value was read."""
+    """Numbers of non-finite values by tensor; None: no value was read."""
     problem: str | None = None
-    """Why it cannot be read as what it looks like."""
+    """Error that prevents reading the checkpoint."""
 
     def as_dict(self) -> JsonObject:
-        """For ``--json``."""
+        """Return the document of ``--json``."""
         return dataclasses.asdict(self)
 
 
 def inspect_directory(path: Path, top: int = 5, limits: Limits | None = None) -> Inspection:
-    """What directory ``path`` holds.
+    """Inspect directory ``path``.
 
     Args:
         path: The directory.
-        top: How many of the biggest tensors are listed.
-        limits: Threads and memory with which all values are read; None: none is read.
+        top: Number of largest tensors to list.
+        limits: Threads and memory for reading all values; None: values are not read.
 
     Raises:
         McaError: There is no such directory.
@@ -106,7 +103,7 @@ def _model(path: Path, kind: CheckpointKind, found: Inspection, top: int, limits
         )
     carried = [param for param in source.params if param.stage is Stage.PASSTHROUGH]
     if carried:
-        found.facts["parameters that no model here has"] = sum(map(prod, map(source.full_shape, carried)))
+        found.facts["parameters not used by mca"] = sum(map(prod, map(source.full_shape, carried)))
     if isinstance(source, HfSource):
         shapes = [(info.name, info.dtype, list(info.shape)) for info in source.tensors()]
     else:
@@ -120,7 +117,7 @@ def _model(path: Path, kind: CheckpointKind, found: Inspection, top: int, limits
 
 
 def _configuration(path: Path, kind: CheckpointKind, found: Inspection) -> None:
-    """What the configuration says, where the weights cannot be read."""
+    """Record the configuration if the weights cannot be read."""
     try:
         if kind is CheckpointKind.HF:
             config = read_config(path)
@@ -133,7 +130,7 @@ def _configuration(path: Path, kind: CheckpointKind, found: Inspection) -> None:
 
 
 def _unsupported(config: JsonObject) -> str | None:
-    """Why models of this type are not read, whether their weights are there or not."""
+    """Return the error if models of this type are not supported, else None."""
     try:
         get_family(str(config.get("model_type")))
     except McaError as error:
@@ -159,7 +156,7 @@ def _describe(config: McaModelConfig, found: Inspection) -> None:
 
 
 def _vision_sizes(vision: JsonObject) -> str:
-    """What a vision model's configuration says of its size, whatever its family calls it."""
+    """Return the sizes of a vision configuration, under the names of its family."""
     named = (
         "depth",
         "num_hidden_layers",

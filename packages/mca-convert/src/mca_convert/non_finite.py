@@ -1,6 +1,6 @@
 """Search for values that are infinite or NaN, and for finite ones that a cast makes infinite.
 
-A conversion that only copies keeps them and warns; one that computes values refuses them.
+A conversion that only copies keeps them and logs a warning; one that computes values raises an error.
 """
 
 import threading

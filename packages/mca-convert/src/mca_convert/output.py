@@ -1,7 +1,4 @@
-"""What the commands print: safe for a terminal, redacted, in any encoding, whether or not somebody reads it.
-
-What is said is decided in `commands`.
-"""
+"""Output of the commands: safe for a terminal, redacted, in any encoding, and without an error if the pipe closes."""
 
 import json
 import os
@@ -17,10 +14,10 @@ JSON_VERSION = 1
 
 
 def write_line(text: str) -> None:
-    """Print ``text`` and a new line; a reader who has gone away, or none at all, is no failure.
+    """Print ``text`` and a new line; a closed pipe or a missing standard output is not an error.
 
     Raises:
-        McaError: It cannot be written, as on a full disk.
+        McaError: The text cannot be written, for example on a full disk.
     """
     stream = sys.stdout
     if stream is None:
@@ -37,19 +34,19 @@ def write_line(text: str) -> None:
 
 
 def _redirect_to_null(fd: int) -> None:
-    """What could not be written is not tried again when the process ends."""
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, fd)
-    os.close(nothing)
+    """Redirect ``fd`` to ``/dev/null``, so that the end of the process does not retry the write."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, fd)
+    os.close(null)
 
 
 def as_json(kind: str, document: Values) -> str:
-    """``document`` as JSON that names its ``kind`` and the version of its keys."""
+    """Return ``document`` as JSON with a schema name for its ``kind`` and a version."""
     return json.dumps({"schema": f"mca-convert/{kind}", "version": JSON_VERSION, **document}, indent=1)
 
 
 def restore_hub_ids(text: str, called: Mapping[str, str]) -> str:
-    """``text`` with the directories that stand for models of the Hub called as the user called them."""
+    """Replace the directories of Hub models in ``text`` by the ids that the user gave."""
     for folder, name in called.items():
         text = text.replace(folder, name)
     return text

@@ -1,7 +1,4 @@
-"""How far the work is: a bar on a terminal, else a line now and then.
-
-It counts bytes and knows nothing of what they are.
-"""
+"""Progress in bytes: a bar on a terminal, otherwise a line every few seconds."""
 
 import sys
 import threading
@@ -17,10 +14,10 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @contextmanager
 def bar(nbytes: int, what: str, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
-    """Show how many of ``nbytes`` are done; yields a thread-safe function that adds to it.
+    """Show how many of ``nbytes`` are done, and yield a thread-safe function that adds to it.
 
     Args:
-        nbytes: All there is to do.
+        nbytes: Total of the work.
         what: The work, such as ``converting``.
         quiet: Show nothing.
     """
@@ -48,14 +45,14 @@ def bar(nbytes: int, what: str, *, quiet: bool = False) -> Iterator[Callable[[in
 
 
 class _Lines:
-    """A line every ten seconds."""
+    """Progress as a line every ten seconds."""
 
     def __init__(self, nbytes: int, what: str) -> None:
         self._nbytes, self._what, self._done = nbytes, what, 0
         self._lock, self._next = threading.Lock(), time.monotonic() + _SECONDS_BETWEEN_LINES
 
     def add(self, count: int) -> None:
-        """``count`` more bytes are done."""
+        """Add ``count`` bytes."""
         with self._lock:
             self._done += count
             if time.monotonic() < self._next:

@@ -1,7 +1,7 @@
-"""Mapped source files that are cut off or cannot be read: an error that names them, not the end of the process.
+"""SIGBUS handler for memory-mapped source files that are truncated or unreadable.
 
-A read of a page that is no longer there raises SIGBUS, which no Python handler can take. The one here gives the page
-zeros, so that the read ends, and notes an error for whoever asks before the result is used.
+A read of a missing page raises SIGBUS, which no Python handler can handle. This handler maps a page of zeros, so that
+the read returns, and records an error, which is checked before the result is used.
 """
 
 import ctypes
@@ -34,8 +34,8 @@ class _Action(ctypes.Structure):
 
 
 @contextmanager
-def catching_truncated_files(tell: Callable[[McaError], None]) -> Iterator[None]:
-    """A block in which ``tell`` hears of mapped files that cannot be read; what was read of them is zeros."""
+def catching_truncated_files(report: Callable[[McaError], None]) -> Iterator[None]:
+    """Call ``report`` for mapped files that cannot be read in the block; such reads return zeros."""
     if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) != 8:
         yield
         return
@@ -43,27 +43,27 @@ def catching_truncated_files(tell: Callable[[McaError], None]) -> Iterator[None]
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
     before = _Action()
-    given: set[int] = set()  # pages of zeros: another thread may have read there before they were
+    zero_pages: set[int] = set()  # another thread may have read one before it was mapped
 
-    def touched(number: int, info: int, _context: int) -> None:
+    def handle_fault(number: int, info: int, _context: int) -> None:
         address = ctypes.c_uint64.from_address(info + _ADDRESS_OFFSET).value
         code = ctypes.c_int.from_address(info + _CODE_OFFSET).value
         page = address & -mmap.PAGESIZE
         file = _file_at(address) if code == _BUS_ADRERR else None
         if file is None:
-            if page not in given:  # not ours: it comes again, to whoever was there
+            if page not in zero_pages:  # of other code: restore its handler, which gets the repeated signal
                 libc.sigaction(signal.SIGBUS, ctypes.byref(before), None)
             return
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
-        given.add(page)
+        zero_pages.add(page)
         libc.mmap(page, mmap.PAGESIZE, mmap.PROT_READ, flags, -1, 0)
-        tell(
+        report(
             McaError(
                 f"{file}: cannot be read to its end; was it changed while it was read, or is its disk broken?"
             )
         )
 
-    handler = _Handler(touched)
+    handler = _Handler(handle_fault)
     action = _Action(ctypes.cast(handler, ctypes.c_void_p), flags=_SA_SIGINFO)
     libc.sigaction(signal.SIGBUS, ctypes.byref(action), ctypes.byref(before))
     try:
@@ -73,7 +73,7 @@ def catching_truncated_files(tell: Callable[[McaError], None]) -> Iterator[None]
 
 
 def _file_at(address: int) -> str | None:
-    """The file that is mapped at ``address``."""
+    """Return the file that is mapped at ``address``."""
     for line in Path("/proc/self/maps").read_bytes().splitlines():
         span, _, _, _, _, *name = line.split(maxsplit=5)
         first, _, last = span.partition(b"-")

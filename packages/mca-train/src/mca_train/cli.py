@@ -1,7 +1,6 @@
-"""The ``mca-train`` command is here: which command is meant, and its exit code.
+"""The ``mca-train`` command: selection of the sub-command, and exit codes.
 
-It reads no configuration and imports no torch; what there is to say of the commands is in ``reference.program``, what a
-command does is in ``run``.
+It reads no configuration and imports no torch; ``reference.program`` describes the commands, ``run`` executes them.
 """
 
 import sys
@@ -26,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     with safe_streams(to_the_end=arguments is None, output_too=True):
         code = _main(words)
         lost = bool(getattr(sys.stdout, "failed", False)) and words[:1] not in [[name] for name in TASKS]
-        return code or int(lost)  # of training, the log has what was said
+        return code or int(lost)  # training also writes its output to the log
 
 
 def _main(words: list[str]) -> int:

@@ -56,7 +56,7 @@ def test_keys_that_cannot_be_followed_are_told(told, given):
 def test_weights_of_a_trained_part_are_not_gathered_while_it_runs():
     given = arguments(overlap_param_gather=True, freeze=["vision"])
     first = next(part_problems(given, LoraArguments(), BOTH, None))
-    assert first.startswith("overlap_param_gather: ranks without an image do not run the vision model")
+    assert first.startswith("overlap_param_gather is not supported with a trained vision tower")
     assert problems(overlap_param_gather=True) == []  # text alone is trained
 
 

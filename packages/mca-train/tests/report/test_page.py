@@ -150,7 +150,7 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
     run = str(a_run(tmp_path / "run", 1.0))
     for words, said in [
         (["--output", "x"], "needs the output_dir"),
-        ([str(tmp_path)], "holds no train_log.jsonl"),
+        ([str(tmp_path)], "has no train_log.jsonl"),
         ([run, "--compared", "x"], "unknown flag --compared; did you mean --compare?"),
         ([run, "--output", str(tmp_path / "no" / "where")], "cannot be written"),
     ]:

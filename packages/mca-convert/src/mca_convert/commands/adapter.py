@@ -1,7 +1,4 @@
-"""``--adapter_path``: LoRA adapters from PEFT to MCA and back, and merged into their base model.
-
-What an adapter is made of is known to `mca_models.lora`.
-"""
+"""``--adapter_path``: conversion of LoRA adapters from PEFT to MCA and back, and merging into their base model."""
 
 import argparse
 import logging
@@ -27,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def convert_adapter(parser: Parser, options: argparse.Namespace, interrupts: Interrupts) -> int:
-    """Convert the adapter of ``--adapter_path``, or merges it; returns the exit code."""
+    """Convert the adapter of ``--adapter_path``, or merge it; return the exit code."""
     adapter, destination = Path(options.adapter_path), Path(options.output_path)
     base = Path(options.checkpoint_path) if options.checkpoint_path else None
     require_free_destination(filter(None, (adapter, base)), destination, overwrite=options.overwrite)
@@ -35,7 +32,7 @@ def convert_adapter(parser: Parser, options: argparse.Namespace, interrupts: Int
     if options.merge:
         return _merge(parser, options, adapter, destination, interrupts)
     if options.fp8:
-        parser.error("--fp8 is for whole models; add --merge, or remove it")
+        parser.error("--fp8 is for full models; add --merge, or remove it")
     from mca_models.lora import convert_adapter as convert
     from mca_models.lora import is_mca_adapter, load_model_config
 
@@ -43,8 +40,8 @@ def convert_adapter(parser: Parser, options: argparse.Namespace, interrupts: Int
     if target == "hf" and (fault := layout_flags_for_hf(options, megatron=is_mca_adapter(adapter))):
         parser.error(fault)
     arguments = layout_arguments(parser, options)
-    own = _adapter_layout(adapter) if is_mca_adapter(adapter) else ParallelLayout()
-    layout = resolve_layout(parser, arguments, own)
+    source_layout = _adapter_layout(adapter) if is_mca_adapter(adapter) else ParallelLayout()
+    layout = resolve_layout(parser, arguments, source_layout)
     model = None if base is None else load_model_config(base)
     with interrupts.holding():
         converted = convert(

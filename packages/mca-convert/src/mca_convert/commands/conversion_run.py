@@ -1,7 +1,4 @@
-"""What the commands that convert share: layout flags, limits, and a conversion under its progress bar.
-
-What is converted is decided in `conversion`.
-"""
+"""Code that the commands with a conversion share: layout flags, limits, and a conversion with a progress bar."""
 
 import argparse
 import sys
@@ -30,7 +27,7 @@ def run_conversion(
     what: str,
     interrupts: Interrupts,
 ) -> None:
-    """Run ``conversion`` under a progress bar that says ``what``, and sums it up."""
+    """Run ``conversion`` with a progress bar named ``what``, and print a summary."""
     started = time.monotonic()
     allow_open_files(conversion.open_files)
     with bar(conversion.nbytes, what, quiet=options.quiet) as progress, interrupts.holding():
@@ -42,7 +39,7 @@ def run_conversion(
 
 
 def layout_arguments(parser: Parser, options: argparse.Namespace) -> DistributingParallelArguments:
-    """The layout that the flags ask for; one that no model could have is wrong usage."""
+    """Return the layout arguments of the flags; contradictions are wrong usage."""
     try:
         return read_layout(options)
     except McaError as error:
@@ -50,38 +47,38 @@ def layout_arguments(parser: Parser, options: argparse.Namespace) -> Distributin
 
 
 def resolve_layout(
-    parser: Parser, arguments: DistributingParallelArguments, own: ParallelLayout
+    parser: Parser, arguments: DistributingParallelArguments, source_layout: ParallelLayout
 ) -> ParallelLayout:
-    """The layout of the target: what was asked for, else the source's ``own``."""
+    """Return the layout of the target: the requested sizes, else those of ``source_layout``."""
     try:
-        return arguments.layout(own)
+        return arguments.layout(source_layout)
     except McaError as error:
         parser.error(str(error))
 
 
 def read_layout(options: argparse.Namespace) -> DistributingParallelArguments:
-    """The layout that the flags ask for.
+    """Return the layout arguments of the flags.
 
     Raises:
         McaError: They contradict each other.
     """
-    given = {name: value for name, value in vars(options).items() if name in LAYOUT_FIELDS}
-    if given.get("tensor_model_parallel_size", 1) > 1:
-        given["sequence_parallel"] = True  # which is for the training to say; weights are cut alike
-    return DistributingParallelArguments(**given)
+    sizes = {name: value for name, value in vars(options).items() if name in LAYOUT_FIELDS}
+    if sizes.get("tensor_model_parallel_size", 1) > 1:
+        sizes["sequence_parallel"] = True  # a setting of the training, without effect on the weights
+    return DistributingParallelArguments(**sizes)
 
 
 def layout_flags_for_hf(options: argparse.Namespace, *, megatron: bool) -> str | None:
-    """What is wrong with layout flags where the target has no layout; None if there are none."""
-    given = [name for name in LAYOUT_FIELDS if name in vars(options)]
-    if not given:
+    """Return the message about layout flags for a target without a layout; None without such flags."""
+    flags = [name for name in LAYOUT_FIELDS if name in vars(options)]
+    if not flags:
         return None
     hint = ", or add --to mca to write the same model in another layout" if megatron else ""
-    return f"--{given[0]} says how an MCA target is cut, the target is hf; remove it{hint}"
+    return f"--{flags[0]} is only for MCA targets, the target is hf; remove it{hint}"
 
 
 def make_limits(options: argparse.Namespace) -> Limits:
-    """Threads and memory asked for."""
+    """Return the limits of the flags."""
     return Limits(workers=options.workers or default_workers(), memory=options.memory_limit)
 
 

@@ -1,7 +1,4 @@
-"""``mca-convert --checkpoint_path SRC --output_path DST``.
-
-It turns flags into a conversion and prints what came of it.
-"""
+"""``mca-convert --checkpoint_path SRC --output_path DST``: conversion and upload."""
 
 import argparse
 import sys
@@ -21,7 +18,7 @@ from mca_models.checkpoint_kinds import checkpoint_kind, open_checkpoint
 
 
 def convert(parser: Parser, options: argparse.Namespace, interrupts: Interrupts) -> int:
-    """Plan, converts, reports, and uploads if asked to; returns the exit code."""
+    """Plan and run the conversion, and upload the result if requested; return the exit code."""
     if not options.push_to_hub:
         return _convert(parser, options, interrupts)
     from mca_models.hub import require_upload
@@ -34,7 +31,7 @@ def convert(parser: Parser, options: argparse.Namespace, interrupts: Interrupts)
 
 
 def _upload(folder: Path, options: argparse.Namespace, interrupts: Interrupts) -> None:
-    """Upload what was written; whatever goes wrong now, it stands, which is said."""
+    """Upload the result; an error says that the local copy is complete."""
     from mca_models.hub import upload
 
     with interrupts.ending_at_once(f"{folder} is complete, the upload to {options.push_to_hub} is not"):
@@ -62,7 +59,7 @@ def _convert(parser: Parser, options: argparse.Namespace, interrupts: Interrupts
 
 
 def plan(parser: Parser, options: argparse.Namespace) -> Conversion:
-    """The conversion that the flags ask for; nothing is written."""
+    """Return the conversion that the flags request, without writing anything."""
     path = Path(options.checkpoint_path)
     megatron = checkpoint_kind(path).is_megatron
     target = options.to or ("hf" if megatron else "mca")

@@ -1,7 +1,4 @@
-"""``mca-convert inspect PATH``: what a directory holds.
-
-What is found out is in `mca_convert.inspection`; here it is printed.
-"""
+"""``mca-convert inspect PATH``: print the contents of a directory, see `mca_convert.inspection`."""
 
 import argparse
 from collections.abc import Mapping
@@ -15,11 +12,11 @@ from mca_convert.tables import format_size
 
 
 def inspect(options: argparse.Namespace, called: Mapping[str, str]) -> int:
-    """Print what is there; 0 if it is complete, and has no values that are not finite if they are read; else 1.
+    """Print the inspection; return 1 if the checkpoint is incomplete or ``--values`` finds non-finite values, else 0.
 
     Args:
-        options: Of the command line.
-        called: What the user called directories that stand for models of the Hub.
+        options: Parsed command line.
+        called: Ids of Hub models, by their local directory.
     """
     limits = Limits(workers=default_workers()) if options.values else None
     found = inspect_directory(Path(options.path), options.top, limits)
@@ -31,7 +28,7 @@ def inspect(options: argparse.Namespace, called: Mapping[str, str]) -> int:
 
 
 def report(found: Inspection) -> str:
-    """The findings, for people."""
+    """Return the inspection as text."""
     lines = [(f"{found.kind}, not readable" if found.problem else found.kind, found.path)]
     lines += [(name, str(value)) for name, value in found.facts.items()]
     if found.files:

@@ -1,7 +1,4 @@
-"""``mca-convert plan --checkpoint_path SRC``: what would happen; nothing is written.
-
-What would happen is found out in `forecast`; here it is printed.
-"""
+"""``mca-convert plan --checkpoint_path SRC``: print the forecast of a conversion; nothing is written."""
 
 import argparse
 from collections.abc import Iterator, Mapping
@@ -17,12 +14,12 @@ from mca_convert.tables import format_size, table
 
 
 def plan(parser: Parser, options: argparse.Namespace, called: Mapping[str, str]) -> int:
-    """Print the plan; 0 if the conversion would go through, 1 if it would be refused.
+    """Print the plan; return 1 if the conversion would fail, else 0.
 
     Args:
-        parser: Of the command.
-        options: What it found.
-        called: What the user called directories that stand for models of the Hub.
+        parser: Parser of the command.
+        options: Parsed command line.
+        called: Ids of Hub models, by their local directory.
     """
     if options.merge and not options.adapter_path:
         parser.error("--merge needs --adapter_path")
@@ -53,12 +50,12 @@ def plan(parser: Parser, options: argparse.Namespace, called: Mapping[str, str])
     return 1 if result.refusals else 0
 
 
-def _path(given: str | None) -> Path | None:
-    return Path(given) if given else None
+def _path(name: str | None) -> Path | None:
+    return Path(name) if name else None
 
 
 def report(result: Forecast) -> Iterator[str]:
-    """The plan, for people."""
+    """Yield the lines of the plan."""
     yield f"source     {result.source}: {result.kind or 'unknown'} {result.model_type}".rstrip()
     if result.model_type:
         yield (
@@ -84,10 +81,10 @@ def report(result: Forecast) -> Iterator[str]:
     yield ""
     yield from (f"note: {note}" for note in result.notes)
     if not result.refusals:
-        yield "nothing stands in the way of this conversion; nothing was written"
+        yield "this conversion can run; nothing was written"
         return
     count = len(result.refusals)
-    yield f"would be refused, {'for this reason' if count == 1 else f'for {count} reasons'}:"
+    yield f"this conversion would fail, {'for this reason' if count == 1 else f'for {count} reasons'}:"
     yield from (f"  - {reason}" for reason in result.refusals)
 
 

@@ -1,7 +1,4 @@
-"""``mca-convert verify A B``.
-
-What is compared is in `compare` and `compare_adapters`; here it is printed.
-"""
+"""``mca-convert verify A B``: print the result of `compare` or `compare_adapters`."""
 
 import argparse
 from collections.abc import Iterator
@@ -24,7 +21,7 @@ _SHOWN = 10
 
 
 def verify(options: argparse.Namespace, interrupts: Interrupts) -> int:
-    """Compare two checkpoints; prints what differs; 0 if they are the same model, else 1."""
+    """Compare two checkpoints and print the differences; return 0 for the same model, else 1."""
     paths = Path(options.first), Path(options.second)
     if any(checkpoint_kind(path).is_adapter for path in paths):
         return _print_result(compare_adapters(*paths, tolerance=options.tolerance), options, "adapter")
@@ -42,7 +39,7 @@ def verify(options: argparse.Namespace, interrupts: Interrupts) -> int:
 
 
 def _print_result(result: Comparison, options: argparse.Namespace, what: str) -> int:
-    """Print what was found; the exit code."""
+    """Print the result and return the exit code."""
     if options.json:
         write_json("verify", document(result, options, what))
     else:
@@ -51,7 +48,7 @@ def _print_result(result: Comparison, options: argparse.Namespace, what: str) ->
 
 
 def document(result: Comparison, options: argparse.Namespace, what: str) -> dict[str, Any]:
-    """What was found, for programs: all of it."""
+    """Return the full result as a JSON object."""
     differences = {}
     for name, found in sorted(result.differences.items()):
         _, index, *values = found.first or (0, (), 0.0, 0.0)
@@ -67,12 +64,12 @@ def document(result: Comparison, options: argparse.Namespace, what: str) -> dict
 
 
 def _number(value: float) -> float | str:
-    """JSON has no infinity and no NaN: they are words."""
+    """Return ``value``, or its name if it is infinite or NaN, which JSON does not have."""
     return value if isfinite(value) else str(value)
 
 
 def report(result: Comparison, options: argparse.Namespace, what: str) -> str:
-    """What was found, for people; ``what`` the two are."""
+    """Return the result as text; ``what`` is "model" or "adapter"."""
     pair = f"{options.first} and {options.second}"
     if result.same:
         how = "bit for bit" if options.tolerance is None else f"within {options.tolerance:g}"
@@ -93,7 +90,7 @@ def report(result: Comparison, options: argparse.Namespace, what: str) -> str:
 
 
 def _warnings(result: Comparison, options: argparse.Namespace) -> Iterator[str]:
-    """The values that are not finite: one line where both have the same number of them, else one for each."""
+    """Yield warnings about non-finite values: one line if both have the same numbers of them, else one for each."""
     first, second = (dict(sorted(counts.items())) for counts in result.not_finite)
     if first == second:
         if first:

@@ -1,7 +1,4 @@
-"""What the conversion of a LoRA adapter would read and write, and every reason why it would be refused.
-
-Models are planned in `model`.
-"""
+"""Forecast of the conversion of a LoRA adapter; `model` has that of a model."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +28,7 @@ from mca_models.storage.safetensors import plan_file
 
 
 def forecast_adapter(request: Request, path: Path) -> Forecast:
-    """Plan the conversion of the adapter in ``path``; writes nothing."""
+    """Plan the conversion of the adapter in ``path``, without writing anything."""
     from_mca = is_mca_adapter(path)
     target = request.target or ("hf" if from_mca else "mca")
     result = Forecast(str(path), target, workers=1)
@@ -51,9 +48,9 @@ def forecast_adapter(request: Request, path: Path) -> Forecast:
     if target == "hf":
         result.attempt(lambda: _as_peft(written, result))
     elif arguments is not None:
-        own = adapter.model.layout if from_mca else ParallelLayout()
-        result.attempt(lambda: _as_mca(written, arguments.layout(own), result))
-    # whole adapters are held, once as they are read and once as they are written
+        source_layout = adapter.model.layout if from_mca else ParallelLayout()
+        result.attempt(lambda: _as_mca(written, arguments.layout(source_layout), result))
+    # the full adapter is in memory twice, as read and as written
     result.peak_bytes = anonymous_bytes() + result.written_bytes
     require_space(request.destination, result)
     return result

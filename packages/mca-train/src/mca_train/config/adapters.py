@@ -1,4 +1,4 @@
-"""What stands against the adapter that a run asks for, before there is a model that it could be on."""
+"""Checks of a run's LoRA adapter against the model configuration, before the model is built."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,16 +11,16 @@ from mca_train.config.run_config import Settings
 
 
 def adapter_problems(settings: Settings, config: McaModelConfig, *, new_head: bool) -> Iterator[str]:
-    """What an adapter cannot be on the model, and a new head that one which is continued would leave as it was drawn.
+    """Yield the problems of the adapter with the model, including a new head that a continued adapter does not train.
 
     Args:
-        settings: Of the run.
-        config: Of the model as it is trained, with its layout.
-        new_head: Whether its checkpoint has no head of that kind.
+        settings: Settings of the run.
+        config: Configuration of the trained model, with its layout.
+        new_head: The checkpoint has no head of the trained kind.
     """
     lora, path = settings.lora, settings.lora.adapter_name_or_path
     if path is not None and not Path(path).is_dir():
-        return  # which is told with the other directories
+        return  # reported with the other directories
     try:
         adapter = make_adapter(lora, config, trained_parts(settings.training))
     except McaError as error:

@@ -1,7 +1,7 @@
-"""These classes hold what a configuration says of the model, the data, the ranks and the adapter.
+"""Arguments of a run: model, data, ranks and adapter.
 
-A value that is wrong by itself is refused here. Keys that contradict one another are found in `config.checks`. What
-one kind of run alone understands stands in its file in ``tasks``, and columns that only some kinds read in `columns`.
+These classes check single values; `config.checks` checks combinations. Arguments of one kind of run are in its file in
+``tasks``, and columns that only some kinds read are in `columns`.
 """
 
 from dataclasses import dataclass, field
@@ -96,7 +96,7 @@ class DataArguments:
         default=None,
         metadata={
             "help": "Directory in which tokenized samples are kept, by content and settings, for other ranks and runs; "
-            "None: they are made anew."
+            "None: tokenize again."
         },
     )
     streaming: bool = field(
@@ -124,7 +124,7 @@ class DataArguments:
 
 @dataclass(kw_only=True)
 class LaunchArguments:
-    """How many ranks ``mca-train`` starts on this machine. Ignored under torchrun."""
+    """Number of ranks that ``mca-train`` starts on this machine. Ignored under torchrun."""
 
     nproc_per_node: int | None = field(
         default=None,
@@ -141,10 +141,10 @@ class LaunchArguments:
 
 @dataclass(kw_only=True)
 class LoraArguments:
-    """A LoRA adapter to train instead of the whole model."""
+    """A LoRA adapter to train instead of full fine-tuning."""
 
     lora_rank: int | None = field(
-        default=None, metadata={"help": "Rank of a new adapter; None: the whole model is trained."}
+        default=None, metadata={"help": "Rank of a new adapter; None: full fine-tuning."}
     )
     lora_alpha: float = field(default=16, metadata={"help": "Scale: lora_alpha / lora_rank."})
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout of the adapter's inputs."})
@@ -179,12 +179,12 @@ class LoraArguments:
             )
 
     @property
-    def wanted(self) -> bool:
+    def is_enabled(self) -> bool:
         """Return whether an adapter is trained."""
         return self.lora_rank is not None or self.adapter_name_or_path is not None
 
     def config(self, task_type: str = "CAUSAL_LM") -> JsonObject:
-        """As the contents of an ``adapter_config.json``; ``task_type`` is PEFT's name of the model's kind."""
+        """Return the contents of ``adapter_config.json``; ``task_type`` is PEFT's name of the model's kind."""
         targets = self.lora_target_modules
         document: JsonObject = {
             "peft_type": "LORA",

@@ -1,7 +1,4 @@
-"""The columns of rows that only some kinds of run read. Those that any may read are fields of `DataArguments`.
-
-A new column is a field here, or there, and is read in ``data``.
-"""
+"""Columns that only some kinds of run read; the other columns are fields of `DataArguments`."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +8,7 @@ from mca_train.config.default_column import DefaultColumn
 
 @dataclass(kw_only=True)
 class PairArguments(DataArguments):
-    """The same of a run on preference pairs."""
+    """Data arguments of a run on preference pairs."""
 
     chosen_column: str = field(
         default=DefaultColumn("chosen"), metadata={"help": "Column with the better answer."}
@@ -23,7 +20,7 @@ class PairArguments(DataArguments):
 
 @dataclass(kw_only=True)
 class RewardArguments(PairArguments):
-    """The same of a reward model."""
+    """Data arguments of a reward model."""
 
     margin_column: str = field(
         default=DefaultColumn("margin"),
@@ -33,7 +30,7 @@ class RewardArguments(PairArguments):
 
 @dataclass(kw_only=True)
 class ClassifyArguments(DataArguments):
-    """The same of texts with labels."""
+    """Data arguments of texts with labels."""
 
     label_column: str = field(
         default=DefaultColumn("label"),

@@ -1,7 +1,4 @@
-"""The architecture that a configuration names is read here, and the ranks that its layout needs are counted.
-
-No weights are read.
-"""
+"""The architecture of a run's model, its layout and its number of ranks, without reading weights."""
 
 import math
 import os
@@ -26,9 +23,9 @@ _PEFT_TASKS: dict[HeadKind, str] = {
 
 
 def model_config(path: str) -> McaModelConfig:
-    """The architecture in the directory of a checkpoint, in the dtype that a run reads it as.
+    """Return the architecture of a checkpoint directory, with the dtype in which a run reads it.
 
-    Weights need not be there, except of Megatron's own checkpoints: what these store says which dtype it is.
+    Weights may be absent, except in Megatron's own checkpoints, whose tensors decide the dtype.
 
     Raises:
         McaError: The directory or its configuration is missing or not supported.
@@ -52,10 +49,10 @@ def model_config(path: str) -> McaModelConfig:
 
 
 def local_world_size(launch: LaunchArguments, layout: ParallelLayout) -> int:
-    """How many ranks to start here: those asked for, else one for each GPU, else (on a CPU too) the fewest.
+    """Return the number of ranks to start here: ``nproc_per_node``, else one for each GPU, else the minimum.
 
     Raises:
-        McaError: More are asked for than there are GPUs for them.
+        McaError: ``nproc_per_node`` is above the number of GPUs.
     """
     import torch
 
@@ -70,49 +67,49 @@ def local_world_size(launch: LaunchArguments, layout: ParallelLayout) -> int:
 
 
 def planned_ranks(launch: LaunchArguments, layout: ParallelLayout) -> int:
-    """How many ranks to plan for, whatever this machine has: those asked for, else the fewest."""
+    """Return the number of ranks to plan for, independent of this machine: ``nproc_per_node``, else the minimum."""
     return launch.nproc_per_node or smallest_world(layout)
 
 
 def launcher_world_size(launch: LaunchArguments, layout: ParallelLayout) -> int:
-    """How many ranks a launcher has started."""
+    """Return the number of ranks that a launcher has started."""
     return int(os.environ["WORLD_SIZE"])
 
 
 def smallest_world(layout: ParallelLayout) -> int:
-    """The fewest ranks that ``layout`` can stand on."""
+    """Return the minimum number of ranks of ``layout``."""
     return layout.pp * math.lcm(layout.tp * layout.cp, layout.etp * layout.ep)
 
 
 def resolve_layout(arguments: MegatronArguments, config: McaModelConfig) -> ParallelLayout:
-    """The layout that is asked for; what is left out comes from an MCA checkpoint."""
+    """Return the requested layout; unset sizes come from the layout of an MCA checkpoint."""
     return arguments.layout(config.layout)
 
 
 def peft_task(config: McaModelConfig) -> str:
-    """PEFT's name of what a model is for."""
+    """Return PEFT's task type of a model."""
     return _PEFT_TASKS[config.head]
 
 
 def make_adapter(
     lora: LoraArguments, config: McaModelConfig, parts: Collection[str]
 ) -> "tuple[AdapterConfig, AdapterRules] | None":
-    """The adapter that is trained, and its tensors, whose values are not read. None: the whole model is.
+    """Return the configuration and tensor rules of the trained adapter; None for full fine-tuning.
 
     Args:
-        lora: What is asked for.
-        config: Of the model, with its layout.
-        parts: Of a vision-language model, those that are trained.
+        lora: Arguments of the adapter.
+        config: Configuration of the model, with its layout.
+        parts: Trained parts of a vision-language model.
 
     Raises:
-        McaError: The adapter's directory, or what is asked for, cannot be used.
+        McaError: The adapter's directory or arguments cannot be used.
     """
     from mca_models.lora import AdapterConfig, load_adapter_rules, rules_for_training
     from mca_models.lora.peft_names import complete_peft_config
 
     if lora.adapter_name_or_path is not None:
         return load_adapter_rules(Path(lora.adapter_name_or_path), config)
-    if not lora.wanted:
+    if not lora.is_enabled:
         return None
     document = {**lora.config(peft_task(config))}
     complete_peft_config(document, config, parts)

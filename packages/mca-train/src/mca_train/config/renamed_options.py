@@ -1,7 +1,6 @@
-"""`RENAMED` says of other programs' keys what they are called here, or what stands in their place.
+"""`RENAMED`: messages about keys of LLaMA-Factory, TRL, `transformers` and Megatron-LM with another name in mca.
 
-They are those of LLaMA-Factory, TRL, `transformers` and Megatron-LM that have another name here. Nothing is translated:
-a run is what its file says.
+Keys are not translated; the message names the key to set instead.
 """
 
 from collections.abc import Mapping
@@ -55,7 +54,7 @@ _DTYPE = (
     "another dtype first (mca-convert --fp32)"
 )
 _QUANTISED = (
-    "weights are not trained quantised; for less memory use lora_rank, more ranks, or optimizer_cpu_offload"
+    "quantized weights cannot be trained; for less memory use lora_rank, more ranks, or optimizer_cpu_offload"
 )
 _TARGETS = "the answers of conversations are the targets, in mca-train pretrain every token; remove the key"
 _MIXED = "in proportion to weights: set weight in the entries of datasets"
@@ -64,13 +63,13 @@ _LENGTHS = "prompt and answer together have at most seq_length tokens; set that 
 _PARTS = "set freeze to a list of the parts that are not trained: vision, projector, language"
 _ANOTHER_WAY = {
     "stage": "the kind of run is the word after mca-train, and mca-train --help lists the kinds; remove the key",
-    "finetuning_type": "a whole model is trained unless lora_rank is set; set that or remove the key",
-    "use_peft": "a whole model is trained unless lora_rank is set; set that or remove the key",
-    "template": "conversations are rendered by the tokenizer's own chat template; remove the key",
+    "finetuning_type": "full fine-tuning is the default; set lora_rank for an adapter, or remove the key",
+    "use_peft": "full fine-tuning is the default; set lora_rank for an adapter, or remove the key",
+    "template": "the tokenizer's chat template renders conversations; remove the key",
     "trust_remote_code": "no code of a checkpoint is executed; remove the key",
     "val_size": "name a file for evaluation: eval_file",
     **dict.fromkeys(("dataset", "dataset_name", "dataset_path"), _DATASET),
-    "dataset_dir": "train_file holds whole paths; remove the key",
+    "dataset_dir": "train_file has full paths; remove the key",
     **dict.fromkeys(("torch_dtype", "dtype", "model_dtype"), _DTYPE),
     **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization_bit"), _QUANTISED),
     "mask_history": "every answer of a conversation is a target; for the last one alone give rows with prompt and "
@@ -98,4 +97,4 @@ RENAMED: Mapping[str, str] = {
     },
     **_ANOTHER_WAY,
 }
-"""What to say of each key."""
+"""Message about each key."""

@@ -1,7 +1,7 @@
-"""Where the ranks of one machine meet: at a port that the launcher holds from the moment it is chosen.
+"""Rendezvous of the ranks of one machine, at a port on which the launcher listens from the start.
 
-A port that is only looked up can be taken by another program before the first rank opens it. Ranks of another launcher
-(torchrun) meet where that says.
+Another program could open a port that is only looked up before the first rank opens it. Ranks of another launcher
+(torchrun) use its rendezvous.
 """
 
 import os
@@ -20,7 +20,7 @@ LISTENER = "MCA_TRAIN_LISTENER"
 
 @contextmanager
 def listening() -> Iterator[socket.socket]:
-    """A socket that listens at a free port of this machine, until the first rank has its own descriptor of it."""
+    """Yield a socket that listens at a free port of this machine, for the block in which rank 0 inherits it."""
     with socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN) as listener:
         yield listener
 
@@ -29,7 +29,7 @@ def join(backend: str, timeout: timedelta) -> "Attempt | None":
     """Start the default process group, with the ranks of this launcher or of another one (torchrun).
 
     Returns:
-        Which start of all ranks this is, if the launcher may start them again.
+        The attempt, if the launcher can restart the ranks.
     """
     import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore

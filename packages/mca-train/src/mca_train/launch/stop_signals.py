@@ -1,4 +1,4 @@
-"""Signals that end a process before training listens for them: it leaves nothing behind, and says which one it was."""
+"""Signals that end a process before training handles them: they raise an exception, so that cleanup runs."""
 
 import signal
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(BaseException):
-    """A signal asks the process to end."""
+    """A signal that ends the process."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -18,16 +18,16 @@ class Stopped(BaseException):
 
 @contextmanager
 def raising_on_signals() -> Iterator[None]:
-    """A block in which these signals raise `Stopped`, unless they are ignored (``nohup``)."""
+    """Raise `Stopped` on these signals in the block, unless they are ignored (``nohup``)."""
 
     def stop(number: int, _: FrameType | None) -> None:
         raise Stopped(number)
 
-    heard = [number for number in ENDING if signal.getsignal(number) == signal.SIG_DFL]
-    for number in heard:
+    handled = [number for number in ENDING if signal.getsignal(number) == signal.SIG_DFL]
+    for number in handled:
         signal.signal(number, stop)
     try:
         yield
     finally:
-        for number in heard:
+        for number in handled:
             signal.signal(number, signal.SIG_DFL)

@@ -14,7 +14,7 @@ _LAYERS = {"local": "Megatron's own", "transformer_engine": "Transformer Engine'
 def render(plan: Plan, settings: Settings, model: McaModelConfig, device: Device | None = None) -> str:
     """Render the plan as text, and mark the stages that exceed the memory of ``device``."""
     training = settings.training
-    suffix = " (LoRA)" if settings.lora.wanted else ""
+    suffix = " (LoRA)" if settings.lora.is_enabled else ""
     lines = [
         f"model        {model.model_type}, {plan.total_parameters:,} parameters, {counted(model.num_layers, 'layer')}"
         + ("" if plan.trained_parameters is None else f"; {plan.trained_parameters:,} trained{suffix}"),

@@ -1,4 +1,4 @@
-"""The pictures of ``mca-train plan --plot``: schedule, memory, layers, messages."""
+"""The figures of ``mca-train plan --plot``: schedule, memory, layers, messages."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -21,14 +21,14 @@ _AXES = ("tp", "cp", "dp", "dp-cp", "tp-cp", "tp-dp-cp", "pp", "ep", "etp", "etp
 def draw_all(
     folder: Path, dry_run: DryRun, plan: PipelinePlan, grid: RankGrid, limit_gib: float | None
 ) -> list[Path]:
-    """Write every picture into ``folder``.
+    """Write all figures into ``folder``.
 
     Args:
-        folder: Is there.
-        dry_run: With the order of as many micro-batches on all stages.
+        folder: An existing folder.
+        dry_run: Dry run with the order of passes on all stages.
         plan: Layers on stages.
-        grid: Who stands where.
-        limit_gib: Of the device; None: no line.
+        grid: Rank grid.
+        limit_gib: Usable memory of the device; None: no line.
     """
     ran = run_timeline(dry_run.stages, len(plan.chunks[0]))
     return [
@@ -41,7 +41,7 @@ def draw_all(
 
 
 def run_timeline(stages: Sequence[StepNeeds], chunks: int) -> list[TimedPass]:
-    """When each pass runs if time is what it computes: backward passes twice what forward passes do."""
+    """Return the start and end of each pass, with FLOPs as time and backward passes twice as long as forward passes."""
     work = {stage.stage: stage.flops / max(stage.micro_batches * chunks, 1) for stage in stages}
     most = max(work.values()) or 1.0
 
@@ -52,7 +52,7 @@ def run_timeline(stages: Sequence[StepNeeds], chunks: int) -> list[TimedPass]:
 
 
 def bubble_fraction(ran: Sequence[TimedPass], ranks: int, micro_batches: int) -> float:
-    """The share of their time that ranks wait in a step of so many; those that are not in ``ran`` repeat others."""
+    """Return the pipeline bubble of a step of ``micro_batches``; those not in ``ran`` repeat the others."""
     busy = [0.0] * ranks
     for run in ran:
         busy[run.rank] += run.end - run.start
@@ -63,7 +63,7 @@ def bubble_fraction(ran: Sequence[TimedPass], ranks: int, micro_batches: int) ->
 
 
 def draw_schedule(folder: Path, ran: Sequence[TimedPass], ranks: int, accumulated: int) -> list[Path]:
-    """Passes of every pipeline rank over time; what is white is waiting."""
+    """Draw the passes of every pipeline rank over time; gaps are the bubble."""
     end, shown = max(run.end for run in ran), 1 + max(run.step.micro_batch for run in ran)
     width = min(max(8.0, end * 0.2), 30.0)
     title = (
@@ -104,9 +104,9 @@ def _add_chunk_legend(found: Any, chunks: int) -> None:
 
     marks = []
     for chunk in range(min(chunks, len(CHUNKS))):
-        of = f" of chunk {chunk}" if chunks > 1 else ""
-        marks += [Patch(color=CHUNKS[chunk], label=f"forward{of}")]
-        marks += [Patch(color=BACKWARD[chunk], label=f"backward{of}")]
+        suffix = f" of chunk {chunk}" if chunks > 1 else ""
+        marks += [Patch(color=CHUNKS[chunk], label=f"forward{suffix}")]
+        marks += [Patch(color=BACKWARD[chunk], label=f"backward{suffix}")]
     found.legend(
         handles=marks,
         fontsize=7,
@@ -118,7 +118,7 @@ def _add_chunk_legend(found: Any, chunks: int) -> None:
 
 
 def draw_memory(folder: Path, dry_run: DryRun, limit_gib: float | None) -> list[Path]:
-    """Bars of every stage at its fullest moment."""
+    """Draw the peak memory of every stage as bars."""
     stages, title = dry_run.stages, "memory of a rank of each stage at its peak"
     figure, found = make_axes(max(6.0, 2.5 + 0.62 * len(stages)), 4.6, title, dry_run.note)
     bottoms = [0.0] * len(stages)
@@ -143,7 +143,7 @@ def draw_memory(folder: Path, dry_run: DryRun, limit_gib: float | None) -> list[
 
 
 def draw_step(folder: Path, dry_run: DryRun, limit_gib: float | None) -> list[Path]:
-    """Memory over the step of the fullest stage."""
+    """Draw the memory over a step of the stage with the highest peak."""
     stage = dry_run.fullest
     figure, found = make_axes(
         9.0, 3.6, f"memory over the step, stage {stage.stage} (the fullest)", dry_run.note
@@ -175,15 +175,15 @@ def draw_step(folder: Path, dry_run: DryRun, limit_gib: float | None) -> list[Pa
 
 
 def draw_layers(folder: Path, plan: PipelinePlan) -> list[Path]:
-    """Which layers stand on which stage and chunk."""
+    """Draw the layers of each stage and chunk."""
     ranks, chunks = len(plan.chunks), len(plan.chunks[0])
     figure, found = make_axes(max(6.0, 1.5 + 1.9 * chunks), 1.4 + 0.32 * ranks, "layers on stages")
-    for rank, of_rank in enumerate(plan.chunks):
-        for place, chunk in enumerate(of_rank):
+    for rank, rank_chunks in enumerate(plan.chunks):
+        for vp, chunk in enumerate(rank_chunks):
             ends = chunk.has_embedding or chunk.has_loss
-            colour = "#ffe0b8" if ends else CHUNKS[1] if place % 2 else "#d5e5f2"
-            found.barh(rank, 0.96, left=place + 0.02, height=0.86, color=colour)
-            found.text(place + 0.5, rank, describe_chunk(chunk), ha="center", va="center", fontsize=8)
+            colour = "#ffe0b8" if ends else CHUNKS[1] if vp % 2 else "#d5e5f2"
+            found.barh(rank, 0.96, left=vp + 0.02, height=0.86, color=colour)
+            found.text(vp + 0.5, rank, describe_chunk(chunk), ha="center", va="center", fontsize=8)
     found.set_yticks(range(ranks), [f"stage {rank}" for rank in range(ranks)], fontsize=8)
     found.set_xticks([c + 0.5 for c in range(chunks)], [f"chunk {c}" for c in range(chunks)], fontsize=8)
     found.set_xlim(0, chunks)
@@ -194,19 +194,19 @@ def draw_layers(folder: Path, plan: PipelinePlan) -> list[Path]:
 
 
 def draw_messages(folder: Path, dry_run: DryRun, grid: RankGrid) -> list[Path]:
-    """Who the fullest stage's rank talks to in a step, how often and how much."""
+    """Draw the communication of a rank of the stage with the highest peak in a step, by process group."""
     stage, accumulated = dry_run.fullest, dry_run.accumulated
     sent = (message for message in stage.messages_in_step(accumulated) if message.bytes)
-    told = sorted(sent, key=lambda message: message.bytes)[-14:]
+    largest = sorted(sent, key=lambda message: message.bytes)[-14:]
     title = f"messages of rank {stage.rank} (stage {stage.stage}) in {describe_step(stage, accumulated)}"
-    figure, found = make_axes(9.0, 1.4 + 0.36 * max(len(told), 1), title)
-    sizes = [message.bytes / GIB for message in told]
-    found.barh(range(len(told)), sizes, color=COLOURS["weights"], height=0.7)
-    names = [f"{_short(message.operation)}, {group_name(message, stage.rank, grid)}" for message in told]
-    found.set_yticks(range(len(told)), names, fontsize=8)
-    for place, message in enumerate(told):
+    figure, found = make_axes(9.0, 1.4 + 0.36 * max(len(largest), 1), title)
+    sizes = [message.bytes / GIB for message in largest]
+    found.barh(range(len(largest)), sizes, color=COLOURS["weights"], height=0.7)
+    names = [f"{_short(message.operation)}, {group_name(message, stage.rank, grid)}" for message in largest]
+    found.set_yticks(range(len(largest)), names, fontsize=8)
+    for row, message in enumerate(largest):
         found.text(
-            sizes[place], place, f" {_size(message.bytes)}, {message.count} times", va="center", fontsize=8
+            sizes[row], row, f" {_size(message.bytes)}, {message.count} times", va="center", fontsize=8
         )
     found.set_xlim(0, max(sizes, default=1.0) * 1.35)
     found.set_xlabel("GiB")
@@ -218,7 +218,7 @@ def _short(operation: str) -> str:
 
 
 def _size(nbytes: int) -> str:
-    """In the largest unit that there is one of."""
+    """Return a size in the largest unit that it reaches."""
     for unit, name in ((GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if nbytes >= unit:
             return f"{nbytes / unit:.3g} {name}"
@@ -226,7 +226,7 @@ def _size(nbytes: int) -> str:
 
 
 def group_name(message: Message, rank: int, grid: RankGrid) -> str:
-    """The axes along which the ranks of ``message`` differ, and how many there are."""
+    """Return the axes along which the ranks of ``message`` differ, and the number of ranks."""
     ranks = tuple(sorted(message.ranks))
     if len(ranks) == grid.world_size:
         return f"all {len(ranks)} ranks"

@@ -1,4 +1,4 @@
-"""``mca-train schema``, ``init`` and ``completion``: what they print or write."""
+"""The commands ``mca-train schema``, ``init`` and ``completion``."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from mca_train.tasks.task import Task
 
 
 def print_schema(words: Sequence[str]) -> int:
-    """``schema [KIND]``: the JSON schema of a configuration file."""
+    """Run ``schema [KIND]``: print the JSON schema of a configuration file."""
     from mca_train.reference.schema import schema
 
     tasks = [parse_kind(words[0])] if words else list(TASKS.values())
@@ -25,7 +25,7 @@ def print_schema(words: Sequence[str]) -> int:
 
 
 def write_starter(words: Sequence[str]) -> int:
-    """``init KIND MODEL [FILE]``: a commented configuration, printed or written to a new file."""
+    """Run ``init KIND MODEL [FILE]``: print a commented configuration, or write it to a new file."""
     if not 2 <= len(words) <= 3:
         raise UsageError(
             "mca-train init needs a kind and a model: mca-train init sft models/qwen3 [run.yaml]"
@@ -60,10 +60,10 @@ def _write_new(path: Path, text: str) -> None:
 
 
 def _model_problem(model: str) -> str:
-    """What to know about a model that is not on this machine; empty: it is here.
+    """Return a note about a model that is not on this machine; empty: it is.
 
     Raises:
-        UsageError: It is not here, and cannot be a model of the Hub.
+        UsageError: There is no such directory, and the name is not a Hub id.
     """
     from mca_models.hub import is_hub_id
 
@@ -80,7 +80,7 @@ def _model_problem(model: str) -> str:
 
 
 def print_completion(words: Sequence[str]) -> int:
-    """``completion SHELL``: the script that completes this command's words."""
+    """Run ``completion SHELL``: print the completion script of this command."""
     from mca_config.completion import SHELLS, completion
     from mca_train.reference.keys import task_keys
 
@@ -96,10 +96,10 @@ def print_completion(words: Sequence[str]) -> int:
 
 
 def parse_kind(name: str) -> Task:
-    """The kind of run of that name.
+    """Return the kind of run with this name.
 
     Raises:
-        UsageError: There is none.
+        UsageError: The name is unknown.
     """
     if name not in TASKS:
         known = f"it is one of {', '.join(TASKS)}"

@@ -15,7 +15,7 @@ _LONGEST = 400  # characters of a key's text; Hugging Face's are pages
 
 
 def task_help(task: Task) -> str:
-    """The help of one kind of run."""
+    """Return the help of one kind of run."""
     lines = [
         f"usage: mca-train {task.name} [CONFIG.yaml] [--key value ...]",
         "",
@@ -48,13 +48,13 @@ def _key_help(key: Key) -> Iterator[str]:
 
 
 def format_default(value: Typed) -> str:
-    """A default, as it is written in a file."""
+    """Return a default value in the spelling of a file."""
     plain = getattr(value, "value", value)
     return str(plain).lower() if isinstance(plain, bool) else str(plain)
 
 
 def value_placeholder(hint: TypeHint) -> str:
-    """What stands for a value of this type: ``N``, ``{sum,mean}``, ``TEXT ...``."""
+    """Return the placeholder of a type: ``N``, ``{sum,mean}``, ``TEXT ...``."""
     members = [member for member in alternatives(hint) if member is not type(None)]
     return _value(members[0]) if members else "VALUE"
 

@@ -13,7 +13,7 @@ from mca_train.config.renamed_options import RENAMED
 from mca_train.tasks.task import Task
 
 REQUIRED = ("model_name_or_path", "train_file", "output_dir")
-"""Keys that every run needs, in the order in which people think of them."""
+"""Keys that every run needs, in display order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,11 +21,11 @@ class Key:
     """One key of a configuration.
 
     Args:
-        name: As it is written in the file; the flag is ``--name``.
+        name: Name in the file; the flag is ``--name``.
         hint: The type of its value.
-        default: What holds without it.
-        help: What it does, in one paragraph.
-        group: The heading that it stands under.
+        default: Default value.
+        help: Meaning, in one paragraph.
+        group: Heading in the help.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Key:
 
 
 def task_keys(task: Task) -> tuple[Key, ...]:
-    """All keys of ``task``, group by group; those that are always refused are left out."""
+    """Return all supported keys of ``task``, group by group."""
     from mca_config._hf_arguments import REFUSED
     from mca_config.arguments import MegatronArguments
     from mca_train.reference.hf_fields import hf_arguments
@@ -58,12 +58,12 @@ def task_keys(task: Task) -> tuple[Key, ...]:
 
 
 def unknown_flags(tasks: Iterable[Task], flags: Sequence[str], words: Iterable[str]) -> list[str]:
-    """What is wrong with the flags among ``words`` that name no key.
+    """Return messages about the flags among ``words`` that are not keys.
 
     Args:
-        tasks: Whose keys are meant.
-        flags: Of the command itself, one of which can be meant.
-        words: Of the command line, but those of ``flags``.
+        tasks: Kinds of run with the known keys.
+        flags: Flags of the command itself, for suggestions.
+        words: Words of the command line, without those of ``flags``.
     """
     from mca_config._hf_arguments import REFUSED
 
@@ -82,11 +82,11 @@ def unknown_flags(tasks: Iterable[Task], flags: Sequence[str], words: Iterable[s
 
 
 def declared_keys(cls: type, group: str) -> Iterator[Key]:
-    """The keys that a class of arguments declares.
+    """Yield the keys that a class of arguments declares.
 
     Args:
         cls: A dataclass.
-        group: The heading that they stand under.
+        group: Heading in the help.
     """
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):

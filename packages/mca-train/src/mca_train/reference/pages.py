@@ -1,6 +1,6 @@
-"""The tables of keys in the documentation, made from the classes that a run is parsed with.
+"""Tables of keys in the documentation, generated from the classes that parse a run.
 
-Run as ``python -m mca_train.reference.pages docs/*.md``; a test says when that is due. A table stands between
+Run ``python -m mca_train.reference.pages docs/*.md``; a test fails when that is needed. A table is between
 ``<!-- NAME -->`` and ``<!-- end NAME -->``, where NAME is one of `TABLES`.
 """
 
@@ -21,12 +21,14 @@ _VALUES = {"N": "integer", "X": "number", "TEXT": "text", "TEXT ...": "list", "J
 
 
 def _renamed_table() -> str:
-    """Keys of other programs; those that are called the same here stand in one row."""
+    """Return the table of keys of other programs; keys with the same replacement share a row."""
     rows: dict[str, list[str]] = {}
-    for key, told in RENAMED.items():
-        words = told.split()
-        rows.setdefault(f"`{words[2]}`" if told.startswith("is called ") else told, []).append(f"`{key}`")
-    lines = [f"| {', '.join(keys)} | {told} |" for told, keys in rows.items()]
+    for key, message in RENAMED.items():
+        words = message.split()
+        rows.setdefault(f"`{words[2]}`" if message.startswith("is called ") else message, []).append(
+            f"`{key}`"
+        )
+    lines = [f"| {', '.join(keys)} | {message} |" for message, keys in rows.items()]
     return "\n".join(["| elsewhere | here |", "|---|---|", *lines])
 
 
@@ -41,7 +43,7 @@ def _keys(*classes: type) -> Callable[[], str]:
 
 
 def _task_table(task: Task) -> Callable[[], str]:
-    """The keys that ``task`` has and plain text has not: its columns, and its own arguments."""
+    """Return the generator of the table of keys that only ``task`` has: its columns and arguments."""
 
     def table() -> str:
         common = {one.name for one in fields(DataArguments)}

@@ -1,4 +1,4 @@
-"""`schema` describes a configuration file as JSON schema, by which editors complete keys and mark mistakes."""
+"""JSON schema of a configuration file, for completion and checks in editors."""
 
 import json
 import typing
@@ -20,7 +20,7 @@ _NAMES: dict[TypeHint, str] = {
 
 
 def schema(tasks: Iterable[Task]) -> JsonObject:
-    """The schema of a file for any of ``tasks``."""
+    """Return the schema of a file for any of ``tasks``."""
     tasks = tuple(tasks)
     keys: dict[str, Key] = {}
     for task in tasks:
@@ -37,7 +37,7 @@ def schema(tasks: Iterable[Task]) -> JsonObject:
 
 def _property(key: Key) -> JsonObject:
     kinds = [kind for member in alternatives(key.hint) for kind in _kinds(member)]
-    kinds = [kind for place, kind in enumerate(kinds) if kind not in kinds[:place]]
+    kinds = [kind for index, kind in enumerate(kinds) if kind not in kinds[:index]]
     found: JsonObject = dict(kinds[0]) if len(kinds) == 1 else {"anyOf": kinds}
     if key.help:
         found["description"] = key.help
@@ -48,7 +48,7 @@ def _property(key: Key) -> JsonObject:
 
 
 def _kinds(member: TypeHint) -> list[JsonObject]:
-    """The forms that a value of this type may have in a file."""
+    """Return the forms that a value of this type may have in a file."""
     if is_enum(member):
         values: list[Typed] = [choice.value for choice in member]
         return [{"enum": [*values, False] if "no" in values else values}]  # to YAML 1.1 a bare no is false

@@ -1,4 +1,4 @@
-"""`starter` writes a configuration to begin with: the keys that most runs set, each with what it does."""
+"""Starter configuration: the keys that most runs set, with comments."""
 
 from mca_train.tasks.task import Task
 

@@ -19,12 +19,12 @@ _OBJECTS = ("configuration", "versions", "plan")
 def write_report(
     folder: Path, *, compare: str | None = None, output: str | None = None, json: bool = False
 ) -> int:
-    """Write the page about a run, and prints where it is.
+    """Write the page about a run and print its path.
 
     Args:
         folder: The run's ``output_dir``.
-        compare: That of another run, to show beside it.
-        output: The page; None: ``report.html`` in ``folder``.
+        compare: The ``output_dir`` of another run to compare with.
+        output: File of the page; None: ``report.html`` in ``folder``.
         json: Whether to print the JSON object instead.
 
     Raises:
@@ -50,7 +50,7 @@ def write_report(
 
 
 def document(runs: Sequence[RunFiles]) -> JsonObject:
-    """The report as a JSON object: ``mca-train/report``, version 1. What its keys mean is in docs/planning.md."""
+    """Return the report as a JSON object: ``mca-train/report``, version 1; docs/planning.md lists its keys."""
     return {"schema": SCHEMA, "version": VERSION, "runs": [_run_document(run) for run in runs]}
 
 

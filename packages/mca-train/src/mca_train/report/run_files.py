@@ -1,4 +1,4 @@
-"""What a run has left in its directory: logs, how it was configured, checkpoints."""
+"""Files of a run's directory: logs, configuration, checkpoints."""
 
 import json
 import os
@@ -15,16 +15,16 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """A run, as far as it has come.
+    """Logs and records of a run.
 
     Args:
         folder: The run's directory.
-        curves: By name of what was logged, step and value; rounds one after the other.
+        curves: Steps and values by name of the logged value.
         record: ``run.json``; empty if the run wrote none.
-        peak: The most GiB that a rank has held since ``run.json`` was written, by a run that continues on another
-            layout too; None: nothing says.
+        peak: Highest memory of a rank in GiB since ``run.json`` was written, also after a resume on another layout;
+            None: not logged.
         checkpoints: Names and bytes.
-        seconds: From the first log to the last.
+        seconds: Time from the first log to the last.
     """
 
     folder: Path
@@ -36,29 +36,29 @@ class RunFiles:
 
     @property
     def name(self) -> str:
-        """What to call it."""
+        """Name of the run's directory."""
         return self.folder.resolve().name
 
     @property
     def last(self) -> dict[str, float]:
-        """The last value of everything that was logged."""
+        """Last value of each curve."""
         return {name: points[-1][1] for name, points in self.curves.items()}
 
     def recorded(self, name: str) -> JsonObject:
-        """An object of `record`; empty if it is none."""
-        found = self.record.get(name)
-        return found if isinstance(found, dict) else {}
+        """Return an object of `record`; empty if it is absent or not an object."""
+        value = self.record.get(name)
+        return value if isinstance(value, dict) else {}
 
 
 def read_run(folder: Path) -> RunFiles:
-    """The run in ``folder``.
+    """Read the run in ``folder``.
 
     Raises:
-        UsageError: There is none.
+        UsageError: The folder has no log.
     """
     path = folder / LOG
     if not path.is_file():
-        raise UsageError(f"{folder} holds no {LOG}; name the output_dir of a run")
+        raise UsageError(f"{folder} has no {LOG}; name the output_dir of a run")
     record = (
         _object((folder / RECORD).read_text(encoding="utf-8", errors="replace"))
         if (folder / RECORD).is_file()
@@ -98,7 +98,7 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def _object(text: str) -> JsonObject:
-    """A line that is not whole is none."""
+    """Parse a JSON object; an incomplete line gives an empty one."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -116,7 +116,7 @@ def _checkpoints(folder: Path) -> list[tuple[str, int]]:
 
 
 def _size(folder: Path) -> int:
-    """Bytes in ``folder``.
+    """Return the bytes in ``folder``.
 
     Raises:
         FileNotFoundError: Something was deleted meanwhile.

@@ -1,6 +1,6 @@
-"""A rank makes here what it trains: the model, its adapter, the model that stands beside it, and the trainer.
+"""Construction of the model, adapter, reference model and trainer on a rank.
 
-The kind of run says which trainer that is and whether there is a second model.
+The kind of run decides the trainer and whether there is a reference model.
 """
 
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_trainer(inputs: Inputs) -> "McaTrainer":
-    """The trainer of a run on this rank; collective."""
+    """Return the trainer of a run on this rank; collective."""
     run, settings = inputs.run, inputs.run.settings
     reference, head = None, run.task.head(settings)
     if head is not None:
@@ -54,7 +54,7 @@ def make_trainer(inputs: Inputs) -> "McaTrainer":
 def _base(
     settings: Settings, path: str, rows: int, tokens: int, head: "Head | None" = None
 ) -> "VirtualModels":
-    """The model at ``path``, its vocabulary of ``rows`` grown to ``tokens`` if these are more, with a ``head``."""
+    """Load the model at ``path`` with ``head``, and extend its vocabulary from ``rows`` to ``tokens`` if larger."""
     from mca_models import AutoModel
 
     seed = settings.training.seed
@@ -66,7 +66,7 @@ def _base(
 
 def _with_adapter(model: "VirtualModels", settings: Settings) -> "VirtualModels":
     lora = settings.lora
-    if not lora.wanted:
+    if not lora.is_enabled:
         return model
     from mca_models.megatron.peft import get_peft_model, load_adapter
 

@@ -1,4 +1,4 @@
-"""``mca-train data`` prints what a model would see of a run's data. No model is read, nothing is trained."""
+"""``mca-train data``: preview of a run's samples, without loading the model."""
 
 import logging
 import sys
@@ -33,7 +33,7 @@ def print_data(task: Task | None, config: Path | None, overrides: list[str]) -> 
     """Print counts, lengths, fill and samples of a configuration's data.
 
     Args:
-        task: The kind of run; None: the one whose keys are given.
+        task: The kind of run; None: inferred from the keys.
         config: The YAML file; None: the overrides are all.
         overrides: ``--key value`` words.
     """
@@ -44,20 +44,20 @@ def print_data(task: Task | None, config: Path | None, overrides: list[str]) -> 
     raise_problems(data_problems(settings), where, kind=UsageError)
     with raising_usage_errors():
         tokenizer = load_tokenizer(settings)
-    told = WarningRecorder()
+    warnings = WarningRecorder()
     logger = logging.getLogger("mca_train")
-    logger.addHandler(told)
+    logger.addHandler(warnings)
     logger.propagate = False
     try:
-        _print(task, settings, tokenizer, told)
+        _print(task, settings, tokenizer, warnings)
     finally:
-        logger.removeHandler(told)
+        logger.removeHandler(warnings)
         logger.propagate = True
     return 0
 
 
 def _print(
-    task: Task, settings: Settings, tokenizer: "PreTrainedTokenizerBase", told: WarningRecorder
+    task: Task, settings: Settings, tokenizer: "PreTrainedTokenizerBase", warnings: WarningRecorder
 ) -> None:
     from mca_train.batching.packing import PackedDataset
     from mca_train.data.preview import render_preview
@@ -69,7 +69,7 @@ def _print(
         data = replace(data, max_train_samples=rows)
         sys.stdout.write(f"streaming: the first {counted(rows, 'row')}\n")
     images = None
-    if Path(data.model_name_or_path).is_dir():  # else rows with images are refused
+    if Path(data.model_name_or_path).is_dir():  # otherwise rows with images are an error
         model = model_config(data.model_name_or_path)
         images, data = image_reader(settings, model), task.resolve_labels(data, model)
     for key, files in (
@@ -82,7 +82,7 @@ def _print(
         samples: Mixture | TokenDataset | PairDataset
         if key == "datasets":
             mixture = samples = load_mixture(task, tokenizer, data, seed=seed, images=images)
-            told.lines.append(mixture.described())
+            warnings.lines.append(mixture.described())
         elif key == "train_file" and data.streaming:
             samples = load_first(task, [str(file) for file in files], tokenizer, data, images=images)
         else:
@@ -105,6 +105,6 @@ def _print(
                 seed=None if in_order else seed,
                 name=key,
             )
-            told.lines.append(f"packing: {packs.fill}")
-        sys.stdout.write("".join(["\n", *(f"{line}\n" for line in told.lines)]) if told.lines else "")
-        told.lines.clear()
+            warnings.lines.append(f"packing: {packs.fill}")
+        sys.stdout.write("".join(["\n", *(f"{line}\n" for line in warnings.lines)]) if warnings.lines else "")
+        warnings.lines.clear()

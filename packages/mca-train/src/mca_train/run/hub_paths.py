@@ -1,4 +1,4 @@
-"""Keys that name models of the Hub become directories here, before a run or a plan looks at them."""
+"""Replacement of Hub ids in a configuration by local directories."""
 
 from collections.abc import Mapping
 
@@ -15,27 +15,27 @@ _KEYS: Mapping[str, Needed] = {
 
 
 def has_hub_ids(values: Values) -> bool:
-    """Return whether a key names a model of the Hub."""
+    """Return whether a value is the id of a Hub model."""
     return any(isinstance(values.get(key), str) and is_hub_id(values[key]) for key in _KEYS)
 
 
 def with_directories(values: Values, *, only: Needed = "all") -> JsonObject:
-    """``values`` with directories for ids.
+    """Return ``values`` with local directories for Hub ids.
 
     Args:
-        values: Of a configuration.
-        only: What is fetched of models; with ``config`` tokenizers stay as they are.
+        values: Values of a configuration.
+        only: Files of models to download; with ``config`` the ids of tokenizers are kept.
 
     Raises:
-        UsageError: The Hub has no such model, refuses it, or cannot be reached.
+        UsageError: The Hub has no such model, denies access, or cannot be reached.
     """
-    found = dict(values)
+    result = dict(values)
     for key, needed in _KEYS.items():
         name = values.get(key)
         if not isinstance(name, str) or not is_hub_id(name) or (only == "config" and needed == "tokenizer"):
             continue
         try:
-            found[key] = str(resolve_directory(name, needed if only == "all" else only))
+            result[key] = str(resolve_directory(name, needed if only == "all" else only))
         except ValueError as error:
             raise UsageError(f"{key}: {error}") from error
-    return found
+    return result

@@ -1,4 +1,4 @@
-"""``mca-train plan --search`` prints the layouts that fit a number of devices and are predicted to be fastest."""
+"""``mca-train plan --search``: the layouts that fit a number of devices, by predicted speed."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 SCHEMA, VERSION = "mca-train/search", 1
 _SHOWN = 5
 _COMPARED = 40
-"""Layouts that pass the check, whose steps are then predicted in full."""
+"""Number of layouts that pass the check and whose steps are predicted in full."""
 _SECONDS = 10.0
-"""Of one core, after which no more are checked than so many."""
+"""Processor seconds after which at most `_COMPARED` layouts are checked."""
 
 
 @dataclass(frozen=True)
 class Best:
-    """What a search has found.
+    """Result of a search.
 
     Args:
-        layouts: The fastest that pass the check of runs, at most one for each layout.
-        checked: How many that fit were checked.
-        refused: What was wrong with them, and with how many.
-        cut: Whether there was no time to check the rest.
+        layouts: The fastest layouts that pass the check of runs, with one entry each.
+        checked: Number of checked layouts that fit the memory.
+        refused: Problems of checked layouts, with their counts.
+        cut: The time limit ended the search before all layouts were checked.
     """
 
     layouts: list[TimedLayout]
@@ -60,33 +60,33 @@ def best_layouts(
     hardware: Hardware,
     allowed: Callable[[ParallelLayout], bool],
 ) -> Best:
-    """Check those that fit, the fastest first, until enough have passed.
+    """Check the layouts that fit, the fastest first, until enough have passed.
 
     Args:
         task: The kind of run.
         values: Its keys and values.
-        run: It, on no layout.
-        subject: What is trained.
+        run: The run, without a layout.
+        subject: Input of the plan.
         batch: Samples of a step.
-        hardware: What its ranks are.
-        allowed: Says of a layout whether the run may stand on it.
+        hardware: Hardware of the ranks.
+        allowed: Returns whether the run supports a layout.
     """
     from mca_models.megatron.factory.target import Target
 
     gpus, target = run.world_size, Target.planned(subject.implementation)
     attends, began = _attention_check(run, target), process_time()
 
-    def stands(layout: ParallelLayout) -> bool:
+    def is_supported(layout: ParallelLayout) -> bool:
         return attends(layout.tp, layout.cp) and allowed(layout)
 
-    given = dict.fromkeys(name for name in values if name in LAYOUT_KEYS)  # unset where it is not found again
+    unset = dict.fromkeys(name for name in values if name in LAYOUT_KEYS)  # layout keys of the configuration
     passing: list[Fit] = []
     refused, checked, cut = Counter[str](), 0, False
-    for fit in fitting_layouts(subject, run.settings.training, batch, gpus, hardware, stands):
+    for fit in fitting_layouts(subject, run.settings.training, batch, gpus, hardware, is_supported):
         cut = checked >= _COMPARED and process_time() - began > _SECONDS
         if cut or len(passing) == _COMPARED:
             break
-        one = replace(fit, changes=given | fit.changes)
+        one = replace(fit, changes=unset | fit.changes)
         problems = _problems(task, values, one.changes, gpus, target)
         checked += 1
         refused.update(problems)
@@ -99,7 +99,7 @@ def best_layouts(
 
 
 def _attention_check(run: Run, target: "Target") -> Callable[[int, int], bool]:
-    """The function that says whether so many tensor and context ranks of ``target`` can compute attention."""
+    """Return a function that checks whether attention supports a tensor- and context-parallel size on ``target``."""
     from mca_models.megatron.factory.transformer_config import transformer_config
 
     dtype = training_dtype(run.model, run.settings.training)
@@ -111,28 +111,28 @@ def _attention_check(run: Run, target: "Target") -> Callable[[int, int], bool]:
         try:
             transformer_config(run.model, args, layout, dtype, target)
         except McaError:
-            return cp == 1  # then something else is wrong, which `check` names
+            return cp == 1  # another problem, which `check` reports
         return True
 
     return attends
 
 
 def without_layout(values: Values) -> Values:
-    """What a search keeps of a run."""
+    """Return ``values`` without the keys that a search sets."""
     return {name: value for name, value in values.items() if name not in LAYOUT_KEYS}
 
 
 def with_one_rank(values: Values) -> Values:
-    """The same with a layout of one rank, which is not what leaving it out means for an MCA checkpoint."""
+    """Return ``values`` with all parallel sizes 1, because unset sizes mean those of an MCA checkpoint."""
     return {**without_layout(values), **dict.fromkeys(SIZE_FIELDS.values(), 1)}
 
 
 def samples_per_step(settings: Settings, model: McaModelConfig, gpus: int) -> int:
-    """Samples of a step as the configuration and ``model`` have them, on ``gpus`` ranks."""
+    """Return the samples of a step with the layout of the configuration or ``model``, on ``gpus`` ranks."""
     training = settings.training
     replica = resolve_layout(training, model).model_parallel_size
-    once: int = training.per_device_train_batch_size * training.gradient_accumulation_steps
-    return once * max(gpus // replica, 1)
+    samples: int = training.per_device_train_batch_size * training.gradient_accumulation_steps
+    return samples * max(gpus // replica, 1)
 
 
 def _problems(
@@ -146,7 +146,7 @@ def _problems(
 
 
 def render(best: Best, batch: int, gpus: int, hardware: Hardware) -> str:
-    """The layouts as text."""
+    """Return the layouts as text."""
     device, found = hardware.device, best.layouts
     lines = [
         f"search       {gpus} x {device.name}, {counted(batch, 'sample')} a step, {device.usable_gib:.1f} GiB usable",
@@ -169,11 +169,11 @@ def _explain_no_layout(best: Best) -> list[str]:
     if not best.checked:
         return ["no layout fits; take more devices, a smaller seq_length, or optimizer_cpu_offload: true"]
     which = f"the {best.checked} fastest" if best.cut else f"all {best.checked}"
-    told = [f"layouts fit, but {which} are refused:"]
-    told += [f"  - {problem} ({count} of them)" for problem, count in best.refused.most_common(_SHOWN)]
+    lines = [f"layouts fit, but {which} have problems:"]
+    lines += [f"  - {problem} ({count} of them)" for problem, count in best.refused.most_common(_SHOWN)]
     if (left := len(best.refused) - _SHOWN) > 0:
-        told.append(f"  - and for {counted(left, 'other reason')}")
-    return told
+        lines.append(f"  - and {counted(left, 'other problem')}")
+    return lines
 
 
 def _reason(one: TimedLayout, best: TimedLayout, usable: float) -> str:
@@ -186,17 +186,17 @@ def _reason(one: TimedLayout, best: TimedLayout, usable: float) -> str:
         "gradients and weights": time.gradients,
         "optimizer": time.optimizer,
     }
-    told = ", ".join(
+    shares = ", ".join(
         f"{name} {seconds / total:.0%}" for name, seconds in parts.items() if seconds > 0.005 * total
     )
     slower = "" if one is best else f"; {total / best.time.total - 1:.0%} slower than the first"
-    return f"{told}; {one.needs / GIB:.1f} of {usable:.1f} GiB{slower}"
+    return f"{shares}; {one.needs / GIB:.1f} of {usable:.1f} GiB{slower}"
 
 
 def document(best: Best, batch: int, gpus: int, hardware: Hardware) -> JsonObject:
-    """The layouts as a JSON object: ``mca-train/search``, version 1; sizes in bytes, times in seconds."""
+    """Return the layouts as a JSON object: ``mca-train/search``, version 1; sizes in bytes, times in seconds."""
 
-    def told(one: TimedLayout) -> JsonObject:
+    def layout_entry(one: TimedLayout) -> JsonObject:
         return {
             "changes": one.changes,
             "layout_sizes": {short: getattr(one.layout, short) for short in SIZE_FIELDS},
@@ -212,7 +212,7 @@ def document(best: Best, batch: int, gpus: int, hardware: Hardware) -> JsonObjec
         "samples_per_step": batch,
         "device": asdict(hardware.device),
         "efficiency": asdict(hardware.efficiency),
-        "layouts": [told(one) for one in best.layouts],
+        "layouts": [layout_entry(one) for one in best.layouts],
         "checked": best.checked,
         "refused": [{"problem": problem, "layouts": count} for problem, count in best.refused.most_common()],
     }

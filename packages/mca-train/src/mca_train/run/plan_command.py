@@ -1,7 +1,4 @@
-"""``mca-train plan`` prints what is wrong with a run and what it needs.
-
-Nothing is trained, and no weight and no row is read.
-"""
+"""``mca-train plan``: problems and resources of a run, without reading weights or data."""
 
 import json
 import os
@@ -54,19 +51,19 @@ _DEVICE_OPTIONS = (
     "gradient_accumulation_fusion",
     "masked_softmax_fusion",
 )
-"""Keys of which a GPU, or Transformer Engine's layers, take what this machine may not."""
+"""Keys with values that a GPU or Transformer Engine supports, but this machine may not."""
 
 
 def print_plan(task: Task | None, config: Path | None, overrides: list[str], options: PlanOptions) -> int:
-    """Print the plan of a configuration file; 2 if the run is impossible.
+    """Print the plan of a configuration file and return the exit code, 2 if the run is impossible.
 
     Args:
-        task: The kind of run; None: the one whose keys are given.
+        task: The kind of run; None: inferred from the keys.
         config: The YAML file; None: the overrides are all.
         overrides: ``--key value`` words.
-        options: What to plan, and how to print it.
+        options: Flags of the command.
     """
-    for name in _LAUNCHER_VARIABLES:  # whoever has started this process: it is no rank
+    for name in _LAUNCHER_VARIABLES:  # this process is not a rank, even if a launcher started it
         os.environ.pop(name, None)
     hardware = load_hardware(options.device, options.hardware) if options.device else None
     values, where = load_values(config, overrides)
@@ -81,7 +78,7 @@ def print_plan(task: Task | None, config: Path | None, overrides: list[str], opt
     if findings.impossible or findings.run is None:
         _print_impossible(findings, options)
         return 2
-    images = _PlannedImages.of(findings.run, target, options)
+    images = _PlannedImages.from_run(findings.run, target, options)
     if images.impossible:
         _print_impossible(replace(findings, impossible=images.refused), options)
         return 2
@@ -89,7 +86,7 @@ def print_plan(task: Task | None, config: Path | None, overrides: list[str], opt
         from mca_train.plots.drawing import prepare_folder
 
         prepare_folder(options.plot)
-    planned = _Planned.of(findings.run, hardware, images)
+    planned = _Planned.from_run(findings.run, hardware, images)
     dry_run = None
     if options.dry_run or options.plot:
         run = findings.run if target is None else _without_device_options(findings.run)
@@ -104,28 +101,28 @@ def print_plan(task: Task | None, config: Path | None, overrides: list[str], opt
 
 
 def _first_line(task: Task, *, named: bool) -> str:
-    """Which kind of run is planned, and how to name one if none was."""
-    told = "" if named else f" by its keys; for another kind: mca-train plan {'|'.join(TASKS)} CONFIG.yaml"
-    return f"run          mca-train {task.name}{told}\n"
+    """Return the line about the kind of run, with the usage if it was inferred."""
+    hint = "" if named else f" by its keys; for another kind: mca-train plan {'|'.join(TASKS)} CONFIG.yaml"
+    return f"run          mca-train {task.name}{hint}\n"
 
 
 def _search(task: Task, values: Values, settings: Settings, options: PlanOptions, *, named: bool) -> int:
-    """Print the best layouts; the layout of the configuration only says how many samples a step has."""
+    """Print the best layouts; the configuration's own layout only determines the samples of a step."""
     from mca_train.run import layout_search
 
     gpus = options.gpus or 1
     hardware = load_hardware(options.device or "h100-80", options.hardware)
-    given = settings
+    requested = settings
     settings, findings = _possible(task, layout_search.with_one_rank(values), settings.where, hardware, gpus)
     if findings.impossible or findings.run is None:
         _print_impossible(findings, options)
         return 2
     run, target = findings.run, _target(settings, hardware)
-    images = _PlannedImages.of(run, target, options)
+    images = _PlannedImages.from_run(run, target, options)
     if images.impossible:
         _print_impossible(replace(findings, impossible=images.refused), options)
         return 2
-    batch = layout_search.samples_per_step(given, run.model, gpus)
+    batch = layout_search.samples_per_step(requested, run.model, gpus)
     subject = make_plan_input(
         run, _implementation(settings, hardware), hardware.device, images=images.counted
     )
@@ -133,7 +130,7 @@ def _search(task: Task, values: Values, settings: Settings, options: PlanOptions
     if options.json:
         sys.stdout.write(json.dumps(layout_search.document(found, batch, gpus, hardware), indent=2) + "\n")
     else:
-        text = layout_search.render(found, batch, gpus, hardware) + images.told()
+        text = layout_search.render(found, batch, gpus, hardware) + images.explanation()
         sys.stdout.write(_first_line(task, named=named) + text)
     return 0
 
@@ -141,7 +138,7 @@ def _search(task: Task, values: Values, settings: Settings, options: PlanOptions
 def _possible(
     task: Task, values: Values, where: str, hardware: Hardware, gpus: int
 ) -> tuple[Settings, Findings]:
-    """The run of ``values`` with the best of `OVERLAPS` that it does not exclude."""
+    """Check the run of ``values`` with the best of `OVERLAPS` that it allows."""
     from mca_train.plan.search import OVERLAPS
 
     found: list[tuple[Settings, Findings]] = []
@@ -155,11 +152,11 @@ def _possible(
             found.append((settings, check(task, settings, lambda *_: gpus, _target(settings, hardware))))
             if not found[-1][1].impossible:
                 break
-    return min(found, key=lambda each: len(each[1].impossible))
+    return min(found, key=lambda pair: len(pair[1].impossible))
 
 
 def _target(settings: Settings, hardware: Hardware | None) -> "Target | None":
-    """What is planned for: a device, or layers that only one has; None: this machine."""
+    """Return the target of the plan: a device, or Transformer Engine's layers; None: this machine."""
     from mca_models.megatron.factory.target import Target
 
     if hardware is None and settings.training.transformer_impl != "transformer_engine":
@@ -168,15 +165,15 @@ def _target(settings: Settings, hardware: Hardware | None) -> "Target | None":
 
 
 def _without_device_options(run: Run) -> Run:
-    """The same without what only another device does, if this machine has none like it."""
+    """Return ``run`` without options that this machine does not support, for a dry run here."""
     from mca_models.megatron import platform
 
     if platform.engine_problem() is None:
         return run
-    left_out: JsonObject = dict.fromkeys(_DEVICE_OPTIONS)
+    removed: JsonObject = dict.fromkeys(_DEVICE_OPTIONS)
     if run.settings.training.moe_token_dispatcher_type == "flex":
-        left_out["moe_token_dispatcher_type"] = None
-    training = with_changes(run.settings.training, left_out)
+        removed["moe_token_dispatcher_type"] = None
+    training = with_changes(run.settings.training, removed)
     return replace(run, settings=replace(run.settings, training=training))
 
 
@@ -196,38 +193,38 @@ def _print_impossible(findings: Findings, options: PlanOptions) -> None:
 
 @dataclass(frozen=True)
 class _PlannedImages:
-    """The images that are counted, and what keeps the run from taking any."""
+    """The planned images, and the problems of training with images."""
 
     counted: Images | None
     refused: tuple[str, ...]
     impossible: bool
-    """Whether the run has to take images, and cannot."""
+    """Whether the run needs images but cannot use them."""
     problems: Callable[[ParallelLayout], list[str]]
 
     @classmethod
-    def of(cls, run: Run, target: "Target | None", options: PlanOptions) -> "_PlannedImages":
-        """Those of ``run``: of a default that the run cannot take none are counted."""
+    def from_run(cls, run: Run, target: "Target | None", options: PlanOptions) -> "_PlannedImages":
+        """Return the images of ``run``; a default number that the run cannot use counts as none."""
         images = planned_images(run, options.images, options.image_size)
         if images is None:
             return cls(None, (), False, lambda _: [])
         problems = make_image_check(run, target)
         refused = tuple(f"images: {problem}" for problem in problems(run.layout))
-        asked = options.images is not None or options.image_size is not None
-        needed = asked or bool(images.trained - {"language"})
+        requested = options.images is not None or options.image_size is not None
+        needed = requested or bool(images.trained - {"language"})
         return cls(None if refused else images, refused, bool(refused) and needed, problems)
 
     def allow(self, layout: ParallelLayout) -> bool:
-        """Return whether what is counted can be run there."""
+        """Return whether ``layout`` supports the planned images."""
         return self.counted is None or not self.problems(layout)
 
-    def told(self) -> str:
-        """Why none are counted, as text."""
+    def explanation(self) -> str:
+        """Return why no images are counted; empty if they are."""
         return "".join(f"{problem} (none were counted)\n" for problem in self.refused)
 
 
 @dataclass(frozen=True)
 class _Planned:
-    """A run, its plan, and what it is planned on."""
+    """A run, its plan, and the hardware of the plan."""
 
     run: Run
     plan: Plan
@@ -236,8 +233,8 @@ class _Planned:
     images: _PlannedImages
 
     @classmethod
-    def of(cls, run: Run, hardware: Hardware | None, images: _PlannedImages) -> "_Planned":
-        """The plan of ``run``."""
+    def from_run(cls, run: Run, hardware: Hardware | None, images: _PlannedImages) -> "_Planned":
+        """Plan ``run``."""
         implementation = _implementation(run.settings, hardware)
         subject = make_plan_input(
             run, implementation, hardware.device if hardware else None, images=images.counted
@@ -250,27 +247,25 @@ class _Planned:
         return cls(run, plan, hardware, found, images)
 
     def text(self, findings: Findings, dry_run: "DryRun | None") -> str:
-        """For people."""
+        """Return the plan as text."""
         device = self.hardware.device if self.hardware else None
         settings = self.run.settings
-        told = render(self.plan, settings, self.run.model, device)
+        text = render(self.plan, settings, self.run.model, device)
         if device is not None and stages_over_limit(self.plan, device):
-            told += render_remedies(self.remedies, device)
+            text += render_remedies(self.remedies, device)
         if dry_run is not None:
             from mca_train.dry_run.report import render_dry_run
 
-            told += "\n" + render_dry_run(dry_run)
-        if long := position_problem(self.run.model, settings.data.seq_length):
-            told += f"seq_length {settings.data.seq_length}: {long}\n"
-        told += self.images.told()
+            text += "\n" + render_dry_run(dry_run)
+        if problem := position_problem(self.run.model, settings.data.seq_length):
+            text += f"seq_length {settings.data.seq_length}: {problem}\n"
+        text += self.images.explanation()
         if findings.missing:
-            told += "".join(
-                ["what keeps this run from starting here:\n", *(f"  - {p}\n" for p in findings.missing)]
-            )
-        return told
+            text += "".join(["this run cannot start here:\n", *(f"  - {p}\n" for p in findings.missing)])
+        return text
 
     def draw(self, folder: Path, dry_run: "DryRun") -> None:
-        """Pictures."""
+        """Draw the figures of the plan into ``folder``."""
         from mca_train.plots.figures import draw_all
 
         run = self.run
@@ -279,29 +274,28 @@ class _Planned:
         draw_all(folder, dry_run, chunks, RankGrid(run.layout, run.world_size), limit)
 
     def document(self, findings: Findings, dry_run: "DryRun | None") -> JsonObject:
-        """For programs."""
+        """Return the plan as a JSON object."""
         device = self.hardware.device if self.hardware else None
-        found = plan_document(self.plan, self.run.model, device, self.remedies)
-        found["missing"] = list(findings.missing)
+        document = plan_document(self.plan, self.run.model, device, self.remedies)
+        document["missing"] = list(findings.missing)
         if dry_run is not None:
             from mca_train.dry_run.report import dry_run_document
 
-            found["dry_run"] = dry_run_document(dry_run)
-        return found
+            document["dry_run"] = dry_run_document(dry_run)
+        return document
 
 
 def _implementation(settings: Settings, hardware: Hardware | None) -> Implementation:
-    """Whose layers to count: those asked for, on a device Transformer Engine's, else what this machine would use."""
+    """Return the layer implementation: as requested, else Transformer Engine on a device, else this machine's."""
     from mca_models.megatron.factory.transformer_config import choose_implementation
 
-    asked = settings.training.transformer_impl
-    if asked is not None:
-        return asked
+    if (requested := settings.training.transformer_impl) is not None:
+        return requested
     return "transformer_engine" if hardware is not None else choose_implementation(settings.training)
 
 
 def _dry_run(run: Run, planned: _Planned, *, ordered: bool) -> "DryRun":
-    """Of ``run``, which is what this machine can do of what is planned."""
+    """Return the dry run of ``run``, which this machine supports."""
     from mca_train.dry_run.report import DryRun
     from mca_train.dry_run.stages import measure_stages
 

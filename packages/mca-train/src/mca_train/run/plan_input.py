@@ -1,4 +1,4 @@
-"""What is planned of a run, whatever the layout."""
+"""Inputs of the planner from a run, independent of the layout."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 def planned_images(run: Run, count: int | None = None, pixels: int | None = None) -> Images | None:
-    """The images that each sequence of ``run`` is planned with.
+    """Return the images per sequence in the plan of ``run``.
 
     Args:
         run: The run.
-        count: As asked for; None: one, where the run can have any.
-        pixels: As asked for.
+        count: Requested number; None: one, if the run can have images.
+        pixels: Requested size.
 
     Raises:
-        UsageError: What is asked for cannot be.
+        UsageError: The request is not possible.
     """
     settings = run.settings
     trained = trained_parts(settings.training)
@@ -39,7 +39,7 @@ def planned_images(run: Run, count: int | None = None, pixels: int | None = None
 
 
 def make_image_check(run: Run, target: "Target | None") -> Callable[[ParallelLayout], list[str]]:
-    """The function that says what keeps ``run`` from taking images on a layout of ``target``."""
+    """Return a function that returns the problems of ``run`` with images, for a layout on ``target``."""
     from mca_models.megatron.factory.transformer_config import transformer_config
     from mca_models.megatron.families.image_limits import image_problems
 
@@ -51,7 +51,7 @@ def make_image_check(run: Run, target: "Target | None") -> Callable[[ParallelLay
 def make_plan_input(
     run: Run, implementation: Implementation, device: Device | None = None, *, images: Images | None = None
 ) -> PlanInput:
-    """Return what is planned of ``run`` on any layout of ``device``; None: of this machine."""
+    """Return the input of the planner for ``run`` on ``device``; None: this machine."""
     from mca_models.megatron import platform
 
     settings, config = run.settings, replace(run.model, layout=run.layout)

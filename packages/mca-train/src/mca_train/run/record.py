@@ -1,6 +1,6 @@
-"""``run.json`` in the ``output_dir``: what ran, how it was configured, by which versions, and what was planned.
+"""``run.json`` in the ``output_dir``: kind, configuration, versions and plan of a run.
 
-``mca-train report`` reads it. A run that cannot write it, or be planned, goes on.
+``mca-train report`` reads it. A failure to write it, or to plan the run, does not end the run.
 """
 
 import json
@@ -24,7 +24,7 @@ _PACKAGES = ("mca-train", "mca-models", "megatron-core", "torch", "transformers"
 
 
 def make_record(run: Run) -> JsonObject:
-    """The contents of ``run.json``."""
+    """Return the contents of ``run.json``."""
     return {
         "schema": SCHEMA,
         "version": VERSION,
@@ -45,13 +45,13 @@ def _plan(run: Run) -> JsonObject | None:
     try:
         subject = make_plan_input(run, choose_implementation(training), images=_images(run))
         return plan_document(plan_layout(subject, training, run.layout, run.world_size), run.model)
-    except Exception as error:  # nothing else of the run depends on it
+    except Exception as error:  # the run does not depend on it
         logger.warning("run.json has no plan of this run: %s: %s", type(error).__name__, error)
         return None
 
 
 def _images(run: Run) -> Images | None:
-    """Those that ``mca-train plan`` counts of the run by default."""
+    """Return the images that ``mca-train plan`` counts for the run by default."""
     images = planned_images(run)
     return None if images is None or make_image_check(run, None)(run.layout) else images
 

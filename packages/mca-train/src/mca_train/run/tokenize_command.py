@@ -1,4 +1,4 @@
-"""``mca-train tokenize`` writes the texts of a configuration as one of Megatron's indexed datasets."""
+"""``mca-train tokenize``: writes the texts of a configuration as a Megatron indexed dataset."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -57,7 +57,7 @@ def tokenize(config: Path | None, overrides: list[str], output_prefix: str | Non
 
 
 def _vision(model: str) -> Values | None:
-    """What the configuration of ``model`` says of images; None: the model sees none, or none can be told."""
+    """Return the vision fields of the configuration of ``model``; None: it has none, or cannot be read."""
     try:
         return model_config(model).vision
     except McaError:  # a directory of a tokenizer alone, or a model that only Megatron trains
@@ -65,7 +65,7 @@ def _vision(model: str) -> Values | None:
 
 
 def _documents(settings: Settings, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Sequence[int]]:
-    """The tokens of each row, read as they are written."""
+    """Yield the tokens of each row."""
     from mca_train.data.encoding import block_tokenizer
     from mca_train.data.streams import open_rows
 

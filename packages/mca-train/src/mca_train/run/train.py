@@ -1,6 +1,6 @@
-"""`run` takes a configuration file to a trained model, whatever the kind of run, and starts the ranks for it.
+"""`run` trains from a configuration: it checks the run, starts the ranks and writes the model.
 
-It decides the order of things. What is wrong is found in `checks`; model and trainer are made in `build`.
+`checks` has the checks; `build` creates model and trainer.
 """
 
 import logging
@@ -42,10 +42,10 @@ logger = logging.getLogger(__name__)
 
 
 def run(task: Task, config: Path | None, overrides: list[str], command: list[str]) -> int:
-    """Train; starts local ranks unless a launcher already did. The exit code.
+    """Train, on new local ranks unless a launcher started this process, and return the exit code.
 
     Args:
-        task: What is trained.
+        task: The kind of run.
         config: The YAML file; None: the overrides are all.
         overrides: ``--key value`` words.
         command: Starts this same program, for ranks that cannot be forked (CUDA).
@@ -70,7 +70,7 @@ def run(task: Task, config: Path | None, overrides: list[str], command: list[str
 def _launch(task: Task, values: Values, where: str, command: list[str]) -> int:
     values = _without_device(values)
     on_the_hub = has_hub_ids(values)
-    if on_the_hub:  # what is wrong is found before weights are fetched
+    if on_the_hub:  # check before the download of weights
         check(task, make_settings(task, with_directories(values, only="config"), where)).require()
         values = with_directories(values)
     with silent_arguments() if on_the_hub else nullcontext():
@@ -95,10 +95,10 @@ def _launch(task: Task, values: Values, where: str, command: list[str]) -> int:
 
 
 def _without_device(values: Values) -> Values:
-    """``values`` for the process that starts ranks: Hugging Face's set-up would hold memory of the first rank's GPU.
+    """Return ``values`` with ``use_cpu`` for the launcher, whose set-up would otherwise use memory of the first GPU.
 
     Raises:
-        UsageError: They ask for a CPU themselves.
+        UsageError: ``use_cpu`` is set on a machine with a GPU.
     """
     from mca_models.megatron import platform
     from mca_train.trainer.unsupported import USE_CPU_WITH_GPU
@@ -111,9 +111,10 @@ def _without_device(values: Values) -> Values:
 
 
 def settings_on_rank(task: Task, values: Values, where: str) -> tuple[Settings, "Attempt | None"]:
-    """The settings on a rank: its process group stands first, so that Hugging Face starts none of its own.
+    """Return the settings on a rank, and the attempt if torchrun can restart the ranks.
 
-    Where torchrun has started the ranks anew they say to go on; which attempt it is comes with them.
+    The process group is started first, so that Hugging Face does not start another one. After a restart the settings
+    resume from the last checkpoint.
     """
     import torch.distributed as dist
 
@@ -130,22 +131,22 @@ def settings_on_rank(task: Task, values: Values, where: str) -> tuple[Settings, 
 
 
 def _run_launched_rank(task: Task, values: Values, where: str) -> None:
-    """In a process that a launcher started."""
-    values = with_directories(values)  # ranks of a machine wait for the one that downloads
+    """Run a rank in a process that a launcher started."""
+    values = with_directories(values)  # one rank of each machine downloads, the others wait
     settings, attempt = settings_on_rank(task, values, where)
     run = check(task, settings, launcher_world_size).require()
     lock = OutputLock(Path(settings.training.output_dir))
     with scratch_folder():
         try:
-            if told := _tokenize_before_training(settings):
-                logger.info("%s", told)
+            if hint := _tokenized_cache_hint(settings):
+                logger.info("%s", hint)
             _train_rank(prepare_inputs(run, lock), attempt)
         finally:
             lock.release()
 
 
-def _tokenize_before_training(settings: Settings) -> str | None:
-    """What to say where ranks of a machine that are no forks of one process each make all samples."""
+def _tokenized_cache_hint(settings: Settings) -> str | None:
+    """Return a hint about ``tokenized_cache`` if several ranks of a machine each tokenize all rows."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if ranks == 1 or settings.data.streaming or settings.data.tokenized_cache is not None:
         return None
@@ -153,7 +154,7 @@ def _tokenize_before_training(settings: Settings) -> str | None:
 
 
 def _run_forked_rank(inputs: Inputs) -> None:
-    """In a fork: the settings are made again, as they know their process."""
+    """Run a rank in a fork, with new settings because they depend on the process."""
     import torch
 
     quiet_libraries(first=os.environ["RANK"] == "0")
@@ -164,7 +165,7 @@ def _run_forked_rank(inputs: Inputs) -> None:
 
 
 def _train_rank(inputs: Inputs, attempt: "Attempt | None") -> None:
-    """One rank's whole run, or an attempt at it."""
+    """Run all of the training on one rank."""
     from mca_models.megatron.distributed import parallel
 
     set_log_levels(inputs.run.settings.training)
@@ -191,7 +192,7 @@ def _train(inputs: Inputs, attempt: "Attempt | None") -> None:
     result = trainer.train(args.resume_from_checkpoint)
     if trainer.watch.stopped:
         if trainer.is_world_process_zero():
-            sys.stdout.write(_stop_code(trainer) + "\n")
+            sys.stdout.write(_stop_message(trainer) + "\n")
         groups.barrier()
         if can_restart():
             sys.exit(128 + signal.SIGTERM)
@@ -205,11 +206,11 @@ def _train(inputs: Inputs, attempt: "Attempt | None") -> None:
     groups.barrier()
 
 
-def _stop_code(trainer: "McaTrainer") -> str:
-    """How a run that was asked to stop can be continued."""
+def _stop_message(trainer: "McaTrainer") -> str:
+    """Return the text that tells how to continue a stopped run."""
     step, steps = trainer.state.global_step, trainer.state.max_steps
-    if not steps:  # while the reference was run; what it begins with need not be in its own directory
-        return "stopped by SIGTERM before the first step\nstart it again as it was"
+    if not steps:  # during the reference's forward passes, before the first checkpoint
+        return "stopped by SIGTERM before the first step\nstart it again with the same command"
     checkpoint = Path(trainer.args.output_dir) / f"{PREFIX}-{step}"
     return (
         f"stopped by SIGTERM after step {step} of {steps}; complete checkpoint: {checkpoint}\n"

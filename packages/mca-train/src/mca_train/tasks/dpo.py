@@ -154,7 +154,7 @@ class Dpo(AnswerTask):
         if not own.loss().needs_reference:
             return None
         path = own.reference_model_name_or_path
-        itself = settings.lora.wanted or own.precompute_ref_log_probs
+        itself = settings.lora.is_enabled or own.precompute_ref_log_probs
         return settings.data.model_name_or_path if path is None and not itself else path
 
     def trainer(

@@ -108,7 +108,7 @@ class Kto(Sft):
     def reference(self, settings: "Settings") -> str | None:
         """The model named as such, or the model itself as it begins; with an adapter, that without it serves."""
         path = _arguments(settings).reference_model_name_or_path
-        return settings.data.model_name_or_path if path is None and not settings.lora.wanted else path
+        return settings.data.model_name_or_path if path is None and not settings.lora.is_enabled else path
 
     def trainer(
         self, settings: "Settings", reference: "VirtualModels | None", options: "TrainerOptions"

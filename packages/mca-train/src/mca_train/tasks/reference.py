@@ -22,7 +22,7 @@ class ReferenceArguments:
 
 def adapter_reference_problems(settings: "Settings", own: ReferenceArguments) -> Iterator[str]:
     """What keeps the model without its adapter, which is to be the reference, from being one."""
-    if own.reference_model_name_or_path is not None or not settings.lora.wanted:
+    if own.reference_model_name_or_path is not None or not settings.lora.is_enabled:
         return
     from mca_train.losses.preference import adapter_reference_problems
 
