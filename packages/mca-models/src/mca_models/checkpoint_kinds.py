@@ -1,4 +1,4 @@
-"""Tells the kinds of checkpoint directories apart, and opens whichever it is.
+"""Kinds of checkpoint directories, and one function that opens any of them.
 
 How each kind is read is known to `checkpoint` and `torch_checkpoint`.
 """
@@ -18,7 +18,7 @@ _MEGATRON = ("latest_checkpointed_iteration.txt", ".metadata", "dist_model")
 
 
 class CheckpointKind(Enum):
-    """What a directory holds."""
+    """Kind of a checkpoint directory."""
 
     HF = "Hugging Face checkpoint"
     MCA = "MCA checkpoint"
@@ -29,17 +29,17 @@ class CheckpointKind(Enum):
 
     @property
     def is_adapter(self) -> bool:
-        """Whether it has only what LoRA adds."""
+        """Return whether it holds a LoRA adapter alone."""
         return self in (CheckpointKind.PEFT, CheckpointKind.MCA_ADAPTER)
 
     @property
     def is_megatron(self) -> bool:
-        """Whether its weights are Megatron's, so that the way to go is to Hugging Face."""
+        """Return whether its weights have Megatron's layout."""
         return self in (CheckpointKind.MCA, CheckpointKind.ROLL, CheckpointKind.TORCH_DIST)
 
 
 def checkpoint_kind(path: Path) -> CheckpointKind:
-    """What directory ``path`` looks like; damaged ones are found when they are opened.
+    """Return the kind of directory ``path``; damaged ones are found when they are opened.
 
     Raises:
         McaError: There is no such directory.

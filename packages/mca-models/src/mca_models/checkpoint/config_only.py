@@ -31,7 +31,9 @@ from mca_models.weights import Param
 
 
 class ConfigOnlySource(HfSourceBase):
-    """What a Hugging Face checkpoint of a model would hold. A ``ModelSource`` to plan with; nothing can be read.
+    """Parameters of a Hugging Face checkpoint by name, type and shape alone: a ``ModelSource`` to plan with.
+
+    Nothing can be read from it.
 
     Args:
         path: Of the directory.

@@ -34,7 +34,7 @@ CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.i
 
 
 class HfSourceBase:
-    """What sources share whose parts are Hugging Face tensors; their makers fill the attributes."""
+    """Base of sources whose parts are Hugging Face tensors; subclasses fill the attributes."""
 
     _infos: Mapping[str, StoredTensor]
     _parts: Mapping[str, tuple[Part, ...]]
@@ -45,34 +45,34 @@ class HfSourceBase:
         return self._infos.values()
 
     def checksums(self) -> Mapping[Path, int]:
-        """Nobody knows them."""
+        """Return nothing: Hugging Face directories have no checksums."""
         return {}
 
     def full_shape(self, param: Param) -> Shape:
-        """See ``ModelSource``."""
+        """Return the full shape of ``param``, without vocabulary padding."""
         return self._wholes[param.mca_name()]
 
     def side(self, param: Param) -> Side:
-        """See ``ModelSource``."""
+        """Return the side of ``param``'s rule that its parts are on."""
         return HF
 
     def parts(self, param: Param) -> tuple[Part, ...]:
-        """See ``ModelSource``."""
+        """Return the parts that hold ``param``, in the side's order."""
         return self._parts[param.mca_name()]
 
     def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
-        """See ``ModelSource``."""
+        """Plan how to fill the tensors of ``side`` that hold ``param``."""
         return plan_gathers(param, self.full_shape(param), HF, side)
 
 
 _FREQUENCIES = ".rotary_emb.inv_freq"
-"""What old files of many families hold in each layer, and nothing reads."""
+"""Buffer that old files of many families hold in each layer; nothing reads it."""
 
 
 class HfSource(HfSourceBase):
     """A HF directory, opened: every tensor that its configuration demands is there, with its shape.
 
-    Quantised weights (fp8 in blocks, mxfp4) are read as what they stand for.
+    Quantised weights (fp8 in blocks, mxfp4) are read dequantised.
 
     Args:
         path: The directory.
@@ -130,7 +130,7 @@ class HfSource(HfSourceBase):
         return {name: other for name, other in known.items() if name in self._infos}
 
     def check_duplicates(self) -> None:
-        """Raises if a repeated tensor differs from the one it repeats. Reads both."""
+        """Raise if a repeated tensor differs from the one it repeats. Reads both."""
         for name, other in self.duplicates.items():
             first, second = self._infos[name], self._infos[other]
             if not same_bytes(first, second):
@@ -141,7 +141,7 @@ class HfSource(HfSourceBase):
 
 
 def _require_plausible(path: Path, config: McaModelConfig, tensors: Sequence[StoredTensor]) -> None:
-    """Raises if there are not even as many bytes as layers and experts, whose names would fill all memory."""
+    """Raise if there are not even as many bytes as layers and experts, whose names would fill all memory."""
     experts, nbytes = config.num_moe_experts or 1, sum(info.nbytes for info in tensors)
     if config.num_layers * experts * config.hidden_size > 2 * nbytes:  # a weight takes at least half a byte
         raise McaError(
@@ -198,12 +198,12 @@ def dequantized_config(hf_config: JsonObject, dtype: str | None = None) -> JsonO
 
 
 def has_weights(path: Path) -> bool:
-    """Whether there are any weight files in ``path``, readable ones or not."""
+    """Return whether there are any weight files in ``path``, readable ones or not."""
     return any(any(path.glob(f"*{end}")) for end in (".safetensors", ".safetensors.index.json", ".bin"))
 
 
 def same_bytes(first: StoredTensor, second: StoredTensor, chunk: int = 8 << 20) -> bool:
-    """Whether two tensors have the same type, shape and bytes."""
+    """Return whether two tensors have the same type, shape and bytes."""
     import numpy as np
 
     if (first.dtype, first.shape) != (second.dtype, second.shape):
@@ -236,7 +236,7 @@ def _all_tensors(path: Path) -> list[TensorInfo]:
 
 
 def _what_else(path: Path) -> str:
-    """What a directory is that holds no weights of Hugging Face, and what to do."""
+    """Describe a directory without Hugging Face weights, and the remedy."""
     names = sorted(file.name for file in path.iterdir())
     shards = [name for name in names if name.endswith(".safetensors")]
     if shards:

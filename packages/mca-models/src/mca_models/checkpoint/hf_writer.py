@@ -1,6 +1,6 @@
-"""The layout of a HF checkpoint that is to be written: shards, index, and what tensor lies where.
+"""Layout of a HF checkpoint that is to be written: files, index, and the position of each tensor.
 
-The tensors' bytes are written by those who have them, through `mca_models.storage`.
+Callers write the tensors' bytes through `mca_models.storage`.
 """
 
 import json
@@ -70,7 +70,7 @@ class HfLayout:
             [param for param in self.params if is_linear(param, wholes[param.mca_name()])] if fp8 else []
         )
         self._linears = {name for param in linears for name in param.hf_names()}
-        self.config_text = config_text(config, self._quantisation(wholes) if fp8 else None)
+        self.config_text = config_text(config, self._quantization(wholes) if fp8 else None)
         self.tensors: dict[str, tuple[str, Shape]] = {}
         for param in self.params:
             name = param.mca_name()
@@ -94,8 +94,8 @@ class HfLayout:
                 self.scales[name] = name + SCALE_SUFFIX
                 self.tensors[name + SCALE_SUFFIX] = (fp8_write.SCALE_CODE, fp8_write.scale_shape(full))
 
-    def _quantisation(self, wholes: Mapping[str, Shape]) -> JsonObject:
-        """What ``config.json`` says of the blocks: also which matrices, beside the embedding, are not made of any."""
+    def _quantization(self, wholes: Mapping[str, Shape]) -> JsonObject:
+        """Return the ``quantization_config``, with the matrices outside of the embedding that are not quantised."""
         left_out = {
             name.removesuffix(".weight"): None
             for param in self.params
@@ -114,7 +114,7 @@ class HfLayout:
     def _shards(self, limit: int) -> dict[str, list[str]]:
         shards: list[list[str]] = [[]]
         filled = 0
-        scales = set(self.scales.values())  # each stands with its weight, and is written with it
+        scales = set(self.scales.values())  # a scale is stored and written next to its weight
         for name, (dtype, shape) in self.tensors.items():
             nbytes = prod(shape) * ITEM_SIZES[dtype]
             if filled and filled + nbytes > limit and name not in scales:
@@ -132,11 +132,11 @@ class HfLayout:
         return (name, *self._copies.get(name, ()))
 
     def specs(self, file: str) -> list[tuple[str, str, Shape]]:
-        """What ``plan_file`` needs for ``file`` (with ``METADATA``): (name, dtype code, shape)."""
+        """Return the arguments of ``plan_file`` for ``file`` (with ``METADATA``): (name, dtype code, shape)."""
         return [(name, *self.tensors[name]) for name in self.files[file]]
 
     def finish(self, directory: Path) -> dict[str, int]:
-        """Writes ``config.json`` and, with several files, the index into ``directory``; returns their sizes."""
+        """Write ``config.json`` and, with several files, the index into ``directory``; returns their sizes."""
         written = {CONFIG: write_config(directory, self.config_text)}
         if len(self.files) == 1:
             return written
@@ -153,5 +153,5 @@ def config_text(config: McaModelConfig, more: JsonObject | None = None) -> bytes
 
 
 def write_config(directory: Path, text: bytes) -> int:
-    """Writes ``config.json`` into ``directory``; returns its size."""
+    """Write ``config.json`` into ``directory``; returns its size."""
     return write_file(directory / CONFIG, text)

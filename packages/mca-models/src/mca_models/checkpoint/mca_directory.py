@@ -111,31 +111,31 @@ class McaSource:
         return checked_parts(param, record.shape, side, infos, self.config.num_moe_experts or 0)
 
     def check_duplicates(self) -> None:
-        """Every piece is stored once."""
+        """Do nothing: every shard is stored once."""
 
     def tensors(self) -> Iterable[TensorInfo]:
-        """All pieces."""
+        """Yield every stored shard."""
         for infos in self._infos.values():
             yield from infos.values()
 
     def checksums(self) -> Mapping[Path, int]:
-        """Those of the manifest."""
+        """Return the checksums of the manifest."""
         return {self.folder / name: record.crc32 for name, record in self.manifest.files.items()}
 
     def side(self, param: Param) -> Side:
-        """See ``ModelSource``."""
+        """Return the side of ``param``'s rule that its parts are on."""
         return shard_count(param, self.config.layout)
 
     def parts(self, param: Param) -> tuple[Part, ...]:
-        """See ``ModelSource``."""
+        """Return the parts that hold ``param``, in the side's order."""
         return self._parts[param.mca_name()]
 
     def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
-        """See ``ModelSource``."""
+        """Plan how to fill the tensors of ``side`` that hold ``param``."""
         return plan_gathers(param, self.full_shape(param), self.side(param), side)
 
     def full_shape(self, param: Param) -> Shape:
-        """See ``ModelSource``."""
+        """Return the full shape of ``param``, without vocabulary padding."""
         return self.manifest.tensors[param.mca_name()].shape
 
 
@@ -154,7 +154,7 @@ def load_config(path: Path) -> McaModelConfig:
 
 
 def is_mca(path: Path) -> bool:
-    """Whether ``path`` looks like an MCA checkpoint rather than a Hugging Face one."""
+    """Return whether ``path`` looks like an MCA checkpoint rather than a Hugging Face one."""
     return has_entry(path, CONFIG)
 
 
@@ -249,7 +249,7 @@ class McaLayout:
         return shard_shapes(param, self.wholes[param.mca_name()], self.config.layout)[rank]
 
     def specs(self, file: str) -> list[tuple[str, str, Shape]]:
-        """What ``plan_file`` needs for ``file``: (name, dtype code, shape)."""
+        """Return the arguments of ``plan_file`` for ``file``: (name, dtype code, shape)."""
         if file not in self._specs:
             self._specs[file] = [
                 (param.mca_name(), self.dtypes[param.mca_name()], self.piece_shape(param, rank))
@@ -269,7 +269,7 @@ class McaLayout:
     def finish(
         self, directory: Path, records: Mapping[str, FileRecord], iteration: int = 1
     ) -> dict[str, int]:
-        """Writes everything but the pieces into ``directory``, once all files are written and synced.
+        """Write everything but the pieces into ``directory``, once all files are written and synced.
 
         ``config.json`` goes along, for tokenizers and other readers of the Hugging Face directory layout.
 

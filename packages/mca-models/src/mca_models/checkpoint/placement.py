@@ -1,9 +1,9 @@
-"""Which file of an MCA checkpoint holds which piece of which parameter.
+"""Placement of parameter shards in the files of an MCA checkpoint.
 
     pp_PPP/tp_TT.safetensors            dense parameters of pipeline rank PPP, tensor rank TT
     pp_PPP/ep_EEE_etp_TT.safetensors    its experts, by expert and expert-tensor rank
 
-Every piece is stored once: a replicated parameter stands in the file of tensor rank 0, a tied output
+Every shard is stored once: a replicated parameter in the file of tensor rank 0, a tied output
 layer (``alias_of``) nowhere.
 """
 
@@ -44,7 +44,7 @@ def pipeline_stage(param: Param, plan: PipelinePlan) -> int:
 
 
 def shard_count(param: Param, layout: ParallelLayout) -> int:
-    """Over how many ranks ``param`` is cut: etp for an expert, else tp; 1 if replicated."""
+    """Return the number of ranks that ``param`` is sharded over: etp for an expert, else tp; 1 if replicated."""
     if param.shard.axis is None:
         return 1
     return layout.tp if param.expert is None else layout.etp
@@ -72,7 +72,7 @@ def shard_files(param: Param, config: McaModelConfig, plan: PipelinePlan) -> tup
 
 
 def stored_params(params: Iterable[Param]) -> list[Param]:
-    """Those of ``params`` that a checkpoint stores: all but second copies."""
+    """Return the parameters that a checkpoint stores: all but aliases."""
     return [param for param in params if param.alias_of is None]
 
 

@@ -1,4 +1,4 @@
-"""An adapter as rules and something to read their tensors from, whatever lies on disk.
+"""LoRA adapter: rules of its tensors and a function that reads them, for any format.
 
 Directories are read and written by `peft_directory` and `mca_directory`.
 """
@@ -57,7 +57,7 @@ class Adapter:
         return counts_in((param.hf_names()[0], self.read(param)) for param in self.params)
 
     def piece(self, param: Param, rank: int, size: int) -> Array:
-        """What ``rank`` of ``size`` (tp, or etp for an expert) holds of ``param``."""
+        """Return the shard of ``param`` on ``rank`` of ``size`` (tp, or etp for an expert)."""
         whole = self.read(param)
         return param.shard.take(_padded(whole, size) if param.vocab else whole, rank, size)
 
@@ -94,7 +94,7 @@ def _faults(adapter: Adapter, pair: LoraFactors) -> list[str]:
 
 
 def expected_shapes(model: McaModelConfig, pair: LoraFactors) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of the whole lora_A and lora_B on a target."""
+    """Return the shapes of the full lora_A and lora_B on a target."""
     whole = full_shape(pair.target.base, model)
     rows, columns = part_shapes(Rule.from_param(pair.target.base), whole, HF)[pair.target.part]
     if pair.target.transposed:
@@ -111,7 +111,7 @@ def _saved_faults(adapter: Adapter, param: Param) -> list[str]:
 
 
 def require_untied(adapter: Adapter, what: str) -> None:
-    """Refuses ``what`` where a saved embedding would part from its tied output layer.
+    """Reject ``what`` where a saved embedding would part from its tied output layer.
 
     Raises:
         McaError: The model is tied and the adapter saved its embedding.

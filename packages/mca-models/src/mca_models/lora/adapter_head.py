@@ -82,36 +82,36 @@ class ScoredSource:
         self.params: Sequence[Param] = stored_params(get_family(config.model_type).params(config))
 
     def side(self, param: Param) -> Side:
-        """See ``ModelSource``."""
+        """Return the side of ``param``'s rule that its parts are on."""
         return HF if _is_head(param) else self._base.side(param)
 
     def parts(self, param: Param) -> tuple[Part, ...]:
-        """See ``ModelSource``; of the head they say what the embedding is stored as."""
+        """Return the parts of ``param``; those of the head have the dtype of the embedding."""
         if not _is_head(param):
             return self._base.parts(param)
         like, shape = self._base.parts(self._base.params[0])[0].info, self.full_shape(param)
         return (Part(TensorInfo(param.hf[0], like.dtype, shape, 0, 0, like.file), shape),)
 
     def full_shape(self, param: Param) -> Shape:
-        """See ``ModelSource``."""
+        """Return the full shape of ``param``, without vocabulary padding."""
         return full_shape(param, self.config) if _is_head(param) else self._base.full_shape(param)
 
     def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
-        """See ``ModelSource``."""
+        """Plan how to fill the tensors of ``side`` that hold ``param``."""
         if _is_head(param):
             return plan_gathers(param, self.full_shape(param), HF, side)
         return self._base.gathers(param, side)
 
     def check_duplicates(self) -> None:
-        """See ``ModelSource``."""
+        """Check that tensors stored several times are equal."""
         self._base.check_duplicates()
 
     def checksums(self) -> Mapping[Path, int]:
-        """See ``ModelSource``."""
+        """Return the CRC-32 of each file, where known."""
         return self._base.checksums()
 
     def tensors(self) -> "Iterable[TensorInfo | ComputedTensor]":
-        """What the language model stores."""
+        """Return the stored tensors of the language model."""
         return self._base.tensors()
 
 

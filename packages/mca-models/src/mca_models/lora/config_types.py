@@ -1,6 +1,6 @@
-"""Whether each value of an ``adapter_config.json`` is of the type that PEFT gives it.
+"""Types of the values of an ``adapter_config.json``, as PEFT has them.
 
-What the values mean, and which are supported, is said in `config`.
+`config` says which values are supported.
 """
 
 import math

@@ -39,12 +39,12 @@ _SAME_MODEL = ("model_type", "num_layers", "hidden_size", "num_attention_heads",
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether ``path`` looks like an adapter directory, PEFT's or MCA's."""
+    """Return whether ``path`` looks like an adapter directory, PEFT's or MCA's."""
     return is_peft(path) or is_mca_adapter(path)
 
 
 def load_model_config(path: Path) -> McaModelConfig:
-    """The model of a checkpoint directory, HF or MCA, of which only the configuration need be there."""
+    """Load the model of a HF or MCA checkpoint directory; only its configuration need be there."""
     if is_mca(path):
         return load_config(path)
     with named_config_errors(path):
@@ -106,7 +106,7 @@ def load_adapter_rules(path: Path, model: McaModelConfig) -> tuple[AdapterConfig
 
 
 def _shape_mismatches(adapter: Adapter, model: McaModelConfig) -> Iterator[str]:
-    """The weights that ``adapter`` changes which have another shape in ``model``, in words."""
+    """Yield the weights that ``adapter`` changes and whose shape in ``model`` differs, in words."""
     own = adapter.model  # whose head may be new
     model = replace(model, head=own.head, num_labels=own.num_labels)
     changed = [*(pair.target.base for pair in adapter.rules.factors), *adapter.rules.full_params]
@@ -128,7 +128,7 @@ def convert_adapter(
     proceed: Callable[[], None] = lambda: None,
     overwrite: bool = False,
 ) -> Adapter:
-    """Writes the adapter in ``source`` to ``destination``, bit for bit unless ``cast``.
+    """Write the adapter in ``source`` to ``destination``, bit for bit unless ``cast``.
 
     Args:
         source: A PEFT or an MCA adapter directory.
@@ -138,7 +138,7 @@ def convert_adapter(
         layout: The parallel sizes of an MCA target; None: those of an MCA source, else 1.
         cast: Safetensors code (``BF16``, ``F16``, ``F32``) to cast the tensors to.
         proceed: Called before the result is put in place; raises to stop.
-        overwrite: Replaces what stands at ``destination``.
+        overwrite: Replace an existing ``destination``.
 
     Returns:
         The adapter that was read.

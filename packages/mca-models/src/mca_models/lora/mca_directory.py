@@ -1,4 +1,4 @@
-"""An MCA adapter directory: the tree of an MCA checkpoint with ``adapter_config.json`` beside it.
+"""MCA adapter directory: the tree of an MCA checkpoint and PEFT's ``adapter_config.json``.
 
     <dir>/mca_config.json          the base model and the layout of the pieces
           adapter_config.json      PEFT's, verbatim
@@ -35,7 +35,7 @@ from mca_models.weights.arrays import Array
 
 
 def is_mca_adapter(path: Path) -> bool:
-    """Whether ``path`` looks like an MCA adapter directory."""
+    """Return whether ``path`` looks like an MCA adapter directory."""
     return has_entry(path, FILE_NAME) and has_entry(path, MODEL)
 
 
@@ -50,8 +50,8 @@ def open_mca_adapter(path: Path, iteration: int | None = None) -> Adapter:
     manifest = Manifest.load(folder)
     rules = rules_from_names(model, config, manifest.tensors.keys())
     require_same_names(manifest.tensors.keys(), (param.mca_name() for param in rules.params), folder)
-    pieces = _Pieces(folder, manifest, model)
-    return check_shapes(Adapter(model, config, rules, pieces.read), folder)
+    shards = _Shards(folder, manifest, model)
+    return check_shapes(Adapter(model, config, rules, shards.read), folder)
 
 
 def stored_names(path: Path) -> Collection[str]:
@@ -59,8 +59,8 @@ def stored_names(path: Path) -> Collection[str]:
     return Manifest.load(path / iteration_name(latest_iteration(path))).tensors.keys()
 
 
-class _Pieces:
-    """Joins the pieces of a tree."""
+class _Shards:
+    """Reader that joins the shards of a tree."""
 
     def __init__(self, folder: Path, manifest: Manifest, model: McaModelConfig) -> None:
         self._folder, self._manifest, self._model = folder, manifest, model
@@ -101,14 +101,14 @@ def write_mca_adapter(
     overwrite: bool = False,
     proceed: Callable[[], None] = lambda: None,
 ) -> None:
-    """Writes ``adapter`` cut for ``layout``.
+    """Write ``adapter`` sharded for ``layout``.
 
     Args:
         adapter: What to write.
         layout: The parallel sizes of the ranks that will read it.
         destination: The directory; absent or empty, unless overwritten.
         side_files: Where small files (tokenizer, model card) are copied from.
-        overwrite: Replaces what stands at ``destination``.
+        overwrite: Replace an existing ``destination``.
         proceed: Called before it is put in place; raises to stop.
     """
     adapter = with_layout(adapter, layout)

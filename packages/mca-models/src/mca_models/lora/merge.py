@@ -2,7 +2,7 @@
 
 That is what ``merge_and_unload`` computes. PEFT rounds the product of *stacked* experts to W's dtype
 before it adds; here everything is rounded once, also where W is cast. Rows are done in blocks that do not
-depend on who asks, so a merged model is the same in whatever pieces it is read.
+depend on the caller, so a merged model is the same for every order and size of reads.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -62,16 +62,16 @@ class MergedSource:
         self._parts: dict[str, tuple[Part, ...]] = {}
 
     def touches(self, param: Param) -> bool:
-        """Whether the HF tensors of ``param`` change."""
+        """Return whether the HF tensors of ``param`` change."""
         name = param.mca_name()
         return name in self.adapter.factors_by_name or name in self.adapter.saved_by_name
 
     def side(self, param: Param) -> Side:
-        """See ``ModelSource``."""
+        """Return the side of ``param``'s rule that its parts are on."""
         return HF if self.touches(param) else self.base.side(param)
 
     def parts(self, param: Param) -> tuple[Part, ...]:
-        """See ``ModelSource``."""
+        """Return the parts that hold ``param``, in the side's order."""
         if not self.touches(param):
             return self.base.parts(param)
         name = param.mca_name()
@@ -92,25 +92,25 @@ class MergedSource:
         return parts[number if self.base.side(param) is HF else 0].info.dtype
 
     def full_shape(self, param: Param) -> Shape:
-        """See ``ModelSource``."""
+        """Return the full shape of ``param``, without vocabulary padding."""
         return self.base.full_shape(param)
 
     def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
-        """See ``ModelSource``."""
+        """Plan how to fill the tensors of ``side`` that hold ``param``."""
         if self.touches(param):
             return plan_gathers(param, self.full_shape(param), HF, side)
         return self.base.gathers(param, side)
 
     def check_duplicates(self) -> None:
-        """See ``ModelSource``."""
+        """Check that tensors stored several times are equal."""
         self.base.check_duplicates()
 
     def checksums(self) -> Mapping[Path, int]:
-        """See ``ModelSource``."""
+        """Return the CRC-32 of each file, where known."""
         return self.base.checksums()
 
     def tensors(self) -> "Iterable[TensorInfo | ComputedTensor]":
-        """What the base model stores."""
+        """Return the stored tensors of the base model."""
         return self.base.tensors()
 
     def factors_on(self, param: Param, number: int) -> "Iterator[tuple[LoraFactors, NumpyArray, slice]]":
@@ -151,12 +151,12 @@ class MergedTensor(LazyTensorBase):
 
     @property
     def name(self) -> str:
-        """The HF tensor's."""
+        """Name of the HF tensor."""
         return self.param.hf_names()[self.number]
 
     @property
     def file(self) -> Path:
-        """Where the base model's weight begins."""
+        """File in which the base model's weight begins."""
         return self.source.base.parts(self.param)[0].info.file
 
     def read(self, start: int = 0, stop: int | None = None) -> NumpyArray:
@@ -227,7 +227,7 @@ class MergedTensor(LazyTensorBase):
 
 
 def fill(out: NumpyArray, gather: Gather, parts: Sequence[Part], start: int = 0) -> None:
-    """Fills flat ``out`` with the elements from ``start`` on of what ``gather`` takes from ``parts``."""
+    """Fill flat ``out`` with the elements from ``start`` on of what ``gather`` takes from ``parts``."""
     for zero in gather.zeros:
         out[max(zero[0] - start, 0) : max(zero[1] - start, 0)] = 0
     for whole in gather.moves:
@@ -240,7 +240,7 @@ def fill(out: NumpyArray, gather: Gather, parts: Sequence[Part], start: int = 0)
 def add_product(weight: NumpyArray, a: NumpyArray, b: NumpyArray, scale: float) -> bool:
     """``weight += scale * b @ a`` in place, each element rounded once; whether all results are finite."""
     work = _work(weight.dtype)
-    with np.errstate(over="ignore", invalid="ignore"):  # told by the result
+    with np.errstate(over="ignore", invalid="ignore"):  # the result shows it
         delta = b.astype(work) @ a.astype(work)
         delta *= work.type(scale)
         delta += weight.astype(work)
@@ -262,7 +262,7 @@ def merge_to_hf(
     cast: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes the HF directory of ``base`` with ``adapter`` folded in; ``mca-convert --merge`` does it with threads.
+    """Write the HF directory of ``base`` with ``adapter`` folded in; ``mca-convert --merge`` does it with threads.
 
     Args:
         base: A checkpoint of any kind, opened.
@@ -296,7 +296,7 @@ def _cast_dtype(param: Param, own: str, cast: str | None) -> str:
 
 
 def _write_file(writer: SafetensorsWriter, layout: HfLayout, file: str, source: ModelSource) -> None:
-    """Writes every tensor of ``file``: a stacked one expert by expert."""
+    """Write every tensor of ``file``: a stacked one expert by expert."""
     wanted = set(layout.files[file])
     for param in layout.params:
         for number, name in enumerate(param.hf_names()):

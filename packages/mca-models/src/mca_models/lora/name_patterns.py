@@ -15,17 +15,17 @@ _MOST_REPEATS = 6
 
 
 class PatternMatcher:
-    """Matches patterns against names of modules, for a bounded time in all."""
+    """Matcher of patterns against names of modules, for a bounded time in all."""
 
     def __init__(self) -> None:
         self._left = _SECONDS
 
     def fullmatch(self, pattern: str, name: str) -> bool:
-        """Whether ``pattern`` matches all of ``name``."""
+        """Return whether ``pattern`` matches all of ``name``."""
         return self._timed(pattern, lambda: re.fullmatch(pattern, name)) is not None
 
     def match(self, pattern: str, name: str) -> "re.Match[str] | None":
-        """What ``pattern`` matches at the beginning of ``name``."""
+        """Match ``pattern`` at the beginning of ``name``."""
         return self._timed(pattern, lambda: re.match(pattern, name))
 
     def _timed(self, pattern: str, match: "Callable[[], re.Match[str] | None]") -> "re.Match[str] | None":
@@ -38,7 +38,7 @@ class PatternMatcher:
 
 
 def pattern_fault(pattern: str) -> str | None:
-    """Why ``pattern`` is not matched at all; None if it is."""
+    """Return why ``pattern`` is rejected; None if it is not."""
     if len(pattern) > _LONGEST:
         return f"has {len(pattern)} characters, more than {_LONGEST}"
     try:
@@ -54,7 +54,7 @@ def pattern_fault(pattern: str) -> str | None:
 
 
 def _repeats(pattern: str) -> tuple[int, bool]:
-    """How many repeats an alternative has, and whether one is of a group that holds a repeat or a choice.
+    """Count the repeats of an alternative; also return whether a repeated group holds a repeat or a choice.
 
     Alternatives are tried one after the other, each in a time that grows with the name's length to the power of the
     first, and exponentially with the second.
@@ -83,7 +83,7 @@ def _repeats(pattern: str) -> tuple[int, bool]:
 
 
 def _class_end(pattern: str, at: int) -> int:
-    """Where the set of characters that begins at ``at`` ends."""
+    """Return the end of the set of characters that begins at ``at``."""
     at += 2 if pattern.startswith("^", at + 1) else 1
     at += pattern.startswith("]", at)  # as its first character it is one of them
     while at < len(pattern) and pattern[at] != "]":

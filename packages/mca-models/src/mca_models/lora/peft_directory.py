@@ -42,7 +42,7 @@ WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 
 
 def is_peft(path: Path) -> bool:
-    """Whether ``path`` looks like a PEFT adapter directory."""
+    """Return whether ``path`` looks like a PEFT adapter directory."""
     return has_entry(path, FILE_NAME) and not is_mca(path)
 
 
@@ -76,7 +76,7 @@ def stored_tensors(path: Path) -> tuple[Path, Values]:
 
 
 class PeftReader:
-    """Reads whole tensors, seeing PEFT's matrices of all experts as stacks.
+    """Reader of full tensors that splits PEFT's matrices of all experts into stacks.
 
     Args:
         array: A tensor by its name, as PEFT stores it.
@@ -160,13 +160,13 @@ def write_peft(
     overwrite: bool = False,
     proceed: Callable[[], None] = lambda: None,
 ) -> None:
-    """Writes a PEFT directory that ``peft`` loads onto the HF model.
+    """Write a PEFT directory that ``peft`` loads onto the HF model.
 
     Args:
         adapter: What to write.
         destination: The directory; absent or empty, unless overwritten.
         side_files: Where small files (tokenizer, model card) are copied from.
-        overwrite: Replaces what stands at ``destination``.
+        overwrite: Replace an existing ``destination``.
         proceed: Called before it is put in place; raises to stop.
     """
     tensors = PeftTensors(adapter)

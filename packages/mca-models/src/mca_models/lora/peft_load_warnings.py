@@ -1,4 +1,4 @@
-"""Factors of routed experts, each with its own, that PEFT does not read as they are on transformers 5.
+"""Warnings about factors of single routed experts, which PEFT does not load as they are on transformers 5.
 
 There the weights of all experts are one parameter, and gate and up are one more. In models of some types PEFT makes
 the factors of these parameters out of those of each expert, with a single scale; in others it passes over them in
@@ -26,7 +26,7 @@ _DOWN = frozenset({"down_proj", "w2"})
 def peft_load_warnings(
     config: McaModelConfig, adapter: AdapterConfig, adapted: Sequence[Target]
 ) -> Iterator[str]:
-    """Yield, as messages, which factors PEFT would leave out or scale otherwise, or why it loads none.
+    """Yield a message for each kind of factors that PEFT would leave out, scale differently or not load.
 
     Args:
         config: The model.
@@ -42,7 +42,7 @@ def peft_load_warnings(
     named = {each.label for each in own}
     stacks = dict.fromkeys(".".join(each.module.split(".")[-3:]) for each in stacked_targets(config))
     yield (
-        f"target_modules: each routed expert has factors of its own for {', '.join(sorted(named))}, which PEFT on "
+        f"target_modules: each routed expert has its own factors for {', '.join(sorted(named))}, which PEFT on "
         f"transformers 5 leaves out or scales otherwise in this {config.model_type} model; to load the adapter "
         f"there, name {', '.join(stacks)} in target_parameters instead"
     )
@@ -63,7 +63,7 @@ def _undropped(config: McaModelConfig, adapter: AdapterConfig, adapted: Sequence
 
 
 def _is_joined(config: McaModelConfig, adapter: AdapterConfig, own: Sequence[Target]) -> bool:
-    """Whether PEFT makes factors of stacked weights out of all factors of single experts, ``own``."""
+    """Return whether PEFT makes factors of stacked weights out of all factors of single experts, ``own``."""
     if config.model_type not in FUSING_MODEL_TYPES:
         return False
     every = [each for each in linear_targets(config) if each.base.expert is not None]
@@ -74,7 +74,7 @@ def _is_joined(config: McaModelConfig, adapter: AdapterConfig, own: Sequence[Tar
 
 
 def _scaled(adapter: AdapterConfig, joined: Sequence[Target]) -> bool:
-    """Whether PEFT gives another scale to what it joins, of which it doubles rank and alpha of the whole adapter."""
+    """Return whether PEFT scales the joined factors differently: it doubles rank and alpha of the whole adapter."""
     usual = adapter.document.get("r", 8), adapter.document.get("lora_alpha", 8)
     sizes = {(adapter.rank(each.module), adapter.alpha(each.module)) for each in joined}
     return bool(sizes) and (bool(adapter.document.get("use_rslora")) or sizes != {usual})

@@ -1,6 +1,6 @@
-"""What PEFT would take otherwise is written into a new adapter's configuration: modules left out, named, or saved.
+"""Names in a new adapter's configuration that make PEFT adapt, exclude and save the same modules as mca.
 
-What else a configuration says is read in `config`.
+`config` reads all other settings.
 """
 
 import re
@@ -25,7 +25,7 @@ _HEAD_TASKS = ("SEQ_CLS", "TOKEN_CLS")
 def complete_peft_config(
     document: JsonObject, config: McaModelConfig, adapted: Collection[str]
 ) -> str | None:
-    """Write into a new adapter's configuration what PEFT would otherwise read differently.
+    """Complete a new adapter's configuration so that PEFT reads it as mca does.
 
     Args:
         document: Of ``adapter_config.json``; it is changed.
@@ -54,7 +54,7 @@ def _shown(key: str, value: Typed) -> str:
 
 
 def save_head(document: JsonObject) -> None:
-    """Has an adapter of a model with a head for scores train and save that, as PEFT does.
+    """Add the classification head to ``modules_to_save``, as PEFT does.
 
     Args:
         document: Of ``adapter_config.json``; it is changed.
@@ -65,13 +65,13 @@ def save_head(document: JsonObject) -> None:
 
 
 def extra_modules_to_save(adapter: AdapterConfig) -> Sequence[str]:
-    """Those that are not PEFT's own, of which a model has one."""
+    """Return the modules to save that PEFT does not add itself."""
     theirs = _HEADS if adapter.document.get("task_type") in _HEAD_TASKS else ()
     return [name for name in adapter.modules_to_save if name not in theirs]
 
 
 def exclude_unadapted(document: JsonObject, config: McaModelConfig, adapted: Collection[str]) -> None:
-    """Excludes what PEFT would adapt too.
+    """Exclude modules that PEFT would adapt in addition.
 
     These are parts of a vision-language model that share names of modules with others, and modules that
     ``all-linear`` means and that PEFT cannot adapt.
@@ -113,7 +113,7 @@ def name_targets(document: JsonObject, config: McaModelConfig) -> bool:
             document["target_modules"] = list(
                 dict.fromkeys(name for each in given for name in found.kept(each))
             )
-        elif found.is_strayed(given):
+        elif found.is_misread(given):
             document["target_modules"] = list(found.ends(found.modules))
         if weights:
             document["target_parameters"] = [*(document.get("target_parameters") or ()), *weights]
@@ -124,7 +124,7 @@ def name_targets(document: JsonObject, config: McaModelConfig) -> bool:
 
 
 class _AdapterNames:
-    """What a configuration means of a model.
+    """Modules and weights of a model that a configuration names.
 
     Args:
         adapter: The configuration.
@@ -152,8 +152,8 @@ class _AdapterNames:
             return False  # with dropout PEFT adapts no parameters
         return target.is_router or ((self._turned or self._every) and target.label in EXPERT_LINEARS)
 
-    def is_strayed(self, given: str) -> bool:
-        """Whether PEFT takes ``given``, a regular expression or ``all-linear``, for something else."""
+    def is_misread(self, given: str) -> bool:
+        """Return whether PEFT takes ``given``, a regular expression or ``all-linear``, for something else."""
         if self._every or self._turned:
             return self._experts
         return bool(self.weights) or any(map(self._adapter.targets, self._others))
@@ -222,7 +222,7 @@ def _sizes(adapter: AdapterConfig, target: Target) -> tuple[float, ...]:
 
 
 def _extend_patterns(document: JsonObject, adapter: AdapterConfig, weights: Mapping[str, Target]) -> None:
-    """Gives ``weights``, by their names in ``target_parameters``, the ranks and alphas of their modules."""
+    """Give ``weights``, by their names in ``target_parameters``, the ranks and alphas of their modules."""
     for key, of in (("rank_pattern", adapter.rank), ("alpha_pattern", adapter.alpha)):
         own = {
             re.escape(name): of(each.module)

@@ -36,7 +36,7 @@ PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class LoraFactors:
-    """The adapter on one target: its two tensors' rules and what multiplies their product."""
+    """LoRA factors on one target: the rules of both tensors, and their scale."""
 
     target: Target
     a: Param
@@ -47,7 +47,7 @@ class LoraFactors:
 
 @dataclass(frozen=True)
 class AdapterRules:
-    """Every tensor of one adapter.
+    """Rules of every tensor of one adapter.
 
     Args:
         factors: By target, in checkpoint order.
@@ -81,13 +81,13 @@ def rules_for_training(config: McaModelConfig, adapter: AdapterConfig) -> Adapte
     adapted = [pair.target for pair in rules.factors]
     problems = unmatched_entries(config, adapter, adapted)
     raise_problems(problems, "LoraConfig", shown=8)
-    for told in (*ineffective_exclusions(config, adapter), *peft_load_warnings(config, adapter, adapted)):
-        logger.warning("LoraConfig: %s", told)
+    for warning in (*ineffective_exclusions(config, adapter), *peft_load_warnings(config, adapter, adapted)):
+        logger.warning("LoraConfig: %s", warning)
     return rules
 
 
 def rules_from_names(config: McaModelConfig, adapter: AdapterConfig, names: Collection[str]) -> AdapterRules:
-    """The tensors of the adapter that holds tensors ``names`` (PEFT's or canonical).
+    """Return the tensors of the adapter that holds tensors ``names`` (PEFT's or canonical).
 
     Names decide what the configuration leaves open: whether ``gate_proj`` meant the routed experts too
     (not with transformers 5), whether the vision model was there, and whether PEFT added embeddings that it saw
@@ -131,7 +131,10 @@ def _require_no_dropout(adapter: AdapterConfig) -> None:
 
 
 def _stacked_factors(config: McaModelConfig, adapter: AdapterConfig) -> list[LoraFactors]:
-    """PEFT wraps a module once for each of its parameters, so the first of two lies a ``base_layer`` deeper."""
+    """Return the factors on stacked experts.
+
+    PEFT wraps a module once for each of its parameters, so the first of two is one ``base_layer`` deeper.
+    """
     if not adapter.document.get("target_parameters") or not config.num_moe_experts:
         return []
     found = [t for t in stacked_targets(config) if adapter.targets_parameter(t.module)]

@@ -1,4 +1,4 @@
-"""Which HF modules of a model can carry an adapter, and on which Megatron linear each of them lies.
+"""HF modules that can carry an adapter, with the Megatron linear of each.
 
 Derived from the rules of the base model, so a new family needs nothing here.
 """
@@ -19,7 +19,7 @@ _LINEARS = frozenset(
 )
 """Megatron modules that are linears in HF models too."""
 _RENAMED = (".shared_experts.", ".self_attention.")
-"""Where linears stand whose names in files are not those of modules."""
+"""Parts of the names of linears that files name differently from modules."""
 UNSAVED = (Stage.MTP, Stage.VISION, Stage.PASSTHROUGH)
 """Whose parameters are not saved whole."""
 _TABLES = ("pos_embed", "position_embedding")
@@ -52,27 +52,27 @@ class Target:
 
     @property
     def alone(self) -> bool:
-        """Whether the Megatron weight has no other part."""
+        """Return whether the Megatron weight has no other part."""
         return len(self.base.hf) == 1
 
     @property
     def sees(self) -> bool:
-        """Whether it is the vision model's: HF's own module, whole on each tensor rank."""
+        """Return whether it belongs to the vision model: HF's own module, replicated on each tensor rank."""
         return self.base.stage is Stage.VISION
 
     @property
     def is_router(self) -> bool:
-        """Whether it is a router, which is no linear in most HF models."""
+        """Return whether it is a router, which is no linear in most HF models."""
         return self.base.mca.endswith(".router.weight")
 
     @property
     def transposed(self) -> bool:
-        """Whether the HF tensor is ``[in, out]``."""
+        """Return whether the HF tensor is ``[in, out]``."""
         return isinstance(self.base.hf_layout, Transposed)
 
     @property
     def row_layout(self) -> Layout:
-        """How the rows of lora_B, as PEFT has them, make up those of the Megatron weight."""
+        """Layout of the rows of PEFT's lora_B in those of the Megatron weight."""
         layout = self.base.hf_layout
         return layout.inside if isinstance(layout, Transposed) else layout
 
@@ -80,7 +80,7 @@ class Target:
 def linear_targets(config: McaModelConfig) -> list[Target]:
     """All modules of the HF model that can be named in ``target_modules``, in checkpoint order.
 
-    Routed experts appear as modules of their own, as files and transformers 4 name them.
+    Each routed expert appears as its own modules, as files and transformers 4 name them.
     Multi-token-prediction layers are not part of HF models.
     """
     params = get_family(config.model_type).params

@@ -1,6 +1,6 @@
-"""Entries of an adapter's configuration that name nothing of a model: PEFT passes over most of them in silence.
+"""Entries of an adapter's configuration that match nothing in a model: PEFT ignores most of them silently.
 
-What they name if they do is said in `config`.
+`config` matches the entries.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ _NAMED = {"target_modules": "module", "target_parameters": "parameter"}
 def unmatched_entries(
     config: McaModelConfig, adapter: AdapterConfig, adapted: Sequence[Target]
 ) -> Iterator[str]:
-    """Yields each such entry, in words; not those of ``exclude_modules``, without which the adapter is the same.
+    """Yield a message for each entry that matches nothing, apart from ``exclude_modules``.
 
     Args:
         config: The model.
@@ -43,19 +43,19 @@ def unmatched_entries(
 
 
 def ineffective_exclusions(config: McaModelConfig, adapter: AdapterConfig) -> Iterator[str]:
-    """Yields each entry of ``exclude_modules`` that is no module with weights of its own, in words."""
+    """Yield a message for each entry of ``exclude_modules`` that is no module with weights."""
     excluded = _entries(adapter, "exclude_modules")
     for entry in excluded and _not_among(_modules(_params(config)), excluded):
         yield f"exclude_modules: {entry!r} excludes nothing of this {config.model_type} model; correct or remove it"
 
 
 def _misnamed(config: McaModelConfig, key: str, entries: Sequence[str]) -> Iterator[str]:
-    """Yields those of ``entries`` that mean nothing in ``key``, in words."""
+    """Yield a message for each of ``entries`` that matches nothing in ``key``."""
     model, targets = f"this {config.model_type} model", [*linear_targets(config), *stacked_targets(config)]
     (other,) = _NAMED.keys() - {key}
     for entry in _not_among(_names(targets, key), entries):
         if entry == ALL_LINEAR:
-            what = f"names nothing of {model}; it stands alone"
+            what = f"names nothing of {model}; it must be the only value"
             remedy = "remove the other names, or name the linears instead of it"
         elif not _not_among(_names(targets, other), [entry]):
             what, remedy = f"is a {_NAMED[other]} of {model}, not a {_NAMED[key]}", f"move it to {other}"
@@ -80,14 +80,14 @@ def _both_names(targets: Iterable[Target]) -> list[str]:
 
 
 def _names(targets: Iterable[Target], key: str) -> list[str]:
-    """What of ``targets`` can be named in ``key``: stacked parameters are in no module of their own."""
+    """Return the names by which ``targets`` can be given in ``key``: stacked parameters are no modules."""
     if key == "target_modules":
         return [target.module for target in targets if not target.stacked]
     return [target.module if target.stacked else f"{target.module}.weight" for target in targets]
 
 
 def _present(config: McaModelConfig, key: str) -> set[str]:
-    """What the model has that ``key`` could name, whether it can carry an adapter or not."""
+    """Return the names of all modules or parameters that ``key`` could name."""
     params = _params(config)
     return _modules(params) if key == "target_modules" else {n for param in params for n in param.hf_names()}
 

@@ -1,1 +1,1 @@
-"""Block-quantised tensors of Hugging Face checkpoints (fp8, mxfp4), read as the numbers they stand for."""
+"""Block-quantised tensors of Hugging Face checkpoints (fp8, mxfp4): dequantised on reading, fp8 also written."""

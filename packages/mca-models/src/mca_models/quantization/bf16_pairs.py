@@ -80,7 +80,7 @@ class Bf16PairQuantizer:
     def _scale(
         self, tops: NumpyArray, largest: float, scales: NumpyArray, bits: tuple[NumpyArray, NumpyArray]
     ) -> None:
-        """Multiplies or divides each block of the numbers ``bits``, and adds what rounds them."""
+        """Multiply or divides each block of the numbers ``bits``, and adds what rounds them."""
         factors = np.full(len(tops), _ONE << 23, np.uint32)
         divided = []
         for block, top in enumerate(tops.tolist()):
@@ -102,7 +102,7 @@ class Bf16PairQuantizer:
 
 
 def _flushes_to_zero() -> bool:
-    """Whether this thread's numbers below 2**-126 are 0 now; libraries set that as they are imported, and callers."""
+    """Return whether this thread's CPU takes fp32 numbers below 2**-126 for 0; libraries can set that."""
     return not (np.full(4, 2.0**-126, np.float32) * np.float32(0.5)).any()
 
 

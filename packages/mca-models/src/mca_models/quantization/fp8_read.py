@@ -1,7 +1,7 @@
 """fp8 weights with a scale for each block, dequantised row by row as they are read.
 
-Hugging Face stores a quantised ``weight`` [rows, columns] in e4m3 and beside it ``weight_scale_inv``
-[ceil(rows / 128), ceil(columns / 128)]: element (i, j) stands for ``weight * scale[i // 128, j // 128]``,
+Hugging Face stores a quantised ``weight`` [rows, columns] in e4m3, and ``weight_scale_inv``
+[ceil(rows / 128), ceil(columns / 128)]: element (i, j) is ``weight * scale[i // 128, j // 128]``,
 multiplied in fp32. The last block of a row or column may be narrower. Stacked experts have one more axis
 in front of both; a scale of one element is the whole tensor's.
 """
@@ -27,7 +27,7 @@ _STEP = 1 << 18  # elements that are fp32 at a time
 
 @dataclass(frozen=True, slots=True)
 class Fp8Tensor(LazyTensorBase):
-    """A quantised tensor that reads as its true values.
+    """Quantised tensor that is dequantised as it is read.
 
     Args:
         weight: The stored fp8 numbers.
@@ -43,17 +43,17 @@ class Fp8Tensor(LazyTensorBase):
 
     @property
     def name(self) -> str:
-        """The weight's."""
+        """Name of the weight."""
         return self.weight.name
 
     @property
     def shape(self) -> Shape:
-        """The weight's."""
+        """Shape of the weight."""
         return self.weight.shape
 
     @property
     def file(self) -> Path:
-        """The weight's."""
+        """File of the weight."""
         return self.weight.file
 
     def read(self, start: int = 0, stop: int | None = None) -> NumpyArray:

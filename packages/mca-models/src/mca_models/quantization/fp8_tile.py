@@ -3,7 +3,7 @@
 numpy has no fast cast to e4m3, and looks things up ten times slower than it adds. So a quotient is rounded by adding
 a power of two whose last bit is the step between e4m3 numbers there: the sum's last bits then count these steps. The
 code of the exponent is put into the last bits of that power before, and so the sum's last byte is the whole code.
-What a block and its scale are is said in `blocks`. Most of bfloat16 goes a faster way (`pairs`).
+`fp8_write` defines a block and its scale. `bf16_pairs` is a faster path for most bfloat16 blocks.
 """
 
 import numpy as np
@@ -40,7 +40,7 @@ class Fp8Tile:
         self._pairs = Bf16PairQuantizer(*np.split(self._wide, 2), *np.split(self._bits, 2))
 
     def quantise(self, weight: NumpyArray, values: NumpyArray, scales: NumpyArray) -> None:
-        """At most as many rows and columns of one matrix.
+        """Quantise at most as many rows and columns of one matrix as the tile has.
 
         Args:
             weight: Them.
@@ -70,7 +70,7 @@ class Fp8Tile:
         np.divide(tops, np.float32(LARGEST), out=scales)
         scales[tops == 0] = 1.0
         quotients = bits.view(np.float32)
-        with np.errstate(invalid="ignore", over="ignore"):  # told by the scales
+        with np.errstate(invalid="ignore", over="ignore"):  # the scales show it
             rows = quotients.reshape(shape)
             rows /= np.repeat(scales, BLOCK)[:columns]
             np.right_shift(bits, 23, out=wide)

@@ -2,7 +2,7 @@
 
 A block is 128 rows by 128 columns of a linear's weight; the last ones may be smaller. Its scale is its largest
 magnitude over 448, the largest e4m3 number, in fp32 (1 for a block of zeros), and its values are the weights divided by
-that, rounded to the nearest e4m3. `fp8` reads them. `mca_models.megatron.state.fp8_write` does the same on devices.
+that, rounded to the nearest e4m3. `fp8_read` reads them. On devices `mca_models.megatron.state.fp8_write` does the same.
 """
 
 from itertools import product
@@ -58,7 +58,7 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def not_finite(name: str) -> McaError:
-    """What to raise where tensor ``name`` has an infinite value, or one that is no number."""
+    """Return the error for tensor ``name`` with infinite or NaN values."""
     return McaError(f"tensor {name} has values that are not finite; it cannot be written as fp8")
 
 

@@ -1,6 +1,6 @@
-"""What ``config.json`` says of quantised weights, and the file without it.
+"""The ``quantization_config`` of a ``config.json``, and the file without it.
 
-Which methods are read, and how, is known to `hf_tensors`.
+`hf_tensors` knows the methods that are supported.
 """
 
 from mca_config.types import JsonObject, Typed, Values
@@ -9,7 +9,7 @@ from mca_models.templates.config_table import with_dtype
 
 
 def read_quantization_config(hf_config: Values) -> Typed:
-    """What ``config.json`` says of quantised weights, at the top or else of the text part; None if they are plain."""
+    """Return ``quantization_config``, from the top level or the text part; None for plain weights."""
     text = hf_config.get("text_config")
     inside = text.get(QUANTIZATION) if isinstance(text, dict) else None
     return hf_config.get(QUANTIZATION) or inside or None

@@ -1,6 +1,6 @@
 """Quantised Hugging Face checkpoints: which tensors belong together.
 
-How numbers are worked out is in `fp8` and `mxfp4`, how they are made in `blocks`.
+`fp8_read` and `mxfp4_read` dequantise; `fp8_write` quantises.
 """
 
 import re
@@ -50,7 +50,7 @@ def _method(quantisation: Typed) -> str:
 
 
 def config_only_linear(linear: TensorInfo, hf_config: Values, dtype: str) -> HfTensor:
-    """What a quantised checkpoint would hold in the place of ``linear``, the weight of a linear or of all experts.
+    """Return the tensor of a quantised checkpoint for ``linear``, the weight of a linear or of all experts.
 
     Args:
         linear: The unquantised tensor.
@@ -80,7 +80,7 @@ def config_only_linear(linear: TensorInfo, hf_config: Values, dtype: str) -> HfT
 
 
 def _is_left_out(tensor: str, modules: Iterable[str]) -> bool:
-    """Whether one of ``modules`` (``*`` stands for a number) is, or holds, the module of ``tensor``."""
+    """Return whether one of ``modules`` (``*`` matches a number) is or contains the module of ``tensor``."""
     patterns = (re.escape(module).replace(r"\*", r"[^.]+") for module in modules)
     return any(re.search(rf"(^|\.){pattern}(\.|$)", tensor) for pattern in patterns)
 
@@ -119,7 +119,7 @@ def _fp8(infos: Mapping[str, TensorInfo], block: tuple[int, int] | None, dtype: 
 
 
 def _scales_activations(name: str, scales: Collection[str]) -> bool:
-    """Whether ``name`` is what the inputs of a linear in fp8 are divided by, which its weights do not depend on."""
+    """Return whether ``name`` is the scale of an fp8 linear's inputs, which its weight does not depend on."""
     module = name.removesuffix("activation_scale")
     return module != name and (
         f"{module}weight{SCALE_SUFFIX}" in scales or module.removesuffix("_") + SCALE_SUFFIX in scales

@@ -1,6 +1,6 @@
-"""Which parameters a method of quantisation takes for the weights of linears.
+"""Selection of the weights that quantisation methods take for those of linears.
 
-How they are quantised is said elsewhere.
+`hf_tensors` and `fp8_write` quantise them.
 """
 
 from mca_models.storage.byte_ranges import Shape
@@ -17,6 +17,6 @@ _NOT_INSIDE = (Stage.LAST, Stage.VISION, Stage.PASSTHROUGH)
 
 
 def is_linear(param: Param, whole: Shape) -> bool:
-    """Whether a method of quantisation takes ``param``, whose whole shape is ``whole``, for the weight of a linear."""
+    """Return whether quantisation methods take ``param``, of full shape ``whole``, for the weight of a linear."""
     left_out = param.vocab or param.stage in _NOT_INSIDE or param.mca.endswith(_NEVER_QUANTISED)
     return len(whole) == 2 and not left_out

@@ -45,18 +45,18 @@ class Mxfp4Tensor(LazyTensorBase):
 
     @property
     def name(self) -> str:
-        """Of the parameter."""
+        """Name of the parameter."""
         return self.blocks.name.removesuffix(BLOCKS)
 
     @property
     def shape(self) -> Shape:
-        """Of the parameter: [experts, in, out]."""
+        """Shape of the parameter: [experts, in, out]."""
         experts, outputs, groups, _ = self.blocks.shape
         return experts, groups * GROUP, outputs
 
     @property
     def file(self) -> Path:
-        """Of the blocks."""
+        """File of the blocks."""
         return self.blocks.file
 
     def read(self, start: int = 0, stop: int | None = None) -> NumpyArray:
@@ -81,7 +81,7 @@ class Mxfp4Tensor(LazyTensorBase):
         return out
 
     def _unpack(self, out: NumpyArray, expert: int, start: int, stop: int) -> None:
-        """Writes input features ``start:stop`` of one expert to ``out``."""
+        """Write input features ``start:stop`` of one expert to ``out``."""
         first, last = start // GROUP, -(-stop // GROUP)
         blocks = self.blocks.array()[expert, :, first:last]
         scales = self.scales.array()[expert, :, first:last].view(np.uint8)

@@ -1,7 +1,7 @@
 """Directories that are complete or absent.
 
-A directory is written in a marked folder beside its destination (``partial_folder``), synced, and renamed. Where an
-empty directory stands already (a volume's mount point, say) it stays what it is, with its owner and mode: the folder is
+A directory is written in a marked folder next to its destination (``partial_folder``), synced, and renamed. An empty
+directory that exists (a volume's mount point, say) is kept, with its owner and mode: the folder is
 made in it, and what was written is moved up, last of all the file without which readers find no checkpoint. What
 replaces a directory gets its owner and mode.
 """
@@ -49,7 +49,7 @@ class PartialDirectory:
     """A directory being written. One process owns it; others may write files into ``path``.
 
     Args:
-        destination: Where it will stand; a link to a directory stays one. Its parents are made.
+        destination: Path of the finished directory; a link to a directory stays one. Its parents are made.
         overwrite: An existing directory is replaced by ``publish``; else a non-empty one is an error.
 
     Raises:
@@ -93,7 +93,7 @@ class PartialDirectory:
                 self._made.append(folder)
 
     def publish(self, files: Mapping[str, int] | None = None) -> None:
-        """Syncs all directories and moves the whole into place. Files must already be synced.
+        """Sync all directories and moves the whole into place. Files must already be synced.
 
         Args:
             files: What must be there: sizes by names relative to the directory.
@@ -114,16 +114,16 @@ class PartialDirectory:
             if isinstance(error, OSError):
                 raise McaError(f"{self.destination}: cannot be put in place ({error.strerror})") from None
             raise
-        self._moved = []  # it stands: whatever happens now, nothing of it is taken back
+        self._moved = []  # the directory is complete: later errors do not remove it
         self._sync_parents()
         self._made = []
         self.discard()
 
     @contextmanager
     def writing(self, needed: int | None = None) -> Iterator[Path]:
-        """A block that writes into ``path`` and may publish it.
+        """Yield ``path`` to write into and perhaps publish.
 
-        An error removes everything, and calls files as they would be in place.
+        An error removes everything, and names files as at the destination.
 
         Args:
             needed: Bytes of the whole directory, for the error of a full disk; None: not known.
@@ -157,7 +157,7 @@ class PartialDirectory:
         return DiskFull(f"{moved}; {need}nothing half-written is left; make room, or name another directory")
 
     def discard(self) -> None:
-        """Removes everything written so far, and parents that were made for it. A second call does nothing."""
+        """Remove everything written so far, and parents that were made for it. A second call does nothing."""
         for name in reversed(self._moved):
             remove_entry(self.destination / name)
         if self._folder is not None:
@@ -170,7 +170,7 @@ class PartialDirectory:
         self._folder, self._content, self._made, self._moved = None, -1, [], []
 
     def _checked_folder(self, files: Mapping[str, int]) -> PartialFolder:
-        """The folder, found to be the one that was begun and to hold ``files``."""
+        """Return the folder, after checking that it is the one that was begun and holds ``files``."""
         if self._folder is None:
             raise ValueError(f"{self.destination} was published or discarded before")
         if not self._folder.is_in_place() or not _is_same(self.path, self._content):
@@ -191,7 +191,7 @@ class PartialDirectory:
         return self._folder
 
     def _rename(self, folder: PartialFolder) -> None:
-        """Puts the directory where none stands, or exchanges it with the one that does."""
+        """Put the directory at a free path, or exchange it with the existing one."""
         if self._overwrite and self.destination.is_dir():
             _give_access(self._content, self.destination.stat())
             exchange(folder, self.destination)
@@ -203,7 +203,7 @@ class PartialDirectory:
             raise
 
     def _fill(self, folder: PartialFolder) -> None:
-        """Moves the entries into the existing directory, the file that readers look for last."""
+        """Move the entries into the existing directory, the file that readers look for last."""
         place = os.open(self.destination, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             _lock(place, self.destination)
@@ -218,7 +218,7 @@ class PartialDirectory:
             close(place)
 
     def _sync_parents(self) -> None:
-        """Makes durable that it stands there; where that fails it stands all the same, which is said."""
+        """Sync the parent directories; log a warning if that fails."""
         try:
             for folder in {self.destination.parent, *(made.parent for made in self._made)}:
                 sync_directory(folder)
@@ -254,7 +254,7 @@ def error_at_destination(error: McaError, path: Path, destination: Path) -> McaE
 
 
 def require_absent(destination: Path) -> None:
-    """Raises unless ``destination`` does not exist or is an empty directory (but for what writers left)."""
+    """Raise unless ``destination`` does not exist or is an empty directory (but for what writers left)."""
     if destination.is_dir():
         if _foreign_entry(destination) is not None:
             raise McaError(f"{destination}: exists and is not empty; remove it or name another directory")
@@ -263,7 +263,7 @@ def require_absent(destination: Path) -> None:
 
 
 def require_free(destination: Path, *, overwrite: bool) -> None:
-    """Raises if nothing can be put at ``destination``: it is taken, or to be replaced and cannot be."""
+    """Raise if nothing can be put at ``destination``: it is taken, or to be replaced and cannot be."""
     if not overwrite:
         require_absent(destination)
     elif not destination.is_dir():
@@ -275,13 +275,13 @@ def require_free(destination: Path, *, overwrite: bool) -> None:
 
 
 def staging_parent(destination: Path) -> Path:
-    """Where what becomes ``destination`` is written: in it, if it is an empty directory, else beside it."""
+    """Return the directory in which ``destination`` is staged: itself if it exists and is empty, else its parent."""
     resolved = _resolved(destination)
     return resolved if resolved.is_dir() and _foreign_entry(resolved) is None else resolved.parent
 
 
 def sync_directory(path: Path) -> None:
-    """Makes the entries of ``path`` durable."""
+    """Make the entries of ``path`` durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -290,7 +290,7 @@ def sync_directory(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes | Iterable[bytes], mode: int = 0o666) -> int:
-    """Writes a small file, in one or many blocks, and syncs it; returns its size.
+    """Write a small file, in one or many blocks, and syncs it; returns its size.
 
     The permissions are ``mode`` but for the bits of the umask.
 
@@ -311,7 +311,7 @@ def write_file(path: Path, data: bytes | Iterable[bytes], mode: int = 0o666) -> 
 
 
 def _give_access(fd: int, like: os.stat_result) -> None:
-    """Gives the directory ``fd`` the owner, group and mode of ``like``, as far as this user and file system can."""
+    """Give the directory ``fd`` the owner, group and mode of ``like``, as far as this user and file system can."""
     for uid, gid in ((-1, like.st_gid), (like.st_uid, -1)):
         with suppress(OSError):
             os.fchown(fd, uid, gid)
@@ -320,16 +320,16 @@ def _give_access(fd: int, like: os.stat_result) -> None:
 
 
 def _resolved(destination: Path) -> Path:
-    """Where it is: a link to a directory is followed, links above it stay as they are given."""
+    """Return the absolute path; a final link to a directory is followed, links above it are kept."""
     return Path(os.path.realpath(destination) if destination.is_symlink() else os.path.abspath(destination))  # noqa: PTH100
 
 
 def _foreign_entry(directory: Path) -> str | None:
-    """An entry of ``directory`` that is somebody's, not what a writer left halfway; None if there is none."""
-    own = {"lost+found"}  # of a file system that was just made
+    """Return an entry of ``directory`` that no writer left behind; None if there is none."""
+    known = {"lost+found"}  # of a new file system
     for folder in leftovers(directory, _resolved(directory).name):
-        own |= {folder.name, *moved_names(folder)}
-    return next((entry.name for entry in directory.iterdir() if entry.name not in own), None)
+        known |= {folder.name, *moved_names(folder)}
+    return next((entry.name for entry in directory.iterdir() if entry.name not in known), None)
 
 
 def _order(name: str) -> tuple[int, str]:
@@ -337,7 +337,7 @@ def _order(name: str) -> tuple[int, str]:
 
 
 def _is_same(path: Path, fd: int) -> bool:
-    """Whether ``path`` is the directory that ``fd`` holds."""
+    """Return whether ``path`` is the directory that ``fd`` holds."""
     try:
         return os.path.samestat(path.lstat(), os.fstat(fd))
     except OSError:
@@ -345,7 +345,7 @@ def _is_same(path: Path, fd: int) -> bool:
 
 
 def _is_mount(path: Path) -> bool:
-    """Whether something is mounted at ``path``, also a directory of the same file system."""
+    """Return whether something is mounted at ``path``, also a directory of the same file system."""
     with suppress(OSError):
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
         return any(line.split()[4] == _as_listed(path) for line in lines)
@@ -359,7 +359,7 @@ def _as_listed(path: Path) -> str:
 
 
 def _lock(fd: int, directory: Path) -> None:
-    """Has one writer at a time put its files into ``directory``; without effect where there are no locks."""
+    """Lock ``directory`` for one writer at a time; without effect where there are no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

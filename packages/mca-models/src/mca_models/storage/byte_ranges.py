@@ -1,4 +1,4 @@
-"""Element numbers compressed to strided runs.
+"""Runs of elements in stored tensors: element numbers compressed to strided moves.
 
 No bytes are touched here.
 """
@@ -46,17 +46,17 @@ class Move(NamedTuple):
 
     @property
     def reads_in_order(self) -> bool:
-        """Whether the elements lie in one run, in order, at the source."""
+        """Return whether the elements lie in one run, in order, at the source."""
         return self.source_step == 1 and (self.repeat == 1 or self.source_stride == self.run)
 
     @property
     def writes_in_order(self) -> bool:
-        """Whether the elements lie in one run, in order, at the target."""
+        """Return whether the elements lie in one run, in order, at the target."""
         return self.target_step == 1 and (self.repeat == 1 or self.target_stride == self.run)
 
 
 def in_unit_steps(move: Move) -> Iterator[Move]:
-    """``move`` as moves whose runs have their elements side by side."""
+    """Split ``move`` into moves whose runs are contiguous."""
     if move.source_step == move.target_step == 1:
         yield move
         return
@@ -104,7 +104,7 @@ def _clip_run(move: Move, index: int, start: int, stop: int) -> Iterator[Move]:
 
 @dataclass(frozen=True)
 class Gather:
-    """How one target tensor is filled: by moves, and with zeros where nothing is moved to (padding)."""
+    """Copy plan of one target tensor: moves, and zeros for padding."""
 
     shape: Shape
     moves: tuple[Move, ...]
@@ -118,7 +118,7 @@ class Gather:
 
 
 def plan_gather(positions: NumpyArray, part: NumpyArray, starts: Sequence[int], block: int) -> Gather:
-    """How to fill a target tensor.
+    """Plan how to fill a target tensor.
 
     Args:
         positions: For each block number its position in the source, whose parts lie one after the other
@@ -151,7 +151,7 @@ def plan_gather(positions: NumpyArray, part: NumpyArray, starts: Sequence[int], 
 
 
 def _strided(runs: NumpyArray) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """Joins runs (rows: source, target, length) of equal length at constant distances."""
+    """Join runs (rows: source, target, length) of equal length at constant distances."""
     import numpy as np
 
     count = runs.shape[1]

@@ -1,14 +1,14 @@
-"""From the weight algebra to byte moves.
+"""Copy plans between checkpoint layouts, from the weight algebra.
 
-A parameter's elements lie in some order in its HF tensors and in another in the pieces of each parallel
+A parameter's elements have one order in its HF tensors and another in the shards of each parallel
 layout. Running the algebra of ``mca_models.weights`` on arrays of element *numbers* instead of weights
-says where each element lies on either side; comparing the two sides gives the runs to copy. That every
+gives the position of each element on either side; comparing the two sides gives the runs to copy. That every
 number occurs exactly once on each side is the proof that nothing is lost or doubled.
 
 Only the last axis is long and never looked into by most rules, so it is numbered in a few blocks. That
 is checked, not assumed: where a rule takes blocks apart, every element gets its own number.
 
-A side is ``None`` for the HF tensors, or the number of ranks for the pieces of a cut.
+A side is ``None`` for the HF tensors, or the number of ranks for the shards of a parameter.
 """
 
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ class Rule:
         return self._hash
 
     def to_full(self, hf: Sequence[Array]) -> Array:
-        """As ``Param.to_full``, of the tensors' own entries."""
+        """Apply ``Param.to_full`` to the tensors' own entries."""
         (whole,) = self.layout.pack(self.hf_layout.unpack(list(hf)))
         return whole
 
@@ -93,7 +93,7 @@ def _pad(whole: NumpyArray, size: int) -> NumpyArray:
 
 
 def _keeps_pairs(parts: Sequence[Array]) -> bool:
-    """Whether blocks 2i and 2i + 1 stay side by side everywhere, so that whole pairs move."""
+    """Return whether blocks 2i and 2i + 1 stay side by side everywhere, so that whole pairs move."""
     for part in parts:
         if part.ndim < 2 or part.shape[-1] % 2:
             return False
@@ -106,7 +106,7 @@ def _keeps_pairs(parts: Sequence[Array]) -> bool:
 
 @lru_cache(maxsize=1024)
 def plan_moves(rule: Rule, whole: Shape, source: Side, target: Side) -> tuple[Gather, ...]:
-    """How to fill each tensor of side ``target`` from those of side ``source``.
+    """Plan how to fill each tensor of side ``target`` from those of side ``source``.
 
     Args:
         rule: From ``Rule.from_param``.
@@ -135,10 +135,10 @@ def _copy_all(part: int, shape: Shape) -> Gather:
 
 
 def _plan_transposed(untransposed: Rule, whole: Shape, source: Side, target: Side) -> tuple[Gather, ...]:
-    """``plan_moves`` of a rule whose HF tensors are transposed: planned untransposed, then each move is turned.
+    """Plan moves for transposed HF tensors: as if they were not, then transpose each move.
 
     Numbering a large matrix in blocks works in one direction only; transposed, every element would need
-    a number of its own.
+    its own number.
     """
     shapes = part_shapes(untransposed, whole, HF)
     if source is HF:
@@ -194,7 +194,7 @@ class _Numbering:
         return self.rule.parts(np.arange(prod(shape)).reshape(shape), side)
 
     def positions(self, side: Side) -> "tuple[list[int], NumpyArray]":
-        """Where each part begins and each block lies: parts one after the other, a gap of one between."""
+        """Return the start of each part and the position of each block: parts in order, a gap of one between."""
         import numpy as np
 
         count = prod(self.whole) // self.block_size

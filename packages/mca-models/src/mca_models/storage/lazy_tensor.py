@@ -1,4 +1,4 @@
-"""Tensors of foreign checkpoints: where their elements lie, read slice by slice.
+"""Tensors of checkpoints in other formats, read slice by slice.
 
 All kinds have ``name``, ``dtype``, ``shape``, ``file``, ``nbytes`` and ``itemsize`` as a safetensors
 ``TensorInfo`` has, and
@@ -36,7 +36,7 @@ class LazyTensor(TensorMeta, Protocol):
 
 
 class LazyTensorBase:
-    """What all kinds of tensors derive from ``name``, ``dtype``, ``shape`` and ``read``."""
+    """Base of lazy tensors with ``name``, ``dtype``, ``shape`` and ``read``."""
 
     __slots__ = ()
 
@@ -106,7 +106,7 @@ class StridedTensor(LazyTensorBase):
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements lie in order, in one run."""
+        """Return whether the elements lie in order, in one run."""
         step = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != step:
@@ -132,12 +132,12 @@ class StridedTensor(LazyTensorBase):
         return np.ndarray(self.shape, dtype, mapped, 0, strides)
 
     def read(self, start: int = 0, stop: int | None = None) -> NumpyArray:
-        """See ``Tensor.read``."""
+        """Read rows ``start:stop`` as a fresh array."""
         whole = self.array()
         return np.array(whole[start:stop] if self.shape else whole, order="C")
 
     def flat(self) -> FlatRows | NumpyArray:
-        """See the module; mapped from the file where the elements lie in one run."""
+        """Return all elements in one axis; mapped from the file where they are contiguous."""
         return self.array().reshape(-1) if self.is_contiguous else FlatRows(self)
 
     def entry(self, index: int) -> "StridedTensor":
@@ -170,7 +170,7 @@ class GridTensor(LazyTensorBase):
         return self.chunks[0].tensor.file
 
     def read(self, start: int = 0, stop: int | None = None) -> NumpyArray:
-        """See ``Tensor.read``."""
+        """Read rows ``start:stop`` as a fresh array."""
         start, stop, _ = slice(start, stop).indices(self.shape[0])
         out = np.empty((max(stop - start, 0), *self.shape[1:]), numpy_dtype(self.dtype))
         for chunk in self.chunks:
@@ -202,7 +202,7 @@ def assemble(
 
 
 def _tiling_fault(shape: Shape, chunks: Sequence[Block]) -> str | None:
-    """What keeps ``chunks`` from filling ``shape`` exactly."""
+    """Return why ``chunks`` do not fill ``shape`` exactly; None if they do."""
     if _is_stack(shape, chunks):
         return None
     ends = [tuple(map(sum, zip(chunk.offsets, chunk.tensor.shape, strict=True))) for chunk in chunks]
@@ -226,7 +226,7 @@ def _tiling_fault(shape: Shape, chunks: Sequence[Block]) -> str | None:
 
 
 def _is_stack(shape: Shape, chunks: Sequence[Block]) -> bool:
-    """Whether ``chunks`` follow one another along one axis; the common case, told without an array."""
+    """Return whether ``chunks`` follow one another along one axis: the common case, checked without an array."""
     first = chunks[0].tensor.shape if chunks else ()
     cut = [axis for axis, (size, part) in enumerate(zip(shape, first, strict=False)) if part != size]
     if len(first) != len(shape) or len(cut) > 1 or not chunks:

@@ -48,7 +48,7 @@ class Manifest:
     tensors: Mapping[str, TensorRecord]
 
     def save(self, iteration: Path) -> int:
-        """Writes the manifest into directory ``iteration``; returns its size."""
+        """Write the manifest into directory ``iteration``; returns its size."""
         document = {
             "version": VERSION,
             "files": {
@@ -64,7 +64,7 @@ class Manifest:
 
     @staticmethod
     def load(iteration: Path) -> "Manifest":
-        """Reads the manifest in ``iteration``."""
+        """Read the manifest in ``iteration``."""
         path = resolve_inside(iteration.parent, f"{iteration.name}/{FILE_NAME}")
         document = read_json(path, "the checkpoint is incomplete, write it again")
         try:

@@ -37,7 +37,7 @@ _ALIGNMENT = 4096  # of the first tensor: whole pages are written and mapped fas
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies."""
+    """Position of one tensor in a safetensors file."""
 
     name: str
     dtype: str
@@ -85,7 +85,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors file says about itself."""
+    """Header of a safetensors file."""
 
     file: Path
     tensors: dict[str, TensorInfo]

@@ -1,4 +1,4 @@
-"""A checkpoint as something to read parameters from, whatever lies on disk.
+"""Checkpoint of any format as a source of parameters.
 
 A source knows its model (``config``, ``params``) and where the parts of each parameter are. Reading a
 piece for one rank touches only the bytes of that piece.
@@ -25,7 +25,7 @@ class TensorMeta(Protocol):
 
     @property
     def name(self) -> str:
-        """As its file calls it, or that which it stands for."""
+        """Name in the file, or of the tensor that it is dequantised or merged to."""
 
     @property
     def dtype(self) -> str:
@@ -37,21 +37,21 @@ class TensorMeta(Protocol):
 
     @property
     def file(self) -> Path:
-        """Where most of it is stored, for errors."""
+        """File with most of it, for errors."""
 
 
 class FlatElements(Protocol):
     """The elements of a tensor in one axis, a slice of which is an array: a NumPy array, or `FlatRows`."""
 
     def __getitem__(self, index: slice, /) -> NumpyArray:
-        """A run of them."""
+        """Return a run of elements."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of elements."""
 
 
 class ComputedTensor(TensorMeta, Protocol):
-    """A tensor that no file holds as it is: its elements are worked out as they are read (dequantised, merged)."""
+    """Tensor whose elements are computed as they are read (dequantised, merged)."""
 
     @property
     def itemsize(self) -> int:
@@ -83,7 +83,7 @@ class Part:
         return elements
 
     def elements(self) -> FlatElements:
-        """Those of the whole tensor in one axis, to be sliced."""
+        """Return the elements of the full tensor in one axis, to be sliced."""
         return self.info.array().reshape(-1) if isinstance(self.info, TensorInfo) else self.info.flat()
 
 
@@ -107,16 +107,16 @@ class ModelSource(Protocol):
         """Shape of the whole parameter, without vocabulary padding."""
 
     def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
-        """How to fill the tensors of ``side`` that hold ``param`` from its ``parts``."""
+        """Plan how to fill the tensors of ``side`` that hold ``param`` from its ``parts``."""
 
     def check_duplicates(self) -> None:
-        """Raises if what is stored several times differs. Reads all of it."""
+        """Raise if what is stored several times differs. Reads all of it."""
 
     def tensors(self) -> Iterable[TensorInfo | ComputedTensor]:
         """All that is stored."""
 
     def checksums(self) -> Mapping[Path, int]:
-        """The CRC-32 that each file must have; none where nobody knows."""
+        """Return the CRC-32 that each file must have; empty if unknown."""
 
 
 def plan_gathers(param: Param, whole: Shape, source: Side, target: Side) -> tuple[Gather, ...]:
@@ -128,14 +128,14 @@ def plan_gathers(param: Param, whole: Shape, source: Side, target: Side) -> tupl
 
 
 def plan_shard(source: ModelSource, param: Param, rank: int, size: int) -> tuple[Gather, tuple[Part, ...]]:
-    """What to copy for the piece that ``rank`` of ``size`` (tp, or etp for an expert) holds."""
+    """Plan the copy of the shard of ``rank`` of ``size`` (tp, or etp for an expert)."""
     target: Side = 1 if param.shard.axis is None else size
     gathers = source.gathers(param, target)
     return gathers[0 if param.shard.axis is None else rank], source.parts(param)
 
 
 def read_shard(source: ModelSource, param: Param, rank: int = 0, size: int = 1) -> NumpyArray:
-    """The piece of ``param`` that ``rank`` of ``size`` (tp, or etp for an expert) holds, as a fresh array.
+    """Return the shard of ``param`` on ``rank`` of ``size`` (tp, or etp for an expert), as a fresh array.
 
     Vocabulary rows beyond the true ones are zero. Pass ``alias_of``'s parameter for a tied output layer.
     """
@@ -144,7 +144,7 @@ def read_shard(source: ModelSource, param: Param, rank: int = 0, size: int = 1) 
 
 
 def apply_gather(gather: Gather, flats: "Sequence[NumpyArray]") -> NumpyArray:
-    """What ``gather`` makes of the flat parts, as a fresh array."""
+    """Copy the flat parts as ``gather`` says, into a fresh array."""
     import numpy as np
 
     out = np.empty(gather.size, flats[0].dtype)
@@ -156,7 +156,7 @@ def apply_gather(gather: Gather, flats: "Sequence[NumpyArray]") -> NumpyArray:
 
 
 def copy_move(source: NumpyArray, target: NumpyArray, move: Move) -> None:
-    """Carries out one move between flat arrays."""
+    """Carry out one move between flat arrays."""
     import numpy as np
 
     views = []
@@ -171,7 +171,7 @@ def copy_move(source: NumpyArray, target: NumpyArray, move: Move) -> None:
 
 
 def require_full_shape(param: Param, whole: Shape, config: McaModelConfig, where: Path) -> None:
-    """Raises unless ``whole`` is the shape that ``config`` gives ``param``."""
+    """Raise unless ``whole`` is the shape that ``config`` gives ``param``."""
     expected = full_shape(param, config)
     if whole != expected:
         raise McaError(
@@ -218,7 +218,7 @@ def require_same_names(
     where: Path,
     both: str = "the checkpoint and its config.json",
 ) -> None:
-    """Raises one error with all missing and unexpected names: their count and the first few.
+    """Raise one error with all missing and unexpected names: their count and the first few.
 
     Args:
         present: Those that are there.

@@ -2,7 +2,7 @@
 
 A gather is planned as if the matrices of one side were [rows, columns]; what is stored is [columns, rows].
 A move of whole rows becomes one of whole columns: element (row, column), planned at
-``row * columns + column``, lies at ``column * rows + row``.
+``row * columns + column``, is stored at ``column * rows + row``.
 """
 
 from collections.abc import Iterator, Sequence

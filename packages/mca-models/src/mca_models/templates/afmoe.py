@@ -43,7 +43,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     dense = [layer for layer in range(config.num_layers) if not config.is_moe_layer(layer)]
     counts = {"num_dense_layers": len(dense), **restore_shared_experts(config, "num_shared_experts")}
     return {**counts, "mup_enabled": config.embedding_multiplier != 1.0, **restore_layer_types(config)}

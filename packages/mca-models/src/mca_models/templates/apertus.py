@@ -43,8 +43,8 @@ def params(config: McaModelConfig) -> list[Param]:
         "eps": Shaped(()),
     }
     weights = [
-        inner(f"mlp.activation_func.{part}", f"mlp.act_fn.{part}", hf_layout=lies)
-        for part, lies in parts.items()
+        inner(f"mlp.activation_func.{part}", f"mlp.act_fn.{part}", hf_layout=layout)
+        for part, layout in parts.items()
     ]
     return [*renamed(dense_layers(config), NORMS), *expand_rules(weights, layers=range(config.num_layers))]
 

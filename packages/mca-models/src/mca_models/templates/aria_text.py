@@ -1,4 +1,4 @@
-"""Aria, the text model: HF ``AriaTextForCausalLM``: stacked experts in every layer, shared ones beside them."""
+"""Aria, the text model: HF ``AriaTextForCausalLM``: stacked routed experts and shared experts in every layer."""
 
 from dataclasses import replace
 

@@ -32,15 +32,15 @@ NAMES = {
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """Which layers have attention, and what their keys say of the others."""
+    """Derive the layers with attention and the sizes of Mamba layers."""
     named = hf.get("attn_layer_indices") or ()
     kinds = tuple("full_attention" if i in named else "mamba" for i in range(hf["num_hidden_layers"]))
-    rope = read_rope({**hf, "partial_rotary_factor": 0.5})  # beside the rope transformers does not read it
+    rope = read_rope({**hf, "partial_rotary_factor": 0.5})  # transformers does not read it next to the rope
     return {"layer_types": kinds, **rope, **derive_bamba(hf)}
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     named = [layer for layer in range(config.num_layers) if not config.is_mamba_layer(layer)]
     return {"attn_layer_indices": named, **restore_bamba(config)}
 
@@ -53,7 +53,7 @@ CONFIG = ConfigTable(
         NO_ATTENTION_BIAS,
         NO_MLP_BIAS,
         PLAIN_STEPS,
-        Fixed("z_loss_coefficient", (0.0, None), "logits have no loss of their own here"),
+        Fixed("z_loss_coefficient", (0.0, None), "there is no z-loss on logits"),
     ),
     derive=derive,
     restore=restore,

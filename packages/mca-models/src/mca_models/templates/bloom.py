@@ -35,7 +35,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {"seq_length": config.max_position_embeddings}
 
 
@@ -65,7 +65,7 @@ CONFIG = ConfigTable(
 
 
 def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
-    """Whether the names lack the prefix, as in the first published files."""
+    """Return whether the names lack the prefix, as in the first published files."""
     return {BARE: True} if "word_embeddings.weight" in names else {}
 
 

@@ -1,4 +1,4 @@
-"""Heads other than the vocabulary's: Hugging Face's ``...ForSequenceClassification`` and ``...ForTokenClassification``.
+"""Classification heads: Hugging Face's ``...ForSequenceClassification`` and ``...ForTokenClassification``.
 
 Both have one linear, ``score``, on the hidden states after the last norm; that of tokens has a bias. A reward model is
 the first with one label, a value head the second with one label. The parameters are made in `common`.
@@ -76,7 +76,7 @@ _NOT_OF_SEQUENCES = frozenset({"apertus"})
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """What a model shall score.
+    """Classification head of a model.
 
     Args:
         kind: Sequences or tokens.
@@ -93,7 +93,7 @@ class Head:
 
 
 def class_name(model_type: str, kind: HeadKind) -> str:
-    """Transformers' class of a family's models with a head for scores.
+    """Return transformers' class of a family's models with a classification head.
 
     Raises:
         McaError: It has none.
@@ -117,12 +117,12 @@ def with_head(config: McaModelConfig, head: Head) -> McaModelConfig:
         raise UsageError(str(error)) from None
     if config.head != "causal_lm" and (config.head, config.num_labels) != (head.kind, len(head.labels)):
         raise UsageError(
-            f"the model has a head for {config.head} with {config.num_labels} labels, the run is of {head.kind} with "
+            f"the model has a {config.head} head with {config.num_labels} labels, the run needs {head.kind} with "
             f"{len(head.labels)}; name a model that fits"
         )
     names = head.labels if config.head == "causal_lm" else _merge_labels(label_names(config), head.labels)
-    told = {"problem_type": head.problem_type, "pad_token_id": head.pad_token_id}
-    told = {key: value for key, value in told.items() if value is not None}
+    changes = {"problem_type": head.problem_type, "pad_token_id": head.pad_token_id}
+    changes = {key: value for key, value in changes.items() if value is not None}
     extra = {key: value for key, value in config.extra.items() if key != "hf_duplicates"}
     return replace(
         config,
@@ -131,7 +131,7 @@ def with_head(config: McaModelConfig, head: Head) -> McaModelConfig:
         tie_word_embeddings=False,
         mtp_num_layers=0,
         extra=extra,
-        hf_config={**config.hf_config, "architectures": [name], **_labels(names), **told}
+        hf_config={**config.hf_config, "architectures": [name], **_labels(names), **changes}
         if config.hf_config
         else {},
     )

@@ -16,7 +16,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {"logit_scale": 1 / config.logits_scaling, **restore_layer_types(config)}
 
 

@@ -1,4 +1,4 @@
-"""Command A with experts: HF ``Cohere2MoeForCausalLM``: experts beside attention, dense first layers."""
+"""Command A with experts: HF ``Cohere2MoeForCausalLM``: experts parallel to attention, dense first layers."""
 
 from dataclasses import replace
 from functools import partial
@@ -53,18 +53,18 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     kinds = {**restore_layer_types(config), **restore_moe_layers(config)}
     dense = {"prefix_dense_intermediate_size": config.ffn_hidden_size}
     score = {"expert_selection_fn": config.moe_router_score_function}
-    beside = {
+    parallel = {
         "norm_topk_prob": config.moe_router_normalised,
         **restore_shared_experts(config, "num_shared_experts"),
         "shared_expert_combination_strategy": "average" if config.moe_shared_expert_mean else "sum",
     }
     eps, root = config.layernorm_epsilon, config.normalization == "RMSNorm"
     norms = {"rms_norm_eps": eps if root else None} | ({} if root else {"layer_norm_eps": eps})
-    return {"logit_scale": 1 / config.logits_scaling, **kinds, **dense, **score, **beside, **norms}
+    return {"logit_scale": 1 / config.logits_scaling, **kinds, **dense, **score, **parallel, **norms}
 
 
 def _shared(hf: HfConfig) -> JsonObject:

@@ -66,7 +66,7 @@ def qkv(config: McaModelConfig) -> list[Param]:
 
 
 def gated_qkv(config: McaModelConfig) -> list[Param]:
-    """``linear_qkv`` where HF has the output gate in a tensor of its own, ``gate_proj``."""
+    """Return ``linear_qkv`` where HF has the output gate in a separate tensor, ``gate_proj``."""
     heads = config.num_attention_heads // config.num_query_groups
     names = tuple(f"{HF_ATTN}{part}_proj.weight" for part in ("q", "gate", "k", "v"))
     layout = GroupedHeads((heads, heads, 1, 1), config.kv_channels)
@@ -109,10 +109,10 @@ def qk_norms(config: McaModelConfig) -> list[Param]:
     if not config.qk_layernorm or not config.qk_layernorm_weight:
         return []
     own = config.qk_layernorm_full_width or config.qk_layernorm_per_head
-    lies = Shaped((-1, config.kv_channels)) if config.qk_layernorm_per_head else SEPARATE
+    layout = Shaped((-1, config.kv_channels)) if config.qk_layernorm_per_head else SEPARATE
     parts = "q" if config.takes_keys else "qk"
     names = ((f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight") for x in parts)
-    norms = [inner(mca, hf, shard=COLUMN if own else REPLICATED, hf_layout=lies) for mca, hf in names]
+    norms = [inner(mca, hf, shard=COLUMN if own else REPLICATED, hf_layout=layout) for mca, hf in names]
     return norms if own else with_norm_biases(config, norms)
 
 
@@ -181,7 +181,7 @@ def with_norm_biases(config: McaModelConfig, rules: Iterable[Param]) -> list[Par
 
 
 def grouped_qkv(config: McaModelConfig, name: str) -> list[Param]:
-    """``linear_qkv`` where HF too has one tensor, ``name``, that lies as Megatron's."""
+    """Return ``linear_qkv`` where HF too has one tensor, ``name``, in Megatron's order."""
     kinds = ("weight", "bias") if config.attention_biases else ("weight",)
     rules = [(f"self_attention.linear_qkv.{kind}", f"self_attn.{name}.{kind}") for kind in kinds]
     return [inner(mca, hf, shard=COLUMN) for mca, hf in rules]
@@ -194,7 +194,7 @@ def fused_mlp() -> list[Param]:
 
 
 def renamed(rules: Iterable[Param], names: Mapping[str, str]) -> list[Param]:
-    """``rules`` with other HF names: where one holds a key of ``names``, its first, that stands for the value."""
+    """Return ``rules`` with other HF names: the first key of ``names`` in a name is replaced by its value."""
 
     def new(name: str) -> str:
         old = next((old for old in names if old in name), "")
@@ -214,7 +214,7 @@ def dense_layers(config: McaModelConfig) -> list[Param]:
 
 
 def in_layers(config: McaModelConfig, rules: Callable[[McaModelConfig], Sequence[Param]]) -> Iterator[Param]:
-    """What ``rules`` has for every decoder layer as it is."""
+    """Yield the ``rules`` of every decoder layer."""
     if config.of_kind is None:
         yield from expand_rules(rules(config), layers=range(config.num_layers))
         return

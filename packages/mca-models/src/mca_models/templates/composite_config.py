@@ -1,6 +1,6 @@
-"""How a ``config.json`` says more than what the text model is, such as what stands beside it.
+"""Composite ``config.json`` files, which hold the keys of a text model and others.
 
-The families that do have their own `CompositeConfig` in their files.
+`vision_tower` implements the protocol for vision-language models.
 """
 
 from typing import Protocol
@@ -9,7 +9,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 
 QUANTIZATION = "quantization_config"
-"""The key that says how weights are quantised, which readers take as the truth of the weights beside it."""
+"""Key of the quantisation of the stored weights, which all readers trust."""
 
 
 def without_quantization(hf: Values) -> JsonObject:
@@ -22,38 +22,38 @@ def without_quantization(hf: Values) -> JsonObject:
 
 
 class CompositeConfig(Protocol):
-    """How a ``config.json`` says more than what the text model is."""
+    """Layout of a ``config.json`` that holds the keys of a text model and others."""
 
     def text_config(self, hf: JsonObject) -> JsonObject:
-        """What it says of the text model, as a file of its own would."""
+        """Return the keys of the text model, as in a text-only file."""
 
     def other_fields(self, hf: JsonObject) -> Values:
-        """Fields of ``McaModelConfig`` that tell the rest."""
+        """Return the fields of ``McaModelConfig`` that the other keys give."""
 
     def update_text(self, hf: JsonObject, changes: Values) -> JsonObject:
-        """``hf`` with what it says of the text model changed."""
+        """Return ``hf`` with ``changes`` to its text keys."""
 
     def compose(self, text: JsonObject, config: McaModelConfig) -> JsonObject:
-        """The file for ``config``, whose text model ``text`` describes."""
+        """Compose the file for ``config`` from the keys ``text`` of its text model."""
 
 
 class TextOnlyConfig:
     """A ``config.json`` that describes a text model and nothing else."""
 
     def text_config(self, hf: JsonObject) -> JsonObject:
-        """See ``CompositeConfig``."""
+        """Return the keys that describe the text model."""
         return hf
 
     def other_fields(self, hf: JsonObject) -> Values:
-        """See ``CompositeConfig``."""
+        """Return the fields of ``McaModelConfig`` that the text keys do not give."""
         return {}
 
     def update_text(self, hf: JsonObject, changes: Values) -> JsonObject:
-        """See ``CompositeConfig``."""
+        """Return ``hf`` with ``changes`` to its text keys."""
         return {**hf, **changes}
 
     def compose(self, text: JsonObject, config: McaModelConfig) -> JsonObject:
-        """See ``CompositeConfig``."""
+        """Compose the file for ``config`` from the keys ``text`` of its text model."""
         return text
 
 

@@ -65,7 +65,7 @@ def grouped_experts(hf: HfConfig) -> JsonObject:
 
 
 def restore_groups(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     dense = [layer for layer in range(config.num_layers) if not config.is_moe_layer(layer)]
     return {
         "first_k_dense_replace": len(dense),
@@ -77,12 +77,12 @@ def restore_groups(config: McaModelConfig) -> HfConfig:
 
 
 def mla(hf: HfConfig) -> JsonObject:
-    """What ``grouped_experts`` says, and the head dimension of a query or key."""
+    """Derive ``grouped_experts``, and the head dimension of queries and keys."""
     return {**grouped_experts(hf), "kv_channels": hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]}
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """What ``mla`` says, with sigmoid routing."""
+    """Derive ``mla`` with sigmoid routing."""
     require_sigmoid_routing(hf)
     return mla(hf)
 

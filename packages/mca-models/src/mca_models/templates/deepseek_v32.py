@@ -22,12 +22,12 @@ NAMES = {
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """What DeepSeek V3's table says, and which layers have experts."""
+    """Derive as DeepSeek V3, and the layers with experts."""
     return {**deepseek_v3.derive(hf), **derive_moe_layers({"first_k_dense_replace": 3, **hf})}
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return glm4_moe_lite.restore(config)
 
 

@@ -32,12 +32,12 @@ def derive_dual_rope(hf: HfConfig, base: float, local_base: float) -> JsonObject
 
 
 def restore_dual_rope(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     full = {"rope_theta": config.rotary_base, "rope_type": "default", **(config.rope_scaling or {})}
     local = {"rope_theta": config.rotary_base_local, "rope_type": "default"}
     return {"rope_parameters": {FULL: full, SLIDING: local}}
 
 
 def restore_layer_types(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {"layer_types": list(config.layer_types)} if config.layer_types else {}

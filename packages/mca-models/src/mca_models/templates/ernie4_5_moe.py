@@ -18,7 +18,7 @@ NAMES = MoeNames(
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """Which layers have experts, and the shared ones as one wide one."""
+    """Derive the layers with experts, and the shared experts as one wide expert."""
     layers, step = hf["num_hidden_layers"], hf.get("moe_layer_interval", 1)
     last = hf.get("moe_layer_end_index", -1)
     sparse = range(hf.get("moe_layer_start_index", 1), layers if last == -1 else last + 1)
@@ -31,7 +31,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     shared, width = config.moe_shared_expert_intermediate_size or 0, config.moe_ffn_hidden_size or 1
     sparse = [layer for layer in range(config.num_layers) if config.is_moe_layer(layer)]
     ends = {"moe_layer_start_index": sparse[0], "moe_layer_end_index": sparse[-1]}

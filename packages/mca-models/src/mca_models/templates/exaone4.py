@@ -31,7 +31,7 @@ def rotated_windows(kinds: Sequence[str]) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {"sliding_window": config.window_size, **restore_layer_types(config)}
 
 

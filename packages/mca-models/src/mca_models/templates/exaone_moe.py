@@ -23,7 +23,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     groups = restore_groups(config)
     return {**exaone4.restore(config), **groups, "num_shared_experts": groups["n_shared_experts"]}
 

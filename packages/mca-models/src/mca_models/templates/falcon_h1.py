@@ -73,7 +73,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     *of_states, after = config.mamba_multipliers or (1.0,) * 6
     scale = 1.0 if config.softmax_scale is None else config.softmax_scale / config.kv_channels**-0.5
     return {

@@ -1,6 +1,6 @@
 """One model family: its config table and its parameters.
 
-The families themselves are the files beside this one, listed in the package.
+The families are the other files of this package.
 """
 
 import logging
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def count_mtp_layers(config: McaModelConfig, names: Collection[str], prefix: str | None = None) -> int:
-    """The prediction layers that ``config.json`` counts; none if the checkpoint holds none.
+    """Return the number of MTP layers of ``config.json``; 0 if the checkpoint holds none.
 
     ``transformers`` saves models without them.
 
@@ -34,20 +34,20 @@ def count_mtp_layers(config: McaModelConfig, names: Collection[str], prefix: str
     mtp = prefix or f"model.layers.{config.num_layers}."
     if config.mtp_num_layers and not any(name.startswith(mtp) for name in names):
         logger.warning(
-            "config.json counts %s; the checkpoint holds none",
-            counted(config.mtp_num_layers, "prediction layer"),
+            "num_nextn_predict_layers: config.json has %s, the checkpoint none; continuing without",
+            counted(config.mtp_num_layers, "MTP layer"),
         )
         return 0
     return config.mtp_num_layers
 
 
 def _stacked_experts(names: Collection[str]) -> dict[str, bool]:
-    """Whether the experts of a layer lie in one tensor; prediction layers beside the model have their own way."""
+    """Detect whether one tensor holds the experts of a layer; MTP layers are checked separately."""
     stacked = [name for name in names if name.endswith(("experts.gate_up_proj", "experts.up_proj"))]
-    facts = {"fused_experts": True} if any(not name.startswith("mtp.") for name in stacked) else {}
+    extra = {"fused_experts": True} if any(not name.startswith("mtp.") for name in stacked) else {}
     if any(name.startswith("mtp.") for name in names):
-        facts["fused_mtp_experts"] = any(name.startswith("mtp.") for name in stacked)
-    return facts
+        extra["fused_mtp_experts"] = any(name.startswith("mtp.") for name in stacked)
+    return extra
 
 
 def _none(config: FamilyConfig) -> frozenset[str]:
@@ -56,27 +56,27 @@ def _none(config: FamilyConfig) -> frozenset[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What mca knows of one HF ``model_type``.
+    """Model family of one HF ``model_type``.
 
     Args:
         model_type: HF's name of the family.
         architecture: The HF causal-LM class.
         config: Carries ``config.json`` both ways.
         params: Every parameter of a model, in checkpoint order.
-        ignored_hf: HF tensors that checkpoints carry and no model here reads, beside frequencies of ropes.
+        ignored_hf: HF tensors that checkpoints hold and no model reads, in addition to RoPE frequencies.
         moe: Names inside an expert layer, if the family has any and files may hold them one by one.
-        detect_extra: Further facts for ``extra`` that only the names and shapes of tensors tell.
-        count_mtp: How many prediction layers a checkpoint with these tensor names holds.
-        copies: HF tensors that may repeat another one, beside a tied head.
+        detect_extra: Entries of ``extra`` that only the names and shapes of tensors show.
+        count_mtp: Number of MTP layers in a checkpoint with these tensor names.
+        copies: HF tensors that may repeat another one, in addition to a tied head.
         unadaptable: Modules that PEFT refuses to adapt in models of this type, or adapts without effect.
         transposed_experts: The stacked weights of routed experts are stored transposed, which PEFT does not know.
         module_names: Facts in ``extra`` with which everything has the names of transformers' modules, where files
             have others.
         in_transformers: Whether transformers has the type; where not, models have their publisher's code, in which each
-            routed expert is modules of its own.
+            routed expert is a separate module.
         fp8_unsupported: Why transformers cannot read weights of this type in fp8 blocks; None: it can.
         texts: The families that its text part may be of, by HF's ``model_type`` of that part.
-        vision: What lies beside the text part.
+        vision: Vision tower and projector; None for text models.
     """
 
     model_type: str
@@ -116,20 +116,20 @@ class Family:
         return {**head, **self.copies(config)}
 
     def hf_name(self, config: McaModelConfig, name: str) -> str:
-        """What the checkpoint of ``config`` calls the text model's ``name``."""
+        """Return the name in the checkpoint of ``config`` for the text model's ``name``."""
         return self.vision.spelling(config).text_to_file(name) if self.vision else name
 
     def with_module_names(self, config: McaModelConfig) -> McaModelConfig:
-        """``config`` with the names of transformers' modules, whatever the files say."""
-        facts = dict(self.text(config).module_names)
+        """Return ``config`` with the names of transformers' modules instead of those of files."""
+        extra = dict(self.text(config).module_names)
         if self.vision:
-            facts[SPELLING] = len(self.vision.spellings) - 1
-        return replace(config, extra={**config.extra, **facts})
+            extra[SPELLING] = len(self.vision.spellings) - 1
+        return replace(config, extra={**config.extra, **extra})
 
     def with_checkpoint_names(
         self, config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape] | None = None
     ) -> McaModelConfig:
-        """``config`` with what only the tensor ``names`` of a HF checkpoint can tell.
+        """Return ``config`` with what only the tensor ``names`` of a HF checkpoint show.
 
         Whether experts lie stacked (``extra["fused_experts"]``), which tensors are there twice
         (``extra["hf_duplicates"]``), and whether the prediction layers that ``config.json`` counts are
@@ -173,13 +173,13 @@ class Family:
         return replace(config, extra=extra)
 
     def require_family(self, config: McaModelConfig) -> None:
-        """Raises if ``config`` cannot be a model of this family, or its vision model has sizes that none has."""
+        """Raise if ``config`` cannot be a model of this family, or its vision model has impossible sizes."""
         kind = config.text_model_type
         if kind not in (self.texts or (None,)):
             known = ", ".join(self.texts) or "none"
             raise McaError(f"text_model_type is {kind!r:.80}; expected of a {self.model_type} model: {known}")
         table = self.text(config).config
-        assert isinstance(table, ConfigTable), "a text part has no text part of its own"
+        assert isinstance(table, ConfigTable), "text parts do not nest"
         if type(config) is not table.config_class:
             raise McaError(f"kv_lora_rank is set or missing, unlike in a {self.model_type} model")
         if self.vision is not None:

@@ -1,6 +1,6 @@
 """Rules of models that mix gated attention with linear attention layers (gated delta nets).
 
-How such a layer is computed is known to `mca_models.megatron.families`.
+`mca_models.megatron.families` computes these layers.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -25,7 +25,7 @@ FIELDS = (
 
 
 def mixed_layers(hf: HfConfig) -> JsonObject:
-    """Which layers have linear attention: all but every fourth, unless listed."""
+    """Derive the layers with linear attention: all but every fourth, unless listed."""
     step = hf.get("full_attention_interval", 4)
     kinds = hf.get("layer_types") or [
         "linear_attention" if (i + 1) % step else "full_attention" for i in range(hf["num_hidden_layers"])
@@ -34,7 +34,7 @@ def mixed_layers(hf: HfConfig) -> JsonObject:
 
 
 def restore_layers(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {"layer_types": list(config.layer_types or ())}
 
 
@@ -84,5 +84,5 @@ MTP_NAMES = {
 
 
 def detect_mtp_layers(config: McaModelConfig, names: Collection[str]) -> int:
-    """How many prediction layers a checkpoint holds: ``config.json`` need not count them."""
+    """Return the number of MTP layers of a checkpoint: ``config.json`` need not count them."""
     return int("mtp.fc.weight" in names)

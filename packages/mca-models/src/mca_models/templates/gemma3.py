@@ -1,4 +1,4 @@
-"""Gemma 3: HF ``Gemma3ForConditionalGeneration``: a SigLIP tower beside the text model."""
+"""Gemma 3: HF ``Gemma3ForConditionalGeneration``: a SigLIP tower and the text model."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ SPELLINGS = (
 
 
 def head(width: int, inner: int) -> Shapes:
-    """What pools a picture into one vector; published files have none."""
+    """Return the head that pools a picture into one vector; published files have none."""
     return {
         "head.probe": (1, 1, width),
         "head.attention.in_proj_weight": (3 * width, width),

@@ -33,7 +33,7 @@ def scales(hf: HfConfig) -> JsonObject:
 
 
 def restore_scale(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {
         "hidden_activation": GELU,
         "query_pre_attn_scalar": round((config.softmax_scale or 1.0) ** -2),
@@ -54,7 +54,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {
         **restore_dual_rope(config),
         "layer_types": list(config.layer_types or ()),

@@ -1,6 +1,6 @@
 """Gemma 4, the text model: HF ``Gemma4ForCausalLM``: wider heads in full layers, whose keys may be their values too.
 
-In E2B and E4B each layer takes embeddings of its own, late ones the keys and values of earlier ones.
+In E2B and E4B each layer has per-layer embeddings; late layers share the keys and values of earlier ones.
 """
 
 import logging
@@ -46,7 +46,7 @@ NORMS = {
     "experts_post_layernorm": "post_feedforward_layernorm_2",
     "post_layernorm": "post_feedforward_layernorm",
 }
-"""Around an MLP and the experts beside it."""
+"""Norms of an MLP and of the experts parallel to it."""
 EXPERTS = [
     Param(
         mca=f"{MLP}experts.linear_fc{number}.weight{{expert}}",
@@ -61,7 +61,7 @@ PER_LAYER = [
     inner("per_layer_projection.weight", "per_layer_projection.weight"),
     inner("per_layer_layernorm.weight", "post_per_layer_input_norm.weight"),
 ]
-"""Of embeddings that a layer takes beside the hidden states."""
+"""Rules of per-layer embeddings."""
 PER_LAYER_TABLES = [
     Param(
         mca="embedding.per_layer_embeddings.weight",
@@ -88,7 +88,7 @@ class _Size(Field):
     """A size that ``null`` does not stand for."""
 
     def read(self, hf: Values) -> Typed:
-        """See `Field`."""
+        """Read the value, as `Field.read`."""
         value = hf.get(self.hf, self.default)
         if type(value) is not int:
             raise HfConfigError(
@@ -137,11 +137,11 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def _experts(hf: HfConfig) -> JsonObject:
-    """26B A4B: experts beside the MLP."""
+    """26B A4B: experts parallel to the MLP."""
     if not hf.get("enable_moe_block"):
         return {}
     Fixed(
-        "use_double_wide_mlp", (False, None), "no published model has experts beside MLPs of two widths"
+        "use_double_wide_mlp", (False, None), "no published model has experts and MLPs of two widths"
     ).check(hf)
     return {
         **{"num_moe_experts": hf["num_experts"], "moe_ffn_hidden_size": hf["moe_intermediate_size"]},
@@ -151,7 +151,7 @@ def _experts(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     own = (config.of_kind or {})[FULL]
     full = {"rope_theta": config.rotary_base, **(config.rope_scaling or {})}
     local = {"rope_theta": config.rotary_base_local, "rope_type": "default"}
@@ -196,8 +196,8 @@ CONFIG = ConfigTable(
 )
 
 
-def experts_beside(config: McaModelConfig) -> list[Param]:
-    """The rules of a layer's MLP and the router of the experts beside it."""
+def parallel_experts(config: McaModelConfig) -> list[Param]:
+    """Return the rules of a layer's MLP and of the parallel router."""
     mlp, norms = f"{MLP}shared_experts.", NORMS.items()
     return [
         gate_up(mlp, HF_MLP),
@@ -212,11 +212,14 @@ def experts_beside(config: McaModelConfig) -> list[Param]:
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     layers = range(config.num_layers)
-    beside = [inner("layer_scalar", "layer_scalar"), *(PER_LAYER if config.per_layer_input_size else [])]
-    rules = [*(PER_LAYER_TABLES if config.per_layer_input_size else []), *expand_rules(beside, layers=layers)]
+    scalars = [inner("layer_scalar", "layer_scalar"), *(PER_LAYER if config.per_layer_input_size else [])]
+    rules = [
+        *(PER_LAYER_TABLES if config.per_layer_input_size else []),
+        *expand_rules(scalars, layers=layers),
+    ]
     if not config.experts_beside_mlp:
         return [*dense_layers(config), *rules]
-    blocks = in_layers(config, lambda own: [*attention(own), *experts_beside(own)])
+    blocks = in_layers(config, lambda own: [*attention(own), *parallel_experts(own)])
     stacked = expand_rules(EXPERTS, layers=layers, experts=range(config.num_moe_experts or 0))
     return [embedding(), *blocks, *stacked, *rules, *head(config)]
 
@@ -238,7 +241,7 @@ def unused_keys(config: McaModelConfig, names: Collection[str], shapes: Mapping[
 
 
 def left_behind(config: McaModelConfig) -> frozenset[str]:
-    """What ``unused_keys`` found."""
+    """Return the tensors that ``unused_keys`` detected."""
     return frozenset(config.extra.get("hf_left_behind", ()))
 
 

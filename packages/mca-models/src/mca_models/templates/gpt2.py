@@ -27,7 +27,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {"activation_function": config.hidden_act}
 
 
@@ -56,7 +56,7 @@ CONFIG = ConfigTable(
 
 
 def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
-    """Whether the names lack the prefix."""
+    """Return whether the names lack the prefix."""
     return {BARE: True} if "wte.weight" in names else {}
 
 

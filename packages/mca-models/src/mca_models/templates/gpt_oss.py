@@ -38,7 +38,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     kinds = list(config.layer_types or ())
     return {"hidden_act": "silu", "layer_types": kinds, **restore_aux_loss(config)}
 

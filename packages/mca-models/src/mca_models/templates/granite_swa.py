@@ -39,7 +39,7 @@ def _bases(thetas: Sequence[float], kinds: Sequence[str], kind: str) -> list[flo
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     local = config.rotary_base_local or config.rotary_base
     bases = [local if kind == SLIDING else config.rotary_base for kind in config.layer_types or ()]
     skips = config.no_rope_freq or (0,) * config.num_layers

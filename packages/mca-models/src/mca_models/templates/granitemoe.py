@@ -28,7 +28,7 @@ MEMORY = ("router.weight", "experts.gate_up_proj", "experts.down_proj")
 
 
 def shared_mlp(config: McaModelConfig) -> list[Param]:
-    """The MLP that every token passes beside its experts."""
+    """Shared expert of every layer, in addition to the routed ones."""
     if not config.moe_shared_expert_intermediate_size:
         return []
     return [

@@ -1,4 +1,4 @@
-"""Granite 4: HF ``GraniteMoeHybridForCausalLM``: Granite with state space layers, and MLPs or experts beside one."""
+"""Granite 4: HF ``GraniteMoeHybridForCausalLM``: Granite with Mamba 2 layers, and MLPs or experts with a shared one."""
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
@@ -22,7 +22,7 @@ from mca_models.weights import GATED, ROW, Param, expand_rules
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """What each layer is, whether positions are rotated, and experts, if there are any."""
+    """Derive the type of each layer, whether positions are rotated, and the experts."""
     layers = hf["num_hidden_layers"]
     kinds = layer_types_from_hf(hf.get("layer_types") or hf.get("layers_block_type") or ["mamba"] * layers)
     values = {
@@ -41,7 +41,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     dense = config.num_moe_experts is None
     return {
         **{"layer_types": layer_types_to_hf(config), **restore_bamba(config), **restore_aux_loss(config)},

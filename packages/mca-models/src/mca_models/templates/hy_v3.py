@@ -38,13 +38,13 @@ NAMES = MoeNames(
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """Which layers have experts, and how many of them are for every token."""
+    """Derive the layers with experts, and the number of shared experts."""
     experts = sigmoid_experts({**hf, "n_shared_experts": hf.get("num_shared_experts", 1), "n_group": 1})
     return {**experts, **derive_moe_layers({**hf, "first_k_dense_replace": 1}), "mtp_num_layers": 0}
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     shared = restore_groups(config)["n_shared_experts"]
     return {"num_shared_experts": shared, **restore_moe_layers(config)}
 

@@ -60,7 +60,7 @@ def derive(hf: HfConfig) -> JsonObject:
         **{**experts, **derive_moe_layers({"first_k_dense_replace": 1, **hf}), "mtp_num_layers": 0},
         "kv_channels": hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"],
         "layer_types": tuple(hf.get("layer_types") or kinds),
-        **{"no_rope_freq": (1,) * count, "rope_scaling": None},  # whatever files say of a rope
+        **{"no_rope_freq": (1,) * count, "rope_scaling": None},  # the files' rope has no effect
         "linear_conv_kernel_dim": said.get("short_conv_kernel_size", hf.get("linear_conv_kernel_dim", 4)),
         **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), heads),
         **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), width),
@@ -68,7 +68,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {
         **restore_shared_experts(config, "num_shared_experts"),
         "num_expert_group": config.moe_router_num_groups or 1,
@@ -116,14 +116,14 @@ SAVED_BY_HF = "hf_saved_by_transformers"
 
 
 def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
-    """Whether transformers wrote the files: it gives the dense MLP the name of experts."""
+    """Return whether transformers wrote the files: it gives the dense MLP the name of experts."""
     dense = (layer for layer in range(config.num_layers) if not config.is_moe_layer(layer))
     saved = any(f"model.layers.{layer}.{BLOCK}gate_proj.weight" in names for layer in dense)
     return {SAVED_BY_HF: True} if saved else {}
 
 
 def delta_attention(config: FamilyConfig) -> list[Param]:
-    """Linear attention with the norm before it; transformers' modules have what makes keys fade in one of their own."""
+    """Linear attention with the norm before it; transformers' modules have a separate one for the decay."""
     rows, heads = config.linear_num_key_heads * config.linear_key_head_dim, config.linear_num_key_heads
     loaded = bool(config.extra.get("fused_experts"))
     gate = f"{HF_ATTN}forget_gate." if loaded else HF_ATTN

@@ -44,7 +44,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     heat = config.attn_temperature
     scales = {"attn_scale": heat["beta"], "floor_scale": heat["length"]} if heat else {}
     return {

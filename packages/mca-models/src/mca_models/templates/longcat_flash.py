@@ -36,7 +36,7 @@ SCALED_LATENT = "the factors on queries and on compressed keys and values"
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """Layers in pairs, the MLP beside the experts, and factors in latent attention."""
+    """Derive pairs of layers, the MLP parallel to the experts, and factors in MLA."""
     count = hf.get("num_layers") or hf.get("num_hidden_layers", 56) // 2
     require_bounded({"num_layers": count})  # before a list is made that is as long
     return {
@@ -49,7 +49,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {"num_layers": config.num_layers // 2}
 
 

@@ -1,6 +1,6 @@
-"""Rules of state space layers (Mamba 2), under the names that most of HF's files give them.
+"""Rules of state space layers (Mamba 2), under the names of most HF files.
 
-How such a layer is computed is known to `mca_models.megatron.families`.
+`mca_models.megatron.families` computes these layers.
 """
 
 import math
@@ -31,7 +31,7 @@ def fields(*, heads: str, width: str, groups: str, state: str, conv: str, bias: 
 
 
 def bamba_fields() -> tuple[Field, ...]:
-    """Those sizes under the keys of Bamba, which other families share."""
+    """Return the sizes under the keys of Bamba, which other families share."""
     return fields(
         heads="mamba_n_heads",
         width="mamba_d_head",
@@ -47,7 +47,7 @@ BAMBA = {"mamba_n_groups": 1, "mamba_d_state": 256, "mamba_n_heads": 128, "mamba
 
 
 def derive_bamba(hf: HfConfig, inside: int | None = None) -> JsonObject:
-    """The width of a head, which need not be said, and the shortest step in time.
+    """Derive the head dimension, which need not be given, and the shortest time step.
 
     Args:
         hf: The configuration.
@@ -76,7 +76,7 @@ def derive_bamba(hf: HfConfig, inside: int | None = None) -> JsonObject:
 
 
 def restore_bamba(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     inside = (config.mamba_num_heads or 0) * (config.mamba_head_dim or 0)
     return {
         "mamba_expand": inside // config.hidden_size,
@@ -85,7 +85,7 @@ def restore_bamba(config: McaModelConfig) -> HfConfig:
 
 
 def require_groups(heads: int, groups: int) -> None:
-    """Refuses heads that groups cannot share out evenly, which transformers cannot compute either."""
+    """Reject heads that groups cannot share out evenly, which transformers cannot compute either."""
     if groups < 1 or heads % groups:
         raise HfConfigError(
             f"config.json: {heads} heads of state space layers cannot be shared out to {groups} groups; supported: "
@@ -118,7 +118,7 @@ def mamba(config: McaModelConfig) -> list[Param]:
 
 
 def mamba_mixer(config: McaModelConfig, at: str) -> list[Param]:
-    """A state space model alone; ``at`` is its place in Megatron's layer."""
+    """Return the rules of a Mamba mixer; ``at`` is its position in Megatron's layer."""
     sizes = segments(config)
     cut = {
         **{

@@ -26,7 +26,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     sparse = qwen3_moe.restore_sparse(config) | restore_moe_layers(config)
     return {**sparse, **restore_dual_rope(config), **restore_layer_types(config)}
 

@@ -59,7 +59,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def _require_ropes(full: Values, local: Values, said: HfConfig) -> None:
-    """Refuses a rope of windows that differs in more than its base, and a factor on rotated channels alone."""
+    """Reject a rope of windows that differs in more than its base, and a factor on rotated channels alone."""
     if local["rope_scaling"] or local["rotary_percent"] != full["rotary_percent"]:
         raise HfConfigError(
             f"config.json: 'rope_parameters.sliding_attention' is {said[SLIDING]!r:.160}; supported: rope_type "
@@ -74,7 +74,7 @@ def _require_ropes(full: Values, local: Values, said: HfConfig) -> None:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     shared = {"partial_rotary_factor": config.rotary_percent, "rope_type": "default"}
     bases = {FULL: config.rotary_base, SLIDING: config.rotary_base_local}
     ropes = {kind: {"rope_theta": base, **shared} for kind, base in bases.items()}

@@ -1,4 +1,4 @@
-"""MiniMax M3: HF ``MiniMaxM3SparseForConditionalGeneration``: a tower of CLIP's layers beside the text model."""
+"""MiniMax M3: HF ``MiniMaxM3SparseForConditionalGeneration``: a tower of CLIP's layers and the text model."""
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import minimax_m3_vl_text

@@ -53,7 +53,7 @@ _MOST = 1 << 20
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """Which layers have an indexer and which have experts, and the load-balancing loss."""
+    """Derive the layers with an indexer and with experts, and the load-balancing loss."""
     require_sigmoid_routing(hf)
     count, inside = hf["num_hidden_layers"], hf.get("sparse_attention_config") or {}
     indexed, sparse = inside.get("sparse_attention_freq"), hf.get("moe_layer_freq")
@@ -72,12 +72,12 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def blocks(hf: HfConfig, inside: Values) -> JsonObject:
-    """See ``McaModelConfig.index_blocks``."""
+    """Return ``McaModelConfig.index_blocks``."""
     found = {name: _number(hf, inside, *keys) for name, keys in {**_INDEX, "heads": _HEADS}.items()}
     heads = found.pop("heads")
     if heads != hf["num_key_value_heads"]:
         raise HfConfigError(
-            f"config.json: 'index_n_heads' is {heads}; supported: {hf['num_key_value_heads']}, as many as there are "
+            f"config.json: 'index_n_heads' is {heads}; supported: {hf['num_key_value_heads']}, the number of "
             "key/value heads"
         )
     rotated = int(hf["head_dim"] * read_rope(hf)["rotary_percent"])
@@ -105,7 +105,7 @@ def _number(hf: HfConfig, inside: Values, key: str, legacy: str, default: int) -
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     kinds = (_SPARSE if kind == "sparse_attention" else kind for kind in config.layer_types or ())
     index = config.index_blocks or {name: default for name, (_, _, default) in _INDEX.items()}
     return {
@@ -145,13 +145,13 @@ CONFIG = ConfigTable(
 
 
 def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
-    """Whether transformers wrote the files of the text model alone."""
+    """Return whether transformers wrote the files of the text model alone."""
     own = any(name.endswith((".mlp.gate.weight", ".mlp.gate_up_proj.weight")) for name in names)
     return {MODULES: True} if own else {}
 
 
 def indexer(config: McaModelConfig) -> Iterator[Param]:
-    """What chooses blocks of keys in a layer."""
+    """Return the rules of the indexer, which chooses blocks of keys."""
     for name in ("q_proj", "k_proj", "q_norm", "k_norm"):
         its = f"indexer.{name}" if config.extra.get(MODULES) else f"index_{name}"
         mca = f"self_attention.core_attention.indexer.{name}.weight"

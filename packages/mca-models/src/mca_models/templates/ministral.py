@@ -8,7 +8,7 @@ from mca_models.templates.family import Family
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """Which layers have a window: all of them unless listed."""
+    """Derive the sliding-window layers: all unless listed."""
     if hf.get("sliding_window") is None:
         return {"layer_types": None}
     return {"layer_types": tuple(hf.get("layer_types") or [SLIDING] * hf["num_hidden_layers"])}

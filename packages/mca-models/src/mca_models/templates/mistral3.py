@@ -1,4 +1,4 @@
-"""Mistral Small 3.1 to 4, Ministral 3: HF ``Mistral3ForConditionalGeneration``: a Pixtral tower beside them."""
+"""Mistral Small 3.1 to 4, Ministral 3: HF ``Mistral3ForConditionalGeneration``: a Pixtral tower and a text model."""
 
 from functools import partial
 

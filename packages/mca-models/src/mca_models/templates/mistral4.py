@@ -21,7 +21,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {**deepseek_v3.restore_groups(config), **restore_query_temperature(config)}
 
 

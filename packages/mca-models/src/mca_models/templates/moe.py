@@ -1,6 +1,6 @@
 """Rules of mixture-of-experts layers: router, experts, shared experts.
 
-How tokens are routed is known to Megatron and to `mca_models.megatron.families`.
+Megatron and `mca_models.megatron.families` route the tokens.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ SIGMOID_ROUTER: Values = {
     "moe_router_enable_expert_bias": True,
     "moe_router_pre_softmax": True,
 }
-"""Scores by sigmoid, experts chosen with a bias, weights normalised over the chosen ones."""
+"""Sigmoid router: top-k with an expert bias, weights normalised over the top-k."""
 
 TRANSPOSED = "transposed_experts"
 """The fact in ``extra`` that stacked experts lie as ``[experts, in, out]``."""
@@ -49,7 +49,7 @@ NO_JITTER = Fixed(
 
 
 def require_sigmoid_routing(hf: HfConfig) -> None:
-    """Refuses what Megatron's sigmoid routing chooses or weighs otherwise than HF's models.
+    """Reject configurations for which Megatron's sigmoid routing differs from HF's.
 
     Raises:
         McaError: One expert for a token, whose weight Megatron does not normalise; groups without two experts, by
@@ -180,7 +180,7 @@ def detect_stacked_experts(
 def expert_fields(
     *, count: str, default: int | None = None, ffn: str = "moe_intermediate_size"
 ) -> tuple[Field, ...]:
-    """How many experts there are, how wide, and how many a token passes.
+    """Return the fields of the number, width and top-k of experts.
 
     Args:
         count: HF's key of their number.
@@ -209,25 +209,25 @@ def fuse_shared_experts(
 
 
 def restore_shared_experts(config: McaModelConfig, key: str) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {key: (config.moe_shared_expert_intermediate_size or 0) // (config.moe_ffn_hidden_size or 1)}
 
 
 def derive_moe_layers(hf: HfConfig) -> dict[str, object]:
-    """Which layers have experts: as listed, or all from ``first_k_dense_replace`` on."""
+    """Derive the layers with experts: as listed, or all from ``first_k_dense_replace`` on."""
     layers, dense = range(hf["num_hidden_layers"]), hf.get("first_k_dense_replace", 1)
     kinds = hf.get("mlp_layer_types") or ["sparse" if layer >= dense else "dense" for layer in layers]
     return {"moe_layer_freq": tuple(int(kind == "sparse") for kind in kinds)}
 
 
 def restore_moe_layers(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     layers = range(config.num_layers)
     return {"mlp_layer_types": ["sparse" if config.is_moe_layer(layer) else "dense" for layer in layers]}
 
 
 def restore_aux_loss(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     on = config.moe_router_load_balancing_type != "none"
     return {"output_router_logits": on, "router_aux_loss_coef": config.moe_aux_loss_coeff}
 

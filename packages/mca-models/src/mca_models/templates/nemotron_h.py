@@ -49,7 +49,7 @@ _OLD_KEYS = {
 
 
 def kinds(hf: HfConfig) -> tuple[str, ...]:
-    """What each layer is: as listed, or as letters say."""
+    """Return the type of each layer: as listed, or from a pattern of letters."""
     listed, letters = hf.get("layers_block_type") or hf.get("layer_types"), hf.get("hybrid_override_pattern")
     if listed is None and letters is not None:
         listed = [_LETTERS.get(letter, letter) for letter in letters]
@@ -63,12 +63,12 @@ def kinds(hf: HfConfig) -> tuple[str, ...]:
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """Which layers are what, and their experts."""
+    """Derive the type of each layer, and the experts."""
     layers = kinds(hf)
     groups = hf.get("n_group") or 1
     found: JsonObject = {
         **{"num_layers": len(layers), "layer_types": layers, "no_rope_freq": (1,) * len(layers)},
-        **{"rotary_base": 10000.0, "rope_scaling": None, "rotary_percent": 1.0},  # whatever is said of a rope
+        **{"rotary_base": 10000.0, "rope_scaling": None, "rotary_percent": 1.0},  # the rope has no effect
         **_experts(hf, layers),
         "moe_router_num_groups": groups if groups > 1 else None,
         "moe_router_group_topk": (hf.get("topk_group") or 1) if groups > 1 else None,
@@ -91,7 +91,7 @@ def _experts(hf: HfConfig, layers: Collection[str]) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     shared = config.moe_shared_expert_intermediate_size
     return {
         "layers_block_type": layer_types_to_hf(config),

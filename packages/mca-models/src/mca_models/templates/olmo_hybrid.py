@@ -1,4 +1,4 @@
-"""OLMo Hybrid: HF ``OlmoHybridForCausalLM``: gated delta nets beside OLMo 3's attention, with norms in other places."""
+"""OLMo Hybrid: HF ``OlmoHybridForCausalLM``: gated delta nets and OLMo 3's attention, with other norm positions."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -50,7 +50,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     kinds = {**delta.restore_layers(config), "linear_allow_neg_eigval": config.linear_beta_factor == 2.0}
     none = {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}
     return {**kinds, **(none if config.no_rope_freq else {})}
@@ -73,7 +73,7 @@ SAVED_BY_HF = "hf_saved_by_transformers"
 
 
 def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
-    """Whether transformers wrote the files.
+    """Return whether transformers wrote the files.
 
     It renames a norm, and cuts convolutions in three that are alike.
     """

@@ -1,6 +1,6 @@
-"""Tensors of prediction layers that no model here has: they go from file to file unchanged, whatever the format.
+"""MTP tensors that no model builds: they are copied from file to file unchanged, in any format.
 
-Prediction layers that are built have their rules in `mtp`.
+`mtp` has the rules of MTP layers that are built.
 """
 
 import logging
@@ -27,7 +27,7 @@ _IN_FP32 = ("e_score_correction_bias", "expert_bias")
 
 
 def with_mtp_passthrough(family: Family) -> Family:
-    """``family`` with the tensors of its prediction layers carried."""
+    """Return ``family`` with the tensors of its MTP layers passed through."""
 
     def params(config: FamilyConfig) -> list[Param]:
         return [*family.params(config), *_params(config)]
@@ -52,7 +52,7 @@ def _params(config: McaModelConfig) -> list[Param]:
 
 
 def _found(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
-    """What transformers leaves out of its models too: what is called so, and the layer after the last."""
+    """Detect tensors that transformers leaves out of its models: MTP names, and the layer after the last."""
     after = f"model.layers.{config.num_layers}."
     carried = {
         name: list(shapes[name])
@@ -62,7 +62,7 @@ def _found(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, 
     carried = {name: shape for name, shape in carried.items() if not {"{", "}"} & set(name)}
     if carried:
         logger.warning(
-            "%d tensors of prediction layers (%s, ...) are copied unchanged: nothing here builds or trains them",
+            "%d tensors of MTP layers (%s, ...) are copied unchanged; they are not built or trained",
             len(carried),
             min(carried),
         )
@@ -70,7 +70,7 @@ def _found(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, 
 
 
 def without_passthrough(config: McaModelConfig) -> McaModelConfig:
-    """``config`` of a model as it is built; its ``config.json`` counts no prediction layers any more."""
+    """Return ``config`` of the model as it is built; its ``config.json`` counts no MTP layers."""
     if PASSTHROUGH not in config.extra:
         return config
     extra = {key: value for key, value in config.extra.items() if key != PASSTHROUGH}
@@ -78,11 +78,11 @@ def without_passthrough(config: McaModelConfig) -> McaModelConfig:
 
 
 def with_mtp_count(hf: JsonObject, count: int) -> JsonObject:
-    """A ``config.json`` that counts at most so many prediction layers, where it counts them."""
+    """Return a ``config.json`` that counts at most ``count`` MTP layers, where it counts them."""
 
     def lowered(part: JsonObject) -> JsonObject:
-        own = {key: part[key] for key in _COUNTS if isinstance(part.get(key), int)}
-        return {**part, **{key: min(value, count) for key, value in own.items()}}
+        counts = {key: part[key] for key in _COUNTS if isinstance(part.get(key), int)}
+        return {**part, **{key: min(value, count) for key, value in counts.items()}}
 
     text = hf.get("text_config")
     return lowered({**hf, "text_config": lowered(text)} if isinstance(text, dict) else hf)

@@ -20,7 +20,7 @@ FIELDS = tuple(
 
 
 def heads(hf: HfConfig) -> JsonObject:
-    """As many keys as queries, of equal shares of the hidden size."""
+    """Return the head sizes: multi-head attention with equal shares of the hidden size."""
     count = hf["num_attention_heads"]
     share = hf["hidden_size"] // count
     if hf.get("head_dim") not in (None, share):

@@ -17,7 +17,7 @@ from mca_models.weights import Param, expand_rules
 
 
 def long_rope(hf: HfConfig) -> JsonObject:
-    """The rope, its scaling by its present name and with the original context, which HF keeps beside it."""
+    """The rope, its scaling by its present name and with the original context, which HF keeps outside of it."""
     rope = read_rope(hf)
     if rope["rope_scaling"] is not None:
         kind = rope["rope_scaling"]["rope_type"]
@@ -28,7 +28,7 @@ def long_rope(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {ORIGINAL: (config.rope_scaling or {}).get(ORIGINAL, 4096)}
 
 

@@ -21,7 +21,7 @@ def derive_query_temperature(hf: HfConfig, default: JsonObject) -> JsonObject:
 
 
 def restore_query_temperature(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     scaling = {"rope_theta": config.rotary_base, "rope_type": "default", **(config.rope_scaling or {})}
     heat = config.attn_temperature or {}
     return {"rope_parameters": {**scaling, **{key: heat[name] for name, key in _HEAT.items()}}}

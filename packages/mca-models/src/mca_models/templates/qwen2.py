@@ -18,7 +18,7 @@ def window(hf: JsonObject) -> JsonObject:
 
 
 def restore_window(config: McaModelConfig) -> JsonObject:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     if config.window_size is None:
         return {"use_sliding_window": False}
     return {"use_sliding_window": True, "sliding_window": config.window_size, **restore_layer_types(config)}

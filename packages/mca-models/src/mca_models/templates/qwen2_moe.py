@@ -15,7 +15,7 @@ NAMES = MoeNames(shared="mlp.shared_expert.")
 
 
 def derive(hf: HfConfig) -> dict[str, object]:
-    """What ``sparse_layers`` says, and windows: of every other layer before ``max_window_layers``, if not listed."""
+    """Derive ``sparse_layers``, and sliding windows: every other layer before ``max_window_layers`` unless listed."""
     last = hf.get("max_window_layers", 28)
     pattern = [FULL if i % 2 or i >= last else SLIDING for i in range(hf["num_hidden_layers"])]
     return sparse_layers(hf) | window({**hf, "layer_types": hf.get("layer_types") or pattern})

@@ -40,7 +40,7 @@ def text_family(kind: str) -> Family:
 
 
 def merger(name: str, width: int, merged: int, out: int, *, bias: bool) -> Shapes:
-    """What makes one token of several patches."""
+    """Return the patch merger, which makes one token of several patches."""
     return {
         **norm(f"{name}.ln_q", width, bias=bias),
         **linear(f"{name}.mlp.0", merged, merged),

@@ -38,18 +38,18 @@ CONFIG = ConfigTable(
 
 PREFIX = "model.language_model."
 """What names begin with where transformers saved the text part of a larger model."""
-BESIDE = "hf_prefix"
+PREFIX_KEY = "hf_prefix"
 """The fact in ``extra`` that they do."""
 
 
 def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
-    """Whether the names have the prefix that they have beside a vision model."""
-    return {BESIDE: PREFIX} if any(name.startswith(PREFIX) for name in names) else {}
+    """Detect whether the names have the prefix of a vision-language checkpoint."""
+    return {PREFIX_KEY: PREFIX} if any(name.startswith(PREFIX) for name in names) else {}
 
 
 def prefixed(config: McaModelConfig, params: list[Param]) -> list[Param]:
     """``params`` under the names that the checkpoint has."""
-    if not config.extra.get(BESIDE):
+    if not config.extra.get(PREFIX_KEY):
         return params
     spelled = Spelling(PREFIX, "lm_head.", {}).text_to_file
     return [replace(param, hf=tuple(map(spelled, param.hf))) for param in params]
@@ -78,5 +78,5 @@ FAMILY = Family(
     params=params,
     detect_extra=detect_extra,
     count_mtp=delta.detect_mtp_layers,
-    module_names={BESIDE: ""},
+    module_names={PREFIX_KEY: ""},
 )

@@ -16,12 +16,12 @@ NAMES = MoeNames(shared="mlp.shared_expert.")
 
 
 def derive(hf: HfConfig) -> dict[str, object]:
-    """Which layers have linear attention, and which experts."""
+    """Derive the layers with linear attention, and those with experts."""
     return sparse_layers(hf) | delta.mixed_layers(hf)
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return restore_sparse(config) | delta.restore_layers(config)
 
 

@@ -26,7 +26,7 @@ DEEPSTACK = "deepstack_visual_indexes"
 
 
 def deepstack(vision: JsonObject) -> int:
-    """How many inner layers of the vision model give features."""
+    """Return the number of inner layers of the vision tower that give features."""
     return len(VisionValues(vision, "vision_config.").indexes(DEEPSTACK, (8, 16, 24)))
 
 
@@ -34,7 +34,7 @@ INSIDE = NestedTextConfig(text_model_type="", rope=((24, 20, 20), True), deepsta
 
 
 def without_window(config: ConfigTable) -> ConfigTable:
-    """A table of a text part whose layers all see everything, whatever the file says of windows."""
+    """Return the table of a text part without sliding windows, which the file may have."""
     found = config.derive
     return replace(config, derive=lambda hf: {**found(hf), "window_size": None, "layer_types": None})
 
@@ -48,7 +48,7 @@ def text_family() -> Family:
 
 
 def merger(name: str, width: int, merged: int, out: int) -> Shapes:
-    """What makes one token of several patches; the norm comes before or after."""
+    """Return a patch merger, which makes one token of several patches; its norm comes before or after."""
     return {
         **norm(f"{name}.norm", width),
         **linear(f"{name}.linear_fc1", merged, merged),

@@ -21,13 +21,13 @@ from mca_models.templates.vision_tower import VisionModel
 
 
 def derive(hf: HfConfig) -> dict[str, object]:
-    """As Qwen 3's, with weights that are always normalised; experts lie as in published files."""
+    """Derive as Qwen 3, with weights that are always normalised; experts are stored as in published files."""
     extra = {"fused_experts": True, TRANSPOSED: True}
     return {**qwen3_moe.sparse_layers({**hf, "norm_topk_prob": True}), "extra": extra}
 
 
 def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
-    """Whether experts lie in one tensor, and which way."""
+    """Return whether experts lie in one tensor, and which way."""
     stacked = [name for name in names if FUSED in name and name.endswith("down_proj")]
     shape = next((shapes[name] for name in stacked if name in shapes), ())
     turned = not shape or shape[1] == config.moe_ffn_hidden_size != config.hidden_size

@@ -1,7 +1,7 @@
-"""The shape of every parameter and HF tensor, from the model's sizes alone.
+"""Shapes of every parameter and HF tensor, from the model's sizes alone.
 
-Families share Megatron's names, and a name with the sizes fixes the whole parameter's shape: it is said here
-once. The shapes of HF tensors follow through the layouts of a family's rules.
+Families share Megatron's names, and a name with the sizes fixes the full parameter's shape. The shapes of HF tensors
+follow through the layouts of a family's rules.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -115,7 +115,7 @@ def _conv(c: FamilyConfig) -> Shape:
 
 
 def _states(c: FamilyConfig) -> Shape:
-    """One number for each head with a state of its own."""
+    """Return the shape of one number for each head with a state."""
     return (c.mamba_num_heads or c.linear_num_value_heads,)
 
 
@@ -225,9 +225,9 @@ _DELTA_NET = {
         _mamba_widths(c)[0] if c.mamba_num_heads else _delta_widths(c)[1],
     ),
 }
-_PLACE = "self_attention."
-_BESIDE_ATTENTION = {
-    name.replace(_PLACE, f"{_PLACE}mamba."): shape
+_PREFIX = "self_attention."
+_PARALLEL_MAMBA = {
+    name.replace(_PREFIX, f"{_PREFIX}mamba."): shape
     for name, shape in _DELTA_NET.items()
     if "layer_norm" not in name
 }
@@ -289,7 +289,7 @@ _Table = Mapping[str, Callable[[FamilyConfig], Shape]]
 _TABLES: Mapping[type[McaModelConfig], _Table] = {
     McaModelConfig: {
         **{**_ENDS, **_MLP, **_EXPERTS, **_ATTENTION},
-        **{**_DELTA_NET, **_BESIDE_ATTENTION, **_BLOCK_INDEXER},
+        **{**_DELTA_NET, **_PARALLEL_MAMBA, **_BLOCK_INDEXER},
     },
     MlaMcaModelConfig: {**_ENDS, **_MLP, **_EXPERTS, **_LATENT, **_KIMI_DELTA, **_INDEXER},
 }

@@ -1,6 +1,6 @@
-"""The configuration of families whose text part may be of several families.
+"""Configuration tables of families whose text part may be of several families.
 
-How one such file is nested is known to `vision`.
+`vision_tower` knows how such a file is nested.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from mca_models.templates.config_table import ConfigTable, Field, HfConfig
 
 @dataclass(frozen=True)
 class TextFamilyTable:
-    """A ``ConfigTable`` whose text part may be of several families.
+    """``ConfigTable`` whose text part may be of several families.
 
     Args:
         tables: By HF's ``model_type`` of that part.
@@ -30,18 +30,18 @@ class TextFamilyTable:
 
     @property
     def fields(self) -> tuple[Field, ...]:
-        """Those of the first text family."""
+        """Return the fields of the first text family."""
         return self._first.fields
 
     def to_mca(self, hf: HfConfig) -> McaModelConfig:
-        """See ``ConfigTable``."""
-        return self._of(hf).to_mca(hf)
+        """Return the model that ``hf`` describes."""
+        return self._table(hf).to_mca(hf)
 
     def to_hf(self, config: McaModelConfig, architecture: str) -> HfConfig:
-        """See ``ConfigTable``."""
+        """Return ``config.json`` for ``config``."""
         return self.tables[config.text_model_type or ""].to_hf(config, architecture)
 
-    def _of(self, hf: HfConfig) -> ConfigTable:
+    def _table(self, hf: HfConfig) -> ConfigTable:
         text = hf.get("text_config")
         if self.assumed and not (isinstance(text, dict) and text.get("model_type")):
             return self._first

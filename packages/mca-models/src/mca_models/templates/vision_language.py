@@ -23,7 +23,7 @@ def vision_language_family(
     *,
     assumed: bool = False,
 ) -> Family:
-    """A family of text and vision.
+    """Return a family with a text part and a vision tower.
 
     Args:
         model_type: HF's name of the family.
@@ -60,5 +60,5 @@ def vision_language_family(
 
 
 def _config_table(text: Family) -> ConfigTable:
-    assert isinstance(text.config, ConfigTable), "a text part has no text part of its own"
+    assert isinstance(text.config, ConfigTable), "text parts do not nest"
     return text.config

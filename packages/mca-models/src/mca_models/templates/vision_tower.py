@@ -1,4 +1,4 @@
-"""What families have beside their text model: a vision model, its names in files, and how ``config.json`` says it.
+"""Vision tower of a family: its tensors, their names in files, and its keys of ``config.json``.
 
 Which tensors a vision model has is said in the family's own file, with ``linear``, ``norm`` and ``repeat_shapes``.
 """
@@ -57,10 +57,10 @@ def repeat_shapes(name: str, count: int, inside: Shapes) -> Shapes:
 
 @dataclass(frozen=True)
 class Spelling:
-    """What files call what modules call otherwise.
+    """Names in files for the names of modules.
 
     Args:
-        text: For ``model.``, of a text model that stands alone.
+        text: For ``model.`` of a text-only model.
         head: For ``lm_head.``.
         vision: For the beginnings of a vision model's names.
     """
@@ -70,11 +70,11 @@ class Spelling:
     vision: Mapping[str, str]
 
     def text_to_file(self, name: str) -> str:
-        """What the file calls a text model's ``name``."""
+        """Return the file's name for a text model's ``name``."""
         return _exchanged(name, ((_TEXT, self.text), (_HEAD, self.head)))
 
     def vision_to_file(self, name: str) -> str:
-        """What the file calls a vision model's ``name``."""
+        """Return the file's name for a vision model's ``name``."""
         return _exchanged(name, self.vision.items())
 
     def text_from_file(self, name: str) -> str:
@@ -95,18 +95,18 @@ def _exchanged(name: str, beginnings: Iterable[tuple[str, str]]) -> str:
 
 
 def module_spelling(*parts: str) -> Spelling:
-    """The names of transformers' modules, which adapters have whatever the checkpoint's files say."""
+    """Return the names of transformers' modules, which adapters use for every checkpoint."""
     return Spelling("model.language_model.", _HEAD, {part: f"model.{part}" for part in parts})
 
 
 def llava_spelling(*parts: str) -> Spelling:
-    """The names of Llava's files: a whole causal-LM model beside the vision model's parts."""
+    """Return the names of Llava's files: a causal-LM model next to the parts of the vision model."""
     return Spelling("language_model.model.", "language_model.lm_head.", {part: part for part in parts})
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionModel:
-    """The vision model of a family.
+    """Vision model of a family.
 
     Args:
         tensors: All of them, for a model.
@@ -124,13 +124,13 @@ class VisionModel:
     image_tokens: ImageTokenKind | None = "patches"
 
     def component(self, name: str) -> str:
-        """Which part of a model the vision model's ``name`` is: ``vision``, ``projector``, or ``unused``."""
+        """Return the component of a vision model's ``name``: ``vision``, ``projector``, or ``unused``."""
         if name.startswith(self.unused):
             return "unused"
         return "projector" if name.startswith(self.projector) else "vision"
 
     def spelling(self, config: McaModelConfig) -> Spelling:
-        """That of the checkpoint that ``config`` was read from; the published one if of none."""
+        """Return the spelling of the checkpoint of ``config``; the published one by default."""
         return self.spellings[config.extra.get(SPELLING, 0)]
 
     def params(self, config: McaModelConfig) -> list[Param]:
@@ -143,7 +143,7 @@ class VisionModel:
         ]
 
     def detect_spelling(self, config: McaModelConfig, names: Collection[str]) -> int:
-        """Which spelling a checkpoint with these tensor names has."""
+        """Return the index of the spelling of a checkpoint with these tensor names."""
         own = self.tensors(config)
         hits = [sum(each.vision_to_file(name) in names for name in own) for each in self.spellings]
         return hits.index(max(hits))
@@ -159,7 +159,7 @@ class VisionModel:
 
 @dataclass(frozen=True, kw_only=True)
 class NestedTextConfig:
-    """A ``config.json`` with the text model's keys in ``text_config``, or beside the vision model's.
+    """``config.json`` with the text model's keys in ``text_config``, or at the top with the vision model's.
 
     Args:
         text_model_type: HF's name of the text model.
@@ -167,7 +167,7 @@ class NestedTextConfig:
         text_ties: Whether the text part's own word ties it too.
         rope: Sections of the rope, where the family has any, if the file does not say; and whether they interleave.
         deepstack: How many decoder layers get features, by the vision model's configuration.
-        defaults: What stands beside the vision model's configuration if the file does not say.
+        defaults: Default values of the keys outside of ``vision_config``.
     """
 
     text_model_type: str
@@ -178,7 +178,7 @@ class NestedTextConfig:
     defaults: Values = field(default_factory=dict)
 
     def text_config(self, hf: HfConfig) -> HfConfig:
-        """See ``CompositeConfig``."""
+        """Return the keys that describe the text model."""
         text = _object(hf, "text_config") if "text_config" in hf else {k: hf[k] for k in hf if k not in _KEYS}
         shared: HfConfig = {key: hf[key] for key in ("dtype", "torch_dtype") if key in hf}
         tied = hf.get("tie_word_embeddings")
@@ -190,7 +190,7 @@ class NestedTextConfig:
         return {**text, **shared, **ropes, **named}
 
     def other_fields(self, hf: HfConfig) -> Values:
-        """See ``CompositeConfig``."""
+        """Return the fields of ``McaModelConfig`` that the text keys do not give."""
         vision = {**self.defaults, **{key: hf[key] for key in _KEYS if key in hf}}
         vision["vision_config"] = _object(hf, "vision_config")
         sections, turns = self._sections(hf) if self.rope else (None, False)
@@ -203,7 +203,7 @@ class NestedTextConfig:
         }
 
     def _sections(self, hf: HfConfig) -> tuple[tuple[int, ...], bool]:
-        """As transformers: whether they interleave follows from the family alone."""
+        """Return the rope sections; whether they interleave follows from the family alone, as in transformers."""
         text = hf.get("text_config") or hf
         ropes: list[JsonObject] = [text[key] for key in _ROPES if isinstance(text.get(key), dict)]
         rope = ropes[-1] if ropes else {}
@@ -211,19 +211,19 @@ class NestedTextConfig:
         kind = rope.get("rope_type") or rope.get("type")
         if kind in ("dynamic", "longrope"):
             raise HfConfigError(
-                f"config.json: 'rope_type' is {kind!r} beside mrope_section; supported: those that do "
+                f"config.json: 'rope_type' is {kind!r} with mrope_section; supported: those that do "
                 "not depend on the length"
             )
         return tuple(rope.get("mrope_section") or default), interleaved
 
     def update_text(self, hf: HfConfig, changes: Values) -> HfConfig:
-        """See ``CompositeConfig``."""
+        """Return ``hf`` with ``changes`` to its text keys."""
         if "text_config" not in hf:
             return {**hf, **changes}
         return {**hf, "text_config": {**hf["text_config"], **changes}}
 
     def compose(self, text: HfConfig, config: McaModelConfig) -> HfConfig:
-        """See ``CompositeConfig``."""
+        """Compose the file for ``config`` from the keys ``text`` of its text model."""
         inside = {**text, "model_type": self.text_model_type}
         top = {key: inside.pop(key) for key in ("architectures", "tie_word_embeddings", "dtype")}
         if config.mrope_section:

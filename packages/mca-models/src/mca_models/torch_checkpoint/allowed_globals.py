@@ -1,7 +1,7 @@
-"""What the restricted pickle reader builds in place of what a pickle names.
+"""Stand-ins that the restricted pickle reader builds for the globals of a pickle.
 
 A pickle is a program: it names globals, calls them, and sets the state of what it gets. Here every name
-is looked up in one literal table, and what stands there cannot do anything: it keeps its arguments.
+is looked up in one literal table, whose entries cannot do anything: they keep their arguments.
 Nothing can be set on it either, since a pickle's BUILD can reach any object that the pickle has in hand:
 classes are sealed by their metaclass, functions are wrapped in ``_Call``, values are named tuples.
 """
@@ -64,7 +64,7 @@ class Record(metaclass=_Sealed):
     state: Pickled
 
     def __new__(cls, *args: Pickled) -> "Record":
-        """Keeps the arguments."""
+        """Keep the arguments."""
         self = object.__new__(cls)
         object.__setattr__(self, "args", args)
         object.__setattr__(self, "state", None)
@@ -125,7 +125,7 @@ class TensorProperties(Record):
 
 
 class OpaqueObject(Record):
-    """An object that no reader looks into."""
+    """Object that no reader looks into."""
 
     __slots__ = ()
 
@@ -272,7 +272,7 @@ GLOBALS: Mapping[tuple[str, str], Pickled] = MappingProxyType(
 def persistent(identifier: Pickled) -> StorageRef:
     """The storage that a persistent id of ``torch.save`` names."""
     kind, storage, key, _location, numel, *view = (
-        identifier  # the old format tells of views, which nobody makes
+        identifier  # the old format has fields for views, which no writer uses
     )
     if kind != "storage" or not isinstance(storage, StorageType) or not isinstance(key, str) or any(view):
         raise TypeError("a persistent id that is no storage")

@@ -39,7 +39,7 @@ METADATA = ".metadata"
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """Where one chunk is stored."""
+    """Position of one chunk in a file."""
 
     file: str
     """Name inside the directory."""
@@ -104,7 +104,7 @@ class DcpDirectory:
                 raise McaError(f"{self._where}: {name} is compressed or encrypted, which is not supported")
             file = self._field(info, "relative_path", str)
             if Path(file).name != file or file in ("", ".", ".."):
-                raise self._damaged(f"{name} lies in {file!r}, outside of the directory")
+                raise self._damaged(f"{name} is stored in {file!r}, outside of the directory")
             start, length = self._field(info, "offset", int), self._field(info, "length", int)
             places[name, self._shape(offset)] = Blob(file, start, length)
         return places

@@ -1,6 +1,6 @@
-"""Whichever checkpoint of another program a directory holds.
+"""Megatron checkpoint of any format in a directory.
 
-Our own directories and Hugging Face's are told apart in `mca_models.checkpoint_kinds`.
+`mca_models.checkpoint_kinds` recognises MCA and Hugging Face directories.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ def open_foreign(path: Path, config: McaModelConfig | None = None) -> ForeignSou
 
     Args:
         path: The directory.
-        config: Of the model, for a ``torch_dist`` checkpoint without a configuration beside it.
+        config: Of the model, for a ``torch_dist`` checkpoint without a configuration file.
 
     Raises:
         McaError: It is one, but incomplete or damaged.

@@ -1,4 +1,4 @@
-"""What Megatron's live modules may call the parameters of one pipeline chunk on one expert rank.
+"""Names that Megatron's live modules may give the parameters of one pipeline chunk on one expert rank.
 
 A chunk's file does not say which layer spec and which release wrote it. Every spelling that a release in our range
 has is generated here from the family's rules; a name in a file is then looked up, never taken apart.
@@ -37,7 +37,7 @@ class NameVariant(NamedTuple):
 
     name: str
     expert: int | None = None
-    """Set if all experts of a rank stand in the one tensor: which of them, from 0."""
+    """Index of the expert, from 0, if one tensor holds all experts of a rank."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class NamedParam:
     Args:
         param: Its rule, with global layer and expert.
         names: What it may be called.
-        optional: A second copy of a parameter that stands elsewhere; it may be missing.
+        optional: A second copy of a parameter; it may be missing.
     """
 
     param: Param
@@ -58,7 +58,7 @@ class NamedParam:
 def named_params(
     params: list[Param], config: McaModelConfig, chunk: PipelineChunk, ep: int
 ) -> Iterator[NamedParam]:
-    """What ranks of expert rank ``ep`` hold of ``chunk``, as every tensor rank calls it."""
+    """Yield the parameters of ``chunk`` on expert rank ``ep``, as every tensor rank names them."""
     mine = local_experts(config, config.layout, ep)
     for param in params:
         if param.expert is not None and param.expert not in mine:
@@ -69,7 +69,7 @@ def named_params(
 
 
 def _is_copy(param: Param, chunk: PipelineChunk) -> bool:
-    """Whether ``chunk`` may hold a copy of ``param``: the embedding's beside prediction layers or a tied head."""
+    """Return whether ``chunk`` may hold a copy of ``param``: an embedding for MTP layers, or a tied head."""
     if param.stage is Stage.FIRST:
         return not chunk.has_embedding and (bool(chunk.mtp_layers) or chunk.has_loss)
     return param.alias_of is not None and chunk.has_loss

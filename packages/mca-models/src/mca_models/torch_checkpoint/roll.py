@@ -57,7 +57,7 @@ class RankPosition(NamedTuple):
 
 
 def is_roll(path: Path) -> bool:
-    """Whether directory ``path`` is such a checkpoint."""
+    """Return whether directory ``path`` is such a checkpoint."""
     try:
         folder = _iteration(path)
     except McaError:
@@ -81,7 +81,7 @@ def open_roll(path: Path) -> ForeignSource:
         found.add(at, open_torch_file(resolve_inside(path, f"{folder.name}/{name}/{WEIGHTS}")))
     if found.faults:
         raise McaError("\n  ".join([f"{folder}: {len(found.faults)} faults", *found.faults[:20]]))
-    places = {param.mca_name(): found.place(param) for param in stored_params(params)}
+    places = {param.mca_name(): found.stored_param(param) for param in stored_params(params)}
     return ForeignSource(path, with_stored_dtype(config, places), stored_params(params), places)
 
 
@@ -109,7 +109,7 @@ def read_config(path: Path) -> McaModelConfig:
 
 
 def rank_files(layout: ParallelLayout) -> dict[str, RankPosition]:
-    """The folder of every rank that writes one, and where the rank stands.
+    """Return the folder of every rank that writes one, with the rank's position.
 
     Raises:
         McaError: The layout is one of which such a checkpoint holds only a part.
@@ -161,7 +161,7 @@ def _require_files(folder: Path, files: Iterable[str]) -> None:
 
 @dataclass
 class _RankFiles:
-    """The pieces of all parameters, collected file by file."""
+    """Shards of all parameters, collected file by file."""
 
     config: McaModelConfig
     params: list[Param]
@@ -173,7 +173,7 @@ class _RankFiles:
         self.faults: list[str] = []
 
     def add(self, at: RankPosition, saved: TorchFile) -> None:
-        """Takes every tensor of one rank's file."""
+        """Add every tensor of one rank's file."""
         chunks = self.plan.chunks[at.pp]
         for chunk in chunks:
             key = f"model{chunk.vp}" if len(chunks) > 1 else "model"
@@ -205,8 +205,8 @@ class _RankFiles:
         name = param.alias_of or param.mca_name()
         table.setdefault(name, {}).setdefault(rank, []).append(replace(tensor, name=param.mca_name()))
 
-    def place(self, param: Param) -> StoredParam:
-        """Where ``param`` is, its copies on other ranks and stages included."""
+    def stored_param(self, param: Param) -> StoredParam:
+        """Return the tensors of ``param``, its copies on other ranks and stages included."""
         name = param.mca_name()
         by_rank = self.own[name]
         ranks = sorted(by_rank)

@@ -1,6 +1,6 @@
-"""A Megatron checkpoint of any kind as a ``ModelSource`` of the converter.
+"""Megatron checkpoint of any format as a ``ModelSource`` of the converter.
 
-Where a format keeps its tensors is found out by `roll` and `torch_dist`.
+`roll` and `torch_dist` find the tensors of their formats.
 """
 
 from collections import Counter
@@ -31,7 +31,7 @@ _COMPARED = 1 << 22  # elements at a time
 
 @dataclass(frozen=True)
 class StoredParam:
-    """Where one parameter is.
+    """Stored tensors of one parameter.
 
     Args:
         whole: Its shape, without vocabulary padding.
@@ -66,15 +66,15 @@ class ForeignSource:
     _parts: dict[str, tuple[Part, ...]] = field(default_factory=dict)
 
     def side(self, param: Param) -> Side:
-        """See ``ModelSource``."""
+        """Return the side of ``param``'s rule that its parts are on."""
         return self.places[param.mca_name()].side
 
     def full_shape(self, param: Param) -> Shape:
-        """See ``ModelSource``."""
+        """Return the full shape of ``param``, without vocabulary padding."""
         return self.places[param.mca_name()].whole
 
     def parts(self, param: Param) -> tuple[Part, ...]:
-        """The runs of bytes that the parameter lies in, as ``gathers`` counts them."""
+        """Return the runs of bytes of the parameter, as ``gathers`` counts them."""
         name = param.mca_name()
         if name not in self._parts:
             self._parts[name] = tuple(
@@ -83,7 +83,7 @@ class ForeignSource:
         return self._parts[name]
 
     def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
-        """How to fill the tensors of ``side`` that hold ``param`` from its ``parts``."""
+        """Plan how to fill the tensors of ``side`` that hold ``param`` from its ``parts``."""
         place = self.places[param.mca_name()]
         planned = plan_gathers(param, place.whole, place.side, side)
         return tuple(to_storage(gather, place.tensors) for gather in planned)
@@ -95,7 +95,7 @@ class ForeignSource:
                 yield part.info
 
     def checksums(self) -> Mapping[Path, int]:
-        """Nobody knows them."""
+        """Return nothing: these formats have no checksums."""
         return {}
 
     def read(self, param: Param, side: Side) -> "tuple[NumpyArray, ...]":
@@ -104,7 +104,7 @@ class ForeignSource:
         return tuple(apply_gather(gather, flats) for gather in self.gathers(param, side))
 
     def check_duplicates(self) -> None:
-        """Raises if a tensor that the files hold several times differs. Reads all of these."""
+        """Raise if a tensor that the files hold several times differs. Reads all of these."""
         for name, place in self.places.items():
             for first, second in place.copies:
                 _require_equal(name, first, second)
@@ -130,7 +130,7 @@ def _require_equal(name: str, first: StoredTensor, second: StoredTensor) -> None
 
 
 def locate_param(param: Param, config: McaModelConfig, pieces: Sequence[StridedTensor]) -> StoredParam:
-    """Where ``param`` is, given the ``pieces`` that the ranks it is cut over hold, in their order.
+    """Return the stored tensors of ``param``, from the ``pieces`` of its ranks in their order.
 
     Raises:
         McaError: They do not make up the shape that the configuration demands.
@@ -156,7 +156,7 @@ def locate_param(param: Param, config: McaModelConfig, pieces: Sequence[StridedT
 
 
 def with_stored_dtype(config: McaModelConfig, places: Mapping[str, StoredParam]) -> McaModelConfig:
-    """``config`` with the dtype that most weights are stored in, whatever it said."""
+    """Return ``config`` with the dtype that most weights are stored in."""
     counts = Counter(tensor.dtype for place in places.values() for tensor in place.tensors)
     code = counts.most_common(1)[0][0]
     dtype: Typed = DTYPE_NAMES.get(code, config.dtype)
@@ -186,7 +186,7 @@ def grouped_expert(tensor: StridedTensor, number: int, count: int, *, first: boo
     """Expert ``number`` of ``count`` in a tensor that holds all of them, transposed.
 
     Megatron's old grouped module keeps ``weight1`` [hidden, count x 2 ffn] and ``weight2``
-    [count x ffn, hidden]. Whatever these shapes suggest, the bytes of both are those of
+    [count x ffn, hidden]. Despite these shapes, the bytes of both are those of
     [count, in, out]: one expert after the other, each [in, out].
 
     Args:

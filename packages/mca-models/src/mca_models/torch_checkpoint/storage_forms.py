@@ -1,6 +1,6 @@
-"""Under which names and in which pieces a parameter may stand in a ``torch_dist`` checkpoint of Megatron's.
+"""Names and shapes under which a parameter may be stored in a ``torch_dist`` checkpoint of Megatron.
 
-Tensors have global shapes, whatever ranks wrote them: [gate, up] of a gated MLP is one gate and one up
+Tensors have global shapes, independent of the ranks that wrote them: [gate, up] of a gated MLP is one gate and one up
 over all tensor ranks, the vocabulary is padded, a tied output layer is not stored. One parameter has
 several possible names, according to how Megatron was configured when it saved:
 
@@ -93,7 +93,7 @@ def _templates(
 
 
 def _parts(mca: str, segments: tuple[int, ...]) -> Iterator[tuple[str, ...]]:
-    """What may be added to the name ``mca``, for each of the tensors that make it up."""
+    """Yield the suffixes of the tensors that make up the name ``mca``."""
     yield ("",)
     if segments == (1, 1):
         yield "_w", "_v"
@@ -110,7 +110,7 @@ def global_spellings(mca: str) -> list[str]:
 
 
 def _expert_forms(name: str, is_expert: bool) -> Iterator[tuple[str, bool]]:
-    """``name`` as an expert's, and whether it stands in a tensor of all experts."""
+    """Yield ``name`` as an expert's, and whether its tensor holds all experts."""
     if not is_expert:
         yield name, False
         return
@@ -121,7 +121,7 @@ def _expert_forms(name: str, is_expert: bool) -> Iterator[tuple[str, bool]]:
 
 
 def _layer_forms(name: str) -> Iterator[tuple[str, bool]]:
-    """``name`` as a layer's, and whether it stands in a tensor of all layers."""
+    """Yield ``name`` as a layer's, and whether its tensor holds all layers."""
     yield name, False
     if name.startswith(_LAYERS):
         yield name.replace(_LAYERS, "decoder.layers."), True

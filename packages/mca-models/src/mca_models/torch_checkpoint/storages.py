@@ -22,7 +22,7 @@ StoredTensor = StridedTensor | GridTensor
 
 
 class _Block(NamedTuple):
-    """A block of a tensor, in a storage of its own."""
+    """Block of a tensor, in its own storage."""
 
     offsets: Shape
     shape: Shape
@@ -33,7 +33,7 @@ _Geometry = tuple[Shape, tuple[_Block, ...]]  # of one tensor: its shape and blo
 
 
 def storages(tensor: StoredTensor) -> tuple[Part, ...]:
-    """The runs of bytes that ``tensor`` lies in, one for each of its blocks."""
+    """Return the runs of bytes of ``tensor``, one for each of its blocks."""
     return tuple(_span(block) for block in _blocks(tensor))
 
 
@@ -94,7 +94,7 @@ def _compose(key: _Same, geometries: tuple[_Geometry, ...]) -> Gather:
 
 
 def _tensor_runs(geometry: _Geometry, first: int) -> NumpyArray:
-    """Where a tensor's elements lie; rows: position in the tensor, storage, position in it, length."""
+    """Return the runs of a tensor's elements; rows: position in the tensor, storage, position in it, length."""
     shape, blocks = geometry
     columns = [_block_runs(shape, block, first + number) for number, block in enumerate(blocks)]
     runs = np.concatenate(columns, axis=1)
@@ -161,7 +161,7 @@ def _moves(pieces: NumpyArray) -> list[Move]:
 
 
 def _strided(storage: int, runs: NumpyArray) -> list[Move]:
-    """Joins runs (rows: source, target, length) of equal length at constant distances."""
+    """Join runs (rows: source, target, length) of equal length at constant distances."""
     steps = np.diff(runs, axis=1)
     joins = (steps[2] == 0) & (steps[0] >= 0)  # as long as the one before, and not before it
     alike = np.zeros_like(joins)

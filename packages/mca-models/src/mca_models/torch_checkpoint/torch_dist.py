@@ -4,7 +4,7 @@
           common.pt         what every rank has alike (arguments, iteration); not needed, not read
           .metadata, __R_I.distcp
 
-By which names a parameter may stand there is said in `forms`. Optimizer states (``optimizer.*``, ``chained_N.*``)
+`storage_forms` lists the names that a parameter may have. Optimizer states (``optimizer.*``, ``chained_N.*``)
 and objects (``_extra_state``, random states) are passed over. All names are generated; only the prefix that wrappers
 add is found by looking at the embedding's.
 """
@@ -74,7 +74,7 @@ def open_torch_dist(path: Path, config: McaModelConfig | None = None) -> Foreign
     if config.mtp_num_layers and not any("mtp.layers." in name for name in directory.tensors):
         logger.warning(
             "the configuration counts %s; %s holds none",
-            counted(config.mtp_num_layers, "prediction layer"),
+            counted(config.mtp_num_layers, "MTP layer"),
             folder,
         )
         config = replace(config, mtp_num_layers=0)
@@ -100,7 +100,7 @@ def _config_near(folder: Path) -> McaModelConfig:
     if place is None:
         raise McaError(
             f"{folder}: a torch_dist checkpoint does not say what model it holds, and neither {FILE_NAME} nor "
-            "config.json lies there or above; put the model's Hugging Face config.json beside it"
+            "config.json is there or above; put the model's Hugging Face config.json next to it"
         )
     if has_entry(place, FILE_NAME):
         return read_config(place)
@@ -109,7 +109,7 @@ def _config_near(folder: Path) -> McaModelConfig:
 
 
 class _Reader:
-    """Finds every parameter of a model in a directory."""
+    """Reader of the parameters of a model in a directory."""
 
     def __init__(self, directory: DcpDirectory, config: McaModelConfig) -> None:
         self.directory, self.config = directory, config
@@ -143,7 +143,7 @@ class _Reader:
         return ForeignSource(path, with_stored_dtype(self.config, places), stored_params(self.params), places)
 
     def _form(self, param: Param) -> StorageForm | None:
-        """How ``param`` is stored here; None if it is not."""
+        """Return the form in which ``param`` is stored; None if it is not."""
         for form in storage_forms(param, self.config):
             if all(
                 key in self.entries and self.entries[key].shape[: len(form.sizes)] == form.sizes
@@ -205,7 +205,7 @@ class _Reader:
 
 
 def _prefix(directory: DcpDirectory) -> str:
-    """What stands before all names of the model, such as ``module.``."""
+    """Return the prefix of all names of the model, such as ``module.``."""
     found = [
         name.removesuffix(EMBEDDING)
         for name in directory.tensors

@@ -1,4 +1,4 @@
-"""What a weight template is made of: parameters and their shards.
+"""Rules of weight templates: parameters and their shards.
 
 A rule says two independent things about one Megatron parameter. Its *layouts* say how the HF tensors
 make up the whole parameter; its *shard* says how the whole is cut over ranks:
@@ -21,7 +21,7 @@ from mca_models.weights.layouts import SEPARATE, Layout
 
 @dataclass(frozen=True)
 class Shard:
-    """How a whole parameter is cut over tensor-parallel (or expert-tensor-parallel) ranks.
+    """Split of a full parameter over tensor-parallel (or expert-tensor-parallel) ranks.
 
     Args:
         axis: The axis that is cut into equal shares; None if every rank holds all of it.
@@ -65,7 +65,7 @@ GATED = Shard(0, segments=(1, 1))  # [gate, up], both column-cut
 
 
 class Stage(Enum):
-    """Which pipeline stage holds a parameter."""
+    """Pipeline stage that holds a parameter."""
 
     FIRST = "first"  # the chunk with the embedding
     LAYER = "layer"  # the chunk that holds decoder layer ``Param.layer``
@@ -94,7 +94,7 @@ class Param:
         alias_of: Canonical name of the parameter this one is a second copy of (a tied head): filled from
             HF, never stored in an MCA checkpoint and never written back.
         stacked: The HF tensors have a leading expert axis, of which this parameter is entry ``expert``.
-        keep_fp32: Stays fp32 whatever dtype the model is cast to (router biases, some routers and sinks).
+        keep_fp32: Stays fp32 when the model is cast (router biases, some routers and sinks).
         layer: Decoder (or MTP) layer, from 0.
         hf_layer: The HF model's number of that layer; ``layer`` if None.
         expert: Global expert index; None for dense parameters.
