@@ -157,7 +157,9 @@ def killed_writer(path: Path, target: Path) -> str:
 def test_a_background_writer_that_dies_is_told(tmp_path: Path) -> None:
     source = make_reference("llama", tmp_path / "hf").path
     for message in run_ranks(2, killed_writer, source, tmp_path / "out" / "saved"):
-        assert message == "rank 1 could not save: the process that wrote the checkpoint was killed by signal 9"
+        assert (
+            message == "rank 1 could not save: the process that wrote the checkpoint was killed by signal 9"
+        )
     assert not (tmp_path / "out").exists(), "nor its parent, which was made for it"
 
 
