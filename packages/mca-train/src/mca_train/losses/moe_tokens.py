@@ -39,9 +39,9 @@ def hand_tokens(batch: MicroBatch, model: Upstream) -> Tensor | None:
         return None
     modules = get_attr_wrapped_model(model, "modules")() if config.mtp_num_layers else ()
     for depth, layer in enumerate(_prediction_layers(modules), 1):
-        layer.mca_tokens = _own(batch.counted(depth), config.sequence_parallel)
+        layer.mca_tokens = _own(batch.segments_at_depth(depth), config.sequence_parallel)
     cut = config.sequence_parallel and not get_attr_wrapped_model(model, "pre_process")
-    return _own(batch.counted(), cut)
+    return _own(batch.segments_at_depth(), cut)
 
 
 def _own(numbers: Tensor, cut: bool) -> Tensor:
