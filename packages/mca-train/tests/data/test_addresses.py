@@ -135,8 +135,8 @@ class Answered(Exception):
         self.status = status
 
 
-ABSENT = ": there is no such file or bucket, or no right to see it; check the address and the credentials"
-CHECK = "; check the address, the credentials and the network"
+ABSENT = ": there is no such file or bucket, or no right to see it; check the URL and the credentials"
+CHECK = "; check the URL, the credentials and the network"
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_a_presigned_address_has_the_ending_of_its_path(monkeypatch):
     query = "?X-Amz-Signature=secret"
     assert check_file(f"https://h/rows.jsonl.gz{query}", "train_file")[0] == "json"
     assert check_file("https://h/get?file=rows.parquet", "train_file")[0] == "parquet"
-    assert Source(path=f"https://h/rows.jsonl{query}").called == "rows"
+    assert Source(path=f"https://h/rows.jsonl{query}").display_name == "rows"
     with pytest.raises(McaError, match=r"^train_file: https://h/rows\.csv ends in '\.csv'") as caught:
         check_file(f"https://h/rows.csv{query}", "train_file")
     assert "secret" not in str(caught.value)

@@ -252,7 +252,7 @@ def test_models_and_kinds_that_take_no_images_say_so(tokenizer, folder):
     with pytest.raises(McaError, match="row 0: a qwen2_5_vl model does not support images"):
         load([row], tokenizer, folder, vision=False)
     with pytest.raises(
-        McaError, match="row 0: a part of a message is an image; mca-train sft, dpo and kto take"
+        McaError, match="row 0: a part of a message is an image; only mca-train sft, dpo and kto support"
     ):
         load([{**row, "label": 1}], tokenizer, folder, kind="classify", arguments=Labels, num_labels=2)
 

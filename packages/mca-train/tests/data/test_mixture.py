@@ -45,7 +45,7 @@ def test_weights_are_shares_of_the_samples_and_small_sources_repeat():
     values, times = counts(mixture)
     assert sorted(times[values < 100]) == [7, 7, 8, 8]  # 30 of 4: seven passes and two more
     assert set(times[values >= 100]) == {1}
-    assert mixture.described() == "a 30 of 4 samples (7.50 epochs), b 10 of 36 samples (0.28 epochs)"
+    assert mixture.describe() == "a 30 of 4 samples (7.50 epochs), b 10 of 36 samples (0.28 epochs)"
     again = Mixture([part(0, 4), part(100, 36)], ["a", "b"], [3, 1], 7)
     assert (again.indices == mixture.indices).all()
     assert (Mixture([part(0, 4), part(100, 36)], ["a", "b"], [3, 1], 8).indices != mixture.indices).any()

@@ -76,9 +76,7 @@ OUTSIDE = {
     ("file", "named"), [(file, named) for file, some in OUTSIDE.items() for named in some]
 )
 def test_rows_that_are_not_local_open_nothing_else(file, named):
-    with pytest.raises(
-        McaError, match=r"is outside of .*; expected a relative path or an address there; fetch"
-    ):
+    with pytest.raises(McaError, match=r"is outside of .*; expected a relative path or a URL there; fetch"):
         row_paths([file], None).resolve(named)
 
 
@@ -86,7 +84,7 @@ def test_rows_that_are_not_local_open_nothing_else(file, named):
 @pytest.mark.parametrize(
     ("named", "told"),
     [
-        ("simplecache::https://h/d/a.png", "is a chain of protocols; expected a path or one address"),
+        ("simplecache::https://h/d/a.png", "is a chain of protocols; expected a path or one URL"),
         ("https://h/d/a.png::/etc/passwd", "is a chain of protocols"),
         ("file:///etc/passwd", r"begins with file://; expected a path; write /etc/passwd$"),
         ("local:///etc/passwd", r"begins with local://; expected a path; write /etc/passwd$"),

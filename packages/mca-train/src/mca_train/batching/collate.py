@@ -183,7 +183,7 @@ class StepCollator:
         multiple = 2 * size if size > 1 else 1
         rows = [build_row(group, multiple, self.pad_token_id, IGNORED) for group in groups]
         length = self._padded_length([row.length for row in rows])
-        padded = [row.padded(length, self.pad_token_id, IGNORED) for row in rows]
+        padded = [row.pad_to(length, self.pad_token_id, IGNORED) for row in rows]
         num_tokens = [tokens for row in rows for tokens in row.num_tokens]
         whole = checksum(tokens for row in padded for tokens in (*row.input_ids, *row.labels))
         return tuple(self._packed_micro_batch(row) for row in padded), num_tokens, whole

@@ -53,7 +53,7 @@ class MicroBatch:
     image_tokens: int = 0
     """Number of image placeholder tokens, over all context-parallel ranks."""
 
-    def counted(self, depth: int = 0) -> Tensor:
+    def segments_at_depth(self, depth: int = 0) -> Tensor:
         """Return `segments` ``[b, s]`` of tokens followed by at least ``depth`` others of their sequence, else -1."""
         return self.segments.masked_fill(self.tokens_remaining < depth, -1)
 
@@ -124,9 +124,9 @@ class StepBatch:
 
     def pin_memory(self) -> "StepBatch":
         """Return a copy in pinned memory; data loaders call this."""
-        beside = None if self.kl_batch is None else self.kl_batch.pin_memory()
+        kl_batch = None if self.kl_batch is None else self.kl_batch.pin_memory()
         pinned = tuple(micro.pin_memory() for micro in self.micro_batches)
-        return replace(self, micro_batches=pinned, kl_batch=beside)
+        return replace(self, micro_batches=pinned, kl_batch=kl_batch)
 
     @property
     def micro_batch_size(self) -> int:

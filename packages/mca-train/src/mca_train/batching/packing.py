@@ -26,7 +26,7 @@ OPEN_PACKS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fill:
+class PackingStats:
     """Fill statistics of a packed dataset.
 
     Args:
@@ -105,7 +105,7 @@ class PackedDataset(Dataset[list[Sample]]):
         order = np.arange(len(needs)) if seed is None else np.random.default_rng(seed).permutation(len(needs))
         self.dataset = dataset
         self.packs = first_fit(needs, order, room)
-        self.fill = Fill(
+        self.fill = PackingStats(
             samples=len(needs),
             tokens=int(lengths.sum()),
             packs=len(self.packs),
@@ -228,7 +228,7 @@ class Row:
         """Total number of tokens."""
         return sum(len(ids) for ids in self.input_ids)
 
-    def padded(self, length: int, pad_token_id: int, ignored: int) -> "Row":
+    def pad_to(self, length: int, pad_token_id: int, ignored: int) -> "Row":
         """Return the row padded to ``length`` by a further sequence of padding."""
         rest = length - self.length
         if not rest:

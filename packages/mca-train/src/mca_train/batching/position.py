@@ -7,7 +7,7 @@ from typing import Protocol
 from mca_train.types import TrainingArguments
 
 
-class Steps(Protocol):
+class EpochSteps(Protocol):
     """Division of an epoch into steps."""
 
     @property
@@ -74,7 +74,7 @@ class RunLength:
 
     @classmethod
     def from_arguments(
-        cls, args: TrainingArguments, steps: Steps, place: RunPosition, done: int
+        cls, args: TrainingArguments, steps: EpochSteps, place: RunPosition, done: int
     ) -> "RunLength":
         """Compute the length from ``max_steps``, or else from ``num_train_epochs``, as in Hugging Face.
 

@@ -111,7 +111,7 @@ def text_encoder(names: Sequence[str], read: ImageRows, arguments: DataArguments
                 return tokens, targets, []
             require_no_placeholders(tokens, read.vision, has_images=True)
             grids = [read.grid(file, f"{key}, {place}") for file in files]
-            return *read.tokens.expanded(tokens, targets, grids), grids
+            return *read.tokens.expand(tokens, targets, grids), grids
         except McaError as error:
             reason = str(error).removeprefix(f"{key}, {place}: ")
             raise McaError(f"{key}, {place}: {reason}") from error

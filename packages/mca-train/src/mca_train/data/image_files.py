@@ -216,7 +216,7 @@ def open_image(value: object, paths: RowPaths) -> ImageFile:
         if found is not None:
             return open_image(found, paths)
     raise McaError(
-        f"an image is {value!r:.80}; expected a path, an address, bytes, base64, or a mapping with one of them"
+        f"an image is {value!r:.80}; expected a path, a URL, bytes, base64, or a mapping with one of them"
     )
 
 

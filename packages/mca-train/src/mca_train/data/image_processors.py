@@ -106,9 +106,9 @@ class TileTokens(ImageTokens):
         """Return the marks around an image."""
         return self._marks[:1], self._marks[1:]
 
-    def spelled(self, grid: Grid) -> list[int]:
+    def image_ids(self, grid: Grid) -> list[int]:
         """Return the tokens of an image, including its marks."""
-        return [self._marks[0], *super().spelled(grid), self._marks[1]]
+        return [self._marks[0], *super().image_ids(grid), self._marks[1]]
 
 
 class LineTokens(ImageTokens):
@@ -145,7 +145,7 @@ class LineTokens(ImageTokens):
         """Return the mark after an image."""
         return (), self._marks[1:]
 
-    def spelled(self, grid: Grid) -> list[int]:
+    def image_ids(self, grid: Grid) -> list[int]:
         """Return the tokens of an image, including the marks at the ends of rows."""
         ids = ([self.token] * grid[1] + [self._marks[0]]) * grid[0]
         return [*ids[:-1], self._marks[1]]

@@ -116,7 +116,7 @@ class ImageRows:
         """Return the images of one sequence of a row, in the order of their placeholders."""
         return self.text(row)[1] if self._texts else self._read_images(row)[1][side]
 
-    def encoded(
+    def encode_row(
         self, row: Values, encode: RowEncoder, row_place: str
     ) -> tuple[Sequence[Encoded], list[list[Grid]]]:
         """Return the sequences of a row with expanded placeholders, and the image grids of each sequence.
@@ -132,13 +132,13 @@ class ImageRows:
             for tokens, _ in sequences:
                 require_no_placeholders(tokens, self.vision)
             return sequences, [[] for _ in files]
-        expanded = self.tokens.expanded
+        expand = self.tokens.expand
         grids = [[self.grid(file, row_place) for file in of_side] for of_side in files]
         sequences = encode(plain)
         for tokens, _ in sequences:
             require_no_placeholders(tokens, self.vision, has_images=True)
         grids = [self._encoded_grids(tokens, own) for (tokens, _), own in zip(sequences, grids, strict=True)]
-        return [expanded(*sequence, own) for sequence, own in zip(sequences, grids, strict=True)], grids
+        return [expand(*sequence, own) for sequence, own in zip(sequences, grids, strict=True)], grids
 
     def _encoded_grids(self, tokens: Sequence[int], grids: list[Grid]) -> list[Grid]:
         """Return the grids of images within the tokenized part of a sequence."""

@@ -60,7 +60,7 @@ class ImageTokens(ABC):
     def _made(self, made: dict[str, Tensor]) -> list[Grid]:
         """Return the grids of images from the processor's outputs."""
 
-    def spelled(self, grid: Grid) -> list[int]:
+    def image_ids(self, grid: Grid) -> list[int]:
         """Return the tokens that replace one placeholder of the chat template."""
         return [self.token] * (grid[0] * grid[1])
 
@@ -81,7 +81,7 @@ class ImageTokens(ABC):
             first += rows * columns
         return found
 
-    def expanded(
+    def expand(
         self, tokens: Sequence[int], targets: Sequence[bool], grids: Sequence[Grid]
     ) -> tuple[list[int], list[bool]]:
         """Replace each placeholder by the tokens of its image; none of these is a target.
@@ -99,7 +99,7 @@ class ImageTokens(ABC):
         is_target: list[bool] = []
         sizes = iter(grids)
         for token, target in zip(tokens, targets, strict=True):
-            spelled = self.spelled(next(sizes)) if token == self.token else [token]
+            spelled = self.image_ids(next(sizes)) if token == self.token else [token]
             ids += spelled
             is_target += [target and token != self.token] * len(spelled)
         return ids, is_target

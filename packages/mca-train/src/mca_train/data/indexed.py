@@ -124,8 +124,8 @@ def _file_state(file: Path, tokens: "np.memmap[tuple[int], np.dtype[np.int32]]")
 
 def _read_largest(saved: Path, state: dict[str, object]) -> int | None:
     try:
-        said = json.loads(saved.read_text())
-        return int(said["largest"]) if {name: said[name] for name in state} == state else None
+        record = json.loads(saved.read_text())
+        return int(record["largest"]) if {name: record[name] for name in state} == state else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -78,7 +78,7 @@ class Mixture(Dataset[Sample]):
     def _counts(self) -> NDArray[np.int64]:
         return np.bincount(self.sources, minlength=len(self.parts))
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """Describe the number of samples of each source."""
         counts = self._counts()
         return ", ".join(

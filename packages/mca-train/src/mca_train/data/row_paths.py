@@ -63,10 +63,10 @@ class RowPaths:
         except McaError as error:
             raise self._outside_error(text) from error
 
-    def _allowed(self, address: str, text: str) -> str:
-        if self.roots and not any(_is_within(address, root) for root in self.roots):
+    def _allowed(self, url: str, text: str) -> str:
+        if self.roots and not any(_is_within(url, root) for root in self.roots):
             raise self._outside_error(text)
-        return address
+        return url
 
     def _is_cached(self, path: Path) -> bool:
         return any(path.resolve().is_relative_to(cache.resolve()) for cache in self.caches)
@@ -75,7 +75,7 @@ class RowPaths:
         roots = [self.folder] if self.folder and not is_url(self.folder) else []
         return McaError(
             f"image {text} is outside of {' and '.join([*roots, *self.roots])}, and rows that are not from a local "
-            "file open nothing else; expected a relative path or an address there; fetch rows and images, and name the "
+            "file open nothing else; expected a relative path or a URL there; fetch rows and images, and name the "
             "local file"
         )
 
@@ -132,16 +132,16 @@ def _caches(name: str) -> list[Path]:
     return [dataset_cache(name), *map(Path, downloads)]
 
 
-def _require_plain(address: str) -> None:
+def _require_plain(url: str) -> None:
     """Raise an error for a URL that names, or may name, a local file."""
-    if "::" in address:
+    if "::" in url:
         raise McaError(
-            f"image {address} is a chain of protocols; expected a path or one address (s3://..., https://...); remove "
+            f"image {url} is a chain of protocols; expected a path or one URL (s3://..., https://...); remove "
             "the :: and what it joins"
         )
-    scheme, _, path = address.partition("://")
+    scheme, _, path = url.partition("://")
     if scheme in _LOCAL:
-        raise McaError(f"image {address} begins with {scheme}://; expected a path; write {path}")
+        raise McaError(f"image {url} begins with {scheme}://; expected a path; write {path}")
 
 
 def _join_url(folder: str, text: str) -> str:
@@ -152,15 +152,15 @@ def _join_url(folder: str, text: str) -> str:
     return f"{scheme}://{posixpath.normpath(f'{rest}/{text}')}"
 
 
-def _is_within(address: str, root: str) -> bool:
-    host, path = _split_url(to_hub_url(address))
+def _is_within(url: str, root: str) -> bool:
+    host, path = _split_url(to_hub_url(url))
     own_host, own_path = _split_url(root)
     return host == own_host and path is not None and path[: len(own_path or ())] == (own_path or [])
 
 
-def _split_url(address: str) -> tuple[str, list[str] | None]:
+def _split_url(url: str) -> tuple[str, list[str] | None]:
     """Return the host, bucket or repository of a URL, and its path components; None: the path leaves the root."""
-    scheme, _, rest = strip_query(address).partition("://")
+    scheme, _, rest = strip_query(url).partition("://")
     if scheme == "hf":
         names = rest.split("/")
         count = 3 if names[0] in _REPOSITORY_TYPES else 2

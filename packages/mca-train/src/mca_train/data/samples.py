@@ -147,7 +147,7 @@ def _tokenize_rows(
     def tokenize(row: Values, index: int) -> JsonObject:
         row, place = row if own is None else own(row), f"{key}, row {index}"
         try:
-            encoded, grids = (encode(row), None) if images is None else images.encoded(row, encode, place)
+            encoded, grids = (encode(row), None) if images is None else images.encode_row(row, encode, place)
             row_numbers = [] if numbers is None else numbers(row)
         except McaError as error:
             raise McaError(f"{place}: {error}") from error

@@ -63,7 +63,7 @@ class Source:
             raise McaError(f"max_samples is {self.max_samples}; expected at least 1")
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         """Name of the source in logs."""
         return self.name or Path(strip_query(self.path)).name.partition(".")[0]
 
@@ -81,7 +81,7 @@ def parse_sources(entries: Sequence[Values]) -> list[Source]:
         )[0]
         for place, entry in enumerate(entries)
     ]
-    names = [source.called for source in found]
+    names = [source.display_name for source in found]
     problems = [f"two are called {name}; set name" for name in dict.fromkeys(names) if names.count(name) > 1]
     weighted = [source.weight is not None for source in found]
     if any(weighted) and not all(weighted):

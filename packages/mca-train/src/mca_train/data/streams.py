@@ -213,7 +213,7 @@ def _with_images(
     """Return the sample of a row that may have images, without targets if it ends within an image."""
     place = getattr(row, "place", "")
     row_place = f"{key}{place and ', ' + place}"
-    sequences, grids = images.encoded(row, encode, row_place)
+    sequences, grids = images.encode_row(row, encode, row_place)
     sample = _to_sample(sequences, prefixes, length)
     for side, (prefix, own) in enumerate(zip(prefixes, grids, strict=True)):
         if not own:

@@ -105,7 +105,7 @@ def has_target(sample: Sample) -> bool:
 
 
 def sft_target_check(tokenizer: "PreTrainedTokenizerBase", arguments: DataArguments) -> Callable[[Row], bool]:
-    """Return the function that tells without tokenization whether an SFT row has a target for sure.
+    """Return a predicate of SFT rows that certainly have a target, without tokenization.
 
     It assumes at most two tokens per byte, and at most a thousand characters added by a template.
     """
@@ -132,7 +132,7 @@ def sft_target_check(tokenizer: "PreTrainedTokenizerBase", arguments: DataArgume
 
 
 def pair_target_check(arguments: PairArguments) -> Callable[[Row], bool]:
-    """Return the function that tells whether a preference pair has targets in both answers for sure."""
+    """Return a predicate of preference pairs that certainly have targets in both answers."""
     names = (arguments.prompt_column, arguments.chosen_column, arguments.rejected_column)
 
     def is_sure(row: Row) -> bool:

@@ -92,7 +92,7 @@ def require_client(file: str, key: str) -> None:
             get_filesystem_class(scheme)
         except ValueError as error:
             raise UsageError(
-                f"{key}: {file}: '{scheme}' is no file system that fsspec knows; expected a path, or an address "
+                f"{key}: {file}: '{scheme}' is no file system that fsspec knows; expected a path, or a URL "
                 "such as s3://bucket/rows.jsonl, gs://..., hf://... or https://..."
             ) from error
         except ImportError as error:
@@ -130,10 +130,10 @@ def download(file: str, key: str) -> Path:
     import datasets
 
     with translate_url_errors(key, file):
-        address = to_hub_url(file)
-        has_version = _has_version(address)
+        url = to_hub_url(file)
+        has_version = _has_version(url)
         settings = datasets.DownloadConfig(force_download=not has_version)
-        copy = Path(datasets.DownloadManager(download_config=settings).download(address))
+        copy = Path(datasets.DownloadManager(download_config=settings).download(url))
         return copy if has_version else _content_addressed_copy(copy)
 
 
@@ -161,13 +161,13 @@ def _has_version(file: str) -> bool:
     return not {"ETag", "etag"}.isdisjoint(system.info(path))
 
 
-def _open_filesystem(address: str) -> "tuple[AbstractFileSystem, str]":
+def _open_filesystem(url: str) -> "tuple[AbstractFileSystem, str]":
     """Return the file system and the path of a URL; web clients use the proxy of the environment."""
     from fsspec.core import url_to_fs
 
-    schemes = {link.partition("://")[0] for link in address.split("::")} & {"http", "https"}
+    schemes = {link.partition("://")[0] for link in url.split("::")} & {"http", "https"}
     found: tuple[AbstractFileSystem, str] = url_to_fs(
-        address, **{scheme: {"client_kwargs": {"trust_env": True}} for scheme in schemes}
+        url, **{scheme: {"client_kwargs": {"trust_env": True}} for scheme in schemes}
     )
     return found
 
@@ -210,11 +210,11 @@ def download_error(key: str, file: str, error: BaseException) -> McaError:
     cause = _reason(error)
     if cause is None:
         return McaError(
-            f"{subject}: there is no such file or bucket, or no right to see it; check the address and the credentials"
+            f"{subject}: there is no such file or bucket, or no right to see it; check the URL and the credentials"
         )
     reason = redacted(" ".join(str(cause).split())) or type(cause).__name__
     return McaError(
-        f"{subject} cannot be fetched: {reason[:200]}; check the address, the credentials and the network"
+        f"{subject} cannot be fetched: {reason[:200]}; check the URL, the credentials and the network"
     )
 
 

@@ -54,7 +54,7 @@ def _gather_same_object(found: list[Upstream], value: object, group: object = No
 
 
 def _skip_broadcast(*_: object, **__: object) -> None:
-    """Do nothing: the values of this rank stand for those of the source."""
+    """Do nothing: this rank's values are used in place of the source's."""
 
 
 @contextmanager

@@ -118,7 +118,7 @@ class Tracker(TorchDispatchMode):
 
         def tracked_resize(storage: torch.UntypedStorage, size: int) -> None:
             resize(storage, size)
-            self.resized(storage)
+            self.recount(storage)
 
         def filled(storage: torch.UntypedStorage, source: Any, *rest: Any) -> Any:
             return storage if storage.device.type == "meta" else copy(storage, source, *rest)
@@ -201,7 +201,7 @@ class Tracker(TorchDispatchMode):
         self._known[key] = found, weakref.ref(storage, lambda _: self._remove_storage(key))
         self.tally.live += found.bytes
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
+    def recount(self, storage: torch.UntypedStorage) -> None:
         """Count ``storage`` again after it was freed or reallocated in place."""
         key = storage._cdata
         if key not in self._known:

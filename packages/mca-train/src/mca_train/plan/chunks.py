@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
 from mca_train.plan import local_layers, te_layers
-from mca_train.plan.sizes import SINGLE, Line, Sizes
+from mca_train.plan.sizes import SINGLE, SavedTensor, Sizes
 from mca_train.plan.vision_memory import Images
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _SELECTED = ("core_attn",)
 
 
 @dataclass(frozen=True)
-class Bytes:
+class PassMemory:
     """Memory of one micro-batch on a layer or a chunk, in bytes.
 
     Args:
@@ -54,19 +54,21 @@ class ChunkSpec:
     on_gpu: bool
     images: Images | None = None
 
-    def lines(self, number: int, *, worst: bool = False) -> list[Line]:
+    def lines(self, number: int, *, worst: bool = False) -> list[SavedTensor]:
         """Return the tensors that decoder layer ``number`` saves without recomputation."""
-        found: list[Line] = _LAYERS[self.implementation].layer(self.config, self.sizes, number, worst=worst)
+        found: list[SavedTensor] = _LAYERS[self.implementation].layer(
+            self.config, self.sizes, number, worst=worst
+        )
         return found
 
     def norm(self, channels: float, *, output: bool = True) -> float:
         """Return the bytes that a norm of ``channels`` saves."""
         norm = _LAYERS[self.implementation].norm
-        lines: list[Line] = norm(self.sizes.split, channels, self.sizes, output=output)
+        lines: list[SavedTensor] = norm(self.sizes.split, channels, self.sizes, output=output)
         return sum(line.bytes for line in lines)
 
     @property
-    def between(self) -> float:
+    def hidden_bytes(self) -> float:
         """Bytes of the hidden states between layers."""
         return self.sizes.split * self.config.hidden_size * self.sizes.width
 
@@ -75,7 +77,7 @@ class ChunkSpec:
         """Bytes of the per-layer embeddings of all layers, or of their gradient."""
         return self.sizes.split * _per_layer_channels(self.config) * self.sizes.width
 
-    def layer(self, number: int, *, worst: bool = False) -> Bytes:
+    def layer(self, number: int, *, worst: bool = False) -> PassMemory:
         """Return the memory of decoder layer ``number``, with selective recomputation if it is enabled."""
         again = recomputed_modules(self.training)
         lines = self.lines(number, worst=worst)
@@ -84,9 +86,9 @@ class ChunkSpec:
         if "core_attn" in again:
             kept += _LAYERS[self.implementation].recomputed_core(self.config, self.sizes, number)
         if "layernorm" in again and self.implementation == "local" and self.sizes.width < SINGLE:
-            kept += 2 * self.between  # inputs of both norms, which otherwise are saved only in fp32
+            kept += 2 * self.hidden_bytes  # inputs of both norms, which otherwise are saved only in fp32
         forward, backward = _LAYERS[self.implementation].running(self.config, self.sizes, number)
-        return Bytes(kept, forward, backward + dropped + 2 * self.per_layer)
+        return PassMemory(kept, forward, backward + dropped + 2 * self.per_layer)
 
 
 def recomputed_modules(training: "TrainingArguments") -> frozenset[str]:
@@ -97,45 +99,45 @@ def recomputed_modules(training: "TrainingArguments") -> frozenset[str]:
     return frozenset(names | ({"moe_act", "shared_experts"} if "moe" in names else set()))
 
 
-def chunk_memory(model: ChunkSpec, chunk: PipelineChunk, *, worst: bool = False) -> Bytes:
+def chunk_memory(model: ChunkSpec, chunk: PipelineChunk, *, worst: bool = False) -> PassMemory:
     """Return the memory of everything on ``chunk``."""
     layers = [model.layer(number, worst=worst) for number in chunk.layers]
     parts = _recomputed_blocks(model, layers) if model.training.recompute_granularity == "full" else layers
     if chunk.has_embedding and model.images is not None:
         kept = sum(line.bytes for line in model.images.lines(model.sizes))
-        parts = [Bytes(kept, 0.0 if kept else model.images.running(model.sizes)), *parts]
+        parts = [PassMemory(kept, 0.0 if kept else model.images.running(model.sizes)), *parts]
     if chunk.has_embedding and model.per_layer:
         channels = _per_layer_channels(model.config)
-        parts = [Bytes(model.per_layer + model.norm(channels, output=False)), *parts]
+        parts = [PassMemory(model.per_layer + model.norm(channels, output=False)), *parts]
     parts = [*parts, *([_output_memory(model, chunk)] if chunk.has_loss or chunk.mtp_layers else [])]
     kept = sum(part.kept for part in parts) + _boundary_tensors(model, chunk)
     if not parts:
-        return Bytes(kept)
+        return PassMemory(kept)
     forward = max(_forward_excess(parts, index) for index in range(len(parts)))
     backward = max(part.backward - sum(p.kept for p in parts[i + 1 :]) for i, part in enumerate(parts))
     if chunk.has_embedding and not model.sizes.frozen:
         widest = max(model.config.hidden_size, _per_layer_channels(model.config))
         backward = max(backward, _rows(model) * widest * model.sizes.width - kept)
-    return Bytes(kept, max(forward, 0.0), backward)
+    return PassMemory(kept, max(forward, 0.0), backward)
 
 
 def forward_only_memory(model: ChunkSpec, chunk: PipelineChunk) -> float:
     """Return the bytes of a forward pass without a backward pass: the peak over the chunk's parts."""
     parts = [
-        Bytes(sum(line.bytes for line in model.lines(number)), model.layer(number).forward)
+        PassMemory(sum(line.bytes for line in model.lines(number)), model.layer(number).forward)
         for number in chunk.layers
     ]
     if chunk.has_loss or chunk.mtp_layers:
         parts.append(_output_memory(model, chunk))
-    images = [Bytes(model.images.running(model.sizes))] if chunk.has_embedding and model.images else []
-    return model.between + max((part.kept + part.forward for part in (*images, *parts)), default=0.0)
+    images = [PassMemory(model.images.running(model.sizes))] if chunk.has_embedding and model.images else []
+    return model.hidden_bytes + max((part.kept + part.forward for part in (*images, *parts)), default=0.0)
 
 
 def _per_layer_channels(config: McaModelConfig) -> int:
     return config.num_layers * config.per_layer_input_size
 
 
-def _forward_excess(parts: list[Bytes], index: int) -> float:
+def _forward_excess(parts: list[PassMemory], index: int) -> float:
     """Return what the forward pass of a part needs, minus what later parts save."""
     return parts[index].forward - sum(part.kept for part in parts[index + 1 :])
 
@@ -145,10 +147,10 @@ def _boundary_tensors(model: ChunkSpec, chunk: PipelineChunk) -> float:
     outputs = not chunk.has_loss and not (model.on_gpu and model.sizes.waits_for_sends)
     copied = model.implementation == "local" and model.training.recompute_granularity != "full"
     inputs = not chunk.has_embedding and copied and model.sizes.width < SINGLE
-    return model.between * (outputs + inputs)
+    return model.hidden_bytes * (outputs + inputs)
 
 
-def _recomputed_blocks(model: ChunkSpec, layers: list[Bytes]) -> list[Bytes]:
+def _recomputed_blocks(model: ChunkSpec, layers: list[PassMemory]) -> list[PassMemory]:
     """Group layers into blocks that save only their input; method block leaves later layers as they are."""
     training, count = model.training, model.training.recompute_num_layers or 1
     share = model.sizes.layout.tp if training.distribute_saved_activations else 1
@@ -160,13 +162,13 @@ def _recomputed_blocks(model: ChunkSpec, layers: list[Bytes]) -> list[Bytes]:
     within_pairs = (
         model.config.moe_shortcut
     )  # the experts' output of the first layer is an input of the second
-    inputs = [model.between / share + model.between * (within_pairs and i % 2) for i in firsts]
+    inputs = [model.hidden_bytes / share + model.hidden_bytes * (within_pairs and i % 2) for i in firsts]
     return [_block(kept, block) for kept, block in zip(inputs, blocks, strict=False)] + rest
 
 
-def _block(kept: float, block: list[Bytes]) -> Bytes:
+def _block(kept: float, block: list[PassMemory]) -> PassMemory:
     again = sum(layer.kept for layer in block)
-    return Bytes(kept, max(layer.forward for layer in block), again + block[-1].backward)
+    return PassMemory(kept, max(layer.forward for layer in block), again + block[-1].backward)
 
 
 def _rows(model: ChunkSpec) -> float:
@@ -174,21 +176,21 @@ def _rows(model: ChunkSpec) -> float:
     return model.config.num_labels or model.config.padded_vocab_size / model.sizes.layout.tp
 
 
-def _output_memory(model: ChunkSpec, chunk: PipelineChunk) -> Bytes:
+def _output_memory(model: ChunkSpec, chunk: PipelineChunk) -> PassMemory:
     """Return the memory of the final norm, MTP layers, logits and loss."""
     config, depth = model.config, len(chunk.mtp_layers)
     logits = _chunked if model.training.loss_chunk_size else _whole_logits
-    loss = logits(model) if chunk.has_loss else Bytes()
+    loss = logits(model) if chunk.has_loss else PassMemory()
     hidden = config.hidden_size
     kept = model.norm(hidden, output=not model.sizes.frozen) if chunk.has_loss else 0.0
     if depth:
         layer_config = model.layer(config.num_layers - 1)
-        kept += depth * (layer_config.kept + 3 * model.norm(hidden) + 4 * model.between)
+        kept += depth * (layer_config.kept + 3 * model.norm(hidden) + 4 * model.hidden_bytes)
     kept += loss.kept * (depth + 1)
-    return Bytes(kept, loss.forward, loss.backward)
+    return PassMemory(kept, loss.forward, loss.backward)
 
 
-def _whole_logits(model: ChunkSpec) -> Bytes:
+def _whole_logits(model: ChunkSpec) -> PassMemory:
     """Return the memory of the logits in the model's precision and of their fp32 softmax, saved for backward."""
     sizes, training = model.sizes, model.training
     logits, matrix = sizes.tokens * _rows(model), _rows(model) * model.config.hidden_size * sizes.width
@@ -196,14 +198,14 @@ def _whole_logits(model: ChunkSpec) -> Bytes:
     inputs = sizes.tokens * model.config.hidden_size * sizes.width
     capped = logits * sizes.width if model.config.final_logit_softcapping else 0.0
     if training.cross_entropy_loss_fusion and training.cross_entropy_fusion_impl == "te":
-        return Bytes(capped + logits * sizes.width, 0.0, matrix + inputs)
+        return PassMemory(capped + logits * sizes.width, 0.0, matrix + inputs)
     if sizes.width == SINGLE:
-        return Bytes(capped + logits * SINGLE, 0.0, matrix + inputs)
+        return PassMemory(capped + logits * SINGLE, 0.0, matrix + inputs)
     half = logits * sizes.width
-    return Bytes(capped + logits * SINGLE, half, max(half, half - logits * SINGLE + matrix + inputs))
+    return PassMemory(capped + logits * SINGLE, half, max(half, half - logits * SINGLE + matrix + inputs))
 
 
-def _chunked(model: ChunkSpec) -> Bytes:
+def _chunked(model: ChunkSpec) -> PassMemory:
     """Return the memory of chunked logits, whose weight gradients are added chunk by chunk."""
     sizes = model.sizes
     tokens = min(model.training.loss_chunk_size or 0, sizes.tokens)
@@ -211,4 +213,4 @@ def _chunked(model: ChunkSpec) -> Bytes:
     capped = sizes.width if model.config.final_logit_softcapping else 0
     logits = tokens * _rows(model) * (sizes.width + capped + (SINGLE if sizes.width < SINGLE else 0))
     several = tokens < sizes.tokens
-    return Bytes(0.0, logits, max(matrix + logits, matrix * (3 if several else 1)))
+    return PassMemory(0.0, logits, max(matrix + logits, matrix * (3 if several else 1)))

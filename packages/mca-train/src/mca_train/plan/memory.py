@@ -12,7 +12,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
 from mca_train.config.model import resolve_layout
 from mca_train.config.model_parts import trained_parts
-from mca_train.plan.chunks import Bytes, ChunkSpec, Implementation, chunk_memory, forward_only_memory
+from mca_train.plan.chunks import ChunkSpec, Implementation, PassMemory, chunk_memory, forward_only_memory
 from mca_train.plan.counts import Count, ModelCounts, optimizer_shards
 from mca_train.plan.schedule import Order, rank_passes
 from mca_train.plan.sizes import EIGHTH, HALF, SINGLE, Sizes, element_bytes
@@ -395,10 +395,10 @@ def _peak(model: ChunkSpec, chunks: tuple[PipelineChunk, ...], pp: int, *, worst
     layout, accumulated = model.sizes.layout, model.training.gradient_accumulation_steps
     group = model.training.microbatch_group_size_per_vp_stage
     order = Order(layout.pp, layout.vpp, accumulated, group)
-    return walk(bytes_of, replace(order, micro_batches=min(accumulated, order.filling)), pp)
+    return find_peak(bytes_of, replace(order, micro_batches=min(accumulated, order.filling)), pp)
 
 
-def walk(bytes_of: list[Bytes], order: Order, pp: int) -> Peak:
+def find_peak(bytes_of: list[PassMemory], order: Order, pp: int) -> Peak:
     """Return the peak over the passes of rank ``pp``, whose chunks need ``bytes_of``."""
     best, running, kept, count, most = 0.0, 0.0, 0.0, 0, 0
     for step in rank_passes(order, pp):

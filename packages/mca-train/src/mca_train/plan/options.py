@@ -51,7 +51,8 @@ class PlanOptions:
         default=None,
         metadata=_flag(
             "N",
-            "number of images in each sequence of a model with a vision tower; default: one, if the run takes images",
+            "number of images in each sequence of a model with a vision tower; default: one, if the run supports "
+            "images",
         ),
     )
     image_size: int | None = field(

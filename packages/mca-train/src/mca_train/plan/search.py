@@ -15,7 +15,7 @@ from mca_train.plan.hardware import Hardware
 from mca_train.plan.memory import GIB, PlanInput, minimum_memory, plan_layout
 from mca_train.plan.remedies import FULL, largest_stage, stages_over_limit, with_changes
 from mca_train.plan.sizes import Sizes
-from mca_train.plan.speed import Speed, StepTime
+from mca_train.plan.speed import StepTime, StepTimeModel
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
@@ -133,7 +133,9 @@ def predict_step_time(
     )
     trained = plan_input.trained_by_stage(layout)
     share = optimizer_shards(training.use_distributed_optimizer, grid)
-    return Speed(model, grid, hardware).step(trained, share, forwards=plan_input.forwards, roughly=roughly)
+    return StepTimeModel(model, grid, hardware).step(
+        trained, share, forwards=plan_input.forwards, roughly=roughly
+    )
 
 
 def recomputations(plan_input: PlanInput, training: "TrainingArguments") -> tuple[JsonObject, ...]:

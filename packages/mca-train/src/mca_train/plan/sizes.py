@@ -19,7 +19,7 @@ def element_bytes(config: McaModelConfig, training: "TrainingArguments") -> int:
 
 
 @dataclass(frozen=True)
-class Line:
+class SavedTensor:
     """Tensor that the forward pass of a layer saves for its backward pass.
 
     Args:
@@ -128,7 +128,7 @@ class Sizes:
         )
 
     @property
-    def moved(self) -> float:
+    def experts_per_token(self) -> float:
         """Mean number of experts that a token is sent to."""
         return self.topk * self.experts / max(self.choices, 1)
 
@@ -144,7 +144,7 @@ class Sizes:
             worst: Count all pairs that could be routed here, not an equal share.
         """
         layout = self.layout
-        here = self.split * self.moved
+        here = self.split * self.experts_per_token
         if self.capacity is not None:  # limits the tokens per expert and rank
             always = self.padded or worst
             here = here * self.capacity if always else min(here, here * self.capacity)

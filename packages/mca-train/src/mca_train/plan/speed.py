@@ -63,7 +63,7 @@ class _Layer:
 
 
 @dataclass(frozen=True)
-class Speed:
+class StepTimeModel:
     """Predictor of the step time of a model on a layout and hardware."""
 
     model: ChunkSpec
@@ -126,7 +126,7 @@ class Speed:
 
         overlaps = order.vpp > 1
         message = self._message_time(
-            self.model.between, self._crosses_nodes(self.grid.world_size // order.pp)
+            self.model.hidden_bytes, self._crosses_nodes(self.grid.world_size // order.pp)
         )
         ran = timeline(orders, order.vpp, duration, message * (0.3 if overlaps else 1.0))
         slowest = max(sum(t.forward + t.backward for t in of_rank) for of_rank in times)
@@ -342,7 +342,7 @@ class Speed:
             return 0.0
         sent = (
             sizes.split
-            * sizes.moved
+            * sizes.experts_per_token
             * (self.model.config.moe_latent_size or self.model.config.hidden_size)
             * sizes.width
             * (layout.ep - 1)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from mca_config.errors import UsageError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
-from mca_train.plan.sizes import SINGLE, Line, Sizes
+from mca_train.plan.sizes import SINGLE, SavedTensor, Sizes
 
 if TYPE_CHECKING:
     from mca_train.config.model_parts import Part
@@ -177,7 +177,7 @@ class Images:
             f"{trained} tower; --images N, --image_size PIXELS"
         )
 
-    def lines(self, sizes: Sizes) -> list[Line]:
+    def lines(self, sizes: Sizes) -> list[SavedTensor]:
         """Return the tensors that a micro-batch's images save for the backward pass."""
         tower, patches = self.tower, float(sizes.sequences * self.patches)
         merged = patches * tower.hidden * sizes.width
@@ -186,10 +186,14 @@ class Images:
             kept = tower.depth * self._block(sizes)
             if tower.form == "sizes":  # mask of the patches of each image
                 kept += patches**2 * sizes.width
-            found = [Line("vision tower", kept, f"transformers: {tower.kind}")]
-            found.append(Line("patches", patches * tower.values * sizes.width, f"transformers: {tower.kind}"))
+            found = [SavedTensor("vision tower", kept, f"transformers: {tower.kind}")]
+            found.append(
+                SavedTensor("patches", patches * tower.values * sizes.width, f"transformers: {tower.kind}")
+            )
         if self.trained & {"vision", "projector"}:
-            found.append(Line("projector", 4 * tower.projectors * merged, f"transformers: {tower.kind}"))
+            found.append(
+                SavedTensor("projector", 4 * tower.projectors * merged, f"transformers: {tower.kind}")
+            )
         return found
 
     def _block(self, sizes: Sizes) -> float:

@@ -82,7 +82,7 @@ def _print(
         samples: Mixture | TokenDataset | PairDataset
         if key == "datasets":
             mixture = samples = load_mixture(task, tokenizer, data, seed=seed, images=images)
-            warnings.lines.append(mixture.described())
+            warnings.lines.append(mixture.describe())
         elif key == "train_file" and data.streaming:
             samples = load_first(task, [str(file) for file in files], tokenizer, data, images=images)
         else:

@@ -94,7 +94,7 @@ def _training_data(
     if data.datasets:
         seed = args.seed if args.data_seed is None else args.data_seed
         mixture = load_mixture(run.task, tokenizer, data, seed=seed, images=images)
-        logger.info("%s", mixture.described())
+        logger.info("%s", mixture.describe())
         return mixture, int(mixture.lengths.max())
     train = load_tokenized(run.task, data.train_file, tokenizer, data, images=images)
     logger.info("%s of %d tokens", counted(len(train), "training sample"), int(train.lengths.sum()))

@@ -162,7 +162,7 @@ def load_mixture(
     from mca_train.data.sources import load_source, parse_sources, source_arguments
 
     sources, parts = parse_sources(arguments.datasets), []
-    keys = [f"datasets, {source.called}" for source in sources]
+    keys = [f"datasets, {source.display_name}" for source in sources]
     prefixes = [find_prefix(source.path) for source in sources]
     found = [
         load_source(source, key, arguments) if prefix is None else None
@@ -178,7 +178,7 @@ def load_mixture(
             reader = _with_paths(images, own, [source.path], source.revision)
             parts.append(_source_samples(task, source, rows, tokenizer, own, key, reader))
     weights = [source.weight for source in sources if source.weight is not None]
-    return Mixture(parts, [source.called for source in sources], weights or None, seed)
+    return Mixture(parts, [source.display_name for source in sources], weights or None, seed)
 
 
 def _require_plain(source: "Source", key: str) -> None:
