@@ -45,7 +45,7 @@ def test_one_run_at_a_time_and_nothing_left(tmp_path, no_waiting):
     lock.take()
     with pytest.raises(McaError, match=rf"b is used by another run \(process {os.getpid()} on "):
         OutputLock(place).take()
-    lock.verify_held()
+    lock.verify()
     lock.release()
     assert list(tmp_path.iterdir()) == []
 
@@ -73,7 +73,7 @@ def test_why_a_run_lost_its_lock_is_told(told, tmp_path, monkeypatch):
         pytest.raises(McaError, match=f"^output_dir: .*{told}.*this run ends"),
     ):
         LOST[told](tmp_path / NAME, patch)
-        lock.verify_held()
+        lock.verify()
     lock.release()
 
 
@@ -158,7 +158,7 @@ def test_a_run_elsewhere_is_known_by_its_touches(tmp_path):
             time.sleep(0.01)
     elsewhere(tmp_path)
     with pytest.raises(McaError, match=r"was taken by another run .*node7"):
-        lock.verify_held()
+        lock.verify()
     lock.release()
     assert file.exists(), "of the other one"
 

@@ -98,7 +98,7 @@ class OutputLock:
             if self._fd >= 0:
                 thread.join()
 
-    def verify_held(self) -> None:
+    def verify(self) -> None:
         """Raise if a run on another machine, which does not see the lock, may have taken the directory since.
 
         Raises:

@@ -172,7 +172,7 @@ class CheckpointMixin(LoggingMixin):
 
     def _write_state(self, folder: Path) -> None:
         if self.output_lock is not None:
-            self.output_lock.verify_held()
+            self.output_lock.verify()
         states: dict[str, list[JsonObject]] = {}
         for callback in self._exportable():
             states.setdefault(type(callback).__name__, []).append(callback.state())
