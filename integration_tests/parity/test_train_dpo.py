@@ -162,7 +162,7 @@ def test_lora_against_the_model_without_its_adapter(checkpoint, tmp_path):
         )[0]
         same(ours, theirs)
     adapted, dropped, plain = run_ranks(1, warnings, checkpoint, tmp_path, tmp_path / "adapter")[0]
-    assert ["the adapter was trained before" in line for line in adapted] == [True]
+    assert ["the adapter is already trained" in line for line in adapted] == [True]
     assert dropped[0].startswith("training drops (attention_dropout 0.1)") and dropped[1:] == adapted
     assert not plain
 

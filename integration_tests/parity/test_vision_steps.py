@@ -168,7 +168,7 @@ def test_parts_that_cannot_be_trained_as_told_are_refused_on_every_rank(tmp_path
     both = run_ranks(2, refused, mixed("qwen2_5_vl", tmp_path))
     gather = "overlap_param_gather is not supported with a trained vision tower"
     one_rate = "vision_learning_rate: an adapter has one learning rate"
-    on = "freeze: the adapter is on language; leave it out of freeze"
+    on = "freeze: the adapter is on language; remove it from freeze"
     expected = ["", "vision_learning_rate: vision is frozen", gather, *[""] * 3, gather, one_rate, on, ""]
     for said in both:
         assert [bool(words) for words in said] == [bool(words) for words in expected]

@@ -106,10 +106,10 @@ REFUSED: dict[str, tuple[str, Changes]] = {
 OFFLOAD = {"optimizer_cpu_offload": True}
 SAID: dict[str, tuple[str, Changes]] = {
     "moe_grouped_gemm": ("the model has no experts", {"moe_grouped_gemm": True}),
-    "attention_softmax_in_fp32": ("attention is always so", {"attention_softmax_in_fp32": False}),
+    "attention_softmax_in_fp32": ("the local layers always do this", {"attention_softmax_in_fp32": False}),
     "pin_cpu_grads": ("no GPU", OFFLOAD | {"pin_cpu_grads": True}),
     "overlap_cpu_optimizer_d2h_h2d": ("no GPU", OFFLOAD | {"overlap_cpu_optimizer_d2h_h2d": True}),
-    "mtp_loss_scaling_factor": ("no prediction layers", {"mtp_loss_scaling_factor": 0.2}),
+    "mtp_loss_scaling_factor": ("no MTP layers", {"mtp_loss_scaling_factor": 0.2}),
     "cp_comm_type": ("one context rank", {"cp_comm_type": "all_gather"}),
     "variable_seq_lengths": ("one pipeline stage", {"variable_seq_lengths": True}),
     "microbatch_group_size_per_vp_stage": (
@@ -125,8 +125,8 @@ CONSTANT = {"lr_scheduler_type": "constant", "warmup_steps": 0}
 SELECTIVE = {"recompute_granularity": "selective"}
 SAID_OF_VALUES: dict[str, tuple[str, Changes]] = {
     "warmup_steps": ("constant has no warm-up", {"lr_scheduler_type": "constant"}),
-    "min_lr": ("constant stays where it begins", CONSTANT | {"min_lr": 1e-3}),
-    "decoupled_min_lr": ("constant stays where it begins", CONSTANT | RATES | {"decoupled_min_lr": 1e-3}),
+    "min_lr": ("constant has no end value", CONSTANT | {"min_lr": 1e-3}),
+    "decoupled_min_lr": ("constant has no end value", CONSTANT | RATES | {"decoupled_min_lr": 1e-3}),
     "adam_beta1, adam_epsilon": ("the optimizer is sgd", SGD | {"adam_beta1": 0.5, "adam_epsilon": 1e-3}),
     "recompute_modules moe": ("the model has no experts", SELECTIVE | {"recompute_modules": ["mlp", "moe"]}),
 }

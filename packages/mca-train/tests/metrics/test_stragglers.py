@@ -24,7 +24,7 @@ def test_a_rank_that_waits_for_its_data_is_slow():
     found = slowest(times((0.01, 0.5), (0.9, 0.5), (0.01, 0.5), (0.02, 0.5)), 2, 2.0)
     assert found is not None
     assert (found.rank, found.what, found.alike) == (1, 0, 0)
-    assert (found.seconds, found.usual) == pytest.approx((0.9, 0.01))
+    assert (found.seconds, found.typical) == pytest.approx((0.9, 0.01))
 
 
 def test_forward_passes_are_compared_within_a_stage():

@@ -65,7 +65,7 @@ MOVING = {"moe_router_bias_update_rate": 0.3}
             KIND,
             0.0,
             True,
-            "moe_router_load_balancing_type seq_aux_loss (config.json asks for no such loss, so its coefficient is 0; "
+            "moe_router_load_balancing_type seq_aux_loss (config.json has no such loss, so its coefficient is 0; "
             "set moe_aux_loss_coeff)",
         ),
         (KIND, 0.1, True, None),
@@ -76,7 +76,7 @@ MOVING = {"moe_router_bias_update_rate": 0.3}
             MOVING,
             0.0,
             False,
-            "moe_router_bias_update_rate (routers are frozen, and biases of experts with them)",
+            "moe_router_bias_update_rate (routers are frozen, including expert biases)",
         ),
         ({}, 0.0, False, None),
     ],

@@ -42,7 +42,7 @@ def test_methods_that_are_never_called_are_refused(arguments):
         reject_unsupported(arguments, {}, Mine)
     told = str(error.value)
     assert (
-        "Mine overrides get_train_dataloader, which is never called (give the samples as train_dataset"
+        "Mine overrides get_train_dataloader, which is never called (pass the samples as train_dataset"
         in told
     )
     assert "Mine overrides create_optimizer, which is never called (the optimizer is Megatron's" in told
@@ -73,7 +73,9 @@ def test_a_cpu_beside_a_gpu_is_asked_for_elsewhere(arguments, monkeypatch):
 
     monkeypatch.setattr(unsupported.platform, "device_type", lambda: "cuda")
     for ask in (lambda: reject_unsupported(arguments, {}), lambda: _without_device({"use_cpu": True})):
-        with pytest.raises(McaError, match=r"use_cpu beside a GPU: .* set MCA_DEVICE=cpu in the environment"):
+        with pytest.raises(
+            McaError, match=r"use_cpu is not supported with a GPU: .* set MCA_DEVICE=cpu in the environment"
+        ):
             ask()
     assert _without_device({}) == {"use_cpu": True}, "of the process that starts ranks"
 

@@ -1,7 +1,7 @@
-"""Sizes and checksums of a training checkpoint, so that a damaged one is known before training starts.
+"""Sizes and checksums of a training checkpoint, to detect damage before training starts.
 
-The weights of an MCA model have a manifest of their own; ``training/manifest.json`` covers the rest. All ranks share
-the work.
+The weights of an MCA model have their own manifest; ``training/manifest.json`` covers the rest. All ranks share the
+work.
 """
 
 import json
@@ -28,12 +28,12 @@ _Record = tuple[int, int]
 
 
 class Checksums:
-    """The last stage of writing a checkpoint: syncs and sums up its files, and writes the manifest.
+    """Last stage of writing a checkpoint: syncs its files, computes checksums and writes the manifest.
 
-    Each rank reads the files that it wrote. The model's are left out where they have a manifest of their own.
+    Each rank reads the files that it wrote, except the model's if they have their own manifest.
 
     Args:
-        checkpoint: Where all files are written by the time that a method is called.
+        checkpoint: Directory in which all files are written by the time a method is called.
         ranks: This rank.
     """
 
@@ -46,7 +46,7 @@ class Checksums:
         self._fault: Exception | None = None
 
     def done(self) -> bool:
-        """Whether all ranks have read their files; the first call has them begin. Collective."""
+        """Return True if all ranks have read their files; the first call starts reading. Collective."""
         if self._thread is None:
             self._list()
             self._thread = threading.Thread(target=self._sum, daemon=True)
@@ -54,17 +54,17 @@ class Checksums:
         return not groups.max_over_ranks(float(self._thread.is_alive()), self._ranks.device)
 
     def finish(self) -> None:
-        """Waits for them and writes the manifest; collective."""
+        """Wait for all ranks and write the manifest; collective."""
         if self._thread is None:
             self._list()
             self._sum()
         else:
             self._thread.join()
-        found = run_on_all_ranks(self._records_or_error)
+        records = run_on_all_ranks(self._records_or_error)
         if self._ranks.is_first:
             files = {
                 name: {"bytes": size, "crc32": f"{crc:08x}"}
-                for part in found
+                for part in records
                 for name, (size, crc) in sorted(part.items())
             }
             document = json.dumps({"version": 1, "files": files}, indent=1).encode() + b"\n"
@@ -72,7 +72,7 @@ class Checksums:
         groups.barrier()
 
     def _list(self) -> None:
-        """The first rank looks once all have written; there are files of every rank, and as many ranks to look."""
+        """List the files on the first rank, once all ranks have written."""
         groups.barrier()
         self._names = run_on_first_rank(lambda: _covered_files(self._checkpoint))
 
@@ -91,44 +91,44 @@ class Checksums:
 
 
 def faults(checkpoint: Path, rank: int, world_size: int) -> list[str]:
-    """What is broken in ``checkpoint``, the same list on every rank, each of which reads its share; collective."""
+    """Return the faults of ``checkpoint``, the same list on every rank; each rank reads a share. Collective."""
     try:
         expected = sorted(_expected(checkpoint).items())
     except (McaError, OSError, ValueError, KeyError, TypeError, StopIteration) as error:
-        mine = [
+        local = [
             f"{error}"
             if isinstance(error, McaError)
             else f"{checkpoint / MANIFEST}: cannot be read ({error!r})"
         ]
     else:
         share = expected[rank::world_size]
-        mine = [fault for name, record in share if (fault := _fault(checkpoint / name, record))]
-    return sorted({fault for part in all_gather(mine) for fault in part})
+        local = [fault for name, record in share if (fault := _fault(checkpoint / name, record))]
+    return sorted({fault for part in all_gather(local) for fault in part})
 
 
 def _covered_files(checkpoint: Path) -> list[str]:
-    """All but the Hugging Face model and what a manifest of the model's own covers; no file is looked at."""
-    own = [path.parent for path in checkpoint.glob(f"iter_*/{MODEL_MANIFEST}")]
-    found = []
+    """List all files except the Hugging Face model and those in the model's manifest, without opening any."""
+    model_folders = [path.parent for path in checkpoint.glob(f"iter_*/{MODEL_MANIFEST}")]
+    files = []
     for folder, _, names in os.walk(checkpoint):
         for path in (Path(folder) / name for name in names):
             inside = path.relative_to(checkpoint).parts[0] == HF_FOLDER
-            covered = any(parent in path.parents and path.name != MODEL_MANIFEST for parent in own)
+            covered = any(parent in path.parents and path.name != MODEL_MANIFEST for parent in model_folders)
             if not inside and not covered and path != checkpoint / MANIFEST:
-                found.append(str(path.relative_to(checkpoint)))
-    return sorted(found)
+                files.append(str(path.relative_to(checkpoint)))
+    return sorted(files)
 
 
 def _writer(name: str) -> int:
-    """Which rank wrote a file: it still has it in its cache, and only it can make it durable everywhere."""
+    """Return the rank that wrote a file: it has the file cached, and only it can sync it everywhere."""
     match = _OF_RANK.match(Path(name).name)
     return int(match[1]) if match else 0
 
 
 def _expected(checkpoint: Path) -> dict[str, _Record]:
-    """Every file that must be there; none of the training state in a checkpoint of the model alone.
+    """Return the record of every file that must exist; a model-only checkpoint has no training state.
 
-    That has no manifest at all in Megatron's format.
+    In Megatron's format such a checkpoint has no manifest.
     """
     found: dict[str, _Record] = {}
     trains = (checkpoint / MANIFEST.parent).is_dir()
@@ -146,7 +146,7 @@ def _expected(checkpoint: Path) -> dict[str, _Record]:
 
 
 def _is_model_only(checkpoint: Path) -> bool:
-    """Whether it was saved without what training needs, on purpose."""
+    """Return True if the checkpoint was saved with ``save_only_model``."""
     try:
         return bool(json.loads((checkpoint / ARGUMENTS_FILE).read_text())["save_only_model"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -159,7 +159,7 @@ def _fault(path: Path, record: _Record) -> str | None:
         if size != record[0]:
             return f"{path}: has {size} bytes, the manifest says {record[0]}"
         if _checksum(path)[1] != record[1]:
-            return f"{path}: its checksum is wrong, some of its bytes were changed"
+            return f"{path}: its checksum is wrong, the file is corrupt"
     except OSError as error:
         return f"{path}: cannot be read ({error.strerror})"
     return None

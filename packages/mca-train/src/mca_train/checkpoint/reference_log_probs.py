@@ -1,7 +1,6 @@
-"""Log-probabilities of a reference model are kept in ``output_dir`` here, so that a run that goes on has them still.
+"""Log-probabilities of a reference model, saved in ``output_dir`` for resumed runs.
 
-They are computed elsewhere, and written several times on the way. A file of other samples, or of another reference,
-counts as none.
+The file is written several times while they are computed. A file of other samples or another reference is ignored.
 """
 
 import hashlib
@@ -27,15 +26,15 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "reference_log_probs"
 _VERSION = 2
-"""Raised with each change of what a model of the same settings computes in evaluation."""
+"""Incremented with each change of a model's evaluation results."""
 
 
 def model_fingerprint(model: VirtualModels, *, with_adapter: bool) -> str:
-    """A name for what ``model`` computes: its weights and its settings, as they are now, on every rank; collective.
+    """Return a hash of the weights and settings of ``model``, the same on every rank; collective.
 
     Args:
-        model: With an adapter or without one.
-        with_adapter: Whether the adapter counts.
+        model: With or without an adapter.
+        with_adapter: Include the adapter.
     """
     adapter = cast("PeftModels", model) if with_adapter and hasattr(model, "adapter") else None
     settings, factors = [model.config.to_dict()["model"]], []
@@ -48,13 +47,13 @@ def model_fingerprint(model: VirtualModels, *, with_adapter: bool) -> str:
 
 
 class ReferenceLogProbs:
-    """The log-probabilities of one dataset.
+    """Log-probabilities of one dataset.
 
     Args:
         output_dir: Of the run.
         name: Of the dataset: ``train``, ``eval`` or ``eval_<name>``.
         dataset: Its samples.
-        reference: `model_fingerprint` the model that the log-probabilities are of.
+        reference: `model_fingerprint` of the reference.
     """
 
     def __init__(self, output_dir: Path, name: str, dataset: SampleSource, reference: str) -> None:
@@ -62,7 +61,7 @@ class ReferenceLogProbs:
         self._key = f"{_VERSION} {reference} {_digest(dataset)}"
 
     def read(self) -> NDArray[np.float64] | None:
-        """What it holds, NaN for what has yet to be computed; None: nothing of these samples and this reference."""
+        """Return the saved values, NaN where not computed yet; None without a file of these samples and reference."""
         try:
             with np.load(self.path, allow_pickle=False) as file:
                 return np.asarray(file["log_probs"], np.float64) if str(file["key"]) == self._key else None
@@ -70,14 +69,14 @@ class ReferenceLogProbs:
             return None
 
     def write(self, log_probs: NDArray[np.float64]) -> None:
-        """Replaces what it held; NaN is what has yet to be computed.
+        """Replace the saved values; NaN where not computed yet.
 
         Raises:
-            McaError: It cannot be written.
+            McaError: They cannot be written.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(self.path) as beside, beside.open("wb") as file:
+            with atomic_write(self.path) as temporary, temporary.open("wb") as file:
                 np.savez(file, log_probs=log_probs, key=np.array(self._key))
         except OSError as error:
             raise write_error(self.path, error) from error
@@ -91,12 +90,12 @@ class ReferenceLogProbs:
 
 
 def _digest(dataset: SampleSource) -> str:
-    """Of all tokens, targets and images."""
-    known = hashlib.sha256()
+    """Return a hash of all tokens, targets and images."""
+    digest = hashlib.sha256()
     for index in range(len(dataset)):
         for name, value in sorted(dataset[index].items()):
             images = sorted(value.tensors().items()) if isinstance(value, SampleImages) else [("", value)]
-            for part, each in images:
-                values = np.ascontiguousarray(each)
-                known.update(f"{name} {part} {values.shape} ".encode() + values.tobytes())
-    return known.hexdigest()
+            for part, array in images:
+                values = np.ascontiguousarray(array)
+                digest.update(f"{name} {part} {values.shape} ".encode() + values.tobytes())
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Optimizer, schedule, data position and random states of a run, saved and loaded."""
+"""Save and load the optimizer, the learning rate schedule, the data position and the random states."""
 
 import contextlib
 import json
@@ -35,13 +35,13 @@ TRAINING = "training"
 
 
 class TrainingState:
-    """What training needs beyond the model, to and from a checkpoint.
+    """State of training besides the model, to and from a checkpoint.
 
     Args:
         engine: With the optimizer and the wrapped chunks.
         scheduler: The learning rate, with ``state_dict`` and ``load_state_dict``.
         ranks: This rank.
-        place: Where the run stands in its data.
+        place: The run's position in its data.
     """
 
     def __init__(self, engine: Engine, scheduler: LearningRate, ranks: Ranks, place: RunPosition) -> None:
@@ -50,8 +50,8 @@ class TrainingState:
         self._scheduler = scheduler
         self._ranks = ranks
 
-    def begin_save(self, checkpoint: Path, carried: LoopState, *, background: bool) -> PendingWrite:
-        """Writes this rank's part, and what one rank writes for all; the optimizer's tensors have yet to be."""
+    def begin_save(self, checkpoint: Path, loop_state: LoopState, *, background: bool) -> PendingWrite:
+        """Write this rank's files and the shared ones; return the pending writes of the optimizer."""
         folder = checkpoint / TRAINING
         optimizer = folder / "optimizer"
         run_on_first_rank(lambda: optimizer.mkdir(parents=True))
@@ -63,18 +63,18 @@ class TrainingState:
                 self._engine.optimizer, self._modules(), optimizer, background=background
             )
         numbers = replace(numbers, optimizer=self._engine.optimizer_name)
-        words = {"scheduler": self._scheduler.state_dict(), "optimizer": asdict(numbers)}
-        words |= {"place": asdict(self._place), "carried": carried.to_dict()}
+        documents = {"scheduler": self._scheduler.state_dict(), "optimizer": asdict(numbers)}
+        documents |= {"place": asdict(self._place), "carried": loop_state.to_dict()}
 
         def write() -> None:
-            for name, state in words.items():
+            for name, state in documents.items():
                 write_file(folder / f"{name}.json", json.dumps(_to_json(state)).encode())
 
         run_on_first_rank(write)
         return writing
 
     def load(self, checkpoint: Path, weights: SavedWeights) -> None:
-        """Restores what was saved.
+        """Restore the saved state.
 
         Args:
             checkpoint: The directory.
@@ -85,10 +85,10 @@ class TrainingState:
         """
         folder = checkpoint / TRAINING
         numbers = optimizer_state.Numbers(**json.loads((folder / "optimizer.json").read_text()))
-        mine = self._engine.optimizer_name
-        if numbers.optimizer not in (None, mine):
+        current = self._engine.optimizer_name
+        if numbers.optimizer not in (None, current):
             raise McaError(
-                f"{folder}: was written by optimizer {numbers.optimizer}, this run's is {mine}; resume with the "
+                f"{folder}: was written by optimizer {numbers.optimizer}, this run's is {current}; resume with the "
                 "optimizer that it was written with"
             )
         with _ignore_future_warnings():
@@ -106,10 +106,9 @@ class TrainingState:
         self._scheduler.load_state_dict(schedule, self._place.schedule)
 
     def load_rng(self, checkpoint: Path) -> None:
-        """Restores the random states, those of all ranks or of none; collective.
+        """Restore the random states, on all ranks or on none; collective.
 
-        On another layout every rank keeps its own new one: tensor ranks would otherwise drop differently what they
-        hold twice.
+        On another layout every rank keeps its new one: tensor ranks would otherwise drop replicated values differently.
         """
         folder = checkpoint / TRAINING
         if all(run_on_all_ranks_unwrapped(lambda: matches_layout(folder, self._ranks))):
@@ -126,14 +125,14 @@ class TrainingState:
 
 @contextlib.contextmanager
 def _ignore_future_warnings() -> Iterator[None]:
-    """Megatron's checkpoints use parts of torch that torch is about to replace."""
+    """Ignore FutureWarnings: Megatron's checkpoints use parts of torch that torch will replace."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield
 
 
 def _to_json(value: Typed) -> Typed:
-    """``value`` as JSON can hold it, tensors as numbers."""
+    """Return ``value`` as JSON values, tensors as numbers."""
     if isinstance(value, dict):
         return {str(key): _to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -142,6 +141,10 @@ def _to_json(value: Typed) -> Typed:
 
 
 def _unused_states(checkpoint: Path) -> tuple[str, ...]:
-    """Of sgd without momentum Transformer Engine and Apex kept a momentum too, which mca 0.1.0 used on GPUs."""
-    given = read_json(checkpoint / ARGUMENTS_FILE, "the checkpoint is incomplete")
-    return ("momentum_buffer",) if given.get("optimizer") == "sgd" and not given.get("sgd_momentum") else ()
+    """Return unused states: on GPUs mca 0.1.0 saved a momentum for sgd without momentum too."""
+    arguments = read_json(checkpoint / ARGUMENTS_FILE, "the checkpoint is incomplete")
+    return (
+        ("momentum_buffer",)
+        if arguments.get("optimizer") == "sgd" and not arguments.get("sgd_momentum")
+        else ()
+    )

@@ -6,7 +6,7 @@ id. Two cases that Megatron leaves open:
 
 - Pipeline stages after the first do not split the mask for sequence parallelism.
 - MTP layers have no mask (0.16) or a mask shifted across the split (0.19). Here their mask covers the tokens that have
-  enough tokens of their own sequence after them, because the values at other positions differ between padded and
+  enough tokens of their sequence after them, because the values at other positions differ between padded and
   packed batches.
 """
 

@@ -55,7 +55,7 @@ def token_loss(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
 def sequence_loss(losses: Tensor, real: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """Return the loss sum over sequences (or pairs) and their count, from values that all context ranks share.
 
-    Every context rank has the full loss and the gradient of its own tokens.
+    Every context rank has the full loss and the gradient of its tokens.
 
     Args:
         losses: Loss of each sequence.

@@ -1,4 +1,4 @@
-"""Numbers beside the loss: of a custom loss, of experts' load balancing, of prediction layers."""
+"""Metrics besides the loss: of a custom loss, of MoE load balancing, of MTP layers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -16,21 +16,21 @@ from mca_train.types import Chunk
 
 Extreme = Literal["smallest", "largest"]
 _SIGNS: dict[Extreme, float] = {"smallest": -1.0, "largest": 1.0}
-"""What makes of an extreme a largest number."""
+"""Factor that turns an extreme into a maximum."""
 _MISSING = torch.finfo(torch.float64).min
-"""Below every number: of ranks and steps that have none."""
+"""Value of ranks and steps without candidates."""
 
 
 class MetricAccumulator:
-    """Means and extremes of named numbers between two logs, over all ranks that compute the loss.
+    """Means and extremes of named metrics between two logs, over all ranks that compute the loss.
 
-    Ranks talk only in `flush`, which all call at the same step. What nothing was counted of has no mean.
+    Ranks communicate only in `flush`, which all call at the same step. A metric without a count has no mean.
 
     Args:
         names: In the order of the log, the same on every rank.
-        device: Where sums are kept.
-        differences: Also reported, if both are: the first of two means less the second.
-        extremes: What is told too: the smallest or the largest of all numbers.
+        device: Device of the sums.
+        differences: Also reported: the first of two means minus the second, if both exist.
+        extremes: Also reported: the smallest or the largest of all values.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class MetricAccumulator:
         self._steps = StepRows(2 * len(names) + len(extremes))
 
     def add(self, sums: Mapping[str, Tensor], count: Tensor | float | Mapping[str, Tensor]) -> None:
-        """Sums of this rank by name, each over ``count`` things, or over as many as that says by name."""
+        """Add this rank's sums by name, each over ``count`` items, or over a count per name."""
         values = torch.stack([sums[name].detach().double() for name in self.names])
         if isinstance(count, Mapping):
             count = torch.stack([count[name].double() for name in self.names])
@@ -56,19 +56,19 @@ class MetricAccumulator:
         self._sums[:, 1] += count
 
     def add_extremes(self, values: Tensor, real: Tensor) -> None:
-        """Numbers of this rank that may be extremes, where ``real`` is not 0."""
-        found = self._signs[:, None] * values.detach().double().flatten()
-        found = found.masked_fill(real.flatten() == 0, _MISSING)
-        self._largest = torch.cat([self._largest[:, None], found], 1).amax(1)
+        """Add this rank's candidates for extremes, where ``real`` is not 0."""
+        candidates = self._signs[:, None] * values.detach().double().flatten()
+        candidates = candidates.masked_fill(real.flatten() == 0, _MISSING)
+        self._largest = torch.cat([self._largest[:, None], candidates], 1).amax(1)
 
     def end_step(self) -> None:
-        """What was added belongs to one step."""
+        """Close the step that the added values belong to."""
         if self.names:
             self._steps.add(torch.cat([self._sums.flatten(), self._largest]))
             self._sums, self._largest = torch.zeros_like(self._sums), torch.full_like(self._largest, _MISSING)
 
     def flush(self) -> dict[str, float]:
-        """What was found, and begins anew."""
+        """Return the metrics and reset."""
         if not self.names:
             return {}
         self.end_step()
@@ -79,8 +79,8 @@ class MetricAccumulator:
         both = {name: pair for name, pair in self._differences.items() if means.keys() >= {*pair}}
         means |= {name: means[a] - means[b] for name, (a, b) in both.items()}
         largest = rows[:, 2 * len(self.names) :].amax(0) * self._signs.cpu()
-        found = zip(self._extremes, largest.tolist(), strict=True)
-        return means | {name: value for name, value in found if abs(value) < -_MISSING}
+        extremes = zip(self._extremes, largest.tolist(), strict=True)
+        return means | {name: value for name, value in extremes if abs(value) < -_MISSING}
 
     def _reduce(self, rows: Tensor) -> Tensor:
         width = 2 * len(self.names)
@@ -90,19 +90,19 @@ class MetricAccumulator:
         return torch.cat([sums, groups.max_over_data(rows[:, width:])], 1)
 
     def state(self) -> list[list[float]]:
-        """The sums of every step since the last log, for a checkpoint; collective."""
+        """Return the sums of every step since the last log, for a checkpoint; collective."""
         return self._steps.all_ranks(self._reduce).tolist() if self.names else []
 
     def restore(self, state: Sequence[Sequence[float]]) -> None:
-        """Goes on from `state`, on whatever layout it was made."""
+        """Continue from `state`, saved on any layout."""
         self._steps.restore(state)
 
 
 class AuxLossMeter:
-    """What layers add to the gradients without showing it in the loss.
+    """Losses of layers that are added to the gradients but not to the logged loss.
 
-    ``moe_load_balancing_loss`` (and ``moe_z_loss``, ...) is the mean over the layers with experts, without its
-    coefficient; ``mtp_<depth>_loss`` is the mean cross entropy of a prediction layer.
+    ``moe_load_balancing_loss`` (and ``moe_z_loss``, ...) is the mean over the MoE layers, without its coefficient;
+    ``mtp_<depth>_loss`` is the mean cross entropy of an MTP layer.
 
     Args:
         chunks: Megatron models of this rank.
@@ -119,7 +119,7 @@ class AuxLossMeter:
         self._depths = StepRows(self._prediction)
 
     def add_step(self) -> None:
-        """A step was trained."""
+        """Add the losses of the last step."""
         self._steps += 1
         for name, value in self._router_losses().items():
             self._rows.setdefault(name, StepRows(1)).add(value.reshape(1))
@@ -127,17 +127,17 @@ class AuxLossMeter:
             self._depths.add(self._mtp_losses())
 
     def flush(self) -> dict[str, float]:
-        """Means since the last time. All ranks call this at the same step."""
-        found = self.state()
-        count = max(found["steps"], 1)
+        """Return the means since the last call. All ranks call this at the same step."""
+        state = self.state()
+        count = max(state["steps"], 1)
         self._steps, self._before, self._rows = 0, {}, {}
         self._depths = StepRows(self._prediction)
-        means = {f"moe_{name}": sum(values) / count for name, values in found["experts"].items()}
-        by_depth = zip(*found["depths"], strict=True)
+        means = {f"moe_{name}": sum(values) / count for name, values in state["experts"].items()}
+        by_depth = zip(*state["depths"], strict=True)
         return means | {f"mtp_{n}_loss": sum(values) / count for n, values in enumerate(by_depth, 1)}
 
     def state(self) -> JsonObject:
-        """What was collected since the last log, over all ranks, for a checkpoint; collective."""
+        """Return the sums since the last log over all ranks, for a checkpoint; collective."""
         return {
             "steps": self._steps,
             "experts": self._mean_over_layers() if self._has_experts else {},
@@ -145,20 +145,20 @@ class AuxLossMeter:
         }
 
     def restore(self, state: Values) -> None:
-        """Goes on from `state`, on whatever layout it was made."""
+        """Continue from `state`, saved on any layout."""
         self._steps, self._before, self._rows = int(state["steps"]), dict(state["experts"]), {}
         self._depths.restore(state["depths"])
 
     def _router_losses(self) -> dict[str, Tensor]:
-        """The last step's losses on this rank, added over its layers."""
-        found: dict[str, Tensor] = {}
+        """Return the last step's router losses on this rank, summed over its layers."""
+        losses: dict[str, Tensor] = {}
         for router in self._routers:
             for name, value in router.mca_aux_loss.losses.items():
-                found[name] = found[name] + value if name in found else value
-        return found
+                losses[name] = losses[name] + value if name in losses else value
+        return losses
 
     def _mtp_losses(self) -> Tensor:
-        """The last step's losses on this rank, by depth."""
+        """Return the last step's MTP losses on this rank, by depth."""
         values = torch.zeros(self._prediction, dtype=torch.float64, device=platform.current_device())
         for chunk in self._chunks:
             if "mca_mtp_loss" in vars(chunk):
@@ -166,17 +166,17 @@ class AuxLossMeter:
         return values
 
     def _mean_over_layers(self) -> dict[str, list[float]]:
-        """Means over layers of each step, by name."""
+        """Return the means over layers of each step, by name."""
         stage = {
             name: rows.all_ranks(groups.sum_over_stage).flatten().tolist()
             for name, rows in sorted(self._rows.items())
         }
         stages = groups.gather_over_stages((len(self._routers), stage))
         layers = sum(count for count, _ in stages)
-        whole: dict[str, list[float]] = {}
+        total: dict[str, list[float]] = {}
         for _, part in stages:
             for name, values in part.items():
-                known = whole.get(name, [0.0] * len(values))
-                whole[name] = [a + b / layers for a, b in zip(known, values, strict=True)]
-        names = sorted(self._before.keys() | whole.keys())
-        return {name: [*self._before.get(name, []), *whole.get(name, [])] for name in names}
+                known = total.get(name, [0.0] * len(values))
+                total[name] = [a + b / layers for a, b in zip(known, values, strict=True)]
+        names = sorted(self._before.keys() | total.keys())
+        return {name: [*self._before.get(name, []), *total.get(name, [])] for name in names}

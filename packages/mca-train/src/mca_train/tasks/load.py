@@ -1,6 +1,6 @@
-"""The files of a run become the samples of its kind here, in memory or as they are iterated.
+"""Samples of a run's files, in memory or streamed.
 
-Files are read in ``data``, and the kind says what a row means; this file brings the two together.
+``data`` reads the files, and the kind of run interprets the rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,15 +35,15 @@ def load_tokenized(
     evaluation: bool = False,
     images: "ImageReader | None" = None,
 ) -> "TokenDataset | PairDataset":
-    """The samples of ``files``, tokenized.
+    """Return the tokenized samples of ``files``.
 
     Args:
-        task: What a sample is made of.
+        task: The kind of run.
         files: Paths.
         tokenizer: Hugging Face tokenizer.
         arguments: Columns, lengths and limits.
-        evaluation: Whether these are the evaluation files.
-        images: Of the model; None: rows have none.
+        evaluation: True for the evaluation files.
+        images: Image reader of the model; None: rows have no images.
     """
     from mca_train.data.files import check_file, load_rows, local_copy, reader_name
     from mca_train.data.files import translate_read_errors as named_files
@@ -55,7 +55,7 @@ def load_tokenized(
     own = _with_paths(images, arguments, files)
     for file in files:
         check_file(file, key)
-    # once, so that the key and the rows are of the same content
+    # once, so that the key and the rows have the same content
     copies = [local_copy(file, key) for file in files]
 
     def load() -> "datasets.Dataset":
@@ -67,7 +67,7 @@ def load_tokenized(
         return evaluation_arguments(arguments, rows.column_names) if evaluation else arguments
 
     def make() -> "TokenDataset | PairDataset":
-        # parquet's is decoded when looked at
+        # parquet is decoded on access
         with named_files(key, ", ".join(files), "text", UnicodeDecodeError):
             rows = load()
             return task.samples(rows, tokenizer, row_arguments(rows), key, own)
@@ -88,12 +88,12 @@ def load_tokenized(
 
 
 def _vision(images: "ImageReader | None") -> "Values | None":
-    """What the model's configuration says of images; None: it sees none."""
+    """Return the vision part of the model's configuration; None without one."""
     return None if images is None else images.config.vision
 
 
 def _set_order(files: Sequence[str], samples: "TokenDataset | PairDataset") -> "TokenDataset | PairDataset":
-    """``samples``, which say that they come in the order of ``files``."""
+    """Return ``samples``, marked as in the order of ``files``."""
     from mca_train.data.urls import describe_files
 
     samples.order_description = f"rows of {describe_files(files)}"
@@ -101,7 +101,7 @@ def _set_order(files: Sequence[str], samples: "TokenDataset | PairDataset") -> "
 
 
 def _processors(images: "ImageReader | None") -> list[str]:
-    """What the image processors are, by which images become tokens."""
+    """Return cache keys of the image processors."""
     from mca_train.data.token_cache import file_digest
 
     if images is None or _vision(images) is None:
@@ -119,7 +119,7 @@ def _image_source(
     key: str,
     images: "ImageReader | None",
 ) -> "Images":
-    """What reads the pixels of samples that were tokenized before."""
+    """Return the function that reads the pixels of cached samples."""
 
     def read() -> "tuple[datasets.Dataset, ImageRows, str]":
         from mca_train.data.image_rows import without_decoding
@@ -148,14 +148,14 @@ def load_mixture(
     seed: int,
     images: "ImageReader | None" = None,
 ) -> "Mixture":
-    """The samples of the sources in ``datasets``, tokenized.
+    """Return the tokenized samples of the sources in ``datasets``.
 
     Args:
-        task: What a sample is made of.
+        task: The kind of run.
         tokenizer: Hugging Face tokenizer.
         arguments: The sources; columns and lengths.
-        seed: Of what is taken of a source of which not all is.
-        images: Of the model; None: rows have none.
+        seed: Seed of the selection from sources that are used in part.
+        images: Image reader of the model; None: rows have no images.
     """
     from mca_train.data.indexed import find_prefix
     from mca_train.data.mixture import Mixture
@@ -182,7 +182,7 @@ def load_mixture(
 
 
 def _require_plain(source: "Source", key: str) -> None:
-    """Refuses what has no meaning for one of Megatron's indexed datasets."""
+    """Raise if an option has no meaning for a Megatron indexed dataset."""
     names = ("max_samples", "columns", "subset", "revision", "format")
     ignored = [name for name in names if getattr(source, name)]
     ignored += ["split"] * (source.split != "train")
@@ -227,15 +227,15 @@ def load_stream(
     seed: int | None,
     images: "ImageReader | None" = None,
 ) -> "IterableDataset[Sample]":
-    """The samples of ``files``, read as they are iterated. Rows without a target are left out.
+    """Return the samples of ``files``, read during iteration. Rows without a target are left out.
 
     Args:
-        task: What a sample is made of.
+        task: The kind of run.
         files: Paths.
         tokenizer: Hugging Face tokenizer.
         arguments: Columns, lengths and limits.
-        seed: Of the order, drawn from a buffer of ``shuffle_buffer_size`` rows; None: the files' own.
-        images: Of the model; None: rows have none.
+        seed: Seed of the order, drawn from a buffer of ``shuffle_buffer_size`` rows; None: the files' own order.
+        images: Image reader of the model; None: rows have no images.
     """
     from mca_train.data.streams import open_rows
 
@@ -253,14 +253,14 @@ def load_first(
     *,
     images: "ImageReader | None" = None,
 ) -> "TokenDataset | PairDataset":
-    """The samples of the first ``max_train_samples`` rows of a stream, of which no more is read.
+    """Return the samples of the first ``max_train_samples`` rows of a stream; no more rows are read.
 
     Args:
-        task: What a sample is made of.
+        task: The kind of run.
         files: Paths.
         tokenizer: Hugging Face tokenizer.
         arguments: Columns, lengths and limits.
-        images: Of the model; None: rows have none.
+        images: Image reader of the model; None: rows have no images.
     """
     import datasets
 

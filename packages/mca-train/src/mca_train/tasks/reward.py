@@ -1,4 +1,4 @@
-"""``mca-train reward`` trains a reward model on preference pairs, by Bradley and Terry's loss (`losses.scores`)."""
+"""``mca-train reward``: a reward model on preference pairs, with the Bradley-Terry loss (`losses.scores`)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class RewardRunArguments:
-    """How ``mca-train reward`` compares answers."""
+    """Options of ``mca-train reward``."""
 
     center_rewards_coefficient: float | None = field(
         default=None,
@@ -40,7 +40,7 @@ class RewardRunArguments:
 
 
 class Reward(ScoreTask):
-    """Two answers of which one is better; the model gives each a number."""
+    """Reward model on pairs of answers of which one is better."""
 
     name = "reward"
     summary = "a reward model on preferences: chosen and rejected, with prompt and margin or without"
@@ -58,24 +58,24 @@ class Reward(ScoreTask):
     def encoder(
         self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
     ) -> "RowEncoder":
-        """See `AnswerTask`."""
+        """Return the row encoder, as `AnswerTask.encoder`."""
         from mca_train.data.scoring import scored_pair_encoder
 
         return scored_pair_encoder(names, tokenizer, cast("RewardArguments", data), key)
 
     def numbers(self, names: Sequence[str], data: DataArguments, key: str) -> "RowNumbers | None":
-        """See `AnswerTask`."""
+        """Return the values of a row, as `AnswerTask.numbers`."""
         from mca_train.data.scoring import margin_reader
 
         return margin_reader(names, cast("RewardArguments", data), key)
 
     def problems(self, settings: "Settings") -> Iterator[str]:
-        """Those of scores, and shapes of rows that are no pairs."""
+        """Yield errors of sequence classification, and of row formats that are no pairs."""
         yield from super().problems(settings)
         yield from pair_format_problems(self.name, settings)
 
     def head(self, settings: "Settings") -> "Head":
-        """One number."""
+        """Return a head with one label."""
         from mca_models.templates.classification_head import Head
 
         return Head(kind="sequence_classification", labels=("LABEL_0",))
@@ -83,8 +83,8 @@ class Reward(ScoreTask):
     def trainer(
         self, settings: "Settings", reference: "VirtualModels | None", options: "TrainerOptions"
     ) -> "RewardTrainer":
-        """See `Task`."""
+        """Return the trainer, as `Task.trainer`."""
         from mca_train.trainer.scores import RewardTrainer
 
-        own = cast("RewardRunArguments", settings.own)
-        return RewardTrainer(center_rewards_coefficient=own.center_rewards_coefficient, **options)
+        arguments = cast("RewardRunArguments", settings.own)
+        return RewardTrainer(center_rewards_coefficient=arguments.center_rewards_coefficient, **options)

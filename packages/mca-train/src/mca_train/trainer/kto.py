@@ -82,16 +82,16 @@ class KtoTrainer(McaTrainer):
         self._policy = ReferenceModel(self.model, args.loss_chunk_size)
         self._reference_queue: deque[Tensor] = deque()
         self._kl = torch.zeros((), device=self.ranks.device)
-        self.train_dataset = self._with_mismatched(self.train_dataset, options.get("pack_length"))
+        self.train_dataset = self._add_kl_pairs(self.train_dataset, options.get("pack_length"))
         if isinstance(self.eval_dataset, dict):
             parts = self.eval_dataset.items()
             self.eval_dataset = {
-                name: self._with_mismatched(part, options.get("pack_length")) for name, part in parts
+                name: self._add_kl_pairs(part, options.get("pack_length")) for name, part in parts
             }
         else:
-            self.eval_dataset = self._with_mismatched(self.eval_dataset, options.get("pack_length"))
+            self.eval_dataset = self._add_kl_pairs(self.eval_dataset, options.get("pack_length"))
 
-    def _with_mismatched(self, dataset: SampleSource, length: int | None) -> Samples | None:
+    def _add_kl_pairs(self, dataset: SampleSource, length: int | None) -> Samples | None:
         if dataset is None:
             return None
         if is_stream(dataset):

@@ -1,6 +1,6 @@
-"""These methods of the Trainer save the model, and checkpoints to resume from.
+"""Trainer methods that save the model and checkpoints to resume from.
 
-The files themselves are written in ``checkpoint``. When a checkpoint is due is decided in `logging`.
+``checkpoint`` writes the files; `logging` decides when.
 """
 
 import contextlib
@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointMixin(LoggingMixin):
-    """Saves a trainer's model and checkpoints; collective like the trainer itself."""
+    """Saving of a trainer's model and checkpoints; collective like the trainer itself."""
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """A block in which no other run uses ``output_dir``."""
+        """Hold the lock of ``output_dir`` within the block."""
         if self.output_lock is not None:
             yield
             return
@@ -49,11 +49,11 @@ class CheckpointMixin(LoggingMixin):
             lock.release()
 
     def _claim(self, output_dir: Path, checkpoint: Path | None) -> None:
-        """Sees to it that checkpoints in ``output_dir`` are of the run that begins, or of this trainer's earlier ones.
+        """Reserve ``output_dir`` for the checkpoints of this run, or of this trainer's earlier ones.
 
         Args:
             output_dir: Of the run.
-            checkpoint: That it goes on from; of the same kind of run.
+            checkpoint: Checkpoint to resume from, of the same kind of run.
         """
         if checkpoint is not None:
             directory.require_kind(checkpoint, self.run_kind)
@@ -72,7 +72,7 @@ class CheckpointMixin(LoggingMixin):
         self._checkpoints.written.clear()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes the model as an MCA checkpoint, with the tokenizer; all ranks take part.
+        """Write the model as an MCA checkpoint, with the tokenizer; all ranks take part.
 
         Args:
             output_dir: None: the run's own.
@@ -83,16 +83,16 @@ class CheckpointMixin(LoggingMixin):
             ModelWriter(self.model, folder, self.processing_class, hf=hf).finish()
 
     def complete_checkpoint(self) -> None:
-        """Sees to it that there is a complete checkpoint of this step."""
+        """Write a complete checkpoint of this step, unless there is one."""
         self._checkpoints.finish()
-        there = [path.name for path in self._checkpoints.written]
+        written = [path.name for path in self._checkpoints.written]
         step = self.state.global_step
-        if step != self.started_at_step and f"{directory.PREFIX}-{step}" not in there:
+        if step != self.started_at_step and f"{directory.PREFIX}-{step}" not in written:
             self._save_checkpoint()
             self._checkpoints.finish()
 
     def _save_checkpoint(self, *_: object, **__: object) -> None:
-        """A complete checkpoint of this step; with ``async_save`` it is complete some steps later."""
+        """Write a checkpoint of this step; with ``async_save`` it is complete some steps later."""
         target = Path(self.args.output_dir) / f"{directory.PREFIX}-{self.state.global_step}"
         with self._pipeline.params_gathered():
             require_finite_weights(self.state.global_step, self.model.trained_parameters())
@@ -106,11 +106,11 @@ class CheckpointMixin(LoggingMixin):
                         target, self.started_at_step, self._checkpoints.written
                     )
                 )
-        of_step = copy.copy(self.state) if self.args.async_save else self.state
-        self._checkpoints.write(target, self._begin_checkpoint, lambda: self._after_checkpoint(of_step))
+        state = copy.copy(self.state) if self.args.async_save else self.state
+        self._checkpoints.write(target, self._begin_checkpoint, lambda: self._after_checkpoint(state))
 
     def _begin_checkpoint(self, folder: Path) -> list[WriteStage]:
-        """Begins to write into ``folder``; what has yet to be finished, in order."""
+        """Start writing into ``folder``; return the pending stages in order."""
         args = self.args
         with self._pipeline.params_gathered():
             stages: list[WriteStage] = [
@@ -124,7 +124,7 @@ class CheckpointMixin(LoggingMixin):
                 )
             ]
         run_on_first_rank(lambda: self._write_state(folder))
-        if not args.save_only_model or self.watch.stopped:  # a run that was told to end is to go on
+        if not args.save_only_model or self.watch.stopped:  # a stopped run resumes later
             stages.append(
                 self._training_state().begin_save(folder, self._loop_state(), background=args.async_save)
             )
@@ -132,7 +132,7 @@ class CheckpointMixin(LoggingMixin):
         return stages
 
     def _after_checkpoint(self, state: TrainerState) -> None:
-        """Deletes what is one too many, and calls the callbacks; ``state`` is that of the checkpoint's step."""
+        """Delete old checkpoints and call the callbacks; ``state`` is that of the checkpoint's step."""
         with name_errors(Path(self.args.output_dir)):
             run_on_first_rank_unwrapped(lambda: self._make_room(state.best_model_checkpoint))
         another = self.control.should_save
@@ -152,8 +152,8 @@ class CheckpointMixin(LoggingMixin):
             self._checkpoints.delete(path)
 
     def _start_state(self, checkpoint: Path | None) -> LoopState:
-        """A fresh `TrainerState`, or that of the checkpoint; and what that carries besides."""
-        carried = LoopState()
+        """Set a new `TrainerState`, or that of the checkpoint, and return the loop state."""
+        loop_state = LoopState()
         if checkpoint is None:
             self.state = TrainerState(stateful_callbacks=self._exportable())
         else:
@@ -163,21 +163,21 @@ class CheckpointMixin(LoggingMixin):
             self._load_callback_state()
             if directory.reset_best_metric(self.state, checkpoint, self.args):
                 reset_patience(self.callback_handler.callbacks)
-            carried = directory.load_loop_state(checkpoint, self.state.global_step)
+            loop_state = directory.load_loop_state(checkpoint, self.state.global_step)
         self.state.train_batch_size = self.args.per_device_train_batch_size
         self.state.is_world_process_zero = self.is_world_process_zero()
         self.state.is_local_process_zero = self.is_local_process_zero()
         self.control._new_training()
-        return carried
+        return loop_state
 
     def _write_state(self, folder: Path) -> None:
         if self.output_lock is not None:
-            self.output_lock.verify_held()
+            self.output_lock.verify()
         states: dict[str, list[JsonObject]] = {}
         for callback in self._exportable():
             states.setdefault(type(callback).__name__, []).append(callback.state())
         self.state.stateful_callbacks = {
-            name: found[0] if len(found) == 1 else found for name, found in states.items()
+            name: values[0] if len(values) == 1 else values for name, values in states.items()
         }
         self.state.save_to_json(str(folder / directory.STATE_FILE))
         (folder / ARGUMENTS_FILE).write_text(self.args.to_json_string())
@@ -185,7 +185,7 @@ class CheckpointMixin(LoggingMixin):
     def _training_state(self) -> TrainingState:
         training, place = self._training, self._position
         control = self.control
-        # a callback that sets both flags ends the run, which is to go on there
+        # a callback that sets both flags ends a run that may resume there
         early = self.state.global_step < self.state.max_steps
         paused = control.should_training_stop and early and not self.watch.stopped
         ended = place.ended or (control.should_epoch_stop and not paused)

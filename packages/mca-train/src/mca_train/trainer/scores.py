@@ -1,6 +1,6 @@
-"""``RewardTrainer`` and ``ClassificationTrainer`` train models with a head for sequences.
+"""``RewardTrainer`` and ``ClassificationTrainer`` train models with a sequence-classification head.
 
-The losses are in `losses.scores`; samples say in ``values`` what is right.
+The losses are in `losses.scores`; the samples' ``values`` are the targets.
 """
 
 from types import MappingProxyType
@@ -20,10 +20,10 @@ from mca_train.trainer.trainer import McaTrainer
 
 
 class ScoreTrainer(McaTrainer):
-    """What trainers on scores of sequences share.
+    """Base of the trainers for sequence-classification heads.
 
     Args:
-        options: As of `McaTrainer`; the model has a head for sequences.
+        options: Options of `McaTrainer`; the model has a sequence-classification head.
     """
 
     wants_logits = True
@@ -32,7 +32,7 @@ class ScoreTrainer(McaTrainer):
         super().__init__(**options)
         if self.model.config.head != "sequence_classification":
             raise McaError(
-                f"{type(self).__name__} needs a model that scores sequences, not {self.model.config.head}; make it "
+                f"{type(self).__name__} needs a sequence-classification head, not {self.model.config.head}; build it "
                 "with AutoModel.from_pretrained(..., head=Head(...))"
             )
         for problem in (*key_problems(self.args), *model_problems(self.model.megatron)):
@@ -45,14 +45,15 @@ class ScoreTrainer(McaTrainer):
 
 
 class RewardTrainer(ScoreTrainer):
-    """Trains a reward model on preference pairs, whose ``values`` are by how much the chosen one is better, if known.
+    """Trainer for a reward model on preference pairs, whose ``values`` are the margins, if known.
 
-    Logs ``accuracy``, ``margin``, ``mean_reward``, ``min_reward`` and ``max_reward`` beside the loss, in evaluation
+    Logs ``accuracy``, ``margin``, ``mean_reward``, ``min_reward`` and ``max_reward`` in addition to the loss, in
+    evaluation
     too.
 
     Args:
         center_rewards_coefficient: Weight of the squared sum of a pair's rewards, which keeps them around 0.
-        options: As of `McaTrainer`.
+        options: Options of `McaTrainer`.
     """
 
     run_kind = "reward"
@@ -64,14 +65,14 @@ class RewardTrainer(ScoreTrainer):
     ) -> None:
         super().__init__(**options)
         if self.model.config.num_labels != 1:
-            raise McaError(f"a reward model has one label, this one {self.model.config.num_labels}")
+            raise McaError(f"num_labels is {self.model.config.num_labels}; a reward model needs 1")
         warn_trl_differences(self.model)
         self._centering = center_rewards_coefficient or 0.0
 
     def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
-        """The sum over this micro-batch's pairs, and their number."""
+        """Return the loss sum over this micro-batch's pairs and their count."""
         scores, counts = sequence_scores(output, batch)
-        both = len(scores) // 2 * 2  # a pack may end in a sequence of nothing
+        both = len(scores) // 2 * 2  # a pack may end in an empty sequence
         chosen, rejected = scores[0:both:2, 0], scores[1:both:2, 0]
         real = counts[0:both:2] * counts[1:both:2]
         margin = 0.0 if batch.values is None else batch.values[0:both:2, 0].float()
@@ -87,13 +88,13 @@ class RewardTrainer(ScoreTrainer):
 
 
 class ClassificationTrainer(ScoreTrainer):
-    """Trains on sequences whose ``values`` are a class, 0 or 1 for each label, or numbers.
+    """Trainer for sequences whose ``values`` are a class, 0 or 1 for each label, or numbers.
 
-    Logs ``accuracy`` beside the loss, of numbers ``mean_absolute_error``, in evaluation too.
+    Logs ``accuracy``, or ``mean_absolute_error`` for regression, in addition to the loss, in evaluation too.
 
     Args:
-        problem_type: Which of these.
-        options: As of `McaTrainer`.
+        problem_type: Hugging Face's name of the problem.
+        options: Options of `McaTrainer`.
     """
 
     run_kind = "classify"
@@ -109,7 +110,7 @@ class ClassificationTrainer(ScoreTrainer):
         self._problem_type = problem_type
 
     def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
-        """The sum over this micro-batch's sequences, and their number."""
+        """Return the loss sum over this micro-batch's sequences and their count."""
         if batch.values is None:
             raise McaError("a sample of the dataset has no 'values'; expected its class, labels or numbers")
         scores, real = sequence_scores(output, batch)

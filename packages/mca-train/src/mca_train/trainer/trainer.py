@@ -2,8 +2,8 @@
 
 Callbacks, ``report_to``, the progress bar, ``TrainerState``, strategies for logging, evaluation and saving, and
 ``resume_from_checkpoint`` work as in ``transformers.Trainer``. The loop, the optimizer, the data loaders,
-evaluation and checkpoints are not Hugging Face's: nothing goes through accelerate. What a step does is in ``engine``,
-what is written in ``checkpoint``; this file calls them in order.
+evaluation and checkpoints are not Hugging Face's: nothing uses accelerate. ``engine`` implements the step and
+``checkpoint`` the files; this module calls them in order.
 """
 
 import logging
@@ -73,12 +73,12 @@ logger = logging.getLogger(__name__)
 
 
 class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
-    """Trains `VirtualModels` with Megatron.
+    """Trainer of `VirtualModels` with Megatron.
 
     Args:
-        model: What ``mca_models.AutoModel`` returns.
+        model: Model from ``mca_models.AutoModel``.
         args: ``mca_config.TrainingArguments``.
-        data_collator: Makes ``input_ids`` and ``labels`` (not shifted) of a micro-batch's samples; None: pads
+        data_collator: Builds ``input_ids`` and ``labels`` (not shifted) of a micro-batch's samples; None: pads
             on the right.
         train_dataset: Items have ``input_ids`` and, if not every token is a target, ``labels``. May be a stream
             (``IterableDataset``, ``datasets`` streaming too); then ``max_steps`` must be set.
@@ -90,13 +90,13 @@ class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
     Override `compute_loss` to train on another loss.
 
     Attributes:
-        metric_names: Names of what `compute_loss` adds to ``signals``; their means are logged beside the loss.
-        metric_differences: What is logged too: of two such means the first less the second.
-        metric_extremes: What is logged too: the ``smallest`` or ``largest`` number that ``signals`` looked at.
+        metric_names: Names of the custom metrics that `compute_loss` adds to ``metrics``; their means are logged.
+        metric_differences: Also logged: the first of two such means minus the second.
+        metric_extremes: Also logged: the ``smallest`` or ``largest`` value added with ``metrics.add_extremes``.
         wants_logits: `compute_loss` gets logits instead of the cross entropy of each token.
         token_values: `compute_loss` gets the log-probability of each token ``[b, s]``, at a temperature, or with the
             entropy ``[2, b, s]``, computed ``loss_chunk_size`` tokens at a time (1024 if that is not set).
-        started_at_step: Steps that were done before `train`: 0, or those of the checkpoint it went on from.
+        started_at_step: Steps done before `train`: 0, or those of the checkpoint that it resumed from.
     """
 
     metric_names: tuple[str, ...] = ()
@@ -116,10 +116,10 @@ class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
         callbacks: Sequence[TrainerCallback] | None = None,
         *,
         pack_length: int | None = None,
-        **others: object,
+        **unsupported: object,
     ) -> None:
         require_mca(model, args)
-        reject_unsupported(args, others, type(self), McaTrainer)
+        reject_unsupported(args, unsupported, type(self), McaTrainer)
         require_optimizable(model, args)
         require_vocabulary(model, args, wants_logits=self.wants_logits)
         for problem in schedule_problems(args):
@@ -140,8 +140,10 @@ class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
         require_no_upload(self.callback_handler.callbacks)
         select_trained_parts(model, args)
         self._print_lines()
-        rows, moved = args.decoupled_lr is None or trains_vocabulary(model), trains_routers(model)
-        warn_unused_options(args, model.config, model.megatron, trains_vocabulary=rows, trains_routers=moved)
+        vocabulary, moved = args.decoupled_lr is None or trains_vocabulary(model), trains_routers(model)
+        warn_unused_options(
+            args, model.config, model.megatron, trains_vocabulary=vocabulary, trains_routers=moved
+        )
         warn_router_bias_step(args, model.config, model.megatron, trained=moved)
         warn_forced_routing(model.config, model.megatron)
         seed_dropout(model, args.seed)
@@ -166,7 +168,7 @@ class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
         self._pipeline = Pipeline(list(model.chunks), self._loss, wants_logits=self.wants_logits)
 
     def _new_meters(self) -> None:
-        """What is summed up between two logs begins at 0."""
+        """Reset the sums between two logs."""
         self._meter = LossMeter(self.ranks.context_parallel_rank)
         self.metrics = self._new_metrics()
         self._aux_losses = AuxLossMeter(self.model.chunks)
@@ -174,10 +176,10 @@ class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
         self.watch.restore({"skipped": 0})
 
     def _set_output(self) -> None:
-        """What the chunk with the loss makes of its hidden states: another trainer may have changed it."""
+        """Set the output of the chunk with the loss, which another trainer may have changed."""
         args, model = self.args, self.model
         if self.token_values is not None and args.label_smoothing_factor:
-            raise McaError("label_smoothing_factor does nothing for a trainer with token_values; remove it")
+            raise McaError("label_smoothing_factor is not supported with token_values; remove it")
         smooth_labels(model.chunks, args.label_smoothing_factor, model.config.vocab_size)
         chunk_losses(
             model.chunks,
@@ -188,31 +190,31 @@ class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
         )
 
     def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
-        """The loss of one micro-batch on a rank of the last pipeline stage.
+        """Return the loss of one micro-batch on a rank of the last pipeline stage.
 
         Args:
-            output: ``[b, s]`` fp32 cross entropy of each token (s: of this context-parallel rank), or, where
-                the class sets `wants_logits`, logits ``[b, s, vocab / tp]`` of this tensor-parallel rank.
+            output: ``[b, s]`` fp32 cross entropy of each token (s: of this context-parallel rank), or, where the class
+                sets `wants_logits`, logits ``[b, s, vocab / tp]`` of this tensor-parallel rank.
             batch: Labels (already the next token) and mask.
 
         Returns:
-            The sum over the targets, and their number (or a sum with weights, and that of the weights). The trainer
-            divides by the number of the whole global batch, so a loss that is a mean must be multiplied by its number.
+            The sum over the targets, and their count (or a weighted sum, and the sum of the weights). The trainer
+            divides by the count of the global batch, so a loss that is a mean must be multiplied by its count.
         """
         return token_loss(output, batch)
 
     def num_items(self, batch: MicroBatch) -> Tensor:
-        """The number that `compute_loss` returns; to be overridden where that counts something else than targets."""
+        """Return the count that `compute_loss` returns; override it if that does not count targets."""
         return num_targets(batch)
 
     def before_training(self) -> None:
-        """On every rank, when ``output_dir`` is the run's own, before anything is loaded; ranks may agree to stop."""
+        """Hook on every rank, once ``output_dir`` is locked, before anything is loaded; ranks may agree to stop."""
 
     def release_first(self) -> None:
-        """Lets go of what `before_training` alone needs."""
+        """Release what only `before_training` needs."""
 
     def before_forward(self, batch: StepBatch) -> None:
-        """Called on every rank with each step's batch, before training or evaluating on it."""
+        """Hook on every rank with each step's batch, before training or evaluating on it."""
 
     def train(
         self,
@@ -220,11 +222,11 @@ class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
         trial: object = None,
         ignore_keys_for_eval: object = None,
     ) -> TrainOutput:
-        """Trains; see ``transformers.Trainer.train``.
+        """Train, as ``transformers.Trainer.train``.
 
         Args:
-            resume_from_checkpoint: A checkpoint's path, True for the last one, or ``"auto"`` for the last one if
-                there is any.
+            resume_from_checkpoint: A checkpoint's path, True for the last one, or ``"auto"`` for the last one if there
+                is any.
             trial: Must be None: hyper-parameter search is not supported.
             ignore_keys_for_eval: Not used: evaluation computes no outputs.
         """
@@ -252,7 +254,7 @@ class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
     def _train(self, checkpoint: Path | None) -> TrainOutput:
         loader, sampler = self._train_loader()
         with naming_read_errors(checkpoint or Path(self.args.output_dir)):
-            carried = self._start_state(checkpoint)
+            loop_state = self._start_state(checkpoint)
             place = RunPosition() if checkpoint is None else directory.load_position(checkpoint)
         self._position = resume_position(place, sampler)
         length = RunLength.from_arguments(self.args, sampler, self._position, self.state.global_step)
@@ -273,11 +275,11 @@ class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
         elif self.args.eval_on_start:
             self._evaluate(None, None, skip_scheduler=True)
         self._new_meters()
-        self._restore_loop_state(carried)
+        self._restore_loop_state(loop_state)
         if checkpoint is not None:
             left = sampler.steps_after(self._position.samples)
             ended = self._position.ended or not left
-            self._catch_up(carried.due, over=ended or start >= length.max_steps)
+            self._catch_up(loop_state.due, over=ended or start >= length.max_steps)
             self._position = self._position.next_epoch(left) if ended else self._position
         for epoch in range(self._position.epoch, length.num_epochs):
             if self.control.should_training_stop or self.state.global_step >= length.max_steps:
@@ -286,7 +288,7 @@ class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
         return self._finish(start, started)
 
     def _prepare(self, length: RunLength, checkpoint: Path | None) -> TrainingState:
-        """Engine and schedule; restored from ``checkpoint`` if there is one."""
+        """Build engine and schedule; restore them from ``checkpoint`` if there is one."""
         self._set_length(length)
         if checkpoint is not None:
             with naming_read_errors(checkpoint):
@@ -312,11 +314,11 @@ class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
             self._pipeline.reload_main_params()
 
     def new_engine(self) -> Engine:
-        """What trains the model on this rank, or that of an earlier `train`, whose chunks are wrapped already."""
+        """Return a new engine, or that of an earlier `train`, whose chunks are wrapped already."""
         if isinstance(self._pipeline, Engine):
             self._pipeline.update_learning_rates(self.args)
             return self._pipeline
-        select_trained_parts(self.model, self.args)  # another trainer may have chosen others since
+        select_trained_parts(self.model, self.args)  # another trainer may have selected other parts
         return Engine(
             list(self.model.chunks),
             self.args,
@@ -355,7 +357,7 @@ class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
             self._end_epoch()
 
     def training_step(self, batch: StepBatch, *_: object, **__: object) -> StepResult:
-        """One optimizer step on one step's batch."""
+        """Run one optimizer step on one step's batch."""
         engine, rate = self._training.engine, self._training.rate
         step = self.state.global_step + 1
         self.watch.hang_detector.enter("forward and backward", step)
@@ -378,15 +380,15 @@ class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
         return require_sums(self.compute_loss(output, batch), type(self).__name__)
 
     def _finish(self, first: int, started: float) -> TrainOutput:
-        """The run's own metrics, the best model if asked for, and the last callback."""
+        """Log the run's final metrics, load the best model if requested, and call the last callback."""
         self.watch.hang_detector.enter("finishing", self.state.global_step)
         with self._pipeline.params_gathered():
-            pass  # the last step's parameters have arrived
+            pass  # gather the last step's parameters
         self._checkpoints.finish()
         steps = self.state.global_step - first
         stepwise = self.args.logging_strategy == IntervalStrategy.STEPS
         if steps and stepwise and not self.watch.stopped and self.state.global_step > self._totals.logged:
-            self._log_step()  # a callback ended the run; the checkpoint has the interval as an unfinished one
+            self._log_step()  # a callback ended the run; its checkpoint has the interval as unfinished
         else:
             self._add_up(self._meter.flush())
         if steps and not self.watch.stopped:

@@ -1,7 +1,6 @@
-"""Options that change nothing in a run of this model, on these ranks, on this machine, are reported here in one line.
+"""Options without effect in a run, for its model, ranks and machine, are logged in one line.
 
-`docs/configuration.md` lists them. Nothing is refused here: what could never be followed is refused when the arguments
-are made.
+`docs/configuration.md` lists them. Options that can never have an effect raise an error when the arguments are built.
 """
 
 import dataclasses
@@ -52,55 +51,55 @@ def warn_unused_options(
     trains_vocabulary: bool = True,
     trains_routers: bool = True,
 ) -> None:
-    """Logs what of ``args`` does nothing here.
+    """Warn about options of ``args`` without effect.
 
     Args:
         args: Training arguments.
-        config: The model, with the layout it stands on.
+        config: The model, with its layout.
         megatron: Megatron's configuration of it.
         trains_vocabulary: The embedding or the output layer is trained.
-        trains_routers: A router that has biases of experts is trained.
+        trains_routers: A router with expert biases is trained.
     """
-    found: dict[str, list[str]] = {}
+    unused: dict[str, list[str]] = {}
     for why, names in _groups(args, config, megatron):
-        found[why] = [name for name in names if _is_set(args, name)]
+        unused[why] = [name for name in names if _is_set(args, name)]
     if not trains_vocabulary:
-        found["embedding and output layer are not trained"] = [
+        unused["embedding and output layer are not trained"] = [
             name for name in _VOCABULARY if _is_set(args, name)
         ]
     if not trains_routers and megatron.moe_router_enable_expert_bias and megatron.moe_router_bias_update_rate:
-        why = "routers are frozen, and biases of experts with them"
-        found[why] = [name for name in _ROUTER_BIAS if _is_set(args, name)]
+        why = "routers are frozen, including expert biases"
+        unused[why] = [name for name in _ROUTER_BIAS if _is_set(args, name)]
     for why, values in _values(args, config, megatron):
-        found.setdefault(why, []).extend(values)
-    found = {why: names for why, names in found.items() if names}
-    if found:
-        told = "; ".join(f"{', '.join(names)} ({why})" for why, names in found.items())
-        logger.warning("without effect in this run: %s", told)
+        unused.setdefault(why, []).extend(values)
+    unused = {why: names for why, names in unused.items() if names}
+    if unused:
+        options = "; ".join(f"{', '.join(names)} ({why})" for why, names in unused.items())
+        logger.warning("without effect in this run: %s", options)
 
 
 def unused_option_names(
     args: "TrainingArguments", config: McaModelConfig, megatron: "TransformerConfig"
 ) -> frozenset[str]:
-    """Names of arguments that do nothing with a model of ``megatron``, whatever their values."""
+    """Return arguments without effect with a model of ``megatron``, with any value."""
     return frozenset(name for _, names in _groups(args, config, megatron) for name in names)
 
 
 def trains_vocabulary(model: VirtualModels) -> bool:
-    """Whether any rank trains the embedding or the output layer, or an adapter's rows of them; collective."""
+    """Return True if any rank trains the embedding, the output layer, or adapter rows of them; collective."""
     mine = any(item.param.vocab and tensor.requires_grad for item, tensor in model.local_params())
     return any(all_gather(mine))
 
 
 def trains_routers(model: VirtualModels) -> bool:
-    """Whether any rank trains a router that has biases of experts; collective where routers have them."""
+    """Return True if any rank trains a router with expert biases; collective if routers have them."""
     if not model.megatron.moe_router_enable_expert_bias:
         return False
     return any(all_gather(any(router.weight.requires_grad for router in routers(model.chunks))))
 
 
 def _is_set(args: "TrainingArguments", name: str) -> bool:
-    """Whether ``name`` was asked for: not left out, and not what is done anyway."""
+    """Return True if ``name`` is set, and not to what is done anyway."""
     value = getattr(args, name, None)
     if value is None:
         value = args.transformer_config_overrides().get(name)
@@ -112,16 +111,16 @@ def _groups(
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     layout = config.layout
     if config.num_moe_experts is None:
-        given = dict.fromkeys((*vars(args), *args.transformer_config_overrides()))
-        names = [name for name in given if name.startswith("moe_")]
-        cut = ["expert_tensor_parallel_size"] if layout.etp != layout.tp else []
-        yield "the model has no experts", (*names, *cut)
+        options = dict.fromkeys((*vars(args), *args.transformer_config_overrides()))
+        names = [name for name in options if name.startswith("moe_")]
+        etp = ["expert_tensor_parallel_size"] if layout.etp != layout.tp else []
+        yield "the model has no experts", (*names, *etp)
     else:
         yield from _experts(config, megatron)
         if args.moe_router_bias_update_rate and not megatron.moe_router_bias_update_rate:
-            yield "an adapter, or freeze, leaves biases of experts as they are", _ROUTER_BIAS
+            yield "an adapter, or freeze, keeps expert biases fixed", _ROUTER_BIAS
     if not megatron.mtp_num_layers:
-        yield "no prediction layers", ("mtp_loss_scaling_factor", "mtp_detach_heads")
+        yield "no MTP layers", ("mtp_loss_scaling_factor", "mtp_detach_heads")
     if layout.vpp == 1:
         yield "no virtual pipeline stages", ("microbatch_group_size_per_vp_stage",)
     if layout.pp == 1:
@@ -138,26 +137,26 @@ def _groups(
 def _values(
     args: "TrainingArguments", config: McaModelConfig, megatron: "TransformerConfig"
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """What another argument, or the model, leaves nothing to do; told as it was given."""
+    """Yield reasons and options, with their values, that another argument or the model disables."""
     schedule = args.lr_scheduler_type.value
     if args.warmup_steps and schedule in _WITHOUT_WARM_UP:
         yield f"lr_scheduler_type {schedule} has no warm-up", ("warmup_steps",)
     if schedule in _WITHOUT_END:
         ends = tuple(name for name in ("min_lr", "decoupled_min_lr") if getattr(args, name))
-        yield f"lr_scheduler_type {schedule} stays where it begins", ends
+        yield f"lr_scheduler_type {schedule} has no end value", ends
     if args.optimizer == "sgd":
-        usual = {field.name: field.default for field in dataclasses.fields(args)}
-        yield "the optimizer is sgd", tuple(n for n in _ADAM if getattr(args, n) != usual[n])
+        defaults = {field.name: field.default for field in dataclasses.fields(args)}
+        yield "the optimizer is sgd", tuple(n for n in _ADAM if getattr(args, n) != defaults[n])
     modules = args.recompute_modules or ()
     if config.num_moe_experts is None:
-        of_experts = [name for name in modules if name in _EXPERT_MODULES]
-        yield "the model has no experts", tuple(f"recompute_modules {name}" for name in of_experts)
+        expert_modules = [name for name in modules if name in _EXPERT_MODULES]
+        yield "the model has no experts", tuple(f"recompute_modules {name}" for name in expert_modules)
     elif not config.moe_shared_expert_intermediate_size and "shared_experts" in modules:
         yield "the model has no shared experts", ("recompute_modules shared_experts",)
     if config.num_moe_experts is not None and args.moe_aux_loss_coeff is None:
         kind = args.moe_router_load_balancing_type
         if kind in _BALANCING and not megatron.moe_aux_loss_coeff:
-            why = "config.json asks for no such loss, so its coefficient is 0; set moe_aux_loss_coeff"
+            why = "config.json has no such loss, so its coefficient is 0; set moe_aux_loss_coeff"
             yield why, (f"moe_router_load_balancing_type {kind}",)
 
 
@@ -176,7 +175,7 @@ def _machine(
     from mca_models.megatron import platform
 
     if megatron.transformer_impl == "local":
-        yield "the local layers' attention is always so", ("attention_softmax_in_fp32",)
+        yield "the local layers always do this", ("attention_softmax_in_fp32",)
     if not (megatron.bf16 or megatron.fp16):
         yield "gradients of fp32 weights are fp32", ("accumulate_allreduce_grads_in_fp32",)
     if platform.device_type() == "cpu":
