@@ -22,7 +22,7 @@ SAVING = ASYNC | {"save_strategy": "steps", "save_steps": 2, "max_steps": 8}
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
 
 
 class Writer:

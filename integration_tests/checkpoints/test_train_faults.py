@@ -25,7 +25,7 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
 
 
 def go_on(checkpoint: Path, output_dir: Path, ready: Any = lambda: None, **changes: Any) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def model_only(checkpoint: Path, output_dir: Path) -> str:
 
 
 def test_checkpoints_of_the_model_alone_are_rotated_and_not_resumed(tmp_path):
-    checkpoint = tiny_checkpoint(tmp_path / "model")
+    checkpoint = tiny_checkpoint(tmp_path / "model", num_hidden_layers=2)
     (error,) = run_ranks(1, model_only, checkpoint, tmp_path)
     assert "holds no optimizer state (save_only_model?)" in error
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]

@@ -74,7 +74,7 @@ def again(checkpoint: Path, output_dir: Path) -> list[dict[str, Any]]:
 
 
 def test_every_sample_comes_once_whatever_the_batch_size(tmp_path):
-    model, output = tiny_checkpoint(tmp_path / "tiny"), tmp_path / "run"
+    model, output = tiny_checkpoint(tmp_path / "tiny", num_hidden_layers=2), tmp_path / "run"
     (first,) = run_ranks(1, run, model, output, None, STOP)
     assert [len(step) for step in first["seen"]] == [2] * STOP
     assert first["max_steps"] == 24
@@ -145,7 +145,9 @@ def packed_again(checkpoint: Path, output_dir: Path) -> list[list[str]]:
 
 
 def test_packs_of_another_context_size_are_told_of(tmp_path):
-    (told,) = run_ranks(1, packed_again, tiny_checkpoint(tmp_path / "tiny"), tmp_path / "run")
+    (told,) = run_ranks(
+        1, packed_again, tiny_checkpoint(tmp_path / "tiny", num_hidden_layers=2), tmp_path / "run"
+    )
     expected = (
         "the checkpoint counts packs of 16 tokens, of sequences in multiples of 1, this run packs of 16 tokens, of "
         "sequences in multiples of 4: some samples of this epoch may be used twice or not at all"
@@ -171,7 +173,9 @@ def streamed(checkpoint: Path, output_dir: Path) -> str:
 
 
 def test_a_stream_goes_on_with_steps_of_its_size_only(tmp_path):
-    (said,) = run_ranks(1, streamed, tiny_checkpoint(tmp_path / "tiny"), tmp_path / "run")
+    (said,) = run_ranks(
+        1, streamed, tiny_checkpoint(tmp_path / "tiny", num_hidden_layers=2), tmp_path / "run"
+    )
     assert (
         "the checkpoint's steps have 2 samples, this run's 3; a stream can only be resumed with steps of the same size"
         in said

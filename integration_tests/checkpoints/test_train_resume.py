@@ -33,7 +33,7 @@ LAYOUTS = {
     "the-same-rate-as-one-of-its-own": (1, {"decoupled_lr": 5e-3}),
     "torch-dist": (1, {"ckpt_format": "torch_dist"}),
     "dp2-distributed-optimizer-in-background": (2, ZERO | ASYNC),
-    "tp2-pp2-dropout": (4, TP | PP | {"attention_dropout": 0.1, "hidden_dropout": 0.1}),
+    "tp2-dropout": (2, TP | {"attention_dropout": 0.1, "hidden_dropout": 0.1}),
 }
 SOME = (
     "one-rank-bf16",
@@ -43,7 +43,7 @@ SOME = (
     "the-same-rate-as-one-of-its-own",
     "torch-dist",
     "dp2-distributed-optimizer-in-background",
-    "tp2-pp2-dropout",
+    "tp2-dropout",
 )
 
 

@@ -125,7 +125,7 @@ def trained_by_trainer(checkpoint: Path, out: Path, changes: dict[str, Any]) -> 
     from mca_models.megatron.peft import get_peft_model
     from mca_train import McaTrainer
 
-    args = train_cases.arguments(out, max_steps=4, **({"gradient_accumulation_steps": 4} | changes))
+    args = train_cases.arguments(out, max_steps=3, **({"gradient_accumulation_steps": 4} | changes))
     settings = lora(target_modules=ATTENTION + MLP, rank_pattern={"v_proj": 2}, modules_to_save=["lm_head"])
     models = get_peft_model(AutoModel.from_pretrained(checkpoint, args), peft.LoraConfig(**settings))
     data = train_cases.samples(14)  # 4 a step, and a short step in the epoch
@@ -135,7 +135,7 @@ def trained_by_trainer(checkpoint: Path, out: Path, changes: dict[str, Any]) -> 
 
 
 def test_the_trainer_trains_adapters_alike_on_every_layout(tmp_path: Path) -> None:
-    checkpoint = train_cases.tiny_checkpoint(tmp_path / "base")
+    checkpoint = train_cases.tiny_checkpoint(tmp_path / "base", num_hidden_layers=4 if EVERY else 2)
     tp = {"tensor_model_parallel_size": 2}
     layouts: list[tuple[int, dict[str, Any]]] = [
         (1, {}),

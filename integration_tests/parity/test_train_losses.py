@@ -27,7 +27,7 @@ from train_cases import (
 
 pytestmark = pytest.mark.ranks
 
-STEPS, SAMPLES = 3, 16
+STEPS, SAMPLES = 3, 8
 WHOLE = {"max_steps": STEPS, "train_sampling_strategy": "sequential", "count": SAMPLES}  # all in each step
 PLAIN = WHOLE | {"gradient_accumulation_steps": SAMPLES}
 PACKED = WHOLE | {"gradient_accumulation_steps": SAMPLES, "sequence_packing": True}
@@ -94,7 +94,7 @@ def smoothed_by_torch(checkpoint: Path, output: Path) -> dict[str, list[float]]:
     args = arguments(output, max_steps=STEPS)
     model = AutoModel.from_pretrained(checkpoint, args)
     trainer = quietly(
-        lambda: OnLogits(model=model, args=args, train_dataset=samples(44), eval_dataset=samples(7, seed=9))
+        lambda: OnLogits(model=model, args=args, train_dataset=samples(22), eval_dataset=samples(7, seed=9))
     )
     quietly(trainer.train)
     quietly(trainer.evaluate)
@@ -113,7 +113,7 @@ CHUNKED = {
     "single": (1, {"loss_chunk_size": 7}),
     "micro-batch-4": (
         1,
-        {"loss_chunk_size": 10, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+        {"loss_chunk_size": 10, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
     ),
     "packed-cp2": (2, {"loss_chunk_size": 5, "sequence_packing": True, "context_parallel_size": 2}),
     "tp2-sp-pp2-overlap": (
@@ -129,8 +129,8 @@ CHUNKED = {
 }
 TIED = WHOLE | {
     "max_steps": 2,
-    "gradient_accumulation_steps": 8,
-    "count": 8,
+    "gradient_accumulation_steps": 4,
+    "count": 4,
     "label_smoothing_factor": 0.1,
 }
 

@@ -65,7 +65,7 @@ def same(one: dict[str, list[float]], other: dict[str, list[float]]) -> None:
     assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize("name", sample(CASES, "single", "two-workers", "dp2"))
+@pytest.mark.parametrize("name", sample(CASES, "two-workers", "dp2"))
 def test_streams_train_as_their_samples_in_memory(name, in_memory, checkpoint, tmp_path):
     size, changes = CASES[name]
     data = Stream(samples(RUN["count"]))
