@@ -311,6 +311,20 @@ def checked(name: str, folder: str) -> Any:
     return findings.run
 
 
+def planned_totals(models: str) -> dict[str, list[int]]:
+    """Return the planned bytes of each stage of every case; ``models`` has a folder for each model."""
+    from mca_train.plan.memory import plan_of
+    from mca_train.run.subject import images_of_run, subject_of
+
+    found = {}
+    for name, case in CASES.items():
+        run = checked(name, f"{models}/{case[0]}")
+        subject = subject_of(run, "local", images=images_of_run(run))
+        plan = plan_of(subject, run.settings.training, run.layout, run.world_size)
+        found[name] = [needs.total for needs in plan.stages]
+    return found
+
+
 def plan_and_dry_run(name: str, folder: str, stage: int) -> tuple[int, list[int]]:
     """Bytes that the dry run finds on a stage, and those that the plan says of all; runs in a process of its own."""
     from mca_train.dry_run.stages import count_micro_batches

@@ -209,6 +209,7 @@ def test_what_the_system_refuses_is_one_line(source: Path, tmp_path: Path, capsy
         assert "generation_config.json: cannot be read (Permission denied)" in refused(
             source, tmp_path, capsys
         )
+        (source / "generation_config.json").chmod(0o600)
     monkeypatch.setattr("mca_convert.engine.run_all", lambda *_: [0] * (1 << 60))
     assert "out of memory" in refused(source, tmp_path, capsys)
 
