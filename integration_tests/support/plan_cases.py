@@ -313,8 +313,9 @@ def checked(name: str, folder: str) -> Any:
 
 def planned_totals(models: str) -> dict[str, list[int]]:
     """Return the planned bytes of each stage of every case; ``models`` has a folder for each model."""
-    from mca_train.plan.memory import plan_of
     from mca_train.run.subject import images_of_run, subject_of
+
+    from mca_train.plan.memory import plan_of
 
     found = {}
     for name, case in CASES.items():

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mca_train.plan.towers import images_of
 
 from mca_config import TrainingArguments
 from mca_models.templates import config_from_hf
 from mca_train.plan.chunks import Model, forward_alone, of_chunk
 from mca_train.plan.sizes import Sizes
-from mca_train.plan.towers import images_of
 
 ROOT = Path(__file__).parents[4]
 TOKENS, HIDDEN, VOCABULARY = 8192, 4096, 128256

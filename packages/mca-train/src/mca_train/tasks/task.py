@@ -210,7 +210,10 @@ def pair_format_problems(kind: str, settings: "Settings") -> Iterator[str]:
 def _named_formats(settings: "Settings", known: Sequence[str]) -> str:
     """Return the keys and values of row formats that are set, except those in ``known``."""
     data = settings.data
-    formats = [("data_format", data.data_format), *(("format", entry.get("format")) for entry in data.datasets)]
+    formats = [
+        ("data_format", data.data_format),
+        *(("format", entry.get("format")) for entry in data.datasets),
+    ]
     return ", ".join(sorted({f"{key} {value}" for key, value in formats if value not in (None, *known)}))
 
 
