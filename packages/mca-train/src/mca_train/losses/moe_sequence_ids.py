@@ -39,9 +39,9 @@ def pass_sequence_ids(batch: MicroBatch, model: Upstream) -> Tensor | None:
         return None
     modules = get_attr_wrapped_model(model, "modules")() if config.mtp_num_layers else ()
     for depth, layer in enumerate(_mtp_layers(modules), 1):
-        layer.mca_sequence_ids = _tensor_rank_share(batch.counted(depth), config.sequence_parallel)
+        layer.mca_sequence_ids = _tensor_rank_share(batch.segments_at_depth(depth), config.sequence_parallel)
     cut = config.sequence_parallel and not get_attr_wrapped_model(model, "pre_process")
-    return _tensor_rank_share(batch.counted(), cut)
+    return _tensor_rank_share(batch.segments_at_depth(), cut)
 
 
 def _tensor_rank_share(numbers: Tensor, cut: bool) -> Tensor:
