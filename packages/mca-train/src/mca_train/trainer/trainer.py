@@ -141,9 +141,8 @@ class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
         select_trained_parts(model, args)
         self._print_lines()
         vocabulary, moved = args.decoupled_lr is None or trains_vocabulary(model), trains_routers(model)
-        warn_unused_options(
-            args, model.config, model.megatron, trains_vocabulary=vocabulary, trains_routers=moved
-        )
+        trains = {"trains_vocabulary": vocabulary, "trains_routers": moved}
+        warn_unused_options(args, model.config, model.megatron, **trains)
         warn_router_bias_step(args, model.config, model.megatron, trained=moved)
         warn_forced_routing(model.config, model.megatron)
         seed_dropout(model, args.seed)
