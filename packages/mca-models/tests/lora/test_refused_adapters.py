@@ -38,7 +38,7 @@ from mca_models.templates import config_from_hf
         ({"target_modules": []}, "name nothing"),
         ({"target_modules": ["c_attn"]}, "matches no linear of this llama model"),
         ({"target_modules": ["embed_tokens", "q_proj"]}, "embed_tokens cannot carry an adapter"),
-        ({"target_modules": ["all-linear", "lm_head"]}, "target_modules: 'all-linear' .*; it stands alone"),
+        ({"target_modules": ["all-linear", "lm_head"]}, "target_modules: 'all-linear' .*; it must be the only value"),
         (
             {"target_modules": ["q_proj", "v_prj"]},
             "target_modules: 'v_prj' names nothing of this llama model",
@@ -98,6 +98,18 @@ def test_what_cannot_be_represented_is_refused_by_name(settings: dict[str, Any],
         rules_for_training(
             model, AdapterConfig.from_dict({"peft_type": "LORA", "target_modules": ["q_proj"], **settings})
         )
+
+
+@pytest.mark.parametrize("saved", [["gate_proj"], ["gate_proj", "up_proj"]])
+def test_routed_experts_are_not_saved_whole(saved: list[str]) -> None:
+    import tiny_hf
+
+    kind, different = tiny_hf.ALL["deepseek_v3"]
+    model = config_from_hf({**tiny_hf.SIZE, **different, "model_type": kind, "num_experts_per_tok": 2})
+    modules = [f"experts.0.{name}" for name in saved]
+    settings = {"peft_type": "LORA", "target_modules": ["o_proj"], "modules_to_save": modules}
+    with pytest.raises(McaError, match=r"routed experts \(.*experts\.0\.gate_proj.*\) cannot be saved whole"):
+        rules_for_training(model, AdapterConfig.from_dict(settings))
 
 
 def test_the_name_of_a_stacked_parameter_is_no_module() -> None:
