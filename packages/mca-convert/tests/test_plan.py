@@ -7,11 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from files import layout_flags as flags
 
 from mca_convert.cli import main
+from mca_convert.forecast.stages import plan_stages
 
 CONFIGS = Path(__file__).parents[2] / "mca-models/tests/data/configs"
 # published model -> a layout that people train it in
@@ -289,3 +292,13 @@ def _large(directory: Path) -> Path:
         for info in infos:
             writer.write(info.name, bytes(info.nbytes))
     return directory
+
+
+def test_the_stages_of_a_dense_model_have_no_expert_files() -> None:
+    config: Any = SimpleNamespace(
+        layout=SimpleNamespace(pp=1),
+        pipeline_plan=lambda: SimpleNamespace(chunks=[[]], rank_layers=lambda rank: ()),
+    )
+    file = "pp_000/tp_00.safetensors"
+    (stage,) = plan_stages(SimpleNamespace(config=config, files={file: []}), {file: 7})  # type: ignore[arg-type]
+    assert (stage.dense_bytes, stage.expert_bytes) == (7, 0)

@@ -3,11 +3,14 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mca_config.errors import McaError
 from mca_models.megatron.peft.attach import LinearGroups
 from mca_models.megatron.peft.linear import Cut, LoraLinear, LoraPart
+from mca_models.megatron.peft.models import PeftModels
 from mca_models.weights import COLUMN, Param, Stage
 
 
@@ -55,3 +58,20 @@ def test_the_factors_of_a_sharded_linear_name_their_sharded_axis() -> None:
         lora = LoraLinear([LoraPart("q", 2, 3.0, 64)], Cut(axis, group), torch.zeros(64, 8))  # type: ignore[arg-type]
         found: list[Any] = list(lora.parameters())
         assert [(factor.partition_dim, factor.tensor_model_parallel) for factor in found] == marks
+
+
+@pytest.mark.parametrize("disabled", [[], [False], [True], [True, False]])
+def test_an_adapter_is_merged_on_any_rank_unless_it_is_disabled(disabled: list[bool]) -> None:
+    def attached(merged: bool) -> Any:
+        base = torch.zeros(2)
+        return SimpleNamespace(base=base, folded=lambda: base + 1, switch=SimpleNamespace(merged=merged))
+
+    model: Any = SimpleNamespace(merged=False, _attached=[attached(merged) for merged in disabled])
+    if any(disabled):
+        with pytest.raises(McaError, match="the adapter is disabled"):
+            PeftModels.merge_adapter(model)
+    else:
+        PeftModels.merge_adapter(model)
+    assert [item.base.tolist() for item in model._attached] == [[0.0 if any(disabled) else 1.0] * 2] * len(
+        disabled
+    )

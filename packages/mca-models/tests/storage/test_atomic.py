@@ -15,6 +15,7 @@ import pytest
 from mca_config.errors import McaError
 from mca_models.storage import partial_folder
 from mca_models.storage.atomic import PartialDirectory, atomic_directory, write_file
+from mca_models.storage.renames import move
 
 WRITER = """
 import sys, time
@@ -370,3 +371,12 @@ def test_without_an_exchange_of_the_file_system_the_old_one_steps_aside(
     (tmp_path / "x").rename(folder / partial_folder.DISPLACED)  # killed between the two steps
     partial_folder.remove_leftovers(tmp_path / "x")
     assert [path.name for path in tmp_path.rglob("*")] == ["x", "new"]
+
+
+def test_a_rename_that_the_kernel_refuses_has_its_reason(tmp_path: Path) -> None:
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        with pytest.raises(FileNotFoundError, match="absent"):
+            move("absent", folder, folder)
+    finally:
+        os.close(folder)

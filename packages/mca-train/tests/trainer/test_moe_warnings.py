@@ -1,6 +1,7 @@
 """A run says how far it moves biases of experts where chances are small beside the default, and what moves none."""
 
 import logging
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,9 +9,11 @@ from typing import Any
 import pytest
 
 from mca_config import TrainingArguments
+from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron import platform
 from mca_models.megatron.factory.transformer_config import transformer_config
+from mca_train.trainer import unused_options
 from mca_train.trainer.moe_warnings import warn_router_bias_step
 from mca_train.trainer.unused_options import warn_unused_options
 
@@ -104,3 +107,12 @@ def test_what_balances_no_experts_is_told(
     with caplog.at_level(logging.WARNING, logger="mca_train"):
         warn_unused_options(args, config, megatron, trains_routers=trained)
     assert caplog.messages == ([] if told is None else [f"without effect in this run: {told}"])
+
+
+def test_saved_activations_are_not_distributed_over_one_tensor_rank() -> None:
+    config: Any = SimpleNamespace(num_moe_experts=None, layout=ParallelLayout(context_parallel_size=2))
+    args: Any = SimpleNamespace(transformer_config_overrides=dict)
+    megatron: Any = SimpleNamespace(mtp_num_layers=None, sequence_parallel=False)
+    groups = islice(unused_options._groups(args, config, megatron), 5)
+    reasons = [reason for reason, _ in groups]
+    assert reasons[3:] == ["one pipeline stage", "one tensor rank"]
