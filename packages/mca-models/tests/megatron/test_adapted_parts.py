@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from mca_models.lora.config import AdapterConfig
-from mca_models.lora.peft_names import exclude_unadapted
+from mca_models.lora.peft_names import complete_peft_config, exclude_unadapted
 from mca_models.lora.targets import linear_targets
 from mca_models.megatron.families.vision_tower import model_part
 from mca_models.templates import config_from_hf
@@ -48,3 +48,12 @@ def test_targets_in_the_vision_model_are_its_linears(case: str) -> None:
     theirs = {name for name in linears if "language_model" not in name and "lm_head" not in name}
     config = config_from_hf(described.to_dict())
     assert {target.module for target in linear_targets(config) if target.sees} == theirs
+
+
+def test_saved_modules_that_the_vision_model_has_too_are_named_in_full() -> None:
+    config = config_from_hf(tiny_vision.described("qwen3_vl"))
+    document = {"peft_type": "LORA", "target_modules": ["q_proj"], "modules_to_save": ["norm", "lm_head"]}
+    complete_peft_config(document, config, ())
+    *norms, head = document["modules_to_save"]
+    assert head == "lm_head" and "model.language_model.norm" in norms
+    assert all(name.startswith("model.language_model.") for name in norms)

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from mca_train.trainer.hang_detector import is_timeout
+from mca_train.trainer.hang_detector import HangDetector, is_timeout
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms for recv"
 
@@ -30,3 +30,13 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Time
 )
 def test_only_ranks_that_wait_for_ranks_have_timed_out(error, expected):
     assert is_timeout(error) is expected
+
+
+@pytest.mark.parametrize(("rank", "level"), [(0, "WARNING"), (1, "ERROR")])
+def test_the_last_rank_reports_above_the_level_that_is_filtered(rank, level, caplog):
+    detector = HangDetector()
+    detector._rank, detector._size, detector._interval = rank, 2, 0.0
+    detector._reporting_since = detector._since - 1
+    detector._store = dist.HashStore()
+    detector._report()
+    assert [record.levelname for record in caplog.records] == [level]
