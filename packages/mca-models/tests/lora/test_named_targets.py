@@ -167,4 +167,4 @@ def test_factors_of_some_experts_alone_are_reported(
     settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
     adapters.described(hf_model("qwen3_moe")[1], settings)
-    assert "each routed expert has factors of its own" in caplog.text
+    assert "each routed expert has its own factors" in caplog.text

@@ -111,5 +111,5 @@ def test_heads_that_cannot_be_are_refused():
     with pytest.raises(McaError, match="no ForSequenceClassification of granite"):
         config_from_hf(granite)
     config = config_from_hf({**SIZES, "architectures": ["LlamaForSequenceClassification"]})
-    with pytest.raises(UsageError, match="with 2 labels, the run is of sequence_classification with 1"):
+    with pytest.raises(UsageError, match="with 2 labels, the run needs sequence_classification with 1"):
         with_head(config, Head(kind="sequence_classification", labels=("reward",)))
