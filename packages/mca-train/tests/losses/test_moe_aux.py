@@ -81,5 +81,5 @@ def test_layers_are_not_walked_where_none_looks_further_ahead() -> None:
     """In each micro-batch: a chunk may have thousands of experts."""
     config = SimpleNamespace(num_moe_experts=8, mtp_num_layers=None, sequence_parallel=False)
     counted = torch.zeros(1, 4)
-    batch = SimpleNamespace(counted=lambda: counted)
+    batch = SimpleNamespace(segments_at_depth=lambda: counted)
     assert pass_sequence_ids(batch, SimpleNamespace(config=config, pre_process=True)) is counted
