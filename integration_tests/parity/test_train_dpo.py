@@ -247,7 +247,7 @@ def test_the_trained_model_is_no_reference_but_without_its_adapter(checkpoint, t
         False,
     ]
     assert "the reference has a sequence_classification head" in told[2]
-    assert "vocabulary of the reference has 130 rows, the tokens are 140" in told[3]
+    assert "the reference has a vocabulary of 130, the tokenizer 140 tokens" in told[3]
     assert all(line.startswith("this model has an adapter; use the") for line in told[4:])
 
 

@@ -248,7 +248,7 @@ def test_what_python_gives_wrongly_is_one_line(checkpoint, tmp_path):
     (told,) = run_ranks(1, told_in_python, checkpoint, tmp_path)
     expected = [
         "args differ from those that the model was built with: context_parallel_size 2 (the model has 1), bf16 True "
-        "(the model has float32), hidden_dropout 0.5 (the model has 0.0), recompute_granularity full (the model has None), ",
+        "(the model has float32), hidden_dropout 0.5 (the model has 0.0), recompute_granularity full (the model has No",
         "model is a Linear; expected what mca_models.AutoModel.from_pretrained returns",
         "expected mca_config.TrainingArguments",
         "warmup_stable_decay with lr_scheduler_kwargs {}: ",
