@@ -10,6 +10,7 @@ import pytest
 from mca_config import TrainingArguments
 from mca_models.templates import config_from_hf
 from mca_train.plan.chunks import ChunkSpec, chunk_memory, forward_only_memory
+from mca_train.plan.local_layers import running
 from mca_train.plan.sizes import Sizes
 from mca_train.plan.vision_memory import plan_images
 
@@ -99,3 +100,23 @@ def test_a_frozen_tower_takes_one_block_at_a_time(tmp_path: Path) -> None:
     text_input = TOKENS * 5376 * 2
     assert forward_only_memory(replace(model, images=images), tower) == text_input + taken
     assert chunk_memory(replace(model, images=images), tower).forward == taken
+
+
+def test_a_chunk_in_the_middle_keeps_its_input_and_output_for_the_schedule(tmp_path: Path) -> None:
+    model = model_of(tmp_path)
+    ((chunk,),) = model.config.pipeline_plan().chunks
+    first, middle = (replace(chunk, has_embedding=is_first, has_loss=False) for is_first in (True, False))
+    between = TOKENS * HIDDEN * 2
+    assert chunk_memory(model, middle).kept - chunk_memory(model, first).kept == between
+    assert (
+        chunk_memory(model, replace(chunk, layers=(), has_embedding=False, has_loss=False)).kept
+        == 2 * between
+    )
+
+
+def test_a_dense_backward_pass_needs_two_gradients_of_the_mlp_and_one_of_its_input(tmp_path: Path) -> None:
+    model = model_of(tmp_path)
+    assert running(model.config, model.sizes, 0) == (
+        2 * TOKENS * HIDDEN * 2,
+        TOKENS * (2 * 14336 + HIDDEN) * 2,
+    )
