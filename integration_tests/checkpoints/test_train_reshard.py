@@ -301,4 +301,4 @@ def test_rows_of_ranks_go_on_where_as_many_ranks_are(size, other, tmp_path):
     before = tmp_path / "old" / f"checkpoint-{FIRST}"
     assert run_ranks(size, run, model, tmp_path / "new", FIRST + 2, before, **layouts[size]) == straight
     for message in run_ranks(other, refused, model, tmp_path / "other", FIRST + 2, before, **layouts[other]):
-        assert f"tensor_model_parallel_size (of experts expert_tensor_parallel_size) {size}, and" in message
+        assert f"tensor_model_parallel_size (of experts expert_tensor_parallel_size) {size}; later" in message

@@ -218,7 +218,7 @@ def test_a_search_goes_on_where_the_fastest_layouts_are_refused(run, first, caps
     assert main(words) == 0
     text = capsys.readouterr().out
     assert "layouts fit, but the 40 fastest have problems:\n  - layouts are refused (40 of them)\n" in text
-    assert "other reason" in text
+    assert "other problem" in text
     assert "take more devices" not in text
 
 

@@ -296,7 +296,7 @@ def test_prediction_layers_that_are_not_built_are_carried(case: str, tmp_path: P
     shapes = {name: full_shape(param, source.config) for param in source.params for name in param.hf_names()}
     assert shapes.keys() == {**tensors, **more}.keys()
     assert all(shapes[name] == (3, 2) for name in more)
-    assert f"2 tensors of prediction layers ({min(more)}, ...) are copied unchanged" in caplog.text
+    assert f"2 tensors of MTP layers ({min(more)}, ...) are copied unchanged" in caplog.text
     counted = replace(source.config, hf_config={**source.config.hf_config, "num_nextn_predict_layers": 1})
     assert config_to_hf(counted)["num_nextn_predict_layers"] == 1
     built = without_passthrough(McaModelConfig.from_json(counted.to_json()))

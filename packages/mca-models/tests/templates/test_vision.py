@@ -257,12 +257,12 @@ def test_published_models_have_transformers_tensors(name: str) -> None:
         (
             "qwen2_vl",
             {"text_config": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}},
-            "'rope_type' is 'dynamic' beside mrope_section",
+            "'rope_type' is 'dynamic' with mrope_section",
         ),
         (
             "qwen2_vl",
             {"text_config": {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}},
-            "'rope_type' is 'dynamic' beside mrope_section",
+            "'rope_type' is 'dynamic' with mrope_section",
         ),
         ("qwen3_vl", {"is_causal": False}, "'is_causal' is False"),
         ("qwen3_vl", {"text_config": {"is_causal": False}}, "'is_causal' is False"),

@@ -303,7 +303,7 @@ def test_other_backends_are_refused_by_name(directory: Path) -> None:
 
 def test_no_configuration_is_one_clear_error(directory: Path) -> None:
     (directory / "mca_config.json").unlink()
-    with pytest.raises(McaError, match=r"put the model's Hugging Face config\.json beside it"):
+    with pytest.raises(McaError, match=r"put the model's Hugging Face config\.json next to it"):
         open_torch_dist(directory)
     (directory / "config.json").write_text("{")
     with pytest.raises(McaError, match=r"config\.json: cannot be read"):

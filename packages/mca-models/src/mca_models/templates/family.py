@@ -34,7 +34,7 @@ def count_mtp_layers(config: McaModelConfig, names: Collection[str], prefix: str
     mtp = prefix or f"model.layers.{config.num_layers}."
     if config.mtp_num_layers and not any(name.startswith(mtp) for name in names):
         logger.warning(
-            "num_nextn_predict_layers: config.json has %s, the checkpoint none; continuing without",
+            "config.json has %s, the checkpoint none; the model is built without",
             counted(config.mtp_num_layers, "MTP layer"),
         )
         return 0
