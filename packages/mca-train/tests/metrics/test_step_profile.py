@@ -58,3 +58,11 @@ def test_a_run_that_is_too_short_is_told(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         run(StepProfile(0), tmp_path, 5, first=10, last=12)
     assert "profile_step_start is 10, but this run makes 5 steps" in caplog.text
+
+
+def test_a_trainer_that_trains_again_profiles_its_first_run_alone(tmp_path):
+    callback = StepProfile(0)
+    run(callback, tmp_path / "first", 3)
+    run(callback, tmp_path / "second", 3)
+    assert sizes(tmp_path / "first") == [2, 3]
+    assert not (tmp_path / "second").exists()
