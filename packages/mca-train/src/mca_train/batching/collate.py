@@ -13,6 +13,13 @@ from mca_config.errors import McaError
 from mca_config.printable import counted
 from mca_config.types import JsonObject
 from mca_models.megatron.layers.zigzag import take
+from mca_train.batching.collator_output import (
+    CollatorFormat,
+    images_of_rows,
+    interleave_pairs,
+    pair_order,
+    split_rows,
+)
 from mca_train.batching.image_batch import ImageBatching
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.packing import (
@@ -26,6 +33,7 @@ from mca_train.batching.packing import (
     values_of,
 )
 from mca_train.batching.same_samples import checksum, joined
+from mca_train.data.sample_images import SampleImages
 from mca_train.data.token_dataset import IGNORED, VALUES
 from mca_train.types import PreTrainedTokenizerBase, Sample, SampleSource
 
@@ -92,18 +100,21 @@ class StepCollator:
     Args:
         collate: Makes ``input_ids`` and ``labels`` (not shifted) ``[b, s]`` of the samples of a micro-batch;
             any Hugging Face collator for causal language models does.
+        collator_format: How these are read.
         micro_batch_size: Samples per micro-batch.
         multiple: The padded length is a multiple of this (tensor and context parallel sizes, fp8).
         context_parallel_size: Ranks that share a sample.
         context_parallel_rank: This one.
         length: Pad to at least this; None: to the longest of the step.
-        packed: The sequences of a micro-batch stand one after another in one row, kept apart by attention.
+        packed: The sequences of a micro-batch stand one after another in one row, kept apart by attention. A
+            collator other than `PadCollator` numbers those of a row in ``attention_mask``.
         images: How images are taken.
         positions: How many the model has learned; None: it takes any.
     """
 
     collate: Collator
     micro_batch_size: int
+    collator_format: CollatorFormat = field(default_factory=CollatorFormat)
     multiple: int = 1
     context_parallel_size: int = 1
     context_parallel_rank: int = 0
@@ -125,8 +136,10 @@ class StepCollator:
     def _step(self, samples: Sequence[tuple[Sample, bool]]) -> StepBatch:
         size = self.micro_batch_size
         groups = [samples[start : start + size] for start in range(0, len(samples), size)]
-        flat = [_sequences(group) for group in groups]
-        made, lengths, tokens = self._packed(flat) if self.packed else self._padded(flat)
+        flat, batches = [_sequences(group) for group in groups], None
+        if not isinstance(self.collate, PadCollator):
+            batches, flat = self._collated_all(groups, flat)
+        made, lengths, tokens = self._packed(flat) if self.packed else self._padded(flat, batches)
         if self.positions is not None:
             require_learned(max(lengths), self.positions)
         made = tuple(self._completed(batch, group) for batch, group in zip(made, flat, strict=True))
@@ -152,10 +165,35 @@ class StepCollator:
         longest = max(*lengths, self.length or 0)
         return longest + -longest % self.multiple
 
-    def _padded(self, groups: Sequence[Sequences]) -> tuple[tuple[MicroBatch, ...], list[int], int]:
+    def _collated_all(
+        self, groups: Sequence[Sequences], flat: Sequence[Sequences]
+    ) -> tuple[list[dict[str, Tensor]], list[Sequences]]:
+        """Return the batches of a user's collator, and the sequences in their rows with their images."""
+        batches, sequences = [], []
+        for group, single in zip(groups, flat, strict=True):
+            batch = self._collated(single, group if self.collator_format.takes_pairs else single)
+            images = images_of_rows(batch, self.images.format)
+            if self.collator_format.takes_pairs:
+                images = [images[row] for row in pair_order(len(images))]
+                batch = interleave_pairs(batch)
+            batch |= _row_counts(batch, single, packed=self.packed)
+            batches.append(batch)
+            counts = [real for _, real in single]
+            if self.packed:
+                sequences.append([*split_rows(batch, images, counts)])
+            else:
+                sequences.append(_with_images(single, images))
+        return batches, sequences
+
+    def _padded(
+        self, groups: Sequence[Sequences], batches: list[dict[str, Tensor]] | None = None
+    ) -> tuple[tuple[MicroBatch, ...], list[int], int]:
         """The micro-batches, how many tokens each sequence has that count, and the checksum of all."""
-        own = isinstance(self.collate, PadCollator)  # whose rows do not depend on one another
-        batches = [self._collated(group) for group in ([[*chain(*groups)]] if own else groups)]
+        own = batches is None  # rows of `PadCollator` do not depend on one another
+        if batches is None:
+            everything = [*chain(*groups)]
+            batches = [self._collated(everything, everything)]
+            batches[0] |= _row_counts(batches[0], everything, packed=False)
         widths = [batch["input_ids"].shape[1] for batch in batches]
         length = self._length(widths)
         if self.length is not None and length > self._length([self.length]):
@@ -181,7 +219,7 @@ class StepCollator:
 
     def _packed_micro_batch(self, row: Row) -> MicroBatch:
         lengths = [len(ids) for ids in row.input_ids]
-        labels = [shift_labels(labels[None]) for labels in row.labels]
+        labels = [self._next_labels(labels[None]) for labels in row.labels]
 
         def join(sequences: Sequence[Tensor]) -> Tensor:
             return torch.cat([self._slice(sequence) for sequence in sequences], 1)
@@ -209,26 +247,18 @@ class StepCollator:
             values=torch.stack(row.values) if row.values else None,
         )
 
-    def _collated(self, group: Sequences) -> dict[str, Tensor]:
-        features = [feature for feature, _ in group]
-        batch = dict(self.collate(features))
+    def _collated(self, sequences: Sequences, taken: Sequence[tuple[Sample, bool]]) -> dict[str, Tensor]:
+        """Return the collator's batch of ``taken``, which are the samples of ``sequences``."""
+        labelled = any("labels" in sequence for sequence, _ in sequences)
+        batch = dict(self.collate([sample for sample, _ in taken]))
         for name in ("input_ids", "labels", VALUES):
             if not isinstance(batch.get(name, batch.get("input_ids")), Tensor):
                 raise McaError(f"data_collator made no tensor {name!r}, only {', '.join(batch)}")
-        counts = torch.tensor([real for _, real in group])
-        if "num_tokens" not in batch:
-            batch["num_tokens"] = _tokens_of_rows(batch, features)
-        if "labels" not in batch and any("labels" in feature for feature in features):
+        if "labels" not in batch and (labelled or self.collator_format.labels_are_shifted):
             raise McaError(
                 "data_collator made no labels, which samples of the dataset have; return them, -100 where a token is "
                 "no target"
             )
-        padding = torch.arange(batch["input_ids"].shape[1]) >= batch["num_tokens"][:, None]
-        labels = batch["labels"] if "labels" in batch else batch["input_ids"].masked_fill(padding, IGNORED)
-        batch["labels"] = labels.masked_fill(~counts[:, None], IGNORED)
-        batch["num_tokens"] = batch["num_tokens"] * counts
-        if VALUES not in batch and (values := values_of(features)):
-            batch[VALUES] = torch.stack(values)
         return batch
 
     def _micro_batches(
@@ -236,7 +266,7 @@ class StepCollator:
     ) -> tuple[MicroBatch, ...]:
         """Those of a step, made together and then cut into ``sizes`` samples each."""
         ids = torch.cat([_pad(batch["input_ids"], length, self.pad_token_id) for batch in batches])
-        labels = shift_labels(torch.cat([_pad(batch["labels"], length, IGNORED) for batch in batches]))
+        labels = self._next_labels(torch.cat([_pad(batch["labels"], length, IGNORED) for batch in batches]))
         num_tokens = torch.cat([batch["num_tokens"] for batch in batches])
         segments = torch.cat([torch.arange(size) for size in sizes])
         positions = torch.arange(length).expand_as(ids)
@@ -263,6 +293,10 @@ class StepCollator:
             for number, (size, own) in enumerate(zip(sizes, num_tokens.split(sizes), strict=True))
         )
 
+    def _next_labels(self, labels: Tensor) -> Tensor:
+        """Return the label of the next token for each position of ``labels`` ``[b, s]``."""
+        return labels if self.collator_format.labels_are_shifted else shift_labels(labels)
+
     def _places(self, length: int) -> Tensor:
         """Positions of a sequence and its padding, which may be longer than what a model has learned."""
         places = torch.arange(length)
@@ -272,7 +306,35 @@ class StepCollator:
         return take(whole, axis, self.context_parallel_rank, self.context_parallel_size).contiguous()
 
 
-def _tokens_of_rows(batch: Mapping[str, Tensor], features: Sequence[Sample]) -> Tensor:
+def _row_counts(batch: Mapping[str, Tensor], sequences: Sequences, *, packed: bool) -> dict[str, Tensor]:
+    """Return labels and values of a collator's rows, and their tokens without padding; 0 of one that does not count."""
+    features, counts = [sequence for sequence, _ in sequences], torch.tensor([real for _, real in sequences])
+    tokens = batch["num_tokens"] if "num_tokens" in batch else _tokens_of_rows(batch, features, packed=packed)
+    padding = torch.arange(batch["input_ids"].shape[1]) >= tokens[:, None]
+    labels = batch["labels"] if "labels" in batch else batch["input_ids"].masked_fill(padding, IGNORED)
+    made = {"labels": labels.masked_fill(~counts[:, None], IGNORED), "num_tokens": tokens * counts}
+    if VALUES not in batch and (values := values_of(features)):
+        made[VALUES] = torch.stack(values)
+    return made
+
+
+def _with_images(sequences: Sequences, images: Sequence[SampleImages | None]) -> Sequences:
+    """Return ``sequences`` with the images that a collator has read, where it has."""
+    made = []
+    for (sequence, counts), found in zip(sequences, images, strict=True):
+        given = sequence.get("images")
+        if given and found is None and not isinstance(given, SampleImages):
+            raise McaError(
+                "a sample of the dataset has images, and data_collator made no pixel_values; return them and "
+                "image_grid_thw, as the model's processor does"
+            )
+        known = found or (given if isinstance(given, SampleImages) else None)
+        rest = {name: value for name, value in sequence.items() if name != "images"}
+        made.append((rest | ({} if known is None else {"images": known}), counts))
+    return made
+
+
+def _tokens_of_rows(batch: Mapping[str, Tensor], features: Sequence[Sample], *, packed: bool) -> Tensor:
     """How many tokens of each row of a collator are no padding: by its ``attention_mask``, or by the samples."""
     ids = batch["input_ids"]
     if len(ids) != len(features):
@@ -280,6 +342,8 @@ def _tokens_of_rows(batch: Mapping[str, Tensor], features: Sequence[Sample]) -> 
             f"data_collator made {counted(len(ids), 'row')} of {counted(len(features), 'sample')}; make one row of each"
         )
     mask = batch.get("attention_mask", torch.ones_like(ids))
+    if packed:
+        return (mask > 0).sum(-1)
     _require_own_rows(batch, mask)
     if "attention_mask" in batch:
         return mask.sum(-1)

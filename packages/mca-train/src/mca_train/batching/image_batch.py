@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
-from mca_models.images import attention_ends, feature_rows, positions
+from mca_models.images import attention_ends, feature_rows, placeholders, positions
 from mca_models.megatron.families.image_limits import image_reach
+from mca_train.batching.collator_output import ImageFormat
 from mca_train.batching.micro_batch import MicroBatch
 from mca_train.types import Sample
 
@@ -27,11 +28,13 @@ class ImageBatching:
         decodes: It holds the first stage, which has the vision model: only there pixels are read.
         sections: The model's tokens have three positions each.
         both_ways: The tokens of an image see one another.
+        format: How images appear in a batch of a user's collator; None: the model takes none there.
     """
 
     decodes: bool = True
     sections: bool = False
     both_ways: bool = False
+    format: ImageFormat | None = None
 
     def added(
         self, batch: MicroBatch, sequences: Sequence[tuple[Sample, bool]], lengths: Sequence[int], cut: Cut
@@ -81,8 +84,18 @@ class ImageBatching:
 def image_batching(config: McaModelConfig, *, decodes: bool) -> ImageBatching:
     """How the ranks of a stage take the images of a model; ``decodes`` see there."""
     return ImageBatching(
-        decodes=decodes, sections=config.mrope_section is not None, both_ways=image_reach(config) > 0
+        decodes=decodes,
+        sections=config.mrope_section is not None,
+        both_ways=image_reach(config) > 0,
+        format=_image_format(config),
     )
+
+
+def _image_format(config: McaModelConfig) -> ImageFormat | None:
+    """Return how Qwen's and GLM's processors lay images out, for models whose vision part says how patches merge."""
+    token = placeholders(config.vision).get("image")
+    merge = ((config.vision or {}).get("vision_config") or {}).get("spatial_merge_size")
+    return None if token is None or merge is None else ImageFormat(token=token, merge=int(merge))
 
 
 def _rows(images: Sample | None, length: int, first: int) -> Sample:

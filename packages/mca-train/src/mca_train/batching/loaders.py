@@ -11,6 +11,7 @@ from mca_config.checks import sequence_multiple, step_of_lengths, tokens_of_fp8
 from mca_config.errors import McaError, UsageError
 from mca_config.printable import counted
 from mca_train.batching.collate import Collator, CountedSamples, PadCollator, StepCollator
+from mca_train.batching.collator_output import CollatorFormat
 from mca_train.batching.image_batch import ImageBatching
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.packing import PackedDataset, longest_sample
@@ -34,6 +35,7 @@ class Loaders:
         ranks: Where this rank stands.
         megatron: Megatron's configuration of the model.
         collate: Makes padded tensors of samples.
+        collator_format: How these are read.
         pad_token_id: Of the tokenizer.
         pack_length: With ``sequence_packing``, tokens of a pack; None: of the longest sample.
         images: How images are taken.
@@ -46,17 +48,16 @@ class Loaders:
     collate: Collator
     pad_token_id: int
     pack_length: int | None = None
+    collator_format: CollatorFormat = field(default_factory=CollatorFormat)
     images: ImageBatching = field(default_factory=ImageBatching)
     positions: int | None = None
     _packs: dict[int, dict[int | None, PackedDataset]] = field(default_factory=dict)
     _read: dict[int, tuple[Sample, list[Sample]]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if self.args.sequence_packing and not isinstance(self.collate, PadCollator):
-            raise McaError(
-                "sequence_packing makes rows of samples itself, without data_collator; give samples their labels and "
-                "leave it out, or set sequence_packing to false"
-            )
+    @property
+    def _packs_samples(self) -> bool:
+        """Whether packs are made here; with a data_collator the samples of a dataset are packed already."""
+        return self.args.sequence_packing and isinstance(self.collate, PadCollator)
 
     def keep_only(self, datasets: Iterable[object]) -> None:
         """Lets go of packs, and of streams that were read, of other datasets than these."""
@@ -75,7 +76,7 @@ class Loaders:
         seed = (args.seed if args.data_seed is None else args.data_seed) if is_random else None
         drawn = "not shuffled" if seed is None else f"shuffled by seed {seed}"
         order = ", ".join(filter(None, (order_of(dataset), drawn)))
-        if args.sequence_packing:
+        if self._packs_samples:
             dataset = self._packed(dataset, "train_dataset", seed)
             length, units = len(dataset), dataset.units
         sampler = StepSampler(
@@ -100,7 +101,7 @@ class Loaders:
         shape = self._shape(args.per_device_train_batch_size, args.gradient_accumulation_steps)
         rows, make = (dataset.rows, dataset.make) if isinstance(dataset, AnswerStream) else (dataset, None)
         units = SAMPLES
-        if args.sequence_packing:
+        if self._packs_samples:
             if self.pack_length is None:
                 raise McaError(
                     "sequence_packing of a stream needs pack_length: its longest sample is not known"
@@ -122,8 +123,10 @@ class Loaders:
         """What all rows are padded to where ranks with different ones send experts equally many tokens."""
         if not self._needs_one_length():
             return None
-        packed = isinstance(dataset, PackedDataset)  # the packs of a micro-batch are one row
-        return shape.micro_batch_size * dataset.fill.length if packed else longest_sample(dataset)
+        longest = dataset.fill.length if isinstance(dataset, PackedDataset) else longest_sample(dataset)
+        return (
+            shape.micro_batch_size * longest if self.args.sequence_packing else longest
+        )  # packs are one row
 
     def _needs_one_length(self) -> tuple[str, str] | None:
         """What has experts get the same number of tokens of several replicas, and what it can be set to instead."""
@@ -142,7 +145,7 @@ class Loaders:
         if is_stream(dataset):
             dataset = self._in_memory(dataset)
         length = _length(dataset, "eval_dataset")
-        if self.args.sequence_packing:
+        if self._packs_samples:
             dataset = self._packed(dataset, "eval_dataset", None)
             length = len(dataset)
         sampler = StepSampler(length, shape)
@@ -198,6 +201,7 @@ class Loaders:
         workers = args.dataloader_num_workers
         collator = StepCollator(
             collate=self.collate,
+            collator_format=self.collator_format,
             micro_batch_size=sampler.shape.micro_batch_size,
             multiple=sequence_multiple(
                 self.ranks.layout,

@@ -24,6 +24,7 @@ from mca_config.files import reading
 from mca_config.training import TrainingArguments
 from mca_train import groups
 from mca_train.batching.collate import Collator, PadCollator, pad_token
+from mca_train.batching.collator_output import CollatorFormat
 from mca_train.batching.image_batch import image_batching
 from mca_train.batching.loaders import Loaders, continued
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
@@ -86,6 +87,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         eval_dataset: The same, or a dict of several by name.
         processing_class: The tokenizer; saved with the model.
         callbacks: Hugging Face ``TrainerCallback``s.
+        collator_format: How batches of ``data_collator`` are read.
         pack_length: With ``sequence_packing``, tokens of a row of packed sequences; None: of the longest sample.
 
     Override `compute_loss` to train on another loss.
@@ -116,6 +118,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: Sequence[TrainerCallback] | None = None,
         *,
+        collator_format: CollatorFormat | None = None,
         pack_length: int | None = None,
         **others: object,
     ) -> None:
@@ -159,6 +162,7 @@ class McaTrainer(WithoutAccelerator, WithEvaluation, WithCheckpoints):
             collate=self.data_collator,
             pad_token_id=pad_token(processing_class),
             pack_length=pack_length,
+            collator_format=collator_format or CollatorFormat(),
             images=image_batching(model.config, decodes=self.ranks.is_first_stage),
             positions=model.config.max_position_embeddings if model.config.learned_positions else None,
         )

@@ -1,0 +1,1 @@
+"""Conversion between MCA and Hugging Face directories, by the ``mca-convert`` command."""

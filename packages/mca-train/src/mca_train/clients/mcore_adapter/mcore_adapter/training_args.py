@@ -1,0 +1,34 @@
+"""Training arguments of mca that also accept what LLaMA-Factory's examples and parser set."""
+
+import logging
+from dataclasses import dataclass, field
+
+from mca_config import training
+from mca_config.arguments import DistributingParallelArguments
+
+__all__ = ["DistributingParallelArguments", "Seq2SeqTrainingArguments", "TrainingArguments"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, repr=False)
+class TrainingArguments(training.TrainingArguments):
+    """``mca_config.TrainingArguments`` with the remaining keys of ``mcore_adapter``."""
+
+    distributed_timeout_minutes: int | None = field(
+        default=None,
+        metadata={"help": "Timeout of collective operations; the same as ddp_timeout in seconds."},
+    )
+
+    def __post_init__(self) -> None:
+        if self.distributed_timeout_minutes is not None:
+            self.ddp_timeout = self.distributed_timeout_minutes * 60
+        ratio = getattr(self, "warmup_ratio", None)  # transformers 5.6 has it still
+        if ratio and not self.warmup_steps:
+            self.warmup_steps, self.warmup_ratio = ratio, None
+        super().__post_init__()
+
+
+@dataclass(kw_only=True, repr=False)
+class Seq2SeqTrainingArguments(TrainingArguments, training.Seq2SeqTrainingArguments):
+    """`TrainingArguments` with the generation settings of Hugging Face's sequence-to-sequence ones."""
