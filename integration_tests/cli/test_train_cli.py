@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import forked_cli
-from cli_runs import config, logs
+from cli_runs import as_flags, config, logs
 from harness import run_ranks
 from mca_models.checkpoint.side_files import side_files
 from mca_train.checkpoint import integrity
@@ -85,11 +85,13 @@ def test_the_best_model_is_the_one_that_is_written_and_whose_loss_is_printed(fol
     assert float(printed) == pytest.approx(written, rel=1e-5)  # six digits are printed
 
 
-def test_sft_on_two_replicas_and_resume(folder):
-    command = config(
-        folder, "sft", train_file=str(folder / "chat.jsonl"), local_ranks=2, save_strategy="steps"
+def test_sft_by_flags_alone_on_two_replicas_and_resume(folder):
+    command = as_flags(
+        config(folder, "sft", train_file=str(folder / "chat.jsonl"), local_ranks=2, save_strategy="steps")
     )
-    first = [*command, "--save_steps", "2", "--max_steps", "2", "--gradient_checkpointing", "true"]
+    at = command.index("--max_steps")
+    without_steps = command[:at] + command[at + 2 :]
+    first = [*without_steps, "--save_steps", "2", "--max_steps", "2", "--gradient_checkpointing", "true"]
     done = forked_cli.launched(first)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("gradient_checkpointing: recomputing every layer") == 1

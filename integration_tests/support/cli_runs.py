@@ -18,6 +18,12 @@ def config(folder: Path, name: str, **changes: Any) -> list[str]:
     return forked_cli.command(folder, "sft" if "sft" in name else "pretrain", name, values | changes)
 
 
+def as_flags(command: list[str]) -> list[str]:
+    """Return ``command`` with the lines of its YAML file as flags, and no file."""
+    pairs = [line.split(": ", 1) for line in Path(command[-1]).read_text().splitlines()]
+    return [*command[:-1], *(word for key, value in pairs for word in (f"--{key}", value.strip('"')))]
+
+
 def logs(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "train_log.jsonl").read_text().splitlines()]
 

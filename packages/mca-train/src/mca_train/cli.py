@@ -83,27 +83,40 @@ def _run(known: Program, words: list[str]) -> int:
 
 def _kind_and_file(
     command: str, usage: str, operands: list[str], flags: list[str], overrides: list[str]
-) -> tuple[Task | None, Path]:
-    """The kind of run, if one is named, and the configuration file.
+) -> tuple[Task | None, Path | None]:
+    """Return the kind of run, if one is named, and the configuration file, which flags can replace.
 
     Raises:
-        UsageError: There is no file, or more than that; then what is wrong with flags is told too.
+        UsageError: There is neither a file nor a flag, or there are two files, or a flag is unknown.
     """
     kind = TASKS.get(command)
-    if command in ("plan", "data") and len(operands) > 1 and not Path(operands[0]).is_file():
-        from mca_train.reference.commands import kind_of
+    if command in ("plan", "data") and operands and not Path(operands[0]).is_file():
+        if operands[0] in TASKS or len(operands) > 1:
+            from mca_train.reference.commands import kind_of
 
-        kind, operands = kind_of(operands[0]), operands[1:]
-    if not operands or (operands[0] in TASKS and not Path(operands[0]).exists()):
-        told = f"mca-train {command} needs a configuration file: mca-train {command} {usage.partition(' [--key')[0]}"
-        raise_problems([*_unknown(kind, flags, overrides), told], f"mca-train {command}", kind=UsageError)
+            kind, operands = kind_of(operands[0]), operands[1:]
+    if not operands:
+        problems = _unknown(kind, flags, overrides)
+        if not overrides:
+            from mca_train.reference.keys import REQUIRED
+
+            example = (
+                f"mca-train {command} {usage.partition(' [--key')[0].replace('[CONFIG.yaml]', 'CONFIG.yaml')}"
+            )
+            required = ", ".join(f"--{name}" for name in REQUIRED)
+            problems.append(
+                f"mca-train {command} needs a configuration file ({example}) or flags ({required})"
+            )
+        if problems:
+            raise_problems(problems, f"mca-train {command}", kind=UsageError)
+        return kind, None
     if len(operands) > 1:
         raise UsageError(f"unexpected argument '{operands[1]}'; overrides look like --key value")
     return kind, Path(operands[0])
 
 
 def _unknown(kind: Task | None, flags: list[str], overrides: list[str]) -> list[str]:
-    """What is wrong with the flags of a command line without a file."""
+    """Return the problems with the flags of a command line without a file."""
     if not overrides:
         return []
     from mca_train.reference.keys import unknown_flags

@@ -42,11 +42,12 @@ class Settings:
     where: str
 
 
-def given_values(config: Path, overrides: list[str]) -> tuple[JsonObject, str]:
-    """The file's values with the command line's over them, and what to call the two in an error."""
-    values = read_yaml(config)
+def given_values(config: Path | None, overrides: list[str]) -> tuple[JsonObject, str]:
+    """Return the file's values, overridden by the command line's, and the name of the two in an error."""
     words = parse_overrides(overrides)
-    return values | words, f"{config}{' and the command line' if words else ''}"
+    if config is None:
+        return words, "the command line"
+    return read_yaml(config) | words, f"{config}{' and the command line' if words else ''}"
 
 
 def parse(

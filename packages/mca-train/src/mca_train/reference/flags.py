@@ -17,11 +17,11 @@ _LONGEST = 400  # characters of a key's text; Hugging Face's are pages
 def help_of(task: Task) -> str:
     """The help of one kind of run."""
     lines = [
-        f"usage: mca-train {task.name} CONFIG.yaml [--key value ...]",
+        f"usage: mca-train {task.name} [CONFIG.yaml] [--key value ...]",
         "",
         f"Trains {task.summary}.",
         "",
-        "Every key below can stand in CONFIG.yaml as `key: value` or follow as a flag, which wins.",
+        "Write each key in CONFIG.yaml as `key: value`, or pass it as a flag, which wins. Flags alone are enough.",
         "Flags are written with - or _, and `--key null` unsets what the file says.",
         f"Required: {', '.join(REQUIRED)}.",
         f"`mca-train init {task.name} MODEL` writes a file to start from.",
@@ -33,6 +33,7 @@ def help_of(task: Task) -> str:
     examples = (
         f"{task.name} run.yaml",
         f"{task.name} run.yaml --learning_rate 1e-5",
+        f"{task.name} --model_name_or_path MODEL --train_file data.jsonl --output_dir runs/first",
         f"plan {task.name} run.yaml",
     )
     lines += ["", "examples:", *(f"  mca-train {example}" for example in examples)]

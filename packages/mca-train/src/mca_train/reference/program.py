@@ -22,7 +22,7 @@ _TEXT = (
     "and data parallel ranks. Starts its own local ranks, unless torchrun did."
 )
 _NOTES = """\
-CONFIG.yaml holds `key: value` lines. Every key is also a flag, with - or _, and the flag wins.
+CONFIG.yaml holds `key: value` lines. Every key is also a flag, with - or _, and the flag wins; flags alone do too.
 Keys are those of Hugging Face's TrainingArguments, the parallel arguments of mca, and:
 
   model_name_or_path       directory or Hub id of the model
@@ -39,6 +39,7 @@ _EXAMPLES = (
     "init sft models/qwen3 run.yaml",
     "plan run.yaml --gpus 16 --device h100-80",
     "sft run.yaml --tensor_model_parallel_size 2 --pipeline_model_parallel_size 2",
+    "sft --model_name_or_path models/qwen3 --train_file train.jsonl --output_dir runs/first",
     "sft run.yaml --resume_from_checkpoint auto --max-steps 1000",
     "# several machines: torchrun starts the ranks",
     "  torchrun --nproc-per-node 8 -m mca_train pretrain run.yaml",
@@ -75,13 +76,13 @@ def _kind(task: Task) -> Command:
         return help_of(task)
 
     return Command(
-        usage="CONFIG.yaml [--key value ...]", summary=task.summary, flags=_operands, whole_help=help_
+        usage="[CONFIG.yaml] [--key value ...]", summary=task.summary, flags=_operands, whole_help=help_
     )
 
 
 def _plans() -> dict[str, Command]:
     plan = Command(
-        usage="[KIND] CONFIG.yaml [--key value ...]",
+        usage="[KIND] [CONFIG.yaml] [--key value ...]",
         summary="shows what a run would need (ranks, layers, parameters, memory, bubble, batch), what fits a device, "
         "and which layout is fastest; needs no GPU",
         text="Shows what a run would need: ranks, layers, parameters, memory of each stage, bubble, batch. Reads the "
@@ -95,7 +96,7 @@ def _plans() -> dict[str, Command]:
         ),
     )
     data = Command(
-        usage="[KIND] CONFIG.yaml [--key value ...]",
+        usage="[KIND] [CONFIG.yaml] [--key value ...]",
         summary="shows what a model would see: counts, lengths, fill, samples with their targets, rows left out",
         text="Shows what a model would see: how many samples, tokens and targets, a histogram of lengths, how full "
         "packs are, three samples with their targets marked, and rows that are cut or left out and why. Reads the "
@@ -108,7 +109,7 @@ def _plans() -> dict[str, Command]:
 
 def _files() -> dict[str, Command]:
     tokenize = Command(
-        usage="CONFIG.yaml --output_prefix PREFIX [--key value ...]",
+        usage="[CONFIG.yaml] --output_prefix PREFIX [--key value ...]",
         summary="writes the texts of train_file as one of Megatron's indexed datasets, PREFIX.bin and PREFIX.idx",
         text="Writes each row of train_file as a document of one of Megatron's indexed datasets. A pre-training run "
         f"reads it as one of its datasets, by PREFIX. {_KEYS}",

@@ -57,12 +57,12 @@ _OF_DEVICES = (
 """Keys of which a GPU, or Transformer Engine's layers, take what this machine may not."""
 
 
-def print_plan(task: Task | None, config: Path, overrides: list[str], options: PlanOptions) -> int:
+def print_plan(task: Task | None, config: Path | None, overrides: list[str], options: PlanOptions) -> int:
     """Prints the plan of a configuration file; 2 if the run is impossible.
 
     Args:
         task: The kind of run; None: the one whose keys are given.
-        config: The YAML file.
+        config: The YAML file; None: the overrides are all.
         overrides: ``--key value`` words.
         options: What to plan, and how to print it.
     """

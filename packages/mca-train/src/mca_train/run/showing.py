@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 _ROWS_OF_A_STREAM = 1000
 
 
-def print_data(task: Task | None, config: Path, overrides: list[str]) -> int:
+def print_data(task: Task | None, config: Path | None, overrides: list[str]) -> int:
     """Prints counts, lengths, fill and samples of a configuration's data.
 
     Args:
         task: The kind of run; None: the one whose keys are given.
-        config: The YAML file.
+        config: The YAML file; None: the overrides are all.
         overrides: ``--key value`` words.
     """
     quiet_libraries(first=True)

@@ -24,11 +24,11 @@ _FLAG = "output_prefix"
 _ROWS_AT_ONCE = 256
 
 
-def tokenize(config: Path, overrides: list[str], output_prefix: str | None) -> int:
+def tokenize(config: Path | None, overrides: list[str], output_prefix: str | None) -> int:
     """Tokenizes ``train_file``, each row a document that ends with the end-of-sequence token.
 
     Args:
-        config: The YAML file of a pre-training run.
+        config: The YAML file of a pre-training run; None: the overrides are all.
         overrides: ``--key value`` words.
         output_prefix: Of the dataset's two files; None: the configuration has it.
     """

@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def run(task: Task, config: Path, overrides: list[str], command: list[str]) -> int:
+def run(task: Task, config: Path | None, overrides: list[str], command: list[str]) -> int:
     """Trains; starts local ranks unless a launcher already did. The exit code.
 
     Args:
         task: What is trained.
-        config: The YAML file.
+        config: The YAML file; None: the overrides are all.
         overrides: ``--key value`` words.
         command: Starts this same program, for ranks that cannot be forked (CUDA).
     """
