@@ -171,7 +171,7 @@ class StepCollator:
         """Return the batches of a user's collator, and the sequences in their rows with their images."""
         batches, sequences = [], []
         for group, single in zip(groups, flat, strict=True):
-            batch = self._collated(single, group if self.collator_format.takes_pairs else single)
+            batch = self._collated(group if self.collator_format.takes_pairs else single)
             images = images_of_rows(batch, self.images.format)
             if self.collator_format.takes_pairs:
                 images = [images[row] for row in pair_order(len(images))]
@@ -192,7 +192,7 @@ class StepCollator:
         own = batches is None  # rows of `PadCollator` do not depend on one another
         if batches is None:
             everything = [*chain(*groups)]
-            batches = [self._collated(everything, everything)]
+            batches = [self._collated(everything)]
             batches[0] |= _row_counts(batches[0], everything, packed=False)
         widths = [batch["input_ids"].shape[1] for batch in batches]
         length = self._length(widths)
@@ -247,18 +247,11 @@ class StepCollator:
             values=torch.stack(row.values) if row.values else None,
         )
 
-    def _collated(self, sequences: Sequences, taken: Sequence[tuple[Sample, bool]]) -> dict[str, Tensor]:
-        """Return the collator's batch of ``taken``, which are the samples of ``sequences``."""
-        labelled = any("labels" in sequence for sequence, _ in sequences)
-        batch = dict(self.collate([sample for sample, _ in taken]))
+    def _collated(self, samples: Sequence[tuple[Sample, bool]]) -> dict[str, Tensor]:
+        batch = dict(self.collate([sample for sample, _ in samples]))
         for name in ("input_ids", "labels", VALUES):
             if not isinstance(batch.get(name, batch.get("input_ids")), Tensor):
                 raise McaError(f"data_collator made no tensor {name!r}, only {', '.join(batch)}")
-        if "labels" not in batch and (labelled or self.collator_format.labels_are_shifted):
-            raise McaError(
-                "data_collator made no labels, which samples of the dataset have; return them, -100 where a token is "
-                "no target"
-            )
         return batch
 
     def _micro_batches(
@@ -310,6 +303,11 @@ def _row_counts(batch: Mapping[str, Tensor], sequences: Sequences, *, packed: bo
     """Return labels and values of a collator's rows, and their tokens without padding; 0 of one that does not count."""
     features, counts = [sequence for sequence, _ in sequences], torch.tensor([real for _, real in sequences])
     tokens = batch["num_tokens"] if "num_tokens" in batch else _tokens_of_rows(batch, features, packed=packed)
+    if "labels" not in batch and any("labels" in feature for feature in features):
+        raise McaError(
+            "data_collator made no labels, which samples of the dataset have; return them, -100 where a token is "
+            "no target"
+        )
     padding = torch.arange(batch["input_ids"].shape[1]) >= tokens[:, None]
     labels = batch["labels"] if "labels" in batch else batch["input_ids"].masked_fill(padding, IGNORED)
     made = {"labels": labels.masked_fill(~counts[:, None], IGNORED), "num_tokens": tokens * counts}

@@ -8,6 +8,8 @@ import mca_train
 from mca_train.batching.collator_output import CollatorFormat
 from mca_train.trainer.parts import TrainerOptions
 
+from .client_arguments import require_full_finetuning
+
 
 class McaTrainer(mca_train.McaTrainer):
     """Trains on the cross entropy of the next token.
@@ -22,6 +24,7 @@ class McaTrainer(mca_train.McaTrainer):
     def __init__(
         self, *, tokenizer: PreTrainedTokenizerBase | None = None, **options: Unpack[TrainerOptions]
     ) -> None:
+        require_full_finetuning(options.get("callbacks"))
         shifted = options.get("data_collator") is not None
         options["collator_format"] = CollatorFormat(labels_are_shifted=shifted)
         options["processing_class"] = tokenizer

@@ -1,1 +1,0 @@
-"""Conversion between MCA and Hugging Face directories, by the ``mca-convert`` command."""
