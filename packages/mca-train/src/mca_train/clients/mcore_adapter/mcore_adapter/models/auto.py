@@ -1,10 +1,11 @@
-"""Models of mca, made as ``mcore_adapter`` makes them: all parts are trained until a caller freezes some."""
+"""Models of mca, made as ``mcore_adapter`` makes them."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import mca_models
 from mca_config.arguments import DistributingParallelArguments
+from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_models import VirtualModels
 from mca_models.hub import directory_of
@@ -36,6 +37,12 @@ class AutoModel:
     @staticmethod
     def from_pretrained(path: str | Path, args: DistributingParallelArguments | None = None) -> VirtualModels:
         """Return the model of a Hugging Face or MCA directory."""
+        config = AutoConfig.from_pretrained(path, args).config
+        if config.vision is not None:
+            raise McaError(
+                f"{path}: {config.model_type} has a vision model, whose freezing LLaMA-Factory does by names that mca "
+                "does not have yet; train it with mca-train sft"
+            )
         return mca_models.AutoModel.from_pretrained(path, args)
 
     @staticmethod
