@@ -87,7 +87,7 @@ def step(model: Path, folder: Path, steps: int, env: dict[str, str]) -> float:
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 4,
         "save_strategy": "no",
-        "local_ranks": 1,
+        "nproc_per_node": 1,
     }
     (folder / "run.yaml").write_text("".join(f"{key}: {value}\n" for key, value in values.items()))
     processor_seconds(["-m", "mca_train", "pretrain", str(folder / "run.yaml")], env)
@@ -96,7 +96,7 @@ def step(model: Path, folder: Path, steps: int, env: dict[str, str]) -> float:
 
 
 def in_turns(name: str, trees: dict[str, dict[str, str]], rounds: int, measure: Callable[..., float]) -> None:
-    """Prints what ``measure`` finds of both trees; the first round warms caches and does not count."""
+    """Print what ``measure`` finds of both trees; the first round warms caches and does not count."""
     found: dict[str, list[float]] = {tree: [] for tree in trees}
     for number in range(rounds + 1):
         for tree in list(trees) if number % 2 else reversed(list(trees)):
@@ -109,7 +109,7 @@ def in_turns(name: str, trees: dict[str, dict[str, str]], rounds: int, measure: 
 
 
 def main() -> None:
-    """Runs and prints."""
+    """Run and prints."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -32,8 +32,8 @@ import numpy as np
 from mca_models.checkpoint.hf_writer import METADATA, HfLayout
 from mca_models.storage.safetensors import plan_file
 from mca_models.storage.writer import SafetensorsWriter
-from mca_models.templates import config_from_hf, family_of
-from mca_models.templates.shapes import whole_shape
+from mca_models.templates import config_from_hf, get_family
+from mca_models.templates.shapes import full_shape
 
 BASE = {
     "hidden_act": "silu",
@@ -85,10 +85,10 @@ def moe_config(nbytes: float) -> dict[str, Any]:
 
 
 def make_model(hf: dict[str, Any], directory: Path) -> None:
-    """Writes a HF checkpoint of random bytes."""
+    """Write a HF checkpoint of random bytes."""
     config = config_from_hf(hf)
-    params = family_of(config.model_type).params(config)
-    wholes = {param.mca_name(): whole_shape(param, config) for param in params}
+    params = get_family(config.model_type).params(config)
+    wholes = {param.mca_name(): full_shape(param, config) for param in params}
     layout = HfLayout(params, config, dict.fromkeys(wholes, "BF16"), wholes)
     write_tensors(directory, {name: layout.specs(name) for name in layout.files})
     layout.finish(directory)
@@ -122,7 +122,7 @@ def read_specs(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def write_tensors(directory: Path, files: dict[str, list[tuple[str, str, tuple[int, ...]]]]) -> None:
-    """Writes files of random bytes, in which no float of 2 or 4 bytes is infinite, large or next to nothing."""
+    """Write files of random bytes, in which no float of 2 or 4 bytes is infinite, large or next to nothing."""
     noise = np.random.default_rng(0).integers(0, 255, NOISE_BYTES, dtype=np.uint8)
     noise[3::4] &= 0x3F
     noise[1::4] &= 0x3F
@@ -216,7 +216,7 @@ class Bench:
         ]
 
     def run(self) -> list[str]:
-        """Prints both directions; returns the targets that were missed."""
+        """Print both directions; returns the targets that were missed."""
         results = {name: Runs() for name, _, _ in self.steps()}
         for number in range(self.rounds + 1):
             for name, command, target in self.steps():
@@ -240,7 +240,7 @@ class Bench:
         ]
 
     def report(self, name: str, ours: Runs, cp: Runs, source: Path, flags: list[str]) -> list[str]:
-        """Prints one direction; returns the targets that it missed."""
+        """Print one direction; returns the targets that it missed."""
         median, reference = statistics.median(ours.seconds), statistics.median(cp.seconds)
         planned = self.planned_bytes(source, flags)
         size = ours.nbytes / cp.nbytes
@@ -327,7 +327,7 @@ def conditions() -> str:
 
 
 def main() -> int:
-    """Runs the cases that were asked for; 1 if one misses a target."""
+    """Run the cases that were asked for; 1 if one misses a target."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -67,7 +67,7 @@ def measure(
 
 
 def main() -> int:
-    """Runs and prints."""
+    """Run and prints."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -28,7 +28,7 @@ RUN = "bf16: true\nmax_steps: 1\nseq_length: 4096\nper_device_train_batch_size: 
 
 
 def main() -> None:
-    """Prints the best layouts and the seconds."""
+    """Print the best layouts and the seconds."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIG))

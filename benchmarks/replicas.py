@@ -74,7 +74,7 @@ def measure(checkpoint: Path, folder: Path, *, split: bool) -> Found:
 
     from mca_models import AutoModel
     from mca_train.checkpoint import optimizer_state
-    from mca_train.checkpoint.masters import SavedWeights
+    from mca_train.checkpoint.main_params import SavedWeights
     from mca_train.engine.engine import Engine
     from mca_train.losses.token_loss import token_loss
     from train_cases import arguments
@@ -111,7 +111,7 @@ def span(found: list[Found], key: str) -> str:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     from harness import run_ranks
     from train_cases import tiny_checkpoint

@@ -104,14 +104,14 @@ def _resident() -> float:
 
 
 def measure(world: int) -> Costs:
-    """Starts a rank of ``world``, makes its model and optimizer, and plans a checkpoint."""
+    """Start a rank of ``world``, makes its model and optimizer, and plans a checkpoint."""
     from mca_models.megatron import platform
 
     platform.prepare()
-    from mca_train.dry_run.world import fake_world
+    from mca_train.dry_run.fake_process_group import fake_process_group
 
     costs = Costs(world)
-    with tempfile.TemporaryDirectory() as folder, fake_world(_RANK, world), _counted(costs):
+    with tempfile.TemporaryDirectory() as folder, fake_process_group(_RANK, world), _counted(costs):
         _run(costs, Path(folder))
     return costs
 
@@ -120,7 +120,7 @@ def _run(costs: Costs, folder: Path) -> None:
     from mca_config import TrainingArguments
     from mca_models import AutoModel
     from mca_models.megatron.distributed import parallel
-    from mca_models.megatron.state.facts import facts_of
+    from mca_models.megatron.state.param_specs import gather_param_specs
     from mca_models.templates import config_from_hf
     from mca_train.checkpoint import optimizer_state
     from mca_train.engine.engine import Engine
@@ -148,12 +148,12 @@ def _run(costs: Costs, folder: Path) -> None:
         engine = Engine(list(model.chunks), args, token_loss)
         engine.optimizer_step()  # which makes its state
     with costs.of("checkpoint"):
-        facts_of(model)
+        gather_param_specs(model)
         (folder / "optimizer").mkdir()
         numbers, _ = optimizer_state.save(
             engine.optimizer, engine.chunks, folder / "optimizer", background=False
         )
-    costs.tensors = sum(1 for _ in model.held())
+    costs.tensors = sum(1 for _ in model.local_params())
     costs.files = len(list((folder / "optimizer").glob("*.distcp")))
     costs.compared = (
         2 * costs.world * _told(optimizer_state._sharded(engine.optimizer, engine.chunks, loading=False))
@@ -183,7 +183,7 @@ def _plan_load(costs: Costs, engine: Any, numbers: Any, folder: Path) -> None:
     from torch.futures import Future
 
     from mca_train.checkpoint import optimizer_state
-    from mca_train.checkpoint.masters import SavedWeights
+    from mca_train.checkpoint.main_params import SavedWeights
 
     folder.mkdir()
     metadata = _index_of(engine.chunks, costs.world)
@@ -217,7 +217,7 @@ def _index_of(chunks: Any, world: int) -> Any:
     from torch.distributed.checkpoint import metadata as form
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-    from mca_train.checkpoint import masters
+    from mca_train.checkpoint import main_params
 
     state = chunks[0].sharded_state_dict(
         metadata={"non_homogeneous_layers": True, "singleton_local_shards": False}
@@ -225,7 +225,7 @@ def _index_of(chunks: Any, world: int) -> Any:
     apply_factories(state)
     entries, places = {}, {}
     tensors = [each for each in nested_values(state) if isinstance(each, ShardedTensor)]
-    kinds = ("optimizer.state.exp_avg", "optimizer.state.exp_avg_sq", masters.PREFIX)
+    kinds = ("optimizer.state.exp_avg", "optimizer.state.exp_avg_sq", main_params.PREFIX)
     for stage, tensor, kind in itertools.product(range(_PIPELINE), tensors, kinds):
         key = _of_stage(tensor.key, stage)
         if stage and key == tensor.key:
@@ -339,7 +339,7 @@ def _apart(world: int) -> Costs:
 
 
 def main() -> None:
-    """Prints two tables."""
+    """Print two tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "ranks", type=int, nargs="*", default=list(WORLDS), help="of each world; default: %(default)s"

@@ -22,7 +22,7 @@ GRIDS = ((16, 16), (24, 16), (16, 8), (20, 20), (12, 12), (16, 24), (8, 8), (24,
 
 
 def make_model(folder: Path, layers: int, width: int) -> None:
-    """Writes a Qwen2.5-VL with random weights, and two layers of text."""
+    """Write a Qwen2.5-VL with random weights, and two layers of text."""
     import tiny_vision
     import torch
     import transformers
@@ -65,10 +65,10 @@ def measure(folder: Path, layout: str, rounds: int) -> list[tuple[float, float]]
     torch.set_num_threads(1)
     model = AutoModel.from_pretrained(folder, arguments(layout))
     model.train_parts({"language", "vision", "projector"})
-    deal = image_features._apart
+    deal = image_features._split_images
 
     def turn(*, dealt: bool) -> float:
-        image_features._apart = deal if dealt else lambda images, config: []
+        image_features._split_images = deal if dealt else lambda images, config: []
         torch.distributed.barrier()
         start = time.perf_counter()
         model.chunks[0](**batch()).sum().backward()
@@ -80,7 +80,7 @@ def measure(folder: Path, layout: str, rounds: int) -> list[tuple[float, float]]
 
 
 def main() -> int:
-    """Runs and prints."""
+    """Run and prints."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

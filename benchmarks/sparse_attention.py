@@ -66,7 +66,7 @@ def measure(lengths: list[int], rounds: int) -> dict[int, list[tuple[float, floa
 
 
 def main() -> int:
-    """Runs and prints."""
+    """Run and prints."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

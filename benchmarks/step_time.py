@@ -113,7 +113,7 @@ def measure(
 
 
 def main() -> None:
-    """Runs and prints."""
+    """Run and prints."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -63,7 +63,7 @@ def measure(document: dict[str, Any], layout: str, rounds: int, folder: Path) ->
 
 
 def main() -> None:
-    """Runs and prints."""
+    """Run and prints."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -48,15 +48,15 @@ ALONE = ("one rank", "recomputed", "dpo", "bf16", "lora", "experts")
 def without_ranks(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The stages of the plan, and of the dry run; runs in a process of its own."""
     from dry_run_cases import be_no_rank, prepared
-    from mca_train.dry_run.stages import needs_of_stages
-    from mca_train.plan.memory import plan_of
-    from mca_train.run.subject import subject_of
+    from mca_train.dry_run.stages import measure_stages
+    from mca_train.plan.memory import plan_layout
+    from mca_train.run.plan_input import make_plan_input
 
     be_no_rank()
     run = prepared(folder, "pretrain", KEYS, RANKS)
-    subject = subject_of(run, "local", on_gpu=False)
-    plan = plan_of(subject, run.settings.training, run.layout, RANKS)
-    dry = needs_of_stages(run.task, run.settings, run.model, run.layout, RANKS)
+    subject = make_plan_input(run, "local", on_gpu=False)
+    plan = plan_layout(subject, run.settings.training, run.layout, RANKS)
+    dry = measure_stages(run.task, run.settings, run.model, run.layout, RANKS)
     return [asdict(stage) | {"peak": stage.total} for stage in plan.stages], [asdict(stage) for stage in dry]
 
 
@@ -105,7 +105,7 @@ def processes(folder: Path) -> list[str]:
 
 
 def main() -> None:
-    """Prints both tables."""
+    """Print both tables."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         sys.stdout.write("\n".join([*stages(Path(folder)), "", *processes(Path(folder))]) + "\n")

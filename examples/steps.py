@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def start_clean(out: Path, example: str) -> None:
-    """Makes ``out`` anew: removes the last output of ``example``, and nothing else."""
+    """Make ``out`` anew: removes the last output of ``example``, and nothing else."""
     marker = out / f".{example}"
     if out.exists() and not marker.exists() and any(out.iterdir()):
         sys.exit(f"error: --output_dir {out} exists and was not made by this script; choose another")
@@ -19,12 +19,12 @@ def start_clean(out: Path, example: str) -> None:
 
 
 def step(number: int, of: int, title: str) -> None:
-    """Prints the title of a step."""
+    """Print the title of a step."""
     print(f"\n[{number}/{of}] {title}", flush=True)
 
 
 def run(command: str, *arguments: str | Path) -> None:
-    """Runs one of mca's commands as a user would, its output shown."""
+    """Run one of mca's commands as a user would, its output shown."""
     print("$", command, *arguments, flush=True)
     executable = Path(sysconfig.get_path("scripts")) / command
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -86,7 +86,7 @@ def locked() -> dict[str, str]:
 
 
 def holds(requirement: str) -> bool:
-    """Whether the marker of a requirement is true in this Python."""
+    """Return whether the marker of a requirement is true in this Python."""
     from packaging.requirements import Requirement
 
     marker = Requirement(requirement.split("\\", 1)[0].strip()).marker
@@ -94,7 +94,7 @@ def holds(requirement: str) -> bool:
 
 
 def is_missing(name: str) -> bool:
-    """Whether the environment lacks a distribution."""
+    """Return whether the environment lacks a distribution."""
     try:
         importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:

@@ -174,15 +174,40 @@ def checkpoint() -> Drawing:
     picture.box(235, 160, 170, 40, _GREY, "mca_config.json,\nmanifest, side files")
     picture.arrow(155, 110, 228, 110)
     picture.arrow(410, 110, 483, 110)
-    picture.words(320, 226, "equal to the last bit, tensor by tensor", "middle")
+    picture.words(320, 226, "bit-exact, tensor by tensor", "middle")
     return picture
 
 
-PICTURES = {"layout": layout, "stages": stages, "packing": packing, "loss": loss, "checkpoint": checkpoint}
+def journey() -> Drawing:
+    """A model's way from Hugging Face to Megatron and back, with the command of each step."""
+    picture = Drawing(640, 150, "Hugging Face checkpoint, MCA checkpoint, training, Hugging Face checkpoint")
+    boxes = (
+        ("Hugging Face\ncheckpoint", _GREY),
+        ("MCA checkpoint\n(any layout)", _COLOURS[0]),
+        ("Megatron-core\ntraining", _COLOURS[1]),
+        ("Hugging Face\ncheckpoint", _GREY),
+    )
+    for number, (words, colour) in enumerate(boxes):
+        picture.box(16 + 160 * number, 50, 128, 56, colour, words)
+    for number, command in enumerate(("mca-convert", "mca-train", "mca-convert")):
+        picture.arrow(148 + 160 * number, 78, 172 + 160 * number, 78)
+        picture.words(160 + 160 * number, 32, command, "middle", bold=True)
+    picture.words(320, 136, "mca-train also reads and writes Hugging Face checkpoints directly", "middle")
+    return picture
+
+
+PICTURES = {
+    "journey": journey,
+    "layout": layout,
+    "stages": stages,
+    "packing": packing,
+    "loss": loss,
+    "checkpoint": checkpoint,
+}
 
 
 def main() -> None:
-    """Writes all pictures."""
+    """Write all pictures."""
     FOLDER.mkdir(exist_ok=True)
     for name, draw in PICTURES.items():
         (FOLDER / f"{name}.svg").write_text(draw().svg(), encoding="utf-8")

@@ -75,7 +75,7 @@ def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def write_safetensors(path: Path, tensors: Tensors) -> None:
-    """Writes a safetensors file from the format's description: length, JSON header, data."""
+    """Write a safetensors file from the format's description: length, JSON header, data."""
     header, offset = {}, 0
     for name, (dtype, shape, data) in tensors.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + len(data)]}
@@ -132,7 +132,7 @@ def read_checkpoint(folder: Path) -> Tensors:
 
 
 def convert(*arguments: str | Path, expect: int = 0) -> str:
-    """Runs mca-convert; stops the check if its exit code is not the expected one."""
+    """Run mca-convert; stops the check if its exit code is not the expected one."""
     command = [str(Path(sysconfig.get_path("scripts")) / "mca-convert"), *map(str, arguments)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode != expect:
@@ -202,7 +202,7 @@ def check_help() -> None:
 
 
 def main() -> None:
-    """Runs every check; the first failure ends it."""
+    """Run every check; the first failure ends it."""
     check_distributions()
     with tempfile.TemporaryDirectory(prefix="mca-convert-") as name:
         check_round_trips(Path(name))

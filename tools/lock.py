@@ -120,7 +120,7 @@ def _problems_of_files(names: Iterable[str]) -> Iterator[str]:
 
 
 def check() -> int:
-    """Prints what is wrong with the files in git's index (in a fresh clone: the commit); 0 if nothing is."""
+    """Print what is wrong with the files in git's index (in a fresh clone: the commit); 0 if nothing is."""
     names = _git("ls-files", "-z").split("\0")[:-1]
     lock = _staged("uv.lock")
     problems = [*_problems_of_lock(lock), *_problems_of_files(names)]
@@ -132,7 +132,7 @@ def check() -> int:
 
 
 def main() -> int:
-    """Runs one of the two commands."""
+    """Run one of the two commands."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("command", choices=["strip", "update", "check"])
     command = parser.parse_args().command

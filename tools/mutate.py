@@ -38,7 +38,7 @@ from tools.mutation.operators import Mutation, compiles, mutations  # noqa: E402
 
 MAP = ROOT / ".pytest_cache" / "test_map"
 SUBJECTS = {
-    "weights": "mca_models/weights/* mca_models/storage/moves.py mca_models/storage/runs.py",
+    "weights": "mca_models/weights/* mca_models/storage/copy_plan.py mca_models/storage/byte_ranges.py",
     "templates": "mca_models/templates/*",
     "layout": "mca_config/layout.py mca_config/pipeline.py mca_config/model_config.py",
     "losses": "mca_train/losses/*",
@@ -51,7 +51,7 @@ SUBJECTS = {
     "lora": "mca_models/lora/* mca_models/megatron/peft/*",
     "planner": "mca_train/plan/*",
     "data": "mca_train/data/*",
-    "converter": "mca_convert/* mca_models/quantised/* mca_models/storage/*",
+    "converter": "mca_convert/* mca_models/quantization/* mca_models/storage/*",
     "trainer": "mca_train/trainer/* mca_train/metrics/*",
 }
 """Subject -> patterns of files, relative to a package's ``src``; faults are drawn from each subject in turn."""

@@ -78,7 +78,7 @@ save_hf_model: true
 
 
 def main(names: list[str]) -> None:
-    """Makes the recipes of ``names`` (all, if there are none) anew and keeps the others."""
+    """Make the recipes of ``names`` (all, if there are none) anew and keeps the others."""
     old = _sections(PAGE.read_text(encoding="utf-8")) if PAGE.exists() and names else {}
     made: list[str] = []
     for recipe in RECIPES:
@@ -112,7 +112,7 @@ def recipe_text(recipe: Recipe) -> str:
 
 
 def _is_said(name: str, value: Any) -> bool:
-    """Whether a recipe names this key: a size of 1 is what holds without it, but of experts, which follow tensors."""
+    """Return whether a recipe names this key; a parallel size of 1 is the default, except that of expert tensors."""
     is_default = name.endswith("_parallel_size") and name != "expert_tensor_parallel_size" and value == 1
     return value is not None and not is_default
 

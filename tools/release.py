@@ -41,14 +41,14 @@ def urls(repository: str, package: str) -> dict[str, str]:
 
 
 def write_urls(source: Path, repository: str) -> None:
-    """Adds the addresses to the `pyproject.toml` of each package of a copy of the repository."""
+    """Add the addresses to the `pyproject.toml` of each package of a copy of the repository."""
     for project in sorted(source.glob("packages/*/pyproject.toml")):
         lines = [f'{label} = "{url}"' for label, url in urls(repository, project.parent.name).items()]
         project.write_text(project.read_text() + "\n[project.urls]\n" + "\n".join(lines) + "\n")
 
 
 def build(commit: str, repository: str, out: Path) -> list[Path]:
-    """Builds every package of `commit` into `out`, and returns the files.
+    """Build every package of `commit` into `out`, and returns the files.
 
     Raises:
         SystemExit: A file lacks an address.

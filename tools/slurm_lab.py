@@ -67,7 +67,7 @@ def lacking() -> str:
 
 
 def start(folder: Path, nodes: int = 2) -> None:
-    """Starts the daemons, and waits until every node takes jobs."""
+    """Start the daemons, and waits until every node takes jobs."""
     for path in (folder / "state", *(folder / name for name in _names(nodes))):
         path.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o755)
@@ -132,7 +132,7 @@ def _wait_until_idle(folder: Path, nodes: int) -> None:
 
 
 def revive(folder: Path, node: str) -> None:
-    """Starts a node's daemon."""
+    """Start a node's daemon."""
     _run(folder, "slurmd", "-N", node)
 
 

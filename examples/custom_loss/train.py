@@ -49,7 +49,7 @@ def train(folder: str, tensor_parallel: int) -> list[float]:
     class FocalTrainer(McaTrainer):
         """Minimises ``(1 - p)^gamma * cross entropy`` instead of the cross entropy."""
 
-        signal_names = ("cross_entropy", "certainty")  # logged beside the loss
+        metric_names = ("cross_entropy", "certainty")  # logged beside the loss
 
         def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
             # output: cross entropy of each token [b, s]; only targets count
@@ -60,7 +60,7 @@ def train(folder: str, tensor_parallel: int) -> list[float]:
                 "cross_entropy": (output * batch.loss_mask).sum(),
                 "certainty": (probability * batch.loss_mask).sum(),
             }
-            self.signals.add(sums, targets)
+            self.metrics.add(sums, targets)
             # the sum and the number: the trainer divides by the number of the whole global batch, so the result
             # is the same however samples and tokens are spread over ranks
             return loss, targets.int()

@@ -36,7 +36,7 @@ def reading(paths: list[Path], layout: str) -> list[float]:
     shares = []
     for path in paths:
         model = AutoModel.from_pretrained(path, arguments(layout))
-        shares.append(model.bytes_read / sum(x.numel() * x.element_size() for _, x in model.held()))
+        shares.append(model.bytes_read / sum(x.numel() * x.element_size() for _, x in model.local_params()))
     return shares
 
 
@@ -52,8 +52,8 @@ def test_a_rank_reads_what_it_holds(case: str, tmp_path: Path) -> None:
 
 def load_untied(path: Path, folder: Path) -> str:
     """Why a torch_dist checkpoint of a tied model is refused whose output layer is another. Runs on one rank."""
+    from mca_models.checkpoint_kinds import open_checkpoint
     from mca_models.megatron import AutoModel
-    from mca_models.opening import open_checkpoint
 
     state = by_layer(open_checkpoint(path).config, load_file(path / "model.safetensors"))
     shutil.copytree(path, folder, ignore=shutil.ignore_patterns("*.safetensors"))

@@ -45,7 +45,7 @@ def load_and_save(small: Path, source: Path, layout: str, target: Path) -> tuple
     first.save_pretrained_as_hf(target.with_suffix(".small"))
     with peak() as loading:
         models: Any = AutoModel.from_pretrained(source, arguments(layout))
-    held = sum(tensor.nbytes for _, tensor in models.held())
+    held = sum(tensor.nbytes for _, tensor in models.local_params())
     with peak() as saving:
         models.save_pretrained_as_hf(target, max_shard_bytes=64 * MIB)
     return held, loading[0], saving[0]

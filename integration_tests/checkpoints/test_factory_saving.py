@@ -142,7 +142,9 @@ def killed_writer(path: Path, target: Path) -> str:
 
     model = AutoModel.from_pretrained(path, arguments("tp2"))
     with mock.patch.object(
-        writer, "_written", _slow if torch.distributed.get_rank() == 1 else writer._written
+        writer,
+        "_write_with_reason",
+        _slow if torch.distributed.get_rank() == 1 else writer._write_with_reason,
     ):
         pending: Any = model.save_pretrained(target, ckpt_format="torch_dist", async_save=True)
     if torch.distributed.get_rank() == 1:
@@ -155,7 +157,9 @@ def killed_writer(path: Path, target: Path) -> str:
 def test_a_background_writer_that_dies_is_told(tmp_path: Path) -> None:
     source = make_reference("llama", tmp_path / "hf").path
     for message in run_ranks(2, killed_writer, source, tmp_path / "out" / "saved"):
-        assert message == "rank 1 could not save: the process that wrote the checkpoint was ended by signal 9"
+        assert (
+            message == "rank 1 could not save: the process that wrote the checkpoint was killed by signal 9"
+        )
     assert not (tmp_path / "out").exists(), "nor its parent, which was made for it"
 
 

@@ -21,7 +21,7 @@ from harness import RanksFailed, run_ranks
 from layouts import EVERY, arguments, chosen, world_size
 from mca_config.errors import McaError
 from mca_convert.cli import main as convert
-from mca_models.opening import CheckpointKind, kind_of
+from mca_models.checkpoint_kinds import CheckpointKind, checkpoint_kind
 from reference import make_reference
 
 pytestmark = pytest.mark.ranks
@@ -98,7 +98,7 @@ def test_another_layout_loads_every_bit(case: Case, saved: Path) -> None:
 def test_the_converter_exports_every_bit(case: Case, saved: Path, tmp_path: Path) -> None:
     family, layout, _ = case
     checkpoint, source = saved / f"{family}-{layout}", saved / "hf" / _hf(family)
-    assert kind_of(checkpoint) is CheckpointKind.TORCH_DIST
+    assert checkpoint_kind(checkpoint) is CheckpointKind.TORCH_DIST
     assert convert([f"--checkpoint_path={checkpoint}", f"--output_path={tmp_path / 'hf'}"]) == 0
     assert tensors_of(tmp_path / "hf") == tensors_of(source)
     for name in ("config.json", "generation_config.json"):
@@ -283,7 +283,7 @@ def test_killed_while_it_saves(saved: Path, tmp_path: Path) -> None:
     assert not (left / "new" / "iter_0000001" / "metadata.json").exists()
     assert not (left / "new" / "iter_0000001" / ".metadata").exists()
     run_ranks(2, save_over, source, tmp_path / "out")
-    assert kind_of(tmp_path / "out") is CheckpointKind.TORCH_DIST
+    assert checkpoint_kind(tmp_path / "out") is CheckpointKind.TORCH_DIST
     assert not list(tmp_path.glob("*.partial-*")), "the next save removes what was left"
 
 

@@ -21,7 +21,7 @@ def fingerprints(base: Path, name: str) -> tuple[int, int, int]:
     models = AutoModel.from_pretrained(base, arguments(name))
     found = fingerprint(models)
     before = [(key, tensor.clone()) for key, tensor in models.export_weights()]
-    layout, at = models.place.layout, models.place.at
+    layout, at = models.rank_context.layout, models.rank_context.coordinates
     if (at.tp, at.pp) == (layout.tp - 1, layout.pp - 1):
         *_, last = (tensor for key, tensor in models.canonical_parameters() if "linear_qkv.weight" in key)
         last.data.view(-1).view(torch.int32)[-1] ^= 1

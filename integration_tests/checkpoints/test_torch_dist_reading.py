@@ -21,10 +21,10 @@ from layouts import EVERY, arguments, chosen, world_size
 from mca_config.errors import McaError
 from mca_models.checkpoint.mca_directory import McaSource
 from mca_models.megatron.distributed.collectives import all_gather
-from mca_models.storage.source import read_piece
-from mca_models.storage.strided import Block, StridedTensor
+from mca_models.storage.lazy_tensor import Block, StridedTensor
+from mca_models.storage.source import read_shard
 from mca_models.templates import config_from_hf
-from mca_models.templates.heads import Head, with_head
+from mca_models.templates.classification_head import Head, with_head
 from mca_models.torch_checkpoint.dcp import TensorEntry
 from mca_models.torch_checkpoint.torch_dist import _Reader, open_torch_dist
 
@@ -180,7 +180,7 @@ def test_prediction_layers_are_recovered(saved: Any, folder: Path) -> None:
     assert any(name.startswith("mtp.layers.0.transformer_layer.mlp.experts.") for name in names)
     for param in source.params:
         (piece,) = source.read(param, 1)
-        assert piece.tobytes() == read_piece(expected, param).tobytes(), param.mca_name()
+        assert piece.tobytes() == read_shard(expected, param).tobytes(), param.mca_name()
 
 
 HEADS = {

@@ -22,7 +22,7 @@ SAVING = ASYNC | {"save_strategy": "steps", "save_steps": 2, "max_steps": 8}
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
 
 
 class Writer:
@@ -160,7 +160,7 @@ def ends_early(checkpoint: Path, output_dir: Path, words: Path) -> dict[str, Any
         if again.state.global_step == 2:
             writer.open.unlink()
             threading.Timer(0.5, writer.open.touch).start()
-            (_, tensor), *_ = again.model.held()
+            (_, tensor), *_ = again.model.local_params()
             tensor.register_hook(lambda gradient: gradient * torch.nan)
         return step(batch)
 

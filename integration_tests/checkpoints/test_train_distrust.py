@@ -28,7 +28,7 @@ class Evil:
         self.mark = mark
 
     def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.mark}",)
+        return os.system, (f"touch '{self.mark}'",)
 
 
 def refusal(call: Any) -> str:
@@ -207,7 +207,7 @@ def test_what_others_wrote_into_output_dir_stays(tmp_path):
     model = tiny_checkpoint(tmp_path / "tiny")
     (said,) = run_ranks(1, places, model, tmp_path)
     assert "mine holds hf/precious.txt, iter_0000009, which mca did not write" in said["mine"]
-    assert "which it would overwrite; name another directory" in said["model"]
+    assert "which it would overwrite; set another directory" in said["model"]
     assert sorted(p.name for p in (tmp_path / "model").iterdir()) == sorted(p.name for p in model.iterdir())
     assert (tmp_path / "mine" / "hf" / "precious.txt").is_file(), "refused before anything was written"
     assert said["notes"] == said["own"] == "no error"

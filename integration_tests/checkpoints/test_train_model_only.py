@@ -13,7 +13,7 @@ pytestmark = pytest.mark.ranks
 
 def model_only(checkpoint: Path, output_dir: Path) -> str:
     from mca_config.errors import McaError
-    from mca_models.opening import open_checkpoint
+    from mca_models.checkpoint_kinds import open_checkpoint
     from mca_train.trainer import stop_signal
 
     saving = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True, "save_total_limit": 2}
@@ -45,7 +45,7 @@ def model_only(checkpoint: Path, output_dir: Path) -> str:
 
 
 def test_checkpoints_of_the_model_alone_are_rotated_and_not_resumed(tmp_path):
-    checkpoint = tiny_checkpoint(tmp_path / "model")
+    checkpoint = tiny_checkpoint(tmp_path / "model", num_hidden_layers=2)
     (error,) = run_ranks(1, model_only, checkpoint, tmp_path)
     assert "holds no optimizer state (save_only_model?)" in error
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]

@@ -74,7 +74,7 @@ def again(checkpoint: Path, output_dir: Path) -> list[dict[str, Any]]:
 
 
 def test_every_sample_comes_once_whatever_the_batch_size(tmp_path):
-    model, output = tiny_checkpoint(tmp_path / "tiny"), tmp_path / "run"
+    model, output = tiny_checkpoint(tmp_path / "tiny", num_hidden_layers=2), tmp_path / "run"
     (first,) = run_ranks(1, run, model, output, None, STOP)
     assert [len(step) for step in first["seen"]] == [2] * STOP
     assert first["max_steps"] == 24
@@ -111,7 +111,7 @@ def packed_again(checkpoint: Path, output_dir: Path) -> list[list[str]]:
     """What a run that goes on says, with the same packs and with those for two context ranks; by data."""
     from dataclasses import replace
 
-    from mca_train.batching.loaders import continued
+    from mca_train.batching.loaders import resume_position
 
     told = []
     settings = RUN | {"sequence_packing": True, "pack_length": 16, "max_steps": 5, "save_strategy": "no"}
@@ -130,22 +130,24 @@ def packed_again(checkpoint: Path, output_dir: Path) -> list[list[str]]:
                 "shuffled by seed 5",
             ]
             assert sampler_order(loaders, data, train_sampling_strategy="sequential") == "not shuffled"
-            data.order_in_words = "rows of a.jsonl"
+            data.order_description = "rows of a.jsonl"
             assert sampler_order(loaders, data) == "rows of a.jsonl, shuffled by seed 3"
             args = copy(trainer.args)
             args.dataloader_num_workers = 1
             workers = replace(loaders, args=args).train(data)[0].multiprocessing_context
             assert workers.get_start_method() == "fork", "whatever Python's default"
-        place = continued(trainer._place, loaders.train(data)[1])
+        place = resume_position(trainer._position, loaders.train(data)[1])
         for again in (loaders, others):
             with patch("mca_train.batching.loaders.logger.warning") as warning:
-                continued(place, again.train(data)[1])
+                resume_position(place, again.train(data)[1])
             told.append([call.args[0] % call.args[1:] for call in warning.call_args_list])
     return told
 
 
 def test_packs_of_another_context_size_are_told_of(tmp_path):
-    (told,) = run_ranks(1, packed_again, tiny_checkpoint(tmp_path / "tiny"), tmp_path / "run")
+    (told,) = run_ranks(
+        1, packed_again, tiny_checkpoint(tmp_path / "tiny", num_hidden_layers=2), tmp_path / "run"
+    )
     expected = (
         "the checkpoint counts packs of 16 tokens, of sequences in multiples of 1, this run packs of 16 tokens, of "
         "sequences in multiples of 4: some samples of this epoch may be used twice or not at all"
@@ -171,7 +173,9 @@ def streamed(checkpoint: Path, output_dir: Path) -> str:
 
 
 def test_a_stream_goes_on_with_steps_of_its_size_only(tmp_path):
-    (said,) = run_ranks(1, streamed, tiny_checkpoint(tmp_path / "tiny"), tmp_path / "run")
+    (said,) = run_ranks(
+        1, streamed, tiny_checkpoint(tmp_path / "tiny", num_hidden_layers=2), tmp_path / "run"
+    )
     assert (
         "the checkpoint's steps have 2 samples, this run's 3; a stream can only be resumed with steps of the same size"
         in said

@@ -252,7 +252,7 @@ def run_as_it_once_was(*args: Any, **changes: Any) -> Any:
 
     sharded = partial(optimizer_state._sharded, by_layer=False)
     with (
-        mock.patch("mca_models.megatron.families.spec._spelled", return_value={}),
+        mock.patch("mca_models.megatron.families.spec._checkpoint_names", return_value={}),
         mock.patch.object(optimizer_state, "_sharded", sharded),
     ):
         return run(*args, **changes)
@@ -273,14 +273,14 @@ def run_as_0_1_0_cut(*args: Any, **changes: Any) -> Any:
     """`run` that writes a factor of fused projections as one tensor, of each rank's rows one below the other."""
     from unittest import mock
 
-    from mca_models.megatron.peft import sharded
+    from mca_models.megatron.peft import sharded_state
 
     def whole(param: Any, tensor: Any, place: Any) -> Any:
-        cut = sharded.cut_of(param, place.layout, place.at)
-        replica = sharded._replica(param, place.at, place.layout.cp)
-        return sharded._piece(param.mca_name(), tensor, param, cut, replica)
+        cut = sharded_state.shard_rank_and_size(param, place.layout, place.coordinates)
+        replica = sharded_state._replica(param, place.coordinates, place.layout.cp)
+        return sharded_state._piece(param.mca_name(), tensor, param, cut, replica)
 
-    with mock.patch.object(sharded, "_sharded", whole):
+    with mock.patch.object(sharded_state, "_sharded", whole):
         return run(*args, **changes)
 
 
@@ -301,4 +301,4 @@ def test_rows_of_ranks_go_on_where_as_many_ranks_are(size, other, tmp_path):
     before = tmp_path / "old" / f"checkpoint-{FIRST}"
     assert run_ranks(size, run, model, tmp_path / "new", FIRST + 2, before, **layouts[size]) == straight
     for message in run_ranks(other, refused, model, tmp_path / "other", FIRST + 2, before, **layouts[other]):
-        assert f"tensor_model_parallel_size (of experts expert_tensor_parallel_size) {size}, and" in message
+        assert f"tensor_model_parallel_size (of experts expert_tensor_parallel_size) {size}; later" in message

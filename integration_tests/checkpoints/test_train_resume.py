@@ -33,7 +33,7 @@ LAYOUTS = {
     "the-same-rate-as-one-of-its-own": (1, {"decoupled_lr": 5e-3}),
     "torch-dist": (1, {"ckpt_format": "torch_dist"}),
     "dp2-distributed-optimizer-in-background": (2, ZERO | ASYNC),
-    "tp2-pp2-dropout": (4, TP | PP | {"attention_dropout": 0.1, "hidden_dropout": 0.1}),
+    "tp2-dropout": (2, TP | {"attention_dropout": 0.1, "hidden_dropout": 0.1}),
 }
 SOME = (
     "one-rank-bf16",
@@ -43,7 +43,7 @@ SOME = (
     "the-same-rate-as-one-of-its-own",
     "torch-dist",
     "dp2-distributed-optimizer-in-background",
-    "tp2-pp2-dropout",
+    "tp2-dropout",
 )
 
 
@@ -149,7 +149,7 @@ def test_the_last_complete_checkpoint_is_found(checkpoint, tmp_path):
     with pytest.raises(McaError, match=r"has no trainer_state\.json"):
         resolve(str(tmp_path / "checkpoint-11"), tmp_path)
     with pytest.raises(
-        McaError, match=r"is the directory of a run; name a checkpoint in it \(checkpoint-10\)"
+        McaError, match=r"is the output_dir of a run; set a checkpoint in it \(checkpoint-10\)"
     ):
         resolve(str(tmp_path), tmp_path)
     with pytest.raises(McaError, match="is a file, not a directory"):
@@ -160,7 +160,7 @@ def test_the_best_checkpoint_is_where_the_run_is(tmp_path):
     """Not where it was: runs are moved, copied and given by other paths."""
     from transformers import TrainerState
 
-    from mca_train.checkpoint.directory import expendable, locate_best
+    from mca_train.checkpoint.directory import checkpoints_to_delete, locate_best
 
     run = tmp_path / "run"
     for step in (2, 4, 6):
@@ -169,7 +169,7 @@ def test_the_best_checkpoint_is_where_the_run_is(tmp_path):
     state = TrainerState(best_model_checkpoint="before/run/checkpoint-2", best_metric=1.5, best_global_step=2)
     locate_best(state, run / "checkpoint-6")
     assert state.best_model_checkpoint == str(run / "checkpoint-2")
-    assert expendable(run, 1, state.best_model_checkpoint) == [run / "checkpoint-4"]
+    assert checkpoints_to_delete(run, 1, state.best_model_checkpoint) == [run / "checkpoint-4"]
     elsewhere = TrainerState(best_model_checkpoint=str(run / "checkpoint-2"), best_metric=1.5)
     locate_best(elsewhere, tmp_path / "other" / "checkpoint-9")
     assert elsewhere.best_model_checkpoint == str(run / "checkpoint-2")
@@ -254,7 +254,7 @@ def test_a_full_disk_is_told_whatever_is_written(tmp_path):
     import errno
 
     from mca_config.errors import McaError, RankFailed
-    from mca_config.files import cannot_write
+    from mca_config.files import write_error
     from mca_train.checkpoint.writer import name_errors
 
     prepare_parent()
@@ -266,15 +266,15 @@ def test_a_full_disk_is_told_whatever_is_written(tmp_path):
 
     full = told(OSError(errno.ENOSPC, "No space left on device"))
     assert full.startswith(f"{tmp_path}: cannot be written, the disk is full; make room and resume")
-    refused = cannot_write(tmp_path / "x", OSError(errno.ENOSPC, "No space left on device"))
+    refused = write_error(tmp_path / "x", OSError(errno.ENOSPC, "No space left on device"))
     assert told(refused) == full and told(RankFailed(1, refused)) == full
     assert told(RuntimeError("[enforce fail] . PytorchStreamWriter failed writing file data/3")) == full
-    large = cannot_write(tmp_path / "x", OSError(errno.ENOSPC, "No space left on device"), 1 << 50)
+    large = write_error(tmp_path / "x", OSError(errno.ENOSPC, "No space left on device"), 1 << 50)
     room = r"\(x needs 1,125,899,906,842,624 bytes, [\d,]+ bytes are free; nothing half-written is left\)$"
     assert full.endswith("(nothing half-written is left)") and re.search(room, told(RankFailed(1, large)))
     assert told(McaError("rank 1 fell")) == f"{tmp_path}: cannot be written: rank 1 fell"
     around = McaError("rank 0 fell")
-    around.__cause__ = RankFailed(0, around)  # as `told_by_first` raises it
+    around.__cause__ = RankFailed(0, around)  # as `run_on_first_rank_unwrapped` raises it
     assert told(around) == f"{tmp_path}: cannot be written: rank 0 fell"
 
 

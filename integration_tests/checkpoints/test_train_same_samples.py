@@ -39,10 +39,10 @@ def given(checkpoint: Path, output: Path) -> dict[str, Any]:
     from mca_train import McaTrainer
 
     class OfRanks(McaTrainer):
-        signal_names = ("rank",)
+        metric_names = ("rank",)
 
         def compute_loss(self, output: torch.Tensor, batch: Any, **_: Any) -> Any:
-            self.signals.add({"rank": torch.tensor(float(self.ranks.rank))}, torch.ones(()))
+            self.metrics.add({"rank": torch.tensor(float(self.ranks.rank))}, torch.ones(()))
             return super().compute_loss(output, batch)
 
     rank = torch.distributed.get_rank()
@@ -74,9 +74,7 @@ def test_ranks_are_given_the_same_samples_and_find_the_same(checkpoint, tmp_path
         "evaluated": "evaluation",
         "evaluated later": "evaluation",
     }.items():
-        assert one[name].startswith(
-            f"{when}: ranks 0 and 1, which compute each sample together, were given different ones; "
-        ), name
+        assert one[name].startswith(f"{when}: ranks 0 and 1, of one replica, have different samples; "), name
     assert one["more"].startswith("step 1: rank 0 has 16 samples, rank 1 has 17; ")
     assert one["seed"].startswith("step 1: rank 0 has 1 data_seed, rank 1 has 2; ")
     assert one["same"] == "no error"

@@ -45,12 +45,12 @@ def load_all(pairs: list[tuple[Path, str]]) -> int:
         except McaError:
             assert EVERY
             continue
-        before = [tensor.clone() for _, tensor in models.held()]
+        before = [tensor.clone() for _, tensor in models.local_params()]
         with torch.no_grad():
-            for _, tensor in models.held():
+            for _, tensor in models.local_params():
                 tensor.fill_(7.0)
         models.load_weights(in_disorder(load_file(path / "model.safetensors")))
-        for (item, tensor), wanted in zip(models.held(), before, strict=True):
+        for (item, tensor), wanted in zip(models.local_params(), before, strict=True):
             assert torch.equal(tensor, wanted), (path.name, layout, item.live)
         checked += 1
     return checked
@@ -82,10 +82,10 @@ def load_fp8(pairs: list[tuple[Path, str]]) -> None:
         found = []
         for weights in (plain, stream):
             with torch.no_grad():
-                for _, tensor in models.held():
+                for _, tensor in models.local_params():
                     tensor.fill_(7.0)
             models.load_weights(in_disorder(weights))
-            found.append([tensor.clone() for _, tensor in models.held()])
+            found.append([tensor.clone() for _, tensor in models.local_params()])
         for one, other in zip(*found, strict=True):
             assert torch.equal(one, other)
 

@@ -24,10 +24,10 @@ from mca_config.model_config import McaModelConfig
 from mca_convert import conversion
 from mca_models.megatron.state import export
 from mca_models.megatron.tensors import to_numpy
-from mca_models.quantised import blocks
+from mca_models.quantization import fp8_write
 from mca_models.storage.safetensors import read_header
 from mca_models.templates import FAMILIES, config_from_hf
-from mca_models.templates.shapes import whole_shape
+from mca_models.templates.shapes import full_shape
 from memory import MIB, peak
 from reference import FAMILY_CASES, make_reference
 from weight_streams import SMALL, checkpoint_of, facts_of, names_and_bytes, stored
@@ -68,7 +68,7 @@ def stream_all(pairs: list[tuple[Path, str]], folder: Path) -> list[Any]:
         target = folder / f"{path.name}-{layout}"
         models.save_pretrained_as_hf(target, max_shard_bytes=50_000)
         assert models.config.vision or models.logits(IDS).isfinite().all(), "all layers take this dtype"
-        found.append((arrived, models.place.at))
+        found.append((arrived, models.rank_context.coordinates))
     return found
 
 
@@ -152,7 +152,7 @@ def _require_blocks(plain: dict[str, torch.Tensor], fp8: dict[str, torch.Tensor]
             assert torch.equal(fp8[name], tensor)
             assert tensor.dim() == 1 or "embed" in name or "lm_head" in name or ".mlp.gate." in name, name
             continue
-        values, scales = blocks.quantised(name, to_numpy(tensor))
+        values, scales = fp8_write.quantize(name, to_numpy(tensor))
         assert np.array_equal(fp8[name].view(torch.uint8).numpy(), values.view(np.uint8)), name
         assert np.array_equal(fp8[f"{name}_scale_inv"].numpy(), scales), name
 
@@ -185,24 +185,26 @@ def test_every_form_holds_the_same_weights(tmp_path: Path) -> None:
 def fp8_refusals(config: McaModelConfig) -> list[str]:
     """The errors of a live model and of the converter that ``config`` is not written in fp8, without weights."""
     params = [param for param in FAMILIES[config.model_type].params(config) if not param.alias_of]
-    wholes = {param.mca_name(): whole_shape(param, config) for param in params}
+    wholes = {param.mca_name(): full_shape(param, config) for param in params}
     part = SimpleNamespace(info=SimpleNamespace(dtype="BF16"))
     file: Any = SimpleNamespace(
         config=config,
         params=params,
         parts=lambda _: [part],
-        whole_shape=lambda param: wholes[param.mca_name()],
+        full_shape=lambda param: wholes[param.mca_name()],
     )
     place: Any = SimpleNamespace(world_size=1)
-    live: Any = SimpleNamespace(config=config, place=place, canonical_parameters=lambda: [])
+    live: Any = SimpleNamespace(config=config, rank_context=place, canonical_parameters=lambda: [])
     found = []
     with (
-        patch.object(export, "facts_of", lambda _: {name: ("BF16", shape) for name, shape in wholes.items()}),
+        patch.object(
+            export, "gather_param_specs", lambda _: {name: ("BF16", shape) for name, shape in wholes.items()}
+        ),
         patch.object(export, "stream", lambda *_: closed(())),
         patch.object(conversion, "fills_to_hf", lambda *_: []),
     ):
         for write in (
-            lambda: list(export.export_buckets(live, export.Wanted(fp8=True))),
+            lambda: list(export.export_buckets(live, export.WeightRequest(fp8=True))),
             lambda: conversion.plan_to_hf(file, fp8=True),
         ):
             try:
@@ -225,7 +227,7 @@ def test_streams_and_the_converter_refuse_fp8_of_the_same_families() -> None:
         messages = fp8_refusals(config_from_hf(transformers.AutoConfig.for_model(**settings).to_dict()))
         expected = (
             []
-            if FAMILIES[kind].fp8_unread is None
+            if FAMILIES[kind].fp8_unsupported is None
             else [f"fp8: transformers reads no fp8 blocks of {kind}"] * 2
         )
         assert [message.partition(" models")[0] for message in messages] == expected, kind
@@ -324,8 +326,7 @@ def test_a_rank_that_leaves_or_asks_for_something_else_is_reported_on_all(tmp_pa
         for options in ({"to": "none"}, {"dtype": "int8"}, {"bucket_bytes": 0}):
             assert said.pop(f"{options}")
         assert (
-            said.pop("{'merged': True}")
-            == "merged=True: this model has no adapter to merge; leave merged out"
+            said.pop("{'merged': True}") == "merged=True: this model has no adapter to merge; remove merged"
         )
         for key, text in DIFFERENT.items():
             assert said.pop(key).replace(str(path), "PATH") == text
@@ -360,7 +361,7 @@ def test_a_rank_that_dies_is_told_to_all(tmp_path: Path) -> None:
     said = {file.name: file.read_text() for file in tmp_path.iterdir() if file.is_file()}
     assert said.keys() == {"0", "1", "2"}
     for rank, text in said.items():
-        assert text.startswith(f"the stream of weights broke off on rank {rank}: another rank was lost (")
+        assert text.startswith(f"the stream of weights stopped on rank {rank}: another rank was lost (")
 
 
 def stream_and_measure(path: Path) -> tuple[int, int]:

@@ -98,7 +98,7 @@ WRONG = {
     "rights": (
         "bucket/rows/a.jsonl",
         {"refuses": True},
-        " cannot be fetched: .*Forbidden.*; check the address, the cred",
+        " cannot be fetched: .*Forbidden.*; check the URL, the cred",
     ),
     "cut": ("bucket/rows/a.jsonl", {"cut_at": 20}, " cannot be fetched: .*received 20 of .* bytes"),
 }
@@ -145,7 +145,7 @@ def test_an_address_with_a_signature_is_read_and_not_shown(store):
     assert [row["text"] for row in found] == TEXTS
     for changes, told in (
         ({"objects": {}}, ": there is no such file or bucket, or no right"),
-        ({"refuses": True}, " cannot be fetched: 403, .*; check the address, the credentials"),
+        ({"refuses": True}, " cannot be fetched: 403, .*; check the URL, the credentials"),
         ({"address": "http://127.0.0.1:1"}, " cannot be fetched: Cannot connect to host 127.0.0.1:1"),
     ):
         vars(store).update(changes)
@@ -157,12 +157,12 @@ def test_an_address_with_a_signature_is_read_and_not_shown(store):
 
 @needs("aiohttp")
 def test_an_address_behind_a_proxy_is_asked_through_it(store, monkeypatch):
-    from mca_train.data.addresses import read_whole, require_there
+    from mca_train.data.urls import read_url, require_readable
 
     monkeypatch.setenv("http_proxy", store.address)
     address = "http://rows.invalid/bucket/rows/a.jsonl"
-    require_there(address, "train_file")
-    assert read_whole(address) == rows(TEXTS)
+    require_readable(address, "train_file")
+    assert read_url(address) == rows(TEXTS)
     assert read(address) == TEXTS
 
 

@@ -104,18 +104,18 @@ def model_of(name: str) -> str:
 
 def images_in(run: Any) -> Any:
     """Of each sequence, if the model takes any."""
-    from mca_train.run.subject import images_of_run
+    from mca_train.run.plan_input import planned_images
 
-    return images_of_run(run, **OF_IMAGES) if run.model.vision else None
+    return planned_images(run, **OF_IMAGES) if run.model.vision else None
 
 
 def without_memory(folder: Path, kind: str, changes: dict[str, Any], rank: int, world_size: int) -> StepNeeds:
     """Runs in a process of its own, which is no rank."""
-    from mca_train.dry_run.step import step_needs
+    from mca_train.dry_run.step import measure_step
 
     be_no_rank()
     run = prepared(folder, kind, changes | EVALUATED, world_size)
-    return step_needs(run.task, run.settings, run.model, rank, world_size, 4, images_in(run), ordered=4)
+    return measure_step(run.task, run.settings, run.model, rank, world_size, 4, images_in(run), ordered=4)
 
 
 def with_memory(folder: Path, names: list[str]) -> dict[str, StepNeeds]:
@@ -123,7 +123,7 @@ def with_memory(folder: Path, names: list[str]) -> dict[str, StepNeeds]:
     import torch.distributed as dist
 
     from mca_models import AutoModel
-    from mca_train.batching.loaders import steps_of
+    from mca_train.batching.loaders import iterate_steps
     from mca_train.dry_run.modules import ModuleNames
     from mca_train.dry_run.routing import route_evenly
     from mca_train.dry_run.step import Modes, build, measure
@@ -137,7 +137,7 @@ def with_memory(folder: Path, names: list[str]) -> dict[str, StepNeeds]:
         made = AutoModel.from_config
         trainer, engine = build(run.task, run.settings, run.model, modes, made, images_in(run))
         route_evenly(engine.models)
-        found[name] = measure(trainer, engine, modes, next(steps_of(trainer.get_train_dataloader())))
+        found[name] = measure(trainer, engine, modes, next(iterate_steps(trainer.get_train_dataloader())))
     return found
 
 
@@ -180,7 +180,7 @@ def compare(name: str, planned: StepNeeds, real: StepNeeds) -> None:
     assert (planned.module, planned.operation) == (real.module, real.operation), name
     pp, vpp = (CASES[name.split(", rank")[0]][2].get(key) or 1 for key in (PP, VPP))
     assert planned.order == real.passes, name
-    assert list(planned.passes) == list(Order(pp, vpp, planned.micro_batches).of_rank(planned.stage)), name
+    assert list(planned.passes) == list(Order(pp, vpp, planned.micro_batches).passes(planned.stage)), name
     assert {(m.operation, m.ranks): (m.count, m.bytes) for m in planned.messages} == {
         (m.operation, m.ranks): (m.count, m.bytes) for m in real.messages
     }, name
@@ -192,14 +192,14 @@ UNSEEN = {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 2, "check_f
 
 def of_stages(folder: Path) -> list[StepNeeds]:
     """Runs in a process of its own, which is no rank and forks one for each stage."""
-    from mca_train.dry_run.stages import needs_of_stages
+    from mca_train.dry_run.stages import measure_stages
 
     be_no_rank()
     run = prepared(folder, "pretrain", IN_GROUPS | UNSEEN, 2)
-    return needs_of_stages(run.task, run.settings, run.model, run.layout, run.world_size, ordered=True)
+    return measure_stages(run.task, run.settings, run.model, run.layout, run.world_size, ordered=True)
 
 
 def test_stages_run_whole_groups_without_processes_that_load_data_and_looks_at_values(folder: Path) -> None:
     ((first, last),) = run_ranks(1, of_stages, folder / "dense", process_group=False, timeout=300)
     for stage, needs in enumerate((first, last)):
-        assert list(needs.order) == list(needs.passes) == list(Order(2, 2, 6, 3).of_rank(stage))
+        assert list(needs.order) == list(needs.passes) == list(Order(2, 2, 6, 3).passes(stage))

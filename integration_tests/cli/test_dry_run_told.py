@@ -34,12 +34,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def needs(folder: Path, name: str, micro_batches: int) -> StepNeeds:
     """Of the first rank; runs in a process of its own, which is no rank."""
-    from mca_train.dry_run.step import step_needs
+    from mca_train.dry_run.step import measure_step
 
     be_no_rank()
     kind, size, _, changes = STEPS[name]
     run = prepared(folder, kind, changes | {"gradient_accumulation_steps": WHOLE}, size)
-    return step_needs(run.task, run.settings, run.model, 0, size, micro_batches)
+    return measure_step(run.task, run.settings, run.model, 0, size, micro_batches)
 
 
 @pytest.mark.parametrize("name", tiered([*STEPS], *STEPS))
@@ -47,7 +47,7 @@ def test_messages_of_a_few_micro_batches_tell_those_of_a_step(name: str, folder:
     few, whole = (
         run_ranks(1, needs, folder, name, count, process_group=False)[0] for count in (STEPS[name][2], WHOLE)
     )
-    told = {(m.operation, m.ranks): (m.count, m.bytes) for m in few.messages_of(WHOLE)}
+    told = {(m.operation, m.ranks): (m.count, m.bytes) for m in few.messages_in_step(WHOLE)}
     assert told == {(m.operation, m.ranks): (m.count, m.bytes) for m in whole.messages}
     assert sum(m.count for m in few.messages) < sum(m.count for m in whole.messages)
 
@@ -57,10 +57,10 @@ def printed(folder: Path) -> list[str]:
     from functools import cache
 
     from mca_train.cli import main
-    from mca_train.run import planning
+    from mca_train.run import plan_command
 
     be_no_rank()
-    of_run, found = planning._dry_run, []
+    of_run, found = plan_command._dry_run, []
     once = cache(lambda: of_run(*given[0], ordered=True))
     given: list[Any] = []
 
@@ -68,7 +68,7 @@ def printed(folder: Path) -> list[str]:
         given.append(args)
         return once()
 
-    planning._dry_run = dry_run
+    plan_command._dry_run = dry_run
     words = ["plan", "pretrain", str(folder / "run.yaml"), "--gpus", "2", "--device", "h100-80"]
     for more in (["--plot", str(folder / "pictures"), "--json"], ["--dry_run"]):
         out = io.StringIO()

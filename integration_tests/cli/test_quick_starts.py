@@ -1,6 +1,6 @@
 """The runs of the documents fit the devices that their files name: each is planned, with the flags of each command.
 
-The second line of a file names the devices: ``# on 8 x H100 80 GB``.
+The second line of a file names the devices: ``# on 8 x H100 80 GB``; so does the end of a command without a file.
 """
 
 import json
@@ -16,10 +16,19 @@ from pages import blocks
 from source_tree import ROOT
 
 FILE = re.compile(r"# (\w+\.yaml)\n(?:# on (\d+) x H100 80 GB\n)?")
+BY_FLAGS = re.compile(r"^\$ mca-train (\w+ --.*)  # on (\d+) x H100 80 GB$", re.MULTILINE)
 ELSEWHERE = {
     "planning.md": "its file is planned on the page, and does not fit there",
     "recipes.md": "test_recipes.py plans its recipes",
 }
+KINDS = ("pretrain", "sft", "dpo", "kto", "reward", "classify")
+
+
+def console(page: Path) -> str:
+    """Return the commands of ``page``, each on one line."""
+    return "\n".join(blocks(page, "console")).replace("\\\n", " ")
+
+
 PAGES = [
     page
     for page in (
@@ -27,9 +36,9 @@ PAGES = [
         ROOT / "packages/mca-train/README.md",
         *sorted((ROOT / "docs").glob("*.md")),
     )
-    if page.name not in ELSEWHERE and any(FILE.match(text) for text in blocks(page, "yaml"))
+    if page.name not in ELSEWHERE
+    and (any(map(FILE.match, blocks(page, "yaml"))) or BY_FLAGS.search(console(page)))
 ]
-KINDS = ("pretrain", "sft", "dpo", "kto", "reward", "classify")
 
 
 @cache
@@ -51,38 +60,38 @@ def configs() -> dict[str, dict[str, Any]]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The commands of ``page`` that train: kind, file, flags."""
-    lines = [line for text in blocks(page, "console") for line in text.splitlines()]
+    """Return the commands of ``page`` that train with a file: kind, file, flags."""
+    lines = console(page).splitlines()
     words = [shlex.split(line, comments=True) for line in lines if line.startswith("$ mca-train ")]
     return [found[2:] for found in words if found[2] in KINDS]
 
 
-def needs(kind: str, file: Path, flags: list[str], gpus: int) -> tuple[int, list[int]]:
+def needs(kind: str, file: Path | None, flags: list[str], gpus: int) -> tuple[int, list[int]]:
     """Bytes of the fullest stage, and the stages that do not fit."""
     from mca_models.megatron.factory.target import Target
-    from mca_train.config.run_config import given_values
-    from mca_train.plan.fitting import fullest, over
-    from mca_train.plan.hardware import hardware_of
-    from mca_train.plan.memory import plan_of
-    from mca_train.run.checks import check, settings_of
-    from mca_train.run.subject import image_check, images_of_run, subject_of
+    from mca_train.config.run_config import load_values
+    from mca_train.plan.hardware import load_hardware
+    from mca_train.plan.memory import plan_layout
+    from mca_train.plan.remedies import largest_stage, stages_over_limit
+    from mca_train.run.checks import check, make_settings
+    from mca_train.run.plan_input import make_image_check, make_plan_input, planned_images
     from mca_train.tasks.table import TASKS
 
-    values, where = given_values(file, flags)
+    values, where = load_values(file, flags)
     if values.pop("bf16", None):
         values["use_cpu"] = True  # Hugging Face refuses bf16 where there is no GPU
         values["bf16"] = True
     task, target = TASKS[kind], Target.planned("transformer_engine")
-    settings = settings_of(task, values, where)
+    settings = make_settings(task, values, where)
     findings = check(task, settings, lambda *_: gpus, target)
     assert findings.run is not None and not findings.impossible, findings.impossible
-    run, device = findings.run, hardware_of("h100-80").device
-    images = images_of_run(run)
+    run, device = findings.run, load_hardware("h100-80").device
+    images = planned_images(run)
     if images is not None:
-        assert not image_check(run, target)(run.layout)
-    subject = subject_of(run, "transformer_engine", device, images=images)
-    plan = plan_of(subject, run.settings.training, run.layout, run.world_size)
-    return fullest(plan), over(plan, device)
+        assert not make_image_check(run, target)(run.layout)
+    subject = make_plan_input(run, "transformer_engine", device, images=images)
+    plan = plan_layout(subject, run.settings.training, run.layout, run.world_size)
+    return largest_stage(plan), stages_over_limit(plan, device)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
@@ -101,9 +110,16 @@ def test_the_runs_of_a_page_fit_the_devices_that_it_names(
             (tmp_path / found[1]).write_text(text)
             devices[found[1]] = int(found[2])
     planned = []
-    for kind, file, *flags in commands(page):
-        if file in devices:
-            total, too_full = needs(kind, tmp_path / file, flags, devices[file])
-            planned.append(file)
-            assert not too_full, f"{kind} {file} {' '.join(flags)}: {total / 2**30:.1f} GiB"
+    runs: list[tuple[str, Path | None, list[str], int]] = [
+        (kind, tmp_path / file, flags, devices[file])
+        for kind, file, *flags in commands(page)
+        if file in devices
+    ]
+    for command, gpus in BY_FLAGS.findall(console(page)):
+        kind, *flags = shlex.split(command)
+        runs.append((kind, None, flags, int(gpus)))
+    for kind, path, flags, gpus in runs:
+        total, too_full = needs(kind, path, flags, gpus)
+        planned.append(kind)
+        assert not too_full, f"{kind} {path} {' '.join(flags)}: {total / 2**30:.1f} GiB"
     assert planned

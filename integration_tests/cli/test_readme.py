@@ -124,8 +124,8 @@ CONFIGURED = [
 
 @pytest.mark.parametrize("page", CONFIGURED, ids=lambda page: page.name)
 def test_configuration_files_are_accepted(page, tmp_path, monkeypatch):
-    from mca_train.config.run_config import given_values
-    from mca_train.run.checks import settings_of
+    from mca_train.config.run_config import load_values
+    from mca_train.run.checks import make_settings
     from mca_train.tasks.table import TASKS
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -133,6 +133,6 @@ def test_configuration_files_are_accepted(page, tmp_path, monkeypatch):
         (tmp_path / "run.yaml").write_text(text)
         name = text[2:].partition(".")[0]
         kind = KIND_OF.get(name, name)
-        values, where = given_values(tmp_path / "run.yaml", ["--output_dir", str(tmp_path / "runs")])
-        settings = settings_of(TASKS[kind], values, where)
+        values, where = load_values(tmp_path / "run.yaml", ["--output_dir", str(tmp_path / "runs")])
+        settings = make_settings(TASKS[kind], values, where)
         assert settings.data.train_file or settings.data.datasets

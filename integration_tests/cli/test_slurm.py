@@ -207,7 +207,7 @@ def test_a_job_goes_on_after_its_time_is_up_and_after_a_node_is_lost(slurm, fold
     ended = until(slurm, job, lambda found: found["JobState"] in ("COMPLETED", "FAILED", "CANCELLED"))
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "2"), output_of(slurm, job)
 
-    whole = forked_cli.launched(run_of(folder, "whole", local_ranks=2))
+    whole = forked_cli.launched(run_of(folder, "whole", nproc_per_node=2))
     assert whole.returncode == 0, whole.stderr
     assert [step for step, _ in losses(output)] == list(range(1, STEPS + 1))
     assert losses(output) == losses(folder / "whole")

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -87,7 +88,7 @@ def test_the_best_model_is_the_one_that_is_written_and_whose_loss_is_printed(fol
 
 def test_sft_by_flags_alone_on_two_replicas_and_resume(folder):
     command = as_flags(
-        config(folder, "sft", train_file=str(folder / "chat.jsonl"), local_ranks=2, save_strategy="steps")
+        config(folder, "sft", train_file=str(folder / "chat.jsonl"), nproc_per_node=2, save_strategy="steps")
     )
     at = command.index("--max_steps")
     without_steps = command[:at] + command[at + 2 :]
@@ -109,7 +110,7 @@ def test_sft_by_flags_alone_on_two_replicas_and_resume(folder):
 @pytest.mark.parametrize("stdout,name", [("|", "unread"), ("/dev/full", "full"), ("-", "closed")])
 def test_training_goes_on_where_nothing_can_be_printed(folder, stdout, name):
     saving = {"save_strategy": "steps", "save_steps": 2}
-    command = config(folder, name, local_ranks=2, max_steps=2, **saving)
+    command = config(folder, name, nproc_per_node=2, max_steps=2, **saving)
     done = forked_cli.launched(command, stdout)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
@@ -141,7 +142,7 @@ def test_a_damaged_model_is_one_line(folder):
         data = file.read_bytes()
         (weights.parent / file.name).write_bytes(data[:-100] if file.name == weights.name else data)
     done = forked_cli.launched(
-        config(folder, "broken", model_name_or_path=str(weights.parent), local_ranks=2)
+        config(folder, "broken", model_name_or_path=str(weights.parent), nproc_per_node=2)
     )
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -153,12 +154,12 @@ def test_a_damaged_model_is_one_line(folder):
 def signalled_after(log: Path, name: str) -> None:
     """Sends the signal ``name`` to this process once something is logged."""
     me = os.getpid()
-    wait = f"while kill -0 {me} && [ ! -s {log} ]; do sleep 0.2; done; kill -{name} {me}"
+    wait = f"while kill -0 {me} && [ ! -s {shlex.quote(str(log))} ]; do sleep 0.2; done; kill -{name} {me}"
     subprocess.Popen(["sh", "-c", wait], stderr=subprocess.DEVNULL)
 
 
 def test_interrupting_ends_every_rank(folder):
-    command = config(folder, "long", local_ranks=2, max_steps=100000)
+    command = config(folder, "long", nproc_per_node=2, max_steps=100000)
     log = folder / "long" / "train_log.jsonl"
     assert forked_cli.launched(command, before=lambda: signalled_after(log, "INT")).returncode == 130
 
@@ -192,7 +193,7 @@ def test_under_torchrun_two_ranks_train_and_sigterm_to_one_saves(folder):
 
 
 def test_sigterm_to_the_launcher_saves_and_resumes(folder):
-    command = config(folder, "stopped", local_ranks=2, max_steps=100000)
+    command = config(folder, "stopped", nproc_per_node=2, max_steps=100000)
     output = folder / "stopped"
     log = output / "train_log.jsonl"
     done = forked_cli.launched(command, before=lambda: signalled_after(log, "TERM"))
@@ -221,7 +222,7 @@ def break_second_rank() -> None:
 
 
 def test_a_failing_rank_ends_all_with_its_traceback_once(folder):
-    command = config(folder, "failing", local_ranks=2, max_steps=100000)
+    command = config(folder, "failing", nproc_per_node=2, max_steps=100000)
     done = forked_cli.launched(command, before=break_second_rank)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1

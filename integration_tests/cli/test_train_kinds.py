@@ -125,12 +125,12 @@ def test_a_reward_adapter_with_its_head_resumed_and_taken_by_peft(folder):
     ],
 )
 def test_keys_that_say_nothing_are_refused(folder, kind, changes, message):
-    from mca_train.run.checks import check, settings_of
+    from mca_train.run.checks import check, make_settings
     from mca_train.tasks.table import TASKS
 
     values = {"model_name_or_path": "m", "train_file": "f", "output_dir": str(folder / "none"), **changes}
     with pytest.raises(ValueError) as error:
-        check(TASKS[kind], settings_of(TASKS[kind], values, "run.yaml")).require()
+        check(TASKS[kind], make_settings(TASKS[kind], values, "run.yaml")).require()
     assert message in str(error.value)
 
 

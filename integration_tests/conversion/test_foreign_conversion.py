@@ -15,8 +15,8 @@ from mca_config.layout import ParallelLayout
 from mca_convert.conversion import plan_to_hf, plan_to_mca
 from mca_convert.pool import Limits
 from mca_models.checkpoint.mca_directory import McaSource
-from mca_models.storage.source import ModelSource, read_piece
-from mca_models.templates import config_from_hf, family_of
+from mca_models.storage.source import ModelSource, read_shard
+from mca_models.templates import config_from_hf, get_family
 from mca_models.torch_checkpoint.roll import open_roll
 from mca_models.torch_checkpoint.torch_dist import open_torch_dist
 from mca_train.config.model import model_config
@@ -36,8 +36,8 @@ def _roll(config: Any, hf: dict[str, torch.Tensor], path: Path) -> ModelSource:
 
 def _torch_dist(config: Any, hf: dict[str, torch.Tensor], path: Path) -> ModelSource:
     state: dict[str, torch.Tensor] = {}
-    for param in family_of(config.model_type).params(config):
-        whole = param.to_whole([hf[name] for name in param.hf_names()]).clone()
+    for param in get_family(config.model_type).params(config):
+        whole = param.to_full([hf[name] for name in param.hf_names()]).clone()
         name = param.mca_name()
         if param.expert is not None:
             head, _, tail = name.partition(".experts.")
@@ -57,7 +57,7 @@ def test_conversion_is_bit_exact(tmp_path: Path, case: str, write: Any) -> None:
     directory = tiny_hf.save(case, tmp_path / "source", "bfloat16", vocab_size=74, num_key_value_heads=4)
     hf = load_file(directory / "model.safetensors")
     config = config_from_hf(tiny_hf.read_config(directory))
-    config = family_of(config.model_type).as_found(config, hf)
+    config = get_family(config.model_type).with_checkpoint_names(config, hf)
     source = write(config, hf, tmp_path / "foreign")
     plan_to_hf(source).run(tmp_path / "hf", LIMITS)
     converted = load_file(tmp_path / "hf/model.safetensors")
@@ -68,13 +68,13 @@ def test_conversion_is_bit_exact(tmp_path: Path, case: str, write: Any) -> None:
     ).run(tmp_path / "mca", LIMITS)
     mca = McaSource(tmp_path / "mca")
     for param in mca.params:
-        whole = param.to_whole([hf[name] for name in param.hf_names()])
+        whole = param.to_full([hf[name] for name in param.hf_names()])
         if param.vocab:
             whole = torch.cat([whole, torch.zeros(2, whole.shape[1], dtype=whole.dtype)])
         size = 1 if param.shard.axis is None else 4
         for rank in range(size):
             expected = param.shard.take(whole, rank, size).contiguous().view(torch.uint8).numpy().tobytes()
-            assert read_piece(mca, param, rank, size).tobytes() == expected, param.mca_name()
+            assert read_shard(mca, param, rank, size).tobytes() == expected, param.mca_name()
 
 
 @pytest.mark.parametrize("write", [_roll, _torch_dist])

@@ -106,9 +106,9 @@ def ours(kind: Kind, group: Any) -> list[Tensor]:
     """The same from ``CoreAttention``: this context rank's tokens; of the sinks' gradient its part."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from mca_models.megatron.layers.attention import CoreAttention, Special, special_attention
+    from mca_models.megatron.layers.attention import AttentionOptions, CoreAttention, attention_with_options
 
-    core = special_attention(Special(softcap=kind.softcap)) if kind.softcap else CoreAttention
+    core = attention_with_options(AttentionOptions(softcap=kind.softcap)) if kind.softcap else CoreAttention
     attention, leaves, weight = of_kind(core, kind, group)
     ends = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
     longest = max(LENGTHS)
@@ -124,10 +124,10 @@ def ours(kind: Kind, group: Any) -> list[Tensor]:
 
 def own_rows(x: Tensor, kind: Kind, group: Any) -> Tensor:
     """The rows of this context rank."""
-    from mca_models.megatron.layers.zigzag import take
+    from mca_models.megatron.layers.zigzag import take_rank_tokens
 
     sequences = x.split(LENGTHS) if kind.packed else [x]
-    return torch.cat([take(each, 0, group.rank(), group.size()) for each in sequences])
+    return torch.cat([take_rank_tokens(each, 0, group.rank(), group.size()) for each in sequences])
 
 
 def differences() -> list[float]:
@@ -159,19 +159,23 @@ def dropped() -> dict[str, tuple[float, float]]:
     """Of each core, with weights dropped: the loss, and its gradient times the values, in which it is linear."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    from mca_models.megatron.families.chosen_keys import ChosenKeys
-    from mca_models.megatron.layers.attention import CoreAttention, Special, special_attention
+    from mca_models.megatron.families.topk_attention import TopKSparseAttention
+    from mca_models.megatron.layers.attention import AttentionOptions, CoreAttention, attention_with_options
 
-    class AllBefore(ChosenKeys):
+    class AllBefore(TopKSparseAttention):
         def _index(self, lengths: tuple[int, ...]) -> Any:
             return (), [torch.zeros(length) for length in lengths]
 
-        def _chosen(self, of_queries: Any, keys: Tensor, start: int) -> Tensor:
+        def _select(self, of_queries: Any, keys: Tensor, start: int) -> Tensor:
             places = torch.arange(len(keys))
             return (places <= places[start:, None]).expand(2, 1, -1, -1)
 
     get_cuda_rng_tracker().add("model-parallel-rng", 5)
-    cores = {"plain": CoreAttention, "capped": special_attention(Special(softcap=2.0)), "chosen": AllBefore}
+    cores = {
+        "plain": CoreAttention,
+        "capped": attention_with_options(AttentionOptions(softcap=2.0)),
+        "chosen": AllBefore,
+    }
     found = {}
     for name, core in cores.items():
         attention, leaves, weight = of_kind(core, KINDS[0], torch.distributed.group.WORLD, dropout=0.5)

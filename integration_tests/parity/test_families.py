@@ -215,6 +215,7 @@ if EVERY:
     SAVED += [("gemma3-two-ropes", "tp2pp2"), ("olmo2", "tp2"), ("deepseek_v2", "ep2")]
 
 
+@pytest.mark.cases(0, always=["qwen3_next-tp2ep2etp1", "qwen3_5_text-tp2pp2vpp2", "gemma4_text-e2b-tp2"])
 @pytest.mark.parametrize("case,layout", SAVED)
 def test_saved_checkpoints_are_those_of_the_converter(case: str, layout: str, tmp_path: Path) -> None:
     source = make_reference(case, tmp_path, "bfloat16").path
@@ -249,6 +250,7 @@ def test_what_layers_hand_on_comes_back_through_recomputation(tmp_path: Path) ->
         assert worst[0][1] <= TOLERANCE, (name, worst)
 
 
+@pytest.mark.qualify
 def test_references_are_not_trivial(tmp_path: Path) -> None:
     for case in available((*DENSE, *MOE, *(ALIKE if EVERY else ()))):
         assert float(make_reference(case, tmp_path).logits.std()) > 0.5, case

@@ -72,6 +72,7 @@ def export_gradients(references: list[Reference], layout: str, folder: Path) -> 
         export_gradient(each, layout, folder / f"{each.case}-{layout}")
 
 
+@pytest.mark.cases(0, always=["tp2sp"])
 @pytest.mark.parametrize("layout", ["tp2sp", "cp2", "pp2"])
 def test_the_padding_token_gets_no_gradient_as_an_input(layout: str, tmp_path: Path) -> None:
     cases = [case for case in ("llama", "qwen3-tied", "gemma4_text-e2b") if stands(case, layout)]
@@ -97,6 +98,7 @@ def test_expert_biases_move_by_the_tokens_of_all_ranks(case: str, layout: str, c
         assert torch.equal(moved[name], alone[name])
 
 
+@pytest.mark.qualify
 def test_references_are_not_trivial(tmp_path: Path) -> None:
     for case in (*DENSE_CASES, *MOE_CASES):
         assert float(make_reference(case, tmp_path).logits.std()) > 0.5, case

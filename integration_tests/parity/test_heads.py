@@ -47,7 +47,7 @@ def scores(checkpoint: Path, task: str) -> torch.Tensor:
 
 def by_megatron(folder: Path, layout: str) -> dict[str, Any]:
     from mca_models import AutoModel
-    from mca_models.templates.heads import Head
+    from mca_models.templates.classification_head import Head
 
     found = {}
     for name in CASES:

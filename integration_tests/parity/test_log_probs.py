@@ -96,7 +96,7 @@ def differences(models: Any, reference: Reference) -> dict[str, float]:
         "packed": (torch.stack(packed) - wanted).abs().max(),
         "row": (models.log_probs(in_row, cu_seqlens=ends, micro_batch_size=3).log_probs - of_row).abs().max(),
     }
-    if models.place.layout.vpp > 1:
+    if models.rank_context.layout.vpp > 1:
         models.megatron.microbatch_group_size_per_vp_stage = 3  # more than pipeline ranks
         logits = Reference(reference.case, reference.path, ids, models.logits(ids).cpu(), reference.experts)
         of_logits, of_tokens = expected(logits)[0], models.log_probs(ids, micro_batch_size=1).log_probs
@@ -104,7 +104,7 @@ def differences(models: Any, reference: Reference) -> dict[str, float]:
     if reference.case in ALLOWED:
         own = Reference(reference.case, reference.path, ids, models.logits(ids).cpu(), reference.experts)
         assert (models.log_probs(ids).log_probs - expected(own)[0]).abs().max() < 1e-5
-    at = models.place.at
+    at = models.rank_context.coordinates
     first = models.log_probs(ids[: 1 + at.dp], to="replicas")  # replicas may have other batches
     assert (first is not None) == (at.tp == at.cp == at.pp == 0)
     if first is not None:
@@ -139,7 +139,7 @@ def gradients(width: int, vocab: int) -> list[float]:
     from mca_models.megatron.distributed import parallel
 
     place = parallel.start(ParallelLayout(tensor_model_parallel_size=2))
-    rank = place.at.tp
+    rank = place.coordinates.tp
     generator = torch.Generator().manual_seed(3)
     whole = torch.randn(4, 3, 2 * width, generator=generator) * 3
     tokens = torch.randint(0, vocab, (4, 3), generator=generator)
@@ -245,7 +245,7 @@ def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
     assert other == said
     assert said == [
         "mask has shape [2, 3]; expected [2, 4], as input_ids",
-        "cu_seqlens must rise from 0 to the tokens of the one row of input_ids, without a mask",
+        "cu_seqlens must increase from 0 to the length of the only row of input_ids, without a mask",
         "temperature is 0.0; expected a positive number",
         "micro_batch_size and chunk_size must be at least 1",
         "to='first' is none of all, replicas",

@@ -88,7 +88,7 @@ def refused(base: Path, sft: Path, folder: Path) -> list[str]:
 
     from mca_models.megatron import AutoModel
     from mca_models.megatron.peft import get_peft_model, load_adapter
-    from mca_models.templates.heads import Head
+    from mca_models.templates.classification_head import Head
 
     head, told = Head(kind="sequence_classification", labels=("reward",)), []
     plain = {"r": 2, "target_modules": ["q_proj"]}
@@ -152,8 +152,8 @@ def test_an_adapter_holds_what_its_base_model_lacks(tmp_path: Path) -> None:
     sft = adapter_of(base, tmp_path, {"target_modules": ["q_proj"]}, train=False)["adapter"]
     (told,) = run_ranks(1, refused, base, sft, tmp_path)
     for message in told[:2]:
-        assert message.startswith("the adapter does not hold score.weight, the new head, which ")
-    assert told[2].startswith("the adapter does not hold the new rows of model.embed_tokens.weight, which ")
+        assert message.startswith("the adapter does not save score.weight, the new head, which ")
+    assert told[2].startswith("the adapter does not save the new rows of model.embed_tokens.weight, which ")
     assert "new rows of model.embed_tokens.weight" in told[3]
     tables = load_file(tmp_path / "grown" / "adapter_model.safetensors")
     assert tables["base_model.model.model.embed_tokens.weight"].shape[0] == 77
@@ -182,7 +182,7 @@ def with_tables(
     again = load_adapter(AutoModel.from_config(config, arguments(layout)), saved / layout)
     name = "embedding.word_embeddings.weight"
     trained, loaded = (
-        [x.detach().clone() for item, x in some.held() if item.param.mca_name() == name]
+        [x.detach().clone() for item, x in some.local_params() if item.param.mca_name() == name]
         for some in (models, again)
     )
     return trained, loaded, all(torch.equal(weights.read(param), param) for param in held)

@@ -87,7 +87,7 @@ def test_a_planted_fault_is_seen(name: str, small: dict[str, Verdict]) -> None:
     assert any(line.startswith(where) for line in wrong), wrong
 
 
-@pytest.mark.parametrize("name", tiered(tuple(KNOWN), "prediction-rates-of-one-replica"))
+@pytest.mark.parametrize("name", tiered(tuple(KNOWN), "prediction-rates"))
 def test_what_was_found_before_is_right(name: str, small: dict[str, Verdict]) -> None:
     require(KNOWN[name].base, KNOWN[name].changes)
     verdict = small[KNOWN[name].name]

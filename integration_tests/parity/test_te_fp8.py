@@ -102,8 +102,8 @@ def refusals(folder: Path) -> list[str]:
             AutoModel.from_pretrained(path, arguments(layout, **settings))
         except McaError as error:
             said.append(str(error))
-    _device.no_engine = lambda: None
-    platform.no_fp8.cache_clear()
+    _device.engine_problem = lambda: None
+    platform.fp8_problem.cache_clear()
     try:
         AutoModel.from_pretrained(path, arguments("tp1", fp8="e4m3", fp8_recipe="mxfp8"))
     except McaError as error:
@@ -138,7 +138,7 @@ def test_experts_take_no_others_ranges(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert run_emulated(1, begun_anew, model, folder, **alone) == [[]]
     for said in run_emulated(2, begun_anew, model, folder, **halved):
-        assert [message.partition(" holds no fp8 ranges of ")[2][:11] for message in said] == ["8 modules ("]
+        assert [message.partition(" holds no fp8 scales of ")[2][:11] for message in said] == ["8 modules ("]
 
 
 def with_mtp(described: JsonObject, folder: Path, recipe: JsonObject) -> list[dict[str, list[float]]]:

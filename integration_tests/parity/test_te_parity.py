@@ -45,10 +45,10 @@ def anatomy(model: Any) -> dict[str, dict[str, Any]]:
     }
     sharded = [chunk.sharded_state_dict(metadata=metadata) for chunk in model.chunks]
     return {
-        "shapes": {item.param.mca_name(): tuple(tensor.shape) for item, tensor in model.held()},
+        "shapes": {item.param.mca_name(): tuple(tensor.shape) for item, tensor in model.local_params()},
         "marks": {
             item.param.mca_name(): {name: getattr(tensor, name, defaults.get(name, False)) for name in marks}
-            for item, tensor in model.held()
+            for item, tensor in model.local_params()
         },
         "sharded": {
             value.key: getattr(value, "global_shape", type(value).__name__)

@@ -126,13 +126,13 @@ def gradients(checkpoint: Path, output: Path, settings: Settings) -> Rank:
     class Keep(TrainerCallback):  # type: ignore[misc]
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
             self.kept = [
-                (x, x.main_grad.clone()) for _, x in model.held() if isinstance(x, torch.nn.Parameter)
+                (x, x.main_grad.clone()) for _, x in model.local_params() if isinstance(x, torch.nn.Parameter)
             ]
 
     keep, data = Keep(), TokenDataset.from_samples(samples())
     trainer = kind(model=model, args=args, train_dataset=data, pack_length=32, callbacks=[keep])
     quietly(trainer.train)
-    found = Rank(history(trainer, "mtp_1_loss"), digests(model.held()))
+    found = Rank(history(trainer, "mtp_1_loss"), digests(model.local_params()))
     with torch.no_grad():
         for parameter, gradient in keep.kept:
             parameter.copy_(gradient)

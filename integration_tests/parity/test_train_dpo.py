@@ -162,7 +162,7 @@ def test_lora_against_the_model_without_its_adapter(checkpoint, tmp_path):
         )[0]
         same(ours, theirs)
     adapted, dropped, plain = run_ranks(1, warnings, checkpoint, tmp_path, tmp_path / "adapter")[0]
-    assert ["the adapter was trained before" in line for line in adapted] == [True]
+    assert ["the adapter is already trained" in line for line in adapted] == [True]
     assert dropped[0].startswith("training drops (attention_dropout 0.1)") and dropped[1:] == adapted
     assert not plain
 
@@ -198,7 +198,7 @@ def against_its_own(checkpoint: Path, output: Path) -> tuple[dict[str, list[floa
 
     from mca_models import AutoModel
     from mca_models.megatron.peft import get_peft_model
-    from mca_models.templates.heads import Head
+    from mca_models.templates.classification_head import Head
     from mca_train import DpoTrainer, KtoTrainer, McaTrainer
 
     args = arguments(output, **RUN)
@@ -248,7 +248,7 @@ def test_the_trained_model_is_no_reference_but_without_its_adapter(checkpoint, t
     ]
     assert "the reference has a head for sequence_classification" in told[2]
     assert "vocabulary of the reference has 130 rows, the tokens are 140" in told[3]
-    assert all(line.startswith("an adapter was put on this model; use what") for line in told[4:])
+    assert all(line.startswith("this model has an adapter; use the") for line in told[4:])
 
 
 def kept_in_rounds(checkpoint: Path, output: Path) -> dict[str, int]:
@@ -256,13 +256,13 @@ def kept_in_rounds(checkpoint: Path, output: Path) -> dict[str, int]:
     from mca_models import AutoModel
     from mca_train import DpoTrainer
     from mca_train.checkpoint.output_lock import OutputLock
-    from mca_train.checkpoint.reference_file import FOLDER
+    from mca_train.checkpoint.reference_log_probs import FOLDER
     from mca_train.trainer import dpo
-    from mca_train.trainer.reference import Reference
+    from mca_train.trainer.reference import ReferenceModel
 
     args = arguments(output, **RUN, per_device_eval_batch_size=1)
     model = AutoModel.from_pretrained(checkpoint, args)
-    plain, calls = Reference.log_probs, 0
+    plain, calls = ReferenceModel.log_probs, 0
 
     def train(last: int = 1000, *, told: int = 1000, parts_of: int = 1, method: str = "train") -> int:
         nonlocal calls
@@ -278,7 +278,7 @@ def kept_in_rounds(checkpoint: Path, output: Path) -> dict[str, int]:
             return plain(reference, batch)
 
         given: Any = {"model": model, "args": args, "train_dataset": pairs(), "pack_length": 64}
-        with patch.object(Reference, "log_probs", counted), patch.object(dpo, "_STEPS", parts_of):
+        with patch.object(ReferenceModel, "log_probs", counted), patch.object(dpo, "_STEPS", parts_of):
             trainer = quietly(lambda: DpoTrainer(precompute_ref_log_probs=True, **given))
             with contextlib.suppress(RuntimeError, McaError):
                 quietly(getattr(trainer, method))

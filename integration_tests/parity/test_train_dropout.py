@@ -24,7 +24,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
 
 
 def drawn(checkpoint: Path, output: Path, **changes: Any) -> tuple[tuple[int, ...], list[Any], list[Any]]:
@@ -50,7 +50,7 @@ def drawn(checkpoint: Path, output: Path, **changes: Any) -> tuple[tuple[int, ..
     trainer = make_trainer(checkpoint, output, **RUN | DROPOUT | changes)
     with Watch():
         quietly(trainer.train)
-    at = trainer.model.place.at
+    at = trainer.model.rank_context.coordinates
     return (at.tp, at.pp, at.cp, at.dp), kept[:6], attention[:4]
 
 
@@ -114,13 +114,13 @@ def restored(folder: Path) -> dict[str, Any]:
         parallel.seed_device(3, parallel.start(layout))
         own = torch.rand(4).tolist()
         parallel.seed_device(3, parallel.start(layout))
-        here: Any = groups.here(layout)
+        here: Any = groups.current_ranks(layout)
         nothing: Any = None
         TrainingState(nothing, nothing, here, RunPosition()).load_rng(folder / checkpoint)
         return torch.rand(4).tolist(), own
 
     parallel.seed_device(3, parallel.start(one))
-    here = groups.here(one)
+    here = groups.current_ranks(one)
     torch.rand(7)
     save_rng(folder / "of-replicas" / TRAINING, here)
     if here.is_first:

@@ -151,12 +151,12 @@ def test_losses_of_pairs_and_their_gradients_are_those_of_trl(theirs: Theirs) ->
 
 def again_without_reference(folder: Path, *, factor: float = 1.0) -> list[float]:
     """A later part of the run of ``precomputed``, of weights times ``factor``, in which no reference may be run."""
-    from mca_train.trainer.reference import Reference
+    from mca_train.trainer.reference import ReferenceModel
 
     def refuse(*_: object) -> None:
         raise AssertionError("the log-probabilities were kept")
 
-    Reference.log_probs = refuse  # type: ignore[assignment, method-assign]
+    ReferenceModel.log_probs = refuse  # type: ignore[assignment, method-assign]
     trainer = quietly(lambda: mca_trainer(folder, "precomputed", "single", {}))
     for parameter in trainer.model.parameters():
         parameter.data.mul_(factor)

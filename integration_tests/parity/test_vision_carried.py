@@ -36,7 +36,7 @@ def carried(work: list[tuple[Path, torch.Tensor, torch.Tensor, str]], folder: Pa
     found = []
     for path, input_ids, logits, layout in work:
         model = AutoModel.from_pretrained(path, arguments(layout))
-        tower = [each for item, each in model.held() if item.param.mca.startswith("vision_model.")]
+        tower = [each for item, each in model.local_params() if item.param.mca.startswith("vision_model.")]
         assert not any(tensor.requires_grad for tensor in tower)
         found.append(float((model.logits(input_ids) - logits).abs().max()))
         model.save_pretrained_as_hf(folder / f"{path.name}-{layout}-hf")

@@ -129,7 +129,7 @@ def test_three_clipped_steps_of_a_delta_net_are_exact_in_fp64(tmp_path: Path) ->
 
 def _frozen_in_python(model: Any, told: Any) -> str:
     """Parameters that are trained though they were frozen beside others of their parts."""
-    frozen = [tensor for _, tensor in model.trained()][::2]
+    frozen = [tensor for _, tensor in model.trained_parameters()][::2]
     for tensor in frozen:
         tensor.requires_grad_(False)
     told(model, freeze=["vision"])
@@ -141,13 +141,13 @@ def refused(reference: Mixed) -> list[str]:
     from mca_config.errors import McaError
     from mca_models.megatron import AutoModel
     from mca_models.megatron.peft import get_peft_model
-    from mca_train.engine.part_rates import choose_parts
+    from mca_train.engine.param_groups import select_trained_parts
 
     def told(model: Any, **given: Any) -> str:
         unset = dict.fromkeys(("freeze", "vision_learning_rate", "projector_learning_rate"))
         args = SimpleNamespace(**{**unset, "overlap_param_gather": False, **given})
         try:
-            choose_parts(model, args)
+            select_trained_parts(model, args)
         except McaError as error:
             return str(error)
         return ""
@@ -166,9 +166,9 @@ def refused(reference: Mixed) -> list[str]:
 
 def test_parts_that_cannot_be_trained_as_told_are_refused_on_every_rank(tmp_path: Path) -> None:
     both = run_ranks(2, refused, mixed("qwen2_5_vl", tmp_path))
-    gather = "overlap_param_gather: ranks without an image do not run the vision model"
+    gather = "overlap_param_gather is not supported with a trained vision tower"
     one_rate = "vision_learning_rate: an adapter has one learning rate"
-    on = "freeze: the adapter is on language; leave it out of freeze"
+    on = "freeze: the adapter is on language; remove it from freeze"
     expected = ["", "vision_learning_rate: vision is frozen", gather, *[""] * 3, gather, one_rate, on, ""]
     for said in both:
         assert [bool(words) for words in said] == [bool(words) for words in expected]

@@ -116,7 +116,7 @@ def be_no_rank() -> None:
 
 def prepared(folder: Path, kind: str, changes: dict[str, Any], world_size: int) -> Any:
     """The checked run."""
-    from mca_train.run.checks import check, settings_of
+    from mca_train.run.checks import check, make_settings
     from mca_train.tasks.table import TASKS
 
     values = {
@@ -128,6 +128,6 @@ def prepared(folder: Path, kind: str, changes: dict[str, Any], world_size: int) 
         "max_steps": 2,
         **changes,
     }
-    findings = check(TASKS[kind], settings_of(TASKS[kind], values, "test"), lambda *_: world_size)
+    findings = check(TASKS[kind], make_settings(TASKS[kind], values, "test"), lambda *_: world_size)
     assert not findings.impossible
     return findings.run

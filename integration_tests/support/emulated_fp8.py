@@ -24,7 +24,7 @@ def install() -> dict[str, Callable[..., None]]:
 
     os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"  # scales are computed in Python
     torch.cuda.is_current_stream_capturing = lambda: False
-    limits._OF_CUDA = tuple(name for name in limits._OF_CUDA if name != "fp8")
+    limits._CUDA_ONLY = tuple(name for name in limits._CUDA_ONLY if name != "fp8")
     return {"fused_multi_row_padding": _padded, "fused_multi_row_unpadding": _unpadded}
 
 

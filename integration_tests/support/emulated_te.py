@@ -144,7 +144,7 @@ def _choose_as_on_a_gpu() -> None:
 
     modules: list[Any] = [virtual_models, transformer_config]
     for module in modules:
-        module.implementation_of = lambda args: args.transformer_impl or "transformer_engine"
+        module.choose_implementation = lambda args: args.transformer_impl or "transformer_engine"
 
 
 def _entered(self: Any, x: Tensor) -> Tensor:

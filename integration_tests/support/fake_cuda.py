@@ -166,14 +166,14 @@ def _is_tensor(value: object) -> bool:
 
 def images_in(run: Any, images: dict[str, int] | None) -> Any:
     """Of each sequence, those of a model that takes one size only of that size."""
-    from mca_train.plan.towers import Tower
-    from mca_train.run.subject import images_of_run
+    from mca_train.plan.vision_memory import VisionTower
+    from mca_train.run.plan_input import planned_images
 
     if images is None:
         return None
-    tower = Tower.of(run.model)
+    tower = VisionTower.from_config(run.model)
     assert tower is not None, "the sizes of its vision tower are not known"
-    return images_of_run(run, images["count"], tower.side or images["pixels"])
+    return planned_images(run, images["count"], tower.side or images["pixels"])
 
 
 def step_of(
@@ -183,13 +183,13 @@ def step_of(
     from cuda_waits import plant
     from dry_run_cases import prepared
     from mca_models import AutoModel
-    from mca_train.batching.loaders import steps_of
+    from mca_train.batching.loaders import iterate_steps
     from mca_train.dry_run import step
-    from mca_train.dry_run.answers import Answers
+    from mca_train.dry_run.fake_process_group import fake_process_group, replace_moved_parameters
+    from mca_train.dry_run.fake_values import FakeValues
     from mca_train.dry_run.modules import ModuleNames
-    from mca_train.dry_run.routing import known_as_arrays, route_evenly
+    from mca_train.dry_run.routing import convert_known_values, route_evenly
     from mca_train.dry_run.tracker import Tracker
-    from mca_train.dry_run.world import fake_world, moving_anew
 
     class Watch(Tracker):
         """Notes what waits, once `restart` was called."""
@@ -208,12 +208,16 @@ def step_of(
     size = max(size * changes.get("context_parallel_size", 1), 2)
     run = prepared(folder, kind, changes | {"gradient_accumulation_steps": 1}, size)
     with ExitStack() as stack:
-        for context in (fake_world(0, size), moving_anew(), step._blind_optimizer()):
+        for context in (
+            fake_process_group(0, size),
+            replace_moved_parameters(),
+            step._skip_optimizer_value_checks(),
+        ):
             stack.enter_context(context)
         fake = WithoutDevice(allow_non_fake_inputs=True)
-        answers = Answers(fake)
+        answers = FakeValues(fake)
         modes = step.Modes(Watch(ModuleNames()), fake, answers)
-        stack.enter_context(known_as_arrays(answers))
+        stack.enter_context(convert_known_values(answers))
         trainer, engine = step.build(
             run.task, run.settings, run.model, modes, AutoModel.unfilled, images_in(run, images)
         )
@@ -224,7 +228,7 @@ def step_of(
         route_evenly(engine.models, answers)
         loader = trainer.get_train_dataloader()
         waits.clear()
-        batch = next(steps_of(loader))
+        batch = next(iterate_steps(loader))
         assert waits["pinned"] >= 6 * len(batch.micro_batches), "batches are not pinned"
         step.measure(trainer, engine, modes, batch)
         return dict(waits)

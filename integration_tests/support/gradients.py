@@ -48,7 +48,7 @@ def batches(input_ids: torch.Tensor, micro_batches: int) -> Iterator[dict[str, t
 
     from mca_models.megatron import platform
     from mca_models.megatron.distributed import parallel
-    from mca_models.megatron.layers.zigzag import take
+    from mca_models.megatron.layers.zigzag import take_rank_tokens
 
     rows, length = input_ids.shape
     whole = {
@@ -62,7 +62,7 @@ def batches(input_ids: torch.Tensor, micro_batches: int) -> Iterator[dict[str, t
     for index in range(replica, micro_batches, replicas):
         part = slice(index * rows // micro_batches, (index + 1) * rows // micro_batches)
         yield {
-            name: take(x[part], 1, group.rank(), group.size()).to(platform.current_device())
+            name: take_rank_tokens(x[part], 1, group.rank(), group.size()).to(platform.current_device())
             for name, x in whole.items()
         }
 
@@ -151,7 +151,7 @@ def export_gradient_of(model: Any, reference: Reference, path: Path) -> None:
     )
     assert not uncalled, f"parameters are used of modules that are not called: {sorted(uncalled)}"
     with torch.no_grad():
-        for _, tensor in model.held():
+        for _, tensor in model.local_params():
             if isinstance(tensor, torch.nn.Parameter):
                 tensor.copy_(tensor.main_grad)
     model.save_pretrained_as_hf(path)

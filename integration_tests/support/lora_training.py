@@ -62,7 +62,7 @@ def _forward_backward(models: Any, wrapped: list[Any]) -> None:
 
     from mca_models.megatron import platform
     from mca_models.megatron.distributed import parallel
-    from mca_models.megatron.layers.zigzag import take
+    from mca_models.megatron.layers.zigzag import take_rank_tokens
 
     batch, size = tokens().to(platform.current_device()), 2
     group, length = parallel.context_group(), batch.shape[1]
@@ -77,7 +77,10 @@ def _forward_backward(models: Any, wrapped: list[Any]) -> None:
         }
         for rows in batch.split(size)
     ]
-    parts = [{name: take(x, 1, group.rank(), group.size()) for name, x in each.items()} for each in whole]
+    parts = [
+        {name: take_rank_tokens(x, 1, group.rank(), group.size()) for name, x in each.items()}
+        for each in whole
+    ]
     get_forward_backward_func()(
         forward_step_func=_forward_step,
         data_iterator=[iter(parts) for _ in wrapped],
@@ -171,7 +174,7 @@ def megatron_gradients(models: Any) -> dict[str, torch.Tensor] | None:
     live = [(param, tensor.main_grad if tensor.requires_grad else tensor) for param, tensor in models._live()]
     frozen = [name for param, x in models._live() if not x.requires_grad for name in param.hf_names()]
     left = {name for of_rank in all_gather(frozen) for name in of_rank}
-    whole = whole_adapter(live, models.place, models.config, models.adapter, models.rules)
+    whole = whole_adapter(live, models.rank_context, models.config, models.adapter, models.rules)
     if whole is None:
         return None
     tensors = PeftTensors(whole)

@@ -96,7 +96,8 @@ ALL: Curves = {
     for name, curve in curves.items()
 }
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
-RUN = {"max_steps": STEPS, "gradient_accumulation_steps": 4, "count": 42, "learning_rate": 3e-3}
+COUNT = 42
+RUN = {"gradient_accumulation_steps": 4, "learning_rate": 3e-3}
 _SEQUENTIAL = {"train_sampling_strategy": "sequential"}
 PACKS_PER_STEP, SAMPLES_PER_PACK = 2, 4
 
@@ -127,10 +128,11 @@ class CurvesOf:
     Args:
         folder: For checkpoints and outputs.
         steps: Of a run.
+        count: Samples of an epoch.
     """
 
-    def __init__(self, folder: Path, steps: int = STEPS) -> None:
-        self._folder, self._steps = folder, steps
+    def __init__(self, folder: Path, steps: int = STEPS, count: int = COUNT) -> None:
+        self._folder, self._run_of = folder, RUN | {"max_steps": steps, "count": count}
         self.single = cache(self._single)
 
     def _single(self, model: str) -> dict[str, list[float]]:
@@ -143,7 +145,7 @@ class CurvesOf:
         checkpoint = self._folder / ("dense" if model == "packed" else model)
         if not checkpoint.exists():
             _BUILDERS[checkpoint.name](checkpoint)
-        run = RUN | {"max_steps": self._steps} | (_packed_run() if model == "packed" else {})
+        run = self._run_of | (_packed_run() if model == "packed" else {})
         return run_ranks(size, train_losses, checkpoint, self._folder / "out", timeout=600, **(run | changes))
 
     def difference(self, name: str) -> Difference:

@@ -28,7 +28,7 @@ def after_loading(
         quietly(trainer.train)
         assert any((tensor != before[key]).any() for key, tensor in model.export_weights())
         model.load_weights(before.items())
-        trainer.engine.take_weights()
+        trainer.engine.reload_main_params()
         for group in trainer.engine.optimizer.param_groups:
             group["lr"] = 0.0
         trainer.engine.optimizer_step()
@@ -45,7 +45,7 @@ def in_fp32(model: Path, output_dir: Path, changes: dict[str, Any]) -> list[Any]
 
     class Look(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            begun.extend(tensor.detach().clone() for _, tensor in trainer.model.held())
+            begun.extend(tensor.detach().clone() for _, tensor in trainer.model.local_params())
 
     settings = changes | DP | {"save_strategy": "steps", "save_steps": 1, "warmup_steps": 0}
     first = make_trainer(model, output_dir, max_steps=1, bf16=True, **settings)
@@ -53,7 +53,7 @@ def in_fp32(model: Path, output_dir: Path, changes: dict[str, Any]) -> list[Any]
     trainer = make_trainer(model, output_dir, max_steps=2, callbacks=[Look()], **settings)
     quietly(lambda: trainer.train(resume_from_checkpoint=True))
     assert all(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in begun), "masters"
-    for (_, half), tensor in zip(first.model.held(), begun, strict=True):
+    for (_, half), tensor in zip(first.model.local_params(), begun, strict=True):
         assert torch.equal(half, tensor.bfloat16()), "of another parameter"
     return [tensor.tolist() for tensor in begun]
 

@@ -16,13 +16,13 @@ def packed(models: Any, rows: list[torch.Tensor]) -> torch.Tensor:
 
     from mca_models.megatron import platform
     from mca_models.megatron.distributed import parallel
-    from mca_models.megatron.layers.zigzag import take
+    from mca_models.megatron.layers.zigzag import take_rank_tokens
 
     group, device = parallel.context_group(), platform.current_device()
     ends = torch.tensor([0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()], dtype=torch.int32)
     ends = ends.to(device)
     longest = max(len(row) for row in rows)
-    ids = torch.cat([take(row, 0, group.rank(), group.size()) for row in rows])[None].to(device)
+    ids = torch.cat([take_rank_tokens(row, 0, group.rank(), group.size()) for row in rows])[None].to(device)
     params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=ends,

@@ -300,29 +300,44 @@ WITHIN, OF_SAMPLE = 0.10, 0.05
 
 def checked(name: str, folder: str) -> Any:
     """The checked run of a case."""
-    from mca_train.run.checks import check, settings_of
+    from mca_train.run.checks import check, make_settings
     from mca_train.tasks.table import TASKS
 
     _, kind, world_size, _ = CASES[name]
     be_no_rank()
-    settings = settings_of(TASKS[kind], values_of(name, folder), "test")
+    settings = make_settings(TASKS[kind], values_of(name, folder), "test")
     findings = check(TASKS[kind], settings, lambda *_: world_size)
     assert not findings.impossible
     return findings.run
 
 
-def plan_and_dry_run(name: str, folder: str, stage: int) -> tuple[int, list[int]]:
-    """Bytes that the dry run finds on a stage, and those that the plan says of all; runs in a process of its own."""
-    from mca_train.dry_run.stages import micro_batches_to_run
-    from mca_train.dry_run.step import step_needs
-    from mca_train.plan.memory import plan_of
+def planned_totals(models: str) -> dict[str, list[int]]:
+    """Return the planned bytes of each stage of every case; ``models`` has a folder for each model."""
     from mca_train.run.subject import images_of_run, subject_of
 
+    from mca_train.plan.memory import plan_of
+
+    found = {}
+    for name, case in CASES.items():
+        run = checked(name, f"{models}/{case[0]}")
+        subject = subject_of(run, "local", images=images_of_run(run))
+        plan = plan_of(subject, run.settings.training, run.layout, run.world_size)
+        found[name] = [needs.total for needs in plan.stages]
+    return found
+
+
+def plan_and_dry_run(name: str, folder: str, stage: int) -> tuple[int, list[int]]:
+    """Bytes that the dry run finds on a stage, and those that the plan says of all; runs in a process of its own."""
+    from mca_train.dry_run.stages import count_micro_batches
+    from mca_train.dry_run.step import measure_step
+    from mca_train.plan.memory import plan_layout
+    from mca_train.run.plan_input import make_plan_input, planned_images
+
     run = checked(name, folder)
-    args, images = run.settings.training, images_of_run(run)
-    subject = subject_of(run, "local", images=images)
-    plan = plan_of(subject, args, run.layout, run.world_size)
-    count = micro_batches_to_run(args.gradient_accumulation_steps, run.layout, stage)
+    args, images = run.settings.training, planned_images(run)
+    subject = make_plan_input(run, "local", images=images)
+    plan = plan_layout(subject, args, run.layout, run.world_size)
+    count = count_micro_batches(args.gradient_accumulation_steps, run.layout, stage)
     rank = run.world_size // run.layout.pp * stage
-    found = step_needs(run.task, run.settings, run.model, rank, run.world_size, count, images)
+    found = measure_step(run.task, run.settings, run.model, rank, run.world_size, count, images)
     return found.peak, [needs.total for needs in plan.stages]

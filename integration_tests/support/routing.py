@@ -101,10 +101,10 @@ def compare(models: Any, reference: Any) -> Compared:
 def own_tokens(models: Any, x: Tensor) -> Tensor:
     """What of ``[batch, seq, ...]`` a router of this rank sees, as ``[seq, batch, ...]``."""
     from mca_models.megatron.distributed import parallel
-    from mca_models.megatron.layers.zigzag import take
+    from mca_models.megatron.layers.zigzag import take_rank_tokens
 
     context, tensor = parallel.context_group(), parallel.tensor_group()
-    x = take(x, 1, context.rank(), context.size())
+    x = take_rank_tokens(x, 1, context.rank(), context.size())
     if models.megatron.sequence_parallel:
         x = x.chunk(tensor.size(), 1)[tensor.rank()]
     return x.transpose(0, 1)

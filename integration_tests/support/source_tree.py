@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +56,10 @@ SOURCES = [source for _, source in FILES]
 
 
 def _is_type_checking(test: ast.expr) -> bool:
-    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+    match test:
+        case ast.Name(id=name) | ast.Attribute(value=ast.Name(id="typing"), attr=name):
+            return name == "TYPE_CHECKING"
+    return False
 
 
 def _names(node: ast.AST) -> Iterator[str]:
@@ -66,11 +70,17 @@ def _names(node: ast.AST) -> Iterator[str]:
         case ast.ImportFrom(module=str(module), names=names, level=0):
             # `from a import b` may name the module a.b
             yield from (f"{module}.{alias.name}" for alias in names)
-        case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
-            if ast.unparse(function) in ("importlib.import_module", "import_module", "__import__"):
-                yield name
+        case ast.Call(
+            func=(
+                ast.Attribute(value=ast.Name(id="importlib"), attr="import_module")
+                | ast.Name(id="import_module" | "__import__")
+            ),
+            args=[ast.Constant(value=str(name)), *_],
+        ):
+            yield name
 
 
+@cache
 def imports(text: str) -> list[Import]:
     """Every import in a module, wherever it stands; relative ones are ruff's business (TID)."""
     found: list[Import] = []
@@ -91,6 +101,7 @@ def imports(text: str) -> list[Import]:
     return found
 
 
+@cache
 def defined(text: str) -> set[str]:
     """The names that a module has once imported, whichever branch sets them; `*` where it makes them itself."""
     names: set[str] = set()

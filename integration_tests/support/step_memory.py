@@ -56,7 +56,7 @@ def taken(folder: Path, name: str) -> int:
 def stepped(run: Any) -> tuple[int, StepNeeds]:
     """The same of a run, and what the tracker counts of its step."""
     from mca_models import AutoModel
-    from mca_train.batching.loaders import steps_of
+    from mca_train.batching.loaders import iterate_steps
     from mca_train.dry_run.modules import ModuleNames
     from mca_train.dry_run.routing import route_evenly
     from mca_train.dry_run.step import Modes, build, measure
@@ -66,16 +66,16 @@ def stepped(run: Any) -> tuple[int, StepNeeds]:
         modes = Modes(Tracker(ModuleNames()))
         trainer, engine = build(run.task, run.settings, run.model, modes, AutoModel.from_config)
         route_evenly(engine.models)
-        needs = measure(trainer, engine, modes, next(steps_of(trainer.get_train_dataloader())))
+        needs = measure(trainer, engine, modes, next(iterate_steps(trainer.get_train_dataloader())))
     return found[0], needs
 
 
 def said(folder: Path, name: str, rank: int) -> int:
     """Bytes that the dry run says; runs in a process of its own, which is no rank."""
-    from mca_train.dry_run.step import step_needs
+    from mca_train.dry_run.step import measure_step
 
     be_no_rank()
     kind, size, changes = CASES[name]
     run = prepared(folder, kind, STEP | changes, size)
     accumulated = run.settings.training.gradient_accumulation_steps
-    return step_needs(run.task, run.settings, run.model, rank, size, accumulated).peak
+    return measure_step(run.task, run.settings, run.model, rank, size, accumulated).peak

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-STEPS = 10
+STEPS = 6
 VOCAB = 130  # not a multiple of 4: padded rows take part
 SHORT = {"max_steps": 2, "gradient_accumulation_steps": 2, "count": 4, "warmup_steps": 0}
 
@@ -96,7 +96,7 @@ def arguments(output_dir: Path, **changes: Any) -> Any:
         warmup_steps=2,
         weight_decay=0.1,
         per_device_train_batch_size=1,
-        gradient_accumulation_steps=8,
+        gradient_accumulation_steps=4,
         per_device_eval_batch_size=2,
         logging_steps=1,
         save_strategy="no",
@@ -108,8 +108,8 @@ def arguments(output_dir: Path, **changes: Any) -> Any:
     return TrainingArguments(**(settings | changes))
 
 
-def make_trainer(checkpoint: Path, output_dir: Path, *, count: int = 44, **changes: Any) -> Any:
-    """A trainer (of class ``kind``) on this rank; ``count`` samples at 8 a step leave a short step in every epoch."""
+def make_trainer(checkpoint: Path, output_dir: Path, *, count: int = 22, **changes: Any) -> Any:
+    """A trainer (of class ``kind``) on this rank; ``count`` samples at 4 a step leave a short step in every epoch."""
     logging.disable(logging.WARNING)
     from mca_models import AutoModel
     from mca_train import McaTrainer

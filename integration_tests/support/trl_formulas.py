@@ -58,13 +58,15 @@ def by_trl(trainer: Any) -> Found:
 
 def by_mca() -> Found:
     """By `PreferenceLoss`."""
-    from mca_train.losses.preference import Answers, PreferenceLoss
+    from mca_train.losses.preference import PairLogps, PreferenceLoss
 
     found: Found = {}
     for kind, smoothing in FORMULAS.items():
         log_probs, mask, reference = _given()
         log_probs.requires_grad_()
-        sums, tokens, known = (Answers(*each.chunk(2)) for each in (log_probs.sum(1), mask.sum(1), reference))
+        sums, tokens, known = (
+            PairLogps(*each.chunk(2)) for each in (log_probs.sum(1), mask.sum(1), reference)
+        )
         loss = PreferenceLoss(kind=kind, beta=BETA, label_smoothing=smoothing)(sums, tokens, known).mean()
         loss.backward()
         assert log_probs.grad is not None

@@ -100,7 +100,7 @@ def by_mca(folder: Path, output: Path, run: dict[str, Any], loss: str) -> dict[s
 
     class Grpo(McaTrainer):
         token_values = TokenValues(temperature=TEMPERATURE)
-        signal_names = METRICS
+        metric_names = METRICS
 
         def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
             assert batch.values is not None
@@ -110,9 +110,9 @@ def by_mca(folder: Path, output: Path, run: dict[str, Any], loss: str) -> dict[s
             clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
             kl = (torch.exp(known - output) - (known - output) - 1) * ratio  # of the policy that answered
             losses = -torch.minimum(ratio * advantage, clipped * advantage) + BETA * kl
-            mask, ended = batch.loss_mask, (batch.following == 0).sum()
+            mask, ended = batch.loss_mask, (batch.tokens_remaining == 0).sum()
             bound = (ratio < clipped) & (advantage < 0) | (ratio > clipped) & (advantage > 0)
-            self.signals.add({"kl": (kl * mask).sum(), "clipped": (bound * mask).sum()}, mask.sum())
+            self.metrics.add({"kl": (kl * mask).sum(), "clipped": (bound * mask).sum()}, mask.sum())
             if loss == "dapo":  # a mean over tokens
                 return (losses * mask).sum(), mask.sum()
             return (losses * mask / length).sum(), ended  # a mean over answers, of means over their tokens

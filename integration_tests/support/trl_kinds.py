@@ -262,9 +262,9 @@ def mca_trainer(folder: Path, name: str, layout: str, sizes: dict[str, Any]) -> 
     import logging
 
     from mca_train.checkpoint.output_lock import OutputLock
-    from mca_train.config.model import given_ranks
+    from mca_train.config.model import launcher_world_size
     from mca_train.run.build import make_trainer
-    from mca_train.run.checks import check, settings_of
+    from mca_train.run.checks import check, make_settings
     from mca_train.run.inputs import read_inputs
     from mca_train.tasks.table import TASKS
 
@@ -284,5 +284,5 @@ def mca_trainer(folder: Path, name: str, layout: str, sizes: dict[str, Any]) -> 
     values |= kind.values | sizes
     values["gradient_accumulation_steps"] //= values.pop("replicas", 1)
     task = TASKS[kind.task]
-    run = check(task, settings_of(task, values, "test"), given_ranks).require()
+    run = check(task, make_settings(task, values, "test"), launcher_world_size).require()
     return make_trainer(read_inputs(run, OutputLock(Path(run.settings.training.output_dir))))

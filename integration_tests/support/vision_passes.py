@@ -84,7 +84,7 @@ def _of_replica(per_batch: int) -> list[range]:
 def batches(reference: Mixed, model: Any, layout: str, per_batch: int) -> Iterator[dict[str, Any]]:
     """This data-parallel rank's micro-batches, this context rank's part of them."""
     from mca_models.megatron.distributed import parallel
-    from mca_models.megatron.layers.zigzag import take
+    from mca_models.megatron.layers.zigzag import take_rank_tokens
 
     group = parallel.context_group()
     sections = model.config.mrope_section is not None
@@ -95,7 +95,8 @@ def batches(reference: Mixed, model: Any, layout: str, per_batch: int) -> Iterat
             yield packed(whole, group.rank(), group.size(), sections=sections) | images
             continue
         yield {
-            name: take(x, x.dim() - 1, group.rank(), group.size()).contiguous() for name, x in whole.items()
+            name: take_rank_tokens(x, x.dim() - 1, group.rank(), group.size()).contiguous()
+            for name, x in whole.items()
         } | images
 
 
@@ -103,12 +104,12 @@ def packed(whole: dict[str, torch.Tensor], rank: int, size: int, *, sections: bo
     """The rows one after the other in one; positions stay whole."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from mca_models.megatron.layers.zigzag import take
+    from mca_models.megatron.layers.zigzag import take_rank_tokens
 
     count = len(whole["input_ids"])
     ends = torch.arange(0, LENGTH * count + 1, LENGTH, dtype=torch.int32)
     batch: dict[str, Any] = {
-        name: take(x, 1, rank, size).reshape(1, -1) for name, x in whole.items() if x.dim() == 2
+        name: take_rank_tokens(x, 1, rank, size).reshape(1, -1) for name, x in whole.items() if x.dim() == 2
     }
     if sections:
         batch["position_ids"] = whole["position_ids"].reshape(3, 1, -1)

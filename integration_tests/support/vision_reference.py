@@ -13,7 +13,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "mca-models" / "tests"))
 import tiny_vision
 
-from mca_models.images import ImagePlace, attention_ends, feature_rows, positions
+from mca_models.images import ImageSpan, attention_ends, feature_rows, positions
 
 LENGTH, IMAGE = 24, 65
 SMALL, WIDE = (2, 2), (2, 4)
@@ -44,17 +44,17 @@ class Mixed:
     gradients: Path
     input_ids: torch.Tensor
     images: tuple[dict[str, torch.Tensor], ...]
-    places: tuple[tuple[ImagePlace, ...], ...]
+    places: tuple[tuple[ImageSpan, ...], ...]
     losses: torch.Tensor
 
 
-def places(case: str) -> tuple[tuple[ImagePlace, ...], ...]:
+def places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
     """Where the images of each row are; InternVL's tiles and Gemma's images are all of one size."""
     tiled = case.startswith(("internvl", "gemma"))
-    return tuple(tuple(ImagePlace(start, *(SMALL if tiled else size)) for start, size in row) for row in ROWS)
+    return tuple(tuple(ImageSpan(start, *(SMALL if tiled else size)) for start, size in row) for row in ROWS)
 
 
-def pixels(case: str, row: tuple[ImagePlace, ...], seed: int) -> dict[str, torch.Tensor]:
+def pixels(case: str, row: tuple[ImageSpan, ...], seed: int) -> dict[str, torch.Tensor]:
     """What the vision model of ``case`` takes of the images of a row."""
     if not row:
         return {}

@@ -81,7 +81,7 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("checks",),
     ),
     "mca_convert": (
-        ("chunks", "flags", "interrupts", "mapped", "open_files", "output", "pool", "tables"),
+        ("chunks", "flags", "interrupts", "open_files", "output", "pool", "sigbus", "tables"),
         ("progress", "reader", "tasks"),
         ("collect",),
         ("compare", "engine", "non_finite"),
@@ -95,10 +95,10 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("weights", "hub"),
         ("templates", "images"),
         ("storage",),
-        ("quantised",),
+        ("quantization",),
         ("checkpoint",),
         ("torch_checkpoint",),
-        ("opening",),
+        ("checkpoint_kinds",),
         ("lora",),
         ("megatron",),
     ),
@@ -131,6 +131,7 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("trainer",),
         ("tasks",),
         ("reference",),
+        ("clients",),
         ("dry_run",),
         ("plots",),
         ("report",),
@@ -159,13 +160,13 @@ ANY = {
     "mca_models.torch_checkpoint.allowed_globals": 1,
     "mca_models.weights.arrays": 5,
     "mca_train.config.arguments": 1,
-    "mca_train.dry_run.answers": 16,
+    "mca_train.dry_run.fake_values": 16,
     "mca_train.dry_run.passes": 15,
     "mca_train.dry_run.step": 7,
     "mca_train.dry_run.tracker": 15,
     "mca_train.lr_schedule": 1,
     "mca_train.plots.drawing": 4,
-    "mca_train.plots.pictures": 1,
+    "mca_train.plots.figures": 1,
 }
 
 
@@ -343,7 +344,7 @@ def test_a_planted_import_is_caught(module, text):
         ("mca_train.data.load", "from mca_train.trainer.trainer import McaTrainer"),
         ("mca_train.losses.preference", "def f():\n    from mca_train.engine import pipeline"),
         ("mca_train.groups", "if TYPE_CHECKING:\n    from mca_train.lr_schedule import LearningRate"),
-        ("mca_models.storage.moves", "from mca_models.checkpoint.placement import stored"),
+        ("mca_models.storage.copy_plan", "from mca_models.checkpoint.placement import stored"),
         ("mca_models.megatron.state.save", "from mca_models.megatron.virtual_models import VirtualModels"),
         ("mca_train.attic", "x = 1"),
         ("mca_train.data.samples", "from mca_train import McaTrainer"),
@@ -353,7 +354,7 @@ def test_a_planted_import_is_caught(module, text):
         ("mca_config.errors", "from mca_config.arguments import MegatronArguments"),
         ("mca_config.layout", "from mca_config.model_config import McaModelConfig"),
         ("mca_convert.chunks", "from mca_convert.cli import main"),
-        ("mca_convert.forecast.outcome", "from mca_convert.commands import carry_out"),
+        ("mca_convert.forecast.outcome", "from mca_convert.commands import conversion_run"),
     ],
 )
 def test_a_planted_arrow_up_is_caught(module, text):

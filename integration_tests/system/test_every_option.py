@@ -11,7 +11,8 @@ import torch
 from harness import prepare_parent, run_ranks
 from loss_curves import _BUILDERS
 from mca_config import _megatron_keys as keys
-from mca_config.arguments import DistributingParallelArguments, MegatronArguments, _additional, _unfollowed
+from mca_config.arguments import DistributingParallelArguments, MegatronArguments, _additional
+from mca_config.arguments import _unsupported_settings as rules
 from mca_config.errors import McaError
 from mca_models.megatron import platform
 from prediction import deepseek_with_prediction
@@ -105,10 +106,10 @@ REFUSED: dict[str, tuple[str, Changes]] = {
 OFFLOAD = {"optimizer_cpu_offload": True}
 SAID: dict[str, tuple[str, Changes]] = {
     "moe_grouped_gemm": ("the model has no experts", {"moe_grouped_gemm": True}),
-    "attention_softmax_in_fp32": ("attention is always so", {"attention_softmax_in_fp32": False}),
+    "attention_softmax_in_fp32": ("the local layers always do this", {"attention_softmax_in_fp32": False}),
     "pin_cpu_grads": ("no GPU", OFFLOAD | {"pin_cpu_grads": True}),
     "overlap_cpu_optimizer_d2h_h2d": ("no GPU", OFFLOAD | {"overlap_cpu_optimizer_d2h_h2d": True}),
-    "mtp_loss_scaling_factor": ("no prediction layers", {"mtp_loss_scaling_factor": 0.2}),
+    "mtp_loss_scaling_factor": ("no MTP layers", {"mtp_loss_scaling_factor": 0.2}),
     "cp_comm_type": ("one context rank", {"cp_comm_type": "all_gather"}),
     "variable_seq_lengths": ("one pipeline stage", {"variable_seq_lengths": True}),
     "microbatch_group_size_per_vp_stage": (
@@ -124,8 +125,8 @@ CONSTANT = {"lr_scheduler_type": "constant", "warmup_steps": 0}
 SELECTIVE = {"recompute_granularity": "selective"}
 SAID_OF_VALUES: dict[str, tuple[str, Changes]] = {
     "warmup_steps": ("constant has no warm-up", {"lr_scheduler_type": "constant"}),
-    "min_lr": ("constant stays where it begins", CONSTANT | {"min_lr": 1e-3}),
-    "decoupled_min_lr": ("constant stays where it begins", CONSTANT | RATES | {"decoupled_min_lr": 1e-3}),
+    "min_lr": ("constant has no end value", CONSTANT | {"min_lr": 1e-3}),
+    "decoupled_min_lr": ("constant has no end value", CONSTANT | RATES | {"decoupled_min_lr": 1e-3}),
     "adam_beta1, adam_epsilon": ("the optimizer is sgd", SGD | {"adam_beta1": 0.5, "adam_epsilon": 1e-3}),
     "recompute_modules moe": ("the model has no experts", SELECTIVE | {"recompute_modules": ["mlp", "moe"]}),
 }
@@ -256,40 +257,40 @@ def test_additional_settings_stand_in_megatrons_configuration(models, tmp_path):
 
 
 def test_what_does_nothing_is_said_in_one_line(models, tmp_path, caplog):
-    from mca_train.trainer.without_effect import tell_without_effect
+    from mca_train.trainer.unused_options import warn_unused_options
 
     for name, (why, changes) in (SAID | SAID_OF_VALUES | SAID_OF_SETTINGS).items():
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="mca_train"):
-            tell_without_effect(*megatron(models / "dense", tmp_path, changes))
+            warn_unused_options(*megatron(models / "dense", tmp_path, changes))
         (line,) = [record.getMessage() for record in caplog.records]
         assert line.startswith("without effect in this run: "), line
         assert f"{name} (" in line and why in line, line
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="mca_train"):
-        tell_without_effect(*megatron(models / "dense", tmp_path, RATES), trains_vocabulary=False)
+        warn_unused_options(*megatron(models / "dense", tmp_path, RATES), trains_vocabulary=False)
     assert caplog.messages == [
         "without effect in this run: decoupled_lr (embedding and output layer are not trained)"
     ]
 
 
 def test_nothing_is_said_of_what_has_an_effect(models, tmp_path, caplog):
-    from mca_train.trainer.without_effect import tell_without_effect
+    from mca_train.trainer.unused_options import warn_unused_options
 
     for model, base, changes in EFFECT.values():
         with caplog.at_level(logging.WARNING, logger="mca_train"):
-            tell_without_effect(*megatron(models / model, tmp_path, base | changes))
+            warn_unused_options(*megatron(models / model, tmp_path, base | changes))
     assert not caplog.records
 
 
 def test_routing_for_measuring_speed_is_said(models, tmp_path, caplog):
-    from mca_train.trainer.forced_routing import tell_forced_routing
+    from mca_train.trainer.moe_warnings import warn_forced_routing
 
     forced = {"additional_configs": {"moe_router_force_load_balancing": True}}
     for model, changes in (("moe", {}), ("dense", forced), ("moe", forced)):
         assert not caplog.records
         with caplog.at_level(logging.WARNING, logger="mca_train"):
-            tell_forced_routing(*megatron(models / model, tmp_path, changes)[1:])
+            warn_forced_routing(*megatron(models / model, tmp_path, changes)[1:])
     assert [message.split(":")[0] for message in caplog.messages] == ["moe_router_force_load_balancing"]
 
 
@@ -334,9 +335,11 @@ def test_what_is_off_without_being_set_may_be_set_off():
         name = field.name
         if name not in _additional.settable_keys() - keys.ARCHITECTURE - own:
             continue
-        is_detail = any(_unfollowed._is_one_of(name, names) for names in _unfollowed._DETAILS.values())
-        if _unfollowed.refusal(name) == _unfollowed._UNTRIED or (is_detail and not _unfollowed.refusal(name)):
-            if _unfollowed.is_off(name, False):
+        is_detail = any(rules._matches(name, names) for names in rules._DETAILS.values())
+        if rules.unsupported_reason(name) == rules._UNTRIED or (
+            is_detail and not rules.unsupported_reason(name)
+        ):
+            if rules.is_off(name, False):
                 assert field.default in (None, False, 0), name
                 off[name] = False
     off |= {"qk_clip": False, "moe_deepep_num_sms": None}

@@ -64,7 +64,7 @@ def test_logits_equal_transformers(kind: str, reference: Reference) -> None:
 
     model = AutoModel.from_pretrained(reference.path, arguments("tp1", **KINDS[kind]))
     assert model.implementation == KINDS[kind]["transformer_impl"]
-    assert {tensor.device.type for _, tensor in model.held()} == {os.environ["MCA_DEVICE"]}
+    assert {tensor.device.type for _, tensor in model.local_params()} == {os.environ["MCA_DEVICE"]}
     compared = compare(model, reference)
     assert compared.difference <= TOLERANCES[kind]
     assert kind != "local" or compared.problem() is None

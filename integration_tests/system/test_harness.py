@@ -134,9 +134,9 @@ def test_children_of_tests_catch_signals_that_the_test_run_inherited_as_ignored(
     """``nohup pytest &`` starts so."""
     (tmp_path / "test_child.py").write_text(CHILD)
     root = Path(__file__).parents[2]
-    pytest_words = f"{sys.executable} -m pytest -p conftest -n 0 -q {tmp_path / 'test_child.py'}"
+    command = [sys.executable, *"-m pytest -p conftest -n 0 -q".split(), tmp_path / "test_child.py"]
     done = subprocess.run(
-        ["sh", "-c", f'trap "" INT HUP; exec {pytest_words}'],
+        ["sh", "-c", 'trap "" INT HUP; exec "$@"', "sh", *command],
         cwd=root,
         env=os.environ | {"PYTHONPATH": str(root)},
         capture_output=True,

@@ -72,16 +72,18 @@ def test_a_replica_holds_and_reads_its_share_of_the_optimizer(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 2, 64, 65, 72, 512, 1024, 16384, 1000, 131 * 8])
 def test_ranks_that_agree_stand_in_short_lines(size):
-    from mca_train.trainer.stop_signal import lines_of
+    from mca_train.trainer.stop_signal import axis_groups
 
     reached = {0}
-    for axis in range(len(lines_of(0, size))):
-        reached = {other for rank in reached for other in lines_of(rank, size)[axis]}
+    for axis in range(len(axis_groups(0, size))):
+        reached = {other for rank in reached for other in axis_groups(rank, size)[axis]}
     assert reached == set(range(size)), "what one rank knows comes to all"
-    for line in lines_of(size - 1, size):
+    for line in axis_groups(size - 1, size):
         assert size - 1 in line
         assert len(line) <= (131 if size % 131 == 0 else 64)
-        assert all(lines_of(other, size)[lines_of(size - 1, size).index(line)] == line for other in line)
+        assert all(
+            axis_groups(other, size)[axis_groups(size - 1, size).index(line)] == line for other in line
+        )
 
 
 def stopped_at(signalled: int) -> tuple[int, int]:

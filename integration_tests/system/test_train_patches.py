@@ -20,7 +20,7 @@ def checkpoint(tmp_path_factory):
 
 def states_held(checkpoint: Path, output_dir: Path, changes: dict[str, Any]) -> dict[str, Any]:
     """Elements of the means of gradients, by name, that this rank writes, and those it asks for."""
-    from mca_train.checkpoint import optimizer_state, split_state
+    from mca_train.checkpoint import distributed_optimizer, optimizer_state
 
     trainer = make_trainer(checkpoint, output_dir, max_steps=1, **changes)
     quietly(trainer.train)
@@ -29,7 +29,7 @@ def states_held(checkpoint: Path, output_dir: Path, changes: dict[str, Any]) -> 
     for buffer in (each for part in engine.optimizer.chained_optimizers for each in part.buffers):
         padding += sum(bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets)
         for start, stop, bucket in buffer.param_index_map.values():
-            over += len(split_state.shares_of(buffer.buckets[bucket], start, stop, 2)) > 1
+            over += len(distributed_optimizer.bucket_shares(buffer.buckets[bucket], start, stop, 2)) > 1
     found: dict[str, Any] = {"padding": padding, "over a border": over}
     for name, loading in (("written", False), ("asked", True)):
         state = optimizer_state._sharded(engine.optimizer, engine.chunks, loading=loading)
@@ -66,7 +66,7 @@ def test_a_rank_holds_its_share_of_a_split_optimizer_when_it_saves(checkpoint, t
 
 
 def test_megatron_still_gathers_all_and_counts_the_padding_it_has_removed():
-    """Fails when Megatron has mended it: then mca_train.checkpoint.split_state can go."""
+    """Fails when Megatron has mended it: then mca_train.checkpoint.distributed_optimizer can go."""
     prepare_parent()
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -82,10 +82,10 @@ def built(checkpoint: Path, output_dir: Path) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     from mca_models import AutoModel
-    from mca_models.megatron.layers.tp_marks import mark_parameters
+    from mca_models.megatron.layers.parameter_attributes import set_parameter_attributes
 
     model: Any = AutoModel.from_pretrained(checkpoint, arguments(output_dir, **TP))
-    cut = [tensor for item, tensor in model.held() if item.param.shard.axis is not None]
+    cut = [tensor for item, tensor in model.local_params() if item.param.shard.axis is not None]
     groups = [
         getattr(holder, name)
         for chunk in model.chunks
@@ -96,7 +96,7 @@ def built(checkpoint: Path, output_dir: Path) -> dict[str, Any]:
     own = parallel_state.get_tensor_model_parallel_group()
     return {
         "marked": all(tensor.tensor_model_parallel for tensor in cut),
-        "marks to set": mark_parameters(model.held(), model.config.layout),
+        "marks to set": set_parameter_attributes(model.local_params(), model.config.layout),
         "groups": (len(groups) > 10, all(group is own for group in groups)),
     }
 

@@ -101,7 +101,7 @@ def between_rounds(checkpoint: Path, folder: Path, resumed: Any) -> set[tuple[fl
     """Tries what may not change between two rounds; the rates of parts that have changed as they may."""
     some = next(resumed.model.parameters())
     some.requires_grad_(False)
-    with pytest.raises(McaError, match=r"frozen or thawed after the first train\(\)"):
+    with pytest.raises(McaError, match=r"requires_grad of parameters changed after the first train\(\)"):
         quietly(resumed.train)
     some.requires_grad_(True)
     resumed.args.freeze = ["language"]
@@ -114,7 +114,7 @@ def between_rounds(checkpoint: Path, folder: Path, resumed: Any) -> set[tuple[fl
     equal.args.learning_rate = resumed.args.learning_rate
     quietly(equal.train)
     equal.args.learning_rate = 1e-4
-    with pytest.raises(McaError, match="decoupled_lr: learning_rate was the same at the first"):
+    with pytest.raises(McaError, match="decoupled_lr: equal to learning_rate at the first"):
         quietly(equal.train)
     apart = make_trainer(
         checkpoint, folder / "apart", max_steps=1, decoupled_lr=2e-3, min_lr=1e-4, decoupled_min_lr=1e-4
@@ -124,9 +124,7 @@ def between_rounds(checkpoint: Path, folder: Path, resumed: Any) -> set[tuple[fl
     quietly(apart.train)
     ends = {(group["max_lr"], group["min_lr"]) for group in apart.optimizer.param_groups}
     apart.args.min_lr = 1e-4
-    with pytest.raises(
-        McaError, match="decoupled_lr: learning_rate is the same now, it was not at the first"
-    ):
+    with pytest.raises(McaError, match="decoupled_lr: now equal to learning_rate, different at the first"):
         quietly(apart.train)
     return ends
 
@@ -138,11 +136,11 @@ def in_rounds(checkpoint: Path, folder: Path) -> dict[str, Any]:
     from mca_train import McaTrainer
 
     class InRounds(McaTrainer):
-        signal_names = ("round",)
+        metric_names = ("round",)
         round = 0
 
         def compute_loss(self, output: Tensor, batch: Any, **_: object) -> tuple[Tensor, Tensor]:
-            self.signals.add({"round": torch.tensor(float(self.round))}, 1)
+            self.metrics.add({"round": torch.tensor(float(self.round))}, 1)
             return super().compute_loss(output, batch)
 
     class EndsAtStep4(TrainerCallback):

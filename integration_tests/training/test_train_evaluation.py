@@ -30,7 +30,7 @@ def evaluated(checkpoint: Path, output: Path) -> dict[str, Any]:
     run = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "eval_dataset": without_targets(3)}
     trainer = make_trainer(checkpoint, output / "run", **run)
     handler = BufferingHandler(1000)
-    logging.getLogger("mca_train.trainer.evaluating").addHandler(handler)
+    logging.getLogger("mca_train.trainer.evaluation").addHandler(handler)
     logging.disable(logging.NOTSET)
     both = {"some": samples(2), "none": without_targets(2)}
     found["losses"] = [name for name in quietly(lambda: trainer.evaluate(both)) if name.endswith("_loss")]
@@ -54,5 +54,5 @@ def test_an_evaluation_without_a_target_has_no_loss(tmp_path: Path) -> None:
     )
     assert [line.partition(":")[0] for line in others] == ["the evaluation has no eval_loss"] * 2
     assert found["refused"].startswith(
-        "metric_for_best_model is 'loss', of which the evaluation has no number"
+        "metric_for_best_model is 'loss', which the evaluation does not report"
     )

@@ -80,9 +80,9 @@ def disturbed(trainer: Any, heard: Path) -> None:
 
 
 def hung(checkpoint: Path, output_dir: Path, told: Path) -> None:
-    from mca_models.megatron.distributed import attempts
+    from mca_models.megatron.distributed import rendezvous
 
-    attempts.join("gloo", timedelta(seconds=_PATIENCE))
+    rendezvous.join("gloo", timedelta(seconds=_PATIENCE))
     trainer = make_trainer(checkpoint, output_dir, max_steps=8, gradient_accumulation_steps=1)
     logging.disable(logging.NOTSET)
     found = Collected(heard := told.with_suffix(".heard"))
@@ -101,7 +101,7 @@ def test_ranks_that_hold_up_the_others_are_named(checkpoint, tmp_path):
         run_ranks(2, hung, checkpoint, tmp_path / "run", tmp_path / "told", process_group=False, timeout=240)
     ended = str(failed.value)
     assert f"mca_config.errors.McaError: forward and backward of step {_STOPS}: rank 1 on " in ended
-    assert "does not report any more (it is stopped, or its machine is lost)" in ended
+    assert "has stopped reporting (stopped process or lost machine)" in ended
     assert f"(waited for {_PATIENCE} s, ddp_timeout)" in ended
     *lines, logs = (tmp_path / "told.0").read_text().splitlines()
     by_step = {log["step"]: log for log in ast.literal_eval(logs)}

@@ -206,7 +206,7 @@ def test_replicas_with_and_without_an_image_reduce_gradients_in_one_order(folder
     lines = (folder / "sft.jsonl").read_text().splitlines()
     late = folder / "late.jsonl"  # the row without an image is in the last micro-batch of one replica
     late.write_text("".join(lines[number] + "\n" for number in (0, 2, 1, 3)))
-    overlap = ("--train_file", str(late), "--local_ranks", "2", "--overlap_grad_reduce")
+    overlap = ("--train_file", str(late), "--nproc_per_node", "2", "--overlap_grad_reduce")
     small = ("--ddp_bucket_size", "500", "--ddp_timeout", "40")
     logs = _trained(folder, "overlap", *ALL, *PACKS, *overlap, *small)
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
@@ -330,7 +330,7 @@ def test_texts_with_pictures_train_as_in_transformers(layout: str, source: str, 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "dp2"])
 def test_a_stream_of_pictures_trains_as_in_transformers(layout: str, folder: Path) -> None:
     losses, _ = _expected(folder)
-    split = LAYOUTS.get(layout, ("--local_ranks", "2", "--gradient_accumulation_steps", "1"))
+    split = LAYOUTS.get(layout, ("--nproc_per_node", "2", "--gradient_accumulation_steps", "1"))
     told = (*ALL, "--streaming", "true", "--save_hf_model", "false", *split)
     logs = _trained(folder, f"stream-{layout}", *told)
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)

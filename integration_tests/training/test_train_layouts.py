@@ -31,7 +31,8 @@ CURVES = tuple(ALL) if EVERY else SAMPLE
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory):
     """Of more steps than an epoch has, the last of which is short."""
-    return CurvesOf(tmp_path_factory.mktemp("curves"), loss_curves.STEPS if EVERY else 11)
+    run = (loss_curves.STEPS, loss_curves.COUNT) if EVERY else (5, 14)
+    return CurvesOf(tmp_path_factory.mktemp("curves"), *run)
 
 
 @pytest.fixture(scope="module")

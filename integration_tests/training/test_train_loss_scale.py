@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
 
 
 def overflowing(checkpoint: Path, output_dir: Path) -> tuple[list[list[dict[str, Any]]], list[str]]:

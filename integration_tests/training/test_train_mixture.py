@@ -89,14 +89,14 @@ def test_sources_have_losses_of_their_own_on_every_layout_and_after_resuming(fol
         losses = [log[key] for key in seen & log.keys()]
         assert min(losses) - 1e-6 <= log["loss"] <= max(losses) + 1e-6
     assert any(len(seen & log.keys()) == 2 for log in steady)
-    two = ("--local_ranks", "2", "--gradient_accumulation_steps", "2", "--max_steps", "3")
+    two = ("--nproc_per_node", "2", "--gradient_accumulation_steps", "2", "--max_steps", "3")
     _trained(folder, f"cut{packed}", *two, sequence_packing=packed)
     cut = _trained(folder, f"cut{packed}", "--resume_from_checkpoint", "auto", sequence_packing=packed)
     _assert_same_losses(steady, cut)
 
 
-TENSOR = ("--local_ranks", "2", "--tensor_model_parallel_size", "2")
-PIPELINE = ("--local_ranks", "2", "--pipeline_model_parallel_size", "2")
+TENSOR = ("--nproc_per_node", "2", "--tensor_model_parallel_size", "2")
+PIPELINE = ("--nproc_per_node", "2", "--pipeline_model_parallel_size", "2")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ MUON: dict[str, Any] = {"optimizer": "muon"}
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
 
 
 def test_muon_learns_and_resumes_bit_for_bit(checkpoint, tmp_path):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ranks
 
 EACH = HALF | {"overlap_cpu_optimizer_d2h_h2d": True}
 EVERY = bool(os.environ.get("MCA_ALL_CASES"))
-STEPS = 20 if EVERY else 6
+STEPS = 20 if EVERY else 4
 
 
 def sample(cases: dict[str, Any], *names: str) -> list[str]:
@@ -30,7 +30,7 @@ def sample(cases: dict[str, Any], *names: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
 
 
 def curve(checkpoint: Path, output: Path, *, one_adam: bool = False, **changes: Any) -> dict[str, Any]:

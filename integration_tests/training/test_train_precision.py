@@ -17,7 +17,9 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"), vocab_size=131)  # padded at tensor size 2
+    return tiny_checkpoint(
+        tmp_path_factory.mktemp("model"), vocab_size=131, num_hidden_layers=2
+    )  # padded at tensor size 2
 
 
 @pytest.mark.cases(2)
@@ -33,16 +35,16 @@ def after_stale(model: Path, output_dir: Path, cases: dict[str, dict[str, Any]])
 
     import torch
 
-    from mca_train.checkpoint import split_state, training_state
+    from mca_train.checkpoint import distributed_optimizer, training_state
 
-    pieces = split_state._pieces
+    pieces = distributed_optimizer._local_shards
 
     def stale(*of: Any) -> Any:
         return {key: torch.zeros_like(one) if key == "param" else one for key, one in pieces(*of).items()}
 
     steps = FIRST + 2
     with (
-        mock.patch.object(split_state, "_pieces", stale),
+        mock.patch.object(distributed_optimizer, "_local_shards", stale),
         mock.patch.object(training_state, "replace", lambda numbers, **_: numbers),  # it names no optimizer
     ):
         found = {"straight": run(model, output_dir / "straight", steps, **ZERO)["loss"]}
@@ -54,7 +56,7 @@ def after_stale(model: Path, output_dir: Path, cases: dict[str, dict[str, Any]])
 
 
 def test_weights_in_fp32_are_their_own_main_parameters(model, tmp_path):
-    cases: dict[str, dict[str, Any]] = {"split": ZERO, "whole": {}, "half": ZERO | {"bf16": True}}
+    cases: dict[str, dict[str, Any]] = {"split": ZERO, "whole": DP, "half": ZERO | {"bf16": True}}
     (found,) = run_ranks(1, after_stale, model, tmp_path, cases)
     assert found["split"] == found["straight"]
     assert worst(found["straight"], found["whole"]) < 1e-4
@@ -69,7 +71,8 @@ def in_half(model: Path, output_dir: Path, cases: dict[str, dict[str, Any]]) -> 
     class Look(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             begun.update(
-                (name, half.main_param.reshape(-1).clone()) for name, half in trainer.model.trained()
+                (name, half.main_param.reshape(-1).clone())
+                for name, half in trainer.model.trained_parameters()
             )
 
     found = {}
@@ -77,7 +80,7 @@ def in_half(model: Path, output_dir: Path, cases: dict[str, dict[str, Any]]) -> 
         settings = DP | {"save_strategy": "steps", "save_steps": 1, "warmup_steps": 0} | changes
         first = make_trainer(model, output_dir / name, max_steps=1, **settings)
         quietly(first.train)
-        exact = {name: tensor.detach().reshape(-1) for name, tensor in first.model.trained()}
+        exact = {name: tensor.detach().reshape(-1) for name, tensor in first.model.trained_parameters()}
         begun: dict[str, Any] = {}
         settings |= {"bf16": True, "use_distributed_optimizer": "split" in name}
         trainer = make_trainer(model, output_dir / name, max_steps=2, callbacks=[Look()], **settings)

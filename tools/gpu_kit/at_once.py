@@ -18,7 +18,7 @@ class _Printer:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Prints the end of a failure."""
+        """Print the end of a failure."""
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if report.failed and reporter is not None:
             reporter.ensure_newline()

@@ -92,7 +92,7 @@ def build_engine(kind: str) -> Path:
 
 
 def pack_engine(source: Path, scratch: Path, target: Path) -> None:
-    """Writes Transformer Engine as one archive, its library without the device code of other GPUs."""
+    """Write Transformer Engine as one archive, its library without the device code of other GPUs."""
     for pattern in ENGINE:
         for found in source.glob(pattern):
             if found.is_dir():

@@ -37,7 +37,7 @@ class Check:
 
     @property
     def holds(self) -> bool:
-        """Whether it does; not a number is no."""
+        """Return whether it does; not a number is no."""
         return not math.isnan(self.value) and self.value <= self.limit
 
 
@@ -60,17 +60,17 @@ class Kit:
     checks: list[Check] = field(default_factory=list)
 
     def figure(self, name: str, value: float | str) -> None:
-        """Keeps a figure."""
+        """Keep a figure."""
         self.figures[name] = float(f"{value:.5g}") if isinstance(value, float) else value
         self._keep()
 
     def check(self, name: str, value: float, limit: float) -> None:
-        """Keeps whether ``value`` is at most ``limit``; the step goes on either way, and fails at its end."""
+        """Keep whether ``value`` is at most ``limit``; the step goes on either way, and fails at its end."""
         self.checks.append(Check(name, float(value), limit))
         self._keep()
 
     def holds(self, name: str, truth: bool) -> None:
-        """Keeps whether something is so."""
+        """Keep whether something is so."""
         self.check(name, 0.0 if truth else 1.0, 0.0)
 
     def _keep(self) -> None:
@@ -84,7 +84,7 @@ class Kit:
 
     @property
     def passed(self) -> bool:
-        """Whether all holds, and something was checked."""
+        """Return whether all holds, and something was checked."""
         return bool(self.checks) and all(check.holds for check in self.checks)
 
     def settings(self, layers: Layers) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class Kit:
         return {"transformer_impl": IMPLEMENTATION[layers]}
 
     def synchronise(self) -> None:
-        """Waits for the device."""
+        """Wait for the device."""
         if self.device == "cuda":
             import torch
 

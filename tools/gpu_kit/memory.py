@@ -52,13 +52,13 @@ def memory(kit: Kit) -> None:
 
 def _one(kit: Kit, name: str, changes: dict[str, Any]) -> tuple[float, float]:
     """Planned and measured."""
-    from mca_train.plan.memory import plan_of
-    from mca_train.run.subject import subject_of
+    from mca_train.plan.memory import plan_layout
+    from mca_train.run.plan_input import make_plan_input
 
     run = _run_of(kit, name, changes)
     args = run.settings.training
     model, trainer_of = _maker(run)
-    plan = plan_of(subject_of(run, model), args, run.layout, 1)
+    plan = plan_layout(make_plan_input(run, model), args, run.layout, 1)
     planned = max(needs.total for needs in plan.stages)
     with measured_peak(kit) as peak:
         trainer = trainer_of()
@@ -69,7 +69,7 @@ def _one(kit: Kit, name: str, changes: dict[str, Any]) -> tuple[float, float]:
 
 def _run_of(kit: Kit, name: str, changes: dict[str, Any]) -> Any:
     """The checked run of a configuration."""
-    from mca_train.run.checks import check, settings_of
+    from mca_train.run.checks import check, make_settings
     from mca_train.tasks.table import TASKS
 
     folder = kit.scratch / name.replace(" ", "-")
@@ -92,7 +92,7 @@ def _run_of(kit: Kit, name: str, changes: dict[str, Any]) -> Any:
         "use_cpu": kit.device == "cpu",
         **changes,
     }
-    findings = check(TASKS["pretrain"], settings_of(TASKS["pretrain"], values, name), lambda *_: 1)
+    findings = check(TASKS["pretrain"], make_settings(TASKS["pretrain"], values, name), lambda *_: 1)
     if findings.impossible:
         raise RuntimeError("; ".join(findings.impossible))
     return findings.run
@@ -101,7 +101,7 @@ def _run_of(kit: Kit, name: str, changes: dict[str, Any]) -> Any:
 def _maker(run: Any) -> tuple["Implementation", Any]:
     """Whose layers, and a function that makes the trainer of the run on full samples."""
     from mca_models import AutoModel
-    from mca_models.megatron.factory.transformer_config import implementation_of
+    from mca_models.megatron.factory.transformer_config import choose_implementation
     from mca_train import McaTrainer
     from tools.gpu_kit.speed import tokens_of
 
@@ -109,14 +109,14 @@ def _maker(run: Any) -> tuple["Implementation", Any]:
 
     def make() -> Any:
         model: Any = AutoModel.from_config(run.model, args, dtype="bfloat16")
-        if run.settings.lora.wanted:
+        if run.settings.lora.is_enabled:
             from mca_models.megatron.peft import get_peft_model
 
             model = get_peft_model(model, run.settings.lora.config("CAUSAL_LM"))
         data = [{"input_ids": row} for row in tokens_of(4, length, run.model.vocab_size)]
         return McaTrainer(model=model, args=args, train_dataset=data)
 
-    return implementation_of(args), make
+    return choose_implementation(args), make
 
 
 @contextlib.contextmanager
@@ -138,9 +138,9 @@ def measured_peak(kit: Kit) -> Iterator[list[int]]:
 
 def draw(kit: Kit, found: dict[str, tuple[float, float]]) -> None:
     """Planned and measured beside each other."""
-    from mca_train.plots.drawing import axes, save
+    from mca_train.plots.drawing import make_axes, save
 
-    figure, place = axes(8.0, 1.2 + 0.5 * len(found), "memory of a rank: planned and measured")
+    figure, place = make_axes(8.0, 1.2 + 0.5 * len(found), "memory of a rank: planned and measured")
     for number, (planned, measured) in enumerate(found.values()):
         place.barh(
             number - 0.2, planned, height=0.38, color="#9ecae9", label="planned" if not number else None

@@ -35,7 +35,9 @@ def _exact(kit: Kit, reference: Any, layers: Layers, settings: dict[str, Any]) -
     gradients, case = of_tests("gradients"), reference.case
     args = of_tests("layouts").arguments("tp1", attention_dropout=0.0, **settings)
     model: Any = AutoModel.from_pretrained(reference.path, args)
-    kit.holds(f"{case}: is on {kit.device}", {each.device.type for _, each in model.held()} == {kit.device})
+    kit.holds(
+        f"{case}: is on {kit.device}", {each.device.type for _, each in model.local_params()} == {kit.device}
+    )
     compared = of_tests("routing").compare(model, reference)
     kit.check(f"{case}: logits", compared.difference, EXACT[layers])
     if compared.routed:

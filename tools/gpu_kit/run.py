@@ -99,7 +99,7 @@ def install(kit: Path | None, target: Path) -> tuple[str, ...]:
 
 
 def run(step: Step, workspace: Workspace, seconds: float) -> dict[str, Any]:
-    """Runs a step and keeps its result, which is returned."""
+    """Run a step and keeps its result, which is returned."""
     output, log = workspace.scratch / f"{step.name}.json", workspace.scratch / f"{step.name}.log"
     folder = workspace.scratch / step.name
     folder.mkdir(parents=True)
@@ -162,7 +162,7 @@ def _wait(started: subprocess.Popen[bytes], seconds: float) -> int:
 
 
 def keep(result: dict[str, Any], results: Path, log: Path | None = None) -> None:
-    """Adds a result to the folder, and its log."""
+    """Add a result to the folder, and its log."""
     with (results / "results.jsonl").open("a") as file:
         print(json.dumps(result), file=file)
     if log is not None:

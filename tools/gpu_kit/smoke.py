@@ -45,7 +45,7 @@ def _connections(kit: Kit) -> None:
 
     before = kit.device == "cuda" and torch.cuda.is_initialized()
     kit.holds("doubt 11: CUDA has not begun before the platform", not before)
-    platform.use_own_device()
+    platform.set_device()
     ordered = kit.device == "cpu" or bool(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
     kit.holds("doubt 11: CUDA_DEVICE_MAX_CONNECTIONS is set", ordered)
     platform.prepare()

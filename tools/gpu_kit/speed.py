@@ -201,7 +201,7 @@ def _length_here(kit: Kit, document: dict[str, Any], rival: str) -> int:
     if kit.device == "cuda":
         from mca_models.megatron import platform
 
-        platform.use_own_device()  # whose variable must stand before CUDA begins
+        platform.set_device()  # whose variable must stand before CUDA begins
         there = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     length, needed = length_for(document, rival, there, LENGTH)
     kit.figure("tokens of a sample", length)
@@ -220,7 +220,9 @@ def _report(kit: Kit, trainer: Any, name: str, seconds: list[float], length: int
     kit.figure(f"{name}: s a step", median)
     kit.figure(f"{name}: spread", (max(seconds) - min(seconds)) / median)
     kit.figure(f"{name}: tokens/s", ACCUMULATION * length / median)
-    flops = ModelFlops.of(trainer.model.config).of_tokens(ACCUMULATION * length, ACCUMULATION * length**2)
+    flops = ModelFlops.from_config(trainer.model.config).for_tokens(
+        ACCUMULATION * length, ACCUMULATION * length**2
+    )
     kit.figure(f"{name}: model TFLOP/s", flops / median / 1e12)
     if peak := peak_flops(trainer.args, trainer.model.config.dtype, torch.device(kit.device)):
         kit.figure(f"{name}: MFU", flops / median / peak)

@@ -40,7 +40,7 @@ class Step:
     exact: bool = False
 
     def run(self, kit: Kit) -> None:
-        """Runs it in this process."""
+        """Run it in this process."""
         module, _, function = self.call.partition(":")
         getattr(importlib.import_module(f"tools.gpu_kit.{module}"), function)(kit, **self.options)
 
@@ -88,7 +88,7 @@ def step_of(name: str) -> Step:
 
 
 def main() -> int:
-    """Runs one step."""
+    """Run one step."""
     parser = argparse.ArgumentParser()
     parser.add_argument("name", choices=[step.name for step in STEPS])
     parser.add_argument("scratch", type=Path)

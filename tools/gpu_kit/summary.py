@@ -41,7 +41,7 @@ def markdown(results: list[Result]) -> str:
 
 
 def _wrong(results: list[Result]) -> list[str]:
-    """Checks that do not hold, and the ends of logs."""
+    """Check that do not hold, and the ends of logs."""
     lines: list[str] = []
     for result in results:
         wrong = [check for check in result["checks"] if not check["holds"]]
@@ -55,7 +55,7 @@ def _wrong(results: list[Result]) -> list[str]:
 
 
 def write_summary(folder: Path, files: list[Path] | None = None) -> None:
-    """Writes ``summary.json`` and ``summary.md`` of the folder's results, or of ``files``."""
+    """Write ``summary.json`` and ``summary.md`` of the folder's results, or of ``files``."""
     results = read(files or [folder / "results.jsonl"])
     (folder / "summary.json").write_text(json.dumps(results, indent=1))
     (folder / "summary.md").write_text(markdown(results))

@@ -95,7 +95,7 @@ class FirstGradients(OfTrainer):
         model = self.trainer.model
         for chunk in self.trainer.engine.chunks:
             _gather(chunk)
-        pairs = model._live() if hasattr(model, "adapter") else model.held()
+        pairs = model._live() if hasattr(model, "adapter") else model.local_params()
         kept = [(tensor, tensor.detach().clone()) for _, tensor in pairs]
         with torch.no_grad():
             for tensor, _ in kept:

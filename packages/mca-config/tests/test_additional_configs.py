@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mca_config import DistributingParallelArguments, McaError, _megatron_keys
-from mca_config.arguments import _additional, _unfollowed
+from mca_config.arguments import _additional, _unsupported_settings
 
 KNOWN = _megatron_keys.COMMON | _megatron_keys.ONLY_0_16 | _megatron_keys.ONLY_0_19
 ARGUMENTS = frozenset(DistributingParallelArguments.__dataclass_fields__)
@@ -19,24 +19,24 @@ MEANINGS = """
     rope_type rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
 """.split()
 UNFOLLOWED = {
-    "apply_query_key_layer_scaling": "looks at it",
-    "batch_invariant_mode": "looks at it",
-    "bf16": "say the dtype",
-    "config_logger_dir": "looks at it",
+    "apply_query_key_layer_scaling": "uses no code that reads it",
+    "batch_invariant_mode": "uses no code that reads it",
+    "bf16": "set the dtype",
+    "config_logger_dir": "uses no code that reads it",
     "delay_wgrad_compute": "overlap_moe_expert_parallel_comm is not supported",
-    "enable_autocast": "would be rounded",
-    "fine_grained_activation_offloading": "forward passes without gradients upset",
+    "enable_autocast": "would round",
+    "fine_grained_activation_offloading": "forward passes without gradients break",
     "fp32_residual_connection": "the dtype of their weights",
     "log_max_attention_logit": "not clipped",
-    "memory_efficient_layer_norm": "looks at it",
+    "memory_efficient_layer_norm": "uses no code that reads it",
     "moe_layer_recompute": r"use recompute_modules: \[moe\]",
-    "num_microbatches_with_partial_activation_checkpoints": "no groups or schedules",
-    "pipeline_model_parallel_comm_backend": "looks at it",
+    "num_microbatches_with_partial_activation_checkpoints": "no process groups or schedules",
+    "pipeline_model_parallel_comm_backend": "uses no code that reads it",
     "qk_clip": "not clipped",
     "qk_clip_alpha": "not clipped",
-    "use_fused_weighted_squared_relu": "not tried",
-    "use_inference_optimized_layers": "looks at it",
-    "use_te_rng_tracker": "looks at it",
+    "use_fused_weighted_squared_relu": "not tested",
+    "use_inference_optimized_layers": "uses no code that reads it",
+    "use_te_rng_tracker": "uses no code that reads it",
 }
 
 
@@ -53,12 +53,12 @@ def test_what_no_run_follows_is_refused_with_the_reason(name: str) -> None:
 
 
 def test_what_is_followed_and_refused_is_megatrons_and_nothing_is_both() -> None:
-    followed = {name for names in _unfollowed.FOLLOWED.values() for name in names}
+    followed = {name for names in _unsupported_settings.SUPPORTED.values() for name in names}
     assert followed <= KNOWN - _megatron_keys.ARCHITECTURE - ARGUMENTS
-    tables = (_unfollowed._NOWHERE, _unfollowed._DETAILS)
+    tables = (_unsupported_settings._UNSUPPORTED, _unsupported_settings._DETAILS)
     for pattern in (pattern for table in tables for patterns in table.values() for pattern in patterns):
         assert any(fnmatch(name, pattern) for name in KNOWN), pattern
-    refused = [pattern for patterns in _unfollowed._NOWHERE.values() for pattern in patterns]
+    refused = [pattern for patterns in _unsupported_settings._UNSUPPORTED.values() for pattern in patterns]
     assert not [name for name in followed for pattern in refused if fnmatch(name, pattern)]
 
 
@@ -66,7 +66,7 @@ def test_the_documents_name_all_that_is_followed() -> None:
     page = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text(encoding="utf-8")
     table = page.partition("## Any other setting of Megatron")[2].partition("On the local layers")[0]
     named = [name for row in re.findall(r"^\| (.*?) \|", table, re.M) for name in re.findall("`(.*?)`", row)]
-    followed = {name for names in _unfollowed.FOLLOWED.values() for name in names}
+    followed = {name for names in _unsupported_settings.SUPPORTED.values() for name in names}
     assert followed == {name for name in followed if any(fnmatch(name, each) for each in named)}
     assert not [each for each in named if not any(fnmatch(name, each) for name in followed)]
 
@@ -76,7 +76,7 @@ def test_a_setting_of_a_newer_megatron_is_refused(monkeypatch: pytest.MonkeyPatc
         DistributingParallelArguments(additional_configs={"attends_twice": True})
     known = _additional.settable_keys()
     monkeypatch.setattr(_additional, "settable_keys", lambda: known | {"attends_twice"})
-    with pytest.raises(McaError, match=r"attends_twice is not supported \(it is not tried"):
+    with pytest.raises(McaError, match=r"attends_twice is not supported \(it is not tested"):
         DistributingParallelArguments(additional_configs={"attends_twice": True})
 
 
@@ -112,7 +112,9 @@ def test_a_setting_that_has_its_own_argument_becomes_it() -> None:
     assert args.layout().tp == 2
     assert args.moe_grouped_gemm is True
     assert args.additional_configs == {}
-    with pytest.raises(McaError, match="tensor_model_parallel_size is 2 here and 4 as its own"):
+    with pytest.raises(
+        McaError, match="parallel_size is 2, but the argument tensor_model_parallel_size is 4"
+    ):
         DistributingParallelArguments(
             tensor_model_parallel_size=4, additional_configs={"tensor_model_parallel_size": 2}
         )
@@ -127,14 +129,14 @@ def test_a_setting_that_has_its_own_argument_becomes_it() -> None:
         ({"moe_router_topk": 4}, ["moe_router_topk belongs to the model"]),
         ({"mamba_num_heads": 2}, ["mamba_num_heads belongs to the model"]),
         ({"inference_sampling_seed": 2}, ["inference_sampling_seed is not supported (it is for inference)"]),
-        ({"cuda_graph_impl": "local"}, ["cuda_graph_impl is not supported (no CUDA graphs are captured)"]),
+        ({"cuda_graph_impl": "local"}, ["cuda_graph_impl is not supported (mca captures no CUDA graphs)"]),
         ({"init_method_std": 0.1}, ["init_method_std is not supported (weights are filled from"]),
-        ({"moe_token_dropping": True}, ["moe_token_dropping is not supported (Megatron does not look"]),
+        ({"moe_token_dropping": True}, ["moe_token_dropping is not supported (Megatron does not read"]),
         ({"fp4": "e2m1"}, ["fp4 is not supported"]),
-        ({"hybrid_context_parallel": True}, ["hybrid_context_parallel is not supported (no groups or"]),
+        ({"hybrid_context_parallel": True}, ["hybrid_context_parallel is not supported (mca creates no"]),
         ({"use_kitchen": True}, ["use_kitchen is not supported"]),
         ({"fused_single_qkv_rope": True}, ["fused_single_qkv_rope is not supported (it omits factors"]),
-        ({"moe_per_layer_logging": True}, ["losses of experts are logged as one"]),
+        ({"moe_per_layer_logging": True}, ["MoE losses are logged as one sum"]),
         ({"test_mode": True}, ["test_mode is not supported"]),
         ({"tp_comm_bulk_wgrad": True}, ["tp_comm_bulk_wgrad is not supported (tp_comm_overlap is not"]),
         ({"fp8_quantizer_factory": "a.b"}, ["fp8_recipe custom is not supported"]),
@@ -146,7 +148,7 @@ def test_a_setting_that_has_its_own_argument_becomes_it() -> None:
         ),
         ({"num_layers_at_end_in_bf16": 2}, ["num_layers_at_end_in_bf16 needs first_last_layers_bf16"]),
         ({"first_last_layers_bf16": True}, ["first_last_layers_bf16 needs fp8"]),
-        ({"fp8_interval": 2}, ["fp8_interval is not supported (Megatron does not look"]),
+        ({"fp8_interval": 2}, ["fp8_interval is not supported (Megatron does not read"]),
         ({"cpu_offloading_weights": True}, ["cpu_offloading_weights needs cpu_offloading"]),
         ({"offload_modules": ["attn"]}, ["offload_modules is not supported (forward passes without"]),
         ({"finalize_model_grads_func": 1}, ["unknown key finalize_model_grads_func"]),

@@ -80,7 +80,7 @@ def test_a_rank_grid_in_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch
             rank, place[name] = divmod(rank, size)
         return place
 
-    monkeypatch.setattr(layout, "_place", reversed_place)
+    monkeypatch.setattr(layout, "_axis_indices", reversed_place)
     assert grid_differences(RankGrid(ParallelLayout(tensor_model_parallel_size=2), 4)) != []
 
 
@@ -235,7 +235,7 @@ def test_a_plan_without_interleaving_is_noticed(monkeypatch: pytest.MonkeyPatch)
     sizes = ParallelLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
     theirs = megatron_plan(sizes, 8, 0)
     assert our_plan(pipeline_plan(sizes, 8)) == theirs
-    good = pipeline._lay_out
+    good = pipeline._make_chunks
 
     def blockwise(counts: list[int], mtp: list[int], sizes: ParallelLayout) -> object:
         chunks = [chunk for of_rank in good(counts, mtp, sizes) for chunk in of_rank]
@@ -245,7 +245,7 @@ def test_a_plan_without_interleaving_is_noticed(monkeypatch: pytest.MonkeyPatch)
         ]
         return tuple(tuple(c for c in moved if c.pp == rank) for rank in range(sizes.pp))
 
-    monkeypatch.setattr(pipeline, "_lay_out", blockwise)
+    monkeypatch.setattr(pipeline, "_make_chunks", blockwise)
     pipeline_plan.cache_clear()
     assert our_plan(pipeline_plan(sizes, 8)) != theirs
 

@@ -178,10 +178,10 @@ CONTRADICTIONS: list[tuple[dict[str, Any], list[str]]] = [
         }.items()
     ),
     ({"ddp_bucket_size": 0}, ["ddp_bucket_size must be at least 1"]),
-    ({"profile_step_start": 0}, ["profile_step_start 0 and profile_step_end 12"]),
-    ({"profile": True, "profile_step_end": 3}, ["profile_step_start 10 and profile_step_end 3"]),
+    ({"profile_step_start": 0}, ["profile_step_start is 0 and profile_step_end 12"]),
+    ({"profile": True, "profile_step_end": 3}, ["profile_step_start is 10 and profile_step_end 3"]),
     ({"profile_ranks": [0]}, ["profile_ranks needs profile"]),
-    ({"profile": True, "profile_ranks": [-1]}, [r"profile_ranks [-1] are numbers of ranks"]),
+    ({"profile": True, "profile_ranks": [-1]}, [r"profile_ranks is [-1]; expected ranks from 0"]),
     ({"optimizer_offload_fraction": 0.5}, ["optimizer_offload_fraction needs optimizer_cpu_offload"]),
     ({"optimizer_offload_fraction": 2, "optimizer_cpu_offload": True}, ["must be between 0 and 1"]),
     ({"overlap_cpu_optimizer_d2h_h2d": True}, ["overlap_cpu_optimizer_d2h_h2d needs optimizer_cpu_offload"]),
@@ -250,7 +250,7 @@ def test_a_number_that_yaml_left_a_string_is_read() -> None:
 
 
 def test_tp_with_ep_turns_sequence_parallel_on_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    distributing._say_sequence_parallel_on.cache_clear()
+    distributing._log_sequence_parallel.cache_clear()
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             args = DistributingParallelArguments(tensor_model_parallel_size=2, expert_model_parallel_size=2)

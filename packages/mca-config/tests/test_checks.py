@@ -12,7 +12,7 @@ from mca_config import (
     require_layout,
     sequence_multiple,
 )
-from mca_config.checks import positions_exceeded, step_of_lengths, tokens_of_fp8
+from mca_config.checks import fp8_token_multiple, length_multiple, position_problem
 
 DENSE: dict[str, Any] = {
     "model_type": "llama",
@@ -109,7 +109,7 @@ def test_what_fits(more: dict[str, Any], sizes: ParallelLayout, world: int | Non
                 "pipeline_model_parallel_layout with an even number of t",
             ],
         ),
-        ({"mtp_num_layers": 1, "hidden_size": 66}, layout(tp=4), ["hidden_size (of prediction layers) 66"]),
+        ({"mtp_num_layers": 1, "hidden_size": 66}, layout(tp=4), ["hidden_size (of MTP layers) 66"]),
         (
             {"mtp_num_layers": 1, "mtp_before_final_norm": True, "num_layers": 2},
             layout(pp=2, string="Ett|mL"),
@@ -163,11 +163,11 @@ def test_what_does_not_fit_names_the_flag(
 
 def test_sequences_and_worlds_are_checked() -> None:
     assert (
-        "multiple of 4, as context_parallel_size asks; change it to 104"
+        "multiple of 4, which context_parallel_size requires; change it to 104"
         in check_layout(model(), layout(cp=2), None, 101)[0]
     )
     problem = check_layout(model(**EXPERTS), layout(tp=2, ep=2), None, 101)[0]
-    assert "multiple of 2, as tensor_model_parallel_size (with sequence_parallel)" in problem
+    assert "multiple of 2, which tensor_model_parallel_size (with sequence_parallel)" in problem
     assert check_layout(model(), layout(tp=2), None, 101) == []
     assert len(check_layout(model(), layout(tp=2), None, 101, sequence_parallel=True)) == 1
     assert "6 processes" in check_layout(model(), layout(tp=2, pp=2), 6)[0]
@@ -205,20 +205,22 @@ def test_the_multiple_of_a_sequence(
 def test_products_in_fp8_want_multiples_of_tokens_on_each_rank(
     sizes: ParallelLayout, sequence_parallel: bool | None, recipe: str | None, multiple: int
 ) -> None:
-    assert sequence_multiple(sizes, sequence_parallel, tokens=tokens_of_fp8("hybrid", recipe)) == multiple
-    assert tokens_of_fp8(None, recipe) == 1
+    assert (
+        sequence_multiple(sizes, sequence_parallel, tokens=fp8_token_multiple("hybrid", recipe)) == multiple
+    )
+    assert fp8_token_multiple(None, recipe) == 1
 
 
 def test_padded_rows_of_an_engine_have_few_lengths() -> None:
     cp = layout(cp=3)
-    step = step_of_lengths("cuda", "transformer_engine", packed=False)
+    step = length_multiple("cuda", "transformer_engine", packed=False)
     assert (sequence_multiple(cp), sequence_multiple(cp, step=step)) == (6, 192)
     others = [
         ("cpu", "transformer_engine", False),
         ("cuda", "local", False),
         ("cuda", "transformer_engine", True),
     ]
-    assert {step_of_lengths(device, layers, packed=packed) for device, layers, packed in others} == {1}
+    assert {length_multiple(device, layers, packed=packed) for device, layers, packed in others} == {1}
 
 
 def test_all_problems_come_at_once() -> None:
@@ -243,11 +245,11 @@ def test_positions_that_a_model_does_not_have_are_told(
     scaling: dict[str, Any] | None, positions: int
 ) -> None:
     scaled = model(rope_scaling=scaling)
-    assert positions_exceeded(scaled, positions) is None
-    told = positions_exceeded(scaled, positions + 1)
+    assert position_problem(scaled, positions) is None
+    told = position_problem(scaled, positions + 1)
     assert told is not None
     assert f"of {positions + 1} tokens are longer than the model's {positions} positions" in told
 
 
 def test_dynamic_scaling_has_no_last_position() -> None:
-    assert positions_exceeded(model(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), 10**6) is None
+    assert position_problem(model(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), 10**6) is None

@@ -107,7 +107,7 @@ def test_words_of_other_flags_are_left_over() -> None:
     parser = Parser("tool")
     add_operands(parser)
     add_flag(parser, "out_path")
-    found, others = parser.read_own("run.yaml --rate 1 --out-path a --names x y".split())
+    found, others = parser.read_known("run.yaml --rate 1 --out-path a --names x y".split())
     assert (found.operands, found.out_path) == (["run.yaml"], "a")
     assert others == "--rate 1 --names x y".split()
 
@@ -131,8 +131,8 @@ def test_a_program_answers_for_its_commands() -> None:
     assert own is not None and own.startswith("usage: mca-config make FILE\n\nMakes it.\n")
     assert own.endswith("examples:\n  mca-config make a\n")
     assert program.answer(["--version"]) == program.answer(["make", "-V"]) == "mca-config 0.1.0\n"
-    assert program.command_of(["make", "-x"]) == ("make", ["-x"])
-    assert a_program("make").command_of(["--x"]) == ("make", ["--x"])
+    assert program.find_command(["make", "-x"]) == ("make", ["-x"])
+    assert a_program("make").find_command(["--x"]) == ("make", ["--x"])
 
 
 @pytest.mark.parametrize(("word", "message"), [
@@ -142,5 +142,5 @@ def test_a_program_answers_for_its_commands() -> None:
 ])  # fmt: skip
 def test_an_unknown_command_is_answered_with_the_one_that_was_meant(word: str, message: str) -> None:
     with pytest.raises(UsageError) as raised:
-        a_program().command_of([word])
+        a_program().find_command([word])
     assert str(raised.value) == message

@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 
 from mca_config import McaError, ParallelLayout, TrainingArguments, pipeline_plan, reference
-from mca_config.page_tables import updated
+from mca_config.page_tables import update_document
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "configuration.md"
 TEXT = DOCUMENT.read_text(encoding="utf-8")
@@ -19,7 +19,7 @@ def block(before: str, language: str = "") -> str:
 
 
 def test_the_tables_are_up_to_date() -> None:
-    assert updated(TEXT, reference.TABLES) == TEXT, (
+    assert update_document(TEXT, reference.TABLES) == TEXT, (
         "run: python -m mca_config.reference docs/configuration.md"
     )
     for _, options in reference.LEVELS:
@@ -27,7 +27,7 @@ def test_the_tables_are_up_to_date() -> None:
 
 
 def test_a_stale_table_is_noticed() -> None:
-    assert updated(TEXT.replace("| `fp8` |", "| `fp9` |"), reference.TABLES) == TEXT
+    assert update_document(TEXT.replace("| `fp8` |", "| `fp9` |"), reference.TABLES) == TEXT
 
 
 def test_the_picture_is_what_the_string_means() -> None:

@@ -55,8 +55,8 @@ def test_data_parallel_sizes_follow_megatrons_definitions(grid: RankGrid) -> Non
 
 def test_group_of_holds_the_rank() -> None:
     grid = RankGrid(ParallelLayout(tensor_model_parallel_size=2), 6)
-    assert grid.group_of("tp", 3) == (2, 3)
-    assert grid.group_of("dp", 3) == (1, 3, 5)
+    assert grid.rank_group("tp", 3) == (2, 3)
+    assert grid.rank_group("dp", 3) == (1, 3, 5)
 
 
 @pytest.mark.parametrize(

@@ -249,20 +249,18 @@ def test_layouts_match_when_each_rank_holds_the_same(
 def test_late_layers_take_the_keys_of_the_last_of_their_kind() -> None:
     kinds = ("sliding_attention", "full_attention", "sliding_attention") * 2
     model = config(num_layers=6, layer_types=kinds, num_kv_shared_layers=3, double_wide_mlp=True)
-    assert [model.keys_from(layer) for layer in range(6)] == [None, None, None, 2, 1, 2]
-    widths = [model.of_layer(layer).ffn_hidden_size for layer in range(6)]
+    assert [model.kv_source_layer(layer) for layer in range(6)] == [None, None, None, 2, 1, 2]
+    widths = [model.layer_config(layer).ffn_hidden_size for layer in range(6)]
     assert widths == [128, 128, 128, 256, 256, 256]
-    late = model.of_layer(4)
-    assert late.takes_keys and late.of_layer(4) == late
-    assert model.of_layer(5) is model.of_layer(3)  # which is asked for every parameter
-    with pytest.raises(McaError, match="num_kv_shared_layers 5 of 6 leaves no layer of kind full_attention"):
+    late = model.layer_config(4)
+    assert late.takes_keys and late.layer_config(4) == late
+    assert model.layer_config(5) is model.layer_config(3)  # which is asked for every parameter
+    with pytest.raises(McaError, match="num_kv_shared_layers 5 of 6 leaves no layer of type full_attention"):
         replace(model, num_kv_shared_layers=5)
 
 
 def test_experts_without_weights_count_among_those_whose_names_fill_memory() -> None:
     large = {"num_layers": 2048, "num_moe_experts": 1}
     require_bounded(SIZES | large | {"moe_identity_experts": 31})
-    with pytest.raises(
-        McaError, match="num_moe_experts 1 and moe_identity_experts 65536 together must be at most"
-    ):
+    with pytest.raises(McaError, match="num_moe_experts 1 plus moe_identity_experts 65536 must be at most"):
         require_bounded(SIZES | large | {"moe_identity_experts": 65536})

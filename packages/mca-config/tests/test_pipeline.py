@@ -23,7 +23,7 @@ def test_even() -> None:
 def test_virtual_stages_interleave() -> None:
     plan = pipeline_plan(pp(2, virtual_pipeline_model_parallel_size=2), 8)
     assert layers_by_chunk(plan) == [[(0, 1), (4, 5)], [(2, 3), (6, 7)]]
-    assert plan.layers_of_rank(1) == (2, 3, 6, 7)
+    assert plan.rank_layers(1) == (2, 3, 6, 7)
 
 
 def test_uneven_first_and_last() -> None:
@@ -47,15 +47,15 @@ def test_a_layout_string_with_virtual_stages_and_mtp() -> None:
     layout = pp(2, pipeline_model_parallel_layout="E|tt|t|mL")
     plan = pipeline_plan(layout, 3, mtp_num_layers=1)
     assert layers_by_chunk(plan) == [[(), (2,)], [(0, 1), ()]]
-    assert plan.chunk_of_mtp(0) is plan.last
+    assert plan.mtp_chunk(0) is plan.last
 
 
 def test_mtp_stands_with_the_loss_unless_the_string_says_otherwise() -> None:
     plan = pipeline_plan(pp(2, virtual_pipeline_model_parallel_size=2), 4, mtp_num_layers=2)
-    assert plan.chunk_of_mtp(1) is plan.last
+    assert plan.mtp_chunk(1) is plan.last
     alone = pipeline_plan(pp(3, pipeline_model_parallel_layout="Ett|mm|L"), 2, mtp_num_layers=2)
-    assert alone.chunk_of_mtp(0).pp == 1
-    assert alone.chunk_of_mtp(0).mtp_layers == (0, 1)
+    assert alone.mtp_chunk(0).pp == 1
+    assert alone.mtp_chunk(0).mtp_layers == (0, 1)
 
 
 def test_prediction_layers_have_an_embedding_and_stand_behind_the_final_norm() -> None:
@@ -95,7 +95,7 @@ def test_every_layer_stands_on_exactly_one_chunk_in_order(case: tuple[PipelinePl
     plan, layers = case
     assert [layer for chunk in plan for layer in chunk.layers] == list(range(layers))
     for layer in range(layers):
-        chunk = plan.chunk_of_layer(layer)
+        chunk = plan.layer_chunk(layer)
         assert layer in plan.chunks[chunk.pp][chunk.vp].layers
 
 
@@ -144,8 +144,8 @@ def test_what_does_not_divide_names_the_flag(layout: ParallelLayout, layers: int
     ("text", "size", "words"),
     [
         ("Etm|tL", 2, "move m behind the last t"),
-        ("Ett|m|mL", 3, "m stands in 2 stages"),
-        ("Ett|m|m|L", 2, "m stands in 2 stages"),
+        ("Ett|m|mL", 3, "m is in 2 stages"),
+        ("Ett|m|m|L", 2, "m is in 2 stages"),
         ("Ett|mm||L", 2, "last virtual stage"),
         ("Et|t|m|L", 2, "a second embedding"),
     ],
@@ -158,9 +158,9 @@ def test_misplaced_mtp_is_an_error(text: str, size: int, words: str) -> None:
 def test_layers_outside_the_model_are_errors() -> None:
     plan = pipeline_plan(pp(2), 4)
     with pytest.raises(McaError, match="layer 4"):
-        plan.chunk_of_layer(4)
+        plan.layer_chunk(4)
     with pytest.raises(McaError, match="layer 0 is outside"):
-        plan.chunk_of_mtp(0)
+        plan.mtp_chunk(0)
     with pytest.raises(McaError, match="num_layers must be at least 1"):
         pipeline_plan(pp(1), 0)
 

@@ -5,10 +5,10 @@ import pickle
 
 import pytest
 
-from mca_config.errors import McaError, UsageError, problems_of, raise_problems
+from mca_config.errors import McaError, UsageError, list_problems, raise_problems
 from mca_config.fields import cast
 from mca_config.redaction import redacted, redacted_values
-from mca_config.streams import Forgiving
+from mca_config.streams import SafeStream
 from mca_config.yaml_text import parse
 
 TOKEN = "hf_" + "a1B2" * 9
@@ -47,13 +47,13 @@ def test_secrets_are_removed_wherever_a_message_goes(text):
     found = redacted(text)
     assert found == SECRETS[text] == redacted(found)
     assert str(UsageError(text)) == str(pickle.loads(pickle.dumps(McaError(text)))) == found
-    assert problems_of(ValueError(text)) == (found,)
+    assert list_problems(ValueError(text)) == (found,)
     with pytest.raises(McaError) as caught:
         raise_problems([text, text], "run.yaml")
     assert caught.value.problems == (found, found)
     assert str(caught.value) == f"run.yaml: 2 problems\n  {found}\n  {found}"
     stream = io.StringIO()
-    Forgiving(stream, redacts=True).write(text)
+    SafeStream(stream, redacts=True).write(text)
     assert stream.getvalue() == found
 
 

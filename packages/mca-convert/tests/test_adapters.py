@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from mca_config.errors import McaError
 from mca_convert.cli import main
+from mca_models.checkpoint_kinds import open_checkpoint
 from mca_models.lora import adapter_for
-from mca_models.opening import open_checkpoint
 
 DENSE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CASES = {
@@ -271,7 +271,7 @@ def test_verify_compares_adapters(pair: tuple[Path, Path], tmp_path: Path, capsy
     assert main(["verify", str(adapter), str(half)]) == 1
     assert "F32 and BF16 (--tolerance allows this)" in capsys.readouterr().out
     assert main(["verify", str(adapter), str(base)]) == 1
-    assert f"{base}: a whole model, {adapter} is an adapter" in capsys.readouterr().err
+    assert f"{base} is a full model and {adapter} an adapter" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["peft", "mca"])

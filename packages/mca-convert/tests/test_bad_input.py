@@ -209,6 +209,7 @@ def test_what_the_system_refuses_is_one_line(source: Path, tmp_path: Path, capsy
         assert "generation_config.json: cannot be read (Permission denied)" in refused(
             source, tmp_path, capsys
         )
+        (source / "generation_config.json").chmod(0o600)
     monkeypatch.setattr("mca_convert.engine.run_all", lambda *_: [0] * (1 << 60))
     assert "out of memory" in refused(source, tmp_path, capsys)
 
@@ -284,7 +285,7 @@ def test_output_that_is_taken(source: Path, tmp_path: Path, capsys) -> None:
     assert "--overwrite replaces the checkpoint there" in capsys.readouterr().err
     assert (taken / "README.md").read_text() == "x"
     assert main(["--checkpoint_path", str(source), "--output_path", str(source / "inside")]) == 1
-    assert "lies inside the source" in capsys.readouterr().err
+    assert "is inside the source" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -296,7 +297,7 @@ def test_output_that_is_taken(source: Path, tmp_path: Path, capsys) -> None:
     (["--checkpoint_path", "a", "--output_path", "b", "--dtype", "bf16"], "did you mean --bf16, --fp16 or --fp32?"),
     (["--checkpoint_path", "a", "--output_path", "b", "--vpp-size=2"],
      "did you mean --virtual_pipeline_model_parallel_size?"),
-    (["--checkpoint_path", "a", "--output_path", "b", "--recompute_granularity", "full"], "give it to the training"),
+    (["--checkpoint_path", "a", "--output_path", "b", "--recompute_granularity", "full"], "so set it for training"),
     (["--checkpoint_path", "a", "--output_path", "b", "--bf16", "--fp16"], "--fp16 excludes --bf16"),
     (["--checkpoint_path", "a", "--output_path", "b", "--workers", "0"], "at least 1"),
     (["--checkpoint_path", "a", "--output_path", "b", "--memory_limit", "lots"], "expected a size such as"),

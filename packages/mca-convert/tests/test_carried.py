@@ -41,7 +41,7 @@ def test_they_come_back_bit_for_bit(case: str, tiny, convert, tmp_path: Path, ca
     assert tiny_hf.read_config(back) == tiny_hf.read_config(source)
     capsys.readouterr()
     assert main(["inspect", "--json", str(mca)]) == 0
-    assert json.loads(capsys.readouterr().out)["facts"]["parameters that no model here has"] == 40
+    assert json.loads(capsys.readouterr().out)["facts"]["parameters not used by mca"] == 40
     assert main(["plan", f"--checkpoint_path={source}"]) == 0
 
 

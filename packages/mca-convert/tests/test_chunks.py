@@ -1,8 +1,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mca_convert.chunks import ChunkCache, cut
-from mca_models.storage.runs import Gather, Move, clip
+from mca_convert.chunks import ChunkCache, split
+from mca_models.storage.byte_ranges import Gather, Move, clip
 
 moves = st.builds(
     lambda source, target, run, repeat, source_gap, target_gap, source_step, target_step: Move(
@@ -56,7 +56,7 @@ def test_chunks_cover_a_tensor_once(move: Move, elements: int) -> None:
     seen: list[tuple[int, int]] = []
     zeros: list[int] = []
     position = 0
-    for chunk in cut(gather, elements):
+    for chunk in split(gather, elements):
         assert chunk.start == position and 0 < chunk.stop - chunk.start <= elements
         position = chunk.stop
         for part in chunk.moves:

@@ -17,13 +17,16 @@ def test_bash_completes_commands_and_flags_with_and_without_a_command(tmp_path: 
         for some in words
     )
     done = subprocess.run(
-        ["bash", "-c", f"source {tmp_path / 'script'}\n{asked}"], capture_output=True, text=True, check=True
+        ["bash", "-c", f'source "$0"\n{asked}', tmp_path / "script"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.split("\n")[:-1] == ["verify", "--merge", "--tolerance", "", "--push_to_hub"]
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["completion", "csh"], "mca-convert completion knows bash, zsh, fish, not 'csh'"),
+    (["completion", "csh"], "mca-convert completion: expected one of bash, zsh, fish, not 'csh'"),
     (["completion"], "missing SHELL; see mca-convert completion --help"),
     (["complete"], "unknown command 'complete'; did you mean 'completion'?"),
 ])  # fmt: skip

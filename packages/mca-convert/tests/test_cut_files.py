@@ -46,7 +46,7 @@ def test_a_source_that_is_cut_off_is_named(how: str, keep: int, tiny, tmp_path: 
 
 BOTH = """
 import ctypes, itertools, mmap, os, sys, threading
-from mca_convert import mapped
+from mca_convert import sigbus
 
 size = 2 * mmap.PAGESIZE
 handle = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
@@ -54,7 +54,7 @@ os.ftruncate(handle, size)
 read = mmap.mmap(handle, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
 start = ctypes.addressof(ctypes.c_char.from_buffer(read))
 os.ftruncate(handle, 0)
-told, arrived, order, file_at = [], threading.Barrier(2), itertools.count(), mapped._file_at
+told, arrived, order, file_at = [], threading.Barrier(2), itertools.count(), sigbus._file_at
 given = threading.Event()
 
 def one_after_the_other(address):
@@ -68,8 +68,8 @@ def tell(error):
     told.append(str(error))
     given.set()
 
-mapped._file_at = one_after_the_other
-with mapped.cut_files_told(tell):
+sigbus._file_at = one_after_the_other
+with sigbus.catching_truncated_files(tell):
     threads = [threading.Thread(target=ctypes.string_at, args=(start, 1)) for _ in range(2)]
     for thread in threads:
         thread.start()

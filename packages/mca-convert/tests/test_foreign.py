@@ -45,7 +45,7 @@ def test_torch_dist_goes_to_hugging_face_and_to_mca(case: str, tiny, convert, tm
         if param.expert is not None:
             head, _, tail = name.partition(".experts.")
             name = f"{head}.experts.experts.{param.expert}.{tail.removesuffix(str(param.expert))}"
-        state[name] = param.to_whole([tensors[hf] for hf in param.hf_names()]).clone()
+        state[name] = param.to_full([tensors[hf] for hf in param.hf_names()]).clone()
     folder = tmp_path / "megatron" / "iter_0000007"
     dcp.save(state, checkpoint_id=folder, no_dist=True)
     (folder.parent / "latest_checkpointed_iteration.txt").write_text("7")

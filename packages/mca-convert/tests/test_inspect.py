@@ -84,7 +84,7 @@ def test_torch_dist(tiny, capsys, tmp_path: Path) -> None:
 
     source = HfSource(tiny("llama", "bfloat16"))
     hf = load_file(source.path / "model.safetensors")
-    state = {p.mca_name(): p.to_whole([hf[name] for name in p.hf_names()]).clone() for p in source.params}
+    state = {p.mca_name(): p.to_full([hf[name] for name in p.hf_names()]).clone() for p in source.params}
     dcp.save(state, checkpoint_id=tmp_path / "dist", no_dist=True)
     (tmp_path / "dist/config.json").write_bytes((source.path / "config.json").read_bytes())
     found = inspected(tmp_path / "dist", capsys)

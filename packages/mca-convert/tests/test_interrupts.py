@@ -96,7 +96,7 @@ def test_at_the_renaming_it_comes_too_late(exists, after, tiny, tmp_path: Path, 
 
 def test_after_the_last_file_it_changes_nothing(tiny, tmp_path: Path, capsys, monkeypatch) -> None:
     source, output = tiny("llama"), tmp_path / "out"
-    raised = signalling(monkeypatch, "mca_convert.commands.carry_out._summary", signal.SIGTERM)
+    raised = signalling(monkeypatch, "mca_convert.commands.conversion_run._summary", signal.SIGTERM)
     assert main(["--checkpoint_path", str(source), "--output_path", str(output), "--to", "hf"]) == 0
     assert raised and "nothing is left" not in capsys.readouterr().err
     assert_same_tensors(source, output)

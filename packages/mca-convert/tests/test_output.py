@@ -104,9 +104,9 @@ def test_only_a_checkpoint_is_replaced_and_only_on_demand(
     (precious / "thesis.txt").touch()
     capsys.readouterr()
     assert main([*arguments(source, precious), "--overwrite"]) == 1
-    assert "holds no checkpoint, so --overwrite does not replace it" in capsys.readouterr().err
+    assert "has no checkpoint, so --overwrite does not replace it" in capsys.readouterr().err
     assert main([*arguments(source, source), "--overwrite"]) == 1
-    assert "holds the source" in capsys.readouterr().err
+    assert "contains the source" in capsys.readouterr().err
     assert main([*arguments(source, tmp_path), "--overwrite"]) == 1
     assert (precious / "thesis.txt").exists() and (source / "config.json").exists()
     assert main(["plan", *arguments(source, mca), "--overwrite"]) == 0
@@ -129,7 +129,7 @@ def test_a_directory_that_holds_more_than_a_checkpoint_is_kept(
         for command in (["plan"], []):
             assert main([*command, *arguments(source, mca), "--overwrite"]) == 1
             told = capsys.readouterr()
-            assert f"{mca}: holds {named}, which is no part of a checkpoint, so" in told.out + told.err
+            assert f"{mca}: has {named}, which is not part of a checkpoint, so" in told.out + told.err
         assert main(arguments(source, mca)) == 1 and "--overwrite" not in capsys.readouterr().err
         assert (mca / more).exists()
         shutil.rmtree(mca / top) if top in ("checkpoint-500", ".git", "src", "iter_0000002") else (
@@ -140,9 +140,9 @@ def test_a_directory_that_holds_more_than_a_checkpoint_is_kept(
     project.mkdir()
     (project / "config.json").write_text('{"port": 80}')
     assert main([*arguments(source, project), "--overwrite"]) == 1
-    assert "holds no checkpoint, so --overwrite" in capsys.readouterr().err
+    assert "has no checkpoint, so --overwrite" in capsys.readouterr().err
     assert main([*arguments(source, source), "--overwrite", "--adapter_path", str(tmp_path / "adapter")]) == 1
-    assert f"holds the source {source}; name" in capsys.readouterr().err, "the adapter's base model"
+    assert f"contains the source {source}; name" in capsys.readouterr().err, "the adapter's base model"
     assert main([*arguments(source, mca), "--overwrite"]) == 0
 
 
@@ -223,12 +223,12 @@ def test_verify_tells_programs_every_difference(tiny, tmp_path: Path, capsys) ->
 def test_what_cannot_be_written_is_foreseen(source: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     (tmp_path / "file").touch()
     assert main(["plan", *arguments(source, tmp_path / "file/out")]) == 1
-    assert "is not a directory; name another place" in capsys.readouterr().out
+    assert "is not a directory; name another path" in capsys.readouterr().out
     assert main(["plan", *arguments(source, tmp_path / ("n" * 300))]) == 1
     assert "File name too long" in capsys.readouterr().out
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert main(["plan", *arguments(source, tmp_path / "out")]) == 1
-    assert "cannot be written to; name another place" in capsys.readouterr().out
+    assert "cannot be written to; name another path" in capsys.readouterr().out
     monkeypatch.undo()
     volume = tmp_path / "volume"  # written inside, so that the directory above it does not matter
     volume.mkdir()
@@ -237,7 +237,7 @@ def test_what_cannot_be_written_is_foreseen(source: Path, tmp_path: Path, capsys
     capsys.readouterr()
     monkeypatch.setattr(os, "access", lambda path, _: Path(path) != volume)
     assert main(["plan", *arguments(source, volume)]) == 1
-    assert f"{volume} cannot be written to; name another place" in capsys.readouterr().out
+    assert f"{volume} cannot be written to; name another path" in capsys.readouterr().out
     monkeypatch.undo()
     mca = volume / "mca"
     assert main(arguments(source, mca)) == 0

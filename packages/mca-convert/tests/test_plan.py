@@ -35,7 +35,7 @@ LAYOUTS: dict[str, dict[str, int | str]] = {
     ],
 )
 def test_published_models_are_planned_in_seconds(name: str, tmp_path: Path, capsys) -> None:
-    from mca_models.templates import config_from_hf, family_of
+    from mca_models.templates import config_from_hf, get_family
 
     hf = json.loads((CONFIGS / f"{name}.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(hf))
@@ -45,7 +45,7 @@ def test_published_models_are_planned_in_seconds(name: str, tmp_path: Path, caps
     plan = json.loads(capsys.readouterr().out)
     assert code == 0 and plan["refusals"] == [] and plan["config_only"]
     config = config_from_hf({key: value for key, value in hf.items() if key != "quantization_config"})
-    assert plan["tensors"] == len(family_of(config.model_type).hf_shapes(config))
+    assert plan["tensors"] == len(get_family(config.model_type).hf_shapes(config))
     assert bool(config.mtp_num_layers) == (name in ("deepseek-v3", "glm-4.5"))
     if "quantization_config" in hf:
         assert plan["read_bytes"] == quantised_bytes(hf)
@@ -95,7 +95,7 @@ UNCUT = ("gemma-4-e2b", "gemma-4-e4b")
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_every_written_down_configuration_is_planned(name: str, tmp_path: Path, capsys) -> None:
     """Each on two pipeline stages, with the size that is published."""
-    from mca_models.templates import config_from_hf, family_of
+    from mca_models.templates import config_from_hf, get_family
 
     known = PUBLISHED[name]
     config = config_from_hf(known["config"])
@@ -103,7 +103,7 @@ def test_every_written_down_configuration_is_planned(name: str, tmp_path: Path, 
     layout: dict[str, int | str] = {} if name in UNCUT else {"pp": 2, "first": (config.num_layers + 1) // 2}
     plan = planned(capsys, "--checkpoint_path", str(tmp_path), "--to", "mca", *flags(layout))
     assert plan["refusals"] == [] and len(plan["stages"]) == layout.get("pp", 1)
-    shapes = family_of(config.model_type).hf_shapes(config)
+    shapes = get_family(config.model_type).hf_shapes(config)
     assert (plan["tensors"], plan["parameters"]) == (len(shapes), sum(map(math.prod, shapes.values())))
     if "found" in known:  # what the prediction layers are made of is seen in the names of tensors alone
         assert plan["parameters"] < known["parameters"]
@@ -176,7 +176,7 @@ def _header_bytes(file: Path) -> int:
 
 
 def _tensors(path: Path) -> list:
-    from mca_models.opening import open_checkpoint
+    from mca_models.checkpoint_kinds import open_checkpoint
 
     return list(open_checkpoint(path).tensors())
 
@@ -225,7 +225,7 @@ def test_a_full_disk_is_foreseen(tiny, capsys, tmp_path: Path, monkeypatch) -> N
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     plan = planned(capsys, "--checkpoint_path", str(tiny("llama")), "--output_path", str(tmp_path / "a/b"))
-    assert len(plan["refusals"]) == 1 and "make room" in plan["refusals"][0]
+    assert len(plan["refusals"]) == 1 and "free space" in plan["refusals"][0]
 
 
 def test_layout_flags_for_hugging_face_are_refused(tiny, convert, capsys) -> None:

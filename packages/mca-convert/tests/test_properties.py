@@ -155,7 +155,7 @@ def layouts(draw: Any, experts: int | None, layers: int) -> ParallelLayout | Non
 
 def to_mca(source: Any, layout: ParallelLayout, target: Path) -> McaSource | None:
     """``source`` as an MCA checkpoint; None if both the plan and the conversion refuse it."""
-    wholes = {param.mca_name(): source.whole_shape(param) for param in source.params}
+    wholes = {param.mca_name(): source.full_shape(param) for param in source.params}
     faults = layout_faults(source.params, replace(source.config, layout=layout), wholes)
     try:
         plan_to_mca(source, layout).run(target, LIMITS)

@@ -182,7 +182,7 @@ def test_vocabulary_is_padded_with_zeros_and_cut_again(tiny, convert) -> None:
     assert not pieces[-1][16:].any() and pieces[-1][15].any()
     assert source.config.vocab_size == 70
     again = convert(mca, "again", "--to", "mca", tp=2)
-    assert McaSource(again).whole_shape(source.params[0]) == (70, 32)
+    assert McaSource(again).full_shape(source.params[0]) == (70, 32)
 
 
 def test_a_repeated_tied_head_must_repeat_the_embedding(tiny, convert, tmp_path: Path, capsys) -> None:

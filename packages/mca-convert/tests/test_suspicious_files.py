@@ -16,7 +16,7 @@ from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_convert.cli import main
 from mca_models.checkpoint.side_files import copy_side_files
-from mca_models.opening import open_checkpoint
+from mca_models.checkpoint_kinds import open_checkpoint
 
 HF_FILES = (
     "config.json",

@@ -18,7 +18,7 @@ from mca_config.checks import check_layout
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_convert.cli import main
-from mca_models.templates import family_of
+from mca_models.templates import get_family
 
 CASES = sorted(tiny_vision.CASES)
 LAYOUTS = ({"tp": 2, "pp": 2, "vpp": 2}, {"pp": 4}, {"tp": 4}, {"tp": 2, "pp": 3, "first": 2})
@@ -78,7 +78,7 @@ def test_everything_goes_both_ways_on_every_layout(case: str, saved, convert) ->
 def test_a_checkpoint_of_any_spelling_is_the_same_model(saved, convert, tmp_path: Path) -> None:
     source = saved("gemma3")
     config = McaModelConfig.load(convert(source, "mca"))
-    family = family_of("gemma3")
+    family = get_family("gemma3")
     tensors = load_file(source / "model.safetensors")
     for which in range(len(family.vision.spellings)):
         spelled = replace(config, extra={**config.extra, "hf_spelling": which})

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from mca_models.megatron.distributed.attempts import next_attempt
+from mca_models.megatron.distributed.rendezvous import next_attempt
 
 
 @pytest.fixture

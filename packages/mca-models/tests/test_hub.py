@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub.errors import LocalTokenNotFoundError, OfflineModeIsEnabled
 
 from mca_config.errors import McaError, UsageError
-from mca_models.hub import directory_of, headers_of, older, require_upload, upload
+from mca_models.hub import headers_only, require_upload, resolve_directory, stale_files, upload
 
 _EARLIER = [
     *(
@@ -42,7 +42,7 @@ def _folder(root: Path, *files: str) -> Path:
 
 def test_whole_weights_replace_those_of_the_names_that_are_read(tmp_path):
     folder = _folder(tmp_path, "config.json", "model.safetensors")
-    assert older(_EARLIER, folder) == [
+    assert stale_files(_EARLIER, folder) == [
         "adapter_model.bin",
         "generation_config.json",
         "latest_checkpointed_iteration.txt",
@@ -58,7 +58,7 @@ def test_whole_weights_replace_those_of_the_names_that_are_read(tmp_path):
 def test_an_iteration_is_replaced_by_the_same_iteration_alone(tmp_path):
     marks = "mca_config.json", "latest_checkpointed_iteration.txt"
     folder = _folder(tmp_path, *marks, "iter_0002000/pp_000/tp_00.safetensors")
-    found = older(_EARLIER, folder)
+    found = stale_files(_EARLIER, folder)
     assert [file for file in found if file.startswith("iter_")] == ["iter_0002000/pp_000/tp_01.safetensors"]
 
 
@@ -67,14 +67,14 @@ def test_an_adapter_replaces_an_adapter_alone(tmp_path):
     earlier = [
         file for file in _EARLIER if file not in ("mca_config.json", "latest_checkpointed_iteration.txt")
     ]
-    assert older(earlier, folder) == ["adapter_model.bin"]
+    assert stale_files(earlier, folder) == ["adapter_model.bin"]
 
 
 def test_a_tokenizer_replaces_templates_that_are_read_before_its_own(tmp_path):
     folder = _folder(
         tmp_path, "config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.model"
     )
-    found = set(older(_EARLIER, folder))
+    found = set(stale_files(_EARLIER, folder))
     assert {"chat_template.jinja", "additional_chat_templates/tools.jinja", "tokenizer.json"} <= found
     assert "generation_config.json" not in found
 
@@ -131,7 +131,7 @@ def test_what_the_client_says_is_passed_on_without_secrets(api, monkeypatch):
 
     monkeypatch.setattr(api, "whoami", refused)
     monkeypatch.setattr(api, "model_info", refused)
-    for asked in (require_upload, directory_of):
+    for asked in (require_upload, resolve_directory):
         with pytest.raises(McaError, match=r"OSError: 401 for https://...@mirror/api, Auth") as caught:
             asked("org/name")
         assert "SECRET" not in str(caught.value)
@@ -192,7 +192,7 @@ def test_bars_are_drawn_where_somebody_watches(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     caplog.set_level(level, logger="mca_models")
-    directory_of("org/name")
+    resolve_directory("org/name")
     assert found == [shown]
     assert not huggingface_hub.utils.are_progress_bars_disabled(), "as it was"
 
@@ -205,12 +205,12 @@ def test_of_pickled_weights_no_headers_are_fetched(api, tmp_path, monkeypatch, c
     monkeypatch.setattr(api, "hf_hub_download", fetched, raising=False)
     monkeypatch.setattr(api, "files", ["config.json", "pytorch_model.bin.index.json", *shards], raising=False)
     told = f"org/old: its weights are in {shards[0]}, of which no header is fetched alone"
-    with headers_of("org/old", needs_weights=False) as folder:
+    with headers_only("org/old", needs_weights=False) as folder:
         assert [path.name for path in folder.iterdir()] == ["config.json"]
     assert f"{told}: what is planned follows from its config.json" in caplog.text
-    with pytest.raises(McaError) as caught, headers_of("org/old", needs_weights=True):
+    with pytest.raises(McaError) as caught, headers_only("org/old", needs_weights=True):
         pass
     assert str(caught.value) == f"{told}; fetch the model (hf download org/old) and name its directory"
     monkeypatch.setattr(api, "files", ["config.json", "adapter_model.bin"])
-    with headers_of("org/old", needs_weights=True) as folder:
+    with headers_only("org/old", needs_weights=True) as folder:
         assert (folder / "adapter_model.bin").exists(), "which is small"

@@ -9,7 +9,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mca_models.images import ImagePlace, feature_rows, positions
+from mca_models.images import ImageSpan, feature_rows, positions
 
 SECTIONED = (
     "qwen2_vl",
@@ -46,11 +46,11 @@ def separated(drawn: list[Piece]) -> list[Piece]:
     return found
 
 
-def placed(drawn: list[Piece]) -> tuple[int, list[ImagePlace]]:
+def placed(drawn: list[Piece]) -> tuple[int, list[ImageSpan]]:
     token, images = 0, []
     for piece in drawn:
         if isinstance(piece, tuple):
-            images.append(ImagePlace(token, *piece))
+            images.append(ImageSpan(token, *piece))
             token += piece[0] * piece[1]
         else:
             token += piece
@@ -72,5 +72,5 @@ def test_positions_are_those_of_transformers(
 
 
 def test_rows_count_the_features_of_a_whole_micro_batch() -> None:
-    rows = feature_rows(9, [ImagePlace(1, 1, 2), ImagePlace(4, 2, 2)], first=10)
+    rows = feature_rows(9, [ImageSpan(1, 1, 2), ImageSpan(4, 2, 2)], first=10)
     assert rows.tolist() == [-1, 10, 11, -1, 12, 13, 14, 15, -1]

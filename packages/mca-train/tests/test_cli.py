@@ -1,3 +1,4 @@
+import shlex
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -134,7 +135,7 @@ def test_wrong_configurations_are_one_line_and_2(run, changes, flags, message, c
         ),
         ({"eval_file": "org/rows"}, "if it is a dataset of the Hub, save its rows to a file and name that"),
         ({"tensor_model_parallel_size": 3}, "tensor_model_parallel_size 3"),
-        ({"tensor_model_parallel_size": 2, "local_ranks": 3}, "3"),
+        ({"tensor_model_parallel_size": 2, "nproc_per_node": 3}, "3"),
         ({"output_dir": "model"}, "output_dir: model is where the run reads model, which it would overwrite"),
         ({"output_dir": "model/run"}, "output_dir: model/run is inside model, which the run reads"),
         ({"output_dir": "a.jsonl"}, "output_dir: a.jsonl is a file; name a directory"),
@@ -213,12 +214,12 @@ def test_an_output_dir_that_another_run_uses_is_told_before_anything_is_read(run
 
 def test_the_backend_of_this_machine_may_be_named(run):
     from mca_models.megatron import platform
-    from mca_train.config.run_config import given_values
-    from mca_train.run.checks import check, settings_of
+    from mca_train.config.run_config import load_values
+    from mca_train.run.checks import check, make_settings
     from mca_train.tasks.table import TASKS
 
-    values, where = given_values(Path(run(ddp_backend=platform.backend())), [])
-    settings = check(TASKS["sft"], settings_of(TASKS["sft"], values, where)).require().settings
+    values, where = load_values(Path(run(ddp_backend=platform.backend())), [])
+    settings = check(TASKS["sft"], make_settings(TASKS["sft"], values, where)).require().settings
     assert settings.training.ddp_backend is None
 
 
@@ -247,7 +248,7 @@ def test_help_imports_nothing_heavy(words):
     ],
 )
 def test_help_goes_where_it_can(where, code, told):
-    command = f"{sys.executable} -m mca_train --help {where}; exit ${{PIPESTATUS[0]}}"
+    command = f"{shlex.quote(sys.executable)} -m mca_train --help {where}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert (done.returncode, done.stderr.strip(), done.stdout) == (code, told, "")
 
@@ -295,7 +296,7 @@ def test_all_that_is_wrong_with_a_run_is_told_at_once_and_the_plan_tells_the_sam
     del wrong["eval_strategy"], wrong["tensor_model_parallel_size"], wrong["metric_for_best_model"]
     assert main(["plan", "sft", run(**wrong)]) == 0
     out = capsys.readouterr().out
-    assert "what keeps this run from starting here:\n  - train_file: file /none.jsonl does not exist\n" in out
+    assert "this run cannot start here:\n  - train_file: file /none.jsonl does not exist\n" in out
     assert not (tmp_path / "out").exists()
 
 

@@ -12,21 +12,21 @@ pytestmark = pytest.mark.usefixtures("own_threads")
 
 
 def test_a_metric_of_preferences_can_choose_the_best_model(run, tmp_path):
-    from mca_train.config.run_config import given_values
-    from mca_train.run.checks import check, settings_of
+    from mca_train.config.run_config import load_values
+    from mca_train.run.checks import check, make_settings
     from mca_train.tasks.table import TASKS
 
-    values, where = given_values(Path(run(metric_for_best_model="eval_rewards/margins")), [])
-    pairs = check(TASKS["dpo"], settings_of(TASKS["dpo"], values, where))
+    values, where = load_values(Path(run(metric_for_best_model="eval_rewards/margins")), [])
+    pairs = check(TASKS["dpo"], make_settings(TASKS["dpo"], values, where))
     assert not pairs.impossible
     with pytest.raises(McaError, match="mca-train sft evaluates loss, runtime"):
-        check(TASKS["sft"], settings_of(TASKS["sft"], values, where)).require()
+        check(TASKS["sft"], make_settings(TASKS["sft"], values, where)).require()
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"label_smoothing_factor": 0.1}, "use dpo_label_smoothing"),
+        ({"label_smoothing_factor": 0.1}, "set dpo_label_smoothing"),
         (
             {"data_format": "messages"},
             "data_format messages: mca-train dpo reads the columns of pairs, or alpaca or",
@@ -37,8 +37,8 @@ def test_a_metric_of_preferences_can_choose_the_best_model(run, tmp_path):
             "dpo_label_smoothing is for dpo_loss sigmoid, robust, exo_pair, not ipo",
         ),
         ({"dpo_loss": "exo_pair"}, "dpo_loss exo_pair needs dpo_label_smoothing above 0"),
-        ({"dpo_loss": "aot"}, "dpo_loss is 'aot'; it compares sorted pairs of a micro-batch"),
-        ({"dpo_loss": "kto_pair"}, "each alone; run mca-train kto"),
+        ({"dpo_loss": "aot"}, "dpo_loss is 'aot'; it sorts the pairs of a micro-batch"),
+        ({"dpo_loss": "kto_pair"}, "it needs unpaired answers with a label; run mca-train kto"),
         (
             {"dpo_loss": "orpo", "reference_model_name_or_path": "m"},
             "dpo_loss orpo has no reference; remove",
@@ -58,24 +58,22 @@ def test_what_pairs_cannot_be_trained_with_is_told_before_reading(run, changes, 
 
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
 def test_a_reference_that_scores_is_no_language_model(run, kind, tmp_path):
-    from mca_train.config.run_config import given_values
-    from mca_train.run.checks import check, settings_of
+    from mca_train.config.run_config import load_values
+    from mca_train.run.checks import check, make_settings
     from mca_train.tasks.table import TASKS
 
     (tmp_path / "reward").mkdir()
     path = Path(run(reference_model_name_or_path=str(tmp_path / "reward")))
     config = (tmp_path / "model" / "config.json").read_text()
     (tmp_path / "reward" / "config.json").write_text(config.replace("CausalLM", "SequenceClassification"))
-    values, where = given_values(path, [])
-    (told,) = check(TASKS[kind], settings_of(TASKS[kind], values, where)).impossible
-    assert told.startswith(
-        "reference_model_name_or_path: the reference has a head for sequence_classification, "
-    )
+    values, where = load_values(path, [])
+    (told,) = check(TASKS[kind], make_settings(TASKS[kind], values, where)).impossible
+    assert told.startswith("reference_model_name_or_path: the reference has a sequence_classification head")
 
 
 def test_labels_without_names_are_those_of_the_model(run, tmp_path, capsys):
-    from mca_train.config.run_config import given_values
-    from mca_train.run.checks import check, settings_of
+    from mca_train.config.run_config import load_values
+    from mca_train.run.checks import check, make_settings
     from mca_train.tasks.table import TASKS
 
     config = tmp_path / "model" / "config.json"
@@ -86,8 +84,8 @@ def test_labels_without_names_are_those_of_the_model(run, tmp_path, capsys):
     config.write_text(config.read_text().replace('"architectures": ["Qwen3ForCausalLM"]', names[1:-1]))
     (tmp_path / "a.jsonl").write_text('{"text": "hello there", "label": "yes"}\n')
     assert main(["data", "classify", text]) == 0
-    values, where = given_values(Path(text), [])
-    found = check(TASKS["classify"], settings_of(TASKS["classify"], values, where)).run
+    values, where = load_values(Path(text), [])
+    found = check(TASKS["classify"], make_settings(TASKS["classify"], values, where)).run
     assert found.settings.data.names == ("no", "yes")
     assert main(["plan", "classify", run(labels=["yes", "no"])]) == 2
     assert (
@@ -130,7 +128,7 @@ def test_columns_that_are_not_read_are_refused(run, kind, changes, message, caps
 
 def test_columns_that_some_source_reads_are_taken(run, tmp_path, capsys):
     names = ("text", "messages", None)
-    entries = [{"path": f"{tmp_path}/{name}.jsonl", "kind": name} for name in names]
+    entries = [{"path": f"{tmp_path}/{name}.jsonl", "format": name} for name in names]
     changes = {"train_file": ..., "datasets": entries[:2], "text_column": "t", "messages_column": "m"}
     assert main(["plan", "sft", run(**changes)]) == 0
     changes["completion_column"] = "a"
@@ -138,9 +136,9 @@ def test_columns_that_some_source_reads_are_taken(run, tmp_path, capsys):
     assert "completion_column: format messages, text does not read it" in capsys.readouterr().out
     for more in ({"eval_file": f"{tmp_path}/c.jsonl"}, {"datasets": entries}):  # whose format is not named
         assert main(["plan", "sft", run(**{**changes, **more})]) == 0
-    changes["datasets"] = [{**entries[0], "kind": ["text"]}]
+    changes["datasets"] = [{**entries[0], "format": ["text"]}]
     assert main(["plan", "sft", run(**changes)]) == 0
-    assert "kind must be 'messages' or" in capsys.readouterr().out
+    assert "format must be 'messages' or" in capsys.readouterr().out
     assert main(["plan", "dpo", run(prompt_column="q", tools_column="t", chosen_column="c")]) == 0
 
 
@@ -149,15 +147,15 @@ def test_columns_that_some_source_reads_are_taken(run, tmp_path, capsys):
     [
         (
             "reward",
-            {"train_file": ..., "datasets": [{"path": "a.jsonl", "kind": "text"}]},
-            "kind text: mca-train reward reads",
+            {"train_file": ..., "datasets": [{"path": "a.jsonl", "format": "text"}]},
+            "format text: mca-train reward reads",
         ),
         (
             "reward",
             {"lora_rank": 4, "lora_target_modules": ["q_prj", "k_proj"]},
             "target_modules: 'q_prj' names nothing of this qwen3 model; correct or remove it",
         ),
-        ("reward", {"loss_chunk_size": 8}, "loss_chunk_size does nothing"),
+        ("reward", {"loss_chunk_size": 8}, "loss_chunk_size is not supported"),
         ("reward", {"center_rewards_coefficient": -1.0}, "center_rewards_coefficient is -1.0; expected"),
         ("classify", {}, "labels (or num_labels) is not set; single_label_classification needs at least 2"),
         ("classify", {"labels": ["a", "a"]}, "labels are a, a; expected every name once"),

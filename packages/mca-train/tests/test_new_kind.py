@@ -30,12 +30,12 @@ class Echo(AnswerTask):
     name = "echo"
     summary = "on what was said: said"
     data_arguments = EchoData
-    own_arguments = EchoArguments
-    wanted = "anything said"
-    example = Example(rows="rows with `said`", own="echo_weight: 0.5\n")
+    task_arguments = EchoArguments
+    required_content = "anything said"
+    example = Example(rows="rows with `said`", task_lines="echo_weight: 0.5\n")
 
     @property
-    def signal_names(self):
+    def metric_names(self):
         return ("echoes",)
 
     def encoder(self, names, tokenizer, data, key):
@@ -58,7 +58,7 @@ def echo(monkeypatch):
 def test_the_help_names_it(capsys):
     assert main(["--help"]) == 0
     told = capsys.readouterr().out
-    assert "       mca-train echo CONFIG.yaml [--key value ...]\n" in told
+    assert "       mca-train echo [CONFIG.yaml] [--key value ...]\n" in told
     assert "  echo        on what was said: said\n" in told
 
 
@@ -86,7 +86,7 @@ def test_a_plan_knows_its_keys_and_what_it_evaluates(words, run, capsys):
 
 
 def test_it_is_known_of_every_metric_whether_greater_is_better():
-    known = {name for task in TASKS.values() if task.name != Echo.name for name in task.signal_names}
+    known = {name for task in TASKS.values() if task.name != Echo.name for name in task.metric_names}
     assert {*GREATER_IS_BETTER} == {"loss", *TIMES, *known}
 
 

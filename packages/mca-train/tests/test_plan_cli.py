@@ -9,8 +9,8 @@ import pytest
 from mca_config.layout import ParallelLayout
 from mca_models.templates import config_from_hf
 from mca_train.cli import main
-from mca_train.config.run_config import given_values
-from mca_train.run import planning, searching
+from mca_train.config.run_config import load_values
+from mca_train.run import layout_search, plan_command
 
 pytestmark = pytest.mark.usefixtures("own_threads")
 
@@ -53,7 +53,7 @@ def test_plan_needs_no_weights(run, capsys):
         tensor_model_parallel_size=2,
         pipeline_model_parallel_size=2,
         gradient_accumulation_steps=4,
-        local_ranks=8,
+        nproc_per_node=8,
     )
     assert main(["plan", path]) == 0
     text = capsys.readouterr().out
@@ -122,7 +122,7 @@ def test_what_only_a_device_does_is_planned_for_one_and_refused_on_a_machine_wit
 
 def test_a_dry_run_for_a_device_keeps_what_this_machine_has_too(run, monkeypatch):
     made = []
-    monkeypatch.setattr(planning, "_dry_run", lambda run, *_, **__: made.append(run.settings.training))
+    monkeypatch.setattr(plan_command, "_dry_run", lambda run, *_, **__: made.append(run.settings.training))
     for dispatcher in ("allgather", "flex"):
         path = run(bf16=True, attention_backend="flash", moe_token_dispatcher_type=dispatcher)
         assert main(["plan", "sft", path, "--device", "h100-80", "--dry_run"]) == 0
@@ -153,7 +153,7 @@ def test_the_dtype_of_the_checkpoint_is_planned_if_no_key_names_another(run, dty
     def planned(dtype, **changes):
         file = tmp_path / "model/config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": dtype}))
-        assert main(["plan", "dpo", run(local_ranks=2, **changes), "--json"]) == 0
+        assert main(["plan", "dpo", run(nproc_per_node=2, **changes), "--json"]) == 0
         return json.loads(capsys.readouterr().out)["stages"]
 
     (stage,) = left_out = planned(dtype)
@@ -161,7 +161,7 @@ def test_the_dtype_of_the_checkpoint_is_planned_if_no_key_names_another(run, dty
     assert stage["optimizer"] == 12 * stage["parameters"], "two moments and the main weights"
     assert left_out == planned("float32", **{key: True}) == planned(dtype, **{key: True})
     if key == "fp16":
-        assert main(["plan", "dpo", run(local_ranks=2), "--check_for_nan_in_grad", "true"]) == 2
+        assert main(["plan", "dpo", run(nproc_per_node=2), "--check_for_nan_in_grad", "true"]) == 2
         assert "check_for_nan_in_grad with fp16 needs loss_scale" in capsys.readouterr().out
     (single,) = planned("float32")
     assert single["weights"] == single["reference"] == 4 * single["parameters"]
@@ -175,7 +175,7 @@ def test_a_quantised_checkpoint_is_planned_in_the_dtype_that_it_is_read_in(run, 
     for dtype, size in (({}, 2), ({"dtype": "float16"}, 2), ({"dtype": "float32"}, 4)):
         plain = {key: value for key, value in document.items() if key not in ("dtype", "torch_dtype")}
         file.write_text(json.dumps(plain | dtype))
-        assert main(["plan", "dpo", run(local_ranks=2), "--json"]) == 0
+        assert main(["plan", "dpo", run(nproc_per_node=2), "--json"]) == 0
         (stage,) = json.loads(capsys.readouterr().out)["stages"]
         assert stage["weights"] == stage["reference"] == size * stage["parameters"], dtype
 
@@ -205,7 +205,7 @@ def test_a_search_goes_on_where_the_fastest_layouts_are_refused(run, first, caps
         asked.append(changes)
         return ("layouts are refused", f"so is {changes}") if len(asked) <= first else ()
 
-    monkeypatch.setattr(searching, "_problems", problems)
+    monkeypatch.setattr(layout_search, "_problems", problems)
     words = ["plan", "sft", run(gradient_accumulation_steps=8), "--gpus", "8", "--search"]
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -214,11 +214,11 @@ def test_a_search_goes_on_where_the_fastest_layouts_are_refused(run, first, caps
     count = min(first, len(asked))
     assert found["refused"][0] == {"problem": "layouts are refused", "layouts": count}
     asked.clear()
-    monkeypatch.setattr(searching, "_SECONDS", 0.0)
+    monkeypatch.setattr(layout_search, "_SECONDS", 0.0)
     assert main(words) == 0
     text = capsys.readouterr().out
-    assert "layouts fit, but the 40 fastest are refused:\n  - layouts are refused (40 of them)\n" in text
-    assert "other reason" in text
+    assert "layouts fit, but the 40 fastest have problems:\n  - layouts are refused (40 of them)\n" in text
+    assert "other problem" in text
     assert "take more devices" not in text
 
 
@@ -283,8 +283,8 @@ def test_a_search_keeps_to_what_the_run_does_not_exclude(run, kind, changes, lef
 
 
 def test_what_a_run_writes_down_has_the_images_of_the_plan(run, vision, capsys):
-    from mca_train.run.checks import check, settings_of
-    from mca_train.run.record import record_of
+    from mca_train.run.checks import check, make_settings
+    from mca_train.run.record import make_record
     from mca_train.tasks.table import TASKS
 
     vision()
@@ -292,9 +292,9 @@ def test_what_a_run_writes_down_has_the_images_of_the_plan(run, vision, capsys):
     assert main(["plan", "sft", path, "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["images"]
-    values, where = given_values(Path(path), [])
-    made = check(TASKS["sft"], settings_of(TASKS["sft"], values, where)).run
-    found = record_of(made)["plan"]
+    values, where = load_values(Path(path), [])
+    made = check(TASKS["sft"], make_settings(TASKS["sft"], values, where)).run
+    found = make_record(made)["plan"]
     assert (found["images"], found["stages"]) == (planned["images"], planned["stages"])
 
 
@@ -302,7 +302,7 @@ def test_a_plan_knows_what_a_reference_excludes(run, capsys):
     overlap = dict.fromkeys(OVERLAP, True)
     for kind, changes in [("kto", {}), ("dpo", {"lora_rank": 4})]:
         assert main(["plan", kind, run(**changes, **overlap)]) == 2
-        assert "overlap_param_gather cannot be combined with" in capsys.readouterr().out
+        assert "overlap_param_gather is not supported with" in capsys.readouterr().out
     assert main(["plan", "dpo", run(lora_rank=4, dpo_loss="simpo", **overlap)]) == 0
 
 

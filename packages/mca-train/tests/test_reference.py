@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mca_config.page_tables import updated
+from mca_config.page_tables import update_document
 from mca_train.cli import main
-from mca_train.config.renamed import RENAMED
-from mca_train.reference.flags import shown, value_of
+from mca_train.config.renamed_options import RENAMED
+from mca_train.reference.flags import format_default, value_placeholder
 from mca_train.reference.hf_fields import _read
-from mca_train.reference.keys import REQUIRED, declared, keys_of
+from mca_train.reference.keys import REQUIRED, declared_keys, task_keys
 from mca_train.reference.pages import TABLES
 from mca_train.reference.schema import schema
 from mca_train.reference.starter import starter
@@ -26,7 +26,10 @@ def test_fields_read_from_the_source_are_those_of_the_class():
     import transformers
 
     read, real = (
-        {key.name: (value_of(key.hint), shown(key.default), key.help) for key in declared(cls, "")}
+        {
+            key.name: (value_placeholder(key.hint), format_default(key.default), key.help)
+            for key in declared_keys(cls, "")
+        }
         for cls in (_read(), transformers.TrainingArguments)
     )
     assert read == real
@@ -37,7 +40,7 @@ def test_help_of_a_kind_has_every_key_that_it_takes(kind, capsys):
     assert main([kind, "--help"]) == 0
     text = capsys.readouterr().out
     flags = {word.removeprefix("--") for line in text.splitlines() for word in line.split()[:1]}
-    names = {key.name for key in keys_of(TASKS[kind])}
+    names = {key.name for key in task_keys(TASKS[kind])}
     assert names <= flags
     assert ("dpo_beta" in names) == (kind == "dpo")
     assert {*REQUIRED, "tensor_model_parallel_size", "learning_rate", "lora_rank"} <= names
@@ -47,18 +50,18 @@ def test_help_of_a_kind_has_every_key_that_it_takes(kind, capsys):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("gpu", [False, True])
 def test_the_file_to_begin_with_is_a_run_with_and_without_its_marks(kind, gpu, tmp_path):
-    from mca_train.run.checks import settings_of
+    from mca_train.run.checks import make_settings
 
     text = starter(TASKS[kind], "org/model", gpu=gpu)
     assert f"`mca-train plan {kind} run.yaml`" in text
     values = yaml.safe_load(text)
     if gpu:
         assert values.pop("bf16") is True  # refused by Hugging Face where there is none
-    settings = settings_of(TASKS[kind], values | {"output_dir": str(tmp_path)}, "run.yaml")
+    settings = make_settings(TASKS[kind], values | {"output_dir": str(tmp_path)}, "run.yaml")
     assert settings.data.model_name_or_path == "org/model"
     keys = set(re.findall(r"^# ([a-z_]+): ", text, re.MULTILINE))
     assert len(keys) > 5
-    assert keys <= {key.name for key in keys_of(TASKS[kind])}
+    assert keys <= {key.name for key in task_keys(TASKS[kind])}
 
 
 def test_init_writes_a_new_file_only(tmp_path, capsys):
@@ -122,10 +125,10 @@ def test_bash_completes_commands_and_flags(capsys, tmp_path):
     assert main(["completion", "bash"]) == 0
     script = tmp_path / "completion"
     script.write_text(capsys.readouterr().out)
-    ask = f"source {script}; COMP_WORDS=(mca-train {{}}); COMP_CWORD={{}}; _mca_train; echo ${{{{COMPREPLY[@]}}}}"
+    ask = 'source "$0"; COMP_WORDS=(mca-train {}); COMP_CWORD={}; _mca_train; echo ${{COMPREPLY[@]}}'
 
     def completed(words, place):
-        command = ["bash", "-c", ask.format(words, place)]
+        command = ["bash", "-c", ask.format(words, place), script]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
     assert completed("pre", 1) == ["pretrain"]
@@ -135,7 +138,7 @@ def test_bash_completes_commands_and_flags(capsys, tmp_path):
 
 def test_completion_for_another_shell_is_refused(capsys):
     assert main(["completion", "tcsh"]) == 2
-    assert "knows bash, zsh, fish, not 'tcsh'" in capsys.readouterr().err
+    assert "expected one of bash, zsh, fish, not 'tcsh'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -143,7 +146,7 @@ def test_completion_for_another_shell_is_refused(capsys):
     [
         ("cutoff_len", "is called seq_length here"),
         ("attn_implementation", "is called attention_backend here"),
-        ("load_in_4bit", "not trained quantised"),
+        ("load_in_4bit", "quantized weights cannot be trained"),
         ("torch_dtype", "bf16 or fp16"),
         ("beta", "dpo_beta or kto_beta"),
         ("max_seq_length", "is called seq_length here"),
@@ -166,7 +169,7 @@ def test_a_key_of_another_program_is_told_its_name_here(key, told, run, capsys):
 
 
 def test_other_programs_keys_are_no_keys_here_and_point_to_keys():
-    names = {key.name for task in TASKS.values() for key in keys_of(task)}
+    names = {key.name for task in TASKS.values() for key in task_keys(task)}
     assert not names & set(RENAMED)
     for told in RENAMED.values():
         if told.startswith("is called "):
@@ -176,7 +179,7 @@ def test_other_programs_keys_are_no_keys_here_and_point_to_keys():
 def test_the_tables_of_the_documents_are_those_of_the_classes():
     docs = Path(__file__).parents[3] / "docs"
     texts = {page: page.read_text() for page in docs.glob("*.md")}
-    stale = [page.name for page, text in texts.items() if updated(text, TABLES) != text]
+    stale = [page.name for page, text in texts.items() if update_document(text, TABLES) != text]
     assert not stale, f"python -m mca_train.reference.pages {' '.join(f'docs/{name}' for name in stale)}"
     whole = "".join(texts.values())
     shown = {name for name in TABLES if f"<!-- {name} -->" in whole}

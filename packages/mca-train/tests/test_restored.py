@@ -13,10 +13,10 @@ from mca_config.layout import ParallelLayout
 from mca_models.megatron import platform
 from mca_train.batching.collate import PadCollator
 from mca_train.batching.loaders import Loaders
-from mca_train.engine.offload import as_plain
+from mca_train.engine.ddp_wrappers import register_wrapper
+from mca_train.engine.offload import as_adam
 from mca_train.engine.pipeline import Pipeline
-from mca_train.engine.rng import kept_rng
-from mca_train.engine.wrapping import remember
+from mca_train.engine.rng import preserved_rng
 from mca_train.trainer.trainer import McaTrainer
 
 
@@ -44,9 +44,9 @@ def test_chunks_train_again_after_an_error_at_rest() -> None:
     pipeline: Any = object.__new__(Pipeline)
     pipeline.chunks = pipeline.models = [Chunk(), Chunk().eval()]
     for chunk in pipeline.chunks:
-        remember(chunk, chunk)
-    with pytest.raises(RuntimeError), pipeline.at_rest():
-        with pipeline.at_rest():
+        register_wrapper(chunk, chunk)
+    with pytest.raises(RuntimeError), pipeline.params_gathered():
+        with pipeline.params_gathered():
             assert not any(chunk.training for chunk in pipeline.chunks)
         assert not any(chunk.training or chunk.remove_forward_pre_hook_handles for chunk in pipeline.chunks)
         raise RuntimeError
@@ -61,7 +61,7 @@ def test_generators_are_restored_after_an_error(monkeypatch: pytest.MonkeyPatch)
     tracker.states_ = {"dropout": torch.zeros(3)}
     monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
     drawn = torch.get_rng_state()
-    with pytest.raises(RuntimeError), kept_rng():
+    with pytest.raises(RuntimeError), preserved_rng():
         torch.rand(1)
         tracker.states_["dropout"].add_(1)
         raise RuntimeError
@@ -81,9 +81,9 @@ def test_hybrids_stay_what_they_are_if_one_cannot_become_plain(monkeypatch: pyte
         return "plain"
 
     monkeypatch.setattr(offload, "_hybrids", lambda optimizer: singles)
-    monkeypatch.setattr(offload, "_held", lambda single, hybrid: None)
-    monkeypatch.setattr(offload, "_plain", plain)
-    with pytest.raises(RuntimeError), as_plain(None, loading=False):
+    monkeypatch.setattr(offload, "_group_tensors", lambda single, hybrid: None)
+    monkeypatch.setattr(offload, "_build_adam", plain)
+    with pytest.raises(RuntimeError), as_adam(None, loading=False):
         pass
     assert [single.optimizer for single in singles] == ["a", "b"]
     assert all(getattr(single.config, offload._PRECISION_AWARE) for single in singles)
@@ -91,18 +91,18 @@ def test_hybrids_stay_what_they_are_if_one_cannot_become_plain(monkeypatch: pyte
 
 def test_a_failed_evaluation_leaves_the_signals_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer: Any = object.__new__(McaTrainer)
-    trainer.eval_dataset, trainer.signals, trainer._sources = [1], "of training", "of its sources"
+    trainer.eval_dataset, trainer.metrics, trainer._sources = [1], "of training", "of its sources"
     trainer.ranks = SimpleNamespace(device=torch.device("cpu"))
     monkeypatch.setattr(McaTrainer, "_evaluation_loader", lambda self, dataset: [])
 
     def fail(self: Any, loader: Any) -> float:
-        assert self.signals != "of training"
+        assert self.metrics != "of training"
         raise RuntimeError
 
     monkeypatch.setattr(McaTrainer, "_evaluate_loss", fail)
     with pytest.raises(RuntimeError):
         trainer.evaluate()
-    assert (trainer.signals, trainer._sources) == ("of training", "of its sources")
+    assert (trainer.metrics, trainer._sources) == ("of training", "of its sources")
 
 
 MEGATRON = SimpleNamespace(

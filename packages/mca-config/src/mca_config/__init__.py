@@ -1,12 +1,12 @@
-"""Configuration, rank layout and checks of mca. Nothing here imports torch.
+"""Configuration, parallel layout and checks of mca. Nothing here imports torch.
 
-What is exported is imported when it is first asked for, so that a command's ``--help`` waits for nothing that it does
-not need. ``TrainingArguments`` and ``Seq2SeqTrainingArguments`` need the extra ``training`` (transformers).
+Exported names are imported on first use, so that ``--help`` of a command is fast. ``TrainingArguments`` and
+``Seq2SeqTrainingArguments`` need the extra ``training`` (transformers).
 """
 
 from typing import TYPE_CHECKING
 
-from mca_config.lazy_names import lazily
+from mca_config.lazy_names import make_lazy_getattr
 
 if TYPE_CHECKING:
     from mca_config.arguments import DistributingParallelArguments, MegatronArguments
@@ -55,4 +55,4 @@ _HOME = {
     "sequence_multiple": "checks",
 }
 
-__getattr__ = lazily(__name__, _HOME)
+__getattr__ = make_lazy_getattr(__name__, _HOME)

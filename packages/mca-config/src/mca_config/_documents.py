@@ -1,4 +1,4 @@
-"""What a ``mca_config.json`` must hold before its model is read."""
+"""Checks of the top level of a ``mca_config.json``, before its model is read."""
 
 from mca_config.errors import McaError
 from mca_config.types import JsonObject, Typed
@@ -8,7 +8,7 @@ _PARTS = ("model", "layout", "hf_config")
 
 
 def require_document(document: JsonObject, where: str) -> None:
-    """Refuses another version, keys that are missing or unknown, and parts that are no objects."""
+    """Raise `McaError` for another version, for missing or unknown keys, and for parts that are not objects."""
     version = document.get("mca_version")
     if version != VERSION:
         raise McaError(
@@ -23,13 +23,13 @@ def require_document(document: JsonObject, where: str) -> None:
 
 
 def require_object(value: Typed, name: str) -> None:
-    """Refuses what is no object, by ``name``."""
+    """Raise `McaError` if ``value`` is not a JSON object; ``name`` is its name in the message."""
     if not isinstance(value, dict):
         raise McaError(f"{name} must be an object, not {value!r:.80}")
 
 
 def require_same_family(document: JsonObject, where: str) -> None:
-    """The source ``config.json`` inside is what an export starts from, so it must be of this model."""
+    """Raise `McaError` if the embedded ``config.json``, from which an export starts, is of another model type."""
     model, source = document.get("model"), document.get("hf_config")
     if not isinstance(model, dict) or not isinstance(source, dict) or "model_type" not in source:
         return

@@ -1,7 +1,7 @@
-"""Names of the settings of megatron-core's ``TransformerConfig`` and its MLA form, by version.
+"""Field names of megatron-core's ``TransformerConfig`` and ``MLATransformerConfig``, by version.
 
-Only those that a JSON value can express: callables, dtypes and other objects are left out. A test
-compares the lists with the installed megatron-core, and prints the lines to write here when they differ.
+The lists hold only fields that a JSON value can set: no callables, dtypes or other objects. A test
+compares the lists with the installed megatron-core and prints the lines to write here when they differ.
 """
 
 COMMON = frozenset(
@@ -123,4 +123,4 @@ ARCHITECTURE = frozenset(
     rope_type rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
     """.split()
 )
-"""What decides the model's tensors, or what they mean: the checkpoint says it, no argument may."""
+"""Fields that decide the model's tensors or their meaning; only the checkpoint sets them."""

@@ -1,7 +1,7 @@
-"""Reads the flat ``mca_config.json`` of ROLL's mcore_adapter as version 1 of ours.
+"""Reader of the flat ``mca_config.json`` of ROLL's mcore_adapter, as version 1 of mca's format.
 
-It is a dump of Megatron's configuration of the day, so keys that say nothing about the model or its
-layout are passed over. Facts that it lacks come from the HF config that it carries as a string.
+The file is a dump of Megatron's configuration, so keys that are unrelated to the model or its layout are
+ignored. Missing values come from the HF config that the file contains as a string.
 """
 
 from mca_config.bounds import require_bounded
@@ -56,20 +56,20 @@ _LAYOUT = (
 
 
 def is_roll(document: Values) -> bool:
-    """Whether ``document`` is a configuration that mcore_adapter wrote."""
+    """Return whether ``document`` is a configuration that mcore_adapter wrote."""
     return {"hf_model_type", "hf_config_json", "num_layers"} <= document.keys()
 
 
 def document_from_roll(roll: Values, where: str) -> JsonObject:
-    """Version 1's ``mca_config.json`` with the same meaning."""
+    """Convert ``roll`` to the contents of a version 1 ``mca_config.json``."""
     try:
         return _document(roll, where)
     except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
-        raise McaError(f"{where}: cannot be read as what mcore_adapter writes ({error})") from None
+        raise McaError(f"{where}: cannot be read as a configuration of mcore_adapter ({error})") from None
 
 
 def _document(roll: Values, where: str) -> JsonObject:
-    require_bounded(roll)  # before lists are made that are as long as it says
+    require_bounded(roll)  # before lists of the stated lengths are allocated
     hf_config = _hf_config(roll, where)
     text = hf_config.get("text_config", hf_config)
     model = {name: roll[name] for name in _SAME_NAME if name in roll}
@@ -118,12 +118,12 @@ def _rope_scaling(text: Values) -> JsonObject | None:
 
 
 def _window(window: Typed) -> int | None:
-    """Megatron counts the tokens before the query; ours count it too."""
+    """Convert Megatron's window, which excludes the query token, to one that includes it."""
     return None if window is None else int(window[0]) + 1
 
 
 def _moe_layer_freq(roll: Values, where: str) -> list[int] | None:
-    """Megatron: a number n puts experts on every n-th layer from the first, a list says it layer by layer."""
+    """Convert Megatron's frequency: n means experts in every n-th layer from the first, a list has 0 or 1 per layer."""
     freq = roll.get("moe_layer_freq")
     if roll.get("num_moe_experts") is None or freq in (None, 1):
         return None

@@ -1,6 +1,6 @@
-"""Which numbers a model can have: beyond them a file is damaged, and planning it would fill all memory.
+"""Bounds of the numbers in a model configuration.
 
-That a number lies within them does not mean that it is right.
+A file with a number out of bounds is damaged, and planning its model would use all memory.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ _MOST: Mapping[str, int] = {
     "window_size": 1 << 40,
 }
 _LARGEST = 1 << 22
-"""Of all other sizes that weights have: widths, and the vocabulary."""
+"""Largest value of all other sizes of weights: widths, and the vocabulary."""
 _WIDTHS = (
     *("hidden_size", "ffn_hidden_size", "kv_channels", "vocab_size", "moe_ffn_hidden_size"),
     *("moe_shared_expert_intermediate_size", "linear_conv_kernel_dim", "linear_key_head_dim"),
@@ -47,9 +47,9 @@ _WIDTHS = (
     ),
 )
 _LARGEST_MATRIX = 1 << 36
-"""Elements of one weight; the embedding of a large model has 2 ** 32."""
+"""Largest number of elements of one weight; the embedding of a large model has 2 ** 32."""
 _MOST_MLPS = 1 << 16
-"""Layers times experts; DeepSeek V3 has 15,616."""
+"""Largest product of layers and experts; DeepSeek V3 has 15,616."""
 _LEAST: Mapping[str, int] = {
     **{"mtp_num_layers": 0, "moe_shared_expert_intermediate_size": 0, "kv_lora_rank": 1},
     **{"per_layer_input_size": 0, "num_kv_shared_layers": 0, "moe_identity_experts": 0},
@@ -57,28 +57,31 @@ _LEAST: Mapping[str, int] = {
 _POSITIVE = ("rotary_base", "rotary_base_local", "rotary_percent", "logits_scaling")
 _NOT_NEGATIVE = ("layernorm_epsilon", "init_method_std", "mamba_least_step", "sparse_mixer_jitter")
 _FACTORS: Mapping[str, int] = {"mamba_multipliers": 6, "mlp_multipliers": 2}
-"""How many there are."""
+"""Lengths of the lists of factors."""
 _SHARES = ("attention_dropout", "hidden_dropout", "embedding_dropout", "input_jitter_noise")
 
 
 def require_bounded(values: Values) -> None:
-    """Refuses numbers that no model has; what is None or missing is passed over.
+    """Check that numbers are within their bounds; None and missing values pass.
 
     Args:
-        values: Fields of ``McaModelConfig`` by name; those of another type are refused elsewhere.
+        values: Fields of ``McaModelConfig`` by name; other checks cover values of another type.
 
     Raises:
-        McaError: Some are out of bounds, all of which are named.
+        McaError: Values are out of bounds; the message names all of them.
     """
     if problems := [*_counts(values), *_products(values), *_reals(values)]:
         raise McaError("; ".join(problems))
 
 
-def require_fitting(values: Values) -> None:
-    """Refuses facts of a model that contradict each other.
+def require_consistent(values: Values) -> None:
+    """Check that fields of a model do not contradict each other.
 
     Args:
         values: All fields of ``McaModelConfig`` by name.
+
+    Raises:
+        McaError: Two fields contradict each other.
     """
     layers, labels, head = values["num_layers"], values["num_labels"], values["head"]
     for name in ("moe_layer_freq", "layer_types", "no_rope_freq"):
@@ -86,21 +89,21 @@ def require_fitting(values: Values) -> None:
         if entries is not None and len(entries) != layers:
             raise McaError(f"{name} has {len(entries)} entries, expected num_layers {layers}")
     for name, count in _FACTORS.items():
-        found = values[name]
-        if found is not None and (len(found) != count or not all(map(_is_finite, found))):
-            raise McaError(f"{name} must be {count} finite numbers, not {found!r:.80}")
+        factors = values[name]
+        if factors is not None and (len(factors) != count or not all(map(_is_finite, factors))):
+            raise McaError(f"{name} must be {count} finite numbers, not {factors!r:.80}")
     if values["moe_shortcut"] and layers % 2:
         raise McaError(
-            f"num_layers is {layers} with moe_shortcut, whose layers come in pairs; expected an even number"
+            f"num_layers is {layers} with moe_shortcut, which needs pairs of layers; expected an even number"
         )
     if (head == "causal_lm") != (labels is None) or (labels or 1) < 1:
-        raise McaError(f"num_labels is {labels} with head {head}; a score needs at least 1")
-    own = layers - values["num_kv_shared_layers"]
+        raise McaError(f"num_labels is {labels} with head {head}; a classification head needs at least 1")
+    first_shared = layers - values["num_kv_shared_layers"]
     kinds = values["layer_types"] or ("attention",) * layers
-    if missing := sorted({*kinds[max(own, 0) :]} - {*kinds[: max(own, 0)]}):
+    if missing := sorted({*kinds[max(first_shared, 0) :]} - {*kinds[: max(first_shared, 0)]}):
         raise McaError(
-            f"num_kv_shared_layers {layers - own} of {layers} leaves no layer of kind {missing[0]} whose keys and "
-            "values the last ones could take; lower it"
+            f"num_kv_shared_layers {layers - first_shared} of {layers} leaves no layer of type {missing[0]} whose keys "
+            "and values the last layers could share; lower it"
         )
     heads, groups = values["num_attention_heads"], values["num_query_groups"]
     if heads % groups:
@@ -109,14 +112,14 @@ def require_fitting(values: Values) -> None:
 
 
 def _require_factors(values: Values) -> None:
-    """A factor for each pair of rotated channels."""
+    """Check that LongRoPE has one factor for each pair of rotated channels."""
     rotated = values.get("qk_pos_emb_head_dim") or int(values["kv_channels"] * values["rotary_percent"])
     for name in ("short_factor", "long_factor"):
         factors = (values["rope_scaling"] or {}).get(name)
         if isinstance(factors, list | tuple) and len(factors) != rotated // 2:
             raise McaError(
-                f"rope parameters: {name} has {len(factors)} numbers, expected {rotated // 2}, one for two channels "
-                "that are rotated"
+                f"rope parameters: {name} has {len(factors)} numbers, expected {rotated // 2}, one for each pair of "
+                "rotated channels"
             )
 
 
@@ -141,10 +144,10 @@ def _products(values: Values) -> Iterator[str]:
         for value in map(values.get, ("num_layers", "num_moe_experts", "num_attention_heads", "kv_channels"))
     )
     identity = values.get("moe_identity_experts")
-    more = identity if isinstance(identity, int) else 0  # files may name matrices of these too
-    if layers * (experts + more) > _MOST_MLPS and layers <= _MOST["num_layers"]:
-        beside = f" and moe_identity_experts {more} together" if more else ""
-        yield f"num_layers {layers} times num_moe_experts {experts}{beside} must be at most {_MOST_MLPS}"
+    identity = identity if isinstance(identity, int) else 0
+    if layers * (experts + identity) > _MOST_MLPS and layers <= _MOST["num_layers"]:
+        sum_of = f" plus moe_identity_experts {identity}" if identity else ""
+        yield f"num_layers {layers} times num_moe_experts {experts}{sum_of} must be at most {_MOST_MLPS}"
     hidden = values.get("hidden_size")
     for name in ("ffn_hidden_size", "vocab_size", "moe_ffn_hidden_size"):
         width = values.get(name)
@@ -155,7 +158,7 @@ def _products(values: Values) -> Iterator[str]:
 
 
 def require_numbers(model: "DataclassInstance") -> None:
-    """Refuses what is no number in a field that holds one: a ``config.json`` may hold anything, such as ``"4"``."""
+    """Raise `McaError` for a value that is not a number in a numeric field, such as ``"4"`` in a ``config.json``."""
     for entry in dataclasses.fields(model):
         value = getattr(model, entry.name)
         if entry.type in (int, float, int | None, float | None) and isinstance(

@@ -1,6 +1,6 @@
-"""Whether a model fits a layout: all problems are reported before any process group or device is used.
+"""Checks of a model against a parallel layout; they need no process group and no device.
 
-What an installed megatron-core cannot compute is not known here (`mca_models.megatron.factory.limits`).
+Limits of the installed megatron-core are in `mca_models.megatron.factory.limits`.
 """
 
 import math
@@ -21,23 +21,23 @@ def check_layout(
     *,
     sequence_parallel: bool | None = None,
 ) -> list[str]:
-    """Every reason why ``model`` cannot stand on ``layout``; empty if it can.
+    """Return all reasons why ``model`` cannot be distributed as ``layout`` says; empty if it can.
 
-    The vocabulary never is one: it is padded. ``model.layout`` does not matter.
+    The vocabulary size always fits, because it is padded. ``model.layout`` is ignored.
 
     Args:
         model: The architecture.
-        layout: The sizes to check.
-        world_size: Processes, if known.
+        layout: The parallel sizes to check.
+        world_size: Number of processes, if known.
         seq_length: Tokens in a sequence, if known.
-        sequence_parallel: None: as Megatron needs it, on with both tensor and expert parallelism.
+        sequence_parallel: None: on if both tensor and expert parallelism are, as Megatron requires.
     """
     heads = dict.fromkeys(problem for kind in model.kinds() for problem in _heads(kind, layout))
     problems = [*_layers(model, layout), *_pairs(model, layout), *heads, *_dense_mlp(model, layout)]
-    problems += [*_prediction(model, layout), *_experts(model, layout)]
+    problems += [*_mtp(model, layout), *_experts(model, layout)]
     problems += _one_stage(model, layout) if not _layers(model, layout) else []
     if world_size is not None:
-        problems += _message_of(lambda: RankGrid(layout, world_size))
+        problems += _caught_messages(lambda: RankGrid(layout, world_size))
     if seq_length is not None:
         problems += _sequence(layout, seq_length, sequence_parallel)
     return problems
@@ -51,7 +51,7 @@ def require_layout(
     *,
     sequence_parallel: bool | None = None,
 ) -> None:
-    """Raises one :class:`McaError` with all that :func:`check_layout` finds."""
+    """Raise one :class:`McaError` with all problems that :func:`check_layout` returns."""
     problems = check_layout(model, layout, world_size, seq_length, sequence_parallel=sequence_parallel)
     raise_problems(problems, f"{model.model_type} cannot be laid out as {layout}")
 
@@ -59,47 +59,48 @@ def require_layout(
 def sequence_multiple(
     layout: ParallelLayout, sequence_parallel: bool | None = None, *, tokens: int = 1, step: int = 1
 ) -> int:
-    """What the length of a sequence must be a multiple of: two slices per context rank, each cut by tp.
+    """Return the number that divides every sequence length: two slices per context-parallel rank, each split over tp.
 
     Args:
-        layout: The sizes.
-        sequence_parallel: None: as Megatron needs it.
-        tokens: What those of a rank must be a multiple of (`tokens_of_fp8`).
-        step: What a sequence must be a multiple of besides (`step_of_lengths`).
+        layout: The parallel sizes.
+        sequence_parallel: None: on if both tensor and expert parallelism are.
+        tokens: Required multiple of the tokens of one rank (`fp8_token_multiple`).
+        step: Further required multiple of a sequence (`length_multiple`).
     """
     slices = 2 if layout.cp > 1 else 1
     cut = layout.tp if _is_sequence_parallel(layout, sequence_parallel) else 1
     return math.lcm(layout.cp * math.lcm(slices, cut * tokens), step)
 
 
-def step_of_lengths(device: str, implementation: str | None, *, packed: bool) -> int:
-    """What padded rows are a multiple of where attention makes a plan for each length: on a GPU in Transformer Engine.
+def length_multiple(device: str, implementation: str | None, *, packed: bool) -> int:
+    """Return the multiple to which rows are padded, so that few lengths occur.
 
-    cuDNN takes a tenth of a second to a second for it (read in its users' reports), packed rows need none.
+    Attention of Transformer Engine on a GPU makes a cuDNN plan for each new length, which takes 0.1 to 1 second
+    according to reports of its users. Packed rows need no such plan.
     """
     return 64 if device == "cuda" and implementation == "transformer_engine" and not packed else 1
 
 
-def tokens_of_fp8(fp8: str | None, recipe: str | None) -> int:
-    """What the tokens of a rank must be a multiple of where products are computed in fp8; 1 where they are not."""
+def fp8_token_multiple(fp8: str | None, recipe: str | None) -> int:
+    """Return the required multiple of a rank's tokens for matrix products in fp8; 1 without fp8."""
     if fp8 is None:
         return 1
     return 32 if recipe == "mxfp8" else 16
 
 
-def require_learned(length: int, positions: int) -> None:
-    """Raises where a sequence of ``length`` tokens goes beyond the ``positions`` that a model has learned."""
+def require_learned_positions(length: int, positions: int) -> None:
+    """Raise `McaError` if a sequence of ``length`` tokens exceeds the ``positions`` of a learned embedding."""
     if length > positions:
         raise McaError(
-            f"a sequence of {length} tokens is longer than the {positions} positions that the model has learned "
+            f"a sequence of {length} tokens is longer than the model's {positions} learned positions "
             "(max_position_embeddings); shorten it"
         )
 
 
-def positions_exceeded(model: McaModelConfig, length: int) -> str | None:
-    """What to say where sequences of ``length`` tokens are longer than the model's positions; None: they fit.
+def position_problem(model: McaModelConfig, length: int) -> str | None:
+    """Return a message if sequences of ``length`` tokens exceed the model's positions, else None.
 
-    Rope scaling makes as many positions as it says; dynamic scaling any number.
+    Rope scaling sets the number of positions; dynamic scaling allows any number.
     """
     scaling = model.rope_scaling or {}
     if scaling.get("rope_type") == "dynamic":
@@ -113,7 +114,7 @@ def positions_exceeded(model: McaModelConfig, length: int) -> str | None:
         return None
     if model.learned_positions:
         return (
-            f"sequences of {length} tokens are longer than the {positions} positions that the model has learned "
+            f"sequences of {length} tokens are longer than the model's {positions} learned positions "
             "(max_position_embeddings); lower seq_length"
         )
     return (
@@ -122,11 +123,11 @@ def positions_exceeded(model: McaModelConfig, length: int) -> str | None:
     )
 
 
-def _is_sequence_parallel(layout: ParallelLayout, asked: bool | None) -> bool:
-    return (layout.tp > 1 and layout.ep > 1) if asked is None else asked
+def _is_sequence_parallel(layout: ParallelLayout, sequence_parallel: bool | None) -> bool:
+    return (layout.tp > 1 and layout.ep > 1) if sequence_parallel is None else sequence_parallel
 
 
-def _message_of(build: Callable[[], object]) -> list[str]:
+def _caught_messages(build: Callable[[], object]) -> list[str]:
     try:
         build()
     except McaError as error:
@@ -135,20 +136,20 @@ def _message_of(build: Callable[[], object]) -> list[str]:
 
 
 def _layers(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
-    return _message_of(lambda: pipeline_plan(layout, model.num_layers, model.mtp_num_layers))
+    return _caught_messages(lambda: pipeline_plan(layout, model.num_layers, model.mtp_num_layers))
 
 
 def _one_stage(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
-    """What a stage needs of an earlier one beside its hidden states, which is not sent."""
+    """Report features for which a stage needs more from an earlier stage than hidden states, which are all it gets."""
     if model.per_layer_input_size and layout.pp > 1:
         return [
-            "each layer takes embeddings of its own (hidden_size_per_layer_input), which are made where the tokens "
-            f"are; set pipeline_model_parallel_size to 1, not {layout.pp}"
+            "per-layer embeddings (hidden_size_per_layer_input) are not supported with pipeline parallelism; "
+            f"set pipeline_model_parallel_size to 1, not {layout.pp}"
         ]
     plan = pipeline_plan(layout, model.num_layers, model.mtp_num_layers)
     for layer in range(model.num_layers):
-        source = model.keys_from(layer)
-        if source is not None and plan.chunk_of_layer(source) != plan.chunk_of_layer(layer):
+        source = model.kv_source_layer(layer)
+        if source is not None and plan.layer_chunk(source) != plan.layer_chunk(layer):
             return [
                 f"layer {layer} takes the keys and values of layer {source} (num_kv_shared_layers), which must stand "
                 "on its stage; set pipeline_model_parallel_size to 1, or move the layers by "
@@ -158,15 +159,15 @@ def _one_stage(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
 
 
 def _pairs(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
-    """What experts of a pair's first layer give stays on its pipeline stage until the second one has run."""
+    """Check that both layers of a shortcut MoE pair are in one stage, because the second adds the expert output."""
     if not model.moe_shortcut or _layers(model, layout):
         return []
-    parted = [chunk for chunk in pipeline_plan(layout, model.num_layers) if len(chunk.layers) % 2]
+    split = [chunk for chunk in pipeline_plan(layout, model.num_layers) if len(chunk.layers) % 2]
     return [
         f"pipeline_model_parallel_size {layout.pp} x virtual_pipeline_model_parallel_size {layout.vpp} leaves a stage "
         f"with {counted(len(chunk.layers), 'layer')}, and layers of {model.model_type} come in pairs that share a "
         "stage; change these sizes, or give pipeline_model_parallel_layout with an even number of t in each stage"
-        for chunk in parted[:1]
+        for chunk in split[:1]
     ]
 
 
@@ -194,11 +195,11 @@ def _heads(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
     for name, heads in linear.items():
         if heads is not None:
             problems += _indivisible(name, heads, "tensor_model_parallel_size", layout.tp)
-    return problems + _few_groups(model, layout) + _groups_of_states(model, layout)
+    return problems + _few_groups(model, layout) + _mamba_groups(model, layout)
 
 
-def _groups_of_states(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
-    """A tensor rank of state space layers holds whole groups of heads, or heads of one group."""
+def _mamba_groups(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
+    """Check that each tensor-parallel rank of a Mamba layer has whole groups of heads, or heads of one group."""
     tp, groups = layout.tp, model.mamba_num_groups
     if groups is None or groups % tp == 0:
         return []
@@ -212,18 +213,18 @@ def _groups_of_states(model: McaModelConfig, layout: ParallelLayout) -> list[str
 
 
 def _few_groups(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
-    """With more tensor ranks than key/value heads Megatron gathers q, k, v and cuts the queries alone."""
-    without = {
+    """Report features that do not work with tp > num_query_groups, where Megatron gathers q, k, v and splits only q."""
+    unsupported = {
         "attention_output_gate": model.attention_output_gate,
         "qk_layernorm_full_width": model.qk_layernorm_full_width,
         "qk_layernorm_per_head": model.qk_layernorm_per_head,
-        "heads of its own kind": model.has_own_heads,
+        "custom q, k, v projections": model.has_custom_qkv,
     }
     tp, groups = layout.tp, model.num_query_groups
     return [
-        f"tensor_model_parallel_size {tp} is more than num_query_groups {groups}, which a model with {name} cannot "
-        f"have; use at most {groups}"
-        for name, on in without.items()
+        f"tensor_model_parallel_size {tp} is above num_query_groups {groups}, which is not supported with {name}; "
+        f"use at most {groups}"
+        for name, on in unsupported.items()
         if on and tp > groups
     ]
 
@@ -235,18 +236,18 @@ def _dense_mlp(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
     return _indivisible("ffn_hidden_size", model.ffn_hidden_size, "tensor_model_parallel_size", layout.tp)
 
 
-def _prediction(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
-    """The product that mixes embeddings into prediction layers is cut by its rows."""
+def _mtp(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
+    """Check hidden_size, because tp splits the rows of the MTP projection, and the stage of MTP layers."""
     if not model.mtp_num_layers:
         return []
-    name = "hidden_size (of prediction layers)"
+    name = "hidden_size (of MTP layers)"
     problems = _indivisible(name, model.hidden_size, "tensor_model_parallel_size", layout.tp)
     if model.mtp_before_final_norm and not _layers(model, layout):
         plan = pipeline_plan(layout, model.num_layers, model.mtp_num_layers)
-        if plan.final_norm != plan.chunk_of_mtp(0):
+        if plan.final_norm != plan.mtp_chunk(0):
             problems.append(
-                f"prediction layers of {model.model_type} take what the last decoder layer gives, without the final "
-                "norm; move m of pipeline_model_parallel_layout into the stage of the last t"
+                f"MTP layers of {model.model_type} take the output of the last decoder layer without the final norm; "
+                "move m of pipeline_model_parallel_layout into the stage of the last t"
             )
     return problems
 
@@ -265,7 +266,8 @@ def _experts(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
         problems += _indivisible(name, shared, "tensor_model_parallel_size", layout.tp)
     if model.add_bias_linear and layout.etp > 1:
         problems.append(
-            f"experts with biases cannot be cut; set expert_tensor_parallel_size to 1, not {layout.etp}"
+            f"experts with biases do not support expert tensor parallelism; set expert_tensor_parallel_size to 1, "
+            f"not {layout.etp}"
         )
     return problems
 
@@ -278,13 +280,13 @@ def _sequence(layout: ParallelLayout, seq_length: int, sequence_parallel: bool |
     if _is_sequence_parallel(layout, sequence_parallel):
         flags.append("tensor_model_parallel_size (with sequence_parallel)")
     return [
-        f"the sequence length {seq_length} is not a multiple of {multiple}, as {' and '.join(flags)} asks; change "
-        f"it to {-(-seq_length // multiple) * multiple}, or change {flags[0]}"
+        f"the sequence length {seq_length} is not a multiple of {multiple}, which {' and '.join(flags)} requires; "
+        f"change it to {-(-seq_length // multiple) * multiple}, or change {flags[0]}"
     ]
 
 
-def _indivisible(what: str, value: int, flag: str, size: int) -> list[str]:
+def _indivisible(name: str, value: int, flag: str, size: int) -> list[str]:
     if value % size == 0:
         return []
     fitting = next(divisor for divisor in range(min(size, value), 0, -1) if value % divisor == 0)
-    return [f"{what} {value} cannot be divided by {flag} {size}; change {flag}, for example to {fitting}"]
+    return [f"{name} {value} cannot be divided by {flag} {size}; change {flag}, for example to {fitting}"]

@@ -1,4 +1,4 @@
-"""`completion` writes the script by which a shell completes the words of a command of mca."""
+"""Shell completion scripts for the commands of mca."""
 
 from collections.abc import Mapping, Sequence
 
@@ -23,19 +23,19 @@ complete -o default -F @FUNCTION@ @PROGRAM@
 
 
 def completion(program: str, shell: str, flags: Mapping[str, Sequence[str]], default: str = "") -> str:
-    """The script.
+    """Return the completion script.
 
     Args:
-        program: The command that is completed.
-        shell: Its name.
-        flags: The words after ``program``, each with the flags that may follow it.
-        default: The one of them whose flags may follow ``program`` itself.
+        program: Name of the program.
+        shell: One of `SHELLS`.
+        flags: Flags of each command, by name of the command.
+        default: The command whose flags may follow ``program`` directly.
 
     Raises:
-        UsageError: There is no script for that shell.
+        UsageError: The shell is not supported.
     """
     if shell not in SHELLS:
-        raise UsageError(f"{program} completion knows {', '.join(SHELLS)}, not {shell!r}")
+        raise UsageError(f"{program} completion: expected one of {', '.join(SHELLS)}, not {shell!r}")
     if shell == "fish":
         return _fish(program, flags, default)
     cases = "\n".join(

@@ -1,7 +1,4 @@
-"""The errors that users see, all below `McaError`, and how problems are collected into one.
-
-A class of its own has what a caller must tell from other errors; nothing here prints or chooses exit codes.
-"""
+"""The errors that users see, all subclasses of `McaError`, and functions that join several problems into one error."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,47 +9,47 @@ from mca_config.redaction import redacted
 class McaError(ValueError):
     """A mistake in a user's input, reported in one line.
 
-    The message names the file, parameter or flag, what was expected and what to change. It is redacted. The commands
-    print it as ``error: <message>`` and exit 1.
+    The message names the file, parameter or flag, the expected value, and the fix. Secrets in it are redacted. The
+    commands print it as ``error: <message>`` and exit with 1.
 
     Attributes:
-        problems: Where several were found together, each of them.
+        problems: The single problems, if the error reports several.
     """
 
     problems: tuple[str, ...] = ()
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(redacted(each) if isinstance(each, str) else each for each in args))
+        super().__init__(*(redacted(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class UsageError(McaError):
-    """The command line or the configuration is wrong: nothing was done, and the same again fails again; exit 2."""
+    """A wrong command line or configuration: nothing was done, and a retry fails too; exit code 2."""
 
 
 class DiskFull(McaError):
-    """A file cannot be written, because its disk or the user's share of it has no room left.
+    """A file that cannot be written because the disk, or the user's quota, is full.
 
     Attributes:
-        room: The size of the file and the room for it, in words, where both are known.
+        room: Text with the size of the file and the free space, if both are known.
     """
 
     room: str = ""
 
 
 class HfConfigError(McaError):
-    """A ``config.json`` says what cannot be represented; the text begins with the bare name of the file."""
+    """A ``config.json`` with values that are not supported; the message begins with the name of the file."""
 
 
 class RankFailed(McaError):
-    """Work that all ranks do together failed on one of them; every rank raises it.
+    """A failure of one rank in a collective operation; every rank raises it.
 
     Args:
-        rank: The first one that failed.
-        cause: Why.
+        rank: The first rank that failed.
+        cause: Its error.
     """
 
     def __init__(self, rank: int, cause: McaError) -> None:
-        super().__init__(rank, cause)  # what pickle makes it from
+        super().__init__(rank, cause)  # pickle passes these to the constructor
         self.rank, self.cause = rank, cause
 
     def __str__(self) -> str:
@@ -60,8 +57,8 @@ class RankFailed(McaError):
 
 
 @contextmanager
-def checking_usage() -> Iterator[None]:
-    """A block that only looks at what the user asked for: what it refuses is a `UsageError`."""
+def raising_usage_errors() -> Iterator[None]:
+    """Convert every `McaError` of the block to a `UsageError`; for blocks that only check the user's input."""
     try:
         yield
     except UsageError:
@@ -70,39 +67,40 @@ def checking_usage() -> Iterator[None]:
         raise UsageError(str(error)) from error
 
 
-def named(error: McaError, where: object) -> McaError:
-    """``error`` with the file that it is about, if it does not begin with that."""
+def with_location(error: McaError, where: object) -> McaError:
+    """Return ``error`` with ``where``, usually its file, in front, unless its message begins with that."""
     text = str(error)
     return error if text.startswith(redacted(str(where))) else McaError(f"{where}: {text}")
 
 
 def raise_problems(
-    problems: Iterable[str], what: object, *, shown: int | None = None, kind: type[McaError] = McaError
+    problems: Iterable[str], where: object, *, shown: int | None = None, kind: type[McaError] = McaError
 ) -> None:
-    """Raises one error with all problems; does nothing without any.
+    """Raise one error with all problems; return if there are none.
 
     Args:
-        problems: What is wrong, a line each.
-        what: Where it was found; it is not repeated before a single problem that begins with it.
-        shown: Name only this many of them, and say how many more there are.
-        kind: Of the error.
+        problems: One line each.
+        where: The file, command or arguments with the problems; not repeated before a single problem that begins
+            with it.
+        shown: Largest number of problems in the message, which then counts the rest.
+        kind: Class of the error.
 
     Raises:
         McaError: There is a problem.
     """
-    found = tuple(map(redacted, problems))
-    if not found:
+    lines = tuple(map(redacted, problems))
+    if not lines:
         return
-    if len(found) == 1:
-        error = kind(str(named(McaError(found[0]), what)))
+    if len(lines) == 1:
+        error = kind(str(with_location(McaError(lines[0]), where)))
     else:
-        more = [f"and {len(found) - shown} more"] if shown and len(found) > shown else []
-        error = kind("\n  ".join([f"{what}: {len(found)} problems", *found[:shown], *more]))
-    error.problems = found
+        more = [f"and {len(lines) - shown} more"] if shown and len(lines) > shown else []
+        error = kind("\n  ".join([f"{where}: {len(lines)} problems", *lines[:shown], *more]))
+    error.problems = lines
     raise error
 
 
-def problems_of(error: ValueError) -> tuple[str, ...]:
-    """What ``error`` says is wrong, each on one line."""
-    found = error.problems if isinstance(error, McaError) else ()
-    return found or (redacted(" ".join(str(error).split())),)
+def list_problems(error: ValueError) -> tuple[str, ...]:
+    """Return the problems that ``error`` reports, one line each."""
+    problems = error.problems if isinstance(error, McaError) else ()
+    return problems or (redacted(" ".join(str(error).split())),)

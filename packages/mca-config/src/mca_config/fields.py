@@ -1,8 +1,7 @@
-"""Values by name become dataclasses here: every key known, every value of the type that its field declares.
+"""Construction of dataclasses from mappings: every key must be known, and every value must have its field's type.
 
-JSON has types of its own, so that its values are taken as they are. YAML and command lines give words, which are read:
-``1e-4`` (text to YAML 1.1) is a number where a number is declared. What a key is for, and whether values fit together,
-is not known here.
+JSON values have types and are used unchanged. Values of YAML and of a command line are converted from text: ``1e-4``
+(text in YAML 1.1) becomes a number if the field is a number.
 """
 
 import dataclasses
@@ -14,20 +13,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, Union
 
-from mca_config.errors import McaError, UsageError, problems_of, raise_problems
+from mca_config.errors import McaError, UsageError, list_problems, raise_problems
 from mca_config.redaction import is_secret
 from mca_config.types import JsonObject, Typed, Values
 
 T = TypeVar("T")
 TypeHint = Any
-"""The type of a field as it is found at run time: a class, a union, a ``Literal``; no type says which."""
+"""The type of a field at run time: a class, a union, or a ``Literal``, for which Python has no common static type."""
 
 
 def from_json(cls: type[T], values: Values, where: str) -> T:
-    """An instance of dataclass ``cls`` from JSON ``values``; ``where`` names them in errors.
+    """Return an instance of dataclass ``cls`` from JSON ``values``; ``where`` names their file in errors.
 
     Raises:
-        McaError: As `build` does.
+        McaError: See `build`.
     """
     advice = "remove it, or read the file with the version of mca that wrote it"
     made = build(
@@ -37,7 +36,7 @@ def from_json(cls: type[T], values: Values, where: str) -> T:
 
 
 def to_json(instance: Any) -> JsonObject:
-    """The fields of a dataclass instance, those with default values included, not recursing into dicts."""
+    """Return all fields of a dataclass instance, including defaults, without recursion into dicts."""
     return {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
 
 
@@ -50,18 +49,18 @@ def build(
     only: Iterable[str] = (),
     words: bool = True,
 ) -> tuple[Typed, ...]:
-    """One instance of each of ``classes`` from ``values``; every key must be a field of one of them.
+    """Return one instance of each of ``classes`` from ``values``; every key must be a field of one of them.
 
     Args:
-        classes: Dataclasses; a key that several have goes to all of them.
+        classes: Dataclasses; a key that several classes have is passed to all of them.
         values: Keys and values.
-        where: What to name in an error: the file, or the file and the command line.
-        unknown: What to say of a key that no class has, given all that they have.
-        only: Names that must have a value although some class has a default for them.
-        words: The values come from YAML or a command line, where all may be text; an error is then a `UsageError`.
+        where: Origin of the values for error messages: the file, or the file and the command line.
+        unknown: Function that returns the message about an unknown key, from the key and all known keys.
+        only: Names that need a value although a class has a default for them.
+        words: The values come from YAML or a command line and may be text; errors are then `UsageError`.
 
     Raises:
-        McaError: Unknown keys, missing ones, values of a wrong type, and what the classes themselves refuse: all of it.
+        McaError: All unknown and missing keys, values of a wrong type, and errors of the classes themselves.
     """
     fields = [_init_fields(cls) for cls in classes]
     known = {name: None for table in fields for name in table}  # in the order of the classes
@@ -72,14 +71,14 @@ def build(
         problems.append(f"missing {', '.join(missing)}")
     built = []
     for cls, table in zip(classes, fields, strict=True):
-        found, unfit = _cast_all(cls, table, values, words)
-        problems += unfit
-        if unfit or not {name for name, (_, needed) in table.items() if needed} <= found.keys():
+        arguments, wrong = _cast_all(cls, table, values, words)
+        problems += wrong
+        if wrong or not {name for name, (_, needed) in table.items() if needed} <= arguments.keys():
             continue
         try:
-            built.append(cls(**found))
+            built.append(cls(**arguments))
         except ValueError as error:
-            problems += problems_of(error)
+            problems += list_problems(error)
     raise_problems(dict.fromkeys(problems), where, kind=UsageError if words else McaError)
     return tuple(built)
 
@@ -91,17 +90,17 @@ def _is_empty(value: Typed) -> bool:
 def _cast_all(
     cls: type, table: Mapping[str, tuple[TypeHint, bool]], values: Values, words: bool
 ) -> tuple[JsonObject, list[str]]:
-    """The values of a class's fields, and what is wrong with the others."""
-    found: JsonObject = {}
+    """Return the converted values of a class's fields, and the problems of values that cannot be converted."""
+    arguments: JsonObject = {}
     problems = []
     refused = {f.name: f.metadata.get("refused", {}) for f in dataclasses.fields(cls)}
     for name in (name for name in table if name in values):
         try:
-            found[name] = cast(name, values[name], table[name][0], words=words)
+            arguments[name] = cast(name, values[name], table[name][0], words=words)
         except McaError as error:
             why = refused[name].get(str(values[name]))
             problems.append(f"{name} is {values[name]!r}; {why}" if why else str(error))
-    return found, problems
+    return arguments, problems
 
 
 def _init_fields(cls: type) -> dict[str, tuple[TypeHint, bool]]:
@@ -117,57 +116,57 @@ def _init_fields(cls: type) -> dict[str, tuple[TypeHint, bool]]:
 
 
 def cast(name: str, value: Typed, hint: TypeHint, *, words: bool) -> Typed:
-    """``value`` as the type that ``hint`` says, in the first of its alternatives that takes it.
+    """Convert ``value`` to the type ``hint``, or to the first member of a union that accepts it.
 
     Args:
-        name: What to call it in an error.
-        value: A list becomes a tuple, and a whole number a float, where so declared.
+        name: Name of the value in an error.
+        value: A list becomes a tuple, and an integer a float, if the type says so.
         hint: The type.
-        words: Text is read as a number, a switch or a member of an enumeration, and a single value as a list of it.
+        words: Text becomes a number, a bool or a member of an enumeration, and a single value a list.
 
     Raises:
-        McaError: No alternative takes it; a `UsageError` if it was words.
+        McaError: No member accepts the value; a `UsageError` with ``words``.
     """
     kind: type[McaError] = UsageError if words else McaError
     inner = None
     for alternative in alternatives(hint):
         try:
             return _as(alternative, value, name, words)
-        except McaError as error:  # of an entry
+        except McaError as error:  # about an entry of a list
             inner = error
         except (TypeError, ValueError, KeyError, OverflowError):
             continue
     if inner and isinstance(value, list | tuple):
         raise inner
     bare = "; a flag without a value means true" if words and value is True else ""
-    found = "a secret of another type" if is_secret(name) else f"{value!r:.80}"
-    raise kind(f"{name} must be {describe(hint)}, not {found}{bare}")
+    shown = "a secret of another type" if is_secret(name) else f"{value!r:.80}"
+    raise kind(f"{name} must be {describe(hint)}, not {shown}{bare}")
 
 
 def alternatives(hint: TypeHint) -> tuple[TypeHint, ...]:
-    """The members of a union, those that take a value as it is before those that convert it.
+    """Return the members of a union, those that accept a value unchanged before those that convert it.
 
-    Text beside an enumeration is its members' names, not any text.
+    In a union of ``str`` and an enumeration, text must be the name of a member, so ``str`` is left out.
     """
-    members = typing.get_args(hint) if origin_of(hint) in (Union, types.UnionType) else (hint,)
+    members = typing.get_args(hint) if hint_origin(hint) in (Union, types.UnionType) else (hint,)
     if any(map(is_enum, members)):
         members = tuple(member for member in members if member is not str)
     order: dict[TypeHint, int] = {type(None): 0, bool: 1, dict: 2, list: 3, int: 4, float: 5}
-    return tuple(sorted(members, key=lambda m: order.get(origin_of(m) or m, 6)))
+    return tuple(sorted(members, key=lambda m: order.get(hint_origin(m) or m, 6)))
 
 
-def origin_of(hint: TypeHint) -> TypeHint:
-    """The class or form that ``hint`` has members of: ``list`` of ``list[int]``; None: it has none."""
+def hint_origin(hint: TypeHint) -> TypeHint:
+    """Return the generic class or form of ``hint``: ``list`` of ``list[int]``; None: it is not generic."""
     return typing.get_origin(hint)
 
 
 def is_enum(kind: TypeHint) -> bool:
-    """Whether ``kind`` is a class of named values."""
+    """Return whether ``kind`` is an ``Enum`` class."""
     return isinstance(kind, type) and issubclass(kind, Enum)
 
 
 def _as(kind: TypeHint, value: Typed, name: str, words: bool) -> Typed:
-    origin = origin_of(kind)
+    origin = hint_origin(kind)
     if kind is Any:
         return value
     if kind in (None, type(None)):
@@ -192,7 +191,7 @@ def _entries(kind: TypeHint, value: Typed, name: str, words: bool) -> list[Typed
     _require(isinstance(value, list | tuple), value)
     if words:
         _require(item is not str or not any(isinstance(entry, bool) for entry in value), value)
-    return [cast(f"{name}, entry {place},", entry, item, words=words) for place, entry in enumerate(value)]
+    return [cast(f"{name}, entry {index},", entry, item, words=words) for index, entry in enumerate(value)]
 
 
 def _require(holds: bool, value: T) -> T:
@@ -211,7 +210,7 @@ def _read_bool(value: object) -> bool:
 
 
 def _is_off(value: Typed) -> bool:
-    """Whether a word is one that YAML 1.1 takes for false, as it does a bare ``no``."""
+    """Return whether a word means false in YAML 1.1, such as a bare ``no``."""
     return isinstance(value, str) and value.lower() in ("no", "off", "false")
 
 
@@ -262,13 +261,13 @@ _NAMES: Mapping[TypeHint, str] = MappingProxyType(
 
 
 def describe(hint: TypeHint) -> str:
-    """``hint`` in a user's words, null last."""
+    """Return ``hint`` in words for users, null last."""
     words: list[str] = []
     for member in sorted(alternatives(hint), key=lambda member: member in (None, type(None))):
-        if origin_of(member) is Literal:
+        if hint_origin(member) is Literal:
             words.extend(repr(choice) for choice in typing.get_args(member))
         elif is_enum(member):
             words.extend(str(choice.value) for choice in member)
         else:
-            words.append(_NAMES.get(origin_of(member) or member, str(member)))
+            words.append(_NAMES.get(hint_origin(member) or member, str(member)))
     return " or ".join(dict.fromkeys(words))

@@ -1,7 +1,4 @@
-"""Files that others wrote, read with suspicion: not waited for, not without bound, not outside their directory.
-
-What a file's contents mean is for those who read it.
-"""
+"""Safe reading of untrusted files: no blocking on pipes, no unbounded sizes, no paths outside their directory."""
 
 import errno
 import json
@@ -17,18 +14,18 @@ from mca_config.printable import counted
 from mca_config.types import JsonObject, Typed
 
 MAX_TEXT_BYTES = 256 << 20
-"""The largest text that is parsed; the index of a model with a million tensors has half of it."""
-_DEEPEST = 64  # levels of JSON; a configuration has five
+"""Largest text that is parsed; the index of a model with a million tensors has half of it."""
+_DEEPEST = 64  # nesting levels of JSON; a configuration has five
 
 
-def inside(directory: Path, name: str) -> Path:
-    """File ``name`` of ``directory``; neither its name nor a link may lead elsewhere.
+def resolve_inside(directory: Path, name: str) -> Path:
+    """Return the path of file ``name`` in ``directory``; neither its name nor a link may lead elsewhere.
 
-    A snapshot of the Hugging Face cache links to the ``blobs`` beside its ``snapshots``, and these may link to the
+    A snapshot of the Hugging Face cache links to the ``blobs`` next to its ``snapshots``, and these may link to the
     ``blobs`` that all models of a cache share: both are allowed. The directory itself may be a link.
 
     Raises:
-        McaError: It leads out of the directory.
+        McaError: The path is outside the directory.
     """
     file = directory / name
     try:
@@ -46,13 +43,13 @@ def inside(directory: Path, name: str) -> Path:
     return file
 
 
-def present(directory: Path, name: str) -> bool:
-    """Whether ``directory`` has an entry ``name``, be it one that cannot be read: a pipe, a link to nothing.
+def has_entry(directory: Path, name: str) -> bool:
+    """Return whether ``directory`` has an entry ``name``, also one that cannot be read: a pipe, a broken link.
 
     Raises:
-        McaError: That cannot be found out.
+        McaError: The directory cannot be read.
     """
-    with reading(directory / name):
+    with naming_read_errors(directory / name):
         try:
             (directory / name).lstat()
         except (FileNotFoundError, NotADirectoryError, ValueError):  # a name with a NUL
@@ -60,8 +57,8 @@ def present(directory: Path, name: str) -> bool:
         return True
 
 
-def cannot_write(file: object, error: OSError, needed: int | None = None) -> McaError:
-    """Return what to raise where the system refuses to write ``file``, which needs ``needed`` bytes, if known."""
+def write_error(file: object, error: OSError, needed: int | None = None) -> McaError:
+    """Return the `McaError` for a failed write of ``file``, which needs ``needed`` bytes, if known."""
     message = f"{file}: cannot be written ({error.strerror})"
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return McaError(message)
@@ -76,24 +73,24 @@ def cannot_write(file: object, error: OSError, needed: int | None = None) -> Mca
 
 
 @contextmanager
-def replacing(file: Path) -> Iterator[Path]:
-    """A name beside ``file`` to write to: it takes that place when the block ends, and is removed if it fails."""
-    beside = file.with_name(f".{file.name}")
+def atomic_write(file: Path) -> Iterator[Path]:
+    """Yield a temporary path next to ``file``, which replaces ``file`` after the block and is removed on failure."""
+    temporary = file.with_name(f".{file.name}")
     try:
-        yield beside
-        beside.replace(file)
+        yield temporary
+        temporary.replace(file)
     except BaseException:
         with suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
         raise
 
 
 @contextmanager
-def reading(file: Path) -> Iterator[None]:
-    """A block that reads ``file``, or files in that directory: errors of the system name it, or which of them.
+def naming_read_errors(file: Path) -> Iterator[None]:
+    """Convert an ``OSError`` of the block to an `McaError` that names ``file``, or the file in that directory.
 
     Raises:
-        McaError: It cannot be read.
+        McaError: The file cannot be read.
     """
     try:
         yield
@@ -105,10 +102,10 @@ def reading(file: Path) -> Iterator[None]:
 
 
 def open_regular(file: Path) -> int:
-    """A descriptor of ``file`` for reading; what is no file (a pipe, a device) is not waited for.
+    """Open ``file`` for reading and return its descriptor; never block on a pipe or a device.
 
     Raises:
-        OSError: It cannot be opened.
+        OSError: The file cannot be opened.
         McaError: It is a directory, pipe, socket or device.
     """
     try:
@@ -129,15 +126,15 @@ def open_regular(file: Path) -> int:
 
 
 def read_bytes(file: Path, absent: str = "expected a file", largest: int = MAX_TEXT_BYTES) -> bytes:
-    """The contents of ``file``.
+    """Return the contents of ``file``.
 
     Args:
-        file: What to read.
-        absent: What it means that it is not there.
-        largest: More bytes are refused.
+        file: The file to read.
+        absent: Text for the error if the file does not exist.
+        largest: Largest number of bytes.
 
     Raises:
-        McaError: It is not there, cannot be read, is too large or no file.
+        McaError: The path does not exist, cannot be read, is too large, or is not a regular file.
     """
     try:
         with os.fdopen(open_regular(file), "rb") as stream:
@@ -152,7 +149,7 @@ def read_bytes(file: Path, absent: str = "expected a file", largest: int = MAX_T
 
 
 def read_text(file: Path, absent: str = "expected a file") -> str:
-    """:func:`read_bytes` as UTF-8."""
+    """Return the contents of ``file`` as UTF-8 text; see :func:`read_bytes`."""
     try:
         return read_bytes(file, absent).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -160,15 +157,15 @@ def read_text(file: Path, absent: str = "expected a file") -> str:
 
 
 def read_json(file: Path, absent: str = "expected a file") -> JsonObject:
-    """The JSON object in ``file``; see :func:`read_bytes` and :func:`parse_object`."""
+    """Return the JSON object in ``file``; see :func:`read_bytes` and :func:`parse_object`."""
     return parse_object(read_text(file, absent), str(file))
 
 
 def parse_object(text: str, where: str) -> JsonObject:
-    """The JSON object ``text``, which can be written again.
+    """Parse the JSON object ``text`` and check that it can be written again.
 
     Raises:
-        McaError: It is no JSON, no object, too deep, or has text that no file can hold; ``where`` names it.
+        McaError: The text is not JSON, not an object, too deep, or has half of a surrogate pair; ``where`` names it.
     """
     try:
         document = json.loads(text)
@@ -187,24 +184,24 @@ def parse_object(text: str, where: str) -> JsonObject:
 
 
 def _depths(document: JsonObject) -> Iterator[int]:
-    """The level of every container, the outermost first; ends below the deepest that is allowed."""
+    """Yield the level of every nesting depth, the outermost first; stop below the deepest allowed one."""
     level: list[Typed] = [document]
     depth = 0
     while level and depth <= _DEEPEST:
         depth += 1
         yield depth
-        inner = (each.values() if isinstance(each, dict) else each for each in level)
+        inner = (node.values() if isinstance(node, dict) else node for node in level)
         level = [value for values in inner for value in values if isinstance(value, dict | list)]
 
 
 def _require_text(document: JsonObject, text: str, where: str) -> None:
-    """Half of a surrogate pair is JSON, but no text: it could not be written again."""
+    """Raise `McaError` for half of a surrogate pair, which is valid JSON but cannot be written as UTF-8."""
     if "\\ud" not in text and "\\uD" not in text:
         return
     try:
         json.dumps(document, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        what = error.object[error.start : error.end]
+        character = error.object[error.start : error.end]
         raise McaError(
-            f"{where}: cannot be read ({what!r:.20} is half a character); correct the text"
+            f"{where}: cannot be read ({character!r:.20} is half a character); correct the text"
         ) from None

@@ -1,6 +1,6 @@
 """Parallel sizes and the rank grid, in Megatron's order tp-cp-ep-dp-pp; pure arithmetic.
 
-No process group is made here, and whether a model fits is said by `checks`.
+`checks` decides whether a model fits a layout.
 """
 
 from collections.abc import Mapping
@@ -18,17 +18,17 @@ SIZE_FIELDS = {
     "ep": "expert_model_parallel_size",
     "etp": "expert_tensor_parallel_size",
 }
-"""The fields of a layout that are sizes, by their abbreviations."""
+"""Parallel sizes of a layout, by abbreviation."""
 MAX_SIZE = 1 << 16
-"""More ranks along one axis are a slip of the hand."""
+"""Largest parallel size; a larger number is a typing error."""
 _STAGE_SIZES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """The sizes that say which rank holds which piece of a model.
+    """The parallel sizes, which decide the shards of each rank.
 
-    A virtual size of 1 is stored as None, and a layout string fixes the virtual size, so that equal
+    A virtual size of 1 is stored as None, and a layout string sets the virtual size, so that equal
     layouts compare equal.
     """
 
@@ -38,7 +38,7 @@ class ParallelLayout:
     context_parallel_size: int = 1
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None
-    """None: as ``tensor_model_parallel_size`` (Megatron's default)."""
+    """None: equal to ``tensor_model_parallel_size`` (Megatron's default)."""
     pipeline_model_parallel_layout: str | None = None
     """Megatron's layout string, such as ``Et*3|t*4|t*4L``."""
     num_layers_in_first_pipeline_stage: int | None = None
@@ -49,9 +49,9 @@ class ParallelLayout:
     def __post_init__(self) -> None:
         for name in (*SIZE_FIELDS.values(), *_STAGE_SIZES):
             _require_count(name, getattr(self, name))
-        self._require_one_way_of_splitting()
+        self._require_single_split()
         if self.pipeline_model_parallel_layout is not None:
-            self._take_virtual_size_from_string(self.pipeline_model_parallel_layout)
+            self._set_virtual_size(self.pipeline_model_parallel_layout)
         if self.virtual_pipeline_model_parallel_size == 1:
             object.__setattr__(self, "virtual_pipeline_model_parallel_size", None)
         if self.vpp > 1 and self.pp == 1:
@@ -60,13 +60,13 @@ class ParallelLayout:
                 "least 2; set the virtual size to 1 or raise the pipeline size"
             )
 
-    def _require_one_way_of_splitting(self) -> None:
+    def _require_single_split(self) -> None:
         uneven = [name for name in _STAGE_SIZES if getattr(self, name) is not None]
         accounts = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
         accounted = [name for name in accounts if getattr(self, name)]
         if self.pipeline_model_parallel_layout is not None and (uneven or accounted):
             raise McaError(
-                f"pipeline_model_parallel_layout already says how layers are split; remove "
+                f"pipeline_model_parallel_layout already splits the layers; remove "
                 f"{', '.join(uneven + accounted)}"
             )
         if uneven and accounted:
@@ -79,7 +79,7 @@ class ParallelLayout:
                 "the pipeline size"
             )
 
-    def _take_virtual_size_from_string(self, text: str) -> None:
+    def _set_virtual_size(self, text: str) -> None:
         stages = len(parse_layout(text))
         if stages % self.pp:
             raise McaError(
@@ -87,12 +87,12 @@ class ParallelLayout:
                 f"pipeline_model_parallel_size {self.pp} does not divide; change one of the two"
             )
         size = stages // self.pp
-        given = self.virtual_pipeline_model_parallel_size
-        if given is not None and given != size:
+        requested = self.virtual_pipeline_model_parallel_size
+        if requested is not None and requested != size:
             raise McaError(
                 f"pipeline_model_parallel_layout {text!r} has {counted(stages, 'stage')}, so at "
                 f"pipeline_model_parallel_size {self.pp} the virtual size is {size}; remove "
-                f"virtual_pipeline_model_parallel_size {given}"
+                f"virtual_pipeline_model_parallel_size {requested}"
             )
         object.__setattr__(self, "virtual_pipeline_model_parallel_size", size)
 
@@ -137,7 +137,7 @@ class ParallelLayout:
         return self.etp * self.ep * self.pp
 
     def bubble(self, micro_batches: int) -> float:
-        """The share of a step in which a pipeline rank waits for others, at so many micro-batches per replica."""
+        """Return the pipeline bubble as a fraction of a step, with ``micro_batches`` micro-batches per replica."""
         idle = self.pp - 1
         return idle / (micro_batches * self.vpp + idle)
 
@@ -162,7 +162,7 @@ def _require_count(name: str, value: object) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coordinates:
-    """Where one rank stands in the dense grid (tp, cp, dp, pp) and in the expert grid (etp, ep, edp, pp)."""
+    """Indices of one rank in the dense grid (tp, cp, dp, pp) and in the expert grid (etp, ep, edp, pp)."""
 
     tp: int
     cp: int
@@ -174,10 +174,10 @@ class Coordinates:
 
 
 class RankGrid:
-    """The ranks of ``world_size`` processes laid out as ``layout`` says.
+    """The grid of ``world_size`` ranks with the parallel sizes of ``layout``.
 
     The first axis varies fastest: neighbouring ranks share all but the tensor-parallel coordinate. The
-    expert grid lies over the same ranks; its pipeline axis is the same as the dense one.
+    expert grid has the same ranks and the same pipeline axis as the dense one.
     """
 
     def __init__(self, layout: ParallelLayout, world_size: int) -> None:
@@ -191,45 +191,45 @@ class RankGrid:
         self._grids: tuple[dict[str, int], ...] = (dense, expert)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The place of ``rank`` in both grids."""
+        """Return the indices of ``rank`` in both grids."""
         if not 0 <= rank < self.world_size:
             raise McaError(
                 f"rank {rank} is outside 0 to {self.world_size - 1}, of {counted(self.world_size, 'rank')}"
             )
-        places: dict[str, int] = {}
+        indices: dict[str, int] = {}
         for sizes in self._grids:
-            places |= _place(rank, sizes)
-        return Coordinates(**places)
+            indices |= _axis_indices(rank, sizes)
+        return Coordinates(**indices)
 
     def rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """The rank at a place in the dense grid."""
+        """Return the rank with these indices in the dense grid."""
         return _rank({"tp": tp, "cp": cp, "dp": dp, "pp": pp}, self._grids[0])
 
     def expert_rank(self, *, etp: int = 0, ep: int = 0, edp: int = 0, pp: int = 0) -> int:
-        """The rank at a place in the expert grid."""
+        """Return the rank with these indices in the expert grid."""
         return _rank({"etp": etp, "ep": ep, "edp": edp, "pp": pp}, self._grids[1])
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """All groups of ranks that differ along ``axis`` only.
+        """Return all groups of ranks that differ only along ``axis``.
 
         Args:
             axis: One axis (``"tp"``) or several of one grid joined by ``-`` (``"dp-cp"``, ``"etp-ep"``).
         """
-        wanted = axis.split("-")
-        sizes = next((grid for grid in self._grids if grid.keys() >= set(wanted)), None)
+        axes = axis.split("-")
+        sizes = next((grid for grid in self._grids if grid.keys() >= set(axes)), None)
         if sizes is None:
             raise McaError(
                 f"axis {axis!r}: expected names of {set(self._grids[0])} or of {set(self._grids[1])}"
             )
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            place = _place(rank, sizes)
-            key = tuple(index for name, index in place.items() if name not in wanted)
+            indices = _axis_indices(rank, sizes)
+            key = tuple(index for name, index in indices.items() if name not in axes)
             groups.setdefault(key, []).append(rank)
         return tuple(tuple(ranks) for ranks in groups.values())
 
-    def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
-        """The group along ``axis`` that holds ``rank``."""
+    def rank_group(self, axis: str, rank: int) -> tuple[int, ...]:
+        """Return the group along ``axis`` that contains ``rank``."""
         return next(group for group in self.groups(axis) if rank in group)
 
 
@@ -248,18 +248,18 @@ def _require_divisible(layout: ParallelLayout, world_size: int) -> None:
         )
 
 
-def _place(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    place = {}
+def _axis_indices(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    indices = {}
     for name, size in sizes.items():
-        rank, place[name] = divmod(rank, size)
-    return place
+        rank, indices[name] = divmod(rank, size)
+    return indices
 
 
-def _rank(place: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+def _rank(indices: Mapping[str, int], sizes: Mapping[str, int]) -> int:
     rank, stride = 0, 1
     for name, size in sizes.items():
-        if not 0 <= place[name] < size:
-            raise McaError(f"{name} {place[name]} is outside 0 to {size - 1}, the ranks of that axis")
-        rank += stride * place[name]
+        if not 0 <= indices[name] < size:
+            raise McaError(f"{name} {indices[name]} is outside 0 to {size - 1}, the ranks of that axis")
+        rank += stride * indices[name]
         stride *= size
     return rank

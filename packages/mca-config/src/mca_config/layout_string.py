@@ -1,7 +1,7 @@
-"""Megatron's pipeline layout strings, such as ``Et*3|(t*4|)*2m|L``, parsed to one list of letters per stage.
+"""Parser of Megatron's pipeline layout strings, such as ``Et*3|(t*4|)*2m|L``.
 
 ``E`` embedding, ``t`` decoder layer, ``m`` multi-token-prediction layer, ``L`` loss; ``|`` ends a stage,
-``x*n`` repeats one letter or bar, ``(...)*n`` repeats a run of them; commas are for the eye only.
+``x*n`` repeats one letter or bar, ``(...)*n`` repeats a group of them; commas are ignored.
 """
 
 import re
@@ -15,7 +15,7 @@ _GROUP = re.compile(r"\(((?:[EtmL|](?:\*\d+)?)+)\)\*(\d+)")
 
 
 def parse_layout(text: str) -> tuple[str, ...]:
-    """The letters of each stage, in pipeline order: all ranks of virtual stage 0, then of stage 1, ..."""
+    """Return the letters of each stage, in pipeline order: all ranks of virtual stage 0, then of stage 1, ..."""
     compact = text.replace(",", "")
     position, flat = 0, ""
     while position < len(compact):
@@ -42,5 +42,5 @@ def _unroll(run: str) -> str:
 
 
 def _count(digits: str) -> int:
-    """The number, or one that is too large wherever it stands."""
+    """Return the number, or one above every limit if it has too many digits."""
     return int(digits) if len(digits) < 6 else _LONGEST + 1

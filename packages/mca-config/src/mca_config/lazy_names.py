@@ -1,16 +1,16 @@
-"""What a package exports, imported when it is first asked for. Type checkers read the package's own imports."""
+"""Lazy imports of the names that a package exports. Type checkers read the package's ``TYPE_CHECKING`` imports."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
 
-def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of ``package``.
+def make_lazy_getattr(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of ``package``.
 
     Args:
-        package: Its name.
-        homes: The module below it that has each exported name.
+        package: Name of the package.
+        homes: Submodule of each exported name.
     """
 
     def attribute(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Which numbers of an evaluation are better when they are greater, of those that mca computes."""
+"""Direction of mca's evaluation metrics: whether a greater value is better."""
 
 from collections.abc import Mapping
 
@@ -23,14 +23,14 @@ GREATER_IS_BETTER: Mapping[str, bool] = {
     "min_reward": True,
     "max_reward": True,
 }
-"""By name, without ``eval_`` and the name of a dataset."""
+"""Direction by name of the metric, without ``eval_`` and the name of a dataset."""
 
 
 def choose_direction(args: HfArguments) -> None:
-    """Sets ``greater_is_better`` by what ``metric_for_best_model`` is, unless that is none of mca's or the user did."""
+    """Set ``greater_is_better`` for ``metric_for_best_model`` if it is a metric of mca and the user set no value."""
     if args.metric_for_best_model is None or args.greater_is_better is not None:
         return
     name = args.metric_for_best_model.removeprefix("eval_")
-    own = (known for known in GREATER_IS_BETTER if name == known or name.endswith(f"_{known}"))
-    known = max(own, key=len, default=None)
-    args.greater_is_better = None if known is None else GREATER_IS_BETTER[known]
+    matches = (metric for metric in GREATER_IS_BETTER if name == metric or name.endswith(f"_{metric}"))
+    metric = max(matches, key=len, default=None)
+    args.greater_is_better = None if metric is None else GREATER_IS_BETTER[metric]

@@ -1,6 +1,6 @@
-"""Tables in documents that are made from code stand between ``<!-- NAME -->`` and ``<!-- end NAME -->``.
+"""Generated tables in documents, between ``<!-- NAME -->`` and ``<!-- end NAME -->``.
 
-What a table says is made where its facts are. A test of each says when a document is to be made anew.
+A test of each table fails when its document must be regenerated.
 """
 
 import sys
@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 Tables = Mapping[str, Callable[[], str]]
-"""What makes each table, by the name between its marks."""
+"""Generator of each table, by the name in its marks."""
 
 
-def updated(document: str, tables: Tables) -> str:
-    """``document`` with every one of ``tables`` that it has made anew."""
+def update_document(document: str, tables: Tables) -> str:
+    """Return ``document`` with its ``tables`` regenerated."""
     for name, table in tables.items():
         begin, end = f"<!-- {name} -->", f"<!-- end {name} -->"
         if begin in document:
@@ -22,7 +22,7 @@ def updated(document: str, tables: Tables) -> str:
 
 
 def update_files(tables: Tables) -> None:
-    """Makes ``tables`` anew in the files that the command line names."""
+    """Regenerate ``tables`` in the files that the command line names."""
     for name in sys.argv[1:]:
         path = Path(name)
-        path.write_text(updated(path.read_text(encoding="utf-8"), tables), encoding="utf-8")
+        path.write_text(update_document(path.read_text(encoding="utf-8"), tables), encoding="utf-8")

@@ -1,7 +1,4 @@
-"""`Parser` reads the words of one command, and `add_flag` declares a flag: for all commands of mca alike.
-
-What flags a command has, and what they mean, is said by the command.
-"""
+"""The command-line parser of all mca commands: `Parser` parses the words of one command, `add_flag` declares a flag."""
 
 import argparse
 import re
@@ -15,7 +12,7 @@ from mca_config.suggestions import suggestion
 from mca_config.types import Typed
 
 _WIDTH = 90
-_PLAINER = (
+_SIMPLER_MESSAGES = (
     (r"(--\w+)/--[\w-]+", r"\1"),
     (r"^argument (?=--)", ""),
     (r"^(\S+): not allowed with argument (\S+)$", r"\1 excludes \2"),
@@ -28,24 +25,24 @@ _PLAINER = (
 )
 
 
-def add_flag(container: argparse._ActionsContainer, name: str, **how: Typed) -> None:
-    """Adds ``--name`` to a parser or a group of its flags.
+def add_flag(container: argparse._ActionsContainer, name: str, **settings: Typed) -> None:
+    """Add ``--name`` to a parser or a group of its flags.
 
     Args:
         container: The parser or group.
         name: With underscores; users may write hyphens.
-        how: As ``add_argument`` takes it, or ``hint``, the type of a value that is read as one of a YAML file is.
+        settings: Arguments of ``add_argument``, or ``hint``, the type of a value that is converted like one of YAML.
     """
-    if "hint" in how:
-        how["type"] = _reader(f"--{name}", how.pop("hint"))
+    if "hint" in settings:
+        settings["type"] = _reader(f"--{name}", settings.pop("hint"))
     spellings = dict.fromkeys(
         (f"--{name}", f"--{name.replace('_', '-')}")
-    )  # both, for a parser that is not ours
-    container.add_argument(*spellings, dest=name, **how)
+    )  # both, for a parser of another class
+    container.add_argument(*spellings, dest=name, **settings)
 
 
 def add_operands(parser: argparse.ArgumentParser) -> None:
-    """Words that are no flags, as ``operands``; the usage says how many are wanted, the command counts them."""
+    """Add ``operands``, the words that are not flags; the command checks their number."""
     parser.add_argument("operands", nargs="*", help=argparse.SUPPRESS)
 
 
@@ -60,14 +57,15 @@ def _reader(name: str, hint: TypeHint) -> Callable[[str], Typed]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Flags with ``-`` or ``_`` alike, none abbreviated and none given twice. All that is wrong is a `UsageError`.
+    """Parser that accepts ``-`` and ``_`` in flags, and no abbreviations or duplicates. Errors are `UsageError`.
 
     Args:
-        prog: The command, with its program's name.
-        usage: What follows it.
-        text: What the command does.
-        ending: What stands below the flags.
-        hint: What to say of an unknown flag, from its name without dashes; an empty text: which flag it resembles.
+        prog: Program and command.
+        usage: Text after ``prog`` in the usage line.
+        text: Description of the command.
+        ending: Text below the flags.
+        hint: Function that returns the message about an unknown flag, from its name without dashes; if it returns an
+            empty text, the message suggests a similar flag.
     """
 
     def __init__(
@@ -92,60 +90,60 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def flags(self) -> list[str]:
-        """All flags, as help spells them."""
+        """All flags, in the spelling of the help."""
         return [flag for flag in self._option_string_actions if flag == _as_declared(flag)]
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
-        """The values of ``words``; unknown flags are named before anything that is missing.
+        """Parse ``words``; unknown flags are reported before missing ones.
 
         Raises:
             UsageError: A flag is unknown, missing, given twice, or has a wrong value.
         """
         words = [_as_declared(word) for word in words]
-        self._refuse(words)
-        found, rest = self.parse_known_intermixed_args(words)
+        self._check_flags(words)
+        namespace, rest = self.parse_known_intermixed_args(words)
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
-        return found
+        return namespace
 
-    def read_own(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """The values of this parser's flags and arguments among ``words``, and the words of all other flags."""
-        mine: list[str] = []
-        others: list[str] = []
-        target = mine
+    def read_known(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Return the values of this parser's flags and arguments among ``words``, and the words of all other flags."""
+        known: list[str] = []
+        unknown: list[str] = []
+        target = known
         for word in map(_as_declared, words):
             if _is_flag(word):
-                target = mine if _flag_of(word) in self._option_string_actions else others
+                target = known if _flag_name(word) in self._option_string_actions else unknown
             target.append(word)
-        return self.read(mine), others
+        return self.read(known), unknown
 
-    def _refuse(self, words: Sequence[str]) -> None:
-        flags = [_flag_of(word) for word in words if _is_flag(word)]
+    def _check_flags(self, words: Sequence[str]) -> None:
+        flags = [_flag_name(word) for word in words if _is_flag(word)]
         unknown = dict.fromkeys(flag for flag in flags if flag not in self._option_string_actions)
-        problems = [f"unknown flag {flag}{self._ending_of(flag)}" for flag in unknown]
+        problems = [f"unknown flag {flag}{self._unknown_flag_hint(flag)}" for flag in unknown]
         twice = dict.fromkeys(flag for flag in flags if flags.count(flag) > 1 and flag not in unknown)
         problems += [f"{flag} is given twice" for flag in twice]
         if len(problems) == 1:
             raise UsageError(problems[0])
         raise_problems(problems, self.prog, kind=UsageError)
 
-    def _ending_of(self, flag: str) -> str:
+    def _unknown_flag_hint(self, flag: str) -> str:
         hint = self._hint(flag.removeprefix("--"))
         return hint or suggestion(flag, self.flags, f"{self.prog} --help lists the flags")
 
     def error(self, message: str) -> NoReturn:
-        """Refuses the words.
+        """Raise `UsageError` with a simpler form of argparse's ``message``.
 
         Raises:
             UsageError: Always.
         """
-        for pattern, plain in _PLAINER:
-            message = re.sub(pattern, plain, message)
+        for pattern, simpler in _SIMPLER_MESSAGES:
+            message = re.sub(pattern, simpler, message)
         raise UsageError(f"{message}; see {self.prog} --help")
 
 
 class _Format(argparse.RawDescriptionHelpFormatter):
-    """Each flag on a line of its own, its meaning below it; the same in every terminal."""
+    """Help formatter with each flag on a separate line above its meaning, and a fixed width."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=8, width=_WIDTH + 2)
@@ -160,7 +158,7 @@ def _is_flag(word: str) -> bool:
     return re.match(r"--[^\s=-][^\s=]*(=|$)", word) is not None
 
 
-def _flag_of(word: str) -> str:
+def _flag_name(word: str) -> str:
     return word.partition("=")[0]
 
 

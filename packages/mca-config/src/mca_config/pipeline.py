@@ -1,7 +1,7 @@
-"""Which decoder layers stand on which pipeline rank and virtual stage, by Megatron's own arithmetic.
+"""Assignment of decoder layers to pipeline ranks and virtual stages, with Megatron's arithmetic.
 
-Chunks follow one another in model order over all ranks of virtual stage 0, then of stage 1, and so on;
-each holds a run of consecutive layers, so a list of run lengths in that order says everything.
+Model order goes over all ranks of virtual stage 0, then of stage 1, and so on. Each chunk has consecutive
+layers, so the list of their counts in that order defines the assignment.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from mca_config.printable import counted
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineChunk:
-    """What one virtual stage of one pipeline rank holds."""
+    """The layers of one virtual stage of one pipeline rank."""
 
     pp: int
     vp: int
@@ -49,12 +49,12 @@ class PipelinePlan:
     def __iter__(self) -> Iterator[PipelineChunk]:
         """All chunks in model order."""
         for vp in range(len(self.chunks[0])):
-            for of_rank in self.chunks:
-                yield of_rank[vp]
+            for rank_chunks in self.chunks:
+                yield rank_chunks[vp]
 
     def __str__(self) -> str:
         """A table: a row for each pipeline rank, a column for each virtual stage."""
-        rows = [[f"pp {pp}", *map(str, of_rank)] for pp, of_rank in enumerate(self.chunks)]
+        rows = [[f"pp {pp}", *map(str, rank_chunks)] for pp, rank_chunks in enumerate(self.chunks)]
         if len(self.chunks[0]) > 1:
             rows.insert(0, ["", *(f"vp {vp}" for vp in range(len(self.chunks[0])))])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -68,7 +68,7 @@ class PipelinePlan:
 
     @property
     def embedding_ranks(self) -> tuple[int, ...]:
-        """The pipeline ranks that embed tokens: the first, and that of the prediction layers."""
+        """The pipeline ranks with a word embedding: the first, and that of the MTP layers."""
         return tuple(sorted({chunk.pp for chunk in self if chunk.has_embedding or chunk.mtp_layers}))
 
     @property
@@ -78,38 +78,38 @@ class PipelinePlan:
 
     @property
     def final_norm(self) -> PipelineChunk:
-        """The chunk with the final norm, which Megatron has before prediction layers, else before the loss."""
+        """The chunk with the final norm, which Megatron places before the MTP layers, else before the loss."""
         if any(chunk.mtp_layers for chunk in self):
-            return self.chunk_of_layer(max(self._by_layer))
+            return self.layer_chunk(max(self._by_layer))
         return self.last
 
     @cached_property
     def _by_layer(self) -> dict[int, PipelineChunk]:
         return {layer: chunk for chunk in self for layer in chunk.layers}
 
-    def chunk_of_layer(self, layer: int) -> PipelineChunk:
-        """The chunk that holds decoder ``layer``."""
+    def layer_chunk(self, layer: int) -> PipelineChunk:
+        """Return the chunk with decoder ``layer``."""
         if layer not in self._by_layer:
             raise McaError(f"layer {layer} is outside the model's {counted(len(self._by_layer), 'layer')}")
         return self._by_layer[layer]
 
-    def chunk_of_mtp(self, index: int) -> PipelineChunk:
-        """The chunk that holds multi-token-prediction layer ``index``."""
+    def mtp_chunk(self, index: int) -> PipelineChunk:
+        """Return the chunk with multi-token-prediction layer ``index``."""
         for chunk in self:
             if index in chunk.mtp_layers:
                 return chunk
         raise McaError(f"multi-token-prediction layer {index} is outside the model")
 
-    def layers_of_rank(self, pp: int) -> tuple[int, ...]:
-        """All decoder layers of pipeline rank ``pp``, over its virtual stages."""
+    def rank_layers(self, pp: int) -> tuple[int, ...]:
+        """Return all decoder layers of pipeline rank ``pp``, over its virtual stages."""
         return tuple(layer for chunk in self.chunks[pp] for layer in chunk.layers)
 
 
 @lru_cache(maxsize=1024)
 def pipeline_plan(layout: ParallelLayout, num_layers: int, mtp_num_layers: int = 0) -> PipelinePlan:
-    """Lays ``num_layers`` decoder layers over the pipeline of ``layout``.
+    """Assign ``num_layers`` decoder layers to the pipeline of ``layout``.
 
-    Multi-token-prediction layers stand with the loss, or where the layout string has its ``m``.
+    Multi-token-prediction layers are in the chunk of the loss, or where the layout string has its ``m``.
     """
     if num_layers < 1:
         raise McaError(f"num_layers must be at least 1, not {num_layers}")
@@ -121,11 +121,11 @@ def pipeline_plan(layout: ParallelLayout, num_layers: int, mtp_num_layers: int =
         )
         mtp_counts = [0] * (len(counts) - 1) + [mtp_num_layers]
     else:
-        counts, mtp_counts = _counts_of_string(layout, num_layers, mtp_num_layers)
-    return PipelinePlan(_lay_out(counts, mtp_counts, layout))
+        counts, mtp_counts = _parse_counts(layout, num_layers, mtp_num_layers)
+    return PipelinePlan(_make_chunks(counts, mtp_counts, layout))
 
 
-def _lay_out(
+def _make_chunks(
     counts: list[int], mtp_counts: list[int], layout: ParallelLayout
 ) -> tuple[tuple[PipelineChunk, ...], ...]:
     chunks: list[PipelineChunk] = []
@@ -159,17 +159,17 @@ _REMEDY = (
 
 
 def _accounted_counts(layout: ParallelLayout, num_layers: int) -> list[int]:
-    """Equal chunks, of which the embedding and the loss may each take the place of one layer."""
+    """Return the layer counts of equal chunks, in which the embedding and the loss may each count as one layer."""
     embedding = int(layout.account_for_embedding_in_pipeline_split)
     loss = int(layout.account_for_loss_in_pipeline_split)
-    places = num_layers + embedding + loss
-    if places % (layout.pp * layout.vpp):
-        counted = f" (with embedding or loss counted: {places})" if embedding or loss else ""
+    total = num_layers + embedding + loss
+    if total % (layout.pp * layout.vpp):
+        note = f" (with embedding or loss counted: {total})" if embedding or loss else ""
         raise McaError(
-            f"num_layers {num_layers}{counted} cannot be divided into pipeline_model_parallel_size "
+            f"num_layers {num_layers}{note} cannot be divided into pipeline_model_parallel_size "
             f"{layout.pp} x virtual_pipeline_model_parallel_size {layout.vpp} equal chunks; {_REMEDY}"
         )
-    counts = [places // (layout.pp * layout.vpp)] * (layout.pp * layout.vpp)
+    counts = [total // (layout.pp * layout.vpp)] * (layout.pp * layout.vpp)
     counts[0] -= embedding
     counts[-1] -= loss
     if min(counts) < 0:
@@ -181,7 +181,7 @@ def _accounted_counts(layout: ParallelLayout, num_layers: int) -> list[int]:
 
 
 def _uneven_counts(layout: ParallelLayout, num_layers: int) -> list[int]:
-    """The first and last rank hold what was asked for, the others share the rest evenly."""
+    """Return layer counts with the requested sizes of the first and last rank; the others share the rest evenly."""
     first, last = layout.num_layers_in_first_pipeline_stage, layout.num_layers_in_last_pipeline_stage
     if first is not None and last is not None and layout.pp == 2 and layout.vpp > 1:
         raise McaError(
@@ -191,10 +191,10 @@ def _uneven_counts(layout: ParallelLayout, num_layers: int) -> list[int]:
         )
     middle = num_layers - (first or 0) - (last or 0)
     stages = layout.pp - (first is not None) - (last is not None)
-    asked = ", ".join(f"{name} {value}" for name, value in _asked(first, last))
+    requested = ", ".join(f"{name} {value}" for name, value in _requested_sizes(first, last))
     if middle < 0 or bool(middle) != bool(stages) or (stages and middle % stages):
         raise McaError(
-            f"num_layers {num_layers} with {asked} leaves {counted(middle, 'layer')} for "
+            f"num_layers {num_layers} with {requested} leaves {counted(middle, 'layer')} for "
             f"{counted(stages, 'further pipeline stage')}, which must share them evenly; change one "
             "of these or pipeline_model_parallel_size"
         )
@@ -206,19 +206,19 @@ def _uneven_counts(layout: ParallelLayout, num_layers: int) -> list[int]:
     uneven = sorted({count for count in per_rank if count % layout.vpp})
     if uneven:
         raise McaError(
-            f"a pipeline rank with {counted(uneven[0], 'layer')} ({asked}) cannot be divided into "
+            f"a pipeline rank with {counted(uneven[0], 'layer')} ({requested}) cannot be divided into "
             f"virtual_pipeline_model_parallel_size {layout.vpp} equal chunks; change one of these, or give "
             "pipeline_model_parallel_layout"
         )
     return [count // layout.vpp for count in per_rank] * layout.vpp
 
 
-def _asked(first: int | None, last: int | None) -> list[tuple[str, int]]:
-    asked = [("num_layers_in_first_pipeline_stage", first), ("num_layers_in_last_pipeline_stage", last)]
-    return [(name, value) for name, value in asked if value is not None]
+def _requested_sizes(first: int | None, last: int | None) -> list[tuple[str, int]]:
+    sizes = [("num_layers_in_first_pipeline_stage", first), ("num_layers_in_last_pipeline_stage", last)]
+    return [(name, value) for name, value in sizes if value is not None]
 
 
-def _counts_of_string(
+def _parse_counts(
     layout: ParallelLayout, num_layers: int, mtp_num_layers: int
 ) -> tuple[list[int], list[int]]:
     text = layout.pipeline_model_parallel_layout or ""
@@ -242,19 +242,19 @@ def _string_problem(flat: str, num_layers: int, mtp_num_layers: int) -> str | No
             "(mtp_num_layers); change the count of m"
         )
     if "m" in flat and "t" in flat[flat.index("m") :]:
-        return "decoder layers (t) stand after a multi-token-prediction layer (m); move m behind the last t"
+        return "decoder layers (t) come after a multi-token-prediction layer (m); move m behind the last t"
     return None
 
 
 def _mtp_problem(stages: tuple[str, ...], pp: int) -> str | None:
-    holders = [index for index, stage in enumerate(stages) if "m" in stage]
-    if len(holders) > 1:
-        return f"m stands in {len(holders)} stages; all multi-token-prediction layers must share one"
-    if holders and holders[0] < len(stages) - pp:
-        return "m must stand in the last virtual stage of its pipeline rank; move it towards the end"
-    if holders and holders[0] and holders[0] % pp == 0:
+    mtp_stages = [index for index, stage in enumerate(stages) if "m" in stage]
+    if len(mtp_stages) > 1:
+        return f"m is in {len(mtp_stages)} stages; all multi-token-prediction layers must share one"
+    if mtp_stages and mtp_stages[0] < len(stages) - pp:
+        return "m must be in the last virtual stage of its pipeline rank; move it towards the end"
+    if mtp_stages and mtp_stages[0] and mtp_stages[0] % pp == 0:
         return (
-            "m stands on the first pipeline rank but not in its first stage, where megatron-core trains a second "
-            "embedding apart from the first; move m to another stage"
+            "m is on the first pipeline rank but not in its first stage, where megatron-core trains a second "
+            "embedding separately from the first; move m to another stage"
         )
     return None

@@ -1,15 +1,15 @@
-"""`printable` makes a text safe for a terminal, whatever file name or tensor name is quoted in it; `counted` counts."""
+"""Text formatting: `printable` makes a text with file or tensor names safe for a terminal, `counted` adds a plural."""
 
 _LONGEST_LINE = 4000
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 file``, ``2,000 files``."""
+    """Return a number with its noun: ``1 file``, ``2,000 files``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def printable(text: str) -> str:
-    """``text`` without control characters, which a terminal would obey, and with very long lines cut."""
+    """Return ``text`` with control characters escaped and very long lines shortened."""
     return "\n".join(_line(line) for line in text.split("\n"))
 
 

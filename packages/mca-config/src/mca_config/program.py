@@ -1,7 +1,4 @@
-"""A `Program` is a table of commands: which one is meant, its help, the version, completion, and what errors end with.
-
-What a command does is its own program's affair.
-"""
+"""A `Program`: a table of commands with their help, the version, and the exit codes of errors."""
 
 import sys
 import textwrap
@@ -21,7 +18,7 @@ _HELP, _VERSION = ("-h", "--help"), ("-V", "--version")
 
 
 def no_flags(parser: "Parser") -> None:
-    """The flags of a command that has none."""
+    """Declare no flags."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,19 +26,19 @@ class Command:
     """One command of a program."""
 
     usage: str
-    """What follows its name."""
+    """Text after the name in the usage line."""
     summary: str
-    """Its line in the list of commands."""
+    """Line in the list of commands."""
     text: str = ""
-    """What it does, in its own help."""
+    """Description in the help of the command."""
     flags: Callable[["Parser"], None] = no_flags
-    """Declares its flags and arguments."""
+    """Function that declares flags and arguments."""
     notes: str = ""
-    """What stands below its flags."""
+    """Text below the flags."""
     examples: tuple[str, ...] = ()
-    """Lines, without the program's name; one that begins with # explains those below it."""
-    whole_help: Callable[[], str] | None = None
-    """Its help, where that is not made from the rest."""
+    """Lines, without the program's name; one that begins with # is a comment."""
+    full_help: Callable[[], str] | None = None
+    """Function that returns the whole help, if it is not generated from the other fields."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,35 +46,35 @@ class Program:
     """All commands of a program."""
 
     name: str
-    """Of the command, and of the distribution whose version it has."""
+    """Name of the program and of its distribution."""
     text: str
-    """What it is for."""
+    """Purpose of the program."""
     commands: Mapping[str, Command]
-    """By name."""
+    """Commands by name."""
     notes: str = ""
-    """What stands below the commands in the general help."""
+    """Text below the commands in the general help."""
     examples: tuple[str, ...] = ()
-    """As those of a command."""
+    """Example lines, see `Command.examples`."""
     default: str = ""
-    """The command that is meant where flags follow the program's name; empty: there is none."""
+    """The command for flags directly after the program's name; empty: there is none."""
     hint: Callable[[str], str] = lambda name: ""
-    """What to say of an unknown flag before looking for one that resembles it."""
+    """Function that returns the message about an unknown flag; if empty, a similar flag is suggested."""
     no_command: str = ""
-    """What to say of a word that resembles no command."""
+    """Message about a word that is similar to no command."""
 
     def answer(self, words: Sequence[str]) -> str | None:
-        """The help or version that ``words`` ask for, without words the general help; None: they ask for neither."""
+        """Return the help or version if ``words`` request it, the general help without words, else None."""
         if not words or set(_HELP) & set(words):
             name = words[0] if words else ""
-            return self.help_of(name) if name in self.commands else self.help()
+            return self.command_help(name) if name in self.commands else self.help()
         if set(_VERSION) & set(words):
             from importlib.metadata import version
 
             return f"{self.name} {version(self.name)}\n"
         return None
 
-    def command_of(self, words: Sequence[str]) -> tuple[str, list[str]]:
-        """The command that is meant, and its own words.
+    def find_command(self, words: Sequence[str]) -> tuple[str, list[str]]:
+        """Return the name of the command and its words.
 
         Raises:
             UsageError: There is no such command.
@@ -87,15 +84,15 @@ class Program:
             return first, list(words[1:])
         if first.startswith("-") and self.default:
             return self.default, list(words)
-        what, known = (
+        kind, known = (
             ("flag ", _HELP + _VERSION) if first.startswith("-") else ("command ", tuple(self.commands))
         )
         shown = first if first.startswith("-") else f"'{first}'"
         otherwise = self.no_command or f"see {self.name} --help"
-        raise UsageError(f"unknown {what}{shown}{suggestion(first, known, otherwise)}")
+        raise UsageError(f"unknown {kind}{shown}{suggestion(first, known, otherwise)}")
 
     def parser(self, name: str) -> "Parser":
-        """The parser of one command."""
+        """Return the parser of one command."""
         from mca_config.parser import Parser
 
         command = self.commands[name]
@@ -109,15 +106,15 @@ class Program:
         command.flags(parser)
         return parser
 
-    def help_of(self, name: str) -> str:
-        """The help of one command; of the default one the general help, which has its flags."""
+    def command_help(self, name: str) -> str:
+        """Return the help of one command; the general help, which lists its flags, for the default command."""
         command = self.commands[name]
-        if command.whole_help is not None:
-            return command.whole_help()
+        if command.full_help is not None:
+            return command.full_help()
         return self.help() if name == self.default else self.parser(name).format_help()
 
     def help(self) -> str:
-        """The general help."""
+        """Return the general help."""
         usages = [f"{self._full(name)} {command.usage}".rstrip() for name, command in self.commands.items()]
         parts = ["usage: " + "\n       ".join(usages), textwrap.fill(self.text, _WIDTH), *self._lists()]
         if self.default:
@@ -136,7 +133,7 @@ class Program:
                 command.summary, _WIDTH, initial_indent=f"  {name:<{width}}  ", subsequent_indent=indent
             )
         yield "\n".join(lines)
-        yield f"`{self.name} COMMAND --help` says more about a command; `{self.name} --version` prints the version."
+        yield f"`{self.name} COMMAND --help` describes a command; `{self.name} --version` prints the version."
         yield self.notes
 
     def _full(self, name: str) -> str:
@@ -150,6 +147,6 @@ class Program:
 
 
 def fail(error: McaError) -> int:
-    """Prints the error; the exit code: 2 for wrong usage, 1 for a failure."""
+    """Print the error and return the exit code: 2 for wrong usage, 1 for a failure."""
     sys.stderr.write(f"error: {printable(str(error))}\n")
     return 2 if isinstance(error, UsageError) else 1

@@ -1,7 +1,7 @@
 """`redacted` removes secrets from a text that is printed, logged or written to a file.
 
-`errors.McaError` redacts its message, and `streams.Forgiving` standard error, so that texts of other libraries are
-redacted too. Only what goes elsewhere needs a call.
+`errors.McaError` redacts its message, and `streams.SafeStream` standard error, so that texts of other libraries are
+redacted too. Only text for other destinations needs a call.
 """
 
 import re
@@ -11,13 +11,13 @@ from mca_config.types import JsonObject, Typed, Values
 _RULES = (
     # https://user:password@host; a user without a password can be a token
     (re.compile(r"(https?:/+)[^/\s?#'\"]*@"), r"\1...@"),
-    # s3://key:secret@bucket, and what a library calls the same without its scheme
+    # s3://key:secret@bucket, also without its scheme
     (re.compile(r"((?::|/)/+[^/@:\s]*):[^/\s]*@"), r"\1:...@"),
     # the same cut off before its @; digits are a port
     (re.compile(r"(:/+[^/@:\s\['\"]+):(?!\d)[^/@\s'\",;)]+(?![^/\s]*@)"), r"\1:..."),
     # the whole query of a web address, but not the punctuation that ends its sentence
     (re.compile(r"""(https?:/+[^\s?#'"]*)[?#][^\s'"]*?(?=[,:;)]*(?:[\s'"]|$))"""), r"\1"),
-    # what urllib3 says of a web address
+    # messages of urllib3 about a web address
     (re.compile(r"(with url: [^\s?]*)\?\S*"), r"\1"),
     # secrets by name, in queries of other addresses too
     (
@@ -55,5 +55,5 @@ def _redacted(value: Typed) -> Typed:
     if isinstance(value, dict):
         return redacted_values(value)
     if isinstance(value, list | tuple):
-        return [_redacted(each) for each in value]
+        return [_redacted(entry) for entry in value]
     return value

@@ -1,6 +1,6 @@
-"""The tables of arguments in the documentation, made from the dataclasses.
+"""Tables of arguments in the documentation, generated from the dataclasses.
 
-Run as ``python -m mca_config.reference docs/configuration.md``; a test says when that is due.
+Run ``python -m mca_config.reference docs/configuration.md``; a test fails when that is needed.
 """
 
 import dataclasses
@@ -16,11 +16,11 @@ LEVELS: tuple[tuple[type, type], ...] = (
     (DistributingParallelArguments, DistributingOptions),
     (MegatronArguments, TrainingOptions),
 )
-"""What users know, and the class that declares its options."""
+"""Public classes, and the classes that declare their options."""
 
 
 def argument_table(cls: type) -> str:
-    """A Markdown table of the arguments that ``cls`` itself declares."""
+    """Return a Markdown table of the arguments that ``cls`` itself declares."""
     hints = get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     lines = ["| argument | value | default | meaning |", "|---|---|---|---|"]

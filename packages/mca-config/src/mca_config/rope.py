@@ -1,6 +1,6 @@
-"""Which scalings of rotary frequencies can be computed, and what each needs.
+"""Supported RoPE scaling types and their required parameters.
 
-Nothing is computed here; the frequencies are `mca_models.megatron.layers.rope`'s.
+`mca_models.megatron.layers.rope` computes the frequencies.
 """
 
 import math
@@ -17,7 +17,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     "proportional": (),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
-"""HF's ``rope_type``, and the parameters without which it says nothing."""
+"""Required parameters of each ``rope_type`` of HF."""
 _NUMBERS = (
     *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     *("beta_fast", "beta_slow", "attention_factor"),
@@ -26,13 +26,13 @@ _LISTS = ("short_factor", "long_factor")
 
 
 def require_rope(scaling: Values | None) -> None:
-    """Refuses a rope scaling that cannot be computed, by name.
+    """Check that a RoPE scaling is supported and complete.
 
     Args:
         scaling: ``McaModelConfig.rope_scaling``.
 
     Raises:
-        McaError: Its kind is not known, or it lacks a parameter or has one that is no positive number.
+        McaError: Its type is unknown, or a parameter is missing or not a positive number.
     """
     if problems := [] if scaling is None else list(_problems(scaling)):
         raise McaError(f"rope parameters: {'; '.join(problems)}")

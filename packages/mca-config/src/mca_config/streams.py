@@ -1,7 +1,4 @@
-"""Standard streams that may be closed, full, or read by nobody, without changing what the command does.
-
-What is printed, and when, is not decided here.
-"""
+"""Standard streams that may be closed, full, or without a reader, without effect on the command."""
 
 import io
 import os
@@ -14,36 +11,36 @@ from mca_config.redaction import redacted
 from mca_config.types import Typed
 
 
-class Forgiving:
-    """A text stream; what cannot be written to it is lost.
+class SafeStream:
+    """A text stream that drops text after a failed write.
 
     Args:
-        stream: The one that is written to, until it fails.
-        name: Its name when a failure is reported on standard error; without one it is not reported.
-        redacts: Writes no secrets.
+        stream: The underlying stream.
+        name: Its name in the report of a failure on standard error; empty: failures are not reported.
+        redacts: Remove secrets from the text.
     """
 
     def __init__(self, stream: TextIO, name: str = "", *, redacts: bool = False) -> None:
         self._stream, self._redacts = stream, redacts
         self._name = name
         self.failed = False
-        """Whether something was lost; what a reader that went away did not want is not."""
+        """Whether text was lost, except to a closed pipe."""
 
     def write(self, text: str) -> int:
-        """Writes ``text`` if that is possible."""
+        """Write ``text`` if possible."""
         try:
             self._stream.write(redacted(text) if self._redacts else text)
             self._stream.flush()
-        except (OSError, ValueError) as error:  # a closed one raises ValueError
+        except (OSError, ValueError) as error:  # a closed stream raises ValueError
             self._give_up(error)
         return len(text)
 
     def _give_up(self, error: Exception) -> None:
-        """Sends what follows, and what is still in a buffer, nowhere."""
-        nowhere = _nowhere()
+        """Redirect the stream and its buffer to ``/dev/null``."""
+        null = _open_null()
         with suppress(OSError, ValueError):
-            os.dup2(nowhere.fileno(), self._stream.fileno())
-        self._stream = nowhere
+            os.dup2(null.fileno(), self._stream.fileno())
+        self._stream = null
         if isinstance(error, BrokenPipeError):
             return
         self.failed = True
@@ -52,7 +49,7 @@ class Forgiving:
             sys.stderr.write(f"{self._name} cannot be written ({reason}); its output is lost\n")
 
     def flush(self) -> None:
-        """Everything has been written."""
+        """Do nothing, because every write flushes."""
 
     def __getattr__(self, name: str) -> Typed:
         return getattr(self._stream, name)
@@ -60,12 +57,11 @@ class Forgiving:
 
 @contextmanager
 def safe_streams(*, to_the_end: bool, output_too: bool = False) -> Iterator[None]:
-    """Has standard error take everything, ``to_the_end`` of the process or of the block; with ``output_too`` output.
+    """Make standard error a `SafeStream`, and with ``output_too`` standard output too.
 
-    Standard error is redacted. Output is not: it may be texts of the user's data.
-
-    Where a standard stream is closed, ``/dev/null`` is opened in its place: a checkpoint's file would else get its
-    number, and what is meant for the stream.
+    They stay so for the block, or with ``to_the_end`` until the process ends. Standard error is redacted, output is
+    not, because it may have texts of the user's data. A closed standard stream is opened as ``/dev/null``, because a
+    checkpoint's file would otherwise get its number and receive text for the stream.
     """
     for number in range(3):
         try:
@@ -73,25 +69,25 @@ def safe_streams(*, to_the_end: bool, output_too: bool = False) -> Iterator[None
         except OSError:
             os.open(os.devnull, os.O_RDWR)
     before = sys.stdout, sys.stderr
-    sys.stdout = sys.stdout or _nowhere()
-    forgiving: Typed = Forgiving(sys.stderr or _nowhere(), redacts=True)
-    sys.stderr = forgiving
+    sys.stdout = sys.stdout or _open_null()
+    safe: Typed = SafeStream(sys.stderr or _open_null(), redacts=True)
+    sys.stderr = safe
     output = sys.stdout if output_too and isinstance(sys.stdout, io.TextIOWrapper) else None
     errors = output.errors if output else None
     if output_too:
         if output:
             output.reconfigure(errors="backslashreplace")
-        forgiving = Forgiving(sys.stdout, "standard output")
-        sys.stdout = forgiving
+        safe = SafeStream(sys.stdout, "standard output")
+        sys.stdout = safe
     try:
         yield
     finally:
         if not to_the_end:
             sys.stdout, sys.stderr = before
             if output:
-                with suppress(OSError):  # of what was not written yet
+                with suppress(OSError):  # from unwritten text
                     output.reconfigure(errors=errors)
 
 
-def _nowhere() -> TextIO:
+def _open_null() -> TextIO:
     return open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123 (open to the end)

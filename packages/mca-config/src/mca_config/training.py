@@ -1,6 +1,6 @@
-"""The training arguments: Hugging Face's, widened by Megatron's.
+"""The training arguments: Hugging Face's together with Megatron's.
 
-This module and `_hf_arguments` need transformers; no other one of the package does.
+Only this module and `_hf_arguments` of the package need transformers.
 """
 
 import logging
@@ -26,46 +26,46 @@ _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 class TrainingArguments(MegatronArguments, transformers.TrainingArguments):  # type: ignore[misc]
     """Hugging Face's ``TrainingArguments`` with Megatron's parallelism, optimizer and checkpoints.
 
-    Sizes: ``per_device_train_batch_size`` is Megatron's micro batch, ``gradient_accumulation_steps`` the
-    number of micro batches in a step. Ranks of one model replica share their samples, so that a step takes
-    micro batch x accumulation x ``data_parallel_size`` samples (:attr:`global_train_batch_size`), not x
-    ``world_size``. ``world_size`` and ``process_index`` keep their meaning, all processes. A process drives
+    Sizes: ``per_device_train_batch_size`` is Megatron's micro-batch size, ``gradient_accumulation_steps`` the
+    number of micro-batches in a step. Ranks of one model replica share their samples, so a step has
+    micro-batch size x accumulation x ``data_parallel_size`` samples (:attr:`global_train_batch_size`), not x
+    ``world_size``. ``world_size`` and ``process_index`` count all processes, as in Hugging Face. A process uses
     one device: ``n_gpu`` is at most 1.
 
     ``bf16`` turns ``accumulate_allreduce_grads_in_fp32`` on unless that is set to false;
-    ``gradient_checkpointing`` (``activation_checkpointing``) stands for full recomputation of every layer;
-    ``optim`` chooses ``optimizer`` if that is left out; ``full_determinism`` turns ``deterministic_mode`` on;
-    ``metric_for_best_model`` says what ``greater_is_better`` is if that is left out. Without a GPU ``use_cpu`` is on.
+    ``gradient_checkpointing`` (``activation_checkpointing``) means full recomputation of every layer;
+    ``optim`` sets an unset ``optimizer``; ``full_determinism`` turns ``deterministic_mode`` on;
+    ``metric_for_best_model`` sets an unset ``greater_is_better``. Without a GPU ``use_cpu`` is on.
 
-    Everything is checked before Hugging Face's own set-up, which may touch devices and process groups.
+    All checks run before Hugging Face's own set-up, which may use devices and process groups.
     """
 
     def __post_init__(self) -> None:
         if self.bf16 and self.accumulate_allreduce_grads_in_fp32 is None:
             self.accumulate_allreduce_grads_in_fp32 = True
-        # Megatron orders communication by it; CUDA reads it when it starts, which Hugging Face's set-up makes it do
+        # Megatron's communication order needs it; CUDA reads it at its start, which Hugging Face's set-up triggers
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         if not torch.cuda.is_available():
-            self.use_cpu = True  # else Hugging Face takes every rank for the only one, and says so on each
-        self._take_over_checkpointing()
+            self.use_cpu = True  # otherwise Hugging Face treats every rank as the only process
+        self._move_checkpointing_to_megatron()
         if self.full_determinism and self.deterministic_mode is None:
-            self.deterministic_mode = True  # Hugging Face's own switch comes after the model is built
+            self.deterministic_mode = True  # Hugging Face's own setting takes effect after the model is built
         if self.optimizer is None:
-            self.optimizer = _optimizer_of(self.optim)
+            self.optimizer = _require_optimizer(self.optim)
         choose_direction(self)
         MegatronArguments.__post_init__(self)
         transformers.TrainingArguments.__post_init__(self)
 
     __repr__ = transformers.TrainingArguments.__repr__
 
-    def _take_over_checkpointing(self) -> None:
-        """Megatron recomputes; the HF flags, under either name, would make the Trainer do it again."""
+    def _move_checkpointing_to_megatron(self) -> None:
+        """Replace HF's gradient checkpointing flags, with which the Trainer would recompute too, by Megatron's."""
         unset = {field.name: field.default for field in fields(self) if field.name in _CHECKPOINTING}
-        asked = [name for name in unset if getattr(self, name)]
-        for name in asked:
+        enabled = [name for name in unset if getattr(self, name)]
+        for name in enabled:
             setattr(self, name, unset[name])
-        if asked and self.recompute_granularity is None:
-            _logger.info("%s: recomputing every layer (recompute_granularity full, uniform, 1)", asked[0])
+        if enabled and self.recompute_granularity is None:
+            _logger.info("%s: recomputing every layer (recompute_granularity full, uniform, 1)", enabled[0])
             self.recompute_granularity, self.recompute_method, self.recompute_num_layers = (
                 "full",
                 "uniform",
@@ -89,7 +89,7 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):  # t
         return self.layout().vpp
 
     def _interleaving_problems(self) -> list[str]:
-        """The interleaved schedule hands out micro batches in groups of at least the pipeline size."""
+        """Check that the interleaved schedule can form groups of micro-batches of at least the pipeline size."""
         size, steps = self.pipeline_model_parallel_size or 1, self.gradient_accumulation_steps
         group = self.microbatch_group_size_per_vp_stage or size
         if group < size:
@@ -100,7 +100,7 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):  # t
             return [
                 f"gradient_accumulation_steps {steps} must be at least {group} and leave a remainder of 0 or of "
                 f"{size} and more when divided by it, as virtual pipelining at pipeline_model_parallel_size "
-                f"{size} asks; change it, for example to {-(-steps // group) * group}"
+                f"{size} requires; change it, for example to {-(-steps // group) * group}"
             ]
         return []
 
@@ -121,16 +121,16 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):  # t
 
     @property
     def global_eval_batch_size(self) -> int:
-        """Samples that all replicas evaluate at once."""
+        """Samples in one evaluation step of all replicas."""
         return int(self.eval_batch_size * self.data_parallel_size)
 
 
-def _optimizer_of(optim: str) -> Literal["adam", "sgd"]:
+def _require_optimizer(optim: str) -> Literal["adam", "sgd"]:
     name = str(OptimizerNames(optim).value)
-    optimizer = _hf_arguments.optimizer_of(name)
+    optimizer = _hf_arguments.megatron_optimizer(name)
     if optimizer is None:
         raise McaError(
-            f"optim {name} is none of Megatron's; use adamw_torch or sgd, or set optimizer to adam, sgd or muon"
+            f"optim {name} is not supported by Megatron; use adamw_torch or sgd, or set optimizer to adam, sgd or muon"
         )
     return optimizer
 

@@ -1,23 +1,22 @@
-"""Names for values whose types only their readers know: what JSON and YAML documents hold, and settings by name.
+"""Type aliases for values without a static type: contents of JSON and YAML documents, and settings by name.
 
-What such a value must be is checked where it is read; these names say where it came from. Where else ``Any`` stands is
-counted in ``integration_tests/system/test_architecture.py``.
+The code that reads such a value checks it. ``integration_tests/system/test_architecture.py`` counts all other ``Any``.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 JsonObject = dict[str, Any]
-"""A JSON object as it is parsed, or as it will be written."""
+"""A parsed JSON object, or one to write."""
 
 Values = Mapping[str, Any]
 """Values by name, each of the type that a dataclass or an upstream library declares for that name."""
 
 Typed = Any
-"""A value of the type that a hint beside it says, which a type checker cannot follow."""
+"""A value whose type is in a separate hint, which a type checker cannot use."""
 
 FamilyConfig = Any
-"""The subclass of ``McaModelConfig`` that the functions of one model family take, whose fields they know."""
+"""The subclass of ``McaModelConfig`` for one model family."""
 
 HfArguments = Any
-"""``transformers.TrainingArguments`` of any release, of which fields are asked for by name."""
+"""``transformers.TrainingArguments`` of any release, whose fields are read by name."""

@@ -1,6 +1,6 @@
-"""YAML as users write it, read by every file of theirs in the same way: a key once, and what is wrong in one line.
+"""YAML reader for all files of users: no duplicate keys, and one-line errors.
 
-It needs pyyaml, which the package has with its extra ``training``.
+It needs pyyaml, which the extra ``training`` installs.
 """
 
 import math
@@ -15,9 +15,9 @@ _SWITCH, _DATE, _TEXT = (f"tag:yaml.org,2002:{name}" for name in ("bool", "times
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader that refuses a key given twice, takes dates for text, and quotes no line in errors.
+    """Safe loader that raises an error for duplicate keys, reads dates as text, and quotes no line in errors.
 
-    A line can have a token, which an excerpt would show.
+    A quoted line could show a token.
     """
 
     def get_mark(self) -> yaml.Mark:
@@ -28,7 +28,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise _error(
-                    key, "a key is a list or a mapping, not a word; quote what stands in {{ }} or [ ]"
+                    key, "a key is a list or a mapping, not a word; quote the text with {{ }} or [ ]"
                 )
             if key.value in seen:
                 raise _error(key, f"key '{key.value}' is given twice")
@@ -47,23 +47,23 @@ def _error(node: yaml.Node, problem: str) -> yaml.YAMLError:
 
 
 def parse(text: str) -> Typed:
-    """What the YAML in ``text`` says.
+    """Parse the YAML in ``text``.
 
     Raises:
-        ValueError: It is not valid; the message is one line.
+        ValueError: The YAML is not valid; the message is one line.
     """
     return _read(text, lambda node: None)
 
 
 def parse_fields(text: str) -> Typed:
-    """`parse`, for values that take the types of their fields later.
+    """Parse YAML whose values are converted to the types of their fields later.
 
-    Words that YAML 1.1 takes for a number or a switch but that are usually written otherwise (``0123``, ``2024_11_23``,
-    ``1.10``, ``on``) stay as they are: a field of text has just that. Inside a mapping that is a value they are what
-    YAML says, as nothing else knows their type.
+    Words that YAML 1.1 reads as a number or bool, but that are not its usual spelling (``0123``, ``2024_11_23``,
+    ``1.10``, ``on``), stay text, because a text field needs that spelling. In a nested mapping, which has no declared
+    types, YAML 1.1 decides.
 
     Raises:
-        ValueError: It is not valid; the message is one line.
+        ValueError: The YAML is not valid; the message is one line.
     """
     return _read(text, _keep_words)
 
@@ -82,16 +82,14 @@ def _read(text: str, change: Callable[[yaml.Node], None]) -> Typed:
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except (yaml.YAMLError, ValueError) as error:
-        message = str(error).replace(
-            '"<unicode string>", ', ""
-        )  # what PyYAML calls a text that was read before
+        message = str(error).replace('"<unicode string>", ', "")  # PyYAML's name for text that is not a file
         raise ValueError(" ".join(message.split())) from error
 
 
 def _keep_words(node: yaml.Node) -> None:
-    """Makes text of such words: the document itself, the values of its keys and the entries of its lists."""
+    """Mark such words as text: the document itself, the values of its keys and the entries of its lists."""
     if isinstance(node, yaml.ScalarNode):
-        if node.style is None and not _is_usual(node):
+        if node.style is None and not _is_canonical(node):
             node.tag = _TEXT
         return
     entries = node.value
@@ -101,7 +99,7 @@ def _keep_words(node: yaml.Node) -> None:
         _keep_words(entry)
 
 
-def _is_usual(node: yaml.ScalarNode) -> bool:
+def _is_canonical(node: yaml.ScalarNode) -> bool:
     if node.tag == _SWITCH:
         return node.value.lower() in ("true", "false")
     if node.tag not in _NUMBERS:

@@ -1,4 +1,4 @@
-"""CPU-only checkpoint converter of mca; no torch.
+"""CPU-only checkpoint converter of mca, without torch.
 
-Nothing is exported: the package is a command.
+The package is a command and exports no names.
 """

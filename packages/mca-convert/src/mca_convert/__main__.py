@@ -1,7 +1,4 @@
-"""``python -m mca_convert``.
-
-It only calls the command.
-"""
+"""``python -m mca_convert``."""
 
 import sys
 

@@ -1,18 +1,18 @@
-"""A target tensor cut into stretches that fit a buffer, and the moves clipped to each stretch.
+"""Split of a target tensor into chunks that fit a buffer, with the copy moves of each chunk.
 
-Nothing is read or written here. A chunk is no chunk of a pipeline: it is a stretch of one tensor.
+A chunk in mca_convert is a range of elements of one tensor, not a pipeline chunk.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import lcm
 
-from mca_models.storage.runs import Gather, Move, clip
+from mca_models.storage.byte_ranges import Gather, Move, clip
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Elements ``start:stop`` of a target tensor; its moves count their targets from ``start``."""
+    """Elements ``start:stop`` of a target tensor; target positions of its moves are relative to ``start``."""
 
     start: int
     stop: int
@@ -21,33 +21,33 @@ class Chunk:
 
 
 class ChunkCache:
-    """Chunks by gather: layers and experts share gathers, so most tensors find theirs ready."""
+    """Cache of chunks by gather: layers and experts share gathers, so most tensors hit the cache."""
 
     def __init__(self, elements: int, *, exactly: bool = False) -> None:
         self.elements, self._exactly = elements, exactly
         self._known: dict[int, tuple[Gather, tuple[Chunk, ...]]] = {}
 
     def chunks(self, gather: Gather) -> tuple[Chunk, ...]:
-        """The chunks of at most ``elements`` that ``gather`` falls into."""
-        if id(gather) not in self._known:  # the gather is kept, so its id stays its own
+        """Return the chunks of ``gather`` with at most ``elements`` each."""
+        if id(gather) not in self._known:  # the cache keeps the gather alive, so no other object gets its id
             self._known[id(gather)] = (
                 gather,
-                tuple((cut_exactly if self._exactly else cut)(gather, self.elements)),
+                tuple((split_exactly if self._exactly else split)(gather, self.elements)),
             )
         return self._known[id(gather)][1]
 
 
-def cut(gather: Gather, elements: int) -> Iterator[Chunk]:
-    """Cuts ``gather`` every ``elements`` or a little before, where its strided moves are whole."""
+def split(gather: Gather, elements: int) -> Iterator[Chunk]:
+    """Split ``gather`` after ``elements`` or slightly fewer, so that strided moves are not split within a period."""
     step = elements
     period = lcm(*(move.target_stride for move in gather.moves if move.repeat > 1), 1)
     if period <= elements:
         step -= elements % period
-    return cut_exactly(gather, step)
+    return split_exactly(gather, step)
 
 
-def cut_exactly(gather: Gather, elements: int) -> Iterator[Chunk]:
-    """Cuts ``gather`` every ``elements``."""
+def split_exactly(gather: Gather, elements: int) -> Iterator[Chunk]:
+    """Split ``gather`` after every ``elements``."""
     for start in range(0, gather.size, elements):
         stop = min(start + elements, gather.size)
         moves = tuple(part for move in gather.moves for part in clip(move, start, stop))

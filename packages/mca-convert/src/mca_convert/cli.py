@@ -1,7 +1,7 @@
 """The ``mca-convert`` command.
 
-Little but the signals is imported at first, so that a Ctrl-C during the other imports is one line too; NumPy and the
-rest come with the work itself.
+Signal handling is imported first, so that a Ctrl-C during the other imports gives one line too; NumPy is imported only
+for the work itself.
 """
 
 import gc
@@ -21,14 +21,13 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code.
+    """Run the command and return its exit code.
 
-    0 done, 1 failed, 2 wrong usage, 128 and the signal's number if one ended it: 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP.
-    Only a code of 0 leaves anything at the output path, and it always does; but what an upload of it fails with, or is
-    ended by, leaves it there too, and the last line says so.
+    0 done, 1 failed, 2 wrong usage, 128 plus the number of a signal: 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP. The output
+    path exists after code 0, and after a failed or interrupted upload, which the last line reports.
 
     Args:
-        argv: The arguments; None: the process is this command.
+        argv: The arguments; None: those of the process.
     """
     is_command, interrupts = argv is None, Interrupts()
     with ExitStack() as stack:
@@ -37,43 +36,43 @@ def main(argv: Sequence[str] | None = None) -> int:
             from mca_config.streams import safe_streams
 
             stack.enter_context(safe_streams(to_the_end=is_command))
-            code = _attempt(sys.argv[1:] if argv is None else argv, interrupts)
+            code = _run_command(sys.argv[1:] if argv is None else argv, interrupts)
             interrupts.finish()
             return code
         except Interrupted:
             pass
         except Exception:
             if not interrupts.code:
-                raise  # else a library took the signal for something else
+                raise  # otherwise a library turned the signal into another exception
         sys.stderr.write(f"{interrupts.word}; nothing is left at the output path\n")
         return interrupts.code
 
 
-def _attempt(argv: Sequence[str], interrupts: Interrupts) -> int:
-    """The exit code of a command that no signal ended."""
+def _run_command(argv: Sequence[str], interrupts: Interrupts) -> int:
+    """Run the command and return its exit code, unless a signal ends it."""
     import logging
 
     from mca_config.errors import McaError
     from mca_config.printable import printable
     from mca_config.program import fail
     from mca_convert.flags import program
-    from mca_convert.output import say
+    from mca_convert.output import write_line
 
     known = program()
     try:
         if (answer := known.answer(argv)) is not None:
-            say(answer.rstrip())
+            write_line(answer.rstrip())
             return 0 if argv else 2
-        command, words = known.command_of(argv)
+        command, words = known.find_command(argv)
         parser = known.parser(command)
         options = parser.read(words)
         if command == "completion":
-            say(_completion(known, options.shell).rstrip())
+            write_line(_completion(known, options.shell).rstrip())
             return 0
     except McaError as error:
         return fail(error)
     from mca_convert.commands.sources import local_sources
-    from mca_convert.mapped import cut_files_told
+    from mca_convert.sigbus import catching_truncated_files
 
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the workers are threads enough
     level = logging.WARNING if getattr(options, "quiet", False) else logging.INFO
@@ -81,7 +80,11 @@ def _attempt(argv: Sequence[str], interrupts: Interrupts) -> int:
     for name in ("mca_config", "mca_models", "mca_convert"):  # not what libraries say of their requests
         logging.getLogger(name).setLevel(level)
     try:
-        with no_collection(), cut_files_told(interrupts.note), local_sources(command, options) as called:
+        with (
+            without_gc(),
+            catching_truncated_files(interrupts.note),
+            local_sources(command, options) as called,
+        ):
             code = _run(command, parser, options, interrupts, called)
             if interrupts.fault is None:
                 return code
@@ -89,15 +92,15 @@ def _attempt(argv: Sequence[str], interrupts: Interrupts) -> int:
     except McaError as error:
         return fail(error)
     except OSError as error:
-        sys.stderr.write(f"error: {printable(f'{_where(error)}{error.strerror or error}')}\n")
+        sys.stderr.write(f"error: {printable(f'{_error_prefix(error)}{error.strerror or error}')}\n")
     except MemoryError:
         sys.stderr.write("error: out of memory; give fewer --workers, or a smaller --memory_limit\n")
     return 1
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
-    """Without searches for cycles: a plan of many thousand objects has none, and they cost a tenth of its time."""
+def without_gc() -> Iterator[None]:
+    """Disable garbage collection for the block: a plan has many thousand objects without cycles, and it costs 10 %."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -114,7 +117,7 @@ def _completion(known: "Program", shell: str) -> str:
     return completion(known.name, shell, flags, known.default)
 
 
-def _where(error: OSError) -> str:
+def _error_prefix(error: OSError) -> str:
     return f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
 
 

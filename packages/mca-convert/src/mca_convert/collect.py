@@ -1,15 +1,12 @@
-"""Collects stretches of a target tensor from source files into one thread's buffers.
-
-Nothing is written here.
-"""
+"""Assembly of chunks of a target tensor from source files, in one thread's buffers."""
 
 from collections.abc import Iterator
 from math import prod
 
 from mca_convert.chunks import Chunk
 from mca_convert.reader import SourceFiles
+from mca_models.storage.byte_ranges import Move
 from mca_models.storage.dtypes import numpy_dtype
-from mca_models.storage.runs import Move
 from mca_models.storage.safetensors import TensorInfo
 from mca_models.storage.source import Part, copy_move
 from mca_models.weights.arrays import NumpyArray
@@ -18,7 +15,7 @@ _BAND = 1 << 20  # elements that are computed at a time, where a part is too lar
 
 
 class Buffers:
-    """One thread's reusable memory, made when first used."""
+    """Reusable buffers of one thread, allocated on first use."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -26,7 +23,7 @@ class Buffers:
         self._typed: dict[tuple[str, str], NumpyArray] = {}
 
     def array(self, name: str, dtype: str, size: int) -> NumpyArray:
-        """The first ``size`` elements of buffer ``name``."""
+        """Return the first ``size`` elements of buffer ``name``."""
         typed = self._typed.get((name, dtype))
         if typed is None:
             typed = self._typed[name, dtype] = self._bytes(name).view(numpy_dtype(dtype))
@@ -41,14 +38,14 @@ class Buffers:
 
 
 class Collector:
-    """Reads what makes up a chunk; one for each thread."""
+    """Reader of the source elements of a chunk; each thread has one."""
 
     def __init__(self, sources: SourceFiles, buffers: Buffers, computed_bytes: int = 0) -> None:
         self._sources, self._buffers = sources, buffers
         self._computed = ComputedParts(computed_bytes)
 
     def collect(self, chunk: Chunk, parts: tuple[Part, ...], dtype: str, buffer: str) -> NumpyArray:
-        """The elements of ``chunk``, in the parts' own ``dtype``, in buffer ``buffer``."""
+        """Return the elements of ``chunk``, in the ``dtype`` of the parts, in buffer ``buffer``."""
         self._computed.keep(parts)
         out = self._buffers.array(buffer, dtype, chunk.stop - chunk.start)
         for start, stop in chunk.zeros:
@@ -77,20 +74,20 @@ class Collector:
 
 
 def computed_bytes(part: Part) -> int:
-    """Bytes that ``part`` takes as it is read."""
+    """Return the bytes of ``part`` after reading."""
     return prod(part.shape) * part.info.itemsize
 
 
-def is_kept(parts: tuple[Part, ...], limit: int) -> bool:
-    """Whether any of ``parts`` is computed once and kept, being small enough."""
+def is_any_kept(parts: tuple[Part, ...], limit: int) -> bool:
+    """Return whether any of ``parts`` is computed and small enough for the cache."""
     return any(not isinstance(part.info, TensorInfo) and computed_bytes(part) <= limit for part in parts)
 
 
 class ComputedParts:
-    """Copies from parts that are worked out as they are read, keeping small ones for the next chunk.
+    """Source of computed (dequantized or merged) parts, with a cache of small ones for the next chunk.
 
     Args:
-        nbytes: Of the largest part that is kept.
+        nbytes: Largest size of a cached part.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -98,21 +95,21 @@ class ComputedParts:
         self._kept: dict[tuple[int, int], tuple[Part, NumpyArray]] = {}
 
     def copy(self, part: Part, move: Move, out: NumpyArray) -> None:
-        """Carries out ``move`` from ``part`` to ``out``."""
+        """Copy ``move`` from ``part`` to ``out``."""
         if computed_bytes(part) <= self._limit:
             copy_move(self._whole(part), out, move)
             return
         flat = part.elements()
-        for piece in in_bands(move, _BAND):
+        for piece in split_bands(move, _BAND):
             start = part.start + piece.source
             band = flat[start : start + piece.source_span]
             copy_move(band, out, piece._replace(source=0))
 
     def keep(self, parts: tuple[Part, ...]) -> None:
-        """Forgets all but ``parts``: the next chunks come from the same ones, or from others."""
+        """Remove all cached parts except ``parts``."""
         if self._kept:
-            wanted = {_key(part) for part in parts}
-            self._kept = {key: kept for key, kept in self._kept.items() if key in wanted}
+            keys = {_key(part) for part in parts}
+            self._kept = {key: kept for key, kept in self._kept.items() if key in keys}
 
     def _whole(self, part: Part) -> NumpyArray:
         if _key(part) not in self._kept:
@@ -124,8 +121,8 @@ def _key(part: Part) -> tuple[int, int]:
     return id(part.info), part.start
 
 
-def in_bands(move: Move, elements: int) -> Iterator[Move]:
-    """``move`` in parts that each reach over about ``elements`` of the source, if its runs are no longer."""
+def split_bands(move: Move, elements: int) -> Iterator[Move]:
+    """Split ``move`` so that each part spans about ``elements`` of the source, unless single runs are longer."""
     step = max(1, elements // max(1, move.source_stride))
     for first in range(0, move.repeat, step):
         yield move._replace(

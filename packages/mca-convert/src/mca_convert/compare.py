@@ -1,7 +1,6 @@
-"""Compares two checkpoints as models, streaming: same parameters, same shapes, same elements.
+"""Streaming comparison of two checkpoints as models: same parameters, same shapes, same elements.
 
-Both are read in the order of the Hugging Face tensors, so differences are reported by names that everybody
-knows, whatever the two layouts are.
+Both are read in the order of the Hugging Face tensors, so differences have Hugging Face names in any layout.
 """
 
 import dataclasses
@@ -13,14 +12,14 @@ from typing import TYPE_CHECKING
 from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
 from mca_config.types import Typed, Values
-from mca_convert.chunks import Chunk, cut_exactly
+from mca_convert.chunks import Chunk, split_exactly
 from mca_convert.collect import Buffers, Collector
 from mca_convert.pool import Limits, run_all
 from mca_convert.reader import SourceFiles
 from mca_convert.tasks import source_dtypes
+from mca_models.storage.copy_plan import HF
 from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.finite import counts_in
-from mca_models.storage.moves import HF
 from mca_models.storage.source import ModelSource
 from mca_models.weights import Param
 from mca_models.weights.arrays import NumpyArray
@@ -34,13 +33,13 @@ _SAYS_NOTHING = frozenset(
     "return_dict output_attentions output_hidden_states use_cache chunk_size_feed_forward "
     "is_encoder_decoder problem_type id2label label2id".split()
 )
-"""Keys of a vision model's configuration that its features do not depend on."""
+"""Keys of a vision configuration without effect on the features."""
 _Pair = tuple[str, str, "_Side", "_Side", tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One checkpoint's share of a comparison: a chunk of one tensor and where it comes from."""
+    """One of the two checkpoints in a comparison: a chunk of one tensor and its source."""
 
     source: ModelSource
     param: Param
@@ -50,7 +49,7 @@ class _Side:
 
 @dataclass
 class TensorDifference:
-    """How one tensor differs."""
+    """Difference between two versions of a tensor."""
 
     elements: int = 0
     first: tuple[int, tuple[int, ...], float, float] | None = None
@@ -67,12 +66,12 @@ class Comparison:
     tensors: int = 0
     elements: int = 0
     not_finite: tuple[dict[str, int], dict[str, int]] = field(default_factory=lambda: ({}, {}))
-    """Of each of the two, the number of infinite and NaN values of the tensors that have any."""
+    """Numbers of infinite and NaN values of the first and second checkpoint, by tensor."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def same(self) -> bool:
-        """Whether the two are the same model."""
+        """Return whether the two are the same model."""
         return not self.problems and not self.differences
 
     def note(
@@ -83,7 +82,7 @@ class Comparison:
         tolerance: float | None,
         start: int = 0,
     ) -> None:
-        """Compares two flat stretches of tensor ``name`` that begin at its element ``start``; thread-safe."""
+        """Compare two flat ranges of tensor ``name`` that begin at its element ``start``; thread-safe."""
         import numpy as np
 
         for counts, array in zip(self.not_finite, arrays, strict=True):
@@ -117,7 +116,7 @@ def compare(
     tolerance: float | None = None,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Comparison:
-    """Compares every element of two models.
+    """Compare every element of two models.
 
     Args:
         first: One checkpoint.
@@ -154,7 +153,7 @@ def _different_models(first: ModelSource, second: ModelSource, tolerance: float 
             )
     dtypes = source_dtypes(first), source_dtypes(second)
     for name in mine.keys() & its.keys():
-        shapes = first.whole_shape(mine[name]), second.whole_shape(its[name])
+        shapes = first.full_shape(mine[name]), second.full_shape(its[name])
         if shapes[0] != shapes[1]:
             problems.append(f"{name}: shapes {list(shapes[0])} and {list(shapes[1])}")
         if dtypes[0][name] != dtypes[1][name] and tolerance is None:
@@ -172,7 +171,7 @@ def _different_fields(first: McaModelConfig, second: McaModelConfig) -> Iterator
 
 
 def _different_keys(where: str, first: Values, second: Values) -> Iterator[tuple[str, Typed, Typed]]:
-    """Of a vision model, whose configuration is kept as ``config.json`` has it; absent is as null."""
+    """Yield different keys of two vision configurations in the form of ``config.json``; absent keys equal null."""
     for key in sorted((first.keys() | second.keys()) - _SAYS_NOTHING):
         mine, its = first.get(key), second.get(key)
         if isinstance(mine, dict) and isinstance(its, dict):
@@ -184,7 +183,7 @@ def _different_keys(where: str, first: Values, second: Values) -> Iterator[tuple
 def _pairs(
     first: ModelSource, second: ModelSource, result: Comparison, limits: Limits
 ) -> Iterator[tuple[str, tuple[int, ...], _Side, _Side]]:
-    """Chunk by chunk what to compare, and the tensor's shape; counts tensors and elements."""
+    """Yield the pairs of chunks to compare with the tensor's shape, and count tensors and elements."""
     dtypes = source_dtypes(first), source_dtypes(second)
     theirs = {param.mca_name(): param for param in second.params}
     for mine in first.params:
@@ -197,13 +196,13 @@ def _pairs(
             result.tensors += 1
             result.elements += gather.size
             step = limits.buffer_bytes // size
-            for one, two in zip(cut_exactly(gather, step), cut_exactly(other, step), strict=True):
+            for one, two in zip(split_exactly(gather, step), split_exactly(other, step), strict=True):
                 sides = _Side(first, mine, one, dtypes[0][name]), _Side(second, its, two, dtypes[1][name])
                 yield label, gather.shape, *sides
 
 
 class _Worker:
-    """Compares chunks and notes differences."""
+    """Comparison of chunks in one thread."""
 
     def __init__(
         self,
@@ -217,7 +216,7 @@ class _Worker:
         self._tolerance, self._progress = tolerance, progress
 
     def start(self) -> Callable[[tuple[str, tuple[int, ...], _Side, _Side]], None]:
-        """The function that one thread calls for each chunk."""
+        """Return the function that one thread calls for each chunk."""
         collector = Collector(self._files, Buffers(self._limits.buffer_bytes), self._limits.computed_bytes)
         return lambda item: self._compare(*item, collector)
 
@@ -233,7 +232,7 @@ class _Worker:
 
 
 def _different(first: NumpyArray, second: NumpyArray, tolerance: float | None) -> NumpyArray:
-    """Positions of different elements."""
+    """Return the positions of different elements."""
     import numpy as np
 
     if tolerance is None:

@@ -1,4 +1,4 @@
-"""Compares two LoRA adapters, PEFT's or MCA's of any layout, tensor by tensor under PEFT's names.
+"""Comparison of two LoRA adapters, PEFT or MCA in any layout, tensor by tensor under PEFT's names.
 
 The base models are not compared.
 """
@@ -13,8 +13,8 @@ from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
 from mca_convert.compare import Comparison
 from mca_models.checkpoint.mca_directory import load_config
-from mca_models.opening import kind_of
-from mca_models.storage.dtypes import code_of
+from mca_models.checkpoint_kinds import checkpoint_kind
+from mca_models.storage.dtypes import dtype_code
 from mca_models.weights.arrays import NumpyArray
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _Tensors = Mapping[str, "Callable[[], NumpyArray]"]
 
 
 def compare_adapters(first: Path, second: Path, *, tolerance: float | None = None) -> Comparison:
-    """Compares every element of two adapters, and what scales their products.
+    """Compare every element of two adapters, and their scales.
 
     Args:
         first: One directory.
@@ -33,12 +33,12 @@ def compare_adapters(first: Path, second: Path, *, tolerance: float | None = Non
         tolerance: Largest absolute difference allowed, and dtypes may differ; None compares bits.
 
     Raises:
-        McaError: One is damaged, or a whole model.
+        McaError: One is damaged, or a full model.
     """
     for path, other in ((first, second), (second, first)):
-        if not kind_of(path).is_adapter:
+        if not checkpoint_kind(path).is_adapter:
             raise McaError(
-                f"{path}: a whole model, {other} is an adapter; merge the adapter (--merge) to compare models"
+                f"{path} is a full model and {other} an adapter; merge the adapter (--merge) to compare models"
             )
     result = Comparison(problems=list(_different_scales(first, second)))
     model = _described_model(first) or _described_model(second)
@@ -65,7 +65,7 @@ def _compare(
     if mine.shape != its.shape:
         result.problems.append(f"{name}: shapes {list(mine.shape)} and {list(its.shape)}")
     elif mine.dtype != its.dtype and tolerance is None:
-        codes = f"{code_of(mine.dtype)} and {code_of(its.dtype)}"
+        codes = f"{dtype_code(mine.dtype)} and {dtype_code(its.dtype)}"
         result.problems.append(f"{name}: {codes} (--tolerance allows this)")
     else:
         result.note(name, mine.shape, [mine.reshape(-1), its.reshape(-1)], tolerance)
@@ -82,14 +82,14 @@ def _different_scales(first: Path, second: Path) -> Iterator[str]:
 
 
 def _described_model(path: Path) -> McaModelConfig | None:
-    """The base model, which only an MCA adapter describes."""
+    """Return the configuration of the base model, which only an MCA adapter has."""
     from mca_models.lora import is_mca_adapter
 
     return load_config(path) if is_mca_adapter(path) else None
 
 
 def _tensors(path: Path, model: McaModelConfig | None) -> _Tensors:
-    """What reads each tensor; checked against the rules of ``model`` where that is known."""
+    """Return a reader of each tensor; names are checked against ``model`` if that is known."""
     from mca_models.lora import open_adapter
     from mca_models.lora.peft_directory import PeftTensors, stored_tensors
 

@@ -1,7 +1,4 @@
-"""A conversion from one directory to another: planned and proven complete, then carried out.
-
-How bytes are moved is in `engine`, what a checkpoint holds in `mca_models`.
-"""
+"""A conversion from one directory to another: planned and checked for completeness, then executed by `engine`."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -12,7 +9,14 @@ from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_convert.engine import Engine
-from mca_convert.non_finite import Notes, RefusedParam, counts_of, refusal, search, warning
+from mca_convert.non_finite import (
+    Notes,
+    RefusedParam,
+    count_by_name,
+    non_finite_error,
+    non_finite_warning,
+    search,
+)
 from mca_convert.pool import Limits
 from mca_convert.reader import SourceFiles
 from mca_convert.tasks import Fill, fills_to_hf, fills_to_mca, source_dtypes, target_dtypes
@@ -20,7 +24,7 @@ from mca_models.checkpoint.contents import foreign_entry, is_checkpoint
 from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES, METADATA, HfLayout
 from mca_models.checkpoint.mca_directory import McaLayout, iteration_name
 from mca_models.checkpoint.side_files import copy_side_files, side_files, side_names
-from mca_models.opening import kind_of
+from mca_models.checkpoint_kinds import checkpoint_kind
 from mca_models.storage.atomic import PartialDirectory, require_absent, require_free
 from mca_models.storage.dtypes import DTYPE_NAMES
 from mca_models.storage.manifest import FileRecord
@@ -34,13 +38,13 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Conversion:
-    """A planned conversion: nothing has been written yet, and everything to write is known.
+    """A planned conversion with all tensors to write; planning writes nothing.
 
     Args:
         source: The opened checkpoint.
         target: The layout of the new one.
         fills: Every target tensor and where it comes from.
-        prefix: Of the weight files within the target directory.
+        prefix: Subdirectory of the weight files in the target directory.
     """
 
     source: ModelSource
@@ -54,7 +58,7 @@ class Conversion:
         return sum(fill.nbytes for fill in self.fills)
 
     def file_plans(self, directory: Path) -> dict[str, FilePlan]:
-        """The target files as they will stand in ``directory``."""
+        """Return the plans of the target files in ``directory``."""
         metadata = METADATA if isinstance(self.target, HfLayout) else None
         return {
             name: plan_file(directory / self.prefix / name, self.target.specs(name), metadata)
@@ -75,21 +79,21 @@ class Conversion:
         *,
         overwrite: bool = False,
     ) -> Path:
-        """Writes the new checkpoint; it stands at ``destination`` completely or not at all.
+        """Write the new checkpoint; ``destination`` is complete or absent.
 
         Args:
             destination: Absent, or an empty directory, or with ``overwrite`` any.
             limits: Threads and memory.
             progress: Called with the bytes of each written chunk, from any thread.
             proceed: Called between steps, from any thread; raises to stop.
-            overwrite: Replaces what stands at ``destination``.
+            overwrite: Replace the contents of ``destination``.
 
         Raises:
-            McaError: The destination is taken, something cannot be read or written, or values would be computed from
-                some that are not finite.
+            McaError: The destination exists, a file cannot be read or written, or the conversion computes values from
+                NaN or infinite ones.
         """
         self.source.check_duplicates()
-        small = side_files(self.source.path)  # what is refused is refused before the work
+        small = side_files(self.source.path)  # before the work, because this can raise an error
         partial = PartialDirectory(destination, overwrite=overwrite)
         with partial.writing(self.nbytes + sum(file.stat().st_size for file in small)) as path:
             records = self._write_weights(path, limits, progress, proceed)
@@ -120,20 +124,20 @@ class Conversion:
         except RefusedParam as refused:
             casts = notes.casts()
             (first, *_) = search(self.source, [refused.param], limits, casts=casts, proceed=proceed)
-            raise refusal(first, notes.work or "", casts.get(refused.param.mca_name(), "")) from None
+            raise non_finite_error(first, notes.work or "", casts.get(refused.param.mca_name(), "")) from None
         finally:
             sources.close()
         if notes.params:
             found = search(self.source, list(notes.params.values()), limits, proceed=proceed)
-            logger.warning("%s", warning(self.source.path, counts_of(found)))
+            logger.warning("%s", non_finite_warning(self.source.path, count_by_name(found)))
         return records
 
 
 def plan_to_mca(source: ModelSource, layout: ParallelLayout, cast: str | None = None) -> Conversion:
-    """A conversion to an MCA checkpoint of ``layout``; ``cast`` is a dtype code."""
+    """Plan a conversion to an MCA checkpoint of ``layout``; ``cast`` is a dtype code."""
     config = replace(_with_dtype(source.config, cast), layout=layout)
     found = source_dtypes(source)
-    target = McaLayout(source.params, config, target_dtypes(source.params, found, cast), _wholes(source))
+    target = McaLayout(source.params, config, target_dtypes(source.params, found, cast), _full_shapes(source))
     for file in target.files:
         target.specs(file)  # finds what does not divide, naming the flag
     return Conversion(source, target, list(fills_to_mca(source, target, found)), iteration_name(1))
@@ -146,16 +150,23 @@ def plan_to_hf(
     *,
     fp8: bool = False,
 ) -> Conversion:
-    """A conversion to a Hugging Face checkpoint; ``cast`` is a dtype code, ``fp8`` makes blocks of linears' weights."""
+    """Plan a conversion to a Hugging Face checkpoint.
+
+    Args:
+        source: The opened checkpoint.
+        cast: Dtype code; None keeps dtypes.
+        max_shard_bytes: Largest file.
+        fp8: Write the weights of linear layers as fp8 blocks.
+    """
     config = _with_dtype(source.config, cast)
     found = source_dtypes(source)
     dtypes = target_dtypes(source.params, found, cast)
-    target = HfLayout(source.params, config, dtypes, _wholes(source), max_shard_bytes, fp8=fp8)
+    target = HfLayout(source.params, config, dtypes, _full_shapes(source), max_shard_bytes, fp8=fp8)
     return Conversion(source, target, list(fills_to_hf(source, target, found)))
 
 
-def _wholes(source: ModelSource) -> dict[str, tuple[int, ...]]:
-    return {param.mca_name(): source.whole_shape(param) for param in source.params}
+def _full_shapes(source: ModelSource) -> dict[str, tuple[int, ...]]:
+    return {param.mca_name(): source.full_shape(param) for param in source.params}
 
 
 def _with_dtype(config: McaModelConfig, cast: str | None) -> McaModelConfig:
@@ -165,21 +176,21 @@ def _with_dtype(config: McaModelConfig, cast: str | None) -> McaModelConfig:
     return replace(config, **names)  # type: ignore[arg-type]
 
 
-def refuse_no_adapter(path: Path) -> None:
-    """Raises if directory ``path`` holds no LoRA adapter."""
-    if not kind_of(path).is_adapter:
+def require_adapter(path: Path) -> None:
+    """Raise `McaError` if directory ``path`` has no LoRA adapter."""
+    if not checkpoint_kind(path).is_adapter:
         raise McaError(
             f"--adapter_path {path}: no adapter_config.json is there; expected a PEFT or MCA adapter directory"
         )
 
 
-def refuse_taken(sources: Iterable[Path], destination: Path, *, overwrite: bool = False) -> None:
-    """Raises before any work if ``destination`` is not free, or with ``overwrite`` is more than a checkpoint."""
+def require_free_destination(sources: Iterable[Path], destination: Path, *, overwrite: bool = False) -> None:
+    """Raise `McaError` if ``destination`` exists, or with ``overwrite`` has other files than a checkpoint."""
     sources = tuple(sources)
     try:
         require_absent(destination)
     except McaError as error:
-        fault = _why_kept(destination, sources) if destination.is_dir() else ""
+        fault = _overwrite_problem(destination, sources) if destination.is_dir() else ""
         if not overwrite or not destination.is_dir():
             hint = "; --overwrite replaces the checkpoint there" if fault is None else ""
             raise McaError(f"--output_path {error}{hint}") from None
@@ -194,17 +205,19 @@ def refuse_taken(sources: Iterable[Path], destination: Path, *, overwrite: bool 
             raise McaError(f"--output_path {error}") from None
     for source in sources:
         if source.resolve().is_relative_to(destination.resolve()):
-            raise McaError(f"--output_path {destination}: holds the source {source}; name another directory")
+            raise McaError(
+                f"--output_path {destination}: contains the source {source}; name another directory"
+            )
         if destination.resolve().is_relative_to(source.resolve()):
             raise McaError(
-                f"--output_path {destination}: lies inside the source {source}; name another directory"
+                f"--output_path {destination}: is inside the source {source}; name another directory"
             )
 
 
-def _why_kept(destination: Path, sources: Iterable[Path]) -> str | None:
-    """Why ``destination`` must not be replaced; None if all that is lost with it is a checkpoint."""
+def _overwrite_problem(destination: Path, sources: Iterable[Path]) -> str | None:
+    """Return why ``destination`` must not be replaced; None if it has only files of a checkpoint."""
     if not is_checkpoint(destination):
-        return "holds no checkpoint"
-    again = {name for source in sources if source.is_dir() for name in side_names(source)}
-    foreign = foreign_entry(destination, again)
-    return None if foreign is None else f"holds {foreign}, which is no part of a checkpoint"
+        return "has no checkpoint"
+    copied = {name for source in sources if source.is_dir() for name in side_names(source)}
+    foreign = foreign_entry(destination, copied)
+    return None if foreign is None else f"has {foreign}, which is not part of a checkpoint"

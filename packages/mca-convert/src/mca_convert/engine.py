@@ -1,8 +1,8 @@
-"""Carries out fills with a few threads and bounded buffers.
+"""Execution of fills with a few threads and bounded buffers.
 
-Each thread takes a stretch of one target tensor, reads what makes it up into its own buffer, casts it if
-asked, and writes it in one piece; the checksum is summed up while the bytes are in the processor's cache.
-Memory is ``workers`` times the buffers, whatever the model's size.
+Each thread reads a range of one target tensor into its buffer, casts it if requested, and writes it with one call;
+the checksum is computed while the bytes are in the processor's cache. Memory is ``workers`` times the buffers,
+independent of the model's size.
 """
 
 import threading
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from mca_convert.chunks import Chunk
-from mca_convert.collect import Buffers, Collector, is_kept
+from mca_convert.collect import Buffers, Collector, is_any_kept
 from mca_convert.pool import Limits, run_all
 from mca_convert.reader import SourceFiles
 from mca_convert.tasks import Chunking, Fill, band_elements, fill_item_size
-from mca_models.quantised.blocks import quantised, scale_shape
-from mca_models.quantised.tile import Tile
+from mca_models.quantization.fp8_tile import Fp8Tile
+from mca_models.quantization.fp8_write import quantize, scale_shape
 from mca_models.storage.cast import Overflow, cast_into
 from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.finite import all_finite
@@ -32,24 +32,24 @@ Stretch = list[tuple[Fill, Sequence[Chunk]]]
 
 @dataclass(frozen=True)
 class _Worker:
-    """What one thread has of its own."""
+    """Buffers of one thread."""
 
     buffers: Buffers
     collector: Collector
-    tile: Tile | None
+    tile: Fp8Tile | None
 
 
 class Engine:
-    """Fills target files.
+    """Writer of target files.
 
     Args:
-        files: Every target file by the name that fills use.
+        files: Target files by the name in the fills.
         sources: The source files.
         limits: Threads and memory.
-        checksum: Sum up what is written.
+        checksum: Compute checksums of the written files.
         progress: Called with the bytes of each written chunk, from any thread.
-        note: Called with each fill that has a value that is not finite, or that its cast makes infinite, from any
-            thread; raises to refuse it.
+        note: Called from any thread with each fill that has a NaN or infinite value, or one that its cast makes
+            infinite; may raise an error.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Engine:
         self._buffer_bytes, self._makes_blocks = limits.buffer_bytes, False
 
     def run(self, fills: Sequence[Fill]) -> dict[str, FileRecord]:
-        """Writes every file completely; returns size and checksum of each.
+        """Write all files and return size and checksum of each.
 
         Raises:
-            McaError: Something could not be read or written; the first such error.
+            McaError: A file cannot be read or written; the first such error.
         """
         for fill in fills:
             self._left[fill.file] += fill.nbytes
@@ -90,25 +90,25 @@ class Engine:
     def _start_worker(self) -> Callable[[Stretch], None]:
         buffers = Buffers(self._buffer_bytes)
         collector = Collector(self._sources, buffers, self._limits.computed_bytes)
-        worker = _Worker(buffers, collector, Tile() if self._makes_blocks else None)
+        worker = _Worker(buffers, collector, Fp8Tile() if self._makes_blocks else None)
 
-        def carry_out(stretch: Stretch) -> None:
+        def write(stretch: Stretch) -> None:
             for fill, chunks in stretch:
-                self._carry_out(fill, chunks, worker)
+                self._write(fill, chunks, worker)
 
-        return carry_out
+        return write
 
     def _stretches(self, fills: Sequence[Fill]) -> Iterator[Stretch]:
         for _, group in groupby(fills, lambda fill: id(fill.parts)):
             jobs: Stretch = [(fill, self._chunking.chunks(fill)) for fill in group]
-            if is_kept(jobs[0][0].parts, self._limits.computed_bytes):
-                yield jobs  # by one thread, which computes the parts once
+            if is_any_kept(jobs[0][0].parts, self._limits.computed_bytes):
+                yield jobs  # for one thread, which computes the parts once
                 continue
             for fill, chunks in jobs:
                 for first in range(0, len(chunks), _STRETCH_CHUNKS):
                     yield [(fill, chunks[first : first + _STRETCH_CHUNKS])]
 
-    def _carry_out(self, fill: Fill, chunks: Sequence[Chunk], worker: _Worker) -> None:
+    def _write(self, fill: Fill, chunks: Sequence[Chunk], worker: _Worker) -> None:
         writer, size = self._writers[fill.file], ITEM_SIZES[fill.dtype]
         with writer.stretch(fill.tensor, (fill.start + chunks[0].start) * size) as append:
             for chunk in chunks:
@@ -118,7 +118,7 @@ class Engine:
                 if fill.scales is not None:
                     values = worker.buffers.array("cast", "U8", data.size)
                     rows = data.reshape(-1, fill.gather.shape[-1])
-                    data, scales = quantised(fill.tensor, rows, values, worker.tile)
+                    data, scales = quantize(fill.tensor, rows, values, worker.tile)
                     writer.write(fill.scales, scales, first_scale(fill, chunk) * scales.itemsize)
                 elif fill.dtype != fill.source_dtype:
                     collected, data = data, worker.buffers.array("cast", fill.dtype, data.size)
@@ -130,14 +130,14 @@ class Engine:
                 append(data)
                 self._progress(data.nbytes)
         with self._lock:
-            self._left[fill.file] -= fill.nbytes_of(chunks[-1].stop - chunks[0].start)
+            self._left[fill.file] -= fill.count_bytes(chunks[-1].stop - chunks[0].start)
             done = self._left[fill.file] == 0
         if done:
             writer.close()
 
 
 def first_scale(fill: Fill, chunk: Chunk) -> int:
-    """Which of all scales of a tensor is the first of ``chunk``."""
+    """Return the index of the first scale of ``chunk`` among all scales of its tensor."""
     rows, columns = scale_shape(fill.gather.shape)
     expert = fill.start // max(fill.gather.size, 1)
     return (expert * rows + chunk.start // band_elements(fill)) * columns

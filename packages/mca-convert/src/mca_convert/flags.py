@@ -1,7 +1,4 @@
-"""The command line of ``mca-convert``: sub-commands and flags, with ``-`` or ``_`` alike.
-
-What the flags mean for a conversion is in `commands`.
-"""
+"""The command line of ``mca-convert``: sub-commands and flags, with ``-`` or ``_``."""
 
 import argparse
 import re
@@ -23,7 +20,7 @@ _MOST_WORKERS = 256
 
 
 def program() -> Program:
-    """All commands of ``mca-convert``."""
+    """Return the table of all commands of ``mca-convert``."""
     return Program(
         name="mca-convert",
         text="Converts a checkpoint between Hugging Face and MCA, or between MCA layouts, without torch.",
@@ -35,13 +32,13 @@ def program() -> Program:
 
 
 def _hint(name: str) -> str:
-    """What to say of flags that other programs, or the training, have."""
+    """Return a hint about flags of other programs or of training; empty if there is none."""
     if long := SIZE_FIELDS.get(name.lower().removesuffix("_size")):
         return f"; did you mean --{long}?"
     if name in ("dtype", "torch_dtype", "precision"):
         return "; did you mean --bf16, --fp16 or --fp32?"
     if name in DistributingParallelArguments.__dataclass_fields__ and name not in LAYOUT_FIELDS:
-        return "; it does not change how weights are stored, so give it to the training"
+        return "; it has no effect on stored weights, so set it for training"
     return ""
 
 
@@ -51,8 +48,8 @@ def _convert_flags(parser: Parser) -> None:
         parser,
         "push_to_hub",
         metavar="ORG/NAME",
-        help="upload the result as this model of the Hugging Face Hub, which is created if it does not exist; what "
-        "readers would take for a part of it is then deleted there, with a warning that names the files",
+        help="upload the result as this model of the Hugging Face Hub, which is created if it does not exist; other "
+        "files of a checkpoint there are deleted, with a warning that names them",
     )
     _quiet_flag(parser)
 
@@ -101,7 +98,7 @@ def _conversion_flags(parser: Parser, *, planning: bool) -> None:
     )
     add_flag(parser, "checkpoint_path", metavar="DIR", help=source)
     where = (
-        "where it would be written; checks that nothing is there and that the disk has room"
+        "the output directory; checks that it is absent or empty and that the disk has enough space"
         if planning
         else "the new checkpoint; must be absent or empty"
     )
@@ -130,7 +127,7 @@ def _conversion_flags(parser: Parser, *, planning: bool) -> None:
         parser,
         "overwrite",
         action="store_true",
-        help="replace a checkpoint at --output_path once the new one is complete; any other directory is refused",
+        help="replace a checkpoint at --output_path once the new one is complete; any other directory is an error",
     )
 
 
@@ -140,7 +137,7 @@ def _adapter_flags(parser: Parser) -> None:
         group,
         "adapter_path",
         metavar="DIR",
-        help="a PEFT adapter (goes to MCA; needs its base model's config) or an MCA adapter (goes to PEFT)",
+        help="a PEFT adapter (converted to MCA; needs its base model's config) or an MCA adapter (converted to PEFT)",
     )
     add_flag(
         group,
@@ -151,7 +148,7 @@ def _adapter_flags(parser: Parser) -> None:
 
 
 def _dtype_flags(parser: Parser) -> None:
-    group = parser.add_argument_group("dtype", "cast floating-point weights; default: as they are")
+    group = parser.add_argument_group("dtype", "cast floating-point weights; default: no cast")
     choice = group.add_mutually_exclusive_group()
     for flag, code in (("bf16", "BF16"), ("fp16", "F16"), ("fp32", "F32")):
         choice.add_argument(f"--{flag}", dest="cast", action="store_const", const=code, help=f"to {flag}")
@@ -159,7 +156,7 @@ def _dtype_flags(parser: Parser) -> None:
         "--fp8",
         action="store_true",
         help="write the linear weights of a Hugging Face target as e4m3 with an fp32 scale per block of 128 x 128, "
-        "as DeepSeek and Qwen publish them; other weights stay as they are, or are cast",
+        "as DeepSeek and Qwen publish them; other weights keep their dtype, or are cast",
     )
 
 
@@ -216,10 +213,10 @@ _COMMANDS = {
         flags=_convert_flags,
         notes=_SIZES,
         examples=(
-            "# Hugging Face to MCA, cut for 2 tensor x 4 pipeline ranks",
+            "# Hugging Face to MCA, sharded for 2 tensor x 4 pipeline ranks",
             "--checkpoint_path Qwen3-8B --output_path qwen3-mca \\",
             "    --tensor_model_parallel_size 2 --pipeline_model_parallel_size 4",
-            "# what would that read, write and need? nothing is written",
+            "# sizes and memory of that conversion; nothing is written",
             "plan --checkpoint_path Qwen3-8B --tensor_model_parallel_size 2",
             "# MCA (or Megatron torch_dist, or a checkpoint of ROLL) to Hugging Face",
             "--checkpoint_path qwen3-mca --output_path qwen3-hf",
@@ -228,16 +225,15 @@ _COMMANDS = {
             "# a trained LoRA adapter for peft, or merged into its base model",
             "--adapter_path lora-mca --output_path lora-peft",
             "--checkpoint_path Qwen3-8B --adapter_path lora-mca --merge --output_path qwen3-tuned",
-            "# are two directories the same model, bit for bit?",
+            "# compare two directories bit for bit",
             "verify qwen3-hf qwen3-tp8",
         ),
     ),
     "plan": Command(
         usage="--checkpoint_path SRC [flags]",
-        summary="shows what a conversion would read, write and hold, and everything that stands in its way",
-        text="Shows what a conversion would read, write and hold in memory, and everything that stands in its way. "
-        "Nothing is written, and of a model of the Hub only the headers are fetched. Ends with exit code 1 if the "
-        "conversion would be refused.",
+        summary="shows the files, sizes, memory and errors of a conversion without running it",
+        text="Shows the files, sizes, memory and errors of a conversion without running it. Nothing is written, and of "
+        "a model of the Hub only the headers are fetched. The exit code is 1 if the conversion would fail.",
         flags=_plan_flags,
         notes=_SIZES,
         examples=(
@@ -247,9 +243,9 @@ _COMMANDS = {
     ),
     "inspect": Command(
         usage="PATH [--json] [--top N] [--values]",
-        summary="shows what a directory holds: kind, model, layout, dtypes, sizes",
-        text="Shows what a directory holds: kind, model, layout, dtypes, sizes, and the biggest tensors. Ends with "
-        "exit code 1 if the checkpoint is incomplete.",
+        summary="shows the contents of a directory: kind, model, layout, dtypes, sizes",
+        text="Shows the contents of a directory: kind, model, layout, dtypes, sizes, and the largest tensors. The exit "
+        "code is 1 if the checkpoint is incomplete.",
         flags=_inspect_flags,
         examples=("inspect qwen3-mca", "inspect Qwen/Qwen3-8B --top 20", "inspect qwen3-mca --values"),
     ),
@@ -257,15 +253,15 @@ _COMMANDS = {
         usage="A B [flags]",
         summary="compares two checkpoints as models, tensor by tensor, bit for bit",
         text="Compares two checkpoints as models, tensor by tensor, bit for bit; their formats and layouts may differ. "
-        "Ends with exit code 1 if the models differ.",
+        "The exit code is 1 if the models differ.",
         flags=_verify_flags,
         notes=_SIZES,
         examples=("verify qwen3-hf qwen3-tp8", "verify qwen3-hf qwen3-bf16 --tolerance 0.01"),
     ),
     "completion": Command(
         usage="|".join(SHELLS),
-        summary="prints a script with which a shell completes words",
-        text="Prints the script with which a shell completes the words of mca-convert.",
+        summary="prints a shell completion script",
+        text="Prints the shell completion script of mca-convert.",
         flags=_completion_flags,
         examples=("completion bash > ~/.local/share/bash-completion/completions/mca-convert",),
     ),
@@ -273,7 +269,7 @@ _COMMANDS = {
 
 
 def byte_count(text: str) -> int:
-    """Bytes from ``512M``, ``2GiB``, ``1000000``."""
+    """Parse a size such as ``512M``, ``2GiB`` or ``1000000``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)(i?)b?", text.strip().lower())
     number = float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]] if match else 0
     if not 1 <= number <= _MOST_BYTES:

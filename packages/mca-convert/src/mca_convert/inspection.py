@@ -1,7 +1,4 @@
-"""Finds out what a directory holds, and says as much as can be said of a damaged one.
-
-Nothing is converted, and no tensor is read.
-"""
+"""Inspection of a checkpoint directory, partial if the checkpoint is damaged; no tensor is read by default."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -13,17 +10,17 @@ from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
 from mca_config.types import JsonObject
-from mca_convert.non_finite import counts_of, search
+from mca_convert.non_finite import count_by_name, search
 from mca_convert.pool import Limits
 from mca_models.checkpoint.hf_directory import HfSource, read_config
 from mca_models.checkpoint.mca_directory import McaSource, load_config
-from mca_models.opening import CheckpointKind, kind_of, open_checkpoint
-from mca_models.quantised.hf_config import quantisation_of
+from mca_models.checkpoint_kinds import CheckpointKind, checkpoint_kind, open_checkpoint
+from mca_models.quantization.hf_config import read_quantization_config
 from mca_models.storage.finite import counts_in
 from mca_models.storage.safetensors import TensorInfo, read_header
 from mca_models.storage.source import ModelSource
-from mca_models.templates import family_of
-from mca_models.templates.heads import class_name
+from mca_models.templates import get_family
+from mca_models.templates.classification_head import class_name
 from mca_models.weights import Stage
 
 _SIZES = (
@@ -40,42 +37,42 @@ _SIZES = (
 
 @dataclass
 class Inspection:
-    """What was found."""
+    """Contents of a directory."""
 
     path: str
     kind: str
     facts: JsonObject = field(default_factory=dict)
-    """By what people call them, in the order to show."""
+    """Properties by their name for people, in display order."""
     sizes: JsonObject = field(default_factory=dict)
-    """The model's by ``McaModelConfig``'s names, and ``layout`` with those of its layout."""
+    """Sizes of the model by ``McaModelConfig``'s names, and ``layout`` with the parallel sizes."""
     files: dict[str, int] = field(default_factory=dict)
     """Bytes of each file with weights."""
     dtypes: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Tensors and bytes of each."""
+    """Numbers of tensors and bytes of each dtype."""
     biggest: list[tuple[str, str, list[int], int]] = field(default_factory=list)
     """Name, dtype, shape and bytes."""
     not_finite: dict[str, int] | None = None
-    """Number of such values in each tensor that has any; None: no value was read."""
+    """Numbers of non-finite values by tensor; None: no value was read."""
     problem: str | None = None
-    """Why it cannot be read as what it looks like."""
+    """Error that prevents reading the checkpoint."""
 
     def as_dict(self) -> JsonObject:
-        """For ``--json``."""
+        """Return the document of ``--json``."""
         return dataclasses.asdict(self)
 
 
 def inspect_directory(path: Path, top: int = 5, limits: Limits | None = None) -> Inspection:
-    """What directory ``path`` holds.
+    """Inspect directory ``path``.
 
     Args:
         path: The directory.
-        top: How many of the biggest tensors are listed.
-        limits: Threads and memory with which all values are read; None: none is read.
+        top: Number of largest tensors to list.
+        limits: Threads and memory for reading all values; None: values are not read.
 
     Raises:
         McaError: There is no such directory.
     """
-    kind = kind_of(path)
+    kind = checkpoint_kind(path)
     found = Inspection(str(path), kind.value)
     try:
         if kind.is_adapter:
@@ -99,28 +96,28 @@ def _model(path: Path, kind: CheckpointKind, found: Inspection, top: int, limits
     _count([info for info in tensors if isinstance(info, TensorInfo)], source.path, found)
     if isinstance(source, HfSource):
         _quantisation(path, found)
-    found.facts["parameters"] = sum(prod(source.whole_shape(param)) for param in source.params)
+    found.facts["parameters"] = sum(prod(source.full_shape(param)) for param in source.params)
     if source.config.vision is not None:
         found.facts["vision parameters"] = sum(
-            prod(source.whole_shape(param)) for param in source.params if param.stage is Stage.VISION
+            prod(source.full_shape(param)) for param in source.params if param.stage is Stage.VISION
         )
-    carried = [param for param in source.params if param.stage is Stage.CARRIED]
+    carried = [param for param in source.params if param.stage is Stage.PASSTHROUGH]
     if carried:
-        found.facts["parameters that no model here has"] = sum(map(prod, map(source.whole_shape, carried)))
+        found.facts["parameters not used by mca"] = sum(map(prod, map(source.full_shape, carried)))
     if isinstance(source, HfSource):
         shapes = [(info.name, info.dtype, list(info.shape)) for info in source.tensors()]
     else:
         shapes = [
-            (param.mca_name(), source.parts(param)[0].info.dtype, list(source.whole_shape(param)))
+            (param.mca_name(), source.parts(param)[0].info.dtype, list(source.full_shape(param)))
             for param in source.params
         ]
     _biggest(shapes, found, top)
     if limits is not None:
-        found.not_finite = counts_of(search(source, source.params, limits))
+        found.not_finite = count_by_name(search(source, source.params, limits))
 
 
 def _configuration(path: Path, kind: CheckpointKind, found: Inspection) -> None:
-    """What the configuration says, where the weights cannot be read."""
+    """Record the configuration if the weights cannot be read."""
     try:
         if kind is CheckpointKind.HF:
             config = read_config(path)
@@ -133,9 +130,9 @@ def _configuration(path: Path, kind: CheckpointKind, found: Inspection) -> None:
 
 
 def _unsupported(config: JsonObject) -> str | None:
-    """Why models of this type are not read, whether their weights are there or not."""
+    """Return the error if models of this type are not supported, else None."""
     try:
-        family_of(str(config.get("model_type")))
+        get_family(str(config.get("model_type")))
     except McaError as error:
         return str(error)
     return None
@@ -144,7 +141,7 @@ def _unsupported(config: JsonObject) -> str | None:
 def _describe(config: McaModelConfig, found: Inspection) -> None:
     found.facts["model_type"] = config.model_type
     if config.num_labels is None:
-        found.facts["architecture"] = family_of(config.model_type).architecture
+        found.facts["architecture"] = get_family(config.model_type).architecture
     else:
         found.facts["architecture"] = class_name(config.model_type, config.head)
         found.facts["head"] = f"{config.head.replace('_', ' ')}, {counted(config.num_labels, 'label')}"
@@ -159,7 +156,7 @@ def _describe(config: McaModelConfig, found: Inspection) -> None:
 
 
 def _vision_sizes(vision: JsonObject) -> str:
-    """What a vision model's configuration says of its size, whatever its family calls it."""
+    """Return the sizes of a vision configuration, under the names of its family."""
     named = (
         "depth",
         "num_hidden_layers",
@@ -182,7 +179,7 @@ def _layout(source: ModelSource, found: Inspection) -> None:
 
 
 def _quantisation(path: Path, found: Inspection) -> None:
-    settings = quantisation_of(read_config(path))
+    settings = read_quantization_config(read_config(path))
     if isinstance(settings, dict):
         blocks = settings.get("weight_block_size")
         found.facts["quantised"] = f"{settings.get('quant_method')}" + (
@@ -210,7 +207,7 @@ def _biggest(shapes: list[tuple[str, str, list[int]]], found: Inspection, top: i
 def _adapter(path: Path, kind: CheckpointKind, found: Inspection, top: int, *, values: bool) -> None:
     from mca_models.lora import AdapterConfig, open_adapter
     from mca_models.lora.peft_directory import PICKLE, WEIGHTS
-    from mca_models.torch_checkpoint.hf_bin import tensors_of
+    from mca_models.torch_checkpoint.hf_bin import read_tensors
 
     settings = AdapterConfig.load(path).document
     for key in ("base_model_name_or_path", "r", "lora_alpha", "target_modules", "target_parameters"):
@@ -221,7 +218,7 @@ def _adapter(path: Path, kind: CheckpointKind, found: Inspection, top: int, *, v
             found.facts[key] = settings[key]
     if kind is CheckpointKind.PEFT:
         pickled = (path / PICKLE).exists() and not (path / WEIGHTS).exists()
-        stored = tensors_of(path / PICKLE) if pickled else read_header(path / WEIGHTS).tensors
+        stored = read_tensors(path / PICKLE) if pickled else read_header(path / WEIGHTS).tensors
         infos = [info for info in stored.values() if isinstance(info, TensorInfo)]
         _count(infos, path, found)
         found.facts["parameters"] = sum(prod(info.shape) for info in infos)

@@ -1,6 +1,6 @@
-"""What ends the command from outside: Ctrl-C, SIGTERM, SIGHUP, and faults that no call reports.
+"""Signals that end the command (Ctrl-C, SIGTERM, SIGHUP), and asynchronous errors.
 
-What is left behind then is removed by those who write.
+The code that writes files removes incomplete ones.
 """
 
 import os
@@ -17,15 +17,14 @@ WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGH
 
 
 class Interrupted(BaseException):
-    """The command is to end because of a signal."""
+    """A signal that ends the command."""
 
 
 class Interrupts:
-    """The first signal that arrived, and what it does.
+    """The first signal and its handling.
 
-    While nothing is on disk, it ends the command wherever that is. While something is written (``holding``), it is only
-    noted, and whoever writes asks with ``check``, so that no step is left half done: what was written is removed, or it
-    is complete. Further signals do nothing.
+    Outside ``holding`` a signal raises `Interrupted` at once. In ``holding``, while files are written, it is recorded
+    and ``check`` raises, so that the output is either removed or complete. Further signals have no effect.
     """
 
     def __init__(self) -> None:
@@ -36,24 +35,24 @@ class Interrupts:
 
     @contextmanager
     def listening(self, *, to_the_end: bool) -> Iterator[None]:
-        """Takes the signals that are not ignored; ``to_the_end`` of the process, not of the block."""
+        """Handle the signals that are not ignored, with ``to_the_end`` until the process ends, else in the block."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {number: signal.getsignal(number) for number in WORDS}
-        taken = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
-        for number in taken:
+        handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+        for number in handled:
             signal.signal(number, self._arrive)
         try:
             yield
         finally:
             self.finish()
-            for number in taken:  # while it ends, Python puts the default back in the place of handlers
+            for number in handled:  # at its end, Python restores the default handlers
                 signal.signal(number, signal.SIG_IGN if to_the_end else before[number])
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """A block that writes; when it has ended without an error, a signal comes too late."""
+        """Record signals in the block, which writes files; ignore them after it ends without an error."""
         self._held = True
         try:
             self.check()
@@ -64,9 +63,9 @@ class Interrupts:
 
     @contextmanager
     def ending_at_once(self, last_line: str) -> Iterator[None]:
-        """A block in which nothing is half done here: a signal says ``last_line`` and ends the process.
+        """Let a signal in the block print ``last_line`` and end the process at once.
 
-        It does not wait for threads of the block, as those of an upload that has hours to go.
+        The process does not wait for threads of the block, such as those of a long upload.
         """
         self._last_line = last_line
         try:
@@ -75,15 +74,15 @@ class Interrupts:
             self._last_line = None
 
     def finish(self) -> None:
-        """From now on signals come too late."""
+        """Ignore signals from now on."""
         self._done = True
 
     def note(self, fault: "McaError") -> None:
-        """Has ``check`` raise ``fault``, the first one."""
+        """Record ``fault`` for ``check``, unless there is an earlier one."""
         self.fault = self.fault or fault
 
     def check(self) -> None:
-        """Raises if a signal has arrived or a fault was noted."""
+        """Raise the recorded fault or, after a signal, `Interrupted`."""
         if self.fault is not None:
             raise self.fault
         if self.arrived is not None and not self._done:
@@ -91,12 +90,12 @@ class Interrupts:
 
     @property
     def code(self) -> int:
-        """The exit code of a process that a signal ended, as shells give it; 0 if none did."""
+        """Exit code of a process that a signal ended, 128 plus its number; 0 without a signal."""
         return 0 if self.arrived is None or self._done else 128 + self.arrived
 
     @property
     def word(self) -> str:
-        """What the signal did to the command."""
+        """Participle for the last line, such as "interrupted"."""
         return "" if self.arrived is None else WORDS[self.arrived]
 
     def _arrive(self, number: int, frame: object) -> None:

@@ -1,6 +1,6 @@
 """Search for values that are infinite or NaN, and for finite ones that a cast makes infinite.
 
-A conversion that only copies keeps them and warns; one that computes values refuses them.
+A conversion that only copies keeps them and logs a warning; one that computes values raises an error.
 """
 
 import threading
@@ -12,17 +12,17 @@ from types import MappingProxyType
 
 from mca_config.errors import McaError
 from mca_config.printable import counted
-from mca_convert.chunks import Chunk, cut_exactly
+from mca_convert.chunks import Chunk, split_exactly
 from mca_convert.collect import Buffers, Collector
 from mca_convert.pool import Limits, run_all
 from mca_convert.reader import SourceFiles
 from mca_convert.tasks import Fill
-from mca_models.quantised.fp8 import Fp8Tensor
-from mca_models.quantised.mxfp4 import Mxfp4Tensor
+from mca_models.quantization.fp8_read import Fp8Tensor
+from mca_models.quantization.mxfp4_read import Mxfp4Tensor
 from mca_models.storage.cast import overflows, too_narrow
+from mca_models.storage.copy_plan import HF
 from mca_models.storage.dtypes import DTYPE_NAMES, ITEM_SIZES, numpy_dtype
 from mca_models.storage.finite import WORDS, all_finite, named_counts, non_finite
-from mca_models.storage.moves import HF
 from mca_models.storage.source import ModelSource, Part
 from mca_models.weights import Param
 from mca_models.weights.arrays import NumpyArray
@@ -31,7 +31,7 @@ _FLAGS = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
 _ALL = "mca-convert inspect PATH --values lists all such tensors"
 
 
-def counts_of(found: Iterable["NonFinite"]) -> dict[str, int]:
+def count_by_name(found: Iterable["NonFinite"]) -> dict[str, int]:
     """Return the number of values that are not finite by tensor."""
     return {one.name: one.values for one in found}
 
@@ -132,7 +132,7 @@ def search(
             if not mask.any() and not too_large.any():
                 return
             with lock:
-                file = _file_of(mask if mask.any() else too_large, chunk, parts)
+                file = _source_file(mask if mask.any() else too_large, chunk, parts)
                 entry = found.setdefault(label, NonFinite(label, file))
                 entry.values += int(mask.sum())
                 entry.overflows += int(too_large.sum())
@@ -154,7 +154,7 @@ def _chunks(
     for param in params:
         step = limits.buffer_bytes // ITEM_SIZES[source.parts(param)[0].info.dtype]
         for name, gather in zip(param.hf_names(), source.gathers(param, HF), strict=True):
-            for chunk in cut_exactly(gather, step):
+            for chunk in split_exactly(gather, step):
                 yield _label(name, param), param, chunk
 
 
@@ -175,7 +175,7 @@ def _masks(data: NumpyArray, cast: str | None) -> tuple[NumpyArray, NumpyArray]:
     return mask, none if all_finite(target) else overflows(data, target)
 
 
-def _file_of(mask: NumpyArray, chunk: Chunk, parts: tuple[Part, ...]) -> Path:
+def _source_file(mask: NumpyArray, chunk: Chunk, parts: tuple[Part, ...]) -> Path:
     """Return the first file that elements of ``mask`` come from."""
     import numpy as np
 
@@ -187,7 +187,7 @@ def _file_of(mask: NumpyArray, chunk: Chunk, parts: tuple[Part, ...]) -> Path:
     return parts[0].info.file
 
 
-def refusal(found: NonFinite, work: str, cast: str) -> McaError:
+def non_finite_error(found: NonFinite, work: str, cast: str) -> McaError:
     """Return the error about a tensor that a conversion cannot compute with.
 
     Args:
@@ -206,7 +206,7 @@ def refusal(found: NonFinite, work: str, cast: str) -> McaError:
     )
 
 
-def warning(path: Path, counts: Mapping[str, int]) -> str:
+def non_finite_warning(path: Path, counts: Mapping[str, int]) -> str:
     """Return the line about the tensors of a checkpoint that are copied with such values.
 
     Args:

@@ -1,7 +1,4 @@
-"""How many files may be open at once.
-
-It raises the soft limit as far as the system lets a process.
-"""
+"""Limit of open files: the soft limit is raised to the hard one."""
 
 import resource
 
@@ -11,10 +8,10 @@ _OTHER_FILES = 16
 
 
 def allow_open_files(count: int) -> None:
-    """Raises the soft limit of open files to the hard one: large checkpoints have hundreds.
+    """Raise the soft limit of open files to the hard one, because large checkpoints have hundreds of files.
 
     Raises:
-        McaError: ``count`` files are more than that.
+        McaError: ``count`` files are more than the hard limit.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -23,7 +20,7 @@ def allow_open_files(count: int) -> None:
 
 
 def too_many_files(count: int) -> str | None:
-    """What to say where ``count`` files cannot be open at once; None if they can."""
+    """Return the message if ``count`` files cannot be open at once, else None."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or count + _OTHER_FILES <= hard:
         return None

@@ -1,7 +1,4 @@
-"""What the commands print: safe for a terminal, redacted, in any encoding, whether or not somebody reads it.
-
-What is said is decided in `commands`.
-"""
+"""Output of the commands: safe for a terminal, redacted, in any encoding, and without an error if the pipe closes."""
 
 import json
 import os
@@ -16,11 +13,11 @@ from mca_config.types import Values
 JSON_VERSION = 1
 
 
-def say(text: str) -> None:
-    """Prints ``text`` and a new line; a reader who has gone away, or none at all, is no failure.
+def write_line(text: str) -> None:
+    """Print ``text`` and a new line; a closed pipe or a missing standard output is not an error.
 
     Raises:
-        McaError: It cannot be written, as on a full disk.
+        McaError: The text cannot be written, for example on a full disk.
     """
     stream = sys.stdout
     if stream is None:
@@ -30,31 +27,31 @@ def say(text: str) -> None:
         stream.write(f"{printable(redacted(text))}\n".encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
     except BrokenPipeError:
-        _forget(stream.fileno())
+        _redirect_to_null(stream.fileno())
     except OSError as error:
-        _forget(stream.fileno())
+        _redirect_to_null(stream.fileno())
         raise McaError(f"standard output: cannot be written ({error.strerror})") from None
 
 
-def _forget(fd: int) -> None:
-    """What could not be written is not tried again when the process ends."""
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, fd)
-    os.close(nothing)
+def _redirect_to_null(fd: int) -> None:
+    """Redirect ``fd`` to ``/dev/null``, so that the end of the process does not retry the write."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, fd)
+    os.close(null)
 
 
 def as_json(kind: str, document: Values) -> str:
-    """``document`` as JSON that names its ``kind`` and the version of its keys."""
+    """Return ``document`` as JSON with a schema name for its ``kind`` and a version."""
     return json.dumps({"schema": f"mca-convert/{kind}", "version": JSON_VERSION, **document}, indent=1)
 
 
-def by_name(text: str, called: Mapping[str, str]) -> str:
-    """``text`` with the directories that stand for models of the Hub called as the user called them."""
+def restore_hub_ids(text: str, called: Mapping[str, str]) -> str:
+    """Replace the directories of Hub models in ``text`` by the ids that the user gave."""
     for folder, name in called.items():
         text = text.replace(folder, name)
     return text
 
 
-def say_json(kind: str, document: Values) -> None:
-    """Prints ``document`` as JSON."""
-    say(as_json(kind, document))
+def write_json(kind: str, document: Values) -> None:
+    """Print ``document`` as JSON."""
+    write_line(as_json(kind, document))

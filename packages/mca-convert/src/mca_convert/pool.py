@@ -1,7 +1,4 @@
-"""A few threads that work through one list, and stop at the first failure.
-
-What the work is, it does not know.
-"""
+"""A thread pool that works through one list and stops at the first failure."""
 
 import os
 import threading
@@ -17,7 +14,7 @@ COMPUTED_BYTES = 320 << 20  # of all threads
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How much a conversion may use.
+    """Limits of threads and memory of a conversion.
 
     Args:
         workers: Threads.
@@ -29,32 +26,32 @@ class Limits:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of one buffer: a thread has at most three."""
+        """Bytes of one of at most three buffers of a thread."""
         if self.memory is None:
             return BUFFER_BYTES
         return max(64 << 10, min(8 << 20, self.memory // (3 * self.workers) // _PAGE * _PAGE))
 
     @property
     def computed_bytes(self) -> int:
-        """Bytes of the largest dequantised tensor that a thread keeps; larger ones are computed band by band."""
+        """Largest dequantized tensor, in bytes, that a thread caches; larger ones are computed in bands."""
         return (COMPUTED_BYTES if self.memory is None else self.memory) // (2 * self.workers)  # gate and up
 
 
 def default_workers() -> int:
-    """Threads that keep a machine busy: its processors, at most 8."""
+    """Return the default number of threads: one per processor, at most 8."""
     return max(1, min(8, len(os.sched_getaffinity(0))))
 
 
 def run_all(items: Iterable[Item], workers: int, start: Callable[[], Callable[[Item], None]]) -> None:
-    """Hands each of ``items`` to one of ``workers`` threads.
+    """Process each of ``items`` in one of ``workers`` threads.
 
     Args:
-        items: Taken one by one as threads become free.
-        workers: How many threads.
-        start: Called once in each thread; returns the function that does one item there.
+        items: Read one by one when a thread is free.
+        workers: Number of threads.
+        start: Called once in each thread; returns the function that processes one item there.
 
     Raises:
-        BaseException: The first that a thread raised, once all have stopped.
+        BaseException: The first exception of a thread, after all have stopped.
     """
     shared = _Shared(iter(items))
     threads = [threading.Thread(target=shared.work, args=(start,), daemon=True) for _ in range(workers)]
@@ -63,7 +60,7 @@ def run_all(items: Iterable[Item], workers: int, start: Callable[[], Callable[[I
     try:
         for thread in threads:
             thread.join()
-    except BaseException as error:  # an interrupt: the threads stop after their present item
+    except BaseException as error:  # an interrupt: the threads stop after their current item
         shared.failures.insert(0, error)
         for thread in threads:
             thread.join()
@@ -72,13 +69,13 @@ def run_all(items: Iterable[Item], workers: int, start: Callable[[], Callable[[I
 
 
 class _Shared(Generic[Item]):
-    """The rest of the list, and what went wrong."""
+    """The rest of the list, and the failures."""
 
     def __init__(self, items: Iterator[Item]) -> None:
         self._items, self._lock = items, threading.Lock()
         self.failures: list[BaseException] = []
 
-    def _take(self) -> tuple[Item] | None:
+    def _next_item(self) -> tuple[Item] | None:
         with self._lock:
             if not self.failures:
                 for item in self._items:
@@ -86,10 +83,10 @@ class _Shared(Generic[Item]):
         return None
 
     def work(self, start: Callable[[], Callable[[Item], None]]) -> None:
-        """What each thread does."""
+        """Process items until the list ends or a thread fails."""
         try:
             do = start()
-            while (taken := self._take()) is not None:
-                do(*taken)
+            while (item := self._next_item()) is not None:
+                do(*item)
         except BaseException as error:
             self.failures.append(error)

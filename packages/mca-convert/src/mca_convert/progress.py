@@ -1,7 +1,4 @@
-"""How far the work is: a bar on a terminal, else a line now and then.
-
-It counts bytes and knows nothing of what they are.
-"""
+"""Progress in bytes: a bar on a terminal, otherwise a line every few seconds."""
 
 import sys
 import threading
@@ -9,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from mca_convert.tables import size_of
+from mca_convert.tables import format_size
 
 _SMALLEST_STEP = 16 << 20
 _SECONDS_BETWEEN_LINES = 10.0
@@ -17,10 +14,10 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @contextmanager
 def bar(nbytes: int, what: str, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
-    """Shows how many of ``nbytes`` are done; yields a thread-safe function that adds to it.
+    """Show how many of ``nbytes`` are done, and yield a thread-safe function that adds to it.
 
     Args:
-        nbytes: All there is to do.
+        nbytes: Total of the work.
         what: The work, such as ``converting``.
         quiet: Show nothing.
     """
@@ -48,18 +45,20 @@ def bar(nbytes: int, what: str, *, quiet: bool = False) -> Iterator[Callable[[in
 
 
 class _Lines:
-    """A line every ten seconds."""
+    """Progress as a line every ten seconds."""
 
     def __init__(self, nbytes: int, what: str) -> None:
         self._nbytes, self._what, self._done = nbytes, what, 0
         self._lock, self._next = threading.Lock(), time.monotonic() + _SECONDS_BETWEEN_LINES
 
     def add(self, count: int) -> None:
-        """``count`` more bytes are done."""
+        """Add ``count`` bytes."""
         with self._lock:
             self._done += count
             if time.monotonic() < self._next:
                 return
             self._next = time.monotonic() + _SECONDS_BETWEEN_LINES
             share = self._done / max(self._nbytes, 1)
-        sys.stderr.write(f"{self._what}: {size_of(self._done)} of {size_of(self._nbytes)} ({share:.0%})\n")
+        sys.stderr.write(
+            f"{self._what}: {format_size(self._done)} of {format_size(self._nbytes)} ({share:.0%})\n"
+        )

@@ -1,7 +1,4 @@
-"""Source files: positioned reads, maps for strided reads, and checksums of what passed.
-
-What the bytes mean is known to `mca_models.storage`.
-"""
+"""Source files: positioned reads, memory maps for strided reads, and checksums of the bytes read."""
 
 import mmap
 import os
@@ -12,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mca_config.errors import McaError
-from mca_config.files import open_regular, reading
+from mca_config.files import naming_read_errors, open_regular
 from mca_convert.pool import run_all
-from mca_models.storage.checksum import crc32_join, crc32_of_file
+from mca_models.storage.checksum import crc32_join, file_crc32
 from mca_models.storage.partial_folder import close
 from mca_models.storage.writer import as_bytes
 from mca_models.weights.arrays import Contiguous, NumpyArray
@@ -31,12 +28,12 @@ class SourceFile:
 
     Args:
         path: The file.
-        crc32: What its manifest says; None if nobody knows.
+        crc32: Checksum in its manifest; None if there is none.
     """
 
     def __init__(self, path: Path, crc32: int | None = None) -> None:
         self.path, self.crc32 = path, crc32
-        with reading(path):
+        with naming_read_errors(path):
             self._fd = open_regular(path)
             self.nbytes = os.fstat(self._fd).st_size
         self._map: mmap.mmap | None = None
@@ -44,7 +41,7 @@ class SourceFile:
         self._passed: list[tuple[int, int, int]] = []
 
     def read_into(self, buffer: Contiguous, offset: int) -> None:
-        """Fills ``buffer`` from byte ``offset`` on."""
+        """Fill ``buffer`` from byte ``offset`` on."""
         view = as_bytes(buffer)
         done = 0
         while done < len(view):
@@ -53,7 +50,7 @@ class SourceFile:
             except OSError as error:
                 raise McaError(f"{self.path}: cannot be read ({error.strerror})") from None
             if count == 0:
-                raise self._ended(offset + done)
+                raise self._truncated_error(offset + done)
             done += count
         if self.crc32 is not None:
             part = (offset, len(view), zlib.crc32(view))
@@ -61,58 +58,58 @@ class SourceFile:
                 self._passed.append(part)
 
     def mapped(self, offset: int, nbytes: int) -> NumpyArray:
-        """``nbytes`` from byte ``offset`` on, read when touched."""
+        """Return ``nbytes`` from byte ``offset`` on as a memory map."""
         import numpy as np
 
         with self._lock:
             try:
                 if self._map is None and self.nbytes:
                     self._map = mmap.mmap(self._fd, self.nbytes, access=mmap.ACCESS_READ)
-            except ValueError:  # it has become shorter
-                raise self._ended(os.fstat(self._fd).st_size) from None
+            except ValueError:  # the file has become shorter
+                raise self._truncated_error(os.fstat(self._fd).st_size) from None
             except OSError as error:
                 raise McaError(f"{self.path}: cannot be read ({error.strerror})") from None
         if self._map is None or offset + nbytes > self.nbytes:
-            raise self._ended(self.nbytes)
+            raise self._truncated_error(self.nbytes)
         return np.frombuffer(self._map, np.uint8, nbytes, offset)
 
-    def _ended(self, position: int) -> McaError:
+    def _truncated_error(self, position: int) -> McaError:
         return McaError(f"{self.path}: ended at byte {position} while it was read; was it changed?")
 
     def check(self) -> None:
-        """Raises if the file's checksum is not the manifest's; reads again only what has not passed once."""
+        """Raise `McaError` if the checksum differs from the manifest's; only bytes that were not read are read now."""
         if self.crc32 is None:
             return
-        crc = self._crc_of_passed()
+        crc = self._full_crc()
         if crc != self.crc32:
             raise McaError(
                 f"{self.path}: its checksum is {crc:08x}, the manifest says {self.crc32:08x}; the file is damaged"
             )
 
-    def _crc_of_passed(self) -> int:
-        """The file's checksum: of the reads in their order, and of what lies between them."""
+    def _full_crc(self) -> int:
+        """Return the file's checksum from those of the reads, in file order, and of the bytes between them."""
         crc = position = 0
         for offset, length, part in sorted(self._passed):
             if offset < position:
-                return crc32_of_file(self.path)
+                return file_crc32(self.path)
             crc = crc32_join(self._crc_between(crc, position, offset), part, length)
             position = offset + length
         return self._crc_between(crc, position, self.nbytes)
 
     def _crc_between(self, crc: int, start: int, stop: int) -> int:
-        """``crc`` continued by bytes ``start`` to ``stop`` (the header, padding, mapped tensors)."""
+        """Update ``crc`` with bytes ``start`` to ``stop`` (the header, padding, mapped tensors)."""
         for position in range(start, stop, _AT_ONCE):
-            with reading(self.path):
+            with naming_read_errors(self.path):
                 crc = zlib.crc32(os.pread(self._fd, min(_AT_ONCE, stop - position), position), crc)
         return crc
 
     def close(self) -> None:
-        """Closes the file; its map lives on while arrays use it."""
+        """Close the file; its memory map stays as long as arrays use it."""
         close(self._fd)
 
 
 class SourceFiles:
-    """All source files of a conversion, opened when first read."""
+    """All source files of a conversion, opened on first use."""
 
     def __init__(self, checksums: Mapping[Path, int]) -> None:
         self._checksums = checksums
@@ -120,7 +117,7 @@ class SourceFiles:
         self._lock = threading.Lock()
 
     def get(self, path: Path) -> SourceFile:
-        """The open file."""
+        """Return the open file."""
         file = self._files.get(path)
         if file is None:
             with self._lock:
@@ -129,14 +126,14 @@ class SourceFiles:
         return file
 
     def check(self, workers: int, proceed: Callable[[], None] = lambda: None) -> None:
-        """Checks every file that has a checksum; what has not been read as it lies is read by ``workers`` threads.
+        """Check every file that has a checksum, with ``workers`` threads for bytes that were not read in file order.
 
         Args:
-            workers: How many.
+            workers: Number of threads.
             proceed: Called before each file; raises to stop.
 
         Raises:
-            McaError: One is not what its manifest says.
+            McaError: A file does not match its manifest.
         """
 
         def check(file: SourceFile) -> None:
@@ -146,6 +143,6 @@ class SourceFiles:
         run_all([self.get(path) for path in self._checksums], workers, lambda: check)
 
     def close(self) -> None:
-        """Closes all."""
+        """Close all files."""
         for file in self._files.values():
             file.close()

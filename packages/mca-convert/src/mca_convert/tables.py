@@ -1,13 +1,10 @@
-"""Plain text for terminals.
-
-It knows only rows of words.
-"""
+"""Plain-text tables and sizes for terminals."""
 
 from collections.abc import Iterator, Sequence
 
 
-def size_of(nbytes: int) -> str:
-    """A number of bytes in the unit that suits it."""
+def format_size(nbytes: int) -> str:
+    """Return a number of bytes with a suitable unit."""
     value = float(nbytes)
     for unit in ("bytes", "KB", "MB", "GB"):
         if value < 1000:
@@ -17,7 +14,7 @@ def size_of(nbytes: int) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines of a table: the first column to the left, the others to the right unless they are words."""
+    """Yield the lines of a table with words aligned to the left and numbers to the right."""
     columns = list(zip(head, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     right = [all(cell[:1].isdigit() for cell in column[1:]) for column in columns]

@@ -1,7 +1,4 @@
-"""What a conversion does, as data: which target tensor is filled from which parts.
-
-Nothing is carried out here (`engine`).
-"""
+"""The work of a conversion as data: the target tensors and the parts that fill them; `engine` executes it."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,12 +8,12 @@ from mca_config.errors import McaError
 from mca_convert.chunks import Chunk, ChunkCache
 from mca_models.checkpoint.hf_writer import HfLayout
 from mca_models.checkpoint.mca_directory import McaLayout
-from mca_models.checkpoint.placement import cut_size, files_of
-from mca_models.quantised.blocks import SCALE_CODE, scale_shape
-from mca_models.quantised.tile import BLOCK
+from mca_models.checkpoint.placement import shard_count, shard_files
+from mca_models.quantization.fp8_tile import BLOCK
+from mca_models.quantization.fp8_write import SCALE_CODE, scale_shape
+from mca_models.storage.byte_ranges import Gather
+from mca_models.storage.copy_plan import HF
 from mca_models.storage.dtypes import ITEM_SIZES
-from mca_models.storage.moves import HF
-from mca_models.storage.runs import Gather
 from mca_models.storage.source import ModelSource, Part
 from mca_models.weights import Param
 
@@ -25,7 +22,7 @@ FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """One target tensor (or an expert's entry in a stacked one) and where its elements come from."""
+    """One target tensor (or an expert's entry in a stacked one) and the source of its elements."""
 
     file: str
     tensor: str
@@ -37,15 +34,15 @@ class Fill:
     dtype: str
     param: Param
     scales: str | None = None
-    """Where the tensor is written as blocks of fp8: that of their scales."""
+    """Name of the tensor with the scales of fp8 blocks; None: the tensor is not written as fp8."""
 
     @property
     def nbytes(self) -> int:
         """Bytes that will be written."""
-        return self.nbytes_of(self.gather.size)
+        return self.count_bytes(self.gather.size)
 
-    def nbytes_of(self, elements: int) -> int:
-        """What so many elements take, their scales included; of blocks whole rows of them."""
+    def count_bytes(self, elements: int) -> int:
+        """Return the bytes of ``elements`` elements and their scales; with fp8 blocks these are full rows of blocks."""
         nbytes = elements * ITEM_SIZES[self.dtype]
         if self.scales is not None:
             columns = self.gather.shape[-1]
@@ -54,10 +51,10 @@ class Fill:
 
 
 def source_dtypes(source: ModelSource) -> dict[str, str]:
-    """The dtype code of each stored parameter's parts.
+    """Return the dtype code of each stored parameter's parts.
 
     Raises:
-        McaError: The parts of a parameter differ, or hold no weights.
+        McaError: The parts of a parameter have different dtypes, or one that weights cannot have.
     """
     for fault in dtype_faults(source):
         raise McaError(fault)
@@ -65,7 +62,7 @@ def source_dtypes(source: ModelSource) -> dict[str, str]:
 
 
 def dtype_faults(source: ModelSource) -> Iterator[str]:
-    """All parameters whose parts have different dtypes, or one that no weights have."""
+    """Yield messages about parameters whose parts have different dtypes, or one that weights cannot have."""
     for param in source.params:
         parts = source.parts(param)
         found = sorted({part.info.dtype for part in parts})
@@ -86,7 +83,7 @@ def dtype_faults(source: ModelSource) -> Iterator[str]:
 
 
 def fill_item_size(fill: Fill) -> int:
-    """Bytes that one element of ``fill`` takes in a buffer."""
+    """Return the bytes of one element of ``fill`` in a buffer."""
     return max(ITEM_SIZES[fill.dtype], ITEM_SIZES[fill.source_dtype])
 
 
@@ -94,7 +91,7 @@ class Chunking:
     """The chunks of each fill.
 
     Args:
-        buffer_bytes: Of one buffer; rows of blocks of fp8 that are larger stay whole.
+        buffer_bytes: Size of one buffer; larger rows of fp8 blocks are not split.
     """
 
     def __init__(self, buffer_bytes: int) -> None:
@@ -102,7 +99,7 @@ class Chunking:
         self._caches: dict[tuple[int, int], ChunkCache] = {}
 
     def chunks(self, fill: Fill) -> tuple[Chunk, ...]:
-        """What ``fill`` is carried out in."""
+        """Return the chunks of ``fill``."""
         size, band = fill_item_size(fill), band_elements(fill)
         elements = self._buffer_bytes // size
         if band:
@@ -112,14 +109,14 @@ class Chunking:
 
 
 def band_elements(fill: Fill) -> int:
-    """Elements of one row of blocks, which stay together; 0 where there are none."""
+    """Return the elements of one row of fp8 blocks, which is never split; 0 without fp8."""
     return 0 if fill.scales is None else BLOCK * fill.gather.shape[-1]
 
 
 def target_dtypes(params: Iterable[Param], found: Mapping[str, str], cast: str | None) -> dict[str, str]:
-    """The dtype code that each parameter is written in.
+    """Return the dtype code of each parameter in the target.
 
-    ``cast`` changes floating-point parameters but those that stay fp32 (as router biases do).
+    ``cast`` changes all floating-point parameters except those that stay fp32, such as router biases.
     """
     return {
         name: cast if cast and found[name] in FLOATS and (cast == "F32" or not keep) else found[name]
@@ -128,19 +125,25 @@ def target_dtypes(params: Iterable[Param], found: Mapping[str, str], cast: str |
 
 
 def fills_to_mca(source: ModelSource, target: McaLayout, found: Mapping[str, str]) -> Iterator[Fill]:
-    """Fills of an MCA checkpoint's pieces; ``found`` are the ``source_dtypes``."""
+    """Yield the fills of an MCA checkpoint's shards; ``found`` are the ``source_dtypes``."""
     plan = target.config.pipeline_plan()
     for param in target.params:
         name = param.mca_name()
-        side = cut_size(param, target.config.layout)
+        side = shard_count(param, target.config.layout)
         gathers = source.gathers(param, side)
-        files = files_of(param, target.config, plan)
+        files = shard_files(param, target.config, plan)
         for file, gather in zip(files, gathers, strict=True):
             yield Fill(file, name, 0, gather, source.parts(param), found[name], target.dtypes[name], param)
 
 
 def fills_to_hf(source: ModelSource, target: HfLayout, found: Mapping[str, str]) -> Iterator[Fill]:
-    """Fills of a HF checkpoint's tensors, copies of a tied head included; ``found`` are the ``source_dtypes``."""
+    """Yield the fills of an HF checkpoint's tensors, including copies of a tied head.
+
+    Args:
+        source: The opened checkpoint.
+        target: Layout of the new one.
+        found: See `source_dtypes`.
+    """
     file_of = {name: file for file, names in target.files.items() for name in names}
     for param in target.params:
         gathers = source.gathers(param, HF)

@@ -1,8 +1,8 @@
-"""An id of the Hugging Face Hub, ``org/name`` or ``org/name@revision``, becomes a directory here and nowhere else.
+"""Models of the Hugging Face Hub by id (``org/name`` or ``org/name@revision``): download and upload.
 
 Downloads go through ``huggingface_hub`` (the extra ``hub``), into its cache, with its token, endpoint and offline mode;
-what was begun goes on, and processes that want the same file wait for one another. Of a repository only what is needed
-is fetched. A directory of that name on this machine comes first.
+interrupted downloads are resumed, and processes that need the same file wait for one another. Only the files that are
+needed are fetched. A local directory of that name takes precedence.
 """
 
 import logging
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mca_config.errors import McaError, UsageError
-from mca_config.files import inside
+from mca_config.files import resolve_inside
 from mca_config.redaction import redacted
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _OF_TOKENIZERS = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""What is read before, or beside, a tokenizer's other files."""
+"""Files that are read before a tokenizer's other files, or in addition to them."""
 _OF_MODELS = (
     *("generation_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
     "processor_config.json",
@@ -59,8 +59,8 @@ _BEGINNING = 1 << 17  # bytes of a file that are asked for first; most headers a
 _LONGEST_HEADER = 100_000_000  # bytes that safetensors allows
 
 
-def is_id(name: str | Path) -> bool:
-    """Whether ``name`` can only mean a model of the Hub: it looks like an id, and nothing of that name is here."""
+def is_hub_id(name: str | Path) -> bool:
+    """Return whether ``name`` can only mean a model of the Hub: it looks like an id, and no such path exists."""
     text = str(name)
     if isinstance(name, Path) and name.is_absolute():
         return False
@@ -68,7 +68,7 @@ def is_id(name: str | Path) -> bool:
     return _ID.fullmatch(text) is not None and not Path(text).exists() and not Path(owner).exists()
 
 
-def directory_of(name: str | Path, needed: Needed = "all") -> Path:
+def resolve_directory(name: str | Path, needed: Needed = "all") -> Path:
     """The directory of ``name``: itself, or of a Hub id the snapshot in the cache, downloaded if it is not there.
 
     Args:
@@ -78,7 +78,7 @@ def directory_of(name: str | Path, needed: Needed = "all") -> Path:
     Raises:
         McaError: The Hub has no such model, refuses it, or cannot be reached.
     """
-    if not is_id(name):
+    if not is_hub_id(name):
         return Path(name)
     repository, revision = _parts(name)
     with _naming(str(name)):
@@ -86,7 +86,7 @@ def directory_of(name: str | Path, needed: Needed = "all") -> Path:
 
         api, patterns = HfApi(), ["*config.json"]
         if not constants.HF_HUB_OFFLINE:
-            patterns = chosen(_files(api, repository, revision), needed)
+            patterns = select_files(_files(api, repository, revision), needed)
         return Path(api.snapshot_download(repository, revision=revision, allow_patterns=patterns))
 
 
@@ -98,7 +98,7 @@ def dataset_cache(name: str) -> Path:
 
 
 @contextmanager
-def headers_of(name: str | Path, *, needs_weights: bool) -> Iterator[Path]:
+def headers_only(name: str | Path, *, needs_weights: bool) -> Iterator[Path]:
     """A directory to plan with: of a Hub id the small files, and of each safetensors file the header alone.
 
     The files have their true lengths, but no weights: they are sparse. The directory is gone after the block.
@@ -108,9 +108,9 @@ def headers_of(name: str | Path, *, needs_weights: bool) -> Iterator[Path]:
         needs_weights: The configuration is not enough where the weights are in files without such a header.
 
     Raises:
-        McaError: As `directory_of`, or weights are needed and in such files.
+        McaError: As `resolve_directory`, or weights are needed and in such files.
     """
-    if not is_id(name):
+    if not is_hub_id(name):
         yield Path(name)
         return
     repository, revision = _parts(name)
@@ -127,15 +127,15 @@ def _headers(repository: str, revision: str | None, folder: Path, *, needs_weigh
 
     api = HfApi()
     if constants.HF_HUB_OFFLINE:
-        return directory_of(_named(repository, revision))
-    files = chosen(_files(api, repository, revision), "all")
+        return resolve_directory(_named(repository, revision))
+    files = select_files(_files(api, repository, revision), "all")
     if pickled := [file for file in files if file.startswith(_PICKLED)]:
         what = f"{_named(repository, revision)}: its weights are in {pickled[0]}, of which no header is fetched alone"
         if needs_weights:
             raise McaError(f"{what}; fetch the model (hf download {repository}) and name its directory")
         logger.warning("%s: what is planned follows from its config.json", what)
     for file in files:
-        inside(folder, file).parent.mkdir(parents=True, exist_ok=True)
+        resolve_inside(folder, file).parent.mkdir(parents=True, exist_ok=True)
         if file.endswith(".safetensors"):
             address = hf_hub_url(repository, file, revision=revision, endpoint=api.endpoint)
             _write_header(address, folder / file)
@@ -150,7 +150,7 @@ def _named(repository: str, revision: str | None) -> str:
 
 
 def require_upload(name: str) -> None:
-    """Raises before any work if nothing could be uploaded as the model ``name``.
+    """Raise before any work if nothing could be uploaded as the model ``name``.
 
     Raises:
         McaError: It is no id, the client is not installed, or the Hub is not reached or does not know the user.
@@ -164,9 +164,9 @@ def require_upload(name: str) -> None:
 
 
 def upload(folder: Path, name: str) -> str:
-    """Uploads ``folder`` as the model ``name`` (see `require_upload`), which is made if it is not there; its address.
+    """Upload ``folder`` as the model ``name`` (see `require_upload`), which is made if it is not there; its address.
 
-    Then what `older` finds there is deleted; the repository's history keeps it.
+    Then what `stale_files` finds there is deleted; the repository's history keeps it.
 
     Raises:
         McaError: The Hub refuses it or cannot be reached, or an adapter would hide a model.
@@ -183,9 +183,9 @@ def upload(folder: Path, name: str) -> str:
         if (folder / _ADAPTER).exists() and "mca_config.json" in files and _ADAPTER not in files:
             raise McaError(
                 f"--push_to_hub {name}: the repository holds a whole MCA model, which readers would no longer find "
-                "beside an adapter; push the adapter to a repository or branch of its own"
+                "next to an adapter; push the adapter to another repository or branch"
             )
-        stale = older(files, folder)
+        stale = stale_files(files, folder)
         if stale:
             logger.warning("%s: deletes what is of an earlier model there: %s", name, ", ".join(stale))
         api.upload_folder(
@@ -201,10 +201,10 @@ def upload(folder: Path, name: str) -> str:
         return f"{api.endpoint}/{repository}"
 
 
-def older(files: Iterable[str], folder: Path) -> list[str]:
-    """Which ``files`` of a repository readers would take for parts of the model in ``folder``, which lacks them.
+def stale_files(files: Iterable[str], folder: Path) -> list[str]:
+    """Return the ``files`` of a repository that readers would take for parts of the model in ``folder``.
 
-    These are what says of which kind a model is, weights under the names that are looked for (beside an adapter its own
+    These are files that identify a model, weights under the names that are looked for (with an adapter its weights
     alone), pieces in an iteration that is replaced, and what is read in place of a file of ``folder``. All else stays:
     other iterations, other folders.
     """
@@ -221,8 +221,8 @@ def older(files: Iterable[str], folder: Path) -> list[str]:
     return sorted(file for file in files if not (folder / file).exists() and is_older(file))
 
 
-def chosen(files: Iterable[str], needed: Needed) -> list[str]:
-    """Which of a repository's files are fetched.
+def select_files(files: Iterable[str], needed: Needed) -> list[str]:
+    """Return the files of a repository that are fetched.
 
     Weights are taken in one format: safetensors, or where there are none ``pytorch_model*.bin``. An MCA checkpoint is
     taken whole. Other folders, and copies in other formats, stay behind.
@@ -335,7 +335,7 @@ _WHY = {
 
 
 def _naming(name: str) -> AbstractContextManager[None]:
-    """What goes wrong between here and the Hub is one line about ``name``."""
+    """Report errors of a download in one line about ``name``."""
     install = (
         f"{name}: no such directory; to read models of the Hub install its client (pip install "
         f"'mca-convert[hub]'), or fetch it: hf download {name} --local-dir <directory>"
@@ -351,7 +351,7 @@ _WHY_NOT_UPLOADED = {
 
 
 def _naming_upload(name: str) -> AbstractContextManager[None]:
-    """What goes wrong on the way to the Hub is one line about ``--push_to_hub name``."""
+    """Report errors of an upload in one line about ``--push_to_hub name``."""
     install = f"--push_to_hub {name}: needs the Hub's client; install it with pip install 'mca-convert[hub]'"
     return _in_one_line(install, f"--push_to_hub {name}:", _WHY_NOT_UPLOADED)
 
@@ -366,11 +366,11 @@ def _in_one_line(install: str, about: str, known: Mapping[str, str]) -> Iterator
         raise
     except ImportError:
         raise McaError(install) from None
-    except Exception as error:  # whichever client the library uses has errors of its own
+    except Exception as error:  # each HTTP client of the library has its own errors
         raise McaError(f"{about} {_reason(error, known)}") from error
 
 
 def _reason(error: Exception, known: Mapping[str, str]) -> str:
-    """What ``error`` of the Hub's client means, if its kind is ``known``, else what it says."""
+    """Return the meaning of ``error`` of the Hub's client, if its class is ``known``, else its text."""
     words = [known[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in known]
     return words[0] if words else f"{type(error).__name__}: {redacted(' '.join(str(error).split()))[:200]}"

@@ -14,11 +14,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from mca_config.model_config import McaModelConfig
+from mca_models.checkpoint_kinds import open_checkpoint
 from mca_models.lora import Adapter, AdapterConfig, merge_to_hf, open_adapter
-from mca_models.lora.parts import complete_config
 from mca_models.lora.peft_directory import peft_shapes
+from mca_models.lora.peft_names import complete_peft_config
 from mca_models.lora.rules import rules_for_training
-from mca_models.opening import open_checkpoint
 
 STACKED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 DENSE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -100,7 +100,7 @@ def described(config: McaModelConfig, settings: dict[str, Any]) -> tuple[dict[st
         "lora_alpha": 4,
         **copy.deepcopy(settings),
     }
-    complete_config(document, config, ("language",))
+    complete_peft_config(document, config, ("language",))
     adapter = AdapterConfig.from_dict(document, "LoraConfig")
     return document, Adapter(config, adapter, rules_for_training(config, adapter), lambda param: None)
 

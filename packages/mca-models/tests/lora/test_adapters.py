@@ -17,19 +17,19 @@ from safetensors.torch import load_file, save_file
 
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
+from mca_models.checkpoint_kinds import open_checkpoint
 from mca_models.lora import (
     AdapterConfig,
     convert_adapter,
+    load_model_config,
     merge_to_hf,
-    model_of,
     open_adapter,
     rules_for_training,
     write_mca_adapter,
     write_peft,
 )
-from mca_models.lora.rules import rules_as_found
+from mca_models.lora.rules import rules_from_names
 from mca_models.lora.targets import linear_targets
-from mca_models.opening import open_checkpoint
 from mca_models.templates import config_from_hf
 
 DENSE_LAYOUTS = [
@@ -244,7 +244,7 @@ def test_converting_directories(tmp_path: Path) -> None:
     base, source = adapters.save("qwen3_moe", tmp_path, "bfloat16")
     (source / "README.md").write_text("a model card")
     (base / "model.safetensors").unlink()  # the configuration is enough
-    model = model_of(base)
+    model = load_model_config(base)
     tp2 = ParallelLayout(tensor_model_parallel_size=2)
     convert_adapter(source, tmp_path / "mca", model=model, layout=tp2)
     convert_adapter(
@@ -253,7 +253,7 @@ def test_converting_directories(tmp_path: Path) -> None:
     convert_adapter(tmp_path / "ep2", tmp_path / "peft")
     adapters.same_files(source, tmp_path / "peft")
     assert (tmp_path / "peft" / "README.md").read_text() == "a model card"
-    assert model_of(tmp_path / "mca").layout == tp2
+    assert load_model_config(tmp_path / "mca").layout == tp2
     convert_adapter(source, tmp_path / "half", model=model, to="hf", cast="BF16")
     half = load_file(tmp_path / "half" / "adapter_model.safetensors")
     before = load_file(source / "adapter_model.safetensors")
@@ -267,10 +267,10 @@ def test_no_torch_is_needed(tmp_path: Path) -> None:
     program = f"""
 import sys
 from pathlib import Path
-from mca_models.opening import open_checkpoint
-from mca_models.lora import merge_to_hf, model_of, open_adapter, write_mca_adapter, write_peft
+from mca_models.checkpoint_kinds import open_checkpoint
+from mca_models.lora import merge_to_hf, load_model_config, open_adapter, write_mca_adapter, write_peft
 base, source, out = Path({str(base)!r}), Path({str(source)!r}), Path({str(tmp_path)!r})
-adapter = open_adapter(source, model_of(base))
+adapter = open_adapter(source, load_model_config(base))
 write_mca_adapter(adapter, adapter.model.layout, out / "mca")
 write_peft(open_adapter(out / "mca"), out / "peft")
 merge_to_hf(open_checkpoint(base), adapter, out / "merged")
@@ -342,7 +342,7 @@ def test_all_linear_leaves_routers_and_routed_experts_out() -> None:
         pair for pair in rules_for_training(model, every).factors if pair.target.base.expert is not None
     ]
     old = [f"base_model.model.{target.module}.lora_A.weight" for target in linear_targets(model)]
-    found = rules_as_found(model, every, old)
+    found = rules_from_names(model, every, old)
     assert [pair for pair in found.factors if pair.target.base.expert is not None]
     both = {"target_modules": ["gate_proj"], "target_parameters": ["experts.gate_up_proj"]}
     with pytest.raises(McaError, match="both name the routed experts"):

@@ -15,16 +15,16 @@ from safetensors.torch import load_file
 from mca_config.checks import check_layout
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
+from mca_models.checkpoint_kinds import open_checkpoint
 from mca_models.lora import AdapterConfig, merge_to_hf, open_adapter, write_mca_adapter, write_peft
-from mca_models.lora.parts import exclude_unadapted, name_targets, save_head
+from mca_models.lora.peft_load_warnings import FUSING_MODEL_TYPES
+from mca_models.lora.peft_names import exclude_unadapted, name_targets, save_head
 from mca_models.lora.rules import rules_for_training
 from mca_models.lora.targets import linear_targets
-from mca_models.lora.unread import TURNED
-from mca_models.opening import open_checkpoint
 from mca_models.templates import FAMILIES, config_from_hf
 
 OF_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
-UNADAPTED = sorted(case for case, (kind, _) in tiny_hf.ALL.items() if FAMILIES[kind].unadapted)
+UNADAPTED = sorted(case for case, (kind, _) in tiny_hf.ALL.items() if FAMILIES[kind].unadaptable)
 ROUTERS = ("llama4_text", "phimoe")
 """Whose routers are linears that return several tensors."""
 
@@ -51,7 +51,7 @@ def targets(model: Any) -> dict[str, list[str]]:
         if name.endswith(("experts.gate_up_proj", "experts.up_proj", "experts.down_proj"))
         and "feed_forward" not in name  # Llama 4's lie turned, which peft is not told
     }
-    without = {"lm_head", *FAMILIES[model.config.model_type].unadapted, *(OF_EXPERTS if stacked else ())}
+    without = {"lm_head", *FAMILIES[model.config.model_type].unadaptable, *(OF_EXPERTS if stacked else ())}
     linears = {name for name in linears if name.rpartition(".")[2] not in without}
     return {"target_modules": sorted(linears), "target_parameters": sorted(stacked)}
 
@@ -92,7 +92,7 @@ def test_linears_are_called_as_modules_whatever_files_call_them(case: str) -> No
     with torch.device("meta"):
         modules = dict(transformers.AutoModelForCausalLM.from_config(described).named_modules())
     config = config_from_hf(described.to_dict())
-    found = FAMILIES[kind].as_found(config, [OTHERWISE_CALLED[case]])
+    found = FAMILIES[kind].with_checkpoint_names(config, [OTHERWISE_CALLED[case]])
     names = [target.module for target in linear_targets(found)]
     assert names == [target.module for target in linear_targets(config)]
     adapted = {target.module for target in linear_targets(found) if target.linear or target.base.vocab}
@@ -113,7 +113,7 @@ def test_all_linear_leaves_out_what_peft_cannot_adapt(case: str) -> None:
         transformers.AutoModelForCausalLM.from_config(described), peft.LoraConfig(**document)
     )
     found = [name for name, each in model.named_modules() if isinstance(each, peft.tuners.lora.LoraLayer)]
-    assert found and not {name.rpartition(".")[2] for name in found} & FAMILIES[kind].unadapted
+    assert found and not {name.rpartition(".")[2] for name in found} & FAMILIES[kind].unadaptable
     assert rules_for_training(config, adapter).factors
     assert model(torch.arange(1, 9)[None], use_cache=False).logits.shape[1] == 8
 
@@ -196,12 +196,12 @@ def test_of_experts_that_are_modules_there_is_nothing_to_tell(caplog: pytest.Log
 
 
 def test_types_whose_experts_peft_turns() -> None:
-    """When this fails, PEFT or transformers has other ones: `TURNED` takes them over."""
+    """When this fails, PEFT or transformers has other ones: `FUSING_MODEL_TYPES` takes them over."""
     from peft.utils import transformers_weight_conversion as conversion
 
     bases = conversion._MODEL_TO_CONVERSION_PATTERN
     turned = {kind for kind in FAMILIES if bases.get(kind) in conversion._MOE_TARGET_MODULE_MAPPING}
-    assert turned == TURNED
+    assert turned == FUSING_MODEL_TYPES
 
 
 LAYER = r"model\.layers\.1\..*"

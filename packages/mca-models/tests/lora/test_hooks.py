@@ -12,9 +12,9 @@ from torch.nn.functional import linear
 from mca_config.errors import McaError
 from mca_models.lora import AdapterConfig, rules_for_training
 from mca_models.lora.rules import AdapterRules
-from mca_models.megatron.names import Held
-from mca_models.megatron.peft.attach import Attached, LinearGroups, attach, detach, tell_undropped
-from mca_models.templates import config_from_hf, family_of
+from mca_models.megatron.names import LocalParam
+from mca_models.megatron.peft.attach import Attached, LinearGroups, attach, detach, warn_unused_dropout
+from mca_models.templates import config_from_hf, get_family
 
 
 class Alone:
@@ -69,10 +69,12 @@ def rules_of(case: str, targets: list[str]) -> AdapterRules:
     return rules_for_training(model, config)
 
 
-def held(rules: AdapterRules, live: dict[str, str], chunk: torch.nn.Module) -> list[tuple[Held, Tensor]]:
+def held(
+    rules: AdapterRules, live: dict[str, str], chunk: torch.nn.Module
+) -> list[tuple[LocalParam, Tensor]]:
     parameters = dict(chunk.named_parameters())
     bases = {pair.target.base.mca_name(): pair.target.base for pair in rules.factors}
-    return [(Held(name, bases[mca]), parameters[name]) for mca, name in live.items()]
+    return [(LocalParam(name, bases[mca]), parameters[name]) for mca, name in live.items()]
 
 
 def randomise(items: list[Attached]) -> None:
@@ -162,10 +164,10 @@ def test_fewer_groups_than_ranks_take_the_rows_they_need() -> None:
 
     model_type, _ = tiny_hf.CASES["llama"]
     model = config_from_hf({**tiny_hf.SIZE, "model_type": model_type})
-    base: Param = next(p for p in family_of(model_type).params(model) if "linear_qkv.weight" in p.mca)
+    base: Param = next(p for p in get_family(model_type).params(model) if "linear_qkv.weight" in p.mca)
     sizes = (64, 32, 32)
     columns = [torch.arange(size).unsqueeze(1) + 1000 * i for i, size in enumerate(sizes)]
-    whole = base.to_whole(columns)
+    whole = base.to_full(columns)
     rules = rules_of("llama", ["q_proj", "k_proj", "v_proj"])
     pairs = [replace(pair, target=replace(pair.target, base=base)) for pair in rules.factors[:3]]
     for size in (4, 8):
@@ -203,8 +205,8 @@ def test_what_hooks_do_not_see_is_refused(change: dict[str, bool], target: str, 
 
 
 def test_adapters_that_dropout_does_not_reach_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    tell_undropped(rules_of("qwen2_moe", ["shared_expert_gate", "q_proj"]), 0.0)
-    tell_undropped(rules_of("qwen2_moe", ["q_proj"]), 0.1)
+    warn_unused_dropout(rules_of("qwen2_moe", ["shared_expert_gate", "q_proj"]), 0.0)
+    warn_unused_dropout(rules_of("qwen2_moe", ["q_proj"]), 0.1)
     assert not caplog.messages
-    tell_undropped(rules_of("qwen2_moe", ["shared_expert_gate", "q_proj"]), 0.1)
-    assert "lora_dropout: not applied to the inputs of shared_expert_gate" in caplog.text
+    warn_unused_dropout(rules_of("qwen2_moe", ["shared_expert_gate", "q_proj"]), 0.1)
+    assert "lora_dropout: not applied to shared_expert_gate" in caplog.text

@@ -16,10 +16,10 @@ import torch
 import transformers
 
 from mca_config.model_config import McaModelConfig
-from mca_models.lora.parts import complete_config
 from mca_models.lora.peft_directory import peft_shapes
+from mca_models.lora.peft_load_warnings import EXPERT_LINEARS
+from mca_models.lora.peft_names import complete_peft_config
 from mca_models.lora.targets import linear_targets, stacked_targets
-from mca_models.lora.unread import OF_EXPERTS
 from mca_models.templates import FAMILIES, config_from_hf
 
 Settings = dict[str, Any]
@@ -62,8 +62,8 @@ def hf_model(case: str) -> tuple[Any, McaModelConfig]:
 def settings_of(config: McaModelConfig) -> Iterator[Settings]:
     """Ways to ask for an adapter on ``config``: by one word, expressions and names, with modules left out or added."""
     found = [each for each in linear_targets(config) if each.linear and not each.sees]
-    left_out = FAMILIES[config.model_type].unadapted
-    labels = sorted({each.label for each in found} - left_out - OF_EXPERTS)
+    left_out = FAMILIES[config.model_type].unadaptable
+    labels = sorted({each.label for each in found} - left_out - EXPERT_LINEARS)
     last = next(name for name in ("o_proj", "out_proj", "dense", "q_proj", *labels) if name in labels)
     layers = {
         match[1] for each in found if each.label == last if (match := re.search(r"\.(\d+)\.", each.module))
@@ -75,7 +75,7 @@ def settings_of(config: McaModelConfig) -> Iterator[Settings]:
     yield {**every, "exclude_modules": rf".*\.{layer}\..*"}
     yield {**every, "lora_dropout": 0.1}
     if stacks := {".".join(each.module.split(".")[-2:]) for each in stacked_targets(config)}:
-        if not FAMILIES[config.model_type].experts_turned:
+        if not FAMILIES[config.model_type].transposed_experts:
             yield {**every, "target_parameters": sorted(stacks)}
     yield {"target_modules": rf".*\.{layer}\..*\.{last}"}
     yield {"target_modules": rf".*\.({'|'.join(labels)})"}
@@ -144,15 +144,15 @@ def test_peft_loads_what_is_trained_and_computes_the_same(
 def test_the_names_are_written_in_one_line_of_the_log() -> None:
     _, config = hf_model("qwen3_moe")
     document: Settings = {"peft_type": "LORA", "target_modules": "all-linear"}
-    assert complete_config(document, config, ()) == (
+    assert complete_peft_config(document, config, ()) == (
         "PEFT would adapt or save other modules of this qwen3_moe model; adapter_config.json therefore names what is "
         "trained: target_modules q_proj, k_proj, v_proj, o_proj"
     )
     for right in (["q_proj", "v_proj"], ["q_proj", "gate_proj", "up_proj", "down_proj"]):
-        assert complete_config({"peft_type": "LORA", "target_modules": right}, config, ()) is None
+        assert complete_peft_config({"peft_type": "LORA", "target_modules": right}, config, ()) is None
     for case in ("llama", "bamba", "qwen3_5_text"):
         document = {"peft_type": "LORA", "target_modules": "all-linear"}
-        assert complete_config(document, hf_model(case)[1], ()) is None
+        assert complete_peft_config(document, hf_model(case)[1], ()) is None
 
 
 @pytest.mark.parametrize(
@@ -167,4 +167,4 @@ def test_factors_of_some_experts_alone_are_reported(
     settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
     adapters.described(hf_model("qwen3_moe")[1], settings)
-    assert "each routed expert has factors of its own" in caplog.text
+    assert "each routed expert has its own factors" in caplog.text

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
+from mca_models.checkpoint_kinds import open_checkpoint
 from mca_models.lora import (
     AdapterConfig,
     merge_to_hf,
@@ -20,7 +21,6 @@ from mca_models.lora import (
     write_mca_adapter,
     write_peft,
 )
-from mca_models.opening import open_checkpoint
 from mca_models.templates import config_from_hf
 
 
@@ -38,7 +38,10 @@ from mca_models.templates import config_from_hf
         ({"target_modules": []}, "name nothing"),
         ({"target_modules": ["c_attn"]}, "matches no linear of this llama model"),
         ({"target_modules": ["embed_tokens", "q_proj"]}, "embed_tokens cannot carry an adapter"),
-        ({"target_modules": ["all-linear", "lm_head"]}, "target_modules: 'all-linear' .*; it stands alone"),
+        (
+            {"target_modules": ["all-linear", "lm_head"]},
+            "target_modules: 'all-linear' .*; it must be the only value",
+        ),
         (
             {"target_modules": ["q_proj", "v_prj"]},
             "target_modules: 'v_prj' names nothing of this llama model",

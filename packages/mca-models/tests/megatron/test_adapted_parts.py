@@ -10,9 +10,9 @@ import torch
 import transformers
 
 from mca_models.lora.config import AdapterConfig
-from mca_models.lora.parts import exclude_unadapted
+from mca_models.lora.peft_names import exclude_unadapted
 from mca_models.lora.targets import linear_targets
-from mca_models.megatron.families.vision_model import part_of
+from mca_models.megatron.families.vision_tower import model_part
 from mca_models.templates import config_from_hf
 
 EVERY = bool(os.environ.get("MCA_ALL_CASES"))
@@ -33,7 +33,7 @@ def test_the_parts_that_are_not_adapted_are_excluded(case: str) -> None:
             if adapter.targets(target.module, linear=target.linear)
         ]
         bare = {"projector"} if case == "gemma3" else set()  # a weight without a module
-        assert {part_of(target.base, config) for target in found} == set(adapted) - bare
+        assert {model_part(target.base, config) for target in found} == set(adapted) - bare
         assert not any(target.module.endswith("1.mlp.fc1") for target in found)
 
 

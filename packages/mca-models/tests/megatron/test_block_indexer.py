@@ -38,6 +38,6 @@ def test_it_chooses_the_keys_that_transformers_chooses(topk: int, local: int) ->
     keys = ours.keys(hidden, places)
     for start, stop, groups in ((0, LENGTH, slice(0, 2)), (5, 13, slice(1, 2)), (20, 22, slice(0, 1))):
         queries = ours.queries(hidden[start:stop], places[start:stop], groups)
-        found = ours.chosen(queries, keys[:stop], start)
+        found = ours.select(queries, keys[:stop], start)
         assert torch.equal(found, mask[:, ::2][:, groups, start:stop, :stop])  # two heads have a choice
     assert not list(ours.parameters())  # it is not trained

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mca_models.megatron.layers import sdpa
-from mca_models.megatron.layers.both_ways import both_ways_attention
+from mca_models.megatron.layers.bidirectional_attention import bidirectional_attention
 
 
 @pytest.mark.parametrize("window", [None, 3, 9])
@@ -31,7 +31,7 @@ def test_images_see_themselves_and_what_is_before_them(
     scores = q @ k.repeat_interleave(2, 1).mT * 0.3
     expected = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
     own = slice(start, start + queries)
-    found = both_ways_attention(
+    found = bidirectional_attention(
         q[:, :, own], k, v, ends[:, own], start=start, reach=4, window=window, scale=0.3
     )
     assert torch.allclose(found, expected[:, :, own])

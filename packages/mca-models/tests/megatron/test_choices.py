@@ -6,17 +6,17 @@ from typing import Any
 import pytest
 import torch
 
-from mca_models.megatron.families.biased_router import BiasedChoice
-from mca_models.megatron.layers.attention import CoreAttention, Special
-from mca_models.megatron.layers.indexer import Indexer, IndexSizes
+from mca_models.megatron.families.biased_router import BiasedTopK
+from mca_models.megatron.layers.attention import AttentionOptions, CoreAttention
+from mca_models.megatron.layers.dsa_indexer import DsaIndexer, DsaSizes
 
 
 def test_an_indexer_chooses_the_highest_of_the_keys_before() -> None:
     torch.manual_seed(0)
-    sizes = IndexSizes(heads=2, channels=4, hidden=8, compressed=6, topk=3, interleaved=False)
-    indexer = Indexer(sizes, torch.tensor([1.0]), 1.0, torch.float32)
+    sizes = DsaSizes(heads=2, channels=4, hidden=8, compressed=6, topk=3, interleaved=False)
+    indexer = DsaIndexer(sizes, torch.tensor([1.0]), 1.0, torch.float32)
     queries, keys, weights = torch.randn(5, 1, 2, 4), torch.randn(9, 1, 4), torch.randn(5, 1, 2)
-    chosen = indexer.chosen(queries, weights, keys, 4)
+    chosen = indexer.select(queries, weights, keys, 4)
     for row, place in enumerate(range(4, 9)):
         scores = [
             sum(
@@ -32,8 +32,8 @@ def test_an_indexer_chooses_the_highest_of_the_keys_before() -> None:
 
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_an_indexer_turns_pairs_by_their_place(interleaved: bool) -> None:
-    sizes = IndexSizes(heads=1, channels=6, hidden=6, compressed=6, topk=3, interleaved=interleaved)
-    indexer = Indexer(sizes, torch.tensor([1.0, 0.1]), 2.0, torch.float32)
+    sizes = DsaSizes(heads=1, channels=6, hidden=6, compressed=6, topk=3, interleaved=interleaved)
+    indexer = DsaIndexer(sizes, torch.tensor([1.0, 0.1]), 2.0, torch.float32)
     x, places = torch.randn(3, 1, 1, 6), torch.tensor([0, 4, 7])
     turned = indexer._rotated(x, places)
     assert torch.equal(turned[..., 4:], x[..., 4:])
@@ -52,7 +52,7 @@ def test_a_bias_chooses_experts_and_weighs_none() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     config = SimpleNamespace(moe_router_pre_softmax=False)
     router = SimpleNamespace(expert_bias=torch.tensor([-1.0, 0.0, 0.0, 1.0]), config=config)
-    values, chosen = BiasedChoice(router).get_replay_topk(logits, 2)
+    values, chosen = BiasedTopK(router).get_replay_topk(logits, 2)
     assert chosen.tolist() == [[3, 1]]
     assert values.tolist() == [[-1.0, 1.0]]
 
@@ -61,26 +61,28 @@ def test_chances_of_all_experts_meet_the_bias_as_they_are() -> None:
     chances = torch.tensor([[0.7, 0.2, 0.1]])
     config = SimpleNamespace(moe_router_pre_softmax=True)
     router = SimpleNamespace(expert_bias=torch.tensor([-0.3, 0.0, 0.0]), config=config)
-    values, chosen = BiasedChoice(router).get_replay_topk(chances, 1)
+    values, chosen = BiasedTopK(router).get_replay_topk(chances, 1)
     assert chosen.tolist() == [[0]]  # after another softmax it would be the second
     torch.testing.assert_close(values, torch.tensor([[0.7]]))
 
 
-def attention(special: Special, layer: int) -> Any:
+def attention(options: AttentionOptions, layer: int) -> Any:
     made = object.__new__(CoreAttention)
     torch.nn.Module.__init__(made)
-    made.chunk = special.chunk if layer in special.chunked else None
-    made.temperature = special.temperature
+    made.chunk = options.chunk if layer in options.chunked_layers else None
+    made.temperature = options.temperature
     return made
 
 
 def test_chunks_cut_what_queries_see() -> None:
-    special = Special(chunk=4, chunked=frozenset({1}))
-    assert list(attention(special, 0)._seen(3, 10)) == [(0, 3, 10)]
-    assert list(attention(special, 1)._seen(3, 10)) == [(0, 3, 4), (4, 4, 8), (8, 8, 10)]
+    options = AttentionOptions(chunk=4, chunked_layers=frozenset({1}))
+    assert list(attention(options, 0)._query_ranges(3, 10)) == [(0, 3, 10)]
+    assert list(attention(options, 1)._query_ranges(3, 10)) == [(0, 3, 4), (4, 4, 8), (8, 8, 10)]
 
 
 def test_queries_grow_with_their_place() -> None:
-    heated = attention(Special(temperature=(0.5, 4, 1)), 0)._heated(torch.ones(6, 1, 1, 1), 2)
+    temperature_layers = attention(AttentionOptions(temperature=(0.5, 4, 1)), 0)._scale_by_temperature(
+        torch.ones(6, 1, 1, 1), 2
+    )
     steps = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 2.0])  # of places 3 to 8 in fours
-    torch.testing.assert_close(heated.flatten(), 1 + 0.5 * torch.log1p(steps))
+    torch.testing.assert_close(temperature_layers.flatten(), 1 + 0.5 * torch.log1p(steps))

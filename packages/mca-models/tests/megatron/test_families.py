@@ -12,7 +12,7 @@ from mca_models.megatron.factory.transformer_config import aux_loss_coefficient
 from mca_models.megatron.families import settings
 from mca_models.megatron.families.delta_rule import CHUNK, gated_delta_rule
 from mca_models.megatron.families.embedding import train_embedding_like_hf
-from mca_models.megatron.families.group_router import GroupChoice, experts_of_best_groups
+from mca_models.megatron.families.group_router import GroupLimitedTopK, best_group_mask
 from mca_models.megatron.families.scales import scaled_residual
 from mca_models.megatron.families.state_space import state_space
 from mca_models.templates import config_from_hf
@@ -98,14 +98,14 @@ def test_state_space_by_chunks_is_that_of_each_token(length: int) -> None:
 
 def test_groups_are_kept_by_their_best_expert() -> None:
     scores = torch.tensor([[0.4, 0.0, 0.3, 0.3, 0.1, 0.2]])  # sums would keep the middle group
-    assert experts_of_best_groups(scores, 3, 1, best=1).tolist() == [[True, True, False, False, False, False]]
-    assert experts_of_best_groups(scores, 3, 2, best=1).tolist() == [[True, True, True, True, False, False]]
-    assert experts_of_best_groups(scores, 3, 1, best=2).tolist() == [[False, False, True, True, False, False]]
+    assert best_group_mask(scores, 3, 1, best=1).tolist() == [[True, True, False, False, False, False]]
+    assert best_group_mask(scores, 3, 2, best=1).tolist() == [[True, True, True, True, False, False]]
+    assert best_group_mask(scores, 3, 1, best=2).tolist() == [[False, False, True, True, False, False]]
 
 
 def test_experts_of_other_groups_weigh_nothing_where_too_few_are_allowed() -> None:
     scores = torch.tensor([[0.4, 0.1, 0.3, 0.2]], requires_grad=True)
-    values, chosen = GroupChoice(groups=2, kept=1, best=1).get_replay_topk(scores, 3)
+    values, chosen = GroupLimitedTopK(groups=2, group_topk=1, best=1).get_replay_topk(scores, 3)
     assert chosen[0, :2].tolist() == [0, 1]
     assert torch.equal(values, torch.tensor([[0.4, 0.1, 0.0]]))
     (gradient,) = torch.autograd.grad(values.sum(), scores)

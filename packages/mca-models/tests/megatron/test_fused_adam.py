@@ -62,6 +62,8 @@ def test_a_parameter_is_measured_once_a_step() -> None:
             return self.size
 
     sizes = [1, 2**24, 1, 2, 2**24 - 3, 1]
-    groups = [[each.size for each in group] for group in fused_adam._together([Counted(x) for x in sizes])]
+    groups = [
+        [each.size for each in group] for group in fused_adam._launch_groups([Counted(x) for x in sizes])
+    ]
     assert groups == [[1], [2**24], [1, 2, 2**24 - 3], [1]]
     assert asked == sizes

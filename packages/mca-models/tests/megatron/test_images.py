@@ -12,12 +12,12 @@ from transformers import Gemma3Config
 
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
-from mca_models.megatron.families.image_features import dealt
+from mca_models.megatron.families.image_features import assign_images
 from mca_models.megatron.families.image_limits import image_problems, image_reach
-from mca_models.megatron.families.vision_model import part_of
-from mca_models.megatron.forward import refuse_placeholders
-from mca_models.megatron.layers.sectioned_rope import axis_of_channels
-from mca_models.templates import config_from_hf, family_of
+from mca_models.megatron.families.vision_tower import model_part
+from mca_models.megatron.forward import require_no_images
+from mca_models.megatron.layers.mrope import mrope_axes
+from mca_models.templates import config_from_hf, get_family
 
 VIRTUAL = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
 
@@ -71,21 +71,21 @@ def test_images_that_attend_both_ways_need_our_attention() -> None:
 @pytest.mark.parametrize("case", sorted(tiny_vision.CASES))
 def test_every_parameter_belongs_to_a_part(case: str) -> None:
     config = config_from_hf(tiny_vision.described(case))
-    parts = {param.mca: part_of(param, config) for param in family_of(config.model_type).params(config)}
+    parts = {param.mca: model_part(param, config) for param in get_family(config.model_type).params(config)}
     assert set(parts.values()) == {"language", "vision", "projector"}
     tower = {part for name, part in parts.items() if name.startswith("vision_model.")}
     assert tower == {"vision", "projector"}
 
 
 def test_channels_follow_time_rows_and_columns() -> None:
-    assert axis_of_channels((2, 1, 1), 4, interleaved=False).tolist() == [0, 0, 1, 2]
-    assert axis_of_channels((4, 2, 2), 8, interleaved=True).tolist() == [0, 1, 2, 0, 1, 2, 0, 0]
+    assert mrope_axes((2, 1, 1), 4, interleaved=False).tolist() == [0, 0, 1, 2]
+    assert mrope_axes((4, 2, 2), 8, interleaved=True).tolist() == [0, 1, 2, 0, 1, 2, 0, 0]
 
 
 @pytest.mark.parametrize("loads", [[5], [3, 3, 3], [8, 1, 1, 1, 1, 4], [2, 7, 7, 2, 9, 1, 1]])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_images_are_dealt_evenly(loads: list[int], ranks: int) -> None:
-    owners = dealt(loads, ranks)
+    owners = assign_images(loads, ranks)
     busy = [
         sum(load for load, owner in zip(loads, owners, strict=True) if owner == rank) for rank in range(ranks)
     ]
@@ -98,6 +98,6 @@ def test_placeholders_are_no_words(case: str, key: str) -> None:
     config = config_from_hf(tiny_vision.described(case))
     assert config.vision is not None
     place = config.vision[key]
-    refuse_placeholders(config, torch.tensor([[1, 2]]))
-    with pytest.raises(McaError, match=f"input_ids hold {place}, the placeholder of images"):
-        refuse_placeholders(config, torch.tensor([[1, place]]))
+    require_no_images(config, torch.tensor([[1, 2]]))
+    with pytest.raises(McaError, match=f"input_ids have {place}, the placeholder of images"):
+        require_no_images(config, torch.tensor([[1, place]]))

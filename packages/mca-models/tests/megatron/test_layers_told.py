@@ -8,8 +8,8 @@ import pytest
 
 from mca_config.arguments import DistributingParallelArguments
 from mca_config.errors import McaError
-from mca_models.megatron.auto import dealt_by_ranks, slower_layers
-from mca_models.megatron.factory.transformer_config import implementation_of
+from mca_models.megatron.auto import local_layers_warning, token_distribution_notice
+from mca_models.megatron.factory.transformer_config import choose_implementation
 from mca_models.megatron.platform import _device
 
 
@@ -23,7 +23,7 @@ from mca_models.megatron.platform import _device
     ],
 )
 def test_local_layers_on_a_gpu_are_told_unless_asked_for(built, asked, missing, told):
-    said = slower_layers(built, asked, missing)
+    said = local_layers_warning(built, asked, missing)
     assert (said is not None) == told
     assert not told or ("mca-models[te]" in said and said.startswith(missing))
 
@@ -40,7 +40,7 @@ def test_local_layers_on_a_gpu_are_told_unless_asked_for(built, asked, missing, 
 )
 def test_what_depends_on_how_tokens_are_dealt_is_told(kinds, capacity, told):
     megatron = SimpleNamespace(moe_router_load_balancing_type=kinds, moe_expert_capacity_factor=capacity)
-    said = dealt_by_ranks(megatron)
+    said = token_distribution_notice(megatron)
     assert said is None if told is None else said.startswith(told) and "\n" not in said
 
 
@@ -55,19 +55,22 @@ def broken_engine(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(_device, "device_type", lambda: "cuda")
-    _device.no_engine.cache_clear()
+    _device.engine_problem.cache_clear()
     yield
-    _device.no_engine.cache_clear()
+    _device.engine_problem.cache_clear()
     sys.modules.pop("transformer_engine", None)
 
 
 def test_an_engine_that_does_not_load_is_none_and_says_why(broken_engine):
-    assert implementation_of(DistributingParallelArguments()) == "local"
-    assert _device.no_engine() == "Transformer Engine does not load (ImportError: undefined symbol: _ZN3c10)"
+    assert choose_implementation(DistributingParallelArguments()) == "local"
+    assert (
+        _device.engine_problem()
+        == "Transformer Engine does not load (ImportError: undefined symbol: _ZN3c10)"
+    )
     with pytest.raises(
         McaError, match=r"does not load .*undefined symbol.*; fix that or set transformer_impl to"
     ):
-        implementation_of(DistributingParallelArguments(transformer_impl="transformer_engine"))
+        choose_implementation(DistributingParallelArguments(transformer_impl="transformer_engine"))
 
 
 def test_megatrons_variable_stands_before_cuda_is_asked(monkeypatch):

@@ -13,18 +13,20 @@ from mca_models.megatron.log_probs import forward as log_probs
 
 MODEL: Any = SimpleNamespace(
     config=SimpleNamespace(learned_positions=True, max_position_embeddings=4, vision=None),
-    place=SimpleNamespace(layout=ParallelLayout()),
+    rank_context=SimpleNamespace(layout=ParallelLayout()),
 )
 
 
 def test_sequences_beyond_them_are_refused_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "a sequence of 5 tokens is longer than the 4 positions"
+    said = "a sequence of 5 tokens is longer than the model's 4 learned positions"
     with pytest.raises(McaError, match=said):
         forward.model_logits(MODEL, torch.zeros(1, 5, dtype=torch.int64))
-    batch: Any = SimpleNamespace(places=lambda: [torch.arange(5)], input_ids=torch.zeros(1, 5), packed=False)
-    monkeypatch.setattr(log_probs, "told_by_one", lambda look: look())
+    batch: Any = SimpleNamespace(
+        positions=lambda: [torch.arange(5)], input_ids=torch.zeros(1, 5), packed=False
+    )
+    monkeypatch.setattr(log_probs, "run_on_all_ranks_unwrapped", lambda look: look())
     with pytest.raises(McaError, match=said):
-        log_probs._agreed(MODEL, lambda: batch)
+        log_probs._checked_batch(MODEL, lambda: batch)
 
 
 def test_padding_takes_the_last_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +35,7 @@ def test_padding_takes_the_last_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     (micro,) = forward._micro(torch.zeros(1, 6), 1, 4)
     assert micro["position_ids"].tolist() == [[0, 1, 2, 3, 3, 3]]
     rows: Any = SimpleNamespace(
-        _laid=lambda number: [(0, 0, torch.arange(3)), (0, 4, torch.arange(2))],
+        _sequence_rows=lambda number: [(0, 0, torch.arange(3)), (0, 4, torch.arange(2))],
         _batch=SimpleNamespace(packed=True),
         _device=torch.device("cpu"),
     )

@@ -143,17 +143,17 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
         "remove layernorm from recompute_modules",
     ),
     (SHORTCUT, TP2, {"moe_shared_expert_overlap": True}, "remove moe_shared_expert_overlap"),
-    (replace(DENSE, hidden_act="gelu"), TP2, FUSED, "no kernel for what every MLP"),
-    (replace(DENSE, hidden_act="quick_gelu"), TP2, FUSED, "no kernel for what every MLP"),
+    (replace(DENSE, hidden_act="gelu"), TP2, FUSED, "no kernel for the MLPs"),
+    (replace(DENSE, hidden_act="quick_gelu"), TP2, FUSED, "no kernel for the MLPs"),
     (
         replace(MOE, hidden_act="quick_gelu", moe_layer_freq=(0, 1, 1, 1)),
         TP2,
         FUSED,
-        "no kernel for what every MLP",
+        "no kernel for the MLPs",
     ),
-    (replace(DENSE, mlp_multipliers=(2.0, 1.0)), TP2, FUSED, "no kernel for what every MLP"),
+    (replace(DENSE, mlp_multipliers=(2.0, 1.0)), TP2, FUSED, "no kernel for the MLPs"),
     (SHORTCUT, TP2, {"moe_expert_capacity_factor": 1.0}, "remove moe_expert_capacity_factor"),
-    (SHORTCUT, TP2, ENGINE | {"moe_token_dispatcher_type": "flex"}, "equally many experts"),
+    (SHORTCUT, TP2, ENGINE | {"moe_token_dispatcher_type": "flex"}, "same number of experts"),
     (
         BESIDE,
         TP2,
@@ -199,7 +199,7 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
         DENSE,
         ParallelLayout(),
         UNIFORM | {"mtp_num_layers": 1},
-        "cannot recompute prediction layers 2 layers at",
+        "cannot recompute MTP layers 2 layers at",
     ),
     (DENSE, UNEVEN, UNIFORM, "cannot recompute the 3 layers of a pipeline stage 2 at a time"),
     (DENSE, TP2, {"gradient_accumulation_fusion": True}, "gradient_accumulation_fusion needs CUDA"),
@@ -207,11 +207,11 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
     (DENSE, TP2, ENGINE | {"tp_comm_overlap": True}, "tp_comm_overlap needs buffers"),
     (MOE, ParallelLayout(), {"moe_token_dispatcher_type": "flex"}, "use alltoall or allgather"),
     (DENSE, CP2, {"cp_comm_type": "p2p"}, "all_gather"),
-    (CAPPED, CP2, {**HALF, "cp_comm_type": "p2p"}, "always mca's own"),
+    (CAPPED, CP2, {**HALF, "cp_comm_type": "p2p"}, "always mca's and"),
     (WINDOWED, CP2, HALF, "no sliding window"),
     (SINKS, CP2, {**HALF, "cp_comm_type": "a2a"}, "attention sinks"),
     (DENSE, CP4, {**HALF, "cp_comm_type": "a2a"}, "its 2 of keys and values"),
-    (MLA, CP2, {**HALF, "cp_comm_type": "a2a"}, "no latent attention"),
+    (MLA, CP2, {**HALF, "cp_comm_type": "a2a"}, "not support MLA"),
     (DENSE, CP2, {**PACKED, "cp_comm_type": "all_gather", "engine": (2, 12, 0)}, "install 2.18 or later"),
     (DENSE, CP2, {**PACKED, "cp_comm_type": "a2a", "engine": (2, 8)}, "install 2.10 or later"),
     (DENSE, CP2, ENGINE, "no context parallelism in fp32"),
@@ -225,12 +225,12 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
         for model in (GELU, CLAMPED, replace(GELU, hidden_act="relu"), replace(GELU, hidden_act="silu"))
     ),
     (GELU, TP2, OP_FUSER, "use_transformer_engine_op_fuser computes another activation"),
-    (PARALLEL, TP2, OP_FUSER, "needs a norm of Transformer Engine's before each MLP"),
+    (PARALLEL, TP2, OP_FUSER, "needs Transformer Engine's norm before each MLP"),
     (
         replace(DENSE, norm_placement="post"),
         TP2,
         OP_FUSER,
-        "needs a norm of Transformer Engine's before each",
+        "needs Transformer Engine's norm before each",
     ),
     (SHARED, ParallelLayout(), {"moe_shared_expert_overlap": True}, "shared experts that overlap omit"),
     (DENSE, ParallelLayout(), TE_LOSS | {"bf16": False, "fp16": True}, "not in fp16"),
@@ -324,7 +324,7 @@ def test_packs_are_refused_by_models_and_by_log_probs(monkeypatch: pytest.Monkey
     args = MegatronArguments(context_parallel_size=2, cp_comm_type="all_gather")
     target = Target.planned("transformer_engine")
     megatron = transformer_config(DENSE, args, CP2, "bfloat16", target)
-    models: Any = SimpleNamespace(config=DENSE, place=SimpleNamespace(layout=CP2), megatron=megatron)
+    models: Any = SimpleNamespace(config=DENSE, rank_context=SimpleNamespace(layout=CP2), megatron=megatron)
     with pytest.raises(McaError, match=r"packed log_probs: Transformer Engine .* takes no packed rows"):
         _require_packs(models)
     with pytest.raises(McaError, match=r"install .* or later"):

@@ -15,8 +15,8 @@ import torch
 from mca_models.megatron import platform
 from mca_models.megatron.families import kernels
 from mca_models.megatron.families.delta_rule import delta_rule
+from mca_models.megatron.families.recurrent_layers import CausalConvolution
 from mca_models.megatron.families.state_space import state_space_layer
-from mca_models.megatron.families.whole_sequences import CausalConvolution
 
 QWEN, KIMI = "qwen3_next", "kimi_linear"
 
@@ -71,7 +71,8 @@ def test_the_convolution_in_plain_torch_is_what_a_kernel_is_asked_for(bias: bool
     x = torch.randn(2, 7, 12).transpose(1, 2)
     convolution = torch.nn.Conv1d(12, 12, 4, groups=12, bias=bias)
     plain, kernel = (
-        CausalConvolution.of(convolution, k)(x) for k in (None, of_transformers(QWEN, "causal_conv1d_fn"))
+        CausalConvolution.from_conv1d(convolution, k)(x)
+        for k in (None, of_transformers(QWEN, "causal_conv1d_fn"))
     )
     torch.testing.assert_close(plain, kernel)
 
@@ -113,7 +114,7 @@ def test_plain_torch_is_chosen_and_said_once(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(kernels._WHERE, "chunk_kda", ("fla_that_is_not_there", "flash-linear-attention"))
+    monkeypatch.setitem(kernels._MODULES, "chunk_kda", ("fla_that_is_not_there", "flash-linear-attention"))
     with caplog.at_level(logging.INFO):
         assert [kernels.kernel("chunk_kda", device, dtype) for _ in range(3)] == [None] * 3
     (record,) = caplog.records
@@ -127,10 +128,10 @@ def test_the_device_that_trains_and_the_mode_decide(
     deterministic: bool, why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(platform, "device_type", lambda: "cuda")
-    monkeypatch.setitem(kernels._WHERE, "chunk_kda", ("fla_that_is_not_there", "flash-linear-attention"))
+    monkeypatch.setitem(kernels._MODULES, "chunk_kda", ("fla_that_is_not_there", "flash-linear-attention"))
     config = SimpleNamespace(params_dtype=torch.bfloat16, deterministic_mode=deterministic)
     with caplog.at_level(logging.INFO):
-        assert kernels.kernel_of("chunk_kda", config) is None
+        assert kernels.find_kernel("chunk_kda", config) is None
     assert why in caplog.messages[0]
 
 
@@ -158,7 +159,7 @@ def test_the_kernel_of_convolutions_agrees_with_plain_torch() -> None:
     assert kernel is not None
     x = torch.randn(2, 64, 32, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     convolution = torch.nn.Conv1d(32, 32, 4, groups=32, device="cuda", dtype=torch.bfloat16)
-    a, b = (CausalConvolution.of(convolution, chosen)(x).float() for chosen in (kernel, None))
+    a, b = (CausalConvolution.from_conv1d(convolution, chosen)(x).float() for chosen in (kernel, None))
     assert (a - b).abs().max() <= 3e-2 * b.abs().max()
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from mca_models.megatron import platform
-from mca_models.megatron.layers.attention import packed_lengths, tell_lengths
+from mca_models.megatron.layers.attention import packed_lengths, set_packed_lengths
 
 
 def rotated(ends: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,7 @@ def test_the_embedding_reads_no_lengths_that_the_host_knows() -> None:
     params = SimpleNamespace(cu_seqlens_q=unreadable)
     expected, other = rotated(ends), rotated(unreadable)
     assert not torch.equal(expected, other)
-    tell_lengths(params, ends)
+    set_packed_lengths(params, ends)
     assert torch.equal(rotated(unreadable), expected)
     assert packed_lengths(params, 12) == (3, 4, 5)
 
@@ -47,6 +47,6 @@ def test_prediction_layers_read_no_lengths_that_the_host_knows() -> None:
     unreadable = torch.tensor([0, 5, 6, 12], dtype=torch.int32)  # stands for a GPU's
     params = SimpleNamespace(cu_seqlens_q=unreadable)
     assert moved(params).tolist() == [1, 2, 3, 4, 0, 0, 7, 8, 9, 10, 11, 0]
-    tell_lengths(params, torch.tensor([0, 3, 7, 12], dtype=torch.int32))
+    set_packed_lengths(params, torch.tensor([0, 3, 7, 12], dtype=torch.int32))
     assert moved(params).tolist() == [1, 2, 0, 4, 5, 6, 0, 8, 9, 10, 11, 0]
     assert params.cu_seqlens_q is unreadable

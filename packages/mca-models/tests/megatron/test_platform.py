@@ -145,7 +145,7 @@ MENDED = (
     "hybrid-wait",
     "optimizer-te-version",
     "parameter-groups",
-    "prediction-mask",
+    "mtp-padding-mask",
     "cross-entropy-dtype",
     "recompute-without-te",
 )

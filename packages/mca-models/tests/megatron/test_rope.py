@@ -9,7 +9,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mca_config.errors import McaError
-from mca_models.megatron.families.two_ropes import with_own_rope
+from mca_models.megatron.families.dual_rope import with_layer_rope
 from mca_models.megatron.layers.rope import (
     attention_factor,
     dynamic_frequencies,
@@ -115,7 +115,7 @@ class AsAKernel(torch.nn.Module):
 
 
 def test_a_layer_with_a_rope_of_its_own_hands_on_what_a_kernel_reads_rightly() -> None:
-    attention = with_own_rope(AsAKernel, ("full_attention", "sliding_attention"), 1.0, (4, 6))
+    attention = with_layer_rope(AsAKernel, ("full_attention", "sliding_attention"), 1.0, (4, 6))
     both = torch.randn(5, 1, 1, 10, generator=torch.Generator().manual_seed(3))
     config = SimpleNamespace(softmax_scale=None, kv_channels=8)
     for number, expected in enumerate(both.split((4, 6), -1), 1):

@@ -12,8 +12,8 @@ import transformers
 from tiny_hf import ALL, SIZE
 
 from mca_models.megatron.factory import fill
-from mca_models.megatron.factory.fill import _drawn
-from mca_models.templates import config_from_hf, family_of
+from mca_models.megatron.factory.fill import _draw_param
+from mca_models.templates import config_from_hf, get_family
 
 OTHERWISE = ("softmax_offset", "dt_bias", "router.bias")
 """Where transformers' own models do not agree on how to begin; either is a start."""
@@ -33,12 +33,12 @@ def test_what_begins_with_one_number_does_so_from_a_seed(case: str) -> None:
     described = transformers.AutoConfig.for_model(model_type, **{**SIZE, **different})
     weights = transformers.AutoModelForCausalLM.from_config(described).state_dict()
     config, compared = config_from_hf(described.to_dict()), 0
-    for param in family_of(config.model_type).params(config):
+    for param in get_family(config.model_type).params(config):
         theirs = [weights[name] for name in param.hf_names() if name in weights]
         if not theirs or theirs[0].dim() > 1 or param.mca.endswith(OTHERWISE):
             continue
         expected = constant(torch.cat([weight.flatten() for weight in theirs]))
-        ours = constant(_drawn(3, param, tuple(theirs[0].shape), config))
+        ours = constant(_draw_param(3, param, tuple(theirs[0].shape), config))
         assert (ours is None) == (expected is None), param.mca
         assert ours == pytest.approx(expected, rel=1e-2), (
             param.mca
@@ -58,21 +58,21 @@ def threads() -> Iterator[None]:
 def test_parameters_are_drawn_at_once_and_are_what_one_thread_draws() -> None:
     model_type, different = ALL["llama"]
     config = config_from_hf(transformers.AutoConfig.for_model(model_type, **{**SIZE, **different}).to_dict())
-    params = [param for param in family_of(config.model_type).params(config) if not param.vocab][:24]
+    params = [param for param in get_family(config.model_type).params(config) if not param.vocab][:24]
     assert len(params) == 24, "an even number: two meet"
     at: Any = SimpleNamespace(tp=0, etp=0)
     meeting = Barrier(2, timeout=60)
 
     def met(*args: Any) -> torch.Tensor:
         meeting.wait()
-        return _drawn(*args)
+        return _draw_param(*args)
 
     def filled(count: int, draw: Any) -> list[torch.Tensor]:
         torch.set_num_threads(count)
         held: list[Any] = [(SimpleNamespace(param=param), torch.empty(6, 4)) for param in params]
-        with patch.object(fill, "_drawn", draw):
+        with patch.object(fill, "_draw_param", draw):
             fill.from_seed(3, held, config, at)
         return [live for _, live in held]
 
-    for alone, together in zip(filled(1, _drawn), filled(2, met), strict=True):
+    for alone, together in zip(filled(1, _draw_param), filled(2, met), strict=True):
         assert torch.equal(alone, together)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.models.phimoe import modeling_phimoe
 
 from mca_models.megatron.families import sparse_mixer
-from mca_models.megatron.families.sparse_mixer import MixerChoice, mixed
+from mca_models.megatron.families.sparse_mixer import SparseMixerTopK, sparse_mixer_topk
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_it_is_transformers(jitter: float, *, training: bool) -> None:
     torch.manual_seed(0)
     logits = torch.randn(500, 6, requires_grad=True)
     again = logits.detach().clone().requires_grad_()
-    weights, chosen = mixed(logits, jitter, draws=training)
+    weights, chosen = sparse_mixer_topk(logits, jitter, draws=training)
     expected, experts = modeling_phimoe.sparsemixer(again, jitter, training)
     assert torch.equal(chosen, experts)
     torch.testing.assert_close(weights, expected, atol=1e-7, rtol=1e-6)
@@ -87,7 +87,7 @@ def test_a_router_draws_only_while_it_is_trained(monkeypatch: pytest.MonkeyPatch
     chances = logits.softmax(-1).requires_grad_()
     found = {}
     for training in (False, True):
-        choice = MixerChoice(SimpleNamespace(training=training), 0.5)
+        choice = SparseMixerTopK(SimpleNamespace(training=training), 0.5)
         choice.logits = logits
         weights, found[training] = choice.get_replay_topk(chances, 2)
         assert weights.requires_grad  # by the chances, of which the z-loss is

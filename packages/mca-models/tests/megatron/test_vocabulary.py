@@ -2,12 +2,12 @@
 
 import torch
 
-from mca_models.megatron.factory.vocabulary import Growth
+from mca_models.megatron.factory.vocabulary import VocabularyGrowth
 
 
 def test_rows_and_a_bias_grow() -> None:
     mean, deviation = torch.tensor([3.0, 5.0]).double(), torch.tensor([0.0, 1.0]).double()
-    growth = Growth(4, 104, 0, {"weight": (mean, deviation), "bias": (mean[1], deviation[1])})
+    growth = VocabularyGrowth(4, 104, 0, {"weight": (mean, deviation), "bias": (mean[1], deviation[1])})
     rows, bias = growth.rows("weight"), growth.rows("bias")
     assert rows.shape == (100, 2) and bias.shape == (100,)
     assert torch.equal(rows[:, 0], mean[:1].expand(100))

@@ -4,7 +4,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mca_models.storage.checksum import crc32_join, crc32_of_file
+from mca_models.storage.checksum import crc32_join, file_crc32
 
 
 @given(st.lists(st.binary(max_size=300), max_size=6))
@@ -23,4 +23,4 @@ def test_long_parts_join_too() -> None:
 def test_checksum_of_a_file(tmp_path: Path) -> None:
     data = bytes(range(256)) * 40_000
     (tmp_path / "file").write_bytes(data)
-    assert crc32_of_file(tmp_path / "file") == zlib.crc32(data)
+    assert file_crc32(tmp_path / "file") == zlib.crc32(data)

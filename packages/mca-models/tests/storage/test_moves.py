@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mca_models.storage.moves import HF, Rule, Side, part_shapes, plan_moves
+from mca_models.storage.copy_plan import HF, Rule, Side, part_shapes, plan_moves
 from mca_models.storage.source import copy_move
 from mca_models.weights import (
     COLUMN,
@@ -32,7 +32,7 @@ def fill(gather, sources: list[np.ndarray]) -> np.ndarray:
 def pieces(param: Param, hf: list[np.ndarray], side: Side) -> list[np.ndarray]:
     if side is None:
         return hf
-    whole = param.to_whole(hf)
+    whole = param.to_full(hf)
     if param.vocab and -whole.shape[0] % side:
         whole = np.concatenate([whole, np.zeros((-whole.shape[0] % side, *whole.shape[1:]), whole.dtype)])
     return [
@@ -41,8 +41,8 @@ def pieces(param: Param, hf: list[np.ndarray], side: Side) -> list[np.ndarray]:
 
 
 def check(param: Param, hf: list[np.ndarray], sides: list[Side]) -> None:
-    rule = Rule.of(param)
-    whole = param.to_whole(hf).shape
+    rule = Rule.from_param(param)
+    whole = param.to_full(hf).shape
     for source in sides:
         held = pieces(param, hf, source)
         assert part_shapes(rule, whole, source) == tuple(x.shape for x in held)
@@ -139,7 +139,7 @@ def test_large_transposed_tensors_take_few_moves() -> None:
     turned = Transposed(GroupedHeads((1, 1), 1))
     param = Param(mca="x", hf=("x",), shard=GATED, layout=Concat((1, 1)), hf_layout=turned)
     for source, target in ((HF, 8), (8, HF)):
-        gathers = plan_moves(Rule.of(param), (5760, 2880), source, target)
+        gathers = plan_moves(Rule.from_param(param), (5760, 2880), source, target)
         assert sum(len(gather.moves) for gather in gathers) == 16
 
 
@@ -151,9 +151,9 @@ def test_replicated_shapes_of_every_rank(shape: tuple[int, ...]) -> None:
 def test_large_tensors_take_few_moves() -> None:
     qkv = GroupedHeads(heads=(16, 1, 1), head_dim=128)
     param = Param(mca="x", hf=("q", "k", "v"), layout=qkv, shard=COLUMN)
-    gathers = plan_moves(Rule.of(param), (18432, 16384), HF, 8)
+    gathers = plan_moves(Rule.from_param(param), (18432, 16384), HF, 8)
     assert [len(gather.moves) for gather in gathers] == [3] * 8
-    row = plan_moves(Rule.of(Param(mca="x", hf=("x",), shard=ROW)), (16384, 53248), HF, 8)
+    row = plan_moves(Rule.from_param(Param(mca="x", hf=("x",), shard=ROW)), (16384, 53248), HF, 8)
     assert [len(gather.moves) for gather in row] == [1] * 8
     assert row[1].moves[0].run == 53248 // 8 and row[1].moves[0].repeat == 16384
 
@@ -171,9 +171,9 @@ class _Doubling(Separate):
 @pytest.mark.parametrize("layout", [_Forgetful(), _Doubling()])
 def test_a_rule_that_loses_or_doubles_elements_is_refused(layout) -> None:
     with pytest.raises(ValueError, match=r"exactly once|not inverse"):
-        plan_moves(Rule.of(Param(mca="x", hf=("x",), hf_layout=layout)), (6, 4), HF, 1)
+        plan_moves(Rule.from_param(Param(mca="x", hf=("x",), hf_layout=layout)), (6, 4), HF, 1)
 
 
 def test_a_size_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="does not divide"):
-        plan_moves(Rule.of(Param(mca="x", hf=("x",), shard=ROW)), (6, 4), HF, 3)
+        plan_moves(Rule.from_param(Param(mca="x", hf=("x",), shard=ROW)), (6, 4), HF, 3)

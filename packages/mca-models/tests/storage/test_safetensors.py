@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mca_config.errors import McaError
-from mca_models.storage.dtypes import ITEM_SIZES, code_of, numpy_dtype
+from mca_models.storage.dtypes import ITEM_SIZES, dtype_code, numpy_dtype
 from mca_models.storage.safetensors import plan_file, read_header
 from mca_models.storage.writer import SafetensorsWriter
 
@@ -111,4 +111,4 @@ def test_one_name_twice_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", sorted(ITEM_SIZES))
 def test_codes_and_array_types_agree(code: str) -> None:
     assert numpy_dtype(code).itemsize == ITEM_SIZES[code]
-    assert code_of(numpy_dtype(code)) == code
+    assert dtype_code(numpy_dtype(code)) == code

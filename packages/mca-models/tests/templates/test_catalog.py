@@ -9,7 +9,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mca_config.errors import McaError
-from mca_config.page_tables import updated
+from mca_config.page_tables import update_document
 from mca_models.templates import FAMILIES, config_from_hf, page
 from mca_models.templates.catalog import REFUSED, SUPPORTED
 
@@ -35,11 +35,11 @@ def test_which_types_transformers_has() -> None:
 def test_only_the_family_that_is_asked_for_is_imported() -> None:
     program = """
 import sys
-from mca_models.templates import FAMILIES, family_of
+from mca_models.templates import FAMILIES, get_family
 before = set(sys.modules)
 assert len(FAMILIES) > 100 and "qwen3_moe" in FAMILIES
 assert not before & {f"mca_models.templates.{kind}" for kind in FAMILIES}
-family_of("llama")
+get_family("llama")
 new = sys.modules.keys() - before
 assert [name for name in new if hasattr(sys.modules[name], "FAMILY")] == ["mca_models.templates.llama"], new
 """
@@ -48,9 +48,11 @@ assert [name for name in new if hasattr(sys.modules[name], "FAMILY")] == ["mca_m
 
 def test_the_documented_families_are_those_of_the_catalog() -> None:
     text = DOCUMENT.read_text()
-    assert updated(text, page.TABLES) == text, "run: python -m mca_models.templates.page docs/families.md"
+    assert update_document(text, page.TABLES) == text, (
+        "run: python -m mca_models.templates.page docs/families.md"
+    )
     assert page.supported_table() in text and page.refused_table() in text
-    assert updated(text.replace("| `llama` |", "| `lama` |"), page.TABLES) == text
+    assert update_document(text.replace("| `llama` |", "| `lama` |"), page.TABLES) == text
 
 
 @pytest.mark.parametrize("kind", ["mamba", "bert", "hy_v4"])

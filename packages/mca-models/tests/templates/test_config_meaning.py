@@ -30,7 +30,7 @@ def test_families_without_partial_rotary_rotate_all_of_a_head(case: str) -> None
 
 def test_a_partial_rotary_that_transformers_fails_with_is_refused() -> None:
     rope = {**HALF, "rope_type": "linear", "factor": 2.0}
-    with pytest.raises(McaError, match=r"'partial_rotary_factor' is 0.5 beside rope_type 'linear'.*1\.0"):
+    with pytest.raises(McaError, match=r"'partial_rotary_factor' is 0.5 with rope_type 'linear'.*1\.0"):
         config_from_hf(described("llama", rope_parameters=rope))
 
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import FAMILIES, config_from_hf, family_of
+from mca_models.templates import FAMILIES, config_from_hf, get_family
 
 CONFIGS = Path(__file__).parents[1] / "data/configs"
 # billions of parameters, prediction layers not counted, as published
@@ -50,15 +50,15 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
         model = transformers.AutoModelForCausalLM.from_config(hf_config)
     expected = {name: tuple(x.shape) for name, x in model.state_dict().items()}
     config = without_prediction(config_from_hf(hf))
-    family = family_of(config.model_type)
-    assert family.hf_shapes(family.as_found(config, expected.keys())) == expected
+    family = get_family(config.model_type)
+    assert family.hf_shapes(family.with_checkpoint_names(config, expected.keys())) == expected
 
 
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("name", list(PUBLISHED))
 def test_parameters_are_as_many_as_published(name: str) -> None:
     config = without_prediction(config_from_hf(read(name)))
-    shapes = family_of(config.model_type).hf_shapes(config)
+    shapes = get_family(config.model_type).hf_shapes(config)
     assert sum(map(prod, shapes.values())) / 1e9 == pytest.approx(PUBLISHED[name], abs=0.05)
 
 
@@ -70,9 +70,9 @@ SIZES: dict[str, Any] = json.loads((CONFIGS.parent / "published.json").read_text
 def test_written_down_sizes_have_as_many_parameters_as_published(name: str) -> None:
     size = SIZES[name]
     config = config_from_hf(size["config"])
-    family = family_of(config.model_type)
+    family = get_family(config.model_type)
     if "found" in size:
-        config = family.as_found(config, size["found"])
+        config = family.with_checkpoint_names(config, size["found"])
     count = sum(map(prod, family.hf_shapes(config).values()))
     if "parameters" in size:
         assert count == size["parameters"]
@@ -91,7 +91,7 @@ def test_every_family_has_a_published_size() -> None:
 def test_prediction_layers_have_one_more_decoder_layer(name: str, billions: float) -> None:
     config = config_from_hf(read(name))
     assert config.mtp_num_layers == 1
-    family = family_of(config.model_type)
+    family = get_family(config.model_type)
     shapes, base = family.hf_shapes(config), family.hf_shapes(without_prediction(config))
     beyond = {name: shape for name, shape in shapes.items() if name not in base}
     last = f"model.layers.{config.num_layers - 1}."

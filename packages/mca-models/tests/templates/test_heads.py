@@ -4,8 +4,8 @@ import pytest
 
 from mca_config.errors import McaError, UsageError
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import FAMILIES, config_from_hf, config_to_hf, family_of
-from mca_models.templates.heads import Head, class_name, label_names, with_head
+from mca_models.templates import FAMILIES, config_from_hf, config_to_hf, get_family
+from mca_models.templates.classification_head import Head, class_name, label_names, with_head
 
 SIZES = {
     "model_type": "llama",
@@ -48,7 +48,7 @@ def test_config_json_names_the_head(architecture, head, names):
     hf = {**SIZES, "architectures": [architecture], "id2label": {"0": "a", "1": "b", "2": "c"}}
     config = config_from_hf(hf)
     assert (config.head, config.num_labels, config.tie_word_embeddings) == (head, 3, False)
-    shapes = family_of("llama").hf_shapes(config)
+    shapes = get_family("llama").hf_shapes(config)
     assert {name for name in shapes if name.startswith("score")} == names
     assert shapes["score.weight"] == (3, 16)
     assert "lm_head.weight" not in shapes
@@ -111,5 +111,5 @@ def test_heads_that_cannot_be_are_refused():
     with pytest.raises(McaError, match="no ForSequenceClassification of granite"):
         config_from_hf(granite)
     config = config_from_hf({**SIZES, "architectures": ["LlamaForSequenceClassification"]})
-    with pytest.raises(UsageError, match="with 2 labels, the run is of sequence_classification with 1"):
+    with pytest.raises(UsageError, match="with 2 labels, the run needs sequence_classification with 1"):
         with_head(config, Head(kind="sequence_classification", labels=("reward",)))

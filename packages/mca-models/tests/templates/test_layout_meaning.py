@@ -11,19 +11,19 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import config_from_hf, family_of
-from mca_models.weights import Concat, Each, GroupedHeads, Param, Shard, Transposed
+from mca_models.templates import config_from_hf, get_family
+from mca_models.weights import Concat, GroupedHeads, Param, PerTensor, Shard, Transposed
 
 
 def loaded(case: str, directory: Path) -> tuple[dict[str, torch.Tensor], McaModelConfig, dict[str, Param]]:
     tiny_hf.save(case, directory)
     tensors = load_file(directory / "model.safetensors")
     config = config_from_hf(tiny_hf.read_config(directory))
-    family = family_of(config.model_type)
+    family = get_family(config.model_type)
     return (
         tensors,
         config,
-        {param.mca_name(): param for param in family.params(family.as_found(config, tensors))},
+        {param.mca_name(): param for param in family.params(family.with_checkpoint_names(config, tensors))},
     )
 
 
@@ -32,7 +32,7 @@ def hf_model(directory: Path) -> Any:
 
 
 def whole(param: Param, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    result: torch.Tensor = param.to_whole([tensors[name] for name in param.hf_names()])
+    result: torch.Tensor = param.to_full([tensors[name] for name in param.hf_names()])
     return result
 
 
@@ -101,7 +101,7 @@ def test_phi3_packs_queries_with_the_keys_of_their_group(tmp_path: Path) -> None
     assert torch.equal(first, torch.cat([q[: heads // groups * width], k[:width], v[:width]]))
 
 
-STACKED = [case for case, (kind, _) in tiny_hf.ALL.items() if family_of(kind).moe and "-dense" not in case]
+STACKED = [case for case, (kind, _) in tiny_hf.ALL.items() if get_family(kind).moe and "-dense" not in case]
 
 
 @pytest.mark.cases(4)
@@ -111,8 +111,8 @@ def test_stacked_experts_give_the_same_parameters_as_single_ones(case: str, tmp_
     state = {name: x.contiguous() for name, x in hf_model(tmp_path).state_dict().items()}
     save_file(state, tmp_path / "stacked.safetensors")
     stacked = load_file(tmp_path / "stacked.safetensors")
-    family = family_of(config.model_type)
-    found = family.as_found(config, stacked.keys())
+    family = get_family(config.model_type)
+    found = family.with_checkpoint_names(config, stacked.keys())
     assert found.extra["fused_experts"]
     assert family.hf_shapes(found) == {name: tuple(x.shape) for name, x in stacked.items()}
     for param in family.params(found):
@@ -131,8 +131,8 @@ GROUPED = GroupedHeads((1, 1, 2, 2), 1)
         (GROUPED, Concat((3, 3, 6, 6))),
         (GROUPED, GroupedHeads((1, 2, 1, 2), 1)),
         (
-            Each(((Concat((1, 1)), 2), (GroupedHeads((1, 1), 1), 2))),
-            Each(((Concat((1, 1)), 2), (Concat((1, 1)), 2))),
+            PerTensor(((Concat((1, 1)), 2), (GroupedHeads((1, 1), 1), 2))),
+            PerTensor(((Concat((1, 1)), 2), (Concat((1, 1)), 2))),
         ),
         (Transposed(GROUPED), GROUPED),
         (Transposed(GROUPED), Transposed(Concat((3, 3, 6, 6)))),

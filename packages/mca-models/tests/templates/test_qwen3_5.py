@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import tiny_hf
 
-from mca_models.templates import config_from_hf, family_of
-from mca_models.templates.shapes import whole_shape
+from mca_models.templates import config_from_hf, get_family
+from mca_models.templates.shapes import full_shape
 from mca_models.weights import Stage
 
 MTP = ["mtp.fc.weight"]
@@ -17,9 +17,9 @@ MTP = ["mtp.fc.weight"]
 def test_prediction_layers_beside_the_model(case: str, tmp_path: Path) -> None:
     directory = tiny_hf.save(case, tmp_path)
     config = config_from_hf(tiny_hf.read_config(directory))
-    family = family_of(config.model_type)
-    assert family.as_found(config, []).mtp_num_layers == 0
-    found = replace(family.as_found(config, MTP), extra={})
+    family = get_family(config.model_type)
+    assert family.with_checkpoint_names(config, []).mtp_num_layers == 0
+    found = replace(family.with_checkpoint_names(config, MTP), extra={})
     params = [param for param in family.params(found) if param.stage is Stage.MTP]
     names = {name for param in params for name in param.hf_names()}
     assert {
@@ -31,12 +31,12 @@ def test_prediction_layers_beside_the_model(case: str, tmp_path: Path) -> None:
         "mtp.layers.0.self_attn.q_proj.weight",
     } <= names
     assert all(name.startswith("mtp.") for name in names)
-    stacked = family.as_found(config, [*MTP, "model.layers.0.mlp.experts.gate_up_proj"])
+    stacked = family.with_checkpoint_names(config, [*MTP, "model.layers.0.mlp.experts.gate_up_proj"])
     inside = {
         name for param in family.params(stacked) for name in param.hf_names() if name.startswith("mtp.")
     }
     assert inside == names  # prediction layers may hold experts one by one beside stacked ones
-    shapes = {param.mca_name(): whole_shape(param, found) for param in params}
+    shapes = {param.mca_name(): full_shape(param, found) for param in params}
     assert shapes["mtp.layers.0.eh_proj.weight"] == (32, 64)
     # the gated attention of a decoder layer: (4 heads * 2 + 2 groups * 2) * 16
     assert shapes["mtp.layers.0.transformer_layer.self_attention.linear_qkv.weight"] == (192, 32)

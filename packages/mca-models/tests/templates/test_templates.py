@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
-from mca_models.opening import open_checkpoint
-from mca_models.templates import FAMILIES, config_from_hf, config_to_hf, family_of
-from mca_models.templates.carried import without_carried
+from mca_models.checkpoint_kinds import open_checkpoint
+from mca_models.templates import FAMILIES, config_from_hf, config_to_hf, get_family
 from mca_models.templates.config_table import REQUIRED
-from mca_models.templates.shapes import whole_shape
+from mca_models.templates.passthrough import without_passthrough
+from mca_models.templates.shapes import full_shape
 from mca_models.weights import Param
 
 TEXT = [kind for kind, family in FAMILIES.items() if family.vision is None]
@@ -31,8 +31,8 @@ def checkpoint(request: Any, tmp_path_factory: Any) -> Path:
 
 def params_of(directory: Path, names: set[str]) -> list[Param]:
     config = config_from_hf(tiny_hf.read_config(directory))
-    family = family_of(config.model_type)
-    return family.params(family.as_found(config, names))
+    family = get_family(config.model_type)
+    return family.params(family.with_checkpoint_names(config, names))
 
 
 def test_every_family_has_a_case() -> None:
@@ -50,12 +50,12 @@ def test_names_are_exactly_those_of_the_checkpoint(checkpoint: Path) -> None:
 def test_shapes_follow_from_the_configuration(checkpoint: Path) -> None:
     tensors = load_file(checkpoint / "model.safetensors")
     config = config_from_hf(tiny_hf.read_config(checkpoint))
-    family = family_of(config.model_type)
-    found = family.as_found(config, tensors.keys())
+    family = get_family(config.model_type)
+    found = family.with_checkpoint_names(config, tensors.keys())
     assert family.hf_shapes(found) == {name: tuple(x.shape) for name, x in tensors.items()}
     for param in family.params(found):
-        whole = param.to_whole([tensors[name] for name in param.hf_names()])
-        assert tuple(whole.shape) == whole_shape(param, found), param.mca_name()
+        whole = param.to_full([tensors[name] for name in param.hf_names()])
+        assert tuple(whole.shape) == full_shape(param, found), param.mca_name()
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -226,8 +226,8 @@ def test_keys_that_no_layer_uses_are_left_out(caplog: pytest.LogCaptureFixture) 
     names = family.hf_shapes(config).keys()
     unused = {f"model.layers.3.self_attn.{part}.weight" for part in ("k_proj", "v_proj", "k_norm")}
     assert not unused & names
-    assert "hf_left_behind" not in family.as_found(config, names).extra
-    assert family.ignored_hf(family.as_found(config, names | unused)) == unused
+    assert "hf_left_behind" not in family.with_checkpoint_names(config, names).extra
+    assert family.ignored_hf(family.with_checkpoint_names(config, names | unused)) == unused
     assert "leaves out 3 tensors of keys and values" in caplog.text
     grown = config_to_hf(replace(config, vocab_size=80))
     assert grown["vocab_size"] == grown["vocab_size_per_layer_input"] == 80
@@ -293,14 +293,14 @@ def test_prediction_layers_that_are_not_built_are_carried(case: str, tmp_path: P
     save_file({**tensors, **more}, directory / "model.safetensors", {"format": "pt"})
     transformers.AutoModelForCausalLM.from_pretrained(directory)
     source = open_checkpoint(directory)
-    shapes = {name: whole_shape(param, source.config) for param in source.params for name in param.hf_names()}
+    shapes = {name: full_shape(param, source.config) for param in source.params for name in param.hf_names()}
     assert shapes.keys() == {**tensors, **more}.keys()
     assert all(shapes[name] == (3, 2) for name in more)
-    assert f"2 tensors of prediction layers ({min(more)}, ...) are copied unchanged" in caplog.text
+    assert f"2 tensors of MTP layers ({min(more)}, ...) are copied unchanged" in caplog.text
     counted = replace(source.config, hf_config={**source.config.hf_config, "num_nextn_predict_layers": 1})
     assert config_to_hf(counted)["num_nextn_predict_layers"] == 1
-    built = without_carried(McaModelConfig.from_json(counted.to_json()))
-    names = {name for param in family_of(built.model_type).params(built) for name in param.hf_names()}
+    built = without_passthrough(McaModelConfig.from_json(counted.to_json()))
+    names = {name for param in get_family(built.model_type).params(built) for name in param.hf_names()}
     assert names == tensors.keys()
     assert config_to_hf(built) == {**config_to_hf(counted), "num_nextn_predict_layers": 0}
 
@@ -311,7 +311,7 @@ def test_every_family_that_carries_prediction_layers_is_here() -> None:
         hf = transformers.AutoConfig.for_model(kind, **{**tiny_hf.SIZE, **different}).to_dict()
         config, family = config_from_hf(hf), FAMILIES[kind]
         names = {*family.hf_shapes(config), "mtp.norm.weight"}
-        if "hf_carried" in family.as_found(config, names, {"mtp.norm.weight": (2,)}).extra:
+        if "hf_carried" in family.with_checkpoint_names(config, names, {"mtp.norm.weight": (2,)}).extra:
             found.add(kind)
     assert found == CARRIED.keys()
 
@@ -349,8 +349,8 @@ def test_falcon_drops_behind_attention_and_mlp_and_no_scores(
 def test_stacked_experts_and_doubled_tensors_are_noticed(tmp_path: Path) -> None:
     directory = tiny_hf.save("qwen3_moe", tmp_path)
     config = config_from_hf(tiny_hf.read_config(directory))
-    family = family_of(config.model_type)
-    found = family.as_found(config, {"model.layers.0.mlp.experts.gate_up_proj"})
+    family = get_family(config.model_type)
+    found = family.with_checkpoint_names(config, {"model.layers.0.mlp.experts.gate_up_proj"})
     names = {name for param in family.params(found) for name in param.hf_names()}
     assert "model.layers.3.mlp.experts.down_proj" in names
     assert not any("experts.0." in name for name in names)
@@ -359,11 +359,11 @@ def test_stacked_experts_and_doubled_tensors_are_noticed(tmp_path: Path) -> None
 def test_prediction_layers_use_the_checkpoint_not_the_count(tmp_path: Path) -> None:
     directory = tiny_hf.save("deepseek_v3", tmp_path)
     config = config_from_hf(tiny_hf.read_config(directory))
-    family = family_of(config.model_type)
+    family = get_family(config.model_type)
     assert config.mtp_num_layers == 1
-    assert family.as_found(config, set()).mtp_num_layers == 0
+    assert family.with_checkpoint_names(config, set()).mtp_num_layers == 0
     names = {name for param in family.params(config) for name in param.hf_names()}
-    found = family.as_found(config, names | {"model.layers.4.embed_tokens.weight"})
+    found = family.with_checkpoint_names(config, names | {"model.layers.4.embed_tokens.weight"})
     assert found.mtp_num_layers == 1
     assert found.extra["hf_duplicates"] == ["model.layers.4.embed_tokens.weight"]
     prediction = [param for param in family.params(found) if param.mca_name().startswith("mtp.")]

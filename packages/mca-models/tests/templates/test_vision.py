@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import FAMILIES, config_from_hf, config_to_hf, family_of
-from mca_models.templates.shapes import whole_shape
+from mca_models.templates import FAMILIES, config_from_hf, config_to_hf, get_family
+from mca_models.templates.shapes import full_shape
 from mca_models.weights import Stage
 
 CONFIGS = Path(__file__).parents[1] / "data/vision_configs"
@@ -43,8 +43,10 @@ class Checkpoint:
         self.hf = tiny_hf.read_config(self.path)
         self.tensors = load_file(self.path / "model.safetensors")
         self.shapes = {name: tuple(x.shape) for name, x in self.tensors.items()}
-        self.family = family_of(self.hf["model_type"])
-        self.config = self.family.as_found(config_from_hf(self.hf), self.tensors.keys(), self.shapes)
+        self.family = get_family(self.hf["model_type"])
+        self.config = self.family.with_checkpoint_names(
+            config_from_hf(self.hf), self.tensors.keys(), self.shapes
+        )
 
 
 @pytest.fixture(scope="module", params=list(tiny_vision.CASES))
@@ -68,7 +70,7 @@ def test_round_trip_is_bit_exact(checkpoint: Checkpoint, size: int) -> None:
     for param in checkpoint.family.params(checkpoint.config):
         source = [checkpoint.tensors[name] for name in param.hf_names()]
         pieces = [param.to_mca(source, rank, size) for rank in range(size)]
-        assert tuple(param.to_whole(source).shape) == whole_shape(param, checkpoint.config)
+        assert tuple(param.to_full(source).shape) == full_shape(param, checkpoint.config)
         for before, after in zip(source, param.to_hf(pieces), strict=True):
             assert torch.equal(before[param.expert] if param.stacked else before, after), param.mca_name()
 
@@ -97,9 +99,13 @@ def test_both_spellings_are_read_and_written(checkpoint: Checkpoint) -> None:
     for which in range(len(family.vision.spellings)):
         spelled = replace(checkpoint.config, extra={**checkpoint.config.extra, "hf_spelling": which})
         shapes = family.hf_shapes(spelled)
-        assert family.hf_shapes(family.as_found(config, shapes.keys(), shapes)) == shapes
+        assert family.hf_shapes(family.with_checkpoint_names(config, shapes.keys(), shapes)) == shapes
     modules = {name for name, _ in tiny_vision.model_of(checkpoint.case).named_parameters()}
-    named = {name for name in family.hf_shapes(family.as_modules(checkpoint.config)) if "experts" not in name}
+    named = {
+        name
+        for name in family.hf_shapes(family.with_module_names(checkpoint.config))
+        if "experts" not in name
+    }
     assert named >= {name for name in modules if "experts" not in name}
 
 
@@ -133,12 +139,12 @@ def test_published_experts_lie_the_other_way(tmp_path: Path) -> None:
         for name, x in saved.tensors.items()
     }
     shapes = {name: tuple(x.shape) for name, x in turned.items()}
-    found = saved.family.as_found(config_from_hf(saved.hf), turned.keys(), shapes)
+    found = saved.family.with_checkpoint_names(config_from_hf(saved.hf), turned.keys(), shapes)
     assert saved.family.hf_shapes(found) == shapes
     same = zip(saved.family.params(found), saved.family.params(saved.config), strict=True)
     for published, own in same:
-        first = published.to_whole([turned[name] for name in published.hf_names()])
-        second = own.to_whole([saved.tensors[name] for name in own.hf_names()])
+        first = published.to_full([turned[name] for name in published.hf_names()])
+        second = own.to_full([saved.tensors[name] for name in own.hf_names()])
         assert torch.equal(first, second), own.mca_name()
 
 
@@ -146,7 +152,7 @@ def test_tensors_that_no_table_names_are_carried(tmp_path: Path, caplog: Any) ->
     saved = Checkpoint("gemma3", tmp_path)
     shapes = {**saved.shapes, "vision_tower.head.probe": (1, 1, 16)}
     with caplog.at_level(logging.WARNING):
-        found = saved.family.as_found(config_from_hf(saved.hf), shapes.keys(), shapes)
+        found = saved.family.with_checkpoint_names(config_from_hf(saved.hf), shapes.keys(), shapes)
     assert (
         "copies unchanged what is not known of the vision model: 1 tensor (vision_tower.head.probe)"
         in caplog.text
@@ -194,7 +200,7 @@ def test_absent_keys_mean_what_transformers_says(kind: str) -> None:
     written, guessed = config_from_hf(full), config_from_hf(bare)
     same: dict[str, Any] = {"hf_config": {}, "dtype": "float32", "vision": None, "extra": {}}
     assert replace(guessed, **same) == replace(written, **same)
-    family = family_of(kind)
+    family = get_family(kind)
     assert vision_shapes(guessed) == vision_shapes(written), family
 
 
@@ -209,8 +215,8 @@ def test_a_load_balancing_loss_without_a_coefficient_has_transformers(kind: str)
 
 
 def vision_shapes(config: McaModelConfig) -> dict[str, tuple[int, ...]]:
-    params = family_of(config.model_type).params(config)
-    return {param.mca: whole_shape(param, config) for param in params if param.stage is Stage.VISION}
+    params = get_family(config.model_type).params(config)
+    return {param.mca: full_shape(param, config) for param in params if param.stage is Stage.VISION}
 
 
 def published() -> Iterator[str]:
@@ -230,8 +236,8 @@ def test_published_models_have_transformers_tensors(name: str) -> None:
             transformers.AutoConfig.for_model(**json.loads(json.dumps(hf)))
         )
     expected = {name: tuple(x.shape) for name, x in model.state_dict().items()}
-    config, family = config_from_hf(hf), family_of(hf["model_type"])
-    found = family.as_found(replace(config, mtp_num_layers=0), expected.keys(), expected)
+    config, family = config_from_hf(hf), get_family(hf["model_type"])
+    found = family.with_checkpoint_names(replace(config, mtp_num_layers=0), expected.keys(), expected)
     shapes = family.hf_shapes(found)
     if config.tie_word_embeddings:
         expected.pop("lm_head.weight", None)
@@ -251,12 +257,12 @@ def test_published_models_have_transformers_tensors(name: str) -> None:
         (
             "qwen2_vl",
             {"text_config": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}},
-            "'rope_type' is 'dynamic' beside mrope_section",
+            "'rope_type' is 'dynamic' with mrope_section",
         ),
         (
             "qwen2_vl",
             {"text_config": {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}},
-            "'rope_type' is 'dynamic' beside mrope_section",
+            "'rope_type' is 'dynamic' with mrope_section",
         ),
         ("qwen3_vl", {"is_causal": False}, "'is_causal' is False"),
         ("qwen3_vl", {"text_config": {"is_causal": False}}, "'is_causal' is False"),

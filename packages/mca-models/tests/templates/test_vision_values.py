@@ -10,7 +10,7 @@ import pytest
 import tiny_vision
 
 from mca_config.errors import McaError
-from mca_models.templates import config_from_hf, config_to_hf, family_of
+from mca_models.templates import config_from_hf, config_to_hf, get_family
 
 GEMMA = json.loads((Path(__file__).parents[1] / "data/vision_configs/gemma-3-27b.json").read_text())
 WRONG = (None, "x", "1", -1, 0, 1.5, True, [], [14, 14], [1, "x"], {"a": 1}, 10**30, float("inf"))
@@ -56,7 +56,7 @@ def test_whatever_a_file_says_is_a_model_or_one_line(case: str) -> None:
     for hf in changed(tiny_vision.described(case)):
         try:
             config = config_from_hf(hf)
-            family_of(config.model_type).hf_shapes(config)
+            get_family(config.model_type).hf_shapes(config)
             config_to_hf(config)
         except McaError as error:
             assert "\n" not in str(error)

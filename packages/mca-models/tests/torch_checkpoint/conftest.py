@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import config_from_hf, family_of
+from mca_models.templates import config_from_hf, get_family
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -24,7 +24,7 @@ def checkpoint(tmp_path_factory: Any) -> Any:
             directory = tiny_hf.save(case, tmp_path_factory.mktemp(case), "bfloat16")
             hf = load_file(directory / "model.safetensors")
             config = config_from_hf(tiny_hf.read_config(directory))
-            made[case] = family_of(config.model_type).as_found(config, hf), hf
+            made[case] = get_family(config.model_type).with_checkpoint_names(config, hf), hf
         return made[case]
 
     return make

@@ -9,7 +9,7 @@ import torch
 
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import family_of
+from mca_models.templates import get_family
 from mca_models.weights import Param, Stage
 
 Rename = Callable[[str], str]
@@ -41,8 +41,8 @@ def local_sequential(name: str) -> str:
 def wholes(config: McaModelConfig, hf: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Every whole parameter, vocabulary rows padded to a multiple of 4 x tp with noise."""
     result = {}
-    for param in family_of(config.model_type).params(config):
-        whole = param.to_whole([hf[name] for name in param.hf_names()])
+    for param in get_family(config.model_type).params(config):
+        whole = param.to_full([hf[name] for name in param.hf_names()])
         if param.vocab:
             rows = -whole.shape[0] % (4 * config.layout.tp)
             whole = torch.cat([whole, torch.full((rows, whole.shape[1]), 7.0, dtype=whole.dtype)])
@@ -64,7 +64,7 @@ def write(
     path.mkdir(parents=True, exist_ok=True)
     config.save(path)
     (path / "latest_checkpointed_iteration.txt").write_text("1")
-    params, whole = family_of(config.model_type).params(config), wholes(config, hf)
+    params, whole = get_family(config.model_type).params(config), wholes(config, hf)
     for pp in range(layout.pp):
         for rank in range(layout.etp * layout.ep):
             tp, ep, etp = rank % layout.tp, rank // layout.etp, rank % layout.etp

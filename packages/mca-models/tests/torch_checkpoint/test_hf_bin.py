@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from tiny_hf import save
 
 from mca_config.errors import McaError
-from mca_models.opening import open_checkpoint
-from mca_models.storage.source import read_piece
+from mca_models.checkpoint_kinds import open_checkpoint
+from mca_models.storage.source import read_shard
 
 KINDS = {"zip": {}, "legacy": {"_use_new_zipfile_serialization": False}}
 
@@ -43,7 +43,7 @@ def test_it_is_the_same_model(tmp_path: Path, changes: dict[str, bool]) -> None:
     found = open_checkpoint(pickled(save("llama", tmp_path / "bin"), **changes))
     for param in expected.params:
         for rank in range(2):
-            pieces = (read_piece(source, param, rank, 2) for source in (expected, found))
+            pieces = (read_shard(source, param, rank, 2) for source in (expected, found))
             assert np.array_equal(*(piece.view(np.uint8) for piece in pieces)), param.mca_name()
 
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
-from mca_models.templates import family_of
-from mca_models.torch_checkpoint.opening import open_foreign
+from mca_models.templates import get_family
+from mca_models.torch_checkpoint.megatron_checkpoint import open_foreign
 from mca_models.torch_checkpoint.roll import is_roll, open_roll, rank_files
 
 FIXTURE = Path(__file__).parents[5] / "shared/fixtures/roll_llama_tiny"
@@ -86,7 +86,7 @@ def test_every_layout_and_spelling_is_recovered(
         for side in (1, 2):
             pieces = source.read(param, side)
             whole = wholes[param.mca_name()].view(torch.int16).numpy()
-            whole = whole[: source.whole_shape(param)[0]]
+            whole = whole[: source.full_shape(param)[0]]
             if param.vocab:
                 whole = np.concatenate([whole, np.zeros((-len(whole) % side, *whole.shape[1:]), whole.dtype)])
             for rank, piece in enumerate(pieces):
@@ -118,7 +118,9 @@ def test_latent_down_projections_may_be_cut(tmp_path: Path, checkpoint: Any) -> 
 def test_prediction_layers_are_recovered(tmp_path: Path, checkpoint: Any) -> None:
     config, hf = checkpoint("deepseek_v3")
     config = replace(config, mtp_num_layers=1, layout=layout(2, 2))
-    names = {name for param in family_of("deepseek_v3").params(config) for name in param.hf_names()} - set(hf)
+    names = {name for param in get_family("deepseek_v3").params(config) for name in param.hf_names()} - set(
+        hf
+    )
     last = f"model.layers.{config.num_layers - 1}."
     made = {}
     for name in names:
@@ -265,7 +267,7 @@ def test_a_hostile_rank_file_is_refused(tmp_path: Path, checkpoint: Any) -> None
 
     class Evil:
         def __reduce__(self) -> Any:
-            return os.system, (f"touch {tmp_path}/ran",)
+            return os.system, (f"touch '{tmp_path}/ran'",)
 
     directory, _ = write(tmp_path, checkpoint("llama"), layout())
     file = directory / "iter_0000001/mp_rank_00/model_optim_rng.pt"

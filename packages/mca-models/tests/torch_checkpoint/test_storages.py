@@ -8,11 +8,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mca_models.storage.moves import Rule, plan_moves
-from mca_models.storage.runs import Gather
+from mca_models.storage.byte_ranges import Gather
+from mca_models.storage.copy_plan import Rule, plan_moves
+from mca_models.storage.lazy_tensor import Block, GridTensor, StridedTensor
 from mca_models.storage.source import copy_move
-from mca_models.storage.strided import Block, GridTensor, StridedTensor
-from mca_models.torch_checkpoint.storages import Stored, storages, to_storage
+from mca_models.torch_checkpoint.storages import StoredTensor, storages, to_storage
 from mca_models.weights import COLUMN, GATED, ROW, Param
 
 
@@ -52,10 +52,10 @@ def test_a_rewritten_gather_fills_the_same(
     tmp_path_factory: Any, data: Any, shard: Any, source: int, target: int, rows: int, columns: int
 ) -> None:
     whole = np.arange(24 * rows * 12 * columns, dtype=np.int32).reshape(24 * rows, 12 * columns)
-    rule = Rule.of(Param(mca="x", hf=("x",), shard=shard))
+    rule = Rule.from_param(Param(mca="x", hf=("x",), shard=shard))
     pieces = [shard.take(whole, rank, source) for rank in range(source)]
     file = tmp_path_factory.mktemp("s") / "data"
-    tensors: list[Stored] = []
+    tensors: list[StoredTensor] = []
     for piece in pieces:
         wide, transposed = data.draw(st.integers(1, 2)), data.draw(st.booleans())
         if data.draw(st.booleans()):
@@ -86,7 +86,7 @@ def test_columns_of_a_wider_tensor_are_one_strided_move(tmp_path: Path) -> None:
     wide = np.arange(1000 * 64, dtype=np.int32).reshape(1000, 64)
     file.write_bytes(wide.tobytes())
     half = StridedTensor("w", "I32", (1000, 32), (64, 1), 128, file)
-    (gather,) = plan_moves(Rule.of(Param(mca="x", hf=("x",))), half.shape, 1, 1)
+    (gather,) = plan_moves(Rule.from_param(Param(mca="x", hf=("x",))), half.shape, 1, 1)
     (move,) = to_storage(gather, [half]).moves
     assert (move.run, move.repeat, move.source_stride, move.target_stride) == (32, 1000, 64, 32)
     assert to_storage(gather, [half]) is to_storage(gather, [half])

@@ -17,8 +17,8 @@ from torch_dist_files import State, by_layer, save
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import family_of, gated_delta_net, mamba
-from mca_models.torch_checkpoint.opening import open_foreign
+from mca_models.templates import gated_delta_net, get_family, mamba
+from mca_models.torch_checkpoint.megatron_checkpoint import open_foreign
 from mca_models.torch_checkpoint.torch_dist import find_torch_dist, open_torch_dist
 from mca_models.weights import Stage
 
@@ -26,7 +26,7 @@ from mca_models.weights import Stage
 def stacked(config: McaModelConfig, hf: dict[str, torch.Tensor]) -> State:
     """All layers in one tensor."""
     state = by_layer(config, hf)
-    layers = [param for param in family_of(config.model_type).params(config) if param.stage is Stage.LAYER]
+    layers = [param for param in get_family(config.model_type).params(config) if param.stage is Stage.LAYER]
     for rule in {param.mca for param in layers if param.expert is None}:
         names = [rule.format(layer=layer) for layer in range(config.num_layers)]
         state[rule.replace("{layer}.", "")] = torch.stack([state.pop(name) for name in names])
@@ -287,7 +287,7 @@ def test_metadata_that_is_no_metadata_is_refused(directory: Path) -> None:
 def test_hostile_metadata_runs_nothing(directory: Path, tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:
-            return os.system, (f"touch {tmp_path}/ran",)
+            return os.system, (f"touch '{tmp_path}/ran'",)
 
     edit(directory, lambda metadata: setattr(metadata, "planner_data", Evil()))
     with pytest.raises(McaError, match=r"\.metadata: the pickle names posix\.system"):
@@ -303,7 +303,7 @@ def test_other_backends_are_refused_by_name(directory: Path) -> None:
 
 def test_no_configuration_is_one_clear_error(directory: Path) -> None:
     (directory / "mca_config.json").unlink()
-    with pytest.raises(McaError, match=r"put the model's Hugging Face config\.json beside it"):
+    with pytest.raises(McaError, match=r"put the model's Hugging Face config\.json next to it"):
         open_torch_dist(directory)
     (directory / "config.json").write_text("{")
     with pytest.raises(McaError, match=r"config\.json: cannot be read"):

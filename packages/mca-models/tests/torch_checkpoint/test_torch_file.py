@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mca_config.errors import McaError
-from mca_models.storage.strided import Block, StridedTensor, assemble
+from mca_models.storage.lazy_tensor import Block, StridedTensor, assemble
 from mca_models.torch_checkpoint.torch_file import open_torch_file, read_archive
 
 DTYPES = [

@@ -12,7 +12,7 @@ for name in ("torch", "transformers", "safetensors", "megatron"):
     sys.modules[name] = None  # importing it fails
 from pathlib import Path
 from mca_models.torch_checkpoint.torch_file import open_torch_file
-import mca_models.torch_checkpoint.torch_dist, mca_models.torch_checkpoint.roll, mca_models.quantised.hf_tensors
+import mca_models.torch_checkpoint.torch_dist, mca_models.torch_checkpoint.roll, mca_models.quantization.hf_tensors
 (tensor,) = open_torch_file(Path(sys.argv[1])).state_dict().values()
 print(tensor.read().tolist())
 """

@@ -8,7 +8,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import family_of
+from mca_models.templates import get_family
 
 State = dict[str, Any]
 
@@ -16,10 +16,10 @@ State = dict[str, Any]
 def by_layer(config: McaModelConfig, hf: dict[str, torch.Tensor]) -> State:
     """Every parameter under its own name; experts stacked."""
     state: dict[str, Any] = {}
-    for param in family_of(config.model_type).params(config):
+    for param in get_family(config.model_type).params(config):
         if param.alias_of is not None:
             continue
-        whole = param.to_whole([hf[name] for name in param.hf_names()]).clone()
+        whole = param.to_full([hf[name] for name in param.hf_names()]).clone()
         name = param.mca_name()
         if param.expert is None:
             state[name] = whole

@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING
 
-from mca_config.lazy_names import lazily
+from mca_config.lazy_names import make_lazy_getattr
 
 if TYPE_CHECKING:
     from mca_train.batching.micro_batch import MicroBatch
@@ -41,4 +41,4 @@ _HOME = {
     "TokenDataset": "data.token_dataset",
 }
 
-__getattr__ = lazily(__name__, _HOME)
+__getattr__ = make_lazy_getattr(__name__, _HOME)

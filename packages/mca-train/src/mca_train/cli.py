@@ -1,7 +1,6 @@
-"""The ``mca-train`` command is here: which command is meant, and its exit code.
+"""The ``mca-train`` command: selection of the sub-command, and exit codes.
 
-It reads no configuration and imports no torch; what there is to say of the commands is in ``reference.program``, what a
-command does is in ``run``.
+It reads no configuration and imports no torch; ``reference.program`` describes the commands, ``run`` executes them.
 """
 
 import sys
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 from mca_config.errors import McaError, UsageError, raise_problems
 from mca_config.program import Program, fail
 from mca_config.streams import safe_streams
-from mca_train.launch.stopping import Stopped
+from mca_train.launch.stop_signals import Stopped
 from mca_train.reference.program import program
 from mca_train.tasks.table import TASKS
 from mca_train.tasks.task import Task
@@ -21,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; the exit code: 0, 1 for a failure, 2 for wrong usage."""
+    """Run the command line; the exit code: 0, 1 for a failure, 2 for wrong usage."""
     words = sys.argv[1:] if arguments is None else arguments
     with safe_streams(to_the_end=arguments is None, output_too=True):
         code = _main(words)
         lost = bool(getattr(sys.stdout, "failed", False)) and words[:1] not in [[name] for name in TASKS]
-        return code or int(lost)  # of training, the log has what was said
+        return code or int(lost)  # training also writes its output to the log
 
 
 def _main(words: list[str]) -> int:
@@ -48,7 +47,7 @@ def _main(words: list[str]) -> int:
 
 
 def _run(known: Program, words: list[str]) -> int:
-    command, words = known.command_of(words)
+    command, words = known.find_command(words)
     if command in ("init", "schema", "completion"):
         return _about_keys(command, known.parser(command).read(words).operands)
     if command == "client":
@@ -56,7 +55,7 @@ def _run(known: Program, words: list[str]) -> int:
     if command == "report":
         return _report(known.parser(command).read(words))
     parser = known.parser(command)
-    options, overrides = parser.read_own(words)
+    options, overrides = parser.read_known(words)
     usage = known.commands[command].usage
     kind, config = _kind_and_file(command, usage, options.operands, parser.flags, overrides)
     from mca_train.launch.environment import one_thread_until_forked, started_by_launcher
@@ -64,17 +63,17 @@ def _run(known: Program, words: list[str]) -> int:
     if command == "plan" or not started_by_launcher():
         one_thread_until_forked()  # before torch is imported below
     if command == "tokenize":
-        from mca_train.run.tokenizing import tokenize
+        from mca_train.run.tokenize_command import tokenize
 
         return tokenize(config, overrides, options.output_prefix)
     if command == "data":
-        from mca_train.run.showing import print_data
+        from mca_train.run.data_preview import print_data
 
         return print_data(kind, config, overrides)
     if command == "plan" or kind is None:
         from mca_config.command_line import from_namespace
         from mca_train.plan.options import PlanOptions
-        from mca_train.run.planning import print_plan
+        from mca_train.run.plan_command import print_plan
 
         return print_plan(kind, config, overrides, from_namespace(PlanOptions, options))
     from mca_train.run.train import run
@@ -94,9 +93,9 @@ def _kind_and_file(
     kind = TASKS.get(command)
     if command in ("plan", "data") and operands and not Path(operands[0]).is_file():
         if operands[0] in TASKS or len(operands) > 1:
-            from mca_train.reference.commands import kind_of
+            from mca_train.reference.commands import parse_kind
 
-            kind, operands = kind_of(operands[0]), operands[1:]
+            kind, operands = parse_kind(operands[0]), operands[1:]
     if not operands:
         problems = _unknown(kind, flags, overrides)
         if not overrides:
@@ -146,7 +145,7 @@ def _print_client_path(words: list[str]) -> int:
 
 
 def _report(options: "Namespace") -> int:
-    from mca_train.report.writing import write_report
+    from mca_train.report.report_command import write_report
 
     if len(options.operands) != 1:
         raise UsageError(

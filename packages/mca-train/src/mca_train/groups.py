@@ -1,6 +1,6 @@
-"""These functions ask Megatron's process groups where this rank stands, and sum and gather over ranks.
+"""Collectives over Megatron's process groups, and the indices of this rank in them.
 
-The groups themselves are made in `mca_models.megatron.distributed`.
+`mca_models.megatron.distributed` creates the groups.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This rank's place among the others."""
+    """Indices of this rank in the process groups."""
 
     rank: int
     world_size: int
@@ -33,17 +33,17 @@ class Ranks:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank has the embedding, and the vision model if there is one."""
+        """Return whether this rank has the embedding, and the vision model if there is one."""
         return self.pipeline_rank == 0
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for the run: logs, progress bar, small files."""
+        """Return whether this rank writes logs, progress bar and small files of the run."""
         return self.rank == 0
 
 
-def here(layout: ParallelLayout) -> Ranks:
-    """This rank, in the process groups that stand."""
+def current_ranks(layout: ParallelLayout) -> Ranks:
+    """Return the indices of this rank in the initialized process groups."""
     from megatron.core import parallel_state
 
     from mca_models.megatron import platform
@@ -61,12 +61,12 @@ def here(layout: ParallelLayout) -> Ranks:
 
 
 def sum_over_data(values: Tensor) -> Tensor:
-    """``values`` of the last pipeline stage, added over data- and context-parallel ranks, on every rank."""
+    """Sum ``values`` of the last pipeline stage over data- and context-parallel ranks; every rank gets the result."""
     return _over_data(values, dist.ReduceOp.SUM)
 
 
-def largest_over_data(values: Tensor) -> Tensor:
-    """Of each of ``values`` of the last pipeline stage the largest of those ranks, on every rank."""
+def max_over_data(values: Tensor) -> Tensor:
+    """Return the elementwise maximum of ``values`` of the last pipeline stage, over the ranks of `sum_over_data`."""
     return _over_data(values, dist.ReduceOp.MAX)
 
 
@@ -82,14 +82,14 @@ def _over_data(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
 
 
 def sum_over_samples(values: Tensor) -> Tensor:
-    """``values`` added over data- and context-parallel ranks; every rank of a model replica has the same."""
+    """Sum ``values`` over data- and context-parallel ranks; all ranks of a model replica must have equal values."""
     total = values.clone()
     dist.all_reduce(total, group=data_group_with_context())
     return total
 
 
 def sum_over_samples_on_host(values: Tensor) -> Tensor:
-    """``values`` in the host's memory added as by `sum_over_samples`: nobody waits for what a GPU has yet to do."""
+    """Sum ``values`` in host memory like `sum_over_samples`, over gloo and without waiting for the GPU."""
     from megatron.core import parallel_state
 
     total = values.clone()
@@ -98,49 +98,49 @@ def sum_over_samples_on_host(values: Tensor) -> Tensor:
     return total
 
 
-def from_replicas(values: Tensor) -> Tensor:
-    """``values`` of the last pipeline stage, of which each replica knows some and has 0 for the rest, on every rank."""
+def sum_over_replicas(values: Tensor) -> Tensor:
+    """Sum ``values`` of the last pipeline stage, in which each replica has some entries and 0 for the rest."""
     from megatron.core import parallel_state
 
-    speaks = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-    speaks = speaks and parallel_state.get_tensor_model_parallel_rank() == 0
-    speaks = speaks and parallel_state.get_context_parallel_rank() == 0
-    total = values.clone() if speaks else torch.zeros_like(values)
+    contributes = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    contributes = contributes and parallel_state.get_tensor_model_parallel_rank() == 0
+    contributes = contributes and parallel_state.get_context_parallel_rank() == 0
+    total = values.clone() if contributes else torch.zeros_like(values)
     dist.all_reduce(total)
     return total
 
 
 def data_group_with_context() -> ProcessGroup:
-    """Ranks with the same part of the model."""
+    """Return the data-parallel group with context parallelism: the ranks with the same shards."""
     from megatron.core import parallel_state
 
     group: ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return group
 
 
-def largest(value: float, device: torch.device) -> float:
-    """The largest ``value`` of all ranks."""
+def max_over_ranks(value: float, device: torch.device) -> float:
+    """Return the largest ``value`` of all ranks."""
     box = torch.tensor([value], dtype=torch.float64, device=device)
     dist.all_reduce(box, dist.ReduceOp.MAX)
     return float(box)
 
 
-def of_every_rank(numbers: Sequence[int], ranks: Ranks) -> list[list[int]]:
-    """The ``numbers`` of each rank, which are equally many; every rank waits for all."""
+def gather_numbers(numbers: Sequence[int], ranks: Ranks) -> list[list[int]]:
+    """Return the ``numbers`` of every rank, which all have the same length; collective."""
     table = torch.zeros(ranks.world_size, len(numbers), dtype=torch.int64, device=ranks.device)
     table[ranks.rank] = torch.tensor(numbers)
     dist.all_reduce(table)
-    found: list[list[int]] = table.tolist()
-    return found
+    rows: list[list[int]] = table.tolist()
+    return rows
 
 
 def barrier() -> None:
-    """Waits for every rank."""
+    """Wait for every rank."""
     dist.barrier()
 
 
 def sum_over(values: Tensor, group: ProcessGroup) -> Tensor:
-    """``values`` added over the ranks of ``group``."""
+    """Sum ``values`` over the ranks of ``group``."""
     total = values.clone()
     if group.size() > 1:
         dist.all_reduce(total, group=group)
@@ -148,19 +148,19 @@ def sum_over(values: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def sum_over_stage(values: Tensor) -> Tensor:
-    """``values`` added over all ranks of this pipeline stage."""
+    """Sum ``values`` over all ranks of this pipeline stage."""
     return sum_over(values, _stage_group())
 
 
-def largest_over_stage(values: Tensor) -> Tensor:
-    """Of each of ``values`` the largest of all ranks of this pipeline stage."""
-    found = values.clone()
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=_stage_group())
-    return found
+def max_over_stage(values: Tensor) -> Tensor:
+    """Return the elementwise maximum of ``values`` over all ranks of this pipeline stage."""
+    maximum = values.clone()
+    dist.all_reduce(maximum, dist.ReduceOp.MAX, group=_stage_group())
+    return maximum
 
 
-def is_first_of_stage() -> bool:
-    """Whether this rank speaks for those of its pipeline stage."""
+def is_stage_leader() -> bool:
+    """Return whether this is the first rank of its pipeline stage."""
     return _stage_group().rank() == 0
 
 
@@ -171,8 +171,8 @@ def _stage_group() -> ProcessGroup:
     return group
 
 
-def own_tensor_share(values: Tensor, axis: int) -> Tensor:
-    """The tokens of ``values`` that this tensor-parallel rank has under sequence parallelism."""
+def sequence_parallel_shard(values: Tensor, axis: int) -> Tensor:
+    """Return the tokens of ``values`` that this tensor-parallel rank has with sequence parallelism."""
     from megatron.core import parallel_state
 
     ranks = parallel_state.get_tensor_model_parallel_world_size()
@@ -180,15 +180,15 @@ def own_tensor_share(values: Tensor, axis: int) -> Tensor:
     return share.contiguous()
 
 
-def of_every_stage(value: T) -> list[T]:
-    """``value`` of each pipeline stage."""
+def gather_over_stages(value: T) -> list[T]:
+    """Return the ``value`` of each pipeline stage."""
     from megatron.core import parallel_state
 
     return all_gather(value, parallel_state.get_pipeline_model_parallel_group())
 
 
 def sum_over_context(values: Tensor) -> Tensor:
-    """``values`` added over the ranks that share samples; each gets the gradient of its own."""
+    """Sum ``values`` over context-parallel ranks; the gradient goes to this rank's values only."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_context_parallel_group()

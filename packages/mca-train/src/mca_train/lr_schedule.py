@@ -1,7 +1,4 @@
-"""`LearningRate` gives each step its rate: Hugging Face's schedules drive Megatron's parameter groups.
-
-It knows no model and no optimizer; whoever trains hands over the groups to write into.
-"""
+"""`LearningRate`: Hugging Face's learning rate schedules for Megatron's parameter groups."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -15,21 +12,21 @@ if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
 
 ParamGroup = dict[str, Any]
-"""One of an optimizer's parameter groups: torch and Megatron keep parameters and numbers in it under their names."""
+"""One of an optimizer's parameter groups, with parameters and hyperparameters of torch and Megatron."""
 
 
 def followed_metric(name: str | None, greater_is_better: bool | None) -> str | None:
-    """What says which model is the best one (``metric_for_best_model``), in words; None: nothing."""
+    """Return a description of ``metric_for_best_model`` and its direction; None if it is not set."""
     if name is None:
         return None
     return f"eval_{name.removeprefix('eval_')} ({'greater' if greater_is_better else 'smaller'} is better)"
 
 
 class LearningRate:
-    """A Hugging Face scheduler over an optimizer of its own, and its rate written into Megatron's groups.
+    """A Hugging Face scheduler over a separate optimizer, whose rate is written into Megatron's groups.
 
-    HF's schedulers want a ``torch.optim.Optimizer``; Megatron's optimizer is none, and holds groups whose rates
-    and decays are multiples (``max_lr``, ``wd_mult``) of the run's.
+    HF's schedulers need a ``torch.optim.Optimizer``. Megatron's optimizer is not one, and its groups have rates and
+    decays (``max_lr``, ``wd_mult``) relative to the run's.
 
     Args:
         args: The training arguments.
@@ -58,11 +55,11 @@ class LearningRate:
 
     @property
     def value(self) -> float:
-        """The rate of the coming step."""
+        """The rate of the next step."""
         return self._between(self._base, self._least)
 
     def _between(self, highest: float, least: float) -> float:
-        """The coming step's rate of parameters whose rates are ``highest`` at most and ``least`` in the end."""
+        """Return the next step's rate for parameters with maximum ``highest`` and final rate ``least``."""
         rate = float(self._carrier.param_groups[0]["lr"])
         share = rate / self._base if self._base else 0.0
         if least and (self._by_metric or self.scheduler.last_epoch >= self._warmup):
@@ -70,7 +67,7 @@ class LearningRate:
         return rate if highest == self._base else highest * share
 
     def write(self, groups: Sequence[ParamGroup]) -> None:
-        """Sets the rate of every one of Megatron's parameter groups."""
+        """Set the rate of every one of Megatron's parameter groups."""
         for group in groups:
             highest, least = group.get("max_lr"), group.get("min_lr")
             rate = self._between(
@@ -80,43 +77,43 @@ class LearningRate:
             group["lr"] = rate * group.get("lr_mult", 1.0)
 
     def write_decay(self, groups: Sequence[ParamGroup]) -> None:
-        """Sets the decay of every group; callbacks may change it later."""
+        """Set the decay of every group; callbacks may change it later."""
         for group in groups:
             group["weight_decay"] = self._decay * group.get("wd_mult", 1.0)
 
     def step(self) -> None:
-        """One optimizer step was made. A schedule that follows a metric moves at evaluations instead."""
+        """Advance after an optimizer step; a schedule that follows a metric advances at evaluations instead."""
         if not self._by_metric:
             self.scheduler.step()
 
     def move(self, steps: int) -> None:
-        """Sets the schedule forward, or back; one that follows a metric stays."""
+        """Move the schedule by ``steps``, also negative; a schedule that follows a metric is unchanged."""
         if steps == 0 or self._by_metric:
             return
         self.scheduler.last_epoch = max(self.scheduler.last_epoch + steps, 0)
         self._compute()
 
     def _compute(self) -> None:
-        """Sets the coming step's rate to what the schedule has at its place."""
+        """Set the next step's rate to the schedule's value at its current step."""
         rate = self._base * cast("LambdaLR", self.scheduler).lr_lambdas[0](self.scheduler.last_epoch)
         self._carrier.param_groups[0]["lr"] = rate
         self.scheduler._last_lr = [rate]
 
     def state_dict(self) -> JsonObject:
-        """The scheduler's state, the coming step's rate, and the metric that it may follow."""
-        own = {"mca_rate": self._carrier.param_groups[0]["lr"], "mca_metric": self._metric}
-        own |= {"mca_base": self._base, "mca_least": self._least}
-        return dict(self.scheduler.state_dict()) | own
+        """Return the scheduler's state, the next step's rate, and the metric that the schedule may follow."""
+        state = {"mca_rate": self._carrier.param_groups[0]["lr"], "mca_metric": self._metric}
+        state |= {"mca_base": self._base, "mca_least": self._least}
+        return dict(self.scheduler.state_dict()) | state
 
     def load_state_dict(self, state: Values, steps: int) -> None:
-        """Restores the place in the schedule; its rates are those of this run, also where it was another's.
+        """Restore the step of the schedule, with the rates of this run's arguments.
 
-        A schedule that follows a metric has no place but its rate, which is restored; what it knows of the metric is so
-        only if it still is the same one.
+        A schedule that follows a metric restores its rate instead, and its knowledge of the metric only if the metric
+        is the same.
 
         Args:
-            state: Of this kind of schedule or of another.
-            steps: The place, if ``state`` is of a schedule that follows a metric.
+            state: State of a schedule of this or another type.
+            steps: The step, if ``state`` is of a schedule that follows a metric.
         """
         rest = dict(state)
         rate, metric = rest.pop("mca_rate"), rest.pop("mca_metric", self._metric)
@@ -124,7 +121,10 @@ class LearningRate:
         counts_steps = "lr_lambdas" in rest
         if self._by_metric:
             self._carrier.param_groups[0]["lr"] = rate
-            self._base, self._least = base, least  # the rate is a share of these; others' rates have the same
+            self._base, self._least = (
+                base,
+                least,
+            )  # the rate, and those of other groups, are relative to these
             if not counts_steps and metric == self._metric:
                 self.scheduler.load_state_dict(rest)
             return
@@ -132,13 +132,13 @@ class LearningRate:
         self._compute()
 
 
-_STEPS = 1000  # of a schedule that is only tried
+_STEPS = 1000  # of a schedule that is built only as a check
 
 
 def schedule_problems(training: "TrainingArguments") -> Iterator[str]:
-    """Builds the schedule once: Hugging Face reports what its ``lr_scheduler_kwargs`` lack in many ways."""
+    """Build the schedule as a check, because Hugging Face raises many errors about ``lr_scheduler_kwargs``."""
     try:
         LearningRate(training, training.max_steps if training.max_steps > 0 else _STEPS)
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
-        name, given = training.lr_scheduler_type.value, training.lr_scheduler_kwargs or {}
-        yield f"lr_scheduler_type {name} with lr_scheduler_kwargs {given}: {' '.join(str(error).split())}"
+        name, settings = training.lr_scheduler_type.value, training.lr_scheduler_kwargs or {}
+        yield f"lr_scheduler_type {name} with lr_scheduler_kwargs {settings}: {' '.join(str(error).split())}"

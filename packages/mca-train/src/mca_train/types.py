@@ -1,7 +1,6 @@
-"""Names for what the trainer is handed: classes that are slow to import, and objects of libraries without types.
+"""Type aliases for inputs of the trainer: classes that are slow to import, and objects of libraries without types.
 
-A type checker sees the classes; at run time the names stand for any object, so that nothing is imported for them.
-Nothing is checked here: a wrong dataset or model is refused where it is first used.
+A type checker uses the classes; at run time the names are ``object`` or ``Any``, so that nothing is imported for them.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -34,25 +33,25 @@ else:
     PreTrainedTokenizerBase = TrainerControl = TrainerState = TrainingArguments = VirtualModels = object
 
 Sample = Any
-"""A row of a dataset that a user gave: a mapping with ``input_ids``; or a list of such rows, packed together."""
+"""A row of a user's dataset: a mapping with ``input_ids``, or a list of such rows that are packed together."""
 
 SampleSource = Any
-"""A dataset that a user gave: anything with length and index, or a stream (``IterableDataset``)."""
+"""A user's dataset: an object with length and index, or a stream (``IterableDataset``)."""
 
 MegatronOptimizer = Any
 """``megatron.core.optimizer.MegatronOptimizer``: a distributed one, a plain one, or several in a chain."""
 
 HybridOptimizer = Any
-"""``HybridDeviceOptimizer`` of ``megatron.core``: an Adam of which a part is on the host."""
+"""``HybridDeviceOptimizer`` of ``megatron.core``: Adam with a part of its state on the host."""
 
 ImageProcessor = Any
-"""An image processor of ``transformers``: called with images, it gives ``pixel_values`` and what goes with them."""
+"""An image processor of ``transformers``, which returns ``pixel_values`` and further inputs of the vision tower."""
 
 OptimizerState = Any
 """A node in the nested state of Megatron's optimizers: dicts, lists, sharded tensors and plain values."""
 
 Router = Any
-"""``megatron.core.transformer.moe.router.TopKRouter``, with what `losses` hangs on it."""
+"""``megatron.core.transformer.moe.router.TopKRouter``, with the attributes that `losses` adds."""
 
 Wrapper = Any
 """``megatron.core.distributed.DistributedDataParallel`` around a chunk, with its buffers and hooks."""
@@ -61,7 +60,7 @@ Chunk = Any
 """``GPTModel``, alone or wrapped by Megatron's ``DistributedDataParallel``: the model of one virtual stage."""
 
 Upstream = Any
-"""A module, method or value of Megatron's or torch's that is replaced, watched or handed on as it is."""
+"""A module, method or value of Megatron or torch that is replaced, observed or passed on unchanged."""
 
 Scheduler = Any
-"""A schedule of ``transformers.get_scheduler``: ``torch.optim.lr_scheduler.LambdaLR``, and those of its kind."""
+"""A scheduler of ``transformers.get_scheduler``, such as ``torch.optim.lr_scheduler.LambdaLR``."""

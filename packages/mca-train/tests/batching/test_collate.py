@@ -4,9 +4,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from mca_config.errors import McaError
-from mca_models.megatron.layers.zigzag import take
+from mca_models.megatron.layers.zigzag import take_rank_tokens
 from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
-from mca_train.batching.packing import row_of
+from mca_train.batching.packing import build_row
 from mca_train.data.token_dataset import TokenDataset
 
 SAMPLES = [([1, 2, 3], [False, True, True]), ([4, 5, 6, 7, 8], [True] * 5), ([9, 9], [True, True])]
@@ -50,7 +50,9 @@ def test_padding_takes_no_position_that_the_model_has_not_learned(options):
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_sample_beyond_the_learned_positions_is_refused_on_the_host(packed):
     assert len(batch([0, 2], positions=4, packed=packed).micro_batches) == 1
-    with pytest.raises(McaError, match="a sequence of 5 tokens is longer than the 4 positions"):
+    with pytest.raises(
+        McaError, match="a sequence of 5 tokens is longer than the model's 4 learned positions"
+    ):
         batch([0, 1], positions=4, packed=packed)
 
 
@@ -70,7 +72,7 @@ def test_the_checksum_is_of_what_stands_beside_too():
         ({**dataset()[0], "other_input_ids": [1, 2], "other_labels": [1, last]}, True) for last in (2, 3)
     ]
     first, second = (collator()([sample]) for sample in samples)
-    assert first.beside.checksum != second.beside.checksum and first.checksum != second.checksum
+    assert first.kl_batch.checksum != second.kl_batch.checksum and first.checksum != second.checksum
 
 
 def test_micro_batches_have_one_length():
@@ -99,8 +101,8 @@ def test_context_parallel_slices_hold_every_token_once(size):
 
 def test_zigzag_is_megatrons():
     whole = torch.arange(8)[None]
-    assert take(whole, 1, 0, 2).tolist() == [[0, 1, 6, 7]]
-    assert take(whole, 1, 1, 2).tolist() == [[2, 3, 4, 5]]
+    assert take_rank_tokens(whole, 1, 0, 2).tolist() == [[0, 1, 6, 7]]
+    assert take_rank_tokens(whole, 1, 1, 2).tolist() == [[2, 3, 4, 5]]
 
 
 def test_through_a_data_loader_with_workers():
@@ -142,7 +144,7 @@ def test_what_a_collator_leaves_out_is_that_of_the_samples():
         given = [(samples[number], True) for number in some]
         found, wanted = made(given), own(given)
         for ours, theirs in zip(found.micro_batches, wanted.micro_batches, strict=True):
-            for name in ("values", "following", "labels", "loss_mask"):
+            for name in ("values", "tokens_remaining", "labels", "loss_mask"):
                 assert getattr(ours, name).tolist() == getattr(theirs, name).tolist(), name
         assert found.num_tokens == wanted.num_tokens == 7
 
@@ -156,7 +158,7 @@ def test_padding_is_known_of_samples_in_every_type_of_integers(kind):
     counted = [(sample, True) for sample in samples]
     for collate in (wider, PadCollator(0)):
         assert StepCollator(collate=collate, micro_batch_size=2)(counted).num_tokens == 5
-    row = row_of(counted, 2, 0, -100)
+    row = build_row(counted, 2, 0, -100)
     assert [ids.tolist() for ids in row.input_ids] == [[5, 6, 7, 0], [5, 0]]
     assert [labels.tolist() for labels in row.labels] == [[5, 6, 7, -100], [5, 0]]
 
@@ -171,7 +173,11 @@ def test_padding_is_known_of_samples_in_every_type_of_integers(kind):
             {"input_ids": torch.tensor([[1, 5, 6], [1, 7, 0]])},
             "return attention_mask",
         ),
-        (("labels",), {"input_ids": torch.tensor([[5, 6, 7, 8]])}, "made 1 row of 2 samples; make one row"),
+        (
+            ("labels",),
+            {"input_ids": torch.tensor([[5, 6, 7, 8]])},
+            "made 1 row of 2 samples; expected one row",
+        ),
     ],
 )
 def test_what_a_collator_must_say_itself_is_one_line(names, changes, message):
@@ -240,5 +246,5 @@ def test_numbers_of_tokens_stand_beside_the_token_before(packed: bool, size: int
         assert targets.any()
         found = batch.next_values(1, longest)
         assert torch.equal(found[targets], batch.labels[targets] + 0.5)
-        with pytest.raises(McaError, match="samples have no 10 numbers in 'values', 9 of them of tokens"):
+        with pytest.raises(McaError, match="fewer than 10 numbers, 9 of which are per token"):
             batch.next_values(1, 9)

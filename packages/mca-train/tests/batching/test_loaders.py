@@ -117,5 +117,5 @@ def test_a_stream_that_was_dealt_out_already_is_refused(tmp_path: Path) -> None:
     part = split_dataset_by_node(whole, rank=0, world_size=2)
     made.train(whole)
     for read, name in ((made.train, "train_dataset"), (made.evaluation, "eval_dataset")):
-        with pytest.raises(McaError, match=f"^{name} is one of 2 parts of a stream .split_dataset_by_node"):
+        with pytest.raises(McaError, match=f"^{name} is one of 2 shards of a stream .split_dataset_by_node"):
             read(part)

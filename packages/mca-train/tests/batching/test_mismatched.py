@@ -2,9 +2,9 @@ import numpy as np
 
 from mca_train import TokenDataset
 from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
-from mca_train.batching.mismatched import Mismatched
-from mca_train.batching.valued import WithValues
-from mca_train.data.token_dataset import order_of
+from mca_train.batching.extra_columns import ExtraColumns
+from mca_train.batching.kto_kl_pairs import KtoKlPairs
+from mca_train.data.token_dataset import describe_order
 
 
 def samples(count):
@@ -13,7 +13,7 @@ def samples(count):
 
 
 def others(count, group):
-    made = Mismatched(samples(count), group, None)
+    made = KtoKlPairs(samples(count), group, None)
     return [made[index]["other_input_ids"].tolist() for index in range(len(made))]
 
 
@@ -25,7 +25,7 @@ def test_answers_go_round_within_a_group():
 def test_answers_to_one_prompt_are_not_exchanged():
     def answers(prompts, group):
         rows = [([prompt, number], [False, True]) for number, prompt in enumerate(prompts)]
-        made = Mismatched(TokenDataset.from_samples(rows), group, None)
+        made = KtoKlPairs(TokenDataset.from_samples(rows), group, None)
         return [int(made[index]["other_input_ids"][1]) for index in range(len(made))]
 
     assert answers([50, 50, 60, 60], 4) == [2, 3, 0, 1]
@@ -34,19 +34,19 @@ def test_answers_to_one_prompt_are_not_exchanged():
 
 
 def test_a_step_has_the_others_beside_it_in_as_many_micro_batches():
-    dataset = CountedSamples(Mismatched(samples(4), 4, None))
+    dataset = CountedSamples(KtoKlPairs(samples(4), 4, None))
     for packed in (False, True):
         collator = StepCollator(collate=PadCollator(0), micro_batch_size=2, packed=packed)
         step = collator([dataset[index] for index in (0, 1, 2, ~0)])
-        assert step.beside is not None
-        assert len(step.beside.micro_batches) == len(step.micro_batches) == 2
-        first, second = step.beside.micro_batches
+        assert step.kl_batch is not None
+        assert len(step.kl_batch.micro_batches) == len(step.micro_batches) == 2
+        first, second = step.kl_batch.micro_batches
         assert first.input_ids.flatten().tolist() == [10, 11, 42, 20, 21, 12]
         assert second.loss_mask.sum() == 1  # what does not count, does not here either
 
 
 def test_what_has_more_of_each_sample_comes_in_the_same_order():
     dataset = samples(2)
-    dataset.order_in_words = "rows of a.jsonl"
-    for made in (Mismatched(dataset, 2, None), WithValues(dataset, np.zeros((2, 1)))):
-        assert order_of(made) == "rows of a.jsonl"
+    dataset.order_description = "rows of a.jsonl"
+    for made in (KtoKlPairs(dataset, 2, None), ExtraColumns(dataset, np.zeros((2, 1)))):
+        assert describe_order(made) == "rows of a.jsonl"

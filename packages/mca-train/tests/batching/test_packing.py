@@ -47,7 +47,7 @@ def test_every_sample_is_in_one_pack_and_the_accounts_are_exact(seed):
 
 
 def test_a_sample_that_does_not_fit_is_named():
-    with pytest.raises(McaError, match="train_dataset: sample 1 takes 20 tokens, a pack has room for 16"):
+    with pytest.raises(McaError, match="train_dataset: sample 1 takes 20 tokens, but a pack holds 16"):
         PackedDataset(dataset([3, 20]), 16, name="train_dataset")
 
 
@@ -65,7 +65,7 @@ def test_a_row_restarts_positions_and_has_no_target_across_sequences():
 
 def test_following_counts_the_tokens_after_each_token_of_its_own_sequence():
     (row,) = step([3, 2, 4]).micro_batches
-    assert row.following.tolist() == [[2, 1, 0, 1, 0, 3, 2, 1, 0]]
+    assert row.tokens_remaining.tolist() == [[2, 1, 0, 1, 0, 3, 2, 1, 0]]
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -78,7 +78,7 @@ def test_each_sequence_of_a_pack_is_padded_so_that_context_ranks_share_it_evenly
         (row,) = step(lengths, room=48, **options).micro_batches
         assert row.cu_seqlens.tolist() == [0, *np.cumsum(padded)]
         assert [int((row.segments == number).sum()) for number in range(3)] == [n // size for n in padded]
-        after.append(row.following[row.following >= 0])
+        after.append(row.tokens_remaining[row.tokens_remaining >= 0])
     expected = [left for length in lengths for left in range(length)]
     assert sorted(torch.cat(after).tolist()) == sorted(expected)
 
@@ -142,5 +142,5 @@ def test_padding_shuts_no_pair_out_of_a_streams_packs():
         return list(PackedStream([pair] * 3, 10, multiple=4, make=None))
 
     assert [len(pack) for pack in packs((5, 5))] == [1, 1, 1]  # 16 tokens with their padding
-    with pytest.raises(McaError, match="sample 0 takes 16 tokens, a pack has room for 12"):
+    with pytest.raises(McaError, match="sample 0 takes 16 tokens, but a pack holds 12"):
         packs((5, 6))

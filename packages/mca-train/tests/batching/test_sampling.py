@@ -2,7 +2,7 @@ from itertools import chain
 
 import pytest
 
-from mca_train.batching.loaders import continued
+from mca_train.batching.loaders import resume_position
 from mca_train.batching.position import RunPosition
 from mca_train.batching.sampling import BatchShape, StepSampler
 from mca_train.batching.step_stream import StepStream
@@ -109,7 +109,7 @@ def streamed(order):
 )
 def test_samples_in_another_order_are_told_of(sampler, place, now, is_told, caplog):
     place = RunPosition(**{"of": 23, "batch": 4, "units": "samples", "order": "seed 1", **place})
-    assert continued(place, sampler(now)).order == now
+    assert resume_position(place, sampler(now)).order == now
     expected = (
         "the checkpoint's samples come in another order (seed 1) than this run's (seed 2): some may be used twice or "
         "not at all"
@@ -119,7 +119,7 @@ def test_samples_in_another_order_are_told_of(sampler, place, now, is_told, capl
 
 def test_an_epoch_that_is_done_has_no_order_but_a_stream_goes_on(caplog):
     place = RunPosition(of=23, samples=23, batch=4, units="samples", order="seed 1")
-    continued(place, in_memory("seed 2"))
+    resume_position(place, in_memory("seed 2"))
     assert not caplog.records
-    continued(place, streamed("seed 2"))
+    resume_position(place, streamed("seed 2"))
     assert len(caplog.records) == 1

@@ -8,14 +8,14 @@ import pytest
 
 from mca_config.errors import McaError
 from mca_train.checkpoint.directory import checkpoints
-from mca_train.checkpoint.lineage import require_free
-from mca_train.checkpoint.output_dir import require_own
+from mca_train.checkpoint.output_dir import require_usable
+from mca_train.checkpoint.output_dir_guard import require_free
 from mca_train.checkpoint.writer import remove_unfinished
 
 
 @pytest.mark.parametrize(
     "look",
-    [lambda folder: require_own(folder, []), lambda folder: require_free(folder, None, overwrite=False)],
+    [lambda folder: require_usable(folder, []), lambda folder: require_free(folder, None, overwrite=False)],
 )
 def test_a_directory_that_another_rank_takes_away_is_one_that_is_not_there(
     look: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -45,7 +45,7 @@ def test_one_run_at_a_time_and_nothing_left(tmp_path, no_waiting):
     lock.take()
     with pytest.raises(McaError, match=rf"b is used by another run \(process {os.getpid()} on "):
         OutputLock(place).take()
-    lock.require_own()
+    lock.verify()
     lock.release()
     assert list(tmp_path.iterdir()) == []
 
@@ -70,10 +70,10 @@ def test_why_a_run_lost_its_lock_is_told(told, tmp_path, monkeypatch):
     lock.take()
     with (
         monkeypatch.context() as patch,
-        pytest.raises(McaError, match=f"^output_dir: .*{told}.*this one ends"),
+        pytest.raises(McaError, match=f"^output_dir: .*{told}.*this run ends"),
     ):
         LOST[told](tmp_path / NAME, patch)
-        lock.require_own()
+        lock.verify()
     lock.release()
 
 
@@ -100,7 +100,7 @@ def test_giving_it_back_never_fails(call, tmp_path, monkeypatch, caplog):
         lock.release()
     left = [tmp_path / "run" / NAME] if call != "close" else []
     assert [file for file in tmp_path.rglob("*") if file.is_file()] == left
-    told = [f"{file} stays; the next run takes it over (Input/output error)" for file in left]
+    told = [f"{file} cannot be deleted; the next run takes it over (Input/output error)" for file in left]
     assert [record.getMessage() for record in caplog.records] == told
     OutputLock(tmp_path / "run").take()
 
@@ -153,12 +153,12 @@ def test_a_run_elsewhere_is_known_by_its_touches(tmp_path):
     lock = OutputLock(tmp_path, still=0.5, beat=0.05)
     lock.take()
     before = file.stat().st_mtime_ns
-    with lock.kept():
+    with lock.heartbeat():
         while file.stat().st_mtime_ns == before:  # a record that is not touched ends in pytest's limit
             time.sleep(0.01)
     elsewhere(tmp_path)
     with pytest.raises(McaError, match=r"was taken by another run .*node7"):
-        lock.require_own()
+        lock.verify()
     lock.release()
     assert file.exists(), "of the other one"
 
@@ -173,6 +173,6 @@ def test_a_file_system_without_locks_has_the_touches(tmp_path, monkeypatch):
     monkeypatch.setattr(output_lock, "_lock", lambda fd: None)
     lock = OutputLock(tmp_path, beat=0.1)
     lock.take()
-    with lock.kept(), pytest.raises(McaError, match="is used by another run"):
+    with lock.heartbeat(), pytest.raises(McaError, match="is used by another run"):
         OutputLock(tmp_path, still=3600).take()
     OutputLock(tmp_path, still=0.5).take()

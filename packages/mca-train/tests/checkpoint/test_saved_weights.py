@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-import mca_models.opening
+import mca_models.checkpoint_kinds
 from mca_models.megatron.factory import fill
 from mca_train.checkpoint.model import saved_weights
 
@@ -32,13 +32,15 @@ class Source:
 
 def test_what_is_stored_is_looked_through_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, values = Source(), {"first": 1.0, "second": 2.0}
-    monkeypatch.setattr(mca_models.opening, "open_checkpoint", lambda _: source)
+    monkeypatch.setattr(mca_models.checkpoint_kinds, "open_checkpoint", lambda _: source)
     monkeypatch.setattr(
-        fill, "read_piece", lambda _, stored, *cut: np.full(3, values[stored.mca_name()], "f4")
+        fill, "read_shard", lambda _, stored, *cut: np.full(3, values[stored.mca_name()], "f4")
     )
     tensors = {name: torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)) for name in values}
     held = [(SimpleNamespace(param=param(name)), tensor) for name, tensor in tensors.items()]
-    model: Any = SimpleNamespace(held=lambda: held, place=SimpleNamespace(layout=None, at=None))
+    model: Any = SimpleNamespace(
+        local_params=lambda: held, rank_context=SimpleNamespace(layout=None, coordinates=None)
+    )
     read = saved_weights(model, tmp_path).read
     found = {name: read(tensor).tolist() for name, tensor in tensors.items()}
     assert found == {name: [value] * 3 for name, value in values.items()}

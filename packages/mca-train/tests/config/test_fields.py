@@ -103,7 +103,7 @@ def test_bad_overrides(words):
         ("a: b\n  c: d", "not allowed here in line 2, column 4$"),
         ("- a", "top level is list"),
         ("a: 1\na: 2", "key 'a' is given twice"),
-        ("output_dir: {{ OUT }}", "a key is a list or a mapping, not a word; quote what stands in {{ }} or"),
+        ("output_dir: {{ OUT }}", "a key is a list or a mapping, not a word; quote the text with {{ }} or"),
         ("{{ x }}: 1", "a key is a list or a mapping"),
         ("? [a]\n: 1", "a key is a list or a mapping"),
         ("a: !!timestamp 2024-13-45", "month must be in 1..12"),

@@ -8,8 +8,8 @@ import pytest
 
 from mca_models.templates import config_from_hf
 from mca_train.config.arguments import LoraArguments
-from mca_train.config.model import adapter_of
-from mca_train.config.parts import part_problems, trained_parts
+from mca_train.config.model import make_adapter
+from mca_train.config.model_parts import part_problems, trained_parts
 
 TEXT = SimpleNamespace(vision=None, model_type="llama")
 BOTH = SimpleNamespace(vision={"image_token_id": 5}, model_type="qwen2_5_vl")
@@ -56,7 +56,7 @@ def test_keys_that_cannot_be_followed_are_told(told, given):
 def test_weights_of_a_trained_part_are_not_gathered_while_it_runs():
     given = arguments(overlap_param_gather=True, freeze=["vision"])
     first = next(part_problems(given, LoraArguments(), BOTH, None))
-    assert first.startswith("overlap_param_gather: ranks without an image do not run the vision model")
+    assert first.startswith("overlap_param_gather is not supported with a trained vision tower")
     assert problems(overlap_param_gather=True) == []  # text alone is trained
 
 
@@ -65,5 +65,5 @@ def test_a_planned_adapter_is_on_the_trained_parts_alone(parts):
     file = Path(__file__).parents[3] / "mca-models/tests/data/vision_configs/qwen2.5-vl-72b.json"
     config = config_from_hf(json.loads(file.read_text()))
     lora = LoraArguments(lora_rank=2, lora_target_modules=["all-linear"])
-    _, rules = adapter_of(lora, config, parts)
+    _, rules = make_adapter(lora, config, parts)
     assert {pair.target.sees for pair in rules.factors} == {parts != {"language"}}

@@ -15,11 +15,11 @@ from tokenizers_for_tests import byte_tokenizer
 
 from mca_config.errors import McaError, UsageError
 from mca_train.config.columns import PairArguments
-from mca_train.data import addresses, files
-from mca_train.data.addresses import fetched, fetching, of_hub, read_whole, require_there
+from mca_train.data import files, urls
 from mca_train.data.files import check_file, load_rows
 from mca_train.data.image_files import ImageFile
-from mca_train.data.sources import Source, rows_of
+from mca_train.data.sources import Source, load_source
+from mca_train.data.urls import download, read_url, require_readable, to_hub_url, translate_url_errors
 from mca_train.run.checks import data_problems
 from mca_train.tasks.load import load_tokenized
 from mca_train.tasks.table import TASKS
@@ -85,12 +85,12 @@ def test_the_key_of_tokenized_samples_is_of_the_content_they_are_made_of(tmp_pat
 
     def replaced_behind(file, key):
         asked.append(file)
-        copy = fetched(file, key)
+        copy = download(file, key)
         written("new", "er", "est")  # while the run goes on
-        fetched(file, key)  # by another process
+        download(file, key)  # by another process
         return copy
 
-    monkeypatch.setattr(files, "fetched", replaced_behind)
+    monkeypatch.setattr(files, "download", replaced_behind)
     written("old")
     for _ in range(2):
         assert len(load_tokenized(TASKS["sft"], [ADDRESS], byte_tokenizer(), arguments)) == 1
@@ -100,11 +100,11 @@ def test_the_key_of_tokenized_samples_is_of_the_content_they_are_made_of(tmp_pat
 
 def test_the_same_content_is_the_same_copy():
     written("old")
-    first = fetched(ADDRESS, "train_file")
+    first = download(ADDRESS, "train_file")
     made, changed = first.read_bytes(), first.stat().st_mtime_ns
-    assert fetched(ADDRESS, "train_file") == first and first.stat().st_mtime_ns == changed
+    assert download(ADDRESS, "train_file") == first and first.stat().st_mtime_ns == changed
     written("new")
-    assert fetched(ADDRESS, "train_file") != first and first.read_bytes() == made
+    assert download(ADDRESS, "train_file") != first and first.read_bytes() == made
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_what_has_no_version_is_fetched_every_time(address, is_forced, tmp_path,
     monkeypatch.setattr(datasets, "DownloadManager", Downloads)
     system = SimpleNamespace(info=lambda path: {"name": path, "size": 2, "xet_hash": "a"})
     monkeypatch.setattr("fsspec.core.url_to_fs", lambda file: (system, file))
-    fetched(address, "train_file")
+    download(address, "train_file")
     assert found == [is_forced]
 
 
@@ -135,8 +135,8 @@ class Answered(Exception):
         self.status = status
 
 
-ABSENT = ": there is no such file or bucket, or no right to see it; check the address and the credentials"
-CHECK = "; check the address, the credentials and the network"
+ABSENT = ": there is no such file or bucket, or no right to see it; check the URL and the credentials"
+CHECK = "; check the URL, the credentials and the network"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,10 @@ CHECK = "; check the address, the credentials and the network"
 )
 def test_that_a_client_calls_everything_missing_is_not_passed_on(cause, told):
     file = "https://me:secret@a.b/c.jsonl?X-Amz-Signature=secret"
-    for block in (fetching("train_file", file), files.named("train_file", file, "json")):
+    for block in (
+        translate_url_errors("train_file", file),
+        files.translate_read_errors("train_file", file, "json"),
+    ):
         with pytest.raises(McaError) as caught, block:
             raise FileNotFoundError(file) from cause
         assert str(caught.value) == f"train_file: https://...@a.b/c.jsonl{told}"
@@ -163,14 +166,14 @@ def test_the_offline_mode_of_the_hub_is_named(monkeypatch):
     with pytest.raises(
         McaError, match=f"^train_file: {ADDRESS} cannot be fetched in the offline .*unset HF_HUB_"
     ):
-        fetched(ADDRESS, "train_file")
+        download(ADDRESS, "train_file")
 
 
 def test_a_page_of_the_hub_is_read_by_the_client_that_has_its_token(monkeypatch):
     page = f"{datasets.config.HF_ENDPOINT}/datasets/o/private/resolve/main/a.jsonl"
     wanted = "hf://datasets/o/private@main/a.jsonl"
-    assert of_hub(page) == of_hub(f"{page}?download=true") == wanted
-    assert of_hub("https://a.b/datasets/o/resolve/a?b") == "https://a.b/datasets/o/resolve/a?b"
+    assert to_hub_url(page) == to_hub_url(f"{page}?download=true") == wanted
+    assert to_hub_url("https://a.b/datasets/o/resolve/a?b") == "https://a.b/datasets/o/resolve/a?b"
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     check_file(page, "train_file")  # needs no package
     opened = []
@@ -181,21 +184,21 @@ def test_a_page_of_the_hub_is_read_by_the_client_that_has_its_token(monkeypatch)
 
     monkeypatch.setattr("fsspec.core.url_to_fs", seen)
     monkeypatch.setattr("fsspec.open", seen)
-    monkeypatch.setattr(addresses, "_has_version", lambda file: seen(file))
-    reading = (lambda: require_there(page, "k"), lambda: read_whole(page), lambda: fetched(page, "k"))
-    for read in (*reading, lambda: files.require_shallow(page, "k")):
+    monkeypatch.setattr(urls, "_has_version", lambda file: seen(file))
+    reading = (lambda: require_readable(page, "k"), lambda: read_url(page), lambda: download(page, "k"))
+    for read in (*reading, lambda: files.require_shallow_json(page, "k")):
         with pytest.raises((McaError, FileNotFoundError)):
             read()
     assert opened == [wanted] * 4
 
 
 def test_a_presigned_address_has_the_ending_of_its_path(monkeypatch):
-    monkeypatch.setattr(addresses, "require_client", lambda *_: None)
+    monkeypatch.setattr(urls, "require_client", lambda *_: None)
     monkeypatch.setattr(files, "require_client", lambda *_: None)
     query = "?X-Amz-Signature=secret"
     assert check_file(f"https://h/rows.jsonl.gz{query}", "train_file")[0] == "json"
     assert check_file("https://h/get?file=rows.parquet", "train_file")[0] == "parquet"
-    assert Source(path=f"https://h/rows.jsonl{query}").called == "rows"
+    assert Source(path=f"https://h/rows.jsonl{query}").display_name == "rows"
     with pytest.raises(McaError, match=r"^train_file: https://h/rows\.csv ends in '\.csv'") as caught:
         check_file(f"https://h/rows.csv{query}", "train_file")
     assert "secret" not in str(caught.value)
@@ -207,5 +210,5 @@ def test_what_a_file_has_not_is_refused_whatever_it_is_called(tmp_path):
     for name in ("subset", "revision", "split"):
         other = "test" if name == "split" else "train"
         with pytest.raises(UsageError, match=f"which has no {name}; remove it") as caught:
-            rows_of(Source(path=str(tmp_path / "a.jsonl"), **{name: other}), "datasets", arguments)
+            load_source(Source(path=str(tmp_path / "a.jsonl"), **{name: other}), "datasets", arguments)
         assert ("max_samples" in str(caught.value)) == (name == "split")

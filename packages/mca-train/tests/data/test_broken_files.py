@@ -171,12 +171,12 @@ def whole_sample(row):
 
 
 def test_pieces_of_a_text_are_tokenized_as_the_whole():
-    from mca_train.data.long_texts import pieces
+    from mca_train.data.long_texts import split_text
 
     text = "some words\nof every  length " * 400
     tokenizer = byte_tokenizer()
-    cut = list(pieces(tokenizer, text, size=1000))
+    cut = list(split_text(tokenizer, text, size=1000))
     assert "".join(cut) == text
     assert 5 < len(cut) < 12
     assert [token for piece in cut for token in tokenizer(piece)["input_ids"]] == tokenizer(text)["input_ids"]
-    assert list(pieces(tokenizer, "a" * 5000, size=1000)) == ["a" * 5000]
+    assert list(split_text(tokenizer, "a" * 5000, size=1000)) == ["a" * 5000]

@@ -11,7 +11,7 @@ from PIL import Image
 from transformers.image_utils import load_image
 
 from mca_config.errors import McaError
-from mca_train.data.image_files import image_file
+from mca_train.data.image_files import open_image
 from mca_train.data.row_paths import RowPaths
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -58,26 +58,26 @@ SIXTEEN = {
 def test_gray_of_sixteen_bits_is_scaled(name, tmp_path):
     Image.fromarray(SIXTEEN[name]).save(tmp_path / f"a.{name}")
     for given in (f"a.{name}", Image.open(tmp_path / f"a.{name}")):
-        pixels = np.asarray(image_file(given, RowPaths(str(tmp_path))).pixels())
+        pixels = np.asarray(open_image(given, RowPaths(str(tmp_path))).pixels())
         assert all(np.array_equal(pixels[..., band], EXACT) for band in range(3))
 
 
 def test_other_images_of_more_than_eight_bits_are_scaled(tmp_path):
     bands = np.stack([RAMP, RAMP.T, RAMP[::-1]], -1)
-    found = np.asarray(image_file(png(bands, 2), RowPaths()).pixels())
+    found = np.asarray(open_image(png(bands, 2), RowPaths()).pixels())
     assert np.abs(found - bands / 257).max() < 1  # PIL keeps the upper byte
     clear = np.concatenate([bands, np.full_like(bands[..., :1], 65535)], -1)
     clear[0, :, 3] = 0
-    found = np.asarray(image_file(png(clear, 6), RowPaths()).pixels())
+    found = np.asarray(open_image(png(clear, 6), RowPaths()).pixels())
     assert (found[0] == 255).all()
     assert np.abs(found[1:] - bands[1:] / 257).max() < 1
-    found = np.asarray(image_file(png(RAMP, 0, chunk(b"tRNS", struct.pack(">H", 100))), RowPaths()).pixels())[
+    found = np.asarray(open_image(png(RAMP, 0, chunk(b"tRNS", struct.pack(">H", 100))), RowPaths()).pixels())[
         ..., 0
     ]
     assert found[0, 100] == 255
     assert np.array_equal(np.delete(found, 100), np.delete(EXACT, 100))
     twelve = RAMP[:16].reshape(64, 64)
-    found = np.asarray(image_file(tiff_of_twelve_bits(twelve), RowPaths()).pixels())[..., 0]
+    found = np.asarray(open_image(tiff_of_twelve_bits(twelve), RowPaths()).pixels())[..., 0]
     assert np.array_equal(found, np.round(twelve / 4095 * 255))
 
 
@@ -88,7 +88,7 @@ def test_other_modes_are_what_transformers_reads(mode, tmp_path):
         drawn = Image.merge("LAB", drawn.split())
     drawn.convert(mode).save(tmp_path / "a.tiff")
     assert Image.open(tmp_path / "a.tiff").mode == mode
-    found = image_file("a.tiff", RowPaths(str(tmp_path))).pixels()
+    found = open_image("a.tiff", RowPaths(str(tmp_path))).pixels()
     assert found.tobytes() == load_image(str(tmp_path / "a.tiff")).tobytes()
     assert np.ptp(np.asarray(found)) > 0
 
@@ -104,11 +104,11 @@ def test_pixels_without_a_white_are_refused_and_the_row_is_named(tokenizer, fold
     with pytest.raises(McaError, match=rf"^train_file, {told}"):
         load(texts, tokenizer, folder, kind="pretrain")
     with pytest.raises(McaError, match="image of 16 x 16 pixels has floating-point pixels"):
-        image_file(Image.open(folder / "float.tiff"), RowPaths())
+        open_image(Image.open(folder / "float.tiff"), RowPaths())
     wide = np.array([[-1, 0], [7, 70000]], np.int32)
     Image.fromarray(wide).save(folder / "integers.tiff")
     with pytest.raises(McaError, match=r"has pixels from -1 to 70000 \(mode I\); expected 0 to 65535; scale"):
-        image_file("integers.tiff", RowPaths(str(folder))).pixels()
+        open_image("integers.tiff", RowPaths(str(folder))).pixels()
 
 
 MOVING = ("gif", "png", "webp", "tiff")
@@ -133,7 +133,7 @@ def test_a_file_of_several_frames_is_reported_once(read, kind, tokenizer, folder
     )
     assert re.match(place, told)
     for form in MOVING:
-        colour = image_file(f"moves.{form}", RowPaths(str(folder))).pixels().getpixel((3, 3))
+        colour = open_image(f"moves.{form}", RowPaths(str(folder))).pixels().getpixel((3, 3))
         assert np.abs(np.subtract(colour, colours[0])).max() < 8
 
 
@@ -148,7 +148,7 @@ def test_images_are_turned_as_transformers_turns_them(form, tmp_path):
         drawn.save(path, exif=exif)
         expected = load_image(str(path))
         for given in (str(path), Image.open(path)):
-            found = image_file(given, RowPaths())
+            found = open_image(given, RowPaths())
             assert found.size() == (expected.height, expected.width)
             assert found.pixels().tobytes() == expected.tobytes()
 
@@ -167,7 +167,7 @@ def test_a_png_is_turned_by_what_stands_before_or_behind_its_pixels(kind, is_lat
     end = chunk(b"IEND", b"")
     (tmp_path / "a.png").write_bytes(whole.removesuffix(end) + (LATE[kind] if is_late else b"") + end)
     assert load_image(str(tmp_path / "a.png")).size == (16, 24)
-    found = image_file("a.png", RowPaths(str(tmp_path)))
+    found = open_image("a.png", RowPaths(str(tmp_path)))
     assert found.size() == (24, 16)
     assert found.pixels().size == (16, 24)
 
@@ -176,4 +176,4 @@ def test_other_text_behind_the_pixels_of_a_png_does_not_make_its_header_cost_the
     end = chunk(b"IEND", b"")
     whole = png(RAMP[:16, :24], 0).removesuffix(end) + chunk(b"tEXt", b"date:create\0" + b"2024" * 20) + end
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda image: pytest.fail("the pixels are read"))
-    assert image_file(whole, RowPaths()).size() == (16, 24)
+    assert open_image(whole, RowPaths()).size() == (16, 24)

@@ -19,8 +19,8 @@ from mca_config.errors import McaError, UsageError
 from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
 from mca_train.batching.image_batch import ImageBatching
 from mca_train.config.arguments import DataArguments
-from mca_train.data import image_kinds
-from mca_train.data.image_kinds import image_tokens
+from mca_train.data import image_processors
+from mca_train.data.image_processors import image_tokens
 from mca_train.data.image_rows import ImageReader
 from mca_train.tasks.load import load_tokenized
 from mca_train.tasks.table import TASKS
@@ -163,7 +163,7 @@ def test_tokens_and_pixels_are_those_of_the_familys_own_processor(made):
 def test_a_batch_joins_images_of_several_rows(made):
     kind, _, folder = made
     samples = load(kind, folder, row("<image>?", "wide"), row("none?"), row("<image>?", "tall"))
-    images = ImageBatching(both_ways=kind.config.model_type == "gemma3")
+    images = ImageBatching(bidirectional=kind.config.model_type == "gemma3")
     collator = StepCollator(collate=PadCollator(0), micro_batch_size=3, images=images)
     (batch,) = collator(CountedSamples(samples).__getitems__([0, 1, 2])).micro_batches
     rows = batch.feature_rows
@@ -171,7 +171,7 @@ def test_a_batch_joins_images_of_several_rows(made):
     assert not (rows[1] >= 0).any()
     apart = [samples[index]["images"].tensors()["pixel_values"] for index in (0, 2)]
     assert len(batch.images["pixel_values"]) == sum(map(len, apart))
-    if images.both_ways:
+    if images.bidirectional:
         positions = torch.arange(rows.shape[1])
         assert torch.equal(batch.attention_ends[1], positions + 1)
         (place,) = samples[0]["images"].places
@@ -195,7 +195,7 @@ def test_a_processor_is_found_where_transformers_exports_none_without_torchvisio
 
     PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size=4).save_pretrained(tmp_path)
     monkeypatch.setattr(transformers, "AutoImageProcessor", SimpleNamespace(from_pretrained=refuse))
-    assert isinstance(image_kinds._processor([tmp_path]), PixtralImageProcessorPil)
+    assert isinstance(image_processors._processor([tmp_path]), PixtralImageProcessorPil)
 
 
 def test_images_whose_marks_are_not_known_are_refused_by_name():

@@ -12,8 +12,8 @@ from tokenizers_for_tests import byte_tokenizer
 
 from mca_config.errors import McaError
 from mca_train.data.encoding import check_messages
-from mca_train.data.image_files import image_file
-from mca_train.data.placeholders import require_words
+from mca_train.data.image_files import open_image
+from mca_train.data.placeholders import require_no_placeholders
 from mca_train.data.row_paths import RowPaths
 from mca_train.tasks.load import load_mixture, load_stream, load_tokenized
 from mca_train.tasks.table import TASKS
@@ -93,13 +93,13 @@ def test_a_text_model_is_told_of_images_but_not_of_a_column_that_is_called_so(to
 
 def test_placeholders_of_what_a_row_does_not_have_are_refused(tokenizer, folder):
     vision = {"image_token_index": 5, "video_token_id": 7}
-    require_words([1, 2], vision)
-    require_words([5, 7], None)
-    require_words([1, 5], vision, has_images=True)
+    require_no_placeholders([1, 2], vision)
+    require_no_placeholders([5, 7], None)
+    require_no_placeholders([1, 5], vision, has_images=True)
     with pytest.raises(McaError, match=r"^row 3: the text contains the image placeholder \(token 5\), but"):
-        require_words([1, 5], vision, "row 3: ")
-    with pytest.raises(McaError, match=r"the video placeholder \(token 7\), and videos cannot be used"):
-        require_words([5, 7], vision, has_images=True)
+        require_no_placeholders([1, 5], vision, "row 3: ")
+    with pytest.raises(McaError, match=r"the video placeholder \(token 7\), and videos are not supported"):
+        require_no_placeholders([5, 7], vision, has_images=True)
     pair = {"prompt": MARKS[1], "chosen": "a", "rejected": "b"}
     with pytest.raises(McaError, match=r"^train_file, row 0: the text contains the image placeholder"):
         load([pair], tokenizer, folder, kind="dpo")
@@ -146,7 +146,7 @@ def test_a_place_in_a_row_without_images_is_text_and_told_once(made, tokenizer, 
     found = made(texts, tokenizer, folder, kind="pretrain")
     assert "run <image><|eos|>" in tokenizer.decode(found[0]["input_ids"])
     assert "without an image in images or image is trained as text" in caplog.text
-    with pytest.raises(McaError, match=r"row 0: 2 places for images .* but 1 image;"):
+    with pytest.raises(McaError, match=r"row 0: 2 placeholders of images .* but 1 image;"):
         made([{"messages": asks, "image": "small.png"}], tokenizer, folder)
 
 
@@ -157,7 +157,8 @@ def test_a_place_in_plain_text_is_refused_where_no_column_has_images(made, other
     made(rows, tokenizer, folder, kind="pretrain")
     rows += [{**rows[0], "text": "see <image>"}] * 2
     with pytest.raises(
-        McaError, match=r"^train_file, row 1: text has <image>, the place of an image, but the rows have no"
+        McaError,
+        match=r"^train_file, row 1: text has <image>, the placeholder of an image, but the rows have no",
     ):
         made(rows, tokenizer, folder, kind="pretrain")
     assert not caplog.text
@@ -189,7 +190,7 @@ def test_one_source_of_a_mixture_has_images_and_another_words_of_them(
         given = arguments(kind, seq_length=64, datasets=entries, **names)
         return load_mixture(TASKS[kind], tokenizer, given, seed=0, images=reader(tokenizer, folder))
 
-    with pytest.raises(McaError, match=r"has <image>, .* images_column .* to that of other rows with images"):
+    with pytest.raises(McaError, match=r"has <image>, .* images_column .* to the image column of other rows"):
         made()
     mixture = made(images_column=named)
     seen, told = (mixture[place] for place in range(2))
@@ -200,7 +201,7 @@ def test_one_source_of_a_mixture_has_images_and_another_words_of_them(
 
 @pytest.mark.parametrize("size", ["min_pixels", "max_pixels", "resized_height", "resized_width"])
 def test_sizes_of_single_images_are_refused(size, tokenizer, folder):
-    told = f"^train_file, row 0: an image has {size}, which the model's image processor takes for no single image"
+    told = f"^train_file, row 0: an image has {size}, which the model's image processor does not support per image"
     in_column = {**asked({"type": "image"}, text("?")), "images": [{"path": "wide.png", size: 784}]}
     beside = {**asked({"type": "image", size: 784}, text("?")), "images": ["wide.png"]}
     for row in (asked({**IMAGE, size: 784}, text("?")), in_column, beside):
@@ -236,7 +237,7 @@ def test_pretrain_reads_one_image_of_a_column_and_refuses_what_it_cannot_read(ma
     )
     assert len(each) == 1
     assert [place[1:] for place in placed(block)] == [(2, 3)]
-    with pytest.raises(McaError, match=r"^train_file, row 0: has videos, which cannot be used"):
+    with pytest.raises(McaError, match=r"^train_file, row 0: has videos, which mca does not support"):
         made([{"text": "see <video>", "videos": ["a.mp4"]}], tokenizer, folder, kind="pretrain")
 
 
@@ -259,7 +260,9 @@ def test_images_of_an_unknown_model_are_refused(kind, tokenizer, folder):
         "images": ["wide.png"],
         "label": True,
     }
-    with pytest.raises(McaError, match=f"^train_file: mca-train {kind} takes no images, but the rows have"):
+    with pytest.raises(
+        McaError, match=f"^train_file: mca-train {kind} does not support images, but the rows have"
+    ):
         load_tokenized(TASKS[kind], files_of(folder, [row]), tokenizer, arguments(kind))
 
 
@@ -305,8 +308,8 @@ def test_images_inside_messages_are_not_decoded_early(tokenizer, folder, tmp_pat
     assert placed(made[0]) == placed(streams)
     pixels = made[0]["images"].tensors()["pixel_values"]
     assert torch.equal(pixels, streams["images"].tensors()["pixel_values"])
-    held = image_file(Image.open(tmp_path / "print.jpg"), RowPaths())
-    assert held.pixels().tobytes() == image_file(str(tmp_path / "print.jpg"), RowPaths()).pixels().tobytes()
+    held = open_image(Image.open(tmp_path / "print.jpg"), RowPaths())
+    assert held.pixels().tobytes() == open_image(str(tmp_path / "print.jpg"), RowPaths()).pixels().tobytes()
 
 
 def test_blocks_begin_an_image_with_its_mark_and_are_never_one_token(tokenizer, folder):

@@ -19,7 +19,7 @@ from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
 from mca_train.batching.image_batch import ImageBatching
 from mca_train.batching.packing import PackedDataset
 from mca_train.config.arguments import DataArguments
-from mca_train.data.image_files import image_file
+from mca_train.data.image_files import open_image
 from mca_train.data.row_paths import RowPaths
 from mca_train.tasks.classify import Labels
 from mca_train.tasks.load import load_tokenized
@@ -116,15 +116,15 @@ def test_pixels_are_read_when_a_batch_is_made_and_the_row_is_named_then(tokenize
 
 
 WRONG = {
-    "row 0: 1 place for images .* but 2 images": {
+    "row 0: 1 placeholder of images .* but 2 images": {
         **asked({"type": "image"}, text("?")),
         "images": ["small.png", "wide.png"],
     },
-    "row 0: 2 places for images .* but 1 image;": {
+    "row 0: 2 placeholders of images .* but 1 image;": {
         "messages": [{"role": "user", "content": "<image><image>?"}, ANSWER],
         "images": ["small.png"],
     },
-    "row 0: 1 place for images .* but 0 images": {**asked({"type": "image"}, text("?")), "images": []},
+    "row 0: 1 placeholder of images .* but 0 images": {**asked({"type": "image"}, text("?")), "images": []},
     "row 0: image .*nowhere.png is not there": asked({"type": "image", "path": "nowhere.png"}),
     "row 0: image .*broken.png is no image that PIL can read": asked({"type": "image", "path": "broken.png"}),
     "row 0: an image in base64, 'no base64'..., cannot": asked({"type": "image", "base64": "no base64"}),
@@ -135,14 +135,14 @@ WRONG = {
         {"audio": "a.wav"}, {"text": "?"}
     ),
     "row 0: a part of a message has an image and a text": asked({"image": "small.png", "text": "?"}),
-    "row 0: has videos, which cannot be used": {**asked(text("?")), "videos": ["a.mp4"]},
-    "row 0: has video, which cannot be used": {**asked(text("?")), "video": "a.mp4"},
+    "row 0: has videos, which mca does not support": {**asked(text("?")), "videos": ["a.mp4"]},
+    "row 0: has video, which mca does not support": {**asked(text("?")), "video": "a.mp4"},
     "row 0: has images in images and in image; set images_column to one of the two": {
         **asked({"type": "image"}, text("?")),
         "images": ["small.png"],
         "image": "wide.png",
     },
-    "row 0: a turn of the user has <image>, .* the rows have no column images or image; set images_column .* is text": {
+    "row 0: a turn of the user has <image>, .* .* no column images or image; set images_column .* plain text": {
         "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "red"}],
         "picture": "small.png",
     },
@@ -222,7 +222,7 @@ def test_images_lie_as_people_see_them(folder):
     exif = turned.getexif()
     exif[0x0112] = 6
     turned.save(folder / "turned.jpg", exif=exif)
-    found = image_file("turned.jpg", RowPaths(str(folder)))
+    found = open_image("turned.jpg", RowPaths(str(folder)))
     assert found.size() == (24, 16)
     assert found.pixels().size == (16, 24)
 
@@ -240,7 +240,7 @@ def test_what_is_transparent_is_white_as_for_the_image_processor(mode, tokenizer
     expected = processor()(images=[Image.open(folder / "clear.png")], return_tensors="pt")
     assert torch.equal(sample["images"].tensors()["pixel_values"], expected["pixel_values"])
     corner = 0 if mode == "RGB" else 255
-    assert image_file("clear.png", RowPaths(str(folder))).pixels().getpixel((0, 0)) == (
+    assert open_image("clear.png", RowPaths(str(folder))).pixels().getpixel((0, 0)) == (
         corner,
         corner,
         corner,
@@ -249,10 +249,10 @@ def test_what_is_transparent_is_white_as_for_the_image_processor(mode, tokenizer
 
 def test_models_and_kinds_that_take_no_images_say_so(tokenizer, folder):
     row = asked({"type": "image", "path": "small.png"}, text("?"))
-    with pytest.raises(McaError, match="row 0: a qwen2_5_vl model takes no images"):
+    with pytest.raises(McaError, match="row 0: a qwen2_5_vl model does not support images"):
         load([row], tokenizer, folder, vision=False)
     with pytest.raises(
-        McaError, match="row 0: a part of a message is an image; mca-train sft, dpo and kto take"
+        McaError, match="row 0: a part of a message is an image; only mca-train sft, dpo and kto support"
     ):
         load([{**row, "label": 1}], tokenizer, folder, kind="classify", arguments=Labels, num_labels=2)
 

@@ -11,7 +11,7 @@ from image_samples import ANSWER, asked, load, placed, streamed, text
 from mca_config.errors import McaError
 from mca_train.batching.collate import PadCollator, StepCollator
 from mca_train.batching.image_batch import ImageBatching
-from mca_train.batching.mismatched import Mismatched
+from mca_train.batching.kto_kl_pairs import KtoKlPairs
 from mca_train.config.columns import ClassifyArguments
 from mca_train.run.inputs import load_tokenizer
 
@@ -110,7 +110,7 @@ def test_a_stream_of_texts_names_what_is_wrong(tokenizer, folder):
     ):
         streamed(TEXTS, tokenizer, folder, kind="pretrain", seq_length=5)
     wrong = [TEXTS[1], {"text": "none", "images": ["small.png"]}]
-    with pytest.raises(McaError, match=r"^train_file, row 1: 0 places for images .* but 1 image;"):
+    with pytest.raises(McaError, match=r"^train_file, row 1: 0 placeholders of images .* but 1 image;"):
         streamed(wrong, tokenizer, folder, kind="pretrain")
     (folder / "gone.png").write_bytes((folder / "wide.png").read_bytes())
     late = streamed(
@@ -127,7 +127,7 @@ def test_blocks_of_texts_name_what_is_wrong(tokenizer, folder):
     ):
         load(TEXTS, tokenizer, folder, kind="pretrain", seq_length=5)
     wrong = [TEXTS[1], {"text": "none", "images": ["small.png"]}]
-    with pytest.raises(McaError, match=r"^train_file, row 1: 0 places for images .* but 1 image;"):
+    with pytest.raises(McaError, match=r"^train_file, row 1: 0 placeholders of images .* but 1 image;"):
         load(wrong, tokenizer, folder, kind="pretrain")
     spelt = {"text": f"{MARKS[1]} <image>", "images": ["small.png"]}  # it would move every later image
     with pytest.raises(McaError, match=r"^train_file, row 1: .* 2 placeholders"):
@@ -191,7 +191,7 @@ def test_kto_measures_other_answers_on_the_same_images(tokenizer, folder):
     shape = [{"instruction": "and?", "output": "red", "label": False}]  # the label is none of its columns
     (shaped,) = load(shape, tokenizer, folder, kind="kto", arguments=ClassifyArguments)
     assert shaped["values"].tolist() == [0.0]
-    both = Mismatched(samples, 2, None)
+    both = KtoKlPairs(samples, 2, None)
     assert both[0]["other_images"].places == both[0]["images"].places
     assert "other_images" not in both[1]
     answer = [{"role": "assistant", "content": [{"type": "image"}]}]
@@ -199,8 +199,8 @@ def test_kto_measures_other_answers_on_the_same_images(tokenizer, folder):
     samples = load(
         [rows[0], {**wrong, "label": True}], tokenizer, folder, kind="kto", arguments=ClassifyArguments
     )
-    with pytest.raises(McaError, match="an answer has an image; give images to prompts alone"):
-        Mismatched(samples, 2, None)[0]
+    with pytest.raises(McaError, match="a completion has an image; put images in prompts only"):
+        KtoKlPairs(samples, 2, None)[0]
 
 
 CACHED = {
@@ -230,7 +230,7 @@ def test_samples_with_images_are_cached(kind, tokenizer, folder, tmp_path, caplo
     for told in (False, True):
         with caplog.at_level("INFO"):
             found = flat(load(rows, tokenizer, folder, kind=kind, tokenized_cache=cache))
-        assert ("tokenized before" in caplog.text) == told
+        assert ("loaded tokenized samples" in caplog.text) == told
         for mine, its in zip(found, expected, strict=True):
             assert mine.keys() == its.keys()
             for name, value in its.items():

@@ -13,9 +13,9 @@ from tokenizers_for_tests import byte_tokenizer
 from mca_config.errors import McaError, UsageError
 from mca_train.cli import main
 from mca_train.config.arguments import DataArguments
-from mca_train.data import largest_token
+from mca_train.data import indexed
 from mca_train.data.indexed import indexed_blocks, write_indexed
-from mca_train.run import tokenizing
+from mca_train.run import tokenize_command
 from mca_train.tasks.load import load_mixture, load_tokenized
 from mca_train.tasks.table import TASKS
 
@@ -60,7 +60,7 @@ def test_what_is_tokenized_for_a_model_that_sees_has_no_images_and_no_placeholde
     path = run(train_file=str(file), seq_length=16)
     mark = byte_tokenizer().convert_tokens_to_ids("<|im_end|>")
     seeing = SimpleNamespace(vision={"image_token_id": mark})
-    monkeypatch.setattr(tokenizing, "model_config", lambda model: seeing)
+    monkeypatch.setattr(tokenize_command, "model_config", lambda model: seeing)
     file.write_text(json.dumps({"text": "a", "image": "x.png"}) + "\n")
     assert main(["tokenize", path, "--output_prefix", prefix]) != 0
     assert "train_file, row 0" in (told := capsys.readouterr().err)
@@ -87,10 +87,10 @@ def test_small_and_large_vocabularies_are_kept_exactly(vocab, tmp_path):
 
 def test_the_largest_token_is_looked_for_once_and_again_when_the_file_changes(tmp_path, monkeypatch, caplog):
     read = []
-    looked_for = largest_token._looked_for
-    monkeypatch.setattr(largest_token, "_looked_for", lambda *given: read.append(1) or looked_for(*given))
-    monkeypatch.setattr(largest_token, "_LONG", 2)
-    monkeypatch.setattr(largest_token, "_PIECE", 2)
+    looked_for = indexed._scan
+    monkeypatch.setattr(indexed, "_scan", lambda *given: read.append(1) or looked_for(*given))
+    monkeypatch.setattr(indexed, "_SLOW_BYTES", 2)
+    monkeypatch.setattr(indexed, "_TOKENS_PER_READ", 2)
     caplog.set_level("INFO")
     write_indexed(tmp_path / "a", [[1, 9, 3], [5, 2]], 300)
 

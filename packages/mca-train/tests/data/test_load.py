@@ -167,7 +167,7 @@ def test_rows_whose_answer_is_cut_off_are_dropped(tmp_path, caplog):
     )
     assert len(data) == 1
     assert "1 of 2 rows do not have an answer within seq_length 8" in caplog.text
-    assert "1 of 2 rows are longer than seq_length 8 and are cut at the end" in caplog.text
+    assert "1 of 2 rows are longer than seq_length 8 and are truncated at the end" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_rows_whose_answer_is_cut_off_are_dropped(tmp_path, caplog):
             "sft",
             "a.jsonl",
             '{"messages": [{"role": "assistant", "content": null}]}\n',
-            "row 0: messages, turn 0 (assistant): no content or tool_calls; give it",
+            "row 0: messages, turn 0 (assistant): no content or tool_calls; add it",
         ),
         (
             "sft",

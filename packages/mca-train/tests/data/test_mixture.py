@@ -10,7 +10,7 @@ from tokenizers_for_tests import byte_tokenizer
 from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments
 from mca_train.data.mixture import Mixture, shares
-from mca_train.data.sources import sources_of
+from mca_train.data.sources import parse_sources
 from mca_train.data.token_dataset import TokenDataset
 from mca_train.tasks.load import load_mixture
 from mca_train.tasks.table import TASKS
@@ -45,7 +45,7 @@ def test_weights_are_shares_of_the_samples_and_small_sources_repeat():
     values, times = counts(mixture)
     assert sorted(times[values < 100]) == [7, 7, 8, 8]  # 30 of 4: seven passes and two more
     assert set(times[values >= 100]) == {1}
-    assert mixture.described() == "a 30 of 4 samples (7.50 epochs), b 10 of 36 samples (0.28 epochs)"
+    assert mixture.describe() == "a 30 of 4 samples (7.50 epochs), b 10 of 36 samples (0.28 epochs)"
     again = Mixture([part(0, 4), part(100, 36)], ["a", "b"], [3, 1], 7)
     assert (again.indices == mixture.indices).all()
     assert (Mixture([part(0, 4), part(100, 36)], ["a", "b"], [3, 1], 8).indices != mixture.indices).any()
@@ -53,7 +53,7 @@ def test_weights_are_shares_of_the_samples_and_small_sources_repeat():
 
 def test_a_mixture_says_what_its_order_comes_from():
     def words(weights=None, seed=7, parts=((0, 4), (100, 36))):
-        return Mixture([part(*each) for each in parts], ["a", "b"], weights, seed).order_in_words
+        return Mixture([part(*each) for each in parts], ["a", "b"], weights, seed).order_description
 
     assert words() == words(seed=8) == "4 of 4 samples of a, 36 of 36 samples of b"
     assert (
@@ -97,11 +97,11 @@ def test_sources_of_every_kind_are_read_and_columns_renamed(tmp_path):
             {"path": str(tmp_path / "saved"), "columns": columns},
             {"path": str(tmp_path / "splits"), "columns": columns, "split": "test"},
             {"path": str(tmp_path / "folder"), "columns": columns, "split": "train[:1]", "name": "sliced"},
-            {"path": alpaca, "kind": "alpaca"},
+            {"path": alpaca, "format": "alpaca"},
         ]
     )
     assert mixture.names == ("file", "saved", "splits", "sliced", "alpaca")
-    assert mixture.order_in_words == (
+    assert mixture.order_description == (
         "2 of 2 samples of rows of file.jsonl, 3 of 3 samples of rows of saved, 1 of 1 samples of rows of splits, "
         "1 of 1 samples of rows of folder, 1 of 1 samples of rows of alpaca.jsonl"
     )
@@ -132,7 +132,7 @@ def test_columns_that_entries_and_the_run_name_win_over_others(tmp_path):
     with pytest.raises(
         McaError, match=r"^datasets, rows: columns: prompt, completion: format messages does not"
     ):
-        loaded([renamed | {"kind": "messages"}])
+        loaded([renamed | {"format": "messages"}])
 
 
 @pytest.mark.parametrize(
@@ -143,12 +143,12 @@ def test_columns_that_entries_and_the_run_name_win_over_others(tmp_path):
         ([{"path": "a", "weigth": 1}], "datasets, entry 0: unknown key 'weigth'; did you mean 'weight'"),
         (
             [{"path": "a", "zzzz": 1}],
-            "datasets, entry 0: unknown key 'zzzz'; its keys are path, name, split, subset, revision, columns, kind, "
+            "datasets, entry 0: unknown key 'zzzz'; its keys are path, name, split, subset, revision, columns, format, "
             "weight, max_samples",
         ),
         (
             [{"path": "a", "data_format": "text"}],
-            "datasets, entry 0: data_format: is called kind in an entry; set that instead",
+            "datasets, entry 0: data_format: is called format in an entry; set that instead",
         ),
         ([{"path": "a", "weight": 0}], "datasets, entry 0: weight is 0.0; expected a number above 0"),
         ([{"weight": 1}], "datasets, entry 0: missing path"),
@@ -156,14 +156,14 @@ def test_columns_that_entries_and_the_run_name_win_over_others(tmp_path):
 )
 def test_entries_that_are_wrong_are_one_line(entries, message):
     with pytest.raises(McaError, match=message):
-        sources_of(entries)
+        parse_sources(entries)
 
 
 def test_a_directory_that_is_a_pattern_is_refused(tmp_path):
     (tmp_path / "[v1]").mkdir()
     jsonl(tmp_path / "[v1]" / "x.jsonl", [{"prompt": "1+1=", "completion": "2"}])
     with pytest.raises(
-        McaError, match=r"datasets, \[v1\]: .*v1.: datasets takes .* for a pattern; rename it, or"
+        McaError, match=r"datasets, \[v1\]: .*v1.: datasets treats .* as a pattern; rename it, or"
     ):
         loaded([{"path": str(tmp_path / "[v1]")}])
     assert len(loaded([{"path": str(tmp_path / "[v1]" / "x.jsonl")}])) == 1

@@ -7,7 +7,7 @@ from tokenizers_for_tests import byte_tokenizer
 
 from mca_config.errors import McaError
 from mca_train.config.columns import PairArguments
-from mca_train.losses.preference import Answers, PreferenceLoss
+from mca_train.losses.preference import PairLogps, PreferenceLoss
 from mca_train.tasks.load import load_tokenized
 from mca_train.tasks.table import TASKS
 
@@ -87,7 +87,7 @@ def test_pairs_whose_answer_is_cut_off_are_left_out(tmp_path, caplog):
         ({"chosen": [GOOD], "rejected": [BAD]}, "row 0: there is no prompt"),
         (
             {"prompt": "hello", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-            "row 0: chosen begins with a turn of the user, but is no conversation that repeats the prompt",
+            "row 0: chosen begins with a turn of the user, but does not repeat the prompt",
         ),
         (
             {"prompt": "a", "chosen": "b", "rejected": None},
@@ -106,9 +106,9 @@ def test_bad_rows_are_named(tmp_path, row, message):
 
 
 def test_label_smoothing_is_the_mean_over_both_ways_round():
-    policy, reference = (Answers(*torch.randn(2, 3).mul(3)) for _ in range(2))
-    turned = [Answers(a.rejected, a.chosen) for a in (policy, reference)]
-    tokens = Answers(torch.ones(3), torch.ones(3))
+    policy, reference = (PairLogps(*torch.randn(2, 3).mul(3)) for _ in range(2))
+    turned = [PairLogps(a.rejected, a.chosen) for a in (policy, reference)]
+    tokens = PairLogps(torch.ones(3), torch.ones(3))
     plain, smooth = PreferenceLoss(beta=0.3), PreferenceLoss(beta=0.3, label_smoothing=0.2)
     mean = 0.8 * plain(policy, tokens, reference) + 0.2 * plain(turned[0], tokens, turned[1])
     assert torch.allclose(smooth(policy, tokens, reference), mean)

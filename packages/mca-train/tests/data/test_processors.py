@@ -296,7 +296,7 @@ def encoded(family, chat, folder):
         CASES[family].images().save_pretrained(place)
     reader = ImageReader(config=config, directories=(place,), paths=RowPaths(str(folder)))
     rows = ImageRows(["messages"], reader, DataArguments(model_name_or_path="m"), tokenizer, "train_file")
-    (sequence,), _ = rows.encoded(
+    (sequence,), _ = rows.encode_row(
         {"messages": chat}, row_encoder(rows.names, rows.tokenizer, rows.arguments, "train_file"), "row 0"
     )
     return sequence

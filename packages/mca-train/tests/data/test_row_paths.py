@@ -39,7 +39,7 @@ OPENED = [
 
 @pytest.mark.parametrize(("file", "named", "opened"), OPENED)
 def test_rows_open_files_of_the_same_place(file, named, opened):
-    assert row_paths([file], None).file_of(named) == opened
+    assert row_paths([file], None).resolve(named) == opened
 
 
 OUTSIDE = {
@@ -76,17 +76,15 @@ OUTSIDE = {
     ("file", "named"), [(file, named) for file, some in OUTSIDE.items() for named in some]
 )
 def test_rows_that_are_not_local_open_nothing_else(file, named):
-    with pytest.raises(
-        McaError, match=r"is outside of .*; expected a relative path or an address there; fetch"
-    ):
-        row_paths([file], None).file_of(named)
+    with pytest.raises(McaError, match=r"is outside of .*; expected a relative path or a URL there; fetch"):
+        row_paths([file], None).resolve(named)
 
 
 @pytest.mark.parametrize("file", ["/data/rows.jsonl", "https://h/d/rows.jsonl", "o/n"])
 @pytest.mark.parametrize(
     ("named", "told"),
     [
-        ("simplecache::https://h/d/a.png", "is a chain of protocols; expected a path or one address"),
+        ("simplecache::https://h/d/a.png", "is a chain of protocols; expected a path or one URL"),
         ("https://h/d/a.png::/etc/passwd", "is a chain of protocols"),
         ("file:///etc/passwd", r"begins with file://; expected a path; write /etc/passwd$"),
         ("local:///etc/passwd", r"begins with local://; expected a path; write /etc/passwd$"),
@@ -94,7 +92,7 @@ def test_rows_that_are_not_local_open_nothing_else(file, named):
 )
 def test_no_row_names_a_chain_or_a_local_protocol(file, named, told):
     with pytest.raises(McaError, match=told):
-        row_paths([file], None).file_of(named)
+        row_paths([file], None).resolve(named)
 
 
 def test_rows_from_elsewhere_stay_in_the_image_folder_through_links_too(tmp_path):
@@ -104,21 +102,21 @@ def test_rows_from_elsewhere_stay_in_the_image_folder_through_links_too(tmp_path
     (tmp_path / "secret").touch()
     (folder / "link.png").symlink_to(tmp_path / "secret")
     paths = row_paths(["https://h/d/rows.jsonl"], str(folder))
-    assert paths.file_of("a.png") == str(folder / "a.png")
-    assert paths.file_of("https://h/d/b.png") == "https://h/d/b.png"
+    assert paths.resolve("a.png") == str(folder / "a.png")
+    assert paths.resolve("https://h/d/b.png") == "https://h/d/b.png"
     for named in ("link.png", "../secret", str(folder / "a.png")):
         with pytest.raises(McaError, match=f"is outside of {folder} and https://h/d"):
-            paths.file_of(named)
-    assert row_paths(["/data/rows.jsonl"], str(folder)).file_of("link.png") == str(folder / "link.png")
-    assert row_paths(["https://h/d/rows.jsonl"], "s3://b/i").file_of("a.png") == "s3://b/i/a.png"
+            paths.resolve(named)
+    assert row_paths(["/data/rows.jsonl"], str(folder)).resolve("link.png") == str(folder / "link.png")
+    assert row_paths(["https://h/d/rows.jsonl"], "s3://b/i").resolve("a.png") == "s3://b/i/a.png"
 
 
 def test_a_file_at_an_address_makes_the_rows_of_a_local_one_as_strict():
     paths = row_paths(["/data/rows.jsonl", "https://h/d/rows.jsonl"], None)
-    assert paths.file_of("https://h/d/a.png") == "https://h/d/a.png"
+    assert paths.resolve("https://h/d/a.png") == "https://h/d/a.png"
     for named, told in (("/data/a.png", "is outside of https://h/d"), ("a.png", "is a relative path")):
         with pytest.raises(McaError, match=told):
-            paths.file_of(named)
+            paths.resolve(named)
 
 
 def test_what_datasets_fetched_with_rows_of_the_hub_is_opened(tmp_path, monkeypatch):
@@ -130,10 +128,10 @@ def test_what_datasets_fetched_with_rows_of_the_hub_is_opened(tmp_path, monkeypa
     paths = row_paths(["o/n"], None, "refs/pr/1")
     assert paths.folder == "hf://datasets/o/n@refs%2Fpr%2F1"
     for file in (snapshot / "a.png", tmp_path / "downloads" / "x" / "a.png"):
-        assert paths.file_of(str(file)) == str(file)
+        assert paths.resolve(str(file)) == str(file)
     for file in (snapshot / "out.png", snapshot / "../../../a.png", tmp_path / "datasets--o--m" / "a.png"):
         with pytest.raises(McaError, match="is outside of"):
-            paths.file_of(str(file))
+            paths.resolve(str(file))
 
 
 def test_the_row_that_opens_something_else_is_named(tokenizer, folder, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from tokenizers_for_tests import byte_tokenizer
 
 from mca_config.errors import McaError
 from mca_train.config.columns import PairArguments
-from mca_train.run.checks import check, settings_of
+from mca_train.run.checks import check, make_settings
 from mca_train.tasks.load import load_stream, load_tokenized
 from mca_train.tasks.table import TASKS
 
@@ -41,7 +41,7 @@ def test_samples_are_those_of_files_in_memory(kind, files):
     stream = list(load_stream(TASKS[kind], files, tokenizer, arguments(), seed=None))
     whole = load_tokenized(TASKS[kind], files, tokenizer, arguments())
     assert len(stream) == len(whole) > 15
-    assert whole.order_in_words == "rows of a.jsonl, b.jsonl"
+    assert whole.order_description == "rows of a.jsonl, b.jsonl"
     for number, sample in enumerate(stream):
         for name, values in sample.items():
             assert values.tolist() == whole[number][name].tolist()
@@ -62,7 +62,7 @@ def test_a_stream_says_what_its_order_comes_from(files, tmp_path, monkeypatch):
     def words(kind="sft", names=files, seed=3, **changes):
         return load_stream(
             TASKS[kind], names, byte_tokenizer(), arguments(**changes), seed=seed
-        ).order_in_words
+        ).order_description
 
     assert words() == "rows of a.jsonl, b.jsonl, drawn from a buffer of 1000 by seed 3"
     assert words(seed=None) == words(shuffle_buffer_size=1) == "rows of a.jsonl, b.jsonl, not shuffled"
@@ -82,13 +82,13 @@ def test_a_stream_says_what_its_order_comes_from(files, tmp_path, monkeypatch):
 
 
 def test_many_files_are_told_apart_by_a_digest():
-    from mca_train.data.addresses import called
+    from mca_train.data.urls import describe_files
 
     names = [f"s3://bucket/{number}.jsonl" for number in range(20)]
-    assert called(["https://host/a.jsonl?token=secret", "/x/b.jsonl"]) == "a.jsonl, b.jsonl"
-    assert called(names).startswith("0.jsonl, ..., 19.jsonl (20 files, ")
-    assert called(names) == called([name.replace("s3://bucket", "/data") for name in names])
-    assert called(names) != called([names[0], names[2], names[1], *names[3:]])
+    assert describe_files(["https://host/a.jsonl?token=secret", "/x/b.jsonl"]) == "a.jsonl, b.jsonl"
+    assert describe_files(names).startswith("0.jsonl, ..., 19.jsonl (20 files, ")
+    assert describe_files(names) == describe_files([name.replace("s3://bucket", "/data") for name in names])
+    assert describe_files(names) != describe_files([names[0], names[2], names[1], *names[3:]])
 
 
 def test_rows_of_others_are_not_tokenized(files):
@@ -106,7 +106,7 @@ def test_rows_of_others_are_not_tokenized(files):
 
 def test_a_stream_needs_max_steps(tmp_path):
     values = {"model_name_or_path": "m", "train_file": "f", "output_dir": str(tmp_path), "streaming": True}
-    settings = settings_of(TASKS["sft"], values, "run.yaml")
+    settings = make_settings(TASKS["sft"], values, "run.yaml")
     assert "streaming needs max_steps: a stream has no length" in check(TASKS["sft"], settings).impossible
 
 
@@ -148,9 +148,9 @@ def test_rows_without_a_target_are_left_out_and_counted(kind, tmp_path, caplog):
 
 
 def test_short_rows_are_known_to_have_a_target_without_tokenizing_them():
-    from mca_train.data.answered import surely_answered, surely_compared
+    from mca_train.data.target_filter import pair_target_check, sft_target_check
 
-    sure = surely_answered(byte_tokenizer(), _of_length(4096))
+    sure = sft_target_check(byte_tokenizer(), _of_length(4096))
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     assert sure({"prompt": "a" * 1500, "completion": ""})
     assert sure({"text": "a"})
@@ -165,7 +165,7 @@ def test_short_rows_are_known_to_have_a_target_without_tokenizing_them():
         {"messages": turns, "completion": "b", "prompt": "a" * 4000},
     ):
         assert not sure(row)
-    assert surely_compared(_of_length(4096))({"prompt": "a", "chosen": "b", "rejected": "c"})
+    assert pair_target_check(_of_length(4096))({"prompt": "a", "chosen": "b", "rejected": "c"})
 
 
 def _of_length(length):
@@ -191,7 +191,7 @@ def test_errors_name_the_row_of_the_file_whatever_the_order(kind, tmp_path):
 def test_an_error_of_a_worker_is_one_line(tmp_path):
     from torch.utils.data import DataLoader
 
-    from mca_train.batching.loaders import steps_of
+    from mca_train.batching.loaders import iterate_steps
     from mca_train.batching.sampling import BatchShape
     from mca_train.batching.step_stream import StepStream
 
@@ -201,5 +201,5 @@ def test_an_error_of_a_worker_is_one_line(tmp_path):
     shape = BatchShape(micro_batch_size=1, num_micro_batches=1, data_parallel_size=1, data_parallel_rank=0)
     steps = StepStream(stream.rows, shape, 4, make=stream.make)
     with pytest.raises(McaError) as error:
-        list(steps_of(DataLoader(steps, batch_size=None, collate_fn=list, num_workers=1)))
+        list(iterate_steps(DataLoader(steps, batch_size=None, collate_fn=list, num_workers=1)))
     assert str(error.value) == "train_file, row 0: prompt and completion must be text; got 'a' and 3"

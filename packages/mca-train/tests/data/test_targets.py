@@ -11,8 +11,8 @@ from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import ClassifyArguments, PairArguments, RewardArguments
 from mca_train.data.chat import tokenize_chat
 from mca_train.data.encoding import check_messages, row_encoder, tokenize_answer, tokenize_answers
-from mca_train.data.formats import converted
-from mca_train.data.scored import scored_pair_encoder, text_encoder
+from mca_train.data.formats import row_converter
+from mca_train.data.scoring import scored_pair_encoder, text_encoder
 from mca_train.tasks.load import load_first, load_stream, load_tokenized
 from mca_train.tasks.table import TASKS
 
@@ -263,7 +263,7 @@ def test_shared_calls_are_calls_and_shared_tools_are_functions():
         ],
         "tools": json.dumps([{"name": "f", "parameters": {}}]),
     }
-    shape = converted(tuple(row), PairArguments(model_name_or_path="m"), "train_file")
+    shape = row_converter(tuple(row), PairArguments(model_name_or_path="m"), "train_file")
     found = shape.convert(row)
     calls = [{"type": "function", "function": function}]
     assert [turn.get("tool_calls") for turn in found["messages"]] == [None, calls * 2, None, calls]

@@ -13,7 +13,7 @@ from tokenizers_for_tests import THINKING, byte_tokenizer
 from mca_config.errors import McaError
 from mca_train.config.columns import PairArguments
 from mca_train.data.preferences import PairDataset
-from mca_train.data.token_cache import cached
+from mca_train.data.token_cache import load_or_build
 from mca_train.data.token_dataset import TokenDataset
 from mca_train.tasks.load import load_mixture, load_tokenized
 from mca_train.tasks.table import TASKS
@@ -65,7 +65,7 @@ def test_the_same_rows_are_not_tokenized_again_and_what_was_said_is_said_again(
         assert loaded(str(moved), tmp_path / "cache", kind=kind) == first
     told = [record.getMessage() for record in caplog.records]
     assert said[:1] == [line for line in told if "left out" in line]
-    assert any(line.startswith("tokenized before: ") for line in told)
+    assert any(line.startswith("loaded tokenized samples from ") for line in told)
 
 
 @pytest.mark.parametrize("evaluation", [False, True])
@@ -142,7 +142,7 @@ def _slowly(folder, made):
         time.sleep(0.3)
         return PairDataset(TokenDataset.from_samples([([1, 2], [True, True])] * 2))
 
-    assert len(cached(Path(folder), "key", make, _no_images)) == 1
+    assert len(load_or_build(Path(folder), "key", make, _no_images)) == 1
 
 
 def test_of_several_processes_one_makes_and_the_others_wait(tmp_path):

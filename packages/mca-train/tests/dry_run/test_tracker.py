@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mca_train.dry_run.answers import Answers
+from mca_train.dry_run.fake_values import FakeValues
 from mca_train.dry_run.modules import ModuleNames
 from mca_train.dry_run.tracker import Tracker
 
@@ -36,7 +36,7 @@ def test_memory_of_a_library_is_not_counted_though_its_views_are_seen() -> None:
 @pytest.mark.parametrize("size", [4, 100_000])
 def test_values_that_may_decide_a_size_are_known(size: int) -> None:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, Answers(fake):
+    with fake, FakeValues(fake):
         counted = torch.arange(size)
         assert int(counted.max()) == size - 1
         assert int((counted * 2).sum()) == size * (size - 1)
@@ -45,7 +45,7 @@ def test_values_that_may_decide_a_size_are_known(size: int) -> None:
 
 def test_tables_of_many_fractions_are_not_computed() -> None:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, Answers(fake):
+    with fake, FakeValues(fake):
         angles = torch.outer(torch.arange(1000.0), torch.arange(64.0))
         assert float(angles.cos().sum()) == 1.0
         assert float(torch.arange(8.0).sum()) == 28.0

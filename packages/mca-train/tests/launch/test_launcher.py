@@ -19,11 +19,11 @@ def run(body, ranks=2, **options):
         from mca_config.errors import McaError, UsageError
         from mca_train.launch.launcher import fork_ranks
         from mca_train.launch.scratch import scratch_folder
-        from mca_train.launch.stopping import raising_stopped
+        from mca_train.launch.stop_signals import raising_on_signals
         def target():
             rank = int(os.environ["RANK"])
 {textwrap.indent(textwrap.dedent(body), " " * 12)}
-        with raising_stopped(), scratch_folder() as folder:
+        with raising_on_signals(), scratch_folder() as folder:
             code = fork_ranks(target, {ranks}, folder)
         sys.exit(code)
         """
@@ -139,10 +139,10 @@ def test_a_signal_before_training_leaves_nothing(tmp_path):
         f"""
         import sys, time
         from mca_train import cli
-        from mca_train.launch import stopping
+        from mca_train.launch import stop_signals
         from mca_train.launch.scratch import scratch_folder
         def work(*_):
-            with stopping.raising_stopped(), scratch_folder():
+            with stop_signals.raising_on_signals(), scratch_folder():
 {textwrap.indent(body, " " * 16)}
         cli._run = work
         sys.exit(cli.main(["pretrain"]))
@@ -196,8 +196,8 @@ def test_wrong_usage_ends_with_2_and_words_of_an_exit_are_told():
 @pytest.mark.parametrize(("asked", "threads"), [("", len(os.sched_getaffinity(0)) // 2 or 1), ("3", 3)])
 def test_ranks_with_a_gpu_do_not_get_the_launchers_one_thread(asked, threads, monkeypatch):
     monkeypatch.setenv("MCA_THREADS", asked)
-    assert environment.threads_beside_gpu(2) == threads
-    assert environment.threads_beside_gpu(10_000) == (3 if asked else 1)
+    assert environment.threads_per_gpu_rank(2) == threads
+    assert environment.threads_per_gpu_rank(10_000) == (3 if asked else 1)
     body = "print('ready', flush=True)\nprint(os.environ['OMP_NUM_THREADS'], flush=True)\ntime.sleep(600)"
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     process = _started(body, spawned=True)

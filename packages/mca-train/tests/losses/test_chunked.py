@@ -11,8 +11,8 @@ from mca_train.losses.chunked import chunk_losses
 @pytest.mark.parametrize(
     ("depth", "wants_logits", "message"),
     [
-        (0, True, "loss_chunk_size does nothing for a trainer that wants logits"),
-        (1, False, "loss_chunk_size does not work with prediction layers"),
+        (0, True, "loss_chunk_size is not supported with wants_logits"),
+        (1, False, "loss_chunk_size is not supported with MTP layers"),
     ],
 )
 @pytest.mark.parametrize("has_loss", [False, True])
@@ -25,5 +25,5 @@ def test_whole_logits_are_refused_on_every_stage(depth, wants_logits, message, h
 
 def test_prediction_layers_are_refused_where_nothing_would_train_them():
     chunk = SimpleNamespace(config=SimpleNamespace(mtp_num_layers=1), post_process=False)
-    with pytest.raises(McaError, match="does not train prediction layers"):
+    with pytest.raises(McaError, match="wants_logits is not supported with MTP layers"):
         chunk_losses([chunk], None, wants_logits=True)

@@ -5,12 +5,12 @@ from math import exp, expm1, log
 import pytest
 import torch
 
-from mca_train.losses.preference import Answers, PreferenceLoss
+from mca_train.losses.preference import PairLogps, PreferenceLoss
 
 CHOSEN, REJECTED = (-6.0, -20.0), (-9.0, -14.0)
-TOKENS = Answers(torch.tensor([3.0, 5.0]), torch.tensor([2.0, 7.0]))
-POLICY = Answers(torch.tensor(CHOSEN), torch.tensor(REJECTED))
-REFERENCE = Answers(torch.tensor([-7.0, -19.0]), torch.tensor([-8.0, -15.0]))
+TOKENS = PairLogps(torch.tensor([3.0, 5.0]), torch.tensor([2.0, 7.0]))
+POLICY = PairLogps(torch.tensor(CHOSEN), torch.tensor(REJECTED))
+REFERENCE = PairLogps(torch.tensor([-7.0, -19.0]), torch.tensor([-8.0, -15.0]))
 MEANS = [(-6 / 3, -9 / 2), (-20 / 5, -14 / 7)]
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mca_train.losses.token_loss import of_sequences, require_sums
+from mca_train.losses.token_loss import require_sums, sequence_loss
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -14,7 +14,7 @@ def test_a_loss_of_sequences_is_counted_once_and_has_the_whole_gradient_on_each_
 ) -> None:
     ranks = SimpleNamespace(layout=SimpleNamespace(cp=3), context_parallel_rank=rank)
     losses = torch.tensor([3.0, 5.0, 7.0, 100.0], requires_grad=True)
-    total, number = of_sequences(losses, torch.tensor([1.0, 1.0, 1.0, 0.0]), ranks)
+    total, number = sequence_loss(losses, torch.tensor([1.0, 1.0, 1.0, 0.0]), ranks)
     assert float(total.detach()) * 3 == 15, "the sum over context ranks is that of the sequences that count"
     assert int(number) == (3 if rank == 0 else 0)
     total.backward()

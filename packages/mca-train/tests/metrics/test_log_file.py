@@ -55,4 +55,4 @@ def test_a_resumed_run_takes_out_lines_that_are_not_whole_or_of_no_checkpoint(tm
     JsonlLog().on_train_begin(SimpleNamespace(output_dir=str(tmp_path)), state, None)
     assert path.read_bytes().splitlines() == whole[:2]
     (told,) = [record.getMessage() for record in caplog.records]
-    assert told == f"{path}: 3 incomplete lines are removed (was a run killed?)"
+    assert told == f"{path}: removed 3 incomplete lines (was a run killed?)"

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mca_train.metrics.step_lines import StepLines, duration, line_of
+from mca_train.metrics.step_lines import StepLines, duration, format_log_line
 
 STEP = {
     "loss": 2.34567,
@@ -22,24 +22,24 @@ STEP = {
 
 
 def test_a_step_is_one_line_without_what_never_changes():
-    assert line_of(STEP, 10, 200) == (
+    assert format_log_line(STEP, 10, 200) == (
         "step  10/200  loss 2.3457  lr 1.00e-04  norm 1.23  rewards/margins 0.5  12,346 tokens/s  1.2 GiB  "
         "6 min 20 s left"
     )
-    assert "left" not in (line_of(STEP, 200, 200) or "")
+    assert "left" not in (format_log_line(STEP, 200, 200) or "")
     skipped = {"learning_rate": 1e-4, "skipped_steps": 1, "tokens_per_second": 12.0}
-    assert line_of(skipped, 10, 20) == "step 10/20  lr 1.00e-04  skipped_steps 1  12 tokens/s"
+    assert format_log_line(skipped, 10, 20) == "step 10/20  lr 1.00e-04  skipped_steps 1  12 tokens/s"
 
 
 def test_an_evaluation_is_one_line_and_the_end_is_the_summary():
     logs = {"eval_loss": 1.5, "eval_runtime": 2.5, "eval_samples_per_second": 4.0, "epoch": 1.0}
-    assert line_of(logs, 5, 10) == "step  5/10  eval_loss 1.5000  in 2.5 s"
-    assert line_of(logs, 0, 0) == "eval_loss 1.5000  in 2.5 s"
+    assert format_log_line(logs, 5, 10) == "step  5/10  eval_loss 1.5000  in 2.5 s"
+    assert format_log_line(logs, 0, 0) == "eval_loss 1.5000  in 2.5 s"
     pairs = {"rewards/margins": 0.5, "rewards/chosen": 0.25, "logps/rejected": -9.0}
-    assert line_of({"loss": 1.5} | pairs, 5, 10) == "step  5/10  loss 1.5000  rewards/margins 0.5"
+    assert format_log_line({"loss": 1.5} | pairs, 5, 10) == "step  5/10  loss 1.5000  rewards/margins 0.5"
     evaluated = {f"eval_{name}": value for name, value in pairs.items()}
-    assert line_of(evaluated, 5, 10) == "step  5/10  eval_rewards/margins 0.5000"
-    assert line_of({"train_runtime": 3.0, "train_loss": 1.0}, 10, 10) is None
+    assert format_log_line(evaluated, 5, 10) == "step  5/10  eval_rewards/margins 0.5000"
+    assert format_log_line({"train_runtime": 3.0, "train_loss": 1.0}, 10, 10) is None
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def test_a_rank_that_waits_for_its_data_is_slow():
     found = slowest(times((0.01, 0.5), (0.9, 0.5), (0.01, 0.5), (0.02, 0.5)), 2, 2.0)
     assert found is not None
     assert (found.rank, found.what, found.alike) == (1, 0, 0)
-    assert (found.seconds, found.usual) == pytest.approx((0.9, 0.01))
+    assert (found.seconds, found.typical) == pytest.approx((0.9, 0.01))
 
 
 def test_forward_passes_are_compared_within_a_stage():
@@ -57,6 +57,6 @@ def test_all_ranks_find_the_same_one_though_their_clocks_differ(monkeypatch):
         layout = SimpleNamespace(pp=1)
         here = SimpleNamespace(rank=rank, world_size=2, device=torch.device("cpu"), layout=layout)
         one = Stragglers(here)
-        monkeypatch.setattr(one, "_tell", lambda *_: None)
+        monkeypatch.setattr(one, "_warn", lambda *_: None)
         found.append(one.report(1, clock, 1))
     assert found[0] == found[1]

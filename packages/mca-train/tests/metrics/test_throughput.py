@@ -8,7 +8,7 @@ import torch
 
 from mca_models.templates import config_from_hf
 from mca_train.metrics.throughput import PEAK_TFLOPS, peak_flops
-from mca_train.plan.hardware import hardware_of
+from mca_train.plan.hardware import load_hardware
 
 SIZE = {
     "vocab_size": 100,
@@ -46,14 +46,14 @@ LATENT = {
 def flops(**hf):
     from mca_train.metrics.throughput import ModelFlops
 
-    return ModelFlops.of(config_from_hf(SIZE | hf))
+    return ModelFlops.from_config(config_from_hf(SIZE | hf))
 
 
 def test_a_dense_model():
     found = flops(**QWEN3)
     assert found.per_token == 6 * (3 * (ATTENTION + 3 * 8 * 12) + 100 * 8)
     assert found.per_square == 6 * 3 * 2 * 6
-    assert found.of_tokens(20, 15**2 + 5**2) == 20 * found.per_token + 250 * found.per_square
+    assert found.for_tokens(20, 15**2 + 5**2) == 20 * found.per_token + 250 * found.per_square
 
 
 def test_only_layers_with_attention_have_a_squared_part():
@@ -72,7 +72,7 @@ def test_each_layer_counts_with_its_own_heads():
     kinds = {"sliding_attention": {"num_attention_heads": 4, "kv_channels": 10, "value_channels": 6}}
     layers = ("full_attention", "sliding_attention", "full_attention")
     config = replace(config_from_hf(SIZE | QWEN3), layer_types=layers, of_kind=kinds)
-    assert ModelFlops.of(config).per_square == 6 * (2 * 2 * 6 + 4 * (10 + 6) / 2)
+    assert ModelFlops.from_config(config).per_square == 6 * (2 * 2 * 6 + 4 * (10 + 6) / 2)
 
 
 def test_of_experts_only_the_chosen_count():
@@ -111,7 +111,7 @@ def test_an_adapters_frozen_weights_get_no_gradient():
     rules = rules_for_training(config, AdapterConfig.from_dict(adapter))
     layers = 3 * (ATTENTION + 3 * 8 * 12)
     factors = 3 * 2 * (8 + 12 + 12 + 8)
-    assert ModelFlops.of(config, rules).per_token == 4 * layers + 6 * factors + 6 * 100 * 8
+    assert ModelFlops.from_config(config, rules).per_token == 4 * layers + 6 * factors + 6 * 100 * 8
 
 
 def test_a_frozen_text_model_gets_no_gradient():
@@ -162,7 +162,7 @@ def test_the_peak_is_of_the_named_gpu_and_of_none_with_a_longer_name(name, peak,
 def test_the_peak_of_a_device_that_a_plan_knows_is_the_same_there():
     for device in ("h100-80", "h200", "b200", "gb200", "gb300", "b300"):
         name = device.partition("-")[0].upper()
-        assert PEAK_TFLOPS[name] == hardware_of(device).device.tflops, device
+        assert PEAK_TFLOPS[name] == load_hardware(device).device.tflops, device
 
 
 def test_the_peak_is_what_is_given_or_unknown():

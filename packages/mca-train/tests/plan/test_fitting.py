@@ -13,11 +13,11 @@ from mca_config.layout import ParallelLayout
 from mca_models.megatron import platform
 from mca_models.templates import config_from_hf
 from mca_train.plan.counts import ModelCounts
-from mca_train.plan.fitting import FULL, changed, fullest, over, remedies
-from mca_train.plan.hardware import hardware_of
-from mca_train.plan.memory import GIB, Plan, Subject, plan_of
+from mca_train.plan.hardware import load_hardware
+from mca_train.plan.memory import GIB, Plan, PlanInput, plan_layout
 from mca_train.plan.options import PlanOptions
-from mca_train.plan.search import fitting
+from mca_train.plan.remedies import FULL, find_remedies, largest_stage, stages_over_limit, with_changes
+from mca_train.plan.search import fitting_layouts
 from mca_train.reference.program import program
 
 LLAMA_8B: dict[str, Any] = {
@@ -40,18 +40,18 @@ LLAMA_8B: dict[str, Any] = {
 }
 
 
-def planned(tmp_path: Path, **changes: Any) -> tuple[Subject, TrainingArguments, Plan]:
+def planned(tmp_path: Path, **changes: Any) -> tuple[PlanInput, TrainingArguments, Plan]:
     settings = {"output_dir": str(tmp_path), "bf16": True, "use_cpu": True, "report_to": "none"}
     args = TrainingArguments(**settings | {"use_distributed_optimizer": True} | changes)
     config = config_from_hf(LLAMA_8B)
-    subject = Subject(
+    subject = PlanInput(
         config=config,
         seq_length=8192,
-        model=ModelCounts.of(config),
+        model=ModelCounts.for_model(config),
         implementation="transformer_engine",
         on_gpu=True,
     )
-    return subject, args, plan_of(subject, args, args.layout(config.layout), 8)
+    return subject, args, plan_layout(subject, args, args.layout(config.layout), 8)
 
 
 def test_what_transformer_engine_keeps_of_a_layer(tmp_path: Path) -> None:
@@ -68,33 +68,33 @@ def test_what_transformer_engine_keeps_of_a_layer(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_found_with_what_makes_it_fit(tmp_path: Path) -> None:
-    device = hardware_of("h100-80").device
+    device = load_hardware("h100-80").device
     subject, args, plan = planned(tmp_path, per_device_train_batch_size=1)
-    assert over(plan, device) == [0]
-    found = remedies(subject, args, plan.layout, 8, device)
+    assert stages_over_limit(plan, device) == [0]
+    found = find_remedies(subject, args, plan.layout, 8, device)
     assert found and all(remedy.fits for remedy in found)
     for remedy in found:
         if "tensor_model_parallel_size" in remedy.changes or "pipeline_model_parallel_size" in remedy.changes:
             continue
-        again = plan_of(subject, changed(args, remedy.changes), plan.layout, 8)
-        assert fullest(again) == remedy.needs <= device.usable_gib * GIB
-    assert not over(plan, hardware_of("b200").device)
+        again = plan_layout(subject, with_changes(args, remedy.changes), plan.layout, 8)
+        assert largest_stage(again) == remedy.needs <= device.usable_gib * GIB
+    assert not stages_over_limit(plan, load_hardware("b200").device)
 
 
 def test_rows_that_are_evaluated_at_once_are_planned(tmp_path: Path) -> None:
     keys = {"per_device_train_batch_size": 1, "use_distributed_optimizer": True} | FULL
     subject, args, plan = planned(tmp_path, **keys)
     assert args.per_device_eval_batch_size == 8
-    (stage,) = plan_of(replace(subject, evaluated=True), args, plan.layout, 8).stages
+    (stage,) = plan_layout(replace(subject, evaluated=True), args, plan.layout, 8).stages
     logits = 128256 * (2 + 4)  # in bf16, and their softmax in fp32
     hidden = 3 * 2 * 4096  # what the last layer gives, and the final norm's input and output
     assert stage.evaluation == 8 * 8192 * (logits + hidden)
     held = stage.weights + stage.gradients + stage.optimizer
     assert stage.total == held + stage.evaluation > plan.stages[0].total
-    device = hardware_of(f"gib:{plan.stages[0].total / GIB + 5}").device
-    found = remedies(replace(subject, evaluated=True), args, plan.layout, 8, device)
+    device = load_hardware(f"gib:{plan.stages[0].total / GIB + 5}").device
+    found = find_remedies(replace(subject, evaluated=True), args, plan.layout, 8, device)
     assert found[0].changes == {"per_device_eval_batch_size": 1} and found[0].fits
-    for one in fitting(replace(subject, evaluated=True), args, 8, 8, hardware_of("gib:1000")):
+    for one in fitting_layouts(replace(subject, evaluated=True), args, 8, 8, load_hardware("gib:1000")):
         assert one.changes["per_device_eval_batch_size"] == one.changes["per_device_train_batch_size"]
 
 
@@ -115,8 +115,8 @@ def test_a_weight_has_a_transposed_copy_in_fp8_where_products_take_one(
     device: str, recipe: str | None, copies: int, tmp_path: Path
 ) -> None:
     subject, args, plan = planned(tmp_path, fp8="hybrid", fp8_recipe=recipe)
-    subject = replace(subject, fp8_transposed=hardware_of(device).device.fp8_transposed)
-    plan = plan_of(subject, args, plan.layout, 8)
+    subject = replace(subject, fp8_transposed=load_hardware(device).device.fp8_transposed)
+    plan = plan_layout(subject, args, plan.layout, 8)
     (stage,) = plan.stages
     assert plan.fp8_copies == copies
     ends = 2 * 128256 * 4096 + 4096  # embedding, output layer and final norm stay in bf16
@@ -142,12 +142,12 @@ def test_remedies_are_what_the_run_takes_and_keep_the_batch(optimizer: str, tmp_
     seen: set[str] = set()
     for gib in (20, 60, 100, 150):  # each makes other changes fit
         subject, args, plan = planned(tmp_path, use_distributed_optimizer=None, **keys)
-        found = remedies(subject, args, plan.layout, 8, hardware_of(f"gib:{gib}").device)
+        found = find_remedies(subject, args, plan.layout, 8, load_hardware(f"gib:{gib}").device)
         for remedy in found:
             seen |= remedy.changes.keys()
-            again = changed(args, remedy.changes)
+            again = with_changes(args, remedy.changes)
             TrainingArguments(**{"output_dir": str(tmp_path), "use_cpu": True, **keys, **remedy.changes})
-            assert plan_of(subject, again, again.layout(), 8).global_batch == plan.global_batch
+            assert plan_layout(subject, again, again.layout(), 8).global_batch == plan.global_batch
     assert seen >= {"per_device_train_batch_size", "pipeline_model_parallel_size"}
     assert (optimizer == "adam") == bool(seen & {*of_adam})
 
@@ -161,11 +161,11 @@ def test_micro_batches_of_one_and_a_divided_optimizer_are_suggested_together_whe
         "gradient_accumulation_steps": 1,
     }
     subject, args, plan = planned(tmp_path, **keys)
-    device = hardware_of("gib:130").device
+    device = load_hardware("gib:130").device
     smaller = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
-    found = remedies(subject, args, plan.layout, 8, device)
+    found = find_remedies(subject, args, plan.layout, 8, device)
     assert found[0].changes == {"use_distributed_optimizer": True} | smaller and found[0].fits
-    alone = remedies(subject, args, plan.layout, 1, device)
+    alone = find_remedies(subject, args, plan.layout, 1, device)
     assert alone[0].changes == smaller and not any(
         "use_distributed_optimizer" in one.changes for one in alone
     )
@@ -175,10 +175,10 @@ def test_what_a_search_writes_replaces_the_virtual_stages_of_a_checkpoint(tmp_pa
     subject, args, _ = planned(tmp_path)
     base = ParallelLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
     subject = replace(subject, config=replace(subject.config, layout=base))
-    found = list(fitting(subject, args, 8, 2, hardware_of("gib:1000")))
+    found = list(fitting_layouts(subject, args, 8, 2, load_hardware("gib:1000")))
     assert {each.layout.vpp for each in found if each.layout.pp == 2} >= {1, 2, 4}
     for each in found:
-        assert changed(args, each.changes).layout(base) == each.layout
+        assert with_changes(args, each.changes).layout(base) == each.layout
 
 
 NUMBERS = (
@@ -190,19 +190,19 @@ MINE = f"[devices.mine]\n{NUMBERS}link_us = 9\nnetwork_us = 0\nnode = 4\n"
 def test_a_users_table_adds_a_device_or_changes_keys_of_one(tmp_path: Path) -> None:
     table = tmp_path / "mine.toml"
     table.write_text(MINE + "[devices.h100-80]\nnetwork_gb_s = 25\n[efficiency]\noverlapped = 0\n")
-    assert hardware_of("mine", table).device.node == 4
-    own, changed_one = hardware_of("h100-80"), hardware_of("h100-80", table)
+    assert load_hardware("mine", table).device.node == 4
+    own, changed_one = load_hardware("h100-80"), load_hardware("h100-80", table)
     assert changed_one.device == replace(own.device, network_gb_s=25)
     assert changed_one.efficiency == replace(own.efficiency, overlapped=0)
-    assert hardware_of("gib:40", table).device == replace(changed_one.device, name="gib:40", memory_gib=40)
+    assert load_hardware("gib:40", table).device == replace(changed_one.device, name="gib:40", memory_gib=40)
     with pytest.raises(UsageError, match="expected h100-80, h200, b200, gb200, gb300, b300 or gib:N"):
-        hardware_of("h1000")
+        load_hardware("h1000")
 
 
 @pytest.mark.parametrize("size", ["many", "inf", "-inf", "nan", "-40", "4", ""])
 def test_a_device_of_no_size_is_refused(size: str) -> None:
     with pytest.raises(UsageError, match=f"--device gib:{size}: expected a number of GiB above 4"):
-        hardware_of(f"gib:{size}")
+        load_hardware(f"gib:{size}")
 
 
 @pytest.mark.parametrize(
@@ -232,13 +232,13 @@ def test_a_wrong_table_is_refused_in_one_line(text: str, said: str, tmp_path: Pa
     table = tmp_path / "mine.toml"
     table.write_text(text)
     with pytest.raises(UsageError, match=said) as caught:
-        hardware_of("h100-80", table)
+        load_hardware("h100-80", table)
     assert str(caught.value).startswith(f"--hardware {table}: ") and "\n" not in str(caught.value)
 
 
 def test_the_plans_own_words_are_told_from_the_runs() -> None:
     parser = program().parser("plan")
-    options, rest = parser.read_own(
+    options, rest = parser.read_known(
         ["run.yaml", "--gpus", "8", "--max_steps", "3", "--dry-run", "--device=h200"]
     )
     assert (options.gpus, options.dry_run, options.device, rest) == (8, True, "h200", ["--max_steps", "3"])
@@ -253,4 +253,4 @@ def test_the_plans_own_words_are_told_from_the_runs() -> None:
         (["--image_size", "big"], "--image_size must be an integer"),
     ]:
         with pytest.raises(UsageError, match=said):
-            from_namespace(PlanOptions, parser.read_own(words)[0])
+            from_namespace(PlanOptions, parser.read_known(words)[0])

@@ -21,10 +21,10 @@ from mca_config.model_config import McaModelConfig
 from mca_models.megatron import platform
 from mca_models.templates import config_from_hf
 from mca_train.plan.counts import ModelCounts
-from mca_train.plan.fitting import changed, fullest, over
-from mca_train.plan.hardware import hardware_of
-from mca_train.plan.memory import GIB, Subject, plan_of
-from mca_train.plan.search import predicted
+from mca_train.plan.hardware import load_hardware
+from mca_train.plan.memory import GIB, PlanInput, plan_layout
+from mca_train.plan.remedies import largest_stage, stages_over_limit, with_changes
+from mca_train.plan.search import predict_step_time
 
 _LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -205,7 +205,7 @@ def _args(row: Any, layout: ParallelLayout, folder: Path) -> TrainingArguments:
         if device != H and "Qwen" in name and release != "25.09"
         else "tensorwise",
     )
-    return changed(args, keys)
+    return with_changes(args, keys)
 
 
 def _layout(config: McaModelConfig, sizes: tuple[int, ...]) -> ParallelLayout:
@@ -225,16 +225,16 @@ def _layout(config: McaModelConfig, sizes: tuple[int, ...]) -> ParallelLayout:
 
 @cache
 def _counts(name: str) -> ModelCounts:
-    return ModelCounts.of(config_from_hf(MODELS[name]))
+    return ModelCounts.for_model(config_from_hf(MODELS[name]))
 
 
 def _ran(row: Any, folder: Path) -> tuple[float, bool, bool]:
     """Predicted tokens a second and device; whether the plan fits, and without weights of layers in bf16."""
     name, _, device, gpus, _, _, length, sizes, *_ = row
-    counts, hardware = _counts(name), hardware_of(device)
+    counts, hardware = _counts(name), load_hardware(device)
     layout = _layout(counts.config, sizes)
     args = _args(row, layout, folder)
-    subject = Subject(
+    subject = PlanInput(
         config=counts.config,
         seq_length=length,
         model=counts,
@@ -242,10 +242,17 @@ def _ran(row: Any, folder: Path) -> tuple[float, bool, bool]:
         on_gpu=True,
         fp8_transposed=hardware.device.fp8_transposed,
     )
-    time, plan = predicted(subject, args, layout, gpus, hardware), plan_of(subject, args, layout, gpus)
+    time, plan = (
+        predict_step_time(subject, args, layout, gpus, hardware),
+        plan_layout(subject, args, layout, gpus),
+    )
     half = 2 * max(count.total for count in counts.by_stage(layout, layers_only=True)) if args.fp8 else 0
-    as_published = fullest(plan) - half <= hardware.device.usable_gib * GIB
-    return plan.tokens_per_step / time.total / gpus, not over(plan, hardware.device), as_published
+    as_published = largest_stage(plan) - half <= hardware.device.usable_gib * GIB
+    return (
+        plan.tokens_per_step / time.total / gpus,
+        not stages_over_limit(plan, hardware.device),
+        as_published,
+    )
 
 
 def test_published_speeds_are_predicted_within_a_third_and_in_their_order_or_named_as_missed(

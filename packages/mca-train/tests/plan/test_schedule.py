@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from mca_train.plan.chunks import Bytes
-from mca_train.plan.memory import walk
+from mca_train.plan.chunks import PassMemory
+from mca_train.plan.memory import find_peak
 from mca_train.plan.schedule import Order
 
 
@@ -22,7 +22,7 @@ def test_it_is_megatrons(pp: int, vpp: int, count: int) -> None:
 
     table = schedules.get_schedule_table(count, vpp, pp if vpp > 1 else count)
     for rank in range(pp):
-        passes = list(Order(pp, vpp, count).of_rank(rank))
+        passes = list(Order(pp, vpp, count).passes(rank))
         assert [(p.micro_batch, p.chunk) for p in passes if p.forward] == table
         assert [(p.micro_batch, vpp - 1 - p.chunk) for p in passes if not p.forward] == table
         group: Any = SimpleNamespace(size=lambda: pp, rank=lambda rank=rank: rank)
@@ -39,10 +39,10 @@ def test_it_is_megatrons(pp: int, vpp: int, count: int) -> None:
     [(1, None, 40), (1, None, 2), (2, None, 40), (2, 16, 64), (2, 16, 40), (3, 5, 40)],
 )
 def test_a_period_shows_as_many_passes_in_flight_as_the_whole_step(vpp: int, group: int, count: int) -> None:
-    chunks = [Bytes(kept=1.0, forward=0.0, backward=0.0)] * vpp
+    chunks = [PassMemory(kept=1.0, forward=0.0, backward=0.0)] * vpp
     whole = Order(2, vpp, count, group)
     few = replace(whole, micro_batches=min(count, whole.filling))
     for rank in range(whole.pp):
-        assert walk(chunks, few, rank) == walk(chunks, whole, rank)
+        assert find_peak(chunks, few, rank) == find_peak(chunks, whole, rank)
     if (vpp, group) == (2, 16):
-        assert walk(chunks, few, 0).in_flight == (2 - 1) * 2 + (2 - 1) * 16 + 1
+        assert find_peak(chunks, few, 0).in_flight == (2 - 1) * 2 + (2 - 1) * 16 + 1

@@ -9,18 +9,18 @@ import pytest
 
 from mca_config import TrainingArguments
 from mca_config.layout import ParallelLayout
-from mca_config.model_config import McaModelConfig, trained_dtype
+from mca_config.model_config import McaModelConfig, training_dtype
 from mca_models.megatron.factory.target import Target
 from mca_models.megatron.factory.transformer_config import transformer_config
 from mca_models.templates import config_from_hf
 from mca_train.plan.chunks import Implementation
 from mca_train.plan.counts import ModelCounts
-from mca_train.plan.fitting import changed
-from mca_train.plan.hardware import hardware_of
-from mca_train.plan.memory import Subject
-from mca_train.plan.search import predicted, recomputations
+from mca_train.plan.hardware import load_hardware
+from mca_train.plan.memory import PlanInput
+from mca_train.plan.remedies import with_changes
+from mca_train.plan.search import predict_step_time, recomputations
 from mca_train.plan.speed import StepTime
-from mca_train.plan.towers import images_of
+from mca_train.plan.vision_memory import plan_images
 
 ROOT = Path(__file__).parents[4]
 QWEN3_8B = ROOT / "tools/recipes/qwen3-8b.json"
@@ -41,14 +41,14 @@ def step(folder: Path, config: McaModelConfig, *, again: tuple[str, ...] = (), *
     """A step of ``config`` on one rank."""
     args = TrainingArguments(output_dir=str(folder), bf16=True, use_cpu=True, report_to="none")
     if again:
-        args = changed(args, {"recompute_granularity": "selective", "recompute_modules": list(again)})
+        args = with_changes(args, {"recompute_granularity": "selective", "recompute_modules": list(again)})
     subject = a_subject(config, **of_subject)
-    return predicted(subject, args, config.layout, 1, hardware_of("h100-80"))
+    return predict_step_time(subject, args, config.layout, 1, load_hardware("h100-80"))
 
 
-def a_subject(config: McaModelConfig, **more: Any) -> Subject:
+def a_subject(config: McaModelConfig, **more: Any) -> PlanInput:
     values = {"implementation": "transformer_engine", "on_gpu": True} | more
-    return Subject(config=config, seq_length=8192, model=ModelCounts.of(config), **values)
+    return PlanInput(config=config, seq_length=8192, model=ModelCounts.for_model(config), **values)
 
 
 def model_of(name: str, **changes: Any) -> McaModelConfig:
@@ -93,7 +93,7 @@ def test_images_take_the_time_of_their_tower(tmp_path: Path) -> None:
     config = replace(model_of("qwen3-vl-235b-a22b"), num_layers=2, moe_layer_freq=None)
     passes = {}
     for parts in ((), ("language",), ("language", "vision")):
-        images = images_of(config, frozenset(parts), 8192, takes=True) if parts else None
+        images = plan_images(config, frozenset(parts), 8192, takes=True) if parts else None
         passes[parts] = step(tmp_path, config, images=images).passes
     alone, frozen, trained = passes.values()
     assert trained - alone == pytest.approx(3 * (frozen - alone))
@@ -128,9 +128,9 @@ def test_a_search_tries_what_the_layers_can_compute_again(
     settings = {"output_dir": str(tmp_path), "bf16": True, "use_cpu": True, "report_to": "none"}
     args, config = TrainingArguments(**settings), model_of(name, num_hidden_layers=4)
     nothing, some, everything = recomputations(
-        a_subject(config, implementation=implementation), changed(args, changes)
+        a_subject(config, implementation=implementation), with_changes(args, changes)
     )
     assert (nothing["recompute_granularity"], everything["recompute_granularity"]) == (None, "full")
     assert some["recompute_modules"] == modules
     given, target = TrainingArguments(**settings, **some), Target.planned(implementation)
-    transformer_config(config, given, ParallelLayout(), trained_dtype(config, given), target)  # takes them
+    transformer_config(config, given, ParallelLayout(), training_dtype(config, given), target)  # takes them

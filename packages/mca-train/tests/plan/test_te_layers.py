@@ -12,7 +12,7 @@ import pytest
 
 from mca_config import TrainingArguments
 from mca_models.templates import config_from_hf
-from mca_train.plan.chunks import Implementation, Model
+from mca_train.plan.chunks import ChunkSpec, Implementation
 from mca_train.plan.memory import make_plan
 from mca_train.plan.sizes import Sizes
 
@@ -39,8 +39,8 @@ def kept(
     file = next(path for each in FOLDERS if (path := each / f"{name}.json").exists())
     config = config_from_hf(json.loads(file.read_text()))
     config = replace(config, layout=args.layout(config.layout))
-    sizes = Sizes.of(config, args, TOKENS, on_gpu=True)
-    return Model(config, args, sizes, implementation, True).layer(number).kept / TOKENS
+    sizes = Sizes.for_training(config, args, TOKENS, on_gpu=True)
+    return ChunkSpec(config, args, sizes, implementation, True).layer(number).kept / TOKENS
 
 
 def test_core_attention_computed_again_keeps_its_inputs(tmp_path: Path) -> None:
@@ -110,8 +110,8 @@ def test_the_inputs_of_an_adapter_are_kept_as_they_are(tmp_path: Path) -> None:
     def bytes_of(*, fp8: str | None, frozen: bool) -> float:
         args = TrainingArguments(output_dir=str(tmp_path), bf16=True, use_cpu=True, report_to="none")
         args.fp8 = fp8
-        sizes = Sizes.of(config, args, TOKENS, frozen=frozen, on_gpu=True)
-        return Model(config, args, sizes, "transformer_engine", True).layer(0).kept
+        sizes = Sizes.for_training(config, args, TOKENS, frozen=frozen, on_gpu=True)
+        return ChunkSpec(config, args, sizes, "transformer_engine", True).layer(0).kept
 
     half = bytes_of(fp8=None, frozen=False)
     assert bytes_of(fp8="hybrid", frozen=False) < half, "products keep what they take in fp8"
@@ -139,7 +139,7 @@ def test_the_worst_routing_sends_all_that_could_be_sent_to_a_rank(
     plan = make_plan(config, args, TOKENS, ranks, implementation="transformer_engine", on_gpu=True)
     of_each = 2 * (hidden + 3 * inner)  # as sent, gate and up, and the second product's input
     assert plan.stages[0].worst_routing == layers * TOKENS * (others - topk) * of_each
-    limit = Sizes.of(replace(config, layout=plan.layout), args, TOKENS, on_gpu=True)
+    limit = Sizes.for_training(replace(config, layout=plan.layout), args, TOKENS, on_gpu=True)
     assert replace(limit, capacity=1.5).dispatched(worst=True) == 1.5 * TOKENS * topk
 
 

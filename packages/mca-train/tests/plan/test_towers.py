@@ -9,7 +9,7 @@ import pytest
 from mca_config.errors import UsageError
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import config_from_hf
-from mca_train.plan.towers import Tower, images_of
+from mca_train.plan.vision_memory import VisionTower, plan_images
 
 DATA = Path(__file__).parents[3] / "mca-models/tests/data/vision_configs"
 
@@ -20,7 +20,7 @@ def published(name: str) -> McaModelConfig:
 
 @pytest.mark.parametrize("path", sorted(DATA.glob("*.json")), ids=lambda path: path.stem)
 def test_every_published_tower_is_known(path: Path) -> None:
-    tower = Tower.of(published(path.stem))
+    tower = VisionTower.from_config(published(path.stem))
     assert tower is not None
     assert tower.depth > 10 and tower.hidden > 1000
 
@@ -28,14 +28,14 @@ def test_every_published_tower_is_known(path: Path) -> None:
 @pytest.mark.parametrize(("name", "pixels"), [("gemma-3-27b", 896), ("internvl3-78b", 448)])
 def test_images_of_one_size_are_256_tokens_each(name: str, pixels: int) -> None:
     config = published(name)
-    found = images_of(config, frozenset(), 4096, takes=True, count=3)
+    found = plan_images(config, frozenset(), 4096, takes=True, count=3)
     assert found is not None
     assert (found.count, found.pixels, found.tokens) == (3, pixels, 256)
-    assert images_of(config, frozenset(), 4096, takes=True, pixels=pixels) is not None
+    assert plan_images(config, frozenset(), 4096, takes=True, pixels=pixels) is not None
     with pytest.raises(
         UsageError, match=f"^--image_size 300: images .* are all of {pixels} pixels; leave it out"
     ):
-        images_of(config, frozenset(), 4096, takes=True, pixels=300)
+        plan_images(config, frozenset(), 4096, takes=True, pixels=300)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,6 @@ def test_towers_that_are_small_or_leave_out_what_transformers_fills_in(
     hf["vision_config"] = {
         key: value for key, value in hf["vision_config"].items() if key != left_out
     } | sizes
-    found = images_of(config_from_hf(hf), frozenset(), 4096, takes=True)
+    found = plan_images(config_from_hf(hf), frozenset(), 4096, takes=True)
     assert found is not None
     assert found.tokens == tokens

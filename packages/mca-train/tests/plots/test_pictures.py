@@ -11,8 +11,8 @@ from mca_train.dry_run.report import DryRun
 from mca_train.dry_run.step import StepNeeds
 from mca_train.dry_run.tracker import Message
 from mca_train.plan.schedule import Order
-from mca_train.plots.drawing import ready
-from mca_train.plots.pictures import draw_all, group_name, ran_of, waiting
+from mca_train.plots.drawing import prepare_folder
+from mca_train.plots.figures import bubble_fraction, draw_all, group_name, run_timeline
 
 GIB = 1024**3
 STAGES, MICRO_BATCHES = 16, 16
@@ -35,11 +35,11 @@ def stage(number: int) -> StepNeeds:
         curve=tuple(20 * GIB + step * GIB // 100 for step in range(100)),
         flops=10**12,
         messages=(
-            Message("_allgather_base", GRID.group_of("tp", rank), 40, 8 * GIB, 2.5, GIB / 2),
-            Message("allreduce", GRID.group_of("dp", rank), 4, 5 << 10),
+            Message("_allgather_base", GRID.rank_group("tp", rank), 40, 8 * GIB, 2.5, GIB / 2),
+            Message("allreduce", GRID.rank_group("dp", rank), 4, 5 << 10),
         ),
         passes=(),
-        order=tuple(Order(STAGES, 1, MICRO_BATCHES).of_rank(number)),
+        order=tuple(Order(STAGES, 1, MICRO_BATCHES).passes(number)),
         synchronisations=0,
         **parts,
     )
@@ -71,17 +71,17 @@ def test_every_picture_is_written_and_says_what_it_shows(tmp_path: Path) -> None
 
 
 def test_passes_that_take_equally_long_wait_as_the_formula_of_the_bubble_says() -> None:
-    ran = ran_of([stage(number) for number in range(STAGES)], 1)
+    ran = run_timeline([stage(number) for number in range(STAGES)], 1)
     end = max(run.end for run in ran)
     busy = sum(run.end - run.start for run in ran) / STAGES
     assert 1 - busy / end == pytest.approx(LAYOUT.bubble(MICRO_BATCHES))
     for micro_batches in (MICRO_BATCHES, 128):
-        assert waiting(ran, STAGES, micro_batches) == pytest.approx(LAYOUT.bubble(micro_batches))
+        assert bubble_fraction(ran, STAGES, micro_batches) == pytest.approx(LAYOUT.bubble(micro_batches))
 
 
 def test_groups_are_named_by_their_axis() -> None:
     for axis in ("tp", "dp", "pp"):
-        message = Message("allreduce", GRID.group_of(axis, 0), 1, 1)
+        message = Message("allreduce", GRID.rank_group(axis, 0), 1, 1)
         assert group_name(message, 0, GRID).startswith(f"{axis} (")
     assert group_name(Message("allreduce", tuple(range(64)), 1, 1), 0, GRID) == "all 64 ranks"
 
@@ -89,6 +89,6 @@ def test_groups_are_named_by_their_axis() -> None:
 def test_a_directory_that_cannot_be_written_is_told_before_anything_is_computed(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"cannot be written .*; name another directory"):
-        ready(tmp_path / "file" / "pictures")
-    ready(tmp_path / "new" / "pictures")
+        prepare_folder(tmp_path / "file" / "pictures")
+    prepare_folder(tmp_path / "new" / "pictures")
     assert list((tmp_path / "new" / "pictures").iterdir()) == []

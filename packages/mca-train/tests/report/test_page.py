@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from mca_train.cli import main
-from mca_train.report.reading import read_run
-from mca_train.report.writing import write_report
+from mca_train.report.report_command import write_report
+from mca_train.report.run_files import read_run
 
 BROWSER = next(
     (found for name in ("chromium", "google-chrome", "chrome") if (found := shutil.which(name))), None
@@ -150,7 +150,7 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
     run = str(a_run(tmp_path / "run", 1.0))
     for words, said in [
         (["--output", "x"], "needs the output_dir"),
-        ([str(tmp_path)], "holds no train_log.jsonl"),
+        ([str(tmp_path)], "has no train_log.jsonl"),
         ([run, "--compared", "x"], "unknown flag --compared; did you mean --compare?"),
         ([run, "--output", str(tmp_path / "no" / "where")], "cannot be written"),
     ]:

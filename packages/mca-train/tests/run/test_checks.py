@@ -7,7 +7,7 @@ import pytest
 
 from mca_train.cli import main
 from mca_train.config import model
-from mca_train.run import checks, planning, train
+from mca_train.run import checks, plan_command, train
 
 
 class Counted:
@@ -24,7 +24,7 @@ class Counted:
 @pytest.fixture
 def counted(monkeypatch):
     check, parse = Counted(checks.check), Counted(model.model_config)
-    monkeypatch.setattr(planning, "check", check)
+    monkeypatch.setattr(plan_command, "check", check)
     monkeypatch.setattr(train, "check", check)
     monkeypatch.setattr(model, "model_config", parse)
     monkeypatch.setattr(checks, "model_config", parse)
@@ -82,5 +82,5 @@ def test_a_tokenizer_with_more_tokens_than_an_adapter_has_rows_is_told_of_by_the
     config = json.loads(file.read_text())
     file.write_text(json.dumps(config | {"vocab_size": 100}))
     for told in refusals(run(lora_rank=2), capsys):
-        assert "the model's vocabulary 100, and an adapter does not hold the new rows" in told
+        assert "the model's vocabulary 100, and an adapter does not contain the new rows" in told
     assert main(["plan", "sft", run()]) == 0

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("own_threads")
 def test_kto_with_one_sample_in_a_step_is_refused_before_anything_is_read(run, capsys):
     path = run(per_device_train_batch_size=1)
     assert main(["plan", "kto", path]) == 2
-    said = "kto needs the answers of other samples in a step, but a step has only one sample"
+    said = "kto needs other samples in a step for the KL estimate, but a step has one sample"
     assert said in capsys.readouterr().out
     assert main(["kto", path]) == 2
     assert said in capsys.readouterr().err

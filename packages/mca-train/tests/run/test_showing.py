@@ -27,7 +27,7 @@ def test_counts_lengths_samples_and_what_is_left_out(run, tmp_path, capsys):
     assert "tokens of a sample: 6 to 6, median 6, mean 6" in out
     assert "  6 - 6  ########################################  3\n" in out
     assert out.count("  | 2+2=⟦4<|eos|>⟧\n") == 4
-    assert "train_file: 1 of 4 rows are longer than seq_length 64 and are cut at the end" in out
+    assert "train_file: 1 of 4 rows are longer than seq_length 64 and are truncated at the end" in out
     assert "train_file: 1 of 4 rows do not have an answer within seq_length 64 and are left out" in out
     assert "packing: 3 samples of 18 tokens in 1 pack of 64: 28.1% full" in out
 

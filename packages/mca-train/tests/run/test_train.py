@@ -14,7 +14,7 @@ from mca_config.layout import ParallelLayout
 from mca_models.megatron import platform
 from mca_train.cli import main
 from mca_train.config.arguments import DataArguments, LaunchArguments
-from mca_train.config.model import num_local_ranks
+from mca_train.config.model import local_world_size
 from mca_train.launch.environment import is_first
 from mca_train.run import record, train
 
@@ -27,7 +27,7 @@ def test_the_process_that_starts_ranks_leaves_their_gpus_alone(monkeypatch: pyte
     def parse(task: Any, values: dict[str, Any], where: str) -> None:
         raise Seen(values)
 
-    monkeypatch.setattr(train, "settings_of", parse)
+    monkeypatch.setattr(train, "make_settings", parse)
     task: Any = SimpleNamespace()
     for device, expected in (("cuda", {"seed": 1, "use_cpu": True}), ("cpu", {"seed": 1})):
         monkeypatch.setattr(platform, "device_type", lambda device=device: device)
@@ -45,7 +45,7 @@ def test_ranks_that_each_tokenize_all_rows_say_so(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     settings: Any = SimpleNamespace(data=DataArguments(model_name_or_path="m", **changes))
-    told = train._tokenized_by_each(settings)
+    told = train._tokenized_cache_hint(settings)
     expected = (
         "each of the 2 ranks here tokenizes all rows; with tokenized_cache DIR one rank does it for all"
     )
@@ -99,12 +99,12 @@ def test_ranks_to_start_are_at_most_the_gpus_that_they_run_on(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(platform, "device_type", lambda: device)
-    launch = LaunchArguments(local_ranks=asked)
+    launch = LaunchArguments(nproc_per_node=asked)
     if expected is not None:
-        assert num_local_ranks(launch, ParallelLayout()) == expected
+        assert local_world_size(launch, ParallelLayout()) == expected
         return
-    with pytest.raises(McaError, match="local_ranks 8 is above 4, the number of visible GPUs"):
-        num_local_ranks(launch, ParallelLayout())
+    with pytest.raises(McaError, match="nproc_per_node 8 is above 4, the number of visible GPUs"):
+        local_world_size(launch, ParallelLayout())
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_rank_that_has_ended_has_no_process_groups(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(train, "set_log_levels", lambda training: None)
     settings = SimpleNamespace(training=None)
     inputs: Any = SimpleNamespace(
-        run=SimpleNamespace(settings=settings), lock=SimpleNamespace(kept=nullcontext)
+        run=SimpleNamespace(settings=settings), lock=SimpleNamespace(heartbeat=nullcontext)
     )
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
@@ -149,13 +149,13 @@ def test_a_rank_that_has_ended_has_no_process_groups(monkeypatch: pytest.MonkeyP
             ],
         ),
         # auto would begin at step 0 where the run was to go on from a checkpoint in another directory
-        (0, 0, ["stopped by SIGTERM before the first step", "start it again as it was"]),
+        (0, 0, ["stopped by SIGTERM before the first step", "start it again with the same command"]),
     ],
 )
 def test_a_stopped_run_says_how_it_goes_on(step: int, steps: int, told: list[str]) -> None:
     state = SimpleNamespace(global_step=step, max_steps=steps)
     trainer: Any = SimpleNamespace(state=state, args=SimpleNamespace(output_dir="out"))
-    assert train._stopped(trainer).splitlines() == told
+    assert train._stop_message(trainer).splitlines() == told
 
 
 def test_a_run_that_cannot_be_planned_is_recorded_without_a_plan(
@@ -164,8 +164,10 @@ def test_a_run_that_cannot_be_planned_is_recorded_without_a_plan(
     def images(run: object) -> None:
         raise ZeroDivisionError("integer division by zero")
 
-    monkeypatch.setattr(record, "images_of_run", images)
-    monkeypatch.setattr("mca_models.megatron.factory.transformer_config.implementation_of", lambda args: None)
+    monkeypatch.setattr(record, "planned_images", images)
+    monkeypatch.setattr(
+        "mca_models.megatron.factory.transformer_config.choose_implementation", lambda args: None
+    )
     run: Any = SimpleNamespace(
         settings=SimpleNamespace(training=SimpleNamespace(output_dir=str(tmp_path)), values={}),
         task=SimpleNamespace(name="sft"),

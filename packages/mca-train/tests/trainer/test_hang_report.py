@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from mca_train.trainer.hang_report import Sign, doing, told
+from mca_train.trainer.hang_report import Heartbeat, current_call, describe_hang
 
 
-def sign(rank: int, place: str, *, waits: bool = True, step: int = 7) -> Sign:
-    return Sign(rank, 3, f"host{rank}", step, "the optimizer", place, waits)
+def sign(rank: int, place: str, *, waits: bool = True, step: int = 7) -> Heartbeat:
+    return Heartbeat(rank, 3, f"host{rank}", step, "the optimizer", place, waits)
 
 
 def test_who_does_something_else_than_to_wait_is_named():
@@ -24,7 +24,7 @@ def test_who_does_something_else_than_to_wait_is_named():
         sign(1, "read.py:9 (sleep)", waits=False),
         sign(2, "b.py:2 (g)"),
     ]
-    assert told(signs, []) == (
+    assert describe_hang(signs, []) == (
         "rank 1 on host1 in the optimizer of step 7: read.py:9 (sleep); rank 0: waiting in all_reduce in a.py:1 (f); "
         "rank 2: waiting in b.py:2 (g)"
     )
@@ -32,12 +32,12 @@ def test_who_does_something_else_than_to_wait_is_named():
 
 def test_who_is_silent_is_named_and_nobody_else_is_blamed():
     signs = [sign(rank, "barrier in a.py:1 (f)", waits=rank != 5) for rank in range(6)]
-    assert told(signs, [3]) == (
-        "rank 3 on host3 does not report any more (it is stopped, or its machine is lost); "
+    assert describe_hang(signs, [3]) == (
+        "rank 3 on host3 has stopped reporting (stopped process or lost machine); "
         "its last report was in the optimizer of step 7, barrier in a.py:1 (f); "
         "4 ranks (0, 1, 2, 4): waiting in barrier in a.py:1 (f)"
     )
-    assert told([sign(0, "x"), None], []).startswith(
+    assert describe_hang([sign(0, "x"), None], []).startswith(
         "rank 1: training has not started there; rank 0: waiting in x"
     )
 
@@ -48,7 +48,7 @@ def seen(work: Callable[[], Any], place: str, end: Callable[[], Any]) -> bool:
     thread.start()
     found = ("", False)
     for _ in range(6000):  # a minute
-        found = doing(sys._current_frames().get(thread.ident or 0))
+        found = current_call(sys._current_frames().get(thread.ident or 0))
         if re.fullmatch(place, found[0]):
             break
         time.sleep(0.01)

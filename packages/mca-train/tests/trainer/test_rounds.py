@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mca_train.trainer.saving import WithCheckpoints
+from mca_train.trainer.saving import CheckpointMixin
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -20,6 +20,6 @@ def test_one_rank_says_which_checkpoints_are_replaced(first: bool, tmp_path: Pat
         args=SimpleNamespace(save_strategy="steps"),
         ranks=SimpleNamespace(is_first=first),
     )
-    WithCheckpoints._claim(trainer, tmp_path, None)
+    CheckpointMixin._claim(trainer, tmp_path, None)
     assert trainer._replaces
     assert [record.message.partition(":")[0] for record in caplog.records] == ["train() again"] * first

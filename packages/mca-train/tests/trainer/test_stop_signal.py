@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from mca_train.trainer import evaluating, stop_signal
+from mca_train.trainer import evaluation, stop_signal
 from mca_train.trainer.dpo import DpoTrainer
-from mca_train.trainer.evaluating import WithEvaluation
+from mca_train.trainer.evaluation import EvaluationMixin
 from mca_train.trainer.stop_signal import StopSignal
 
 SHORT, LONG = 0.02, 5.0  # seconds
@@ -30,7 +30,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     work = SimpleNamespace(wait=lambda: None)
     monkeypatch.setattr(stop_signal, "time", clock)
-    monkeypatch.setattr(stop_signal, "_own_group", lambda ranks: ranks)
+    monkeypatch.setattr(stop_signal, "_new_group", lambda ranks: ranks)
     monkeypatch.setattr(stop_signal.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(stop_signal.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(stop_signal.dist, "all_reduce", lambda *args, **options: work)
@@ -38,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def with_two_axes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop_signal, "lines_of", lambda rank, size: [[0, 1], [0, 2]])
+    monkeypatch.setattr(stop_signal, "axis_groups", lambda rank, size: [[0, 1], [0, 2]])
 
 
 def steps_until_agreed(signal: StopSignal, clock: Clock, seconds: float) -> int:
@@ -96,13 +96,13 @@ def evaluated(signal: StopSignal, clock: Clock, monkeypatch: pytest.MonkeyPatch)
     def evaluate(batch: object) -> None:
         clock.now += SHORT
 
-    monkeypatch.setattr(evaluating, "LossMeter", lambda rank: SimpleNamespace(add=print, flush=dict))
+    monkeypatch.setattr(evaluation, "LossMeter", lambda rank: SimpleNamespace(add=print, flush=dict))
     trainer: Any = SimpleNamespace(
-        _pipeline=SimpleNamespace(at_rest=nullcontext, evaluate=evaluate),
+        _pipeline=SimpleNamespace(params_gathered=nullcontext, evaluate=evaluate),
         callback_handler=SimpleNamespace(on_prediction_step=lambda *args: None),
         ranks=SimpleNamespace(context_parallel_rank=0),
         model=SimpleNamespace(chunks=[]),
-        watch=SimpleNamespace(signal=signal, pulse=SimpleNamespace(now=lambda *args: None)),
+        watch=SimpleNamespace(signal=signal, hang_detector=SimpleNamespace(enter=lambda *args: None)),
         before_forward=lambda batch: None,
         state=SimpleNamespace(global_step=1),
         control=None,
@@ -111,14 +111,14 @@ def evaluated(signal: StopSignal, clock: Clock, monkeypatch: pytest.MonkeyPatch)
         _rounds=lambda loader, what: iter(loader),
         _can_put_off=True,
     )
-    WithEvaluation._evaluate_loss(trainer, [None] * 200)  # type: ignore[arg-type]
+    EvaluationMixin._evaluate_loss(trainer, [None] * 200)  # type: ignore[arg-type]
 
 
 def with_kept_reference(signal: StopSignal, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mca_train.trainer.dpo.require_own", lambda folder, sources: None)
+    monkeypatch.setattr("mca_train.trainer.dpo.require_usable", lambda folder, sources: None)
     trainer: Any = SimpleNamespace(
         _reference=SimpleNamespace(name=lambda: "reference"),
-        _keeps=True,
+        _precomputes=True,
         _alone=nullcontext,
         _with_log_probs=lambda *args: pass_steps(signal, clock, 200, SHORT),
         args=SimpleNamespace(output_dir="out"),
@@ -128,7 +128,7 @@ def with_kept_reference(signal: StopSignal, clock: Clock, monkeypatch: pytest.Mo
         watch=SimpleNamespace(signal=signal),
         release_first=lambda: None,
     )
-    DpoTrainer._keep_log_probs(trainer)
+    DpoTrainer._precompute_log_probs(trainer)
 
 
 @pytest.mark.parametrize("phase", [evaluated, with_kept_reference])

@@ -4,11 +4,11 @@ from mca_config.errors import McaError
 from mca_train.trainer import unsupported
 from mca_train.trainer.trainer import McaTrainer
 from mca_train.trainer.unsupported import optimizer_problems, require_no_upload
-from mca_train.trainer.unsupported import require_honoured as _require_honoured
+from mca_train.trainer.unsupported import reject_unsupported as _reject_unsupported
 
 
-def require_honoured(arguments, given, kind=McaTrainer):
-    _require_honoured(arguments, given, kind, McaTrainer)
+def reject_unsupported(arguments, given, kind=McaTrainer):
+    _reject_unsupported(arguments, given, kind, McaTrainer)
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def arguments(tmp_path):
 def test_what_is_not_followed_is_refused_all_at_once(arguments):
     given = {"compute_metrics": print, "model_init": print, "optimizers": None}
     with pytest.raises(McaError) as error:
-        require_honoured(arguments, given)
+        reject_unsupported(arguments, given)
     for word in ("compute_metrics", "model_init"):
         assert word in str(error.value)
     assert "optimizers" not in str(error.value)
@@ -39,10 +39,10 @@ def test_methods_that_are_never_called_are_refused(arguments):
             return 0.0
 
     with pytest.raises(McaError) as error:
-        require_honoured(arguments, {}, Mine)
+        reject_unsupported(arguments, {}, Mine)
     told = str(error.value)
     assert (
-        "Mine overrides get_train_dataloader, which is never called (give the samples as train_dataset"
+        "Mine overrides get_train_dataloader, which is never called (pass the samples as train_dataset"
         in told
     )
     assert "Mine overrides create_optimizer, which is never called (the optimizer is Megatron's" in told
@@ -72,14 +72,16 @@ def test_a_cpu_beside_a_gpu_is_asked_for_elsewhere(arguments, monkeypatch):
     from mca_train.run.train import _without_device
 
     monkeypatch.setattr(unsupported.platform, "device_type", lambda: "cuda")
-    for ask in (lambda: require_honoured(arguments, {}), lambda: _without_device({"use_cpu": True})):
-        with pytest.raises(McaError, match=r"use_cpu beside a GPU: .* set MCA_DEVICE=cpu in the environment"):
+    for ask in (lambda: reject_unsupported(arguments, {}), lambda: _without_device({"use_cpu": True})):
+        with pytest.raises(
+            McaError, match=r"use_cpu is not supported with a GPU: .* set MCA_DEVICE=cpu in the environment"
+        ):
             ask()
     assert _without_device({}) == {"use_cpu": True}, "of the process that starts ranks"
 
 
 def test_defaults_of_the_training_arguments_pass(arguments):
-    require_honoured(arguments, {})
+    reject_unsupported(arguments, {})
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_an_optimizer_that_cannot_be_built_here_is_refused_before_training(
     monkeypatch.setattr(unsupported, "find_spec", lambda _: None)
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **wish)
     with pytest.raises(McaError, match=reason):
-        require_honoured(args, {})
+        reject_unsupported(args, {})
 
 
 @pytest.mark.parametrize(
@@ -125,12 +127,12 @@ def test_offloading_is_a_precision_aware_optimizer(tmp_path):
         "use_distributed_optimizer": True,
         "optimizer_cpu_offload": True,
     }
-    require_honoured(TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **wish), {})
+    reject_unsupported(TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **wish), {})
 
 
 def test_an_unknown_parameter_is_a_type_error(arguments):
     with pytest.raises(TypeError, match="'modle'"):
-        require_honoured(arguments, {"modle": 1})
+        reject_unsupported(arguments, {"modle": 1})
 
 
 @pytest.mark.parametrize(("given", "scale"), [({}, 65536), ({"initial_loss_scale": 1024.0}, 1024)])
@@ -160,10 +162,10 @@ def test_values_of_a_later_dataset_are_not_taken_for_kept_log_probabilities():
     from mca_train import DpoTrainer
 
     trainer = object.__new__(DpoTrainer)
-    trainer._keeps, trainer._reference = True, None
+    trainer._precomputes, trainer._reference = True, None
     for later in ([{"chosen_values": [0.5]}], {"some": [{}]}):
         with pytest.raises(McaError, match="this dataset did not exist when the trainer was created"):
             trainer.evaluate(later)
     trainer.train_dataset = [{"chosen_values": [0.5]}]
-    with pytest.raises(McaError, match="create another one with it as train_dataset"):
+    with pytest.raises(McaError, match="create a new trainer with it as train_dataset"):
         trainer.before_training()

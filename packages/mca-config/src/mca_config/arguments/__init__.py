@@ -1,11 +1,13 @@
-"""The arguments of loading, converting and training, as plain dataclasses without transformers.
+"""The arguments of loading, converting and training, as plain dataclasses without transformers."""
 
-Nothing here trains or builds a model.
-"""
-
-from mca_config.arguments._constraints import needing_engine
-from mca_config.arguments._training_constraints import of_float16
+from mca_config.arguments._constraints import transformer_engine_problems
+from mca_config.arguments._training_constraints import float16_problems
 from mca_config.arguments.distributing import DistributingParallelArguments
 from mca_config.arguments.megatron import MegatronArguments
 
-__all__ = ["DistributingParallelArguments", "MegatronArguments", "needing_engine", "of_float16"]
+__all__ = [
+    "DistributingParallelArguments",
+    "MegatronArguments",
+    "float16_problems",
+    "transformer_engine_problems",
+]

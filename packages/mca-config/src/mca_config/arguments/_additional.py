@@ -1,6 +1,6 @@
-"""Settings of Megatron beyond the declared arguments: read, checked by name, without importing Megatron.
+"""``additional_configs``: Megatron settings without a declared argument, checked by name without importing Megatron.
 
-Which of them runs follow is said in `_unfollowed`.
+`_unsupported_settings` lists the settings that have an effect in mca.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mca_config import _megatron_keys as keys
-from mca_config.arguments import _unfollowed
+from mca_config.arguments._unsupported_settings import is_off, unsupported_reason
 from mca_config.errors import McaError
 from mca_config.types import JsonObject, Typed
 
@@ -18,7 +18,7 @@ _NAME = "additional_configs"
 
 
 def read(value: JsonObject | str | None) -> JsonObject | None:
-    """The settings of a dict, of inline JSON, or of the file at a path."""
+    """Return the settings from a dict, inline JSON, or the path of a file."""
     if value is None:
         return None
     if isinstance(value, str):
@@ -63,13 +63,13 @@ def _parse_yaml(text: str, path: Path) -> Typed:
 
 
 def move_to_arguments(args: Any, settings: JsonObject | None) -> None:
-    """Checks the names in ``settings``; those that are arguments too become ``args``' own.
+    """Check the names in ``settings``, and move those with a declared argument to ``args``.
 
-    What is null is not given, and what no run follows may be off.
+    Null values are removed, and so are unsupported settings that are off.
     """
     if not settings:
         return
-    own = {field.name for field in dataclasses.fields(args)} - {_NAME}
+    declared = {field.name for field in dataclasses.fields(args)} - {_NAME}
     known = settable_keys()
     for name in list(settings):
         if name in keys.ARCHITECTURE:
@@ -77,25 +77,25 @@ def move_to_arguments(args: Any, settings: JsonObject | None) -> None:
                 f"{_NAME}: {name} belongs to the model, not to its computation; remove it (the checkpoint's "
                 "config.json says what the weights mean)"
             )
-        if name not in own and name not in known:
+        if name not in declared and name not in known:
             raise McaError(
-                f"{_NAME}: unknown key {name}{_suggestion(name, known | own)}; rename or remove it"
+                f"{_NAME}: unknown key {name}{_suggestion(name, known | declared)}; rename or remove it"
             )
-        if name not in own:
+        if name not in declared:
             value = settings[name]
-            if value is None or (_unfollowed.refusal(name) and _unfollowed.is_off(name, value)):
+            if value is None or (unsupported_reason(name) and is_off(name, value)):
                 del settings[name]
             continue
         value = settings.pop(name)
         if getattr(args, name) not in (None, value):
             raise McaError(
-                f"{_NAME}: {name} is {value!r} here and {getattr(args, name)!r} as its own; keep one"
+                f"{_NAME}: {name} is {value!r}, but the argument {name} is {getattr(args, name)!r}; remove one"
             )
         setattr(args, name, value)
 
 
 def settable_keys() -> frozenset[str]:
-    """Settings of the installed megatron-core; without one, of any supported version."""
+    """Return the settings of the installed megatron-core, or of all supported versions if none is installed."""
     from importlib import metadata  # slow to import, rarely needed
 
     try:

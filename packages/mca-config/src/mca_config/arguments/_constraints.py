@@ -1,10 +1,9 @@
-"""Which arguments of the layout and the model contradict one another: functions from arguments to messages.
+"""Contradictions among the arguments of the layout and the model, as functions from arguments to messages.
 
-Those of training stand in `_training_constraints`. No model and no machine is looked at: whether a model fits is said
-by `mca_config.checks`.
+`_training_constraints` has those of training, and `mca_config.checks` checks a model against a layout.
 """
 
-from mca_config.arguments import _unfollowed
+from mca_config.arguments import _unsupported_settings
 from mca_config.arguments.options import DistributingOptions
 from mca_config.types import Values
 
@@ -15,17 +14,17 @@ SEQUENCE_PARALLEL_OFF = (
 )
 
 
-def of_distribution(args: DistributingOptions) -> list[str]:
-    """Contradictions among the arguments of `DistributingOptions`."""
+def find_problems(args: DistributingOptions) -> list[str]:
+    """Return the contradictions among the arguments of `DistributingOptions`."""
     extra = args.additional_configs if isinstance(args.additional_configs, dict) else {}
-    unfollowed = _unfollowed.problems(extra, vars(args))
+    unsupported = _unsupported_settings.find_problems(extra, vars(args))
     return [
         *_sequence(args),
         *_recompute(args),
         *_experts(args),
         *_precision(args),
         *_ranges(args),
-        *unfollowed,
+        *unsupported,
     ]
 
 
@@ -55,12 +54,12 @@ def _recompute(args: DistributingOptions) -> list[str]:
             "add them"
         )
     if kind != "full":
-        given = [
+        full_only = [
             name for name in ("recompute_method", "recompute_num_layers") if getattr(args, name) is not None
         ]
-        if given:
+        if full_only:
             problems.append(
-                f"{' and '.join(given)} needs recompute_granularity full; add it or remove {given[0]}"
+                f"{' and '.join(full_only)} needs recompute_granularity full; add it or remove {full_only[0]}"
             )
     if args.recompute_modules is not None and kind != "selective":
         problems.append(
@@ -99,7 +98,7 @@ def _experts(args: DistributingOptions) -> list[str]:
         )
     if args.moe_token_drop_policy is not None and args.moe_expert_capacity_factor is None:
         problems.append(
-            "moe_token_drop_policy needs moe_expert_capacity_factor, without which nothing is dropped; add it or "
+            "moe_token_drop_policy needs moe_expert_capacity_factor, without which no token is dropped; add it or "
             "remove moe_token_drop_policy"
         )
     if args.moe_expert_capacity_factor is not None and args.moe_router_load_balancing_type == "sinkhorn":
@@ -124,7 +123,7 @@ def _expert_overlap(args: DistributingOptions) -> list[str]:
         "recompute_granularity full": args.recompute_granularity == "full",
         "moe_shared_expert_overlap": bool(args.moe_shared_expert_overlap),
     }
-    return [f"{name} excludes {what}; remove one of the two" for what, is_so in wrong.items() if is_so]
+    return [f"{name} excludes {option}; remove one of the two" for option, is_set in wrong.items() if is_set]
 
 
 def _precision(args: DistributingOptions) -> list[str]:
@@ -135,11 +134,11 @@ def _precision(args: DistributingOptions) -> list[str]:
             "cross_entropy_fusion_impl needs cross_entropy_loss_fusion; add it or remove cross_entropy_fusion_impl"
         )
     if args.transformer_impl == "local":
-        problems += needing_engine(vars(args))
+        problems += transformer_engine_problems(vars(args))
     return problems
 
 
-_OF_ENGINE = (
+_TRANSFORMER_ENGINE_ONLY = (
     "fp8",
     "tp_comm_overlap",
     "cpu_offloading",
@@ -152,16 +151,16 @@ _OF_ENGINE = (
 )
 
 
-def needing_engine(settings: Values) -> list[str]:
-    """What in ``settings`` only Transformer Engine's layers do."""
+def transformer_engine_problems(settings: Values) -> list[str]:
+    """Return messages about ``settings`` that only Transformer Engine's layers support."""
     backend = settings.get("attention_backend")
-    backend = getattr(backend, "name", backend)  # Megatron's enumeration, or its word
-    wanted = [name for name in _OF_ENGINE if settings.get(name)]
-    wanted += [f"attention_backend {backend}"] if backend in ("flash", "fused", "unfused") else []
-    wanted += ["cross_entropy_fusion_impl te"] if settings.get("cross_entropy_fusion_impl") == "te" else []
+    backend = getattr(backend, "name", backend)  # Megatron's enumeration, or the name of a member
+    options = [name for name in _TRANSFORMER_ENGINE_ONLY if settings.get(name)]
+    options += [f"attention_backend {backend}"] if backend in ("flash", "fused", "unfused") else []
+    options += ["cross_entropy_fusion_impl te"] if settings.get("cross_entropy_fusion_impl") == "te" else []
     return [
         f"{name} needs transformer_impl transformer_engine; change it or remove {name.split()[0]}"
-        for name in wanted
+        for name in options
     ]
 
 

@@ -1,7 +1,4 @@
-"""How an argument is declared and how its value is brought to the declared type.
-
-Which options there are is said in `options`.
-"""
+"""Declaration of arguments, and conversion of their values to the declared types."""
 
 from dataclasses import field
 from typing import get_args, get_type_hints
@@ -11,20 +8,19 @@ from mca_config.types import Typed
 
 
 def option(help: str, default: Typed = None) -> Typed:
-    """A dataclass field with a help text; None stands for what the checkpoint (or Megatron) says."""
+    """Return a dataclass field with a help text; None means the value of the checkpoint, or Megatron's default."""
     return field(default=default, metadata={"help": help})
 
 
 def switch(help: str) -> Typed:
-    """An optional bool: ``--name`` alone means true, ``--name false`` false, absence None."""
+    """Return the field of an optional bool: ``--name`` alone means true, ``--name false`` false, absence None."""
     return field(default=None, metadata={"help": help, "nargs": "?", "const": True})
 
 
 def coerce_options(args: object, cls: type) -> None:
-    """Brings the fields that ``cls`` itself declares to their types, or raises naming the field.
+    """Convert the fields that ``cls`` itself declares to their types, or raise an error that names the field.
 
-    YAML reads ``1e-4`` as a string, so that a string which spells a number is taken as one where a
-    number is declared.
+    YAML reads ``1e-4`` as a string, so a string with a number is converted for a float field.
     """
     hints = get_type_hints(cls)
     for name in cls.__annotations__:

@@ -1,13 +1,13 @@
-"""Which arguments of training contradict one another: functions from arguments to messages.
+"""Contradictions among the arguments of training, as functions from arguments to messages.
 
-Whether the model can be trained with them is said by ``mca_train``.
+``mca_train`` checks the arguments against the model.
 """
 
 from mca_config.arguments.options import TrainingOptions
 
 
-def of_training(args: TrainingOptions) -> list[str]:
-    """Contradictions among the arguments that `TrainingOptions` adds."""
+def find_problems(args: TrainingOptions) -> list[str]:
+    """Return the contradictions among the arguments that `TrainingOptions` adds."""
     return [
         *_overlap(args),
         *_optimizer(args),
@@ -39,7 +39,7 @@ def _overlap(args: TrainingOptions) -> list[str]:
         )
     if args.overlap_moe_expert_parallel_comm:
         problems.append(
-            "overlap_moe_expert_parallel_comm is not supported in training, which does not build Megatron's schedule "
+            "overlap_moe_expert_parallel_comm is not supported in training, which does not use Megatron's schedule "
             "plans; remove it"
         )
     if args.ddp_bucket_size is not None and not args.overlap_grad_reduce:
@@ -74,33 +74,33 @@ def _optimizer(args: TrainingOptions) -> list[str]:
     return problems
 
 
-_OF_DYNAMIC_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+_DYNAMIC_LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
 def _scale(args: TrainingOptions) -> list[str]:
-    dynamic = [name for name in _OF_DYNAMIC_SCALE if getattr(args, name) is not None]
-    given = dynamic + (["loss_scale"] if args.loss_scale is not None else [])
+    dynamic = [name for name in _DYNAMIC_LOSS_SCALE if getattr(args, name) is not None]
+    options = dynamic + (["loss_scale"] if args.loss_scale is not None else [])
     problems = []
-    if given and not vars(args).get("fp16", True):  # only training arguments know it
-        problems.append(f"{' and '.join(given)} needs fp16; add it or remove {given[0]}")
+    if options and not vars(args).get("fp16", True):  # only TrainingArguments has this field
+        problems.append(f"{' and '.join(options)} needs fp16; add it or remove {options[0]}")
     if dynamic and args.loss_scale is not None:
         problems.append(
             f"loss_scale is fixed, which excludes {' and '.join(dynamic)}; remove loss_scale or the other"
         )
     if vars(args).get("fp16"):
-        problems += of_float16(args)
+        problems += float16_problems(args)
     return problems
 
 
-def of_float16(args: TrainingOptions) -> list[str]:
-    """What excludes training in float16, whether ``fp16`` asks for it or the model's files are."""
+def float16_problems(args: TrainingOptions) -> list[str]:
+    """Return the contradictions with training in float16, which ``fp16`` or the dtype of the checkpoint selects."""
     problems = []
     if args.optimizer == "muon":
-        problems.append("optimizer muon excludes fp16: Megatron has it for bf16 and fp32; use bf16, or adam")
+        problems.append("optimizer muon excludes fp16: Megatron supports bf16 and fp32; use bf16, or adam")
     if args.check_for_nan_in_grad and args.loss_scale is None:
         problems.append(
-            "check_for_nan_in_grad with fp16 needs loss_scale: while a scale is being found gradients overflow, and "
-            "their steps are skipped; set loss_scale, or remove check_for_nan_in_grad"
+            "check_for_nan_in_grad with fp16 needs loss_scale: the search for a dynamic loss scale lets gradients "
+            "overflow and skips these steps; set loss_scale, or remove check_for_nan_in_grad"
         )
     return problems
 
@@ -122,9 +122,9 @@ def _offload(args: TrainingOptions) -> list[str]:
         problems.append(
             "optimizer_offload_fraction needs optimizer_cpu_offload; add it or remove the fraction"
         )
-    given = [name for name in _OFFLOAD_DETAILS if getattr(args, name)]
-    if given and not args.optimizer_cpu_offload:
-        problems.append(f"{' and '.join(given)} needs optimizer_cpu_offload; add it or remove {given[0]}")
+    details = [name for name in _OFFLOAD_DETAILS if getattr(args, name)]
+    if details and not args.optimizer_cpu_offload:
+        problems.append(f"{' and '.join(details)} needs optimizer_cpu_offload; add it or remove {details[0]}")
     if args.optimizer_cpu_offload and args.optimizer not in (None, "adam"):
         problems.append(
             f"optimizer_cpu_offload needs optimizer adam, not {args.optimizer}; remove one of the two"
@@ -166,11 +166,13 @@ def _profile(args: TrainingOptions) -> list[str]:
     problems = []
     if not 1 <= args.profile_step_start <= args.profile_step_end:
         problems.append(
-            f"profile_step_start {args.profile_step_start} and profile_step_end {args.profile_step_end} are the first "
-            "and the last step to profile, counted from 1; change one of them"
+            f"profile_step_start is {args.profile_step_start} and profile_step_end {args.profile_step_end}; expected "
+            "1 <= profile_step_start <= profile_step_end; change one of them"
         )
     if args.profile_ranks is not None and not args.profile:
         problems.append("profile_ranks needs profile; set it to true or remove profile_ranks")
     if args.profile_ranks is not None and min(args.profile_ranks, default=-1) < 0:
-        problems.append(f"profile_ranks {args.profile_ranks} are numbers of ranks, from 0; remove it for all")
+        problems.append(
+            f"profile_ranks is {args.profile_ranks}; expected ranks from 0; remove it for all ranks"
+        )
     return problems

@@ -1,6 +1,6 @@
-"""How a model is laid over the ranks and computed: the arguments that loading and converting need.
+"""Arguments of the parallel layout and the computation of a model, for loading and converting.
 
-What only training needs is in `megatron`.
+`megatron` adds the arguments of training.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ _SPLIT_FIELDS = (
 
 @dataclass(kw_only=True)
 class DistributingParallelArguments(DistributingOptions):
-    """Parallel layout and computation of one model. None: what the checkpoint, else Megatron, says."""
+    """Parallel layout and computation of one model. None: the value of the checkpoint, else Megatron's default."""
 
     def __post_init__(self) -> None:
         self.additional_configs = _additional.read(self.additional_configs)
@@ -38,20 +38,20 @@ class DistributingParallelArguments(DistributingOptions):
         coerce_options(self, DistributingOptions)
         raise_problems(self._problems(), "arguments")
         if self.sequence_parallel is None and (self.tensor_model_parallel_size or 1) > 1 and self._has_ep():
-            _say_sequence_parallel_on()
+            _log_sequence_parallel()
             self.sequence_parallel = True
 
     def _problems(self) -> list[str]:
-        """Every contradiction among the arguments; the levels above add theirs."""
-        return _constraints.of_distribution(self) + self._layout_problems()
+        """Return all contradictions among the arguments; subclasses add theirs."""
+        return _constraints.find_problems(self) + self._layout_problems()
 
     def _layout_problems(self) -> list[str]:
-        """What is wrong with the layout whatever the checkpoint says."""
-        given = {name: getattr(self, name) for name in LAYOUT_FIELDS if getattr(self, name) is not None}
-        if "pipeline_model_parallel_size" not in given:
-            given = {name: value for name, value in given.items() if name not in _SPLIT_FIELDS}
+        """Return the problems of the layout that do not depend on the checkpoint."""
+        sizes = {name: getattr(self, name) for name in LAYOUT_FIELDS if getattr(self, name) is not None}
+        if "pipeline_model_parallel_size" not in sizes:
+            sizes = {name: value for name, value in sizes.items() if name not in _SPLIT_FIELDS}
         try:
-            ParallelLayout(**given)
+            ParallelLayout(**sizes)
         except McaError as error:
             return [str(error)]
         return []
@@ -60,34 +60,34 @@ class DistributingParallelArguments(DistributingOptions):
         return (self.expert_model_parallel_size or 1) > 1
 
     def layout(self, base: ParallelLayout | None = None) -> ParallelLayout:
-        """The parallel sizes asked for; those left at None come from ``base`` (a checkpoint's layout).
+        """Return the requested layout; sizes that are None come from ``base`` (a checkpoint's layout).
 
-        How the pipeline is split (virtual size, layout string, uneven stages) is one choice: it comes
-        from ``base`` only if the pipeline size stays the same and nothing of the split is given.
+        The fields of the pipeline split (virtual size, layout string, uneven stages) belong together: they come
+        from ``base`` only if the pipeline size is the same and none of them is set.
         """
         base = base or ParallelLayout()
-        given = {name: getattr(self, name) for name in LAYOUT_FIELDS if getattr(self, name) is not None}
+        sizes = {name: getattr(self, name) for name in LAYOUT_FIELDS if getattr(self, name) is not None}
         inherited = {name: getattr(base, name) for name in LAYOUT_FIELDS}
-        same_pipeline = given.get("pipeline_model_parallel_size", base.pp) == base.pp
-        if not same_pipeline or any(name in given for name in _SPLIT_FIELDS):
+        same_pipeline = sizes.get("pipeline_model_parallel_size", base.pp) == base.pp
+        if not same_pipeline or any(name in sizes for name in _SPLIT_FIELDS):
             inherited = {name: value for name, value in inherited.items() if name not in _SPLIT_FIELDS}
         if base.etp == base.tp:
             inherited["expert_tensor_parallel_size"] = None
-        return ParallelLayout(**(inherited | given))
+        return ParallelLayout(**(inherited | sizes))
 
     def adopt_layout(self, base: ParallelLayout) -> ParallelLayout:
-        """Writes :meth:`layout` of ``base`` into the arguments, so that none of the sizes stays None."""
+        """Write :meth:`layout` of ``base`` into the arguments, so that no size is None."""
         layout = self.layout(base)
         for name in LAYOUT_FIELDS:
             setattr(self, name, getattr(layout, name))
         return layout
 
     def grid(self, world_size: int, base: ParallelLayout | None = None) -> RankGrid:
-        """The ranks of ``world_size`` processes laid out as :meth:`layout` says."""
+        """Return the grid of ``world_size`` ranks with :meth:`layout`."""
         return RankGrid(self.layout(base), world_size)
 
     def sequence_parallel_for(self, layout: ParallelLayout) -> bool:
-        """Whether activations are cut along the sequence at ``layout``: as asked, else with both tp and ep."""
+        """Return whether sequence parallelism is on at ``layout``: as requested, else if both tp and ep are above 1."""
         if self.sequence_parallel and layout.tp == 1:
             raise McaError(
                 "sequence_parallel needs tensor_model_parallel_size of at least 2; remove sequence_parallel"
@@ -96,17 +96,17 @@ class DistributingParallelArguments(DistributingOptions):
         if both and self.sequence_parallel is False:
             raise McaError(_constraints.SEQUENCE_PARALLEL_OFF)
         if both and self.sequence_parallel is None:
-            _say_sequence_parallel_on()
+            _log_sequence_parallel()
         return both if self.sequence_parallel is None else self.sequence_parallel
 
     def transformer_config_overrides(self) -> JsonObject:
-        """All that was asked for beyond the layout, under the names of Megatron's ``TransformerConfig``."""
+        """Return all set arguments except the layout, under the names of Megatron's ``TransformerConfig``."""
         names = DistributingOptions.__annotations__.keys() - {*LAYOUT_FIELDS, "additional_configs"}
-        given = {name: getattr(self, name) for name in sorted(names) if getattr(self, name) is not None}
+        values = {name: getattr(self, name) for name in sorted(names) if getattr(self, name) is not None}
         extra = self.additional_configs if isinstance(self.additional_configs, dict) else {}
-        return given | extra
+        return values | extra
 
 
 @functools.cache
-def _say_sequence_parallel_on() -> None:
+def _log_sequence_parallel() -> None:
     _logger.info("sequence_parallel is on: tensor and expert parallelism together need it")

@@ -1,6 +1,6 @@
-"""How Megatron trains and saves: what training needs beyond laying a model out.
+"""Arguments of training and saving with Megatron, in addition to the layout.
 
-The arguments that Hugging Face declares are added to these in `mca_config.training`.
+`mca_config.training` adds the arguments of Hugging Face.
 """
 
 from dataclasses import dataclass
@@ -53,14 +53,14 @@ class MegatronArguments(DistributingParallelArguments, TrainingOptions):
         super().__post_init__()
 
     def _problems(self) -> list[str]:
-        return super()._problems() + _training_constraints.of_training(self)
+        return super()._problems() + _training_constraints.find_problems(self)
 
     def ddp_config_overrides(self) -> JsonObject:
-        """What was asked for, under the names of Megatron's ``DistributedDataParallelConfig``."""
-        values = {theirs: getattr(self, ours) for ours, theirs in _DDP_NAMES.items()}
+        """Return all set values, under the names of Megatron's ``DistributedDataParallelConfig``."""
+        values = {megatron_name: getattr(self, name) for name, megatron_name in _DDP_NAMES.items()}
         return {name: value for name, value in values.items() if value is not None}
 
     def optimizer_config_overrides(self) -> JsonObject:
-        """What was asked for, under the names of Megatron's ``OptimizerConfig``."""
+        """Return all set values, under the names of Megatron's ``OptimizerConfig``."""
         values = {name: getattr(self, name) for name in _OPTIMIZER_NAMES}
         return {name: value for name, value in values.items() if value is not None}

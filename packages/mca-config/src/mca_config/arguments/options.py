@@ -1,7 +1,6 @@
-"""The options that users give, each with its help: data alone.
+"""The options of users with their help texts.
 
-What they may not say together is in `_constraints` and `_training_constraints`, what they mean in `distributing` and
-`megatron`.
+`_constraints` and `_training_constraints` check combinations; `distributing` and `megatron` use the values.
 """
 
 from dataclasses import dataclass
@@ -42,8 +41,8 @@ class DistributingOptions:
         "Count the output layer and loss as one layer of the last stage when splitting evenly."
     )
     sequence_parallel: bool | None = switch(
-        "Cut activations outside the tensor-parallel matrices along the sequence. Turned on automatically when "
-        "tp and ep are both above 1."
+        "Sequence parallelism: split activations outside the tensor-parallel layers along the sequence. Turned on "
+        "automatically when tp and ep are both above 1."
     )
     microbatch_group_size_per_vp_stage: int | None = option(
         "Micro-batches that each chunk runs in a row with virtual pipelining; unset: the pipeline size."
@@ -68,10 +67,10 @@ class DistributingOptions:
     cpu_offloading_num_layers: int | None = option("Layers whose activations move to host memory.")
 
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] | None = option(
-        "How tokens travel to their experts; flex needs CUDA and its own communication library."
+        "Dispatcher of tokens to experts; flex needs CUDA and its own communication library."
     )
     moe_expert_capacity_factor: float | None = option(
-        "Tokens that an expert takes, as a multiple of an even share; the rest are dropped. Unset: no limit."
+        "Capacity of an expert, as a multiple of an even share of the tokens; the rest are dropped. Unset: no limit."
     )
     moe_pad_expert_input_to_capacity: bool | None = switch(
         "Pad every expert's tokens up to its capacity; needs moe_expert_capacity_factor."
@@ -81,25 +80,25 @@ class DistributingOptions:
     )
     moe_router_load_balancing_type: (
         Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"] | None
-    ) = option("How the router is kept balanced.")
+    ) = option("Load balancing of the router.")
     moe_aux_loss_coeff: float | None = option("Weight of the load-balancing loss; 0 switches it off.")
     moe_z_loss_coeff: float | None = option("Weight of the router z-loss.")
     moe_input_jitter_eps: float | None = option("Noise on the router's input: uniform in 1 - eps to 1 + eps.")
     moe_router_bias_update_rate: float | None = option(
-        "Step of the expert bias that balances without a loss."
+        "Update rate of the expert bias for load balancing without an auxiliary loss."
     )
     moe_router_dtype: Literal["fp32", "fp64"] | None = option("dtype of routing; unset: fp32.")
     moe_grouped_gemm: bool | None = switch("Run all local experts in one grouped matrix product.")
     moe_permute_fusion: bool | None = switch("Fuse the reordering of tokens; needs Transformer Engine.")
     moe_router_fusion: bool | None = switch("Fuse the router's kernels; needs Transformer Engine.")
     moe_shared_expert_overlap: bool | None = switch(
-        "Run shared experts while tokens travel; needs the alltoall dispatcher."
+        "Overlap shared experts with the dispatch of tokens; needs the alltoall dispatcher."
     )
     overlap_moe_expert_parallel_comm: bool | None = switch(
-        "Overlap one micro-batch's token travel with another's computation."
+        "Overlap the token dispatch of one micro-batch with the computation of another."
     )
     mtp_num_layers: int | None = option(
-        "Number of multi-token-prediction layers; 0 leaves out those of the checkpoint."
+        "Number of multi-token-prediction (MTP) layers; 0 drops those of the checkpoint."
     )
     mtp_loss_scaling_factor: float | None = option("Weight of the multi-token-prediction loss.")
 
@@ -110,7 +109,7 @@ class DistributingOptions:
         "Attention kernel, by Megatron's names; local is mca's own, also in Transformer Engine's layers."
     )
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = option(
-        "How keys and values travel between context-parallel ranks."
+        "Communication of keys and values between context-parallel ranks."
     )
     attention_softmax_in_fp32: bool | None = switch("Compute the attention softmax in fp32.")
     bias_activation_fusion: bool | None = switch("Fuse bias and activation of the MLP.")
@@ -121,15 +120,19 @@ class DistributingOptions:
         "Accumulate weight gradients inside the matrix product; needs a CUDA extension."
     )
     cross_entropy_loss_fusion: bool | None = switch("Fuse the cross entropy over the vocabulary shards.")
-    cross_entropy_fusion_impl: Literal["native", "te"] | None = option("Which fused cross entropy is used.")
+    cross_entropy_fusion_impl: Literal["native", "te"] | None = option(
+        "Implementation of the fused cross entropy."
+    )
     fp8: Literal["e4m3", "hybrid"] | None = option(
         "Compute matrix products in fp8; needs Transformer Engine."
     )
-    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise"] | None = option("How fp8 is scaled.")
+    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise"] | None = option(
+        "Scaling recipe of fp8."
+    )
     fp8_param: bool | None = switch("Keep the weights themselves in fp8; needs fp8.")
     attention_dropout: float | None = option("Dropout of attention weights.")
     hidden_dropout: float | None = option(
-        "Dropout of each layer's output, and of embeddings where the model has no dropout of its own."
+        "Dropout of each layer's output, and of embeddings if the model has no separate embedding dropout."
     )
     calculate_per_token_loss: bool | None = switch(
         "Average the loss over all target tokens of the global batch instead of over micro-batches."
@@ -180,18 +183,18 @@ class TrainingOptions(DistributingOptions):
         "Share of the parameters that optimizer_cpu_offload moves, 0 to 1; unset: 1."
     )
     use_torch_optimizer_for_cpu_offload: bool | None = switch(
-        "Step on the host with torch's AdamW; Megatron has no other there, so false is refused."
+        "Step on the host with torch's AdamW, the only optimizer that Megatron has there; false is an error."
     )
     overlap_cpu_optimizer_d2h_h2d: bool | None = switch(
         "Copy gradients to the host and weights back while other parameters step there."
     )
     pin_cpu_grads: bool | None = switch("Pin the host's copies of offloaded gradients; unset: true.")
     pin_cpu_params: bool | None = switch(
-        "Pin the host's copies of offloaded weights; Megatron always does, so false is refused."
+        "Pin the host's copies of offloaded weights; Megatron always does, false is an error."
     )
     use_precision_aware_optimizer: bool | None = switch(
-        "Let the optimizer hold the fp32 weights; with optimizer_cpu_offload those of offloaded parameters leave "
-        "the device. Needs use_distributed_optimizer, adam, and Transformer Engine or optimizer_cpu_offload."
+        "Keep the fp32 main parameters in the optimizer; with optimizer_cpu_offload those of offloaded parameters are "
+        "in host memory. Needs use_distributed_optimizer, adam, and Transformer Engine or optimizer_cpu_offload."
     )
     decoupled_lr: float | None = option(
         "Learning rate of the embedding and output layer; unset: that of the rest."
@@ -219,11 +222,11 @@ class TrainingOptions(DistributingOptions):
     )
 
     sequence_packing: bool = option(
-        "Pack several sequences into one row, kept apart in attention, instead of padding each.",
+        "Pack several sequences into one row, with separate attention, instead of padding each.",
         default=False,
     )
     loss_chunk_size: int | None = option(
-        "Tokens of a micro-batch whose logits exist at once; logits are recomputed in the backward "
+        "Tokens of a micro-batch whose logits are in memory at once; logits are recomputed in the backward "
         "pass. Unset: all."
     )
     peak_tflops: float | None = option(
@@ -247,6 +250,7 @@ class TrainingOptions(DistributingOptions):
         "One data-parallel replica reads the weights and sends them to the others.", default=False
     )
     overwrite_output_dir: bool = option(
-        "Delete the checkpoints in output_dir unless this run resumes from one of them; else such a run is refused.",
+        "Delete the checkpoints in output_dir unless this run resumes from one of them; otherwise such a run is an "
+        "error.",
         default=False,
     )

@@ -1,4 +1,1 @@
-"""The sub-commands of ``mca-convert``.
-
-What they do is in the modules above them; here they are only called and answered.
-"""
+"""The sub-commands of ``mca-convert``: their arguments, output and exit codes."""

@@ -1,7 +1,4 @@
-"""``--adapter_path``: LoRA adapters from PEFT to MCA and back, and merged into their base model.
-
-What an adapter is made of is known to `mca_models.lora`.
-"""
+"""``--adapter_path``: conversion of LoRA adapters from PEFT to MCA and back, and merging into their base model."""
 
 import argparse
 import logging
@@ -12,35 +9,40 @@ from typing import Literal
 from mca_config.layout import ParallelLayout
 from mca_config.parser import Parser
 from mca_config.printable import counted, printable
-from mca_convert.commands.carry_out import carry_out, layout_arguments, layout_flags_for_hf, layout_of
-from mca_convert.conversion import plan_to_hf, plan_to_mca, refuse_no_adapter, refuse_taken
+from mca_convert.commands.conversion_run import (
+    layout_arguments,
+    layout_flags_for_hf,
+    resolve_layout,
+    run_conversion,
+)
+from mca_convert.conversion import plan_to_hf, plan_to_mca, require_adapter, require_free_destination
 from mca_convert.interrupts import Interrupts
 from mca_models.checkpoint.side_files import different_tokenizer
-from mca_models.opening import open_checkpoint
+from mca_models.checkpoint_kinds import open_checkpoint
 
 logger = logging.getLogger(__name__)
 
 
 def convert_adapter(parser: Parser, options: argparse.Namespace, interrupts: Interrupts) -> int:
-    """Converts the adapter of ``--adapter_path``, or merges it; returns the exit code."""
+    """Convert the adapter of ``--adapter_path``, or merge it; return the exit code."""
     adapter, destination = Path(options.adapter_path), Path(options.output_path)
     base = Path(options.checkpoint_path) if options.checkpoint_path else None
-    refuse_taken(filter(None, (adapter, base)), destination, overwrite=options.overwrite)
-    refuse_no_adapter(adapter)
+    require_free_destination(filter(None, (adapter, base)), destination, overwrite=options.overwrite)
+    require_adapter(adapter)
     if options.merge:
         return _merge(parser, options, adapter, destination, interrupts)
     if options.fp8:
-        parser.error("--fp8 is for whole models; add --merge, or remove it")
+        parser.error("--fp8 is for full models; add --merge, or remove it")
     from mca_models.lora import convert_adapter as convert
-    from mca_models.lora import is_mca_adapter, model_of
+    from mca_models.lora import is_mca_adapter, load_model_config
 
     target: Literal["mca", "hf"] = options.to or ("hf" if is_mca_adapter(adapter) else "mca")
     if target == "hf" and (fault := layout_flags_for_hf(options, megatron=is_mca_adapter(adapter))):
         parser.error(fault)
     arguments = layout_arguments(parser, options)
-    own = _layout_of(adapter) if is_mca_adapter(adapter) else ParallelLayout()
-    layout = layout_of(parser, arguments, own)
-    model = None if base is None else model_of(base)
+    source_layout = _adapter_layout(adapter) if is_mca_adapter(adapter) else ParallelLayout()
+    layout = resolve_layout(parser, arguments, source_layout)
+    model = None if base is None else load_model_config(base)
     with interrupts.holding():
         converted = convert(
             adapter,
@@ -63,7 +65,7 @@ def convert_adapter(parser: Parser, options: argparse.Namespace, interrupts: Int
     return 0
 
 
-def _layout_of(adapter: Path) -> ParallelLayout:
+def _adapter_layout(adapter: Path) -> ParallelLayout:
     from mca_config.model_config import McaModelConfig
 
     return McaModelConfig.load(adapter).layout
@@ -94,8 +96,8 @@ def _merge(
     source = MergedSource(base, open_adapter(adapter, base.config), options.cast)
     if options.to == "mca":
         arguments = layout_arguments(parser, options)
-        conversion = plan_to_mca(source, layout_of(parser, arguments, base.config.layout), options.cast)
+        conversion = plan_to_mca(source, resolve_layout(parser, arguments, base.config.layout), options.cast)
     else:
         conversion = plan_to_hf(source, options.cast, options.max_shard_size, fp8=options.fp8)
-    carry_out(conversion, destination, options, "merging", interrupts)
+    run_conversion(conversion, destination, options, "merging", interrupts)
     return 0

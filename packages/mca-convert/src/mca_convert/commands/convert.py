@@ -1,7 +1,4 @@
-"""``mca-convert --checkpoint_path SRC --output_path DST``.
-
-It turns flags into a conversion and prints what came of it.
-"""
+"""``mca-convert --checkpoint_path SRC --output_path DST``: conversion and upload."""
 
 import argparse
 import sys
@@ -9,14 +6,19 @@ from pathlib import Path
 
 from mca_config.errors import McaError
 from mca_config.parser import Parser
-from mca_convert.commands.carry_out import carry_out, layout_arguments, layout_flags_for_hf, layout_of
-from mca_convert.conversion import Conversion, plan_to_hf, plan_to_mca, refuse_taken
+from mca_convert.commands.conversion_run import (
+    layout_arguments,
+    layout_flags_for_hf,
+    resolve_layout,
+    run_conversion,
+)
+from mca_convert.conversion import Conversion, plan_to_hf, plan_to_mca, require_free_destination
 from mca_convert.interrupts import Interrupts
-from mca_models.opening import kind_of, open_checkpoint
+from mca_models.checkpoint_kinds import checkpoint_kind, open_checkpoint
 
 
 def convert(parser: Parser, options: argparse.Namespace, interrupts: Interrupts) -> int:
-    """Plans, converts, reports, and uploads if asked to; returns the exit code."""
+    """Plan and run the conversion, and upload the result if requested; return the exit code."""
     if not options.push_to_hub:
         return _convert(parser, options, interrupts)
     from mca_models.hub import require_upload
@@ -29,7 +31,7 @@ def convert(parser: Parser, options: argparse.Namespace, interrupts: Interrupts)
 
 
 def _upload(folder: Path, options: argparse.Namespace, interrupts: Interrupts) -> None:
-    """Uploads what was written; whatever goes wrong now, it stands, which is said."""
+    """Upload the result; an error says that the local copy is complete."""
     from mca_models.hub import upload
 
     with interrupts.ending_at_once(f"{folder} is complete, the upload to {options.push_to_hub} is not"):
@@ -51,15 +53,15 @@ def _convert(parser: Parser, options: argparse.Namespace, interrupts: Interrupts
     if not options.checkpoint_path:
         parser.error("missing --checkpoint_path")
     source_path, destination = Path(options.checkpoint_path), Path(options.output_path)
-    refuse_taken([source_path], destination, overwrite=options.overwrite)
-    carry_out(plan(parser, options), destination, options, "converting", interrupts)
+    require_free_destination([source_path], destination, overwrite=options.overwrite)
+    run_conversion(plan(parser, options), destination, options, "converting", interrupts)
     return 0
 
 
 def plan(parser: Parser, options: argparse.Namespace) -> Conversion:
-    """The conversion that the flags ask for; nothing is written."""
+    """Return the conversion that the flags request, without writing anything."""
     path = Path(options.checkpoint_path)
-    megatron = kind_of(path).is_megatron
+    megatron = checkpoint_kind(path).is_megatron
     target = options.to or ("hf" if megatron else "mca")
     if target == "hf" and (fault := layout_flags_for_hf(options, megatron=megatron)):
         parser.error(fault)
@@ -69,4 +71,4 @@ def plan(parser: Parser, options: argparse.Namespace) -> Conversion:
         return plan_to_hf(source, options.cast, options.max_shard_size, fp8=options.fp8)
     if options.fp8:
         parser.error("--fp8 is for Hugging Face targets; add --to hf, or remove it")
-    return plan_to_mca(source, layout_of(parser, arguments, source.config.layout), options.cast)
+    return plan_to_mca(source, resolve_layout(parser, arguments, source.config.layout), options.cast)

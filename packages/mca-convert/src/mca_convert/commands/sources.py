@@ -1,34 +1,34 @@
-"""Paths of the command line that name models of the Hub become directories here, before any command looks at them.
+"""Replacement of Hub ids on the command line by local directories, before a command uses them.
 
-Plans and inspections read the headers of weights alone, or with ``--values`` all; a conversion downloads what it needs.
+Plans and inspections fetch only the headers of weights, or with ``--values`` all; a conversion downloads the model.
 """
 
 import argparse
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from mca_models.hub import directory_of, headers_of, is_id
+from mca_models.hub import headers_only, is_hub_id, resolve_directory
 
 _PATHS = ("checkpoint_path", "adapter_path", "path", "first", "second")
 
 
 @contextmanager
 def local_sources(command: str, options: argparse.Namespace) -> Iterator[dict[str, str]]:
-    """A block in which ``options`` name directories of this machine.
+    """Replace Hub ids in ``options`` by local directories for the block.
 
     Yields:
-        What those that are gone after the block were called by the user.
+        Ids of Hub models, by their temporary directory.
     """
     called: dict[str, str] = {}
     with ExitStack() as stack:
         for name in _PATHS:
-            given = getattr(options, name, None)
-            if not given or not is_id(given):
+            path = getattr(options, name, None)
+            if not path or not is_hub_id(path):
                 continue
             if command in ("plan", "inspect") and not options.values:
-                folder = stack.enter_context(headers_of(given, needs_weights=command == "inspect"))
-                called[str(folder)] = given
+                folder = stack.enter_context(headers_only(path, needs_weights=command == "inspect"))
+                called[str(folder)] = path
             else:
-                folder = directory_of(given)
+                folder = resolve_directory(path)
             setattr(options, name, str(folder))
         yield called

@@ -1,7 +1,4 @@
-"""``mca-convert verify A B``.
-
-What is compared is in `compare` and `compare_adapters`; here it is printed.
-"""
+"""``mca-convert verify A B``: print the result of `compare` or `compare_adapters`."""
 
 import argparse
 from collections.abc import Iterator
@@ -10,24 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from mca_config.printable import counted
-from mca_convert.commands.carry_out import limits_of
+from mca_convert.commands.conversion_run import make_limits
 from mca_convert.compare import Comparison, compare
 from mca_convert.compare_adapters import compare_adapters
 from mca_convert.interrupts import Interrupts
 from mca_convert.open_files import allow_open_files
-from mca_convert.output import say, say_json
+from mca_convert.output import write_json, write_line
 from mca_convert.progress import bar
-from mca_models.opening import kind_of, open_checkpoint
+from mca_models.checkpoint_kinds import checkpoint_kind, open_checkpoint
 from mca_models.storage.finite import named_counts
 
 _SHOWN = 10
 
 
 def verify(options: argparse.Namespace, interrupts: Interrupts) -> int:
-    """Compares two checkpoints; prints what differs; 0 if they are the same model, else 1."""
+    """Compare two checkpoints and print the differences; return 0 for the same model, else 1."""
     paths = Path(options.first), Path(options.second)
-    if any(kind_of(path).is_adapter for path in paths):
-        return _tell(compare_adapters(*paths, tolerance=options.tolerance), options, "adapter")
+    if any(checkpoint_kind(path).is_adapter for path in paths):
+        return _print_result(compare_adapters(*paths, tolerance=options.tolerance), options, "adapter")
     first, second = (open_checkpoint(path) for path in paths)
     total = sum(info.nbytes for info in first.tensors())
     allow_open_files(len({info.file for source in (first, second) for info in source.tensors()}))
@@ -37,21 +34,21 @@ def verify(options: argparse.Namespace, interrupts: Interrupts) -> int:
             interrupts.check()
             progress(nbytes)
 
-        result = compare(first, second, limits_of(options), tolerance=options.tolerance, progress=advance)
-    return _tell(result, options, "model")
+        result = compare(first, second, make_limits(options), tolerance=options.tolerance, progress=advance)
+    return _print_result(result, options, "model")
 
 
-def _tell(result: Comparison, options: argparse.Namespace, what: str) -> int:
-    """Prints what was found; the exit code."""
+def _print_result(result: Comparison, options: argparse.Namespace, what: str) -> int:
+    """Print the result and return the exit code."""
     if options.json:
-        say_json("verify", document(result, options, what))
+        write_json("verify", document(result, options, what))
     else:
-        say(report(result, options, what))
+        write_line(report(result, options, what))
     return 0 if result.same else 1
 
 
 def document(result: Comparison, options: argparse.Namespace, what: str) -> dict[str, Any]:
-    """What was found, for programs: all of it."""
+    """Return the full result as a JSON object."""
     differences = {}
     for name, found in sorted(result.differences.items()):
         _, index, *values = found.first or (0, (), 0.0, 0.0)
@@ -67,12 +64,12 @@ def document(result: Comparison, options: argparse.Namespace, what: str) -> dict
 
 
 def _number(value: float) -> float | str:
-    """JSON has no infinity and no NaN: they are words."""
+    """Return ``value``, or its name if it is infinite or NaN, which JSON does not have."""
     return value if isfinite(value) else str(value)
 
 
 def report(result: Comparison, options: argparse.Namespace, what: str) -> str:
-    """What was found, for people; ``what`` the two are."""
+    """Return the result as text; ``what`` is "model" or "adapter"."""
     pair = f"{options.first} and {options.second}"
     if result.same:
         how = "bit for bit" if options.tolerance is None else f"within {options.tolerance:g}"
@@ -93,7 +90,7 @@ def report(result: Comparison, options: argparse.Namespace, what: str) -> str:
 
 
 def _warnings(result: Comparison, options: argparse.Namespace) -> Iterator[str]:
-    """The values that are not finite: one line where both have the same number of them, else one for each."""
+    """Yield warnings about non-finite values: one line if both have the same numbers of them, else one for each."""
     first, second = (dict(sorted(counts.items())) for counts in result.not_finite)
     if first == second:
         if first:

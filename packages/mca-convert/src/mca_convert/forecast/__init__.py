@@ -1,4 +1,1 @@
-"""What a conversion would do, without doing it.
-
-No tensor is read and nothing is written.
-"""
+"""Forecast of a conversion: sizes, files, memory and errors, without reading tensors or writing files."""

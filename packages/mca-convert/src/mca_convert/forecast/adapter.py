@@ -1,43 +1,40 @@
-"""What the conversion of a LoRA adapter would read and write, and every reason why it would be refused.
-
-Models are planned in `model`.
-"""
+"""Forecast of the conversion of a LoRA adapter; `model` has that of a model."""
 
 from dataclasses import asdict
 from pathlib import Path
 
 from mca_config.layout import ParallelLayout
-from mca_convert.conversion import refuse_no_adapter
+from mca_convert.conversion import require_adapter
 from mca_convert.forecast.outcome import Forecast, Request, anonymous_bytes, check_destination, require_space
-from mca_convert.forecast.stages import stages_of
+from mca_convert.forecast.stages import plan_stages
 from mca_models.checkpoint.hf_writer import METADATA
 from mca_models.checkpoint.mca_directory import iteration_name, layout_faults
 from mca_models.checkpoint.side_files import side_files
+from mca_models.checkpoint_kinds import checkpoint_kind
 from mca_models.lora import (
     Adapter,
     PeftTensors,
-    casted,
+    cast_adapter,
     is_mca_adapter,
-    model_of,
+    load_model_config,
     open_adapter,
-    planned,
-    relaid,
+    plan_adapter,
+    with_layout,
 )
 from mca_models.lora.peft_directory import WEIGHTS
-from mca_models.opening import kind_of
-from mca_models.storage.dtypes import code_of
+from mca_models.storage.dtypes import dtype_code
 from mca_models.storage.finite import named_counts
 from mca_models.storage.safetensors import plan_file
 
 
 def forecast_adapter(request: Request, path: Path) -> Forecast:
-    """Plans the conversion of the adapter in ``path``; writes nothing."""
+    """Plan the conversion of the adapter in ``path``, without writing anything."""
     from_mca = is_mca_adapter(path)
     target = request.target or ("hf" if from_mca else "mca")
     result = Forecast(str(path), target, workers=1)
-    kind = result.attempt(lambda: kind_of(path))
+    kind = result.attempt(lambda: checkpoint_kind(path))
     result.kind = kind.value if kind is not None else ""
-    result.attempt(lambda: refuse_no_adapter(path))
+    result.attempt(lambda: require_adapter(path))
     check_destination(request, result)
     arguments = result.attempt(request.arguments)
     adapter = None if result.kind == "" else result.attempt(lambda: _open(request, path))
@@ -45,22 +42,22 @@ def forecast_adapter(request: Request, path: Path) -> Forecast:
         return result
     result.attempt(lambda: side_files(path))
     _count(adapter, result)
-    written = casted(adapter, request.cast) if request.cast else adapter
+    written = cast_adapter(adapter, request.cast) if request.cast else adapter
     if not request.cast and (counts := adapter.not_finite()):  # its tensors are read in any case
         result.notes.append(f"{path}: {named_counts(counts)}; they are copied as they are")
     if target == "hf":
         result.attempt(lambda: _as_peft(written, result))
     elif arguments is not None:
-        own = adapter.model.layout if from_mca else ParallelLayout()
-        result.attempt(lambda: _as_mca(written, arguments.layout(own), result))
-    # whole adapters are held, once as they are read and once as they are written
+        source_layout = adapter.model.layout if from_mca else ParallelLayout()
+        result.attempt(lambda: _as_mca(written, arguments.layout(source_layout), result))
+    # the full adapter is in memory twice, as read and as written
     result.peak_bytes = anonymous_bytes() + result.written_bytes
     require_space(request.destination, result)
     return result
 
 
 def _open(request: Request, path: Path) -> Adapter:
-    return open_adapter(path, None if request.path is None else model_of(request.path))
+    return open_adapter(path, None if request.path is None else load_model_config(request.path))
 
 
 def _count(adapter: Adapter, result: Forecast) -> None:
@@ -74,20 +71,20 @@ def _count(adapter: Adapter, result: Forecast) -> None:
 def _as_peft(adapter: Adapter, result: Forecast) -> None:
     tensors = PeftTensors(adapter)
     arrays = {name: tensors.array(name) for name in sorted(tensors.sources)}
-    specs = [(name, code_of(x.dtype), tuple(x.shape)) for name, x in arrays.items()]
+    specs = [(name, dtype_code(x.dtype), tuple(x.shape)) for name, x in arrays.items()]
     result.written_bytes = sum(x.nbytes for x in arrays.values())
     result.files = {WEIGHTS: plan_file(Path(WEIGHTS), specs, METADATA).nbytes}
 
 
 def _as_mca(adapter: Adapter, layout: ParallelLayout, result: Forecast) -> None:
     result.layout, result.layout_sizes = str(layout), asdict(layout)
-    cut = relaid(adapter, layout)
+    cut = with_layout(adapter, layout)
     wholes = {param.mca_name(): tuple(cut.read(param).shape) for param in cut.params}
     result.refusals += (faults := layout_faults(cut.params, cut.model, wholes))
     if faults:
         return
-    plan = planned(cut)
+    plan = plan_adapter(cut)
     folder = Path(iteration_name(1))
     result.files = {name: plan_file(folder / name, plan.specs(name)).nbytes for name in plan.files}
     result.written_bytes = sum(result.files.values())
-    result.stages = list(stages_of(plan, result.files))
+    result.stages = list(plan_stages(plan, result.files))

@@ -1,4 +1,4 @@
-"""What planning finds: the request, its outcome, and what stands in the way of the output. It opens no source."""
+"""The request for a forecast, its outcome, and the checks of the destination."""
 
 import dataclasses
 import os
@@ -12,18 +12,18 @@ from typing import Literal, TypeVar
 from mca_config.arguments import DistributingParallelArguments
 from mca_config.errors import McaError
 from mca_config.types import JsonObject
-from mca_convert.conversion import refuse_taken
+from mca_convert.conversion import require_free_destination
 from mca_convert.forecast.stages import PlannedStage
 from mca_convert.pool import Limits
-from mca_convert.tables import size_of
-from mca_models.storage.atomic import place_of
+from mca_convert.tables import format_size
+from mca_models.storage.atomic import staging_parent
 
 T = TypeVar("T")
 
 
 @dataclass
 class Forecast:
-    """The outcome of planning: ``refusals`` is empty if the conversion would go through."""
+    """The outcome of planning: ``refusals`` has the errors that the conversion would raise."""
 
     source: str
     target: Literal["mca", "hf"]
@@ -45,7 +45,7 @@ class Forecast:
     notes: list[str] = field(default_factory=list)
 
     def attempt(self, step: Callable[[], T]) -> T | None:
-        """The result of ``step``; None if it is refused, which is noted."""
+        """Return the result of ``step``; on an error record it and return None."""
         try:
             return step()
         except McaError as error:
@@ -56,25 +56,25 @@ class Forecast:
         return None
 
     def as_dict(self) -> JsonObject:
-        """For ``--json``."""
+        """Return the document of ``--json``."""
         return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked for.
+    """The conversion to plan.
 
     Args:
-        path: The checkpoint; None where an adapter needs none.
-        target: ``mca``, ``hf``, or None for the natural one.
-        arguments: Makes the layout arguments; raises if they contradict each other.
+        path: The checkpoint; None if an adapter needs none.
+        target: ``mca``, ``hf``, or None for the default.
+        arguments: Returns the layout arguments; raises if they contradict each other.
         cast: Safetensors code to cast to.
         limits: Threads and memory.
-        max_shard_bytes: Of a Hugging Face target.
-        destination: Where it would go; None if not said.
-        adapter: A LoRA adapter to convert, or to fold into the checkpoint.
-        merge: Fold it.
-        overwrite: Replace a checkpoint that stands at the destination.
+        max_shard_bytes: Largest file of a Hugging Face target.
+        destination: Output path; None if not set.
+        adapter: A LoRA adapter to convert, or to merge into the checkpoint.
+        merge: Merge it.
+        overwrite: Replace a checkpoint at the destination.
         fp8: Write weights of linears as fp8 blocks.
         values: Read all weights and report values that are not finite.
     """
@@ -94,16 +94,16 @@ class Request:
 
 
 def check_destination(request: Request, result: Forecast) -> None:
-    """Notes whether the destination is taken, or lies inside what is read."""
+    """Record whether the destination exists, is inside a source, or cannot be written."""
     destination = request.destination
     if destination is not None:
         sources = filter(None, (request.adapter, request.path))
-        result.attempt(partial(refuse_taken, sources, destination, overwrite=request.overwrite))
+        result.attempt(partial(require_free_destination, sources, destination, overwrite=request.overwrite))
         result.attempt(partial(require_writable, destination))
 
 
 def anonymous_bytes() -> int:
-    """Anonymous memory of this process."""
+    """Return the anonymous memory of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) << 10
@@ -111,32 +111,32 @@ def anonymous_bytes() -> int:
 
 
 def require_writable(destination: Path) -> None:
-    """Raises if no directory can be made at ``destination``."""
-    place = _nearest(destination)
-    if not place.is_dir():
-        raise McaError(f"--output_path {destination}: {place} is not a directory; name another place")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise McaError(f"--output_path {destination}: {place} cannot be written to; name another place")
+    """Raise `McaError` if no directory can be created at ``destination``."""
+    parent = _existing_parent(destination)
+    if not parent.is_dir():
+        raise McaError(f"--output_path {destination}: {parent} is not a directory; name another path")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise McaError(f"--output_path {destination}: {parent} cannot be written to; name another path")
 
 
-def _nearest(destination: Path) -> Path:
-    """What exists of the path to where the files would be written."""
-    place = place_of(destination)
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    return place
+def _existing_parent(destination: Path) -> Path:
+    """Return the nearest existing parent of the directory for the files."""
+    parent = staging_parent(destination)
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    return parent
 
 
 def require_space(destination: Path | None, result: Forecast) -> None:
-    """Notes it if the disk has no room for what would be written."""
+    """Record an error if the disk has too little free space."""
     if destination is None:
         return
-    place = result.attempt(lambda: _nearest(destination))
-    if place is None:
+    parent = result.attempt(lambda: _existing_parent(destination))
+    if parent is None:
         return
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(parent).free
     if free < result.written_bytes:
         result.refusals.append(
-            f"--output_path {destination}: needs {size_of(result.written_bytes)}, {place} has "
-            f"{size_of(free)} free; make room or name another place"
+            f"--output_path {destination}: needs {format_size(result.written_bytes)}, {parent} has "
+            f"{format_size(free)} free; free space or name another path"
         )

@@ -1,7 +1,4 @@
-"""What each pipeline rank of a planned layout holds.
-
-Whether the layout fits is found out before.
-"""
+"""Contents of each pipeline rank of a planned layout."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,38 +8,38 @@ from mca_models.checkpoint.mca_directory import McaLayout
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """One pipeline rank: what it holds, and how much each of its ranks does."""
+    """One pipeline rank: its layers, and the sizes of its shards."""
 
     rank: int
     holds: str
-    """For people."""
+    """Text for people."""
     layers: tuple[int, ...]
     prediction_layers: tuple[int, ...]
     has_embedding: bool
     has_loss: bool
     tensors: int
     dense_bytes: int
-    """Of the fullest tensor rank."""
+    """Bytes of the largest tensor-parallel rank."""
     expert_bytes: int
-    """Of the fullest expert rank; 0 without experts."""
+    """Bytes of the largest expert-parallel rank; 0 without experts."""
 
 
-def stages_of(target: McaLayout, sizes: dict[str, int]) -> Iterator[PlannedStage]:
-    """What each pipeline rank would hold; ``sizes`` are those of the target's files."""
+def plan_stages(target: McaLayout, sizes: dict[str, int]) -> Iterator[PlannedStage]:
+    """Yield the contents of each pipeline rank; ``sizes`` are those of the target's files."""
     plan = target.config.pipeline_plan()
     by_stage: dict[str, list[str]] = {}
     for name in sorted(target.files):
         by_stage.setdefault(name.partition("/")[0], []).append(name)
     for rank in range(target.config.layout.pp):
-        mine = by_stage.get(f"pp_{rank:03d}", [])
-        params = {param.mca_name() for name in mine for param, _ in target.files[name]}
-        dense = [sizes[name] for name in mine if "/tp_" in name]
-        experts = [sizes[name] for name in mine if "/ep_" in name]
+        files = by_stage.get(f"pp_{rank:03d}", [])
+        params = {param.mca_name() for name in files for param, _ in target.files[name]}
+        dense = [sizes[name] for name in files if "/tp_" in name]
+        experts = [sizes[name] for name in files if "/ep_" in name]
         chunks = plan.chunks[rank]
         yield PlannedStage(
             rank=rank,
             holds="; ".join(map(str, chunks)),
-            layers=plan.layers_of_rank(rank),
+            layers=plan.rank_layers(rank),
             prediction_layers=tuple(layer for chunk in chunks for layer in chunk.mtp_layers),
             has_embedding=any(chunk.has_embedding for chunk in chunks),
             has_loss=any(chunk.has_loss for chunk in chunks),

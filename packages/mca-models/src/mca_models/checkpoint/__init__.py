@@ -4,7 +4,7 @@ Reading (``opening.open_checkpoint`` takes any kind)::
 
     source = open_checkpoint(path)                     # any kind; complete, or an McaError
     for param in source.params:                        # all stored parameters, in canonical order
-        piece = read_piece(source, param, rank, size)  # NumPy; only this rank's slices are read
+        piece = read_shard(source, param, rank, size)  # NumPy; only this rank's slices are read
 
 Writing an MCA directory, by one process or several (each its own files)::
 

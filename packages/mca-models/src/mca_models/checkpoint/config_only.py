@@ -11,27 +11,29 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.checkpoint.hf_directory import (
     SINGLE,
-    HfParts,
-    Stored,
-    naming_config,
-    plain_dtype,
+    HfSourceBase,
+    StoredTensor,
+    config_dtype,
+    dequantized_config,
+    named_config_errors,
     read_config,
-    unquantised,
 )
-from mca_models.checkpoint.placement import stored
-from mca_models.quantised.hf_config import quantisation_of
-from mca_models.quantised.linears import is_linear
+from mca_models.checkpoint.placement import stored_params
+from mca_models.quantization.hf_config import read_quantization_config
+from mca_models.quantization.linears import is_linear
+from mca_models.storage.copy_plan import HF
 from mca_models.storage.dtypes import CODES, ITEM_SIZES
-from mca_models.storage.moves import HF
 from mca_models.storage.safetensors import TensorInfo
-from mca_models.storage.source import Part, checked_parts, shapes_of_parts
-from mca_models.templates import config_from_hf, family_of
-from mca_models.templates.shapes import whole_shape
+from mca_models.storage.source import Part, checked_parts, param_part_shapes
+from mca_models.templates import config_from_hf, get_family
+from mca_models.templates.shapes import full_shape
 from mca_models.weights import Param
 
 
-class ConfigOnlySource(HfParts):
-    """What a Hugging Face checkpoint of a model would hold. A ``ModelSource`` to plan with; nothing can be read.
+class ConfigOnlySource(HfSourceBase):
+    """Parameters of a Hugging Face checkpoint by name, type and shape alone: a ``ModelSource`` to plan with.
+
+    Nothing can be read from it.
 
     Args:
         path: Of the directory.
@@ -44,24 +46,24 @@ class ConfigOnlySource(HfParts):
         self._quantised: JsonObject | None = None
         if config is None:
             document = read_config(path)
-            if quantisation_of(document) is not None:
+            if read_quantization_config(document) is not None:
                 self._quantised = document
-                self._read_as = dtype or plain_dtype(document)
-            with naming_config(path):
-                config = config_from_hf(unquantised(document, dtype))
-        self._dtype = CODES[config.dtype] if self._quantised is None else plain_dtype(self._quantised)
+                self._read_as = dtype or config_dtype(document)
+            with named_config_errors(path):
+                config = config_from_hf(dequantized_config(document, dtype))
+        self._dtype = CODES[config.dtype] if self._quantised is None else config_dtype(self._quantised)
         self.config = config
-        self.params: Sequence[Param] = stored(family_of(config.model_type).params(config))
-        self._infos: dict[str, Stored] = {}
-        self._wholes = {param.mca_name(): whole_shape(param, self.config) for param in self.params}
-        self._parts = {param.mca_name(): self._parts_of(param) for param in self.params}
+        self.params: Sequence[Param] = stored_params(get_family(config.model_type).params(config))
+        self._infos: dict[str, StoredTensor] = {}
+        self._wholes = {param.mca_name(): full_shape(param, self.config) for param in self.params}
+        self._parts = {param.mca_name(): self._param_parts(param) for param in self.params}
 
-    def _parts_of(self, param: Param) -> tuple[Part, ...]:
-        whole, experts = self.whole_shape(param), self.config.num_moe_experts or 0
+    def _param_parts(self, param: Param) -> tuple[Part, ...]:
+        whole, experts = self.full_shape(param), self.config.num_moe_experts or 0
         dtype = "F32" if param.keep_fp32 else self._dtype
         front = (experts,) if param.stacked else ()
         infos = []
-        for name, shape in zip(param.hf_names(), shapes_of_parts(param, whole, HF), strict=True):
+        for name, shape in zip(param.hf_names(), param_part_shapes(param, whole, HF), strict=True):
             if name not in self._infos:
                 full = (*front, *shape)
                 nbytes = prod(full) * ITEM_SIZES[dtype]
@@ -70,12 +72,12 @@ class ConfigOnlySource(HfParts):
             infos.append(self._infos[name])
         return checked_parts(param, whole, HF, infos, experts)
 
-    def _as_stored(self, linear: TensorInfo) -> Stored:
+    def _as_stored(self, linear: TensorInfo) -> StoredTensor:
         if self._quantised is None:
             return linear
-        from mca_models.quantised.hf_tensors import config_only_linear
+        from mca_models.quantization.hf_tensors import config_only_linear
 
-        with naming_config(self.path):
+        with named_config_errors(self.path):
             return config_only_linear(linear, self._quantised, self._read_as)
 
     def check_duplicates(self) -> None:

@@ -1,6 +1,6 @@
-"""Which directories are checkpoints and nothing else, by what a conversion or a Hugging Face export writes.
+"""Names of files that a conversion or a Hugging Face export writes, which tell checkpoint directories from others.
 
-It decides what may be replaced: whatever has another name is taken for somebody's work.
+They decide what may be replaced: a directory with any other file is kept.
 """
 
 import re
@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from mca_config.errors import McaError
-from mca_config.files import inside, read_json
+from mca_config.files import read_json, resolve_inside
 from mca_models.storage.partial_folder import leftovers
 
 _RECOGNISED = {
@@ -16,7 +16,7 @@ _RECOGNISED = {
     "mca_config.json": "mca_version",
     "adapter_config.json": "peft_type",
 }
-"""The files that say of a directory what it holds, and the key that tells them from others of such a name."""
+"""Files that identify a checkpoint directory, and the key that they must have."""
 
 _FILES = re.compile(
     "|".join(
@@ -36,13 +36,13 @@ _FOLDERS = re.compile(r"iter_\d+(/pp_\d+)?|additional_chat_templates")
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether ``directory`` says of itself that it holds a model or an adapter."""
+    """Return whether ``directory`` says of itself that it holds a model or an adapter."""
     return any(_has_key(directory, file, key) for file, key in _RECOGNISED.items())
 
 
 def _has_key(directory: Path, file: str, key: str) -> bool:
     try:
-        return key in read_json(inside(directory, file))
+        return key in read_json(resolve_inside(directory, file))
     except McaError:
         return False
 

@@ -9,70 +9,70 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
-from mca_config.errors import HfConfigError, McaError, named, raise_problems
-from mca_config.files import inside, present, read_json
+from mca_config.errors import HfConfigError, McaError, raise_problems, with_location
+from mca_config.files import has_entry, read_json, resolve_inside
 from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
 from mca_config.types import JsonObject
-from mca_models.checkpoint.placement import stored
-from mca_models.quantised.hf_config import plain_config, quantisation_of
+from mca_models.checkpoint.placement import stored_params
+from mca_models.quantization.hf_config import config_without_quantization, read_quantization_config
+from mca_models.storage.byte_ranges import Gather, Shape
+from mca_models.storage.copy_plan import HF, Side
 from mca_models.storage.dtypes import CODES, DTYPE_NAMES
-from mca_models.storage.moves import HF, Side
-from mca_models.storage.runs import Gather, Shape
 from mca_models.storage.safetensors import TensorInfo, read_header
-from mca_models.storage.source import Computed, Part, checked_parts, plan_gathers, require_same_names
-from mca_models.templates import config_from_hf, family_of
-from mca_models.templates.nesting import QUANTISATION
-from mca_models.templates.shapes import whole_shape
+from mca_models.storage.source import ComputedTensor, Part, checked_parts, plan_gathers, require_same_names
+from mca_models.templates import config_from_hf, get_family
+from mca_models.templates.composite_config import QUANTIZATION
+from mca_models.templates.shapes import full_shape
 from mca_models.weights import Param
 
 logger = logging.getLogger(__name__)
 
-Stored = TensorInfo | Computed
+StoredTensor = TensorInfo | ComputedTensor
 _SHOWN = 8
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
-class HfParts:
-    """What sources share whose parts are Hugging Face tensors; their makers fill the attributes."""
+class HfSourceBase:
+    """Base of sources whose parts are Hugging Face tensors; subclasses fill the attributes."""
 
-    _infos: Mapping[str, Stored]
+    _infos: Mapping[str, StoredTensor]
     _parts: Mapping[str, tuple[Part, ...]]
     _wholes: Mapping[str, Shape]
 
-    def tensors(self) -> Iterable[Stored]:
+    def tensors(self) -> Iterable[StoredTensor]:
         """All tensors of the directory, those without weights (computed buffers) included."""
         return self._infos.values()
 
     def checksums(self) -> Mapping[Path, int]:
-        """Nobody knows them."""
+        """Return nothing: Hugging Face directories have no checksums."""
         return {}
 
-    def whole_shape(self, param: Param) -> Shape:
-        """See ``ModelSource``."""
+    def full_shape(self, param: Param) -> Shape:
+        """Return the full shape of ``param``, without vocabulary padding."""
         return self._wholes[param.mca_name()]
 
     def side(self, param: Param) -> Side:
-        """See ``ModelSource``."""
+        """Return the side of ``param``'s rule that its parts are on."""
         return HF
 
     def parts(self, param: Param) -> tuple[Part, ...]:
-        """See ``ModelSource``."""
+        """Return the parts that hold ``param``, in the side's order."""
         return self._parts[param.mca_name()]
 
     def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
-        """See ``ModelSource``."""
-        return plan_gathers(param, self.whole_shape(param), HF, side)
+        """Plan how to fill the tensors of ``side`` that hold ``param``."""
+        return plan_gathers(param, self.full_shape(param), HF, side)
 
 
 _FREQUENCIES = ".rotary_emb.inv_freq"
-"""What old files of many families hold in each layer, and nothing reads."""
+"""Buffer that old files of many families hold in each layer; nothing reads it."""
 
 
-class HfSource(HfParts):
+class HfSource(HfSourceBase):
     """A HF directory, opened: every tensor that its configuration demands is there, with its shape.
 
-    Quantised weights (fp8 in blocks, mxfp4) are read as what they stand for.
+    Quantised weights (fp8 in blocks, mxfp4) are read dequantised.
 
     Args:
         path: The directory.
@@ -83,21 +83,23 @@ class HfSource(HfParts):
         McaError: Files or tensors are missing, unexpected, damaged or of another shape (all are named).
     """
 
-    def __init__(self, path: Path, dtype: str | None = None, tensors: Sequence[Stored] | None = None) -> None:
+    def __init__(
+        self, path: Path, dtype: str | None = None, tensors: Sequence[StoredTensor] | None = None
+    ) -> None:
         self.path = path
         hf_config = read_config(path)
-        self.stored: Sequence[Stored] = _all_tensors(path) if tensors is None else tensors
+        self.stored: Sequence[StoredTensor] = _all_tensors(path) if tensors is None else tensors
         self._infos, hf_config = _plain(path, hf_config, self.stored, dtype)
-        with naming_config(path):
+        with named_config_errors(path):
             config = config_from_hf(hf_config)
-        family = family_of(config.model_type)
+        family = get_family(config.model_type)
         _require_plausible(path, config, self.stored)
-        self.config: McaModelConfig = family.as_found(
+        self.config: McaModelConfig = family.with_checkpoint_names(
             config, self._infos.keys(), {name: info.shape for name, info in self._infos.items()}
         )
-        self.params: Sequence[Param] = stored(family.params(self.config))
+        self.params: Sequence[Param] = stored_params(family.params(self.config))
         self._require_names()
-        self._wholes = {param.mca_name(): whole_shape(param, self.config) for param in self.params}
+        self._wholes = {param.mca_name(): full_shape(param, self.config) for param in self.params}
         self._parts = self._all_parts()
 
     def _all_parts(self) -> dict[str, tuple[Part, ...]]:
@@ -111,7 +113,7 @@ class HfSource(HfParts):
         return parts
 
     def _require_names(self) -> None:
-        family = family_of(self.config.model_type)
+        family = get_family(self.config.model_type)
         expected = {name for param in self.params for name in param.hf_names()}
         optional = family.ignored_hf(self.config) | self.duplicates.keys()
         optional |= {name for name in self._infos if name.endswith(_FREQUENCIES)}
@@ -119,16 +121,16 @@ class HfSource(HfParts):
 
     def _checked(self, param: Param) -> tuple[Part, ...]:
         infos = [self._infos[name] for name in param.hf_names()]
-        return checked_parts(param, self.whole_shape(param), HF, infos, self.config.num_moe_experts or 0)
+        return checked_parts(param, self.full_shape(param), HF, infos, self.config.num_moe_experts or 0)
 
     @cached_property
     def duplicates(self) -> dict[str, str]:
         """Tensors that are present though they repeat another one, and which: a tied model's head."""
-        known = family_of(self.config.model_type).duplicate_hf(self.config)
+        known = get_family(self.config.model_type).duplicated_hf_tensors(self.config)
         return {name: other for name, other in known.items() if name in self._infos}
 
     def check_duplicates(self) -> None:
-        """Raises if a repeated tensor differs from the one it repeats. Reads both."""
+        """Raise if a repeated tensor differs from the one it repeats. Reads both."""
         for name, other in self.duplicates.items():
             first, second = self._infos[name], self._infos[other]
             if not same_bytes(first, second):
@@ -138,8 +140,8 @@ class HfSource(HfParts):
                 )
 
 
-def _require_plausible(path: Path, config: McaModelConfig, tensors: Sequence[Stored]) -> None:
-    """Raises if there are not even as many bytes as layers and experts, whose names would fill all memory."""
+def _require_plausible(path: Path, config: McaModelConfig, tensors: Sequence[StoredTensor]) -> None:
+    """Raise if there are not even as many bytes as layers and experts, whose names would fill all memory."""
     experts, nbytes = config.num_moe_experts or 1, sum(info.nbytes for info in tensors)
     if config.num_layers * experts * config.hidden_size > 2 * nbytes:  # a weight takes at least half a byte
         raise McaError(
@@ -149,59 +151,59 @@ def _require_plausible(path: Path, config: McaModelConfig, tensors: Sequence[Sto
 
 
 def _plain(
-    path: Path, hf_config: JsonObject, tensors: Sequence[Stored], dtype: str | None
-) -> tuple[dict[str, Stored], JsonObject]:
+    path: Path, hf_config: JsonObject, tensors: Sequence[StoredTensor], dtype: str | None
+) -> tuple[dict[str, StoredTensor], JsonObject]:
     """The tensors as they are without quantisation, and the configuration likewise."""
     found = {info.name: info for info in tensors}
-    if quantisation_of(hf_config) is None:
+    if read_quantization_config(hf_config) is None:
         return dict(found), hf_config
-    from mca_models.quantised.hf_tensors import dequantised
+    from mca_models.quantization.hf_tensors import dequantize
 
     plain = {name: info for name, info in found.items() if isinstance(info, TensorInfo)}
     if len(plain) < len(found):
         raise McaError(f"{path}: quantised weights with strides are not read; take the model's safetensors")
-    with naming_config(path):
-        read = dequantised(plain, hf_config, dtype or plain_dtype(hf_config))
+    with named_config_errors(path):
+        read = dequantize(plain, hf_config, dtype or config_dtype(hf_config))
     if all(isinstance(tensor, TensorInfo) for tensor in read.values()):
         logger.warning(
             "%s: says that weights are quantised, but none is: they are read as they are stored; remove its "
             "%s, which other readers believe",
             path / CONFIG,
-            QUANTISATION,
+            QUANTIZATION,
         )
-    return dict(read), unquantised(hf_config, dtype)
+    return dict(read), dequantized_config(hf_config, dtype)
 
 
 @contextmanager
-def naming_config(path: Path) -> Iterator[None]:
+def named_config_errors(path: Path) -> Iterator[None]:
     """Errors name the ``config.json`` of directory ``path``."""
     try:
         yield
     except HfConfigError as error:
         raise McaError(str(path / str(error))) from None
     except McaError as error:
-        raise named(error, path / CONFIG) from None
+        raise with_location(error, path / CONFIG) from None
 
 
-def plain_dtype(hf_config: JsonObject) -> str:
+def config_dtype(hf_config: JsonObject) -> str:
     """Safetensors code of what ``config.json`` gives as the model's dtype."""
     return CODES.get(str(hf_config.get("dtype") or hf_config.get("torch_dtype")), "BF16")
 
 
-def unquantised(hf_config: JsonObject, dtype: str | None = None) -> JsonObject:
+def dequantized_config(hf_config: JsonObject, dtype: str | None = None) -> JsonObject:
     """``config.json`` of the model as it is read, whose quantised weights are read as ``dtype``; see `HfSource`."""
-    if quantisation_of(hf_config) is None:
+    if read_quantization_config(hf_config) is None:
         return hf_config
-    return plain_config(hf_config, DTYPE_NAMES[dtype or plain_dtype(hf_config)])
+    return config_without_quantization(hf_config, DTYPE_NAMES[dtype or config_dtype(hf_config)])
 
 
 def has_weights(path: Path) -> bool:
-    """Whether there are any weight files in ``path``, readable ones or not."""
+    """Return whether there are any weight files in ``path``, readable ones or not."""
     return any(any(path.glob(f"*{end}")) for end in (".safetensors", ".safetensors.index.json", ".bin"))
 
 
-def same_bytes(first: Stored, second: Stored, chunk: int = 8 << 20) -> bool:
-    """Whether two tensors have the same type, shape and bytes."""
+def same_bytes(first: StoredTensor, second: StoredTensor, chunk: int = 8 << 20) -> bool:
+    """Return whether two tensors have the same type, shape and bytes."""
     import numpy as np
 
     if (first.dtype, first.shape) != (second.dtype, second.shape):
@@ -215,15 +217,15 @@ def read_config(path: Path) -> JsonObject:
     if not path.is_dir():
         raise McaError(f"{path}: no such directory; expected a Hugging Face or MCA checkpoint directory")
     absent = "the directory is no Hugging Face checkpoint"
-    if not present(path, CONFIG) and not has_weights(path):
+    if not has_entry(path, CONFIG) and not has_weights(path):
         absent += f": it {what}" if (what := _what_else(path)).startswith(("holds", "looks")) else ""
-    return read_json(inside(path, CONFIG), absent)
+    return read_json(resolve_inside(path, CONFIG), absent)
 
 
 def _all_tensors(path: Path) -> list[TensorInfo]:
-    if present(path, SINGLE):
-        return list(read_header(inside(path, SINGLE)).tensors.values())
-    if present(path, INDEX):
+    if has_entry(path, SINGLE):
+        return list(read_header(resolve_inside(path, SINGLE)).tensors.values())
+    if has_entry(path, INDEX):
         return _indexed_tensors(path)
     if binaries := sorted(file.name for file in path.glob("*.bin")):
         raise McaError(
@@ -234,7 +236,7 @@ def _all_tensors(path: Path) -> list[TensorInfo]:
 
 
 def _what_else(path: Path) -> str:
-    """What a directory is that holds no weights of Hugging Face, and what to do."""
+    """Describe a directory without Hugging Face weights, and the remedy."""
     names = sorted(file.name for file in path.iterdir())
     shards = [name for name in names if name.endswith(".safetensors")]
     if shards:
@@ -248,11 +250,11 @@ def _what_else(path: Path) -> str:
 
 
 def _indexed_tensors(path: Path) -> list[TensorInfo]:
-    weight_map = read_json(inside(path, INDEX)).get("weight_map")
+    weight_map = read_json(resolve_inside(path, INDEX)).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise McaError(f"{path / INDEX}: has no 'weight_map' from tensor to file names")
     files = sorted(set(weight_map.values()))
-    paths = {name: inside(path, name) for name in files}
+    paths = {name: resolve_inside(path, name) for name in files}
     absent = [name for name in files if not paths[name].exists()]
     if absent:
         raise McaError(

@@ -1,6 +1,6 @@
-"""The layout of a HF checkpoint that is to be written: shards, index, and what tensor lies where.
+"""Layout of a HF checkpoint that is to be written: files, index, and the position of each tensor.
 
-The tensors' bytes are written by those who have them, through `mca_models.storage`.
+Callers write the tensors' bytes through `mca_models.storage`.
 """
 
 import json
@@ -12,16 +12,16 @@ from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.checkpoint.hf_directory import CONFIG, INDEX, SINGLE
-from mca_models.checkpoint.placement import stored
-from mca_models.quantised import blocks
-from mca_models.quantised.fp8 import SCALE_SUFFIX
-from mca_models.quantised.linears import is_linear
+from mca_models.checkpoint.placement import stored_params
+from mca_models.quantization import fp8_write
+from mca_models.quantization.fp8_read import SCALE_SUFFIX
+from mca_models.quantization.linears import is_linear
 from mca_models.storage.atomic import write_file
+from mca_models.storage.byte_ranges import Shape
+from mca_models.storage.copy_plan import HF
 from mca_models.storage.dtypes import ITEM_SIZES
-from mca_models.storage.moves import HF
-from mca_models.storage.runs import Shape
-from mca_models.storage.source import shapes_of_parts
-from mca_models.templates import config_to_hf, family_of
+from mca_models.storage.source import param_part_shapes
+from mca_models.templates import config_to_hf, get_family
 from mca_models.weights import Param, Stage
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -60,9 +60,9 @@ class HfLayout:
         *,
         fp8: bool = False,
     ) -> None:
-        self.params, self.config = stored(params), config
+        self.params, self.config = stored_params(params), config
         self.scales: dict[str, str] = {}
-        if fp8 and (why := family_of(config.model_type).text(config).fp8_unread):
+        if fp8 and (why := get_family(config.model_type).text(config).fp8_unsupported):
             raise McaError(
                 f"fp8: transformers reads no fp8 blocks of {config.model_type} models ({why}); leave fp8 out"
             )
@@ -70,7 +70,7 @@ class HfLayout:
             [param for param in self.params if is_linear(param, wholes[param.mca_name()])] if fp8 else []
         )
         self._linears = {name for param in linears for name in param.hf_names()}
-        self.config_text = config_text(config, self._quantisation(wholes) if fp8 else None)
+        self.config_text = config_text(config, self._quantization(wholes) if fp8 else None)
         self.tensors: dict[str, tuple[str, Shape]] = {}
         for param in self.params:
             name = param.mca_name()
@@ -85,17 +85,17 @@ class HfLayout:
 
     def _add(self, param: Param, dtype: str, whole: Shape) -> None:
         experts = self.config.num_moe_experts or 0
-        for name, shape in zip(param.hf_names(), shapes_of_parts(param, whole, HF), strict=True):
+        for name, shape in zip(param.hf_names(), param_part_shapes(param, whole, HF), strict=True):
             full = (experts, *shape) if param.stacked else shape
-            spec = (blocks.CODE if name in self._linears else dtype, full)
+            spec = (fp8_write.CODE if name in self._linears else dtype, full)
             if self.tensors.setdefault(name, spec) != spec:
                 raise McaError(f"{name}: parameters disagree about its type or shape")
             if name in self._linears:
                 self.scales[name] = name + SCALE_SUFFIX
-                self.tensors[name + SCALE_SUFFIX] = (blocks.SCALE_CODE, blocks.scale_shape(full))
+                self.tensors[name + SCALE_SUFFIX] = (fp8_write.SCALE_CODE, fp8_write.scale_shape(full))
 
-    def _quantisation(self, wholes: Mapping[str, Shape]) -> JsonObject:
-        """What ``config.json`` says of the blocks: also which matrices, beside the embedding, are not made of any."""
+    def _quantization(self, wholes: Mapping[str, Shape]) -> JsonObject:
+        """Return the ``quantization_config``, with the matrices outside of the embedding that are not quantised."""
         left_out = {
             name.removesuffix(".weight"): None
             for param in self.params
@@ -104,17 +104,17 @@ class HfLayout:
             and name not in self._linears
             and param.stage is not Stage.FIRST
         }
-        return {"quantization_config": blocks.quantisation_config(list(left_out))}
+        return {"quantization_config": fp8_write.fp8_quantization_config(list(left_out))}
 
     def _duplicates(self) -> dict[str, str]:
         """Tensors that the source held twice and that are written twice again: {copy: original}."""
-        known = family_of(self.config.model_type).duplicate_hf(self.config)
+        known = get_family(self.config.model_type).duplicated_hf_tensors(self.config)
         return {name: known[name] for name in self.config.extra.get("hf_duplicates", ()) if name in known}
 
     def _shards(self, limit: int) -> dict[str, list[str]]:
         shards: list[list[str]] = [[]]
         filled = 0
-        scales = set(self.scales.values())  # each stands with its weight, and is written with it
+        scales = set(self.scales.values())  # a scale is stored and written next to its weight
         for name, (dtype, shape) in self.tensors.items():
             nbytes = prod(shape) * ITEM_SIZES[dtype]
             if filled and filled + nbytes > limit and name not in scales:
@@ -132,11 +132,11 @@ class HfLayout:
         return (name, *self._copies.get(name, ()))
 
     def specs(self, file: str) -> list[tuple[str, str, Shape]]:
-        """What ``plan_file`` needs for ``file`` (with ``METADATA``): (name, dtype code, shape)."""
+        """Return the arguments of ``plan_file`` for ``file`` (with ``METADATA``): (name, dtype code, shape)."""
         return [(name, *self.tensors[name]) for name in self.files[file]]
 
     def finish(self, directory: Path) -> dict[str, int]:
-        """Writes ``config.json`` and, with several files, the index into ``directory``; returns their sizes."""
+        """Write ``config.json`` and, with several files, the index into ``directory``; returns their sizes."""
         written = {CONFIG: write_config(directory, self.config_text)}
         if len(self.files) == 1:
             return written
@@ -153,5 +153,5 @@ def config_text(config: McaModelConfig, more: JsonObject | None = None) -> bytes
 
 
 def write_config(directory: Path, text: bytes) -> int:
-    """Writes ``config.json`` into ``directory``; returns its size."""
+    """Write ``config.json`` into ``directory``; returns its size."""
     return write_file(directory / CONFIG, text)

@@ -10,22 +10,34 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from mca_config.checks import check_layout, require_layout
-from mca_config.errors import McaError, named
-from mca_config.files import inside, present, read_text
+from mca_config.errors import McaError, with_location
+from mca_config.files import has_entry, read_text, resolve_inside
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import FILE_NAME as CONFIG
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.hf_directory import CONFIG as CONFIG_OF_HF
 from mca_models.checkpoint.hf_writer import config_text, write_config
-from mca_models.checkpoint.placement import cut_size, expert_rank, files_of, pieces_by_file, stored
+from mca_models.checkpoint.placement import (
+    expert_rank,
+    shard_count,
+    shard_files,
+    shards_by_file,
+    stored_params,
+)
 from mca_models.storage.atomic import write_file
+from mca_models.storage.byte_ranges import Gather, Shape
+from mca_models.storage.copy_plan import Rule, Side, part_shapes
 from mca_models.storage.manifest import FILE_NAME as MANIFEST
 from mca_models.storage.manifest import FileRecord, Manifest, TensorRecord
-from mca_models.storage.moves import Rule, Side, part_shapes
-from mca_models.storage.runs import Gather, Shape
 from mca_models.storage.safetensors import TensorInfo, read_header
-from mca_models.storage.source import Part, check_whole, checked_parts, plan_gathers, require_same_names
-from mca_models.templates import family_of
+from mca_models.storage.source import (
+    Part,
+    checked_parts,
+    plan_gathers,
+    require_full_shape,
+    require_same_names,
+)
+from mca_models.templates import get_family
 from mca_models.weights import Param
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -55,13 +67,13 @@ class McaSource:
         self.iteration = latest_iteration(path) if iteration is None else iteration
         self.folder = path / iteration_name(self.iteration)
         self.manifest = Manifest.load(self.folder)
-        self.params: Sequence[Param] = stored(family_of(self.config.model_type).params(self.config))
+        self.params: Sequence[Param] = stored_params(get_family(self.config.model_type).params(self.config))
         self._infos = self._read_headers()
         names = [param.mca_name() for param in self.params]
         require_same_names(self.manifest.tensors.keys(), names, self.folder / MANIFEST)
         plan = self.config.pipeline_plan()
         self._parts = {
-            name: self._checked(param, files_of(param, self.config, plan))
+            name: self._checked(param, shard_files(param, self.config, plan))
             for name, param in zip(names, self.params, strict=True)
         }
 
@@ -69,7 +81,7 @@ class McaSource:
         layout, count = self.config.layout, len(self.manifest.files)
         experts = layout.ep * layout.etp if self.config.num_moe_experts else 1
         # with fewer files than ranks there is no need to think up the names of all
-        expected = pieces_by_file(self.params, self.config) if max(layout.tp, experts) <= count else {}
+        expected = shards_by_file(self.params, self.config) if max(layout.tp, experts) <= count else {}
         if self.manifest.files.keys() != expected.keys():
             faults = sorted(self.manifest.files.keys() ^ expected.keys())
             raise McaError(
@@ -78,7 +90,7 @@ class McaSource:
             )
         infos = {}
         for name, record in self.manifest.files.items():
-            file = inside(self.path, f"{self.folder.name}/{name}")
+            file = resolve_inside(self.path, f"{self.folder.name}/{name}")
             header = read_header(file)
             if file.stat().st_size != record.nbytes:
                 raise McaError(f"{file}: has {file.stat().st_size} bytes, the manifest says {record.nbytes}")
@@ -94,36 +106,36 @@ class McaSource:
             raise McaError(
                 f"{self.folder / MANIFEST}: {name} differs from what its files hold; they are damaged"
             )
-        check_whole(param, record.shape, self.config, self.folder)
-        side = cut_size(param, self.config.layout)
+        require_full_shape(param, record.shape, self.config, self.folder)
+        side = shard_count(param, self.config.layout)
         return checked_parts(param, record.shape, side, infos, self.config.num_moe_experts or 0)
 
     def check_duplicates(self) -> None:
-        """Every piece is stored once."""
+        """Do nothing: every shard is stored once."""
 
     def tensors(self) -> Iterable[TensorInfo]:
-        """All pieces."""
+        """Yield every stored shard."""
         for infos in self._infos.values():
             yield from infos.values()
 
     def checksums(self) -> Mapping[Path, int]:
-        """Those of the manifest."""
+        """Return the checksums of the manifest."""
         return {self.folder / name: record.crc32 for name, record in self.manifest.files.items()}
 
     def side(self, param: Param) -> Side:
-        """See ``ModelSource``."""
-        return cut_size(param, self.config.layout)
+        """Return the side of ``param``'s rule that its parts are on."""
+        return shard_count(param, self.config.layout)
 
     def parts(self, param: Param) -> tuple[Part, ...]:
-        """See ``ModelSource``."""
+        """Return the parts that hold ``param``, in the side's order."""
         return self._parts[param.mca_name()]
 
     def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
-        """See ``ModelSource``."""
-        return plan_gathers(param, self.whole_shape(param), self.side(param), side)
+        """Plan how to fill the tensors of ``side`` that hold ``param``."""
+        return plan_gathers(param, self.full_shape(param), self.side(param), side)
 
-    def whole_shape(self, param: Param) -> Shape:
-        """See ``ModelSource``."""
+    def full_shape(self, param: Param) -> Shape:
+        """Return the full shape of ``param``, without vocabulary padding."""
         return self.manifest.tensors[param.mca_name()].shape
 
 
@@ -135,33 +147,33 @@ def load_config(path: Path) -> McaModelConfig:
     """
     config = McaModelConfig.load(path)
     try:
-        family_of(config.model_type).require_own(config)
+        get_family(config.model_type).require_family(config)
     except McaError as error:
-        raise named(error, path / CONFIG) from None
+        raise with_location(error, path / CONFIG) from None
     return config
 
 
 def is_mca(path: Path) -> bool:
-    """Whether ``path`` looks like an MCA checkpoint rather than a Hugging Face one."""
-    return present(path, CONFIG)
+    """Return whether ``path`` looks like an MCA checkpoint rather than a Hugging Face one."""
+    return has_entry(path, CONFIG)
 
 
 def latest_iteration(path: Path) -> int:
     """The iteration that ``latest_checkpointed_iteration.txt`` names."""
-    text = read_text(inside(path, LATEST), "the checkpoint is incomplete, write it again").strip()
+    text = read_text(resolve_inside(path, LATEST), "the checkpoint is incomplete, write it again").strip()
     if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
         raise McaError(f"{path / LATEST}: {text!r:.40} cannot be read as the number of an iteration")
     return int(text)
 
 
-def piece_shapes(param: Param, whole: Shape, layout: ParallelLayout) -> tuple[Shape, ...]:
+def shard_shapes(param: Param, whole: Shape, layout: ParallelLayout) -> tuple[Shape, ...]:
     """The shapes of the pieces of ``param`` in rank order.
 
     Raises:
         McaError: It does not divide.
     """
     try:
-        return part_shapes(Rule.of(param), whole, cut_size(param, layout))
+        return part_shapes(Rule.from_param(param), whole, shard_count(param, layout))
     except ValueError as error:
         flag = "tensor_model_parallel_size" if param.expert is None else "expert_tensor_parallel_size"
         raise McaError(
@@ -172,7 +184,7 @@ def piece_shapes(param: Param, whole: Shape, layout: ParallelLayout) -> tuple[Sh
 
 def _too_many_pieces(params: Iterable[Param], layout: ParallelLayout) -> list[str]:
     """Why a layout is not even thought through: the names of its pieces would fill all memory."""
-    pieces = sum(cut_size(param, layout) for param in params)
+    pieces = sum(shard_count(param, layout) for param in params)
     if pieces <= _MOST_PIECES:
         return []
     return [f"{layout} cuts the model into {pieces} pieces, more than {_MOST_PIECES}; choose smaller sizes"]
@@ -180,7 +192,7 @@ def _too_many_pieces(params: Iterable[Param], layout: ParallelLayout) -> list[st
 
 def layout_faults(params: Iterable[Param], config: McaModelConfig, wholes: Mapping[str, Shape]) -> list[str]:
     """All reasons why a model cannot be laid out as ``config.layout`` says, similar parameters reported once."""
-    params = stored(params)
+    params = stored_params(params)
     if problems := [*check_layout(config, config.layout), *_too_many_pieces(params, config.layout)]:
         return problems
     faults: dict[object, str] = {}
@@ -197,7 +209,8 @@ def layout_faults(params: Iterable[Param], config: McaModelConfig, wholes: Mappi
             attempt("experts", partial(expert_rank, param, config))
         whole = wholes[param.mca_name()]
         attempt(
-            (Rule.of(param), whole, param.expert is None), partial(piece_shapes, param, whole, config.layout)
+            (Rule.from_param(param), whole, param.expert is None),
+            partial(shard_shapes, param, whole, config.layout),
         )
     return list(dict.fromkeys(faults.values()))
 
@@ -223,20 +236,20 @@ class McaLayout:
         wholes: Mapping[str, Shape],
     ) -> None:
         require_layout(config, config.layout)
-        self.params, self.config = stored(params), config
+        self.params, self.config = stored_params(params), config
         for problem in _too_many_pieces(self.params, config.layout):
             raise McaError(problem)
         self._config_text = config_text(config)
         self.dtypes, self.wholes = dtypes, wholes
-        self.files = pieces_by_file(self.params, config)
+        self.files = shards_by_file(self.params, config)
         self._specs: dict[str, list[tuple[str, str, Shape]]] = {}
 
     def piece_shape(self, param: Param, rank: int) -> Shape:
         """The shape of the piece that ``rank`` holds."""
-        return piece_shapes(param, self.wholes[param.mca_name()], self.config.layout)[rank]
+        return shard_shapes(param, self.wholes[param.mca_name()], self.config.layout)[rank]
 
     def specs(self, file: str) -> list[tuple[str, str, Shape]]:
-        """What ``plan_file`` needs for ``file``: (name, dtype code, shape)."""
+        """Return the arguments of ``plan_file`` for ``file``: (name, dtype code, shape)."""
         if file not in self._specs:
             self._specs[file] = [
                 (param.mca_name(), self.dtypes[param.mca_name()], self.piece_shape(param, rank))
@@ -249,14 +262,14 @@ class McaLayout:
         """The tensors of the manifest."""
         plan = self.config.pipeline_plan()
         return {
-            name: TensorRecord(self.dtypes[name], self.wholes[name], files_of(param, self.config, plan))
+            name: TensorRecord(self.dtypes[name], self.wholes[name], shard_files(param, self.config, plan))
             for name, param in ((param.mca_name(), param) for param in self.params)
         }
 
     def finish(
         self, directory: Path, records: Mapping[str, FileRecord], iteration: int = 1
     ) -> dict[str, int]:
-        """Writes everything but the pieces into ``directory``, once all files are written and synced.
+        """Write everything but the pieces into ``directory``, once all files are written and synced.
 
         ``config.json`` goes along, for tokenizers and other readers of the Hugging Face directory layout.
 

@@ -1,9 +1,9 @@
-"""Which file of an MCA checkpoint holds which piece of which parameter.
+"""Placement of parameter shards in the files of an MCA checkpoint.
 
     pp_PPP/tp_TT.safetensors            dense parameters of pipeline rank PPP, tensor rank TT
     pp_PPP/ep_EEE_etp_TT.safetensors    its experts, by expert and expert-tensor rank
 
-Every piece is stored once: a replicated parameter stands in the file of tensor rank 0, a tied output
+Every shard is stored once: a replicated parameter in the file of tensor rank 0, a tied output
 layer (``alias_of``) nowhere.
 """
 
@@ -29,22 +29,22 @@ def expert_file(pp: int, ep: int, etp: int) -> str:
     return f"pp_{pp:03d}/ep_{ep:03d}_etp_{etp:02d}.safetensors"
 
 
-def stage_of(param: Param, plan: PipelinePlan) -> int:
+def pipeline_stage(param: Param, plan: PipelinePlan) -> int:
     """The pipeline rank that holds ``param``."""
     if param.stage in (Stage.FIRST, Stage.VISION):
         return plan.first.pp
     if param.stage is Stage.NORM:
         return plan.final_norm.pp
-    if param.stage in (Stage.LAST, Stage.CARRIED):
+    if param.stage in (Stage.LAST, Stage.PASSTHROUGH):
         return plan.last.pp
     if param.layer is None:
         raise ValueError(f"{param.mca}: a parameter of stage {param.stage} needs a layer")
-    chunk = plan.chunk_of_mtp if param.stage is Stage.MTP else plan.chunk_of_layer
+    chunk = plan.mtp_chunk if param.stage is Stage.MTP else plan.layer_chunk
     return chunk(param.layer).pp
 
 
-def cut_size(param: Param, layout: ParallelLayout) -> int:
-    """Over how many ranks ``param`` is cut: etp for an expert, else tp; 1 if replicated."""
+def shard_count(param: Param, layout: ParallelLayout) -> int:
+    """Return the number of ranks that ``param`` is sharded over: etp for an expert, else tp; 1 if replicated."""
     if param.shard.axis is None:
         return 1
     return layout.tp if param.expert is None else layout.etp
@@ -62,24 +62,24 @@ def expert_rank(param: Param, config: McaModelConfig) -> int:
     return param.expert // (count // config.layout.ep)
 
 
-def files_of(param: Param, config: McaModelConfig, plan: PipelinePlan) -> tuple[str, ...]:
+def shard_files(param: Param, config: McaModelConfig, plan: PipelinePlan) -> tuple[str, ...]:
     """The files that hold the pieces of ``param``, in the order of the ranks it is cut over."""
-    pp, size = stage_of(param, plan), cut_size(param, config.layout)
+    pp, size = pipeline_stage(param, plan), shard_count(param, config.layout)
     if param.expert is None:
         return tuple(dense_file(pp, tp) for tp in range(size))
     ep = expert_rank(param, config)
     return tuple(expert_file(pp, ep, etp) for etp in range(size))
 
 
-def stored(params: Iterable[Param]) -> list[Param]:
-    """Those of ``params`` that a checkpoint stores: all but second copies."""
+def stored_params(params: Iterable[Param]) -> list[Param]:
+    """Return the parameters that a checkpoint stores: all but aliases."""
     return [param for param in params if param.alias_of is None]
 
 
-def pieces_by_file(params: Sequence[Param], config: McaModelConfig) -> dict[str, list[tuple[Param, int]]]:
+def shards_by_file(params: Sequence[Param], config: McaModelConfig) -> dict[str, list[tuple[Param, int]]]:
     """Every file of the checkpoint with the pieces in it: (parameter, rank it is cut for), in stored order."""
     plan, files = config.pipeline_plan(), dict[str, list[tuple[Param, int]]]()
-    for param in stored(params):
-        for rank, file in enumerate(files_of(param, config, plan)):
+    for param in stored_params(params):
+        for rank, file in enumerate(shard_files(param, config, plan)):
             files.setdefault(file, []).append((param, rank))
     return dict(sorted(files.items()))

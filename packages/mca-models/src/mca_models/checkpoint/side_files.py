@@ -1,6 +1,6 @@
 """The small files of a checkpoint directory that go along with the weights both ways.
 
-Weights, indexes and configurations are not among them; whoever writes a checkpoint writes those anew. Nor is what a
+Weights, indexes and configurations are not among them; whoever writes a checkpoint writes these itself. Nor is what a
 training run says of itself: the next run that begins from the model writes files of the same names.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mca_config.errors import McaError
-from mca_config.files import cannot_write, inside, open_regular, present
+from mca_config.files import has_entry, open_regular, resolve_inside, write_error
 from mca_models.storage.partial_folder import close
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ _CONFIGS = ("mca_config.json", "config.json")
 _WRITTEN = {*_CONFIGS, "latest_checkpointed_iteration.txt"}
 _MEGATRON = {"metadata.json", "latest_wandb_artifact_path.txt", "progress.txt"}  # of the source's own kind
 
-OF_A_RUN = frozenset(
+RUN_FILES = frozenset(
     {
         "loss.png",
         "report.html",
@@ -31,7 +31,7 @@ OF_A_RUN = frozenset(
         "training_args.json",
     }
 )
-"""What `mca_train` (the state transformers' Trainer too) writes of a run beside its model."""
+"""Files that `mca_train` (and transformers' Trainer) writes about a run next to its model."""
 
 _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".npz", ".gguf", ".h5", ".msgpack", ".onnx"),
@@ -40,7 +40,7 @@ _WEIGHTS = (
 )
 
 _FOLDERS = ("additional_chat_templates",)
-"""Where tokenizers keep more of their files; what other folders hold is no part of the model."""
+"""Folders with further files of tokenizers; other folders are not part of the model."""
 
 _OF_TOKENIZERS = ("tokenizer", "chat_template", "special_tokens_map", "added_tokens", "vocab", "merges")
 _DIST_MODEL, _OF_MEGATRON = (
@@ -66,23 +66,23 @@ def _by_name(source: Path) -> dict[str, Path]:
     return {name: _checked(folder, name) for folder in folders for name in sorted(_names(folder))}
 
 
-def different_tokenizer(own: Path, other: Path) -> list[str]:
-    """The tokenizer's files in ``other`` that ``own`` has otherwise, or not at all."""
+def different_tokenizer(path: Path, other: Path) -> list[str]:
+    """Return the tokenizer's files in ``other`` that are different or missing in ``path``."""
     files = _by_name(other).items()
     return [
-        name for name, file in files if file.name.startswith(_OF_TOKENIZERS) and not _equal(own / name, file)
+        name for name, file in files if file.name.startswith(_OF_TOKENIZERS) and not _equal(path / name, file)
     ]
 
 
 def config_folder(iteration: Path) -> Path | None:
-    """Where the configuration of a Megatron checkpoint lies: beside its weights or up to two folders above."""
+    """Find the folder with the configuration of a Megatron checkpoint: that of its weights or up to two above."""
     places = (iteration, *list(iteration.resolve().parents)[:2])
-    return next((place for place in places if any(present(place, name) for name in _CONFIGS)), None)
+    return next((place for place in places if any(has_entry(place, name) for name in _CONFIGS)), None)
 
 
 def _folders(source: Path) -> list[Path]:
-    """Where the small files of ``source`` lie: beside the configuration too, if that is in a folder above."""
-    iterations = (folder for folder in (source, source / _DIST_MODEL) if present(folder, _OF_MEGATRON))
+    """Return the folders with the small files of ``source``: also that of the configuration, if it is above."""
+    iterations = (folder for folder in (source, source / _DIST_MODEL) if has_entry(folder, _OF_MEGATRON))
     iteration = next(iterations, None)
     above = None if iteration is None else config_folder(iteration)
     if above is None or above.resolve() not in source.resolve().parents:
@@ -102,14 +102,14 @@ def side_names(source: Path) -> set[str]:
 def _names(source: Path) -> Iterator[str]:
     for entry in source.iterdir():
         if entry.name in _FOLDERS and entry.is_dir():
-            folder = inside(source, entry.name)
+            folder = resolve_inside(source, entry.name)
             yield from (f"{entry.name}/{each.name}" for each in folder.iterdir() if not each.is_dir())
         elif not (entry.is_dir() or _is_other(entry.name)):
             yield entry.name
 
 
 def _is_other(name: str) -> bool:
-    return name in _WRITTEN | _MEGATRON | OF_A_RUN or name.startswith(".") or name.endswith(_WEIGHTS)
+    return name in _WRITTEN | _MEGATRON | RUN_FILES or name.startswith(".") or name.endswith(_WEIGHTS)
 
 
 def _is_left(folder: str) -> bool:
@@ -117,7 +117,7 @@ def _is_left(folder: str) -> bool:
 
 
 def _checked(source: Path, name: str) -> Path:
-    file = inside(source, name)
+    file = resolve_inside(source, name)
     try:
         close(open_regular(file))
     except FileNotFoundError:
@@ -128,7 +128,7 @@ def _checked(source: Path, name: str) -> Path:
 
 
 def copy_side_files(source: Path, target: Path) -> dict[str, int]:
-    """Copies and syncs those whose names ``target`` does not have yet; returns their sizes by name."""
+    """Copy and syncs those whose names ``target`` does not have yet; returns their sizes by name."""
     for folder in _folders(source):
         if others := sorted(
             entry.name for entry in folder.iterdir() if entry.is_dir() and _is_left(entry.name)
@@ -143,7 +143,7 @@ def copy_side_files(source: Path, target: Path) -> dict[str, int]:
 
 
 def _copy(file: Path, target: Path) -> int:
-    """Copies a file with its permissions, as far as the umask leaves them; returns its size."""
+    """Copy a file with its permissions, as far as the umask leaves them; returns its size."""
     with _naming(file, "read"):
         source = os.fdopen(open_regular(file), "rb")
     with _naming(file, "read"), source, _naming(target, "written"):  # closing fails too
@@ -171,5 +171,5 @@ def _naming(file: Path, done: str) -> Iterator[None]:
         yield
     except OSError as error:
         if done == "written":
-            raise cannot_write(file, error) from None
+            raise write_error(file, error) from None
         raise McaError(f"{file}: cannot be {done} ({error.strerror})") from None

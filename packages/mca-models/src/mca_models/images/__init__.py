@@ -1,6 +1,5 @@
-"""Where images stand among tokens. No pixel is touched, and no model."""
+"""Positions of images among tokens. No pixel is touched, and no model."""
 
-from mca_models.images.placeholders import placeholders
-from mca_models.images.positions import ImagePlace, attention_ends, feature_rows, positions
+from mca_models.images.positions import ImageSpan, attention_ends, feature_rows, placeholders, positions
 
-__all__ = ["ImagePlace", "attention_ends", "feature_rows", "placeholders", "positions"]
+__all__ = ["ImageSpan", "attention_ends", "feature_rows", "placeholders", "positions"]

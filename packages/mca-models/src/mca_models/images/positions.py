@@ -7,11 +7,12 @@ their column, all counted from where the image begins; the text after it goes on
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mca_config.types import Values
 from mca_models.weights.arrays import NumpyArray
 
 
 @dataclass(frozen=True)
-class ImagePlace:
+class ImageSpan:
     """One image among tokens.
 
     Args:
@@ -30,7 +31,7 @@ class ImagePlace:
         return self.rows * self.columns
 
 
-def positions(length: int, images: Sequence[ImagePlace]) -> NumpyArray:
+def positions(length: int, images: Sequence[ImageSpan]) -> NumpyArray:
     """``[3, length]`` int64: time, row and column of each token.
 
     Args:
@@ -53,7 +54,7 @@ def positions(length: int, images: Sequence[ImagePlace]) -> NumpyArray:
     return found
 
 
-def feature_rows(length: int, images: Sequence[ImagePlace], first: int = 0) -> NumpyArray:
+def feature_rows(length: int, images: Sequence[ImageSpan], first: int = 0) -> NumpyArray:
     """``[length]`` int64: of which row of the features a token is the placeholder, or -1.
 
     Args:
@@ -70,7 +71,7 @@ def feature_rows(length: int, images: Sequence[ImagePlace], first: int = 0) -> N
     return found
 
 
-def attention_ends(length: int, images: Sequence[ImagePlace]) -> NumpyArray:
+def attention_ends(length: int, images: Sequence[ImageSpan]) -> NumpyArray:
     """``[length]`` int64: how many tokens there are up to the last that a token sees, where images see both ways.
 
     Args:
@@ -83,4 +84,19 @@ def attention_ends(length: int, images: Sequence[ImagePlace]) -> NumpyArray:
     for image in images:
         end = image.start + image.tokens
         found[image.start : end] = end
+    return found
+
+
+def placeholders(vision: Values | None) -> dict[str, int]:
+    """The placeholder of each medium.
+
+    Args:
+        vision: Of a model's configuration; None: it sees nothing.
+    """
+    known = vision or {}
+    found: dict[str, int] = {}
+    for medium in ("image", "video"):
+        for key in (f"{medium}_token_id", f"{medium}_token_index"):
+            if known.get(key) is not None:
+                found.setdefault(medium, int(known[key]))
     return found

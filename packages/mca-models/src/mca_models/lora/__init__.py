@@ -12,42 +12,48 @@ from mca_models.lora.adapter import Adapter
 from mca_models.lora.config import AdapterConfig
 from mca_models.lora.convert import (
     adapter_for,
-    casted,
+    cast_adapter,
     convert_adapter,
     is_adapter,
-    model_of,
+    load_adapter_rules,
+    load_model_config,
     open_adapter,
-    rules_of,
 )
-from mca_models.lora.mca_directory import is_mca_adapter, open_mca_adapter, planned, relaid, write_mca_adapter
+from mca_models.lora.mca_directory import (
+    is_mca_adapter,
+    open_mca_adapter,
+    plan_adapter,
+    with_layout,
+    write_mca_adapter,
+)
 from mca_models.lora.merge import MergedSource, merge_to_hf
 from mca_models.lora.peft_directory import PeftTensors, is_peft, open_peft, write_peft
-from mca_models.lora.rules import AdapterRules, Factors, rules_for_training
+from mca_models.lora.rules import AdapterRules, LoraFactors, rules_for_training
 from mca_models.lora.targets import Target
 
 __all__ = [
     "Adapter",
     "AdapterConfig",
     "AdapterRules",
-    "Factors",
+    "LoraFactors",
     "MergedSource",
     "PeftTensors",
     "Target",
     "adapter_for",
-    "casted",
+    "cast_adapter",
     "convert_adapter",
     "is_adapter",
     "is_mca_adapter",
     "is_peft",
+    "load_adapter_rules",
+    "load_model_config",
     "merge_to_hf",
-    "model_of",
     "open_adapter",
     "open_mca_adapter",
     "open_peft",
-    "planned",
-    "relaid",
+    "plan_adapter",
     "rules_for_training",
-    "rules_of",
+    "with_layout",
     "write_mca_adapter",
     "write_peft",
 ]

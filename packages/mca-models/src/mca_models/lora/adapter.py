@@ -1,4 +1,4 @@
-"""An adapter as rules and something to read their tensors from, whatever lies on disk.
+"""LoRA adapter: rules of its tensors and a function that reads them, for any format.
 
 Directories are read and written by `peft_directory` and `mca_directory`.
 """
@@ -10,15 +10,15 @@ from functools import cached_property
 from mca_config.errors import McaError, raise_problems
 from mca_config.model_config import McaModelConfig
 from mca_models.lora.config import AdapterConfig
-from mca_models.lora.rules import AdapterRules, Factors, by_part
+from mca_models.lora.rules import AdapterRules, LoraFactors, factors_by_weight
+from mca_models.storage.copy_plan import HF, Rule, part_shapes
 from mca_models.storage.finite import counts_in
-from mca_models.storage.moves import HF, Rule, part_shapes
 from mca_models.templates.common import EMBEDDING
-from mca_models.templates.shapes import whole_shape
+from mca_models.templates.shapes import full_shape
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
 
-Read = Callable[[Param], Array]
+TensorReader = Callable[[Param], Array]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Adapter:
     model: McaModelConfig
     config: AdapterConfig
     rules: AdapterRules
-    read: Read
+    read: TensorReader
 
     @property
     def params(self) -> Sequence[Param]:
@@ -43,21 +43,21 @@ class Adapter:
         return self.rules.params
 
     @cached_property
-    def factors_of(self) -> Mapping[str, Sequence[Factors]]:
+    def factors_by_name(self) -> Mapping[str, Sequence[LoraFactors]]:
         """The factors on each Megatron weight, by its canonical name."""
-        return by_part(self.rules.factors)
+        return factors_by_weight(self.rules.factors)
 
     @cached_property
-    def saved_of(self) -> Mapping[str, Param]:
+    def saved_by_name(self) -> Mapping[str, Param]:
         """Parameters saved whole, by canonical name."""
-        return {param.mca_name(): param for param in self.rules.whole}
+        return {param.mca_name(): param for param in self.rules.full_params}
 
     def not_finite(self) -> dict[str, int]:
         """Return the number of infinite and NaN values of each tensor that has any, by PEFT's names."""
         return counts_in((param.hf_names()[0], self.read(param)) for param in self.params)
 
     def piece(self, param: Param, rank: int, size: int) -> Array:
-        """What ``rank`` of ``size`` (tp, or etp for an expert) holds of ``param``."""
+        """Return the shard of ``param`` on ``rank`` of ``size`` (tp, or etp for an expert)."""
         whole = self.read(param)
         return param.shard.take(_padded(whole, size) if param.vocab else whole, rank, size)
 
@@ -78,12 +78,12 @@ def check_shapes(adapter: Adapter, where: object) -> Adapter:
         McaError: Some have not; the first few are named.
     """
     problems = [problem for pair in adapter.rules.factors for problem in _faults(adapter, pair)]
-    problems += [fault for param in adapter.rules.whole for fault in _saved_faults(adapter, param)]
+    problems += [fault for param in adapter.rules.full_params for fault in _saved_faults(adapter, param)]
     raise_problems(problems, where, shown=8)
     return adapter
 
 
-def _faults(adapter: Adapter, pair: Factors) -> list[str]:
+def _faults(adapter: Adapter, pair: LoraFactors) -> list[str]:
     shapes = tuple(adapter.read(pair.a).shape), tuple(adapter.read(pair.b).shape)
     expected = expected_shapes(adapter.model, pair)
     return [
@@ -93,17 +93,17 @@ def _faults(adapter: Adapter, pair: Factors) -> list[str]:
     ]
 
 
-def expected_shapes(model: McaModelConfig, pair: Factors) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of the whole lora_A and lora_B on a target."""
-    whole = whole_shape(pair.target.base, model)
-    rows, columns = part_shapes(Rule.of(pair.target.base), whole, HF)[pair.target.part]
+def expected_shapes(model: McaModelConfig, pair: LoraFactors) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of the full lora_A and lora_B on a target."""
+    whole = full_shape(pair.target.base, model)
+    rows, columns = part_shapes(Rule.from_param(pair.target.base), whole, HF)[pair.target.part]
     if pair.target.transposed:
         rows, columns = columns, rows
     return (pair.rank, columns), (rows, pair.rank)
 
 
 def _saved_faults(adapter: Adapter, param: Param) -> list[str]:
-    shape, expected = tuple(adapter.read(param).shape), whole_shape(param, adapter.model)
+    shape, expected = tuple(adapter.read(param).shape), full_shape(param, adapter.model)
     if shape == expected:
         return []
     hint = "; resize the base model's vocabulary first" if param.vocab else ""
@@ -111,12 +111,14 @@ def _saved_faults(adapter: Adapter, param: Param) -> list[str]:
 
 
 def require_untied(adapter: Adapter, what: str) -> None:
-    """Refuses ``what`` where a saved embedding would part from its tied output layer.
+    """Reject ``what`` where a saved embedding would part from its tied output layer.
 
     Raises:
         McaError: The model is tied and the adapter saved its embedding.
     """
-    if adapter.model.tie_word_embeddings and any(param.mca == EMBEDDING for param in adapter.rules.whole):
+    if adapter.model.tie_word_embeddings and any(
+        param.mca == EMBEDDING for param in adapter.rules.full_params
+    ):
         raise McaError(
             "modules_to_save: embed_tokens is tied to the output layer, which PEFT leaves as it was "
             f"(ensure_weight_tying is not supported); {what} would need an untied model"

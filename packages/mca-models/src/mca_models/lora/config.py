@@ -1,6 +1,6 @@
 """``adapter_config.json`` of PEFT's LoRA: read, checked, matched against module names.
 
-Everything that decides what an adapter computes is either represented or refused by name; the document
+Every setting that changes the result is either supported or raises an error that names it; the document
 itself is kept verbatim, so that writing it again loses nothing.
 """
 
@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mca_config.errors import raise_problems
-from mca_config.files import inside, read_json
+from mca_config.files import read_json, resolve_inside
 from mca_config.types import Typed, Values
-from mca_models.lora.patterns import Patterns
-from mca_models.lora.values import value_problems
+from mca_models.lora.config_types import value_problems
+from mca_models.lora.name_patterns import PatternMatcher
 
 FILE_NAME = "adapter_config.json"
 ALL_LINEAR = "all-linear"
 
 _REFUSED: Mapping[str, str] = {
     "use_dora": "DoRA's magnitudes depend on whole columns of the merged weight",
-    "lora_bias": "a bias on lora_B has no place beside Megatron's linears",
+    "lora_bias": "Megatron's adapters have no bias on lora_B",
     "use_qalora": "it pools the inputs",
     "use_bdlora": "block-diagonal factors are laid out for one tensor-parallel size",
     "alora_invocation_tokens": "activated LoRA depends on the prompt",
@@ -34,7 +34,7 @@ _REFUSED: Mapping[str, str] = {
     "megatron_config": "this is for PEFT's own parallel linears; leave it out",
     "loftq_config": "LoftQ quantises the base weights",
 }
-"""Settings that must be absent, null, false or empty."""
+"""Unsupported settings with the reason; they must be absent, null, false or empty."""
 
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initialisations that subtract the first adapter from the base weights."""
@@ -51,7 +51,7 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What a PEFT LoRA adapter is.
+    """Configuration of a PEFT LoRA adapter.
 
     Args:
         document: The parsed ``adapter_config.json``.
@@ -59,11 +59,11 @@ class AdapterConfig:
     """
 
     document: Values
-    patterns: Patterns = field(default_factory=Patterns, compare=False, repr=False)
+    patterns: PatternMatcher = field(default_factory=PatternMatcher, compare=False, repr=False)
 
     @staticmethod
     def from_dict(document: Values, where: object = FILE_NAME) -> "AdapterConfig":
-        """Checks ``document``; ``where`` names it in errors.
+        """Check ``document``; ``where`` names it in errors.
 
         Raises:
             McaError: It is no LoRA adapter, or has settings that cannot be represented (all are named).
@@ -73,8 +73,8 @@ class AdapterConfig:
 
     @staticmethod
     def load(directory: Path) -> "AdapterConfig":
-        """Reads ``adapter_config.json`` in ``directory``."""
-        path = inside(directory, FILE_NAME)
+        """Read ``adapter_config.json`` in ``directory``."""
+        path = resolve_inside(directory, FILE_NAME)
         return AdapterConfig.from_dict(read_json(path, "a PEFT adapter directory holds one"), path)
 
     def to_json(self) -> str:
@@ -84,7 +84,7 @@ class AdapterConfig:
 
     @property
     def modules_to_save(self) -> tuple[str, ...]:
-        """Ends of the names of modules that are trained and saved whole."""
+        """End of the names of modules that are trained and saved whole."""
         return tuple(self.document.get("modules_to_save") or ())
 
     @property
@@ -93,7 +93,7 @@ class AdapterConfig:
         return float(self.document.get("lora_dropout") or 0.0)
 
     def targets(self, module: str, *, linear: bool = True) -> bool:
-        """Whether HF ``module`` gets an adapter.
+        """Return whether HF ``module`` gets an adapter.
 
         Args:
             module: Full name, e.g. ``model.layers.0.self_attn.q_proj``.
@@ -110,18 +110,18 @@ class AdapterConfig:
         return ends_with(module, names) and (module in names or self._in_layers(module))
 
     def targets_parameter(self, name: str) -> bool:
-        """Whether HF parameter ``name`` (``model.layers.0.mlp.experts.gate_up_proj``) gets an adapter."""
+        """Return whether HF parameter ``name`` (``model.layers.0.mlp.experts.gate_up_proj``) gets an adapter."""
         return ends_with(name, self.document.get("target_parameters") or ())
 
     def saves(self, tensor: str) -> bool:
-        """Whether HF ``tensor`` belongs to a module of ``modules_to_save``."""
+        """Return whether HF ``tensor`` belongs to a module of ``modules_to_save``."""
         parents = tensor.split(".")[:-1]
         modules = [".".join(parents[: i + 1]) for i in range(len(parents))]
         return any(module.endswith(entry) for module in modules for entry in self.modules_to_save)
 
     def rank(self, module: str) -> int:
         """Rank of the adapter on ``module``."""
-        return int(self._of_pattern("rank_pattern", module, "r", 8))
+        return int(self._pattern_value("rank_pattern", module, "r", 8))
 
     def scale(self, module: str) -> float:
         """The factor of ``lora_B @ lora_A`` on ``module``."""
@@ -129,18 +129,18 @@ class AdapterConfig:
         return float(alpha / math.sqrt(rank) if self.document.get("use_rslora") else alpha / rank)
 
     def alpha(self, module: str) -> float:
-        """What the scale on ``module`` is made of, beside its rank."""
-        alpha: float = self._of_pattern("alpha_pattern", module, "lora_alpha", 8)
+        """Return the alpha of ``module``, from which ``scale`` follows."""
+        alpha: float = self._pattern_value("alpha_pattern", module, "lora_alpha", 8)
         return alpha
 
-    def _of_pattern(self, patterns: str, module: str, default: str, otherwise: int) -> Typed:
+    def _pattern_value(self, patterns: str, module: str, default: str, otherwise: int) -> Typed:
         for pattern, value in (self.document.get(patterns) or {}).items():
             if self.names(pattern, module):
                 return value
         return self.document.get(default, otherwise)
 
     def names(self, pattern: str, module: str) -> bool:
-        """Whether ``pattern`` of ``rank_pattern`` or ``alpha_pattern`` means ``module``."""
+        """Return whether ``pattern`` of ``rank_pattern`` or ``alpha_pattern`` means ``module``."""
         return self.patterns.match(rf"(.*\.)?({pattern})$", module) is not None
 
     def _excluded(self, module: str) -> bool:
@@ -164,7 +164,7 @@ class AdapterConfig:
 
 
 def ends_with(name: str, ends: Iterable[str]) -> bool:
-    """Whether the last words of ``name`` are one of ``ends``."""
+    """Return whether the last words of ``name`` are one of ``ends``."""
     return any(name == end or name.endswith(f".{end}") for end in ends)
 
 

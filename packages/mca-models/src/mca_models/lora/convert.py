@@ -12,23 +12,23 @@ from typing import Literal
 from mca_config.errors import McaError, raise_problems
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
-from mca_models.checkpoint.hf_directory import naming_config, read_config
+from mca_models.checkpoint.hf_directory import named_config_errors, read_config
 from mca_models.checkpoint.mca_directory import is_mca, load_config
 from mca_models.lora.adapter import Adapter
 from mca_models.lora.config import AdapterConfig
 from mca_models.lora.mca_directory import (
     is_mca_adapter,
-    names_in,
     open_mca_adapter,
-    relaid,
+    stored_names,
+    with_layout,
     write_mca_adapter,
 )
 from mca_models.lora.peft_directory import is_peft, open_peft, stored_tensors, write_peft
-from mca_models.lora.rules import AdapterRules, rules_as_found
+from mca_models.lora.rules import AdapterRules, rules_from_names
 from mca_models.storage.dtypes import numpy_dtype
 from mca_models.storage.finite import counts_in, named_counts
 from mca_models.templates import config_from_hf
-from mca_models.templates.shapes import whole_shape
+from mca_models.templates.shapes import full_shape
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
 
@@ -39,15 +39,15 @@ _SAME_MODEL = ("model_type", "num_layers", "hidden_size", "num_attention_heads",
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether ``path`` looks like an adapter directory, PEFT's or MCA's."""
+    """Return whether ``path`` looks like an adapter directory, PEFT's or MCA's."""
     return is_peft(path) or is_mca_adapter(path)
 
 
-def model_of(path: Path) -> McaModelConfig:
-    """The model of a checkpoint directory, HF or MCA, of which only the configuration need be there."""
+def load_model_config(path: Path) -> McaModelConfig:
+    """Load the model of a HF or MCA checkpoint directory; only its configuration need be there."""
     if is_mca(path):
         return load_config(path)
-    with naming_config(path):
+    with named_config_errors(path):
         return config_from_hf(read_config(path))
 
 
@@ -75,7 +75,7 @@ def open_adapter(path: Path, model: McaModelConfig | None = None) -> Adapter:
                 f"{path}: {field} of its base model is {getattr(adapter.model, field)}, here {getattr(model, field)}"
             )
     if model is not None:
-        raise_problems(list(_of_other_shapes(adapter, model)), path, shown=8)
+        raise_problems(list(_shape_mismatches(adapter, model)), path, shown=8)
     return adapter
 
 
@@ -91,27 +91,27 @@ def adapter_for(path: Path, model: McaModelConfig) -> Adapter:
             f"{path}: its adapter is of a model with a head for {adapter.model.head}; open the base model with "
             f"head=Head(kind={adapter.model.head!r}, ...)"
         )
-    return relaid(adapter, model.layout)
+    return with_layout(adapter, model.layout)
 
 
-def rules_of(path: Path, model: McaModelConfig) -> tuple[AdapterConfig, AdapterRules]:
+def load_adapter_rules(path: Path, model: McaModelConfig) -> tuple[AdapterConfig, AdapterRules]:
     """The configuration of the adapter in ``path``, and what ``model`` has of it; no tensor is read.
 
     Raises:
         McaError: It cannot be represented.
     """
     config = AdapterConfig.load(path)
-    names = names_in(path) if is_mca_adapter(path) else stored_tensors(path)[1].keys()
-    return config, rules_as_found(model, config, names)
+    names = stored_names(path) if is_mca_adapter(path) else stored_tensors(path)[1].keys()
+    return config, rules_from_names(model, config, names)
 
 
-def _of_other_shapes(adapter: Adapter, model: McaModelConfig) -> Iterator[str]:
-    """The weights that ``adapter`` changes which have another shape in ``model``, in words."""
+def _shape_mismatches(adapter: Adapter, model: McaModelConfig) -> Iterator[str]:
+    """Yield the weights that ``adapter`` changes and whose shape in ``model`` differs, in words."""
     own = adapter.model  # whose head may be new
     model = replace(model, head=own.head, num_labels=own.num_labels)
-    changed = [*(pair.target.base for pair in adapter.rules.factors), *adapter.rules.whole]
+    changed = [*(pair.target.base for pair in adapter.rules.factors), *adapter.rules.full_params]
     for param in {param.mca_name(): param for param in changed}.values():
-        its, here = whole_shape(param, own), whole_shape(param, model)
+        its, here = full_shape(param, own), full_shape(param, model)
         if its != here:
             hint = "; resize the base model's vocabulary first" if param.vocab else ""
             yield f"{param.hf_names()[0]} of its base model has shape {list(its)}, here {list(here)}{hint}"
@@ -128,23 +128,23 @@ def convert_adapter(
     proceed: Callable[[], None] = lambda: None,
     overwrite: bool = False,
 ) -> Adapter:
-    """Writes the adapter in ``source`` to ``destination``, bit for bit unless ``cast``.
+    """Write the adapter in ``source`` to ``destination``, bit for bit unless ``cast``.
 
     Args:
         source: A PEFT or an MCA adapter directory.
         destination: The new directory; absent or empty before.
-        model: The base model (``model_of``); needed for a PEFT source.
+        model: The base model (``load_model_config``); needed for a PEFT source.
         to: ``mca`` or ``hf`` (PEFT); None: the other kind than the source.
         layout: The parallel sizes of an MCA target; None: those of an MCA source, else 1.
         cast: Safetensors code (``BF16``, ``F16``, ``F32``) to cast the tensors to.
         proceed: Called before the result is put in place; raises to stop.
-        overwrite: Replaces what stands at ``destination``.
+        overwrite: Replace an existing ``destination``.
 
     Returns:
         The adapter that was read.
     """
     adapter = open_adapter(source, model)
-    written = casted(adapter, cast) if cast else adapter
+    written = cast_adapter(adapter, cast) if cast else adapter
     if cast is None and (counts := adapter.not_finite()):
         logger.warning("%s: %s; they are copied as they are", source, named_counts(counts))
     if (to or ("hf" if is_mca_adapter(source) else "mca")) == "hf":
@@ -157,7 +157,7 @@ def convert_adapter(
     return adapter
 
 
-def casted(adapter: Adapter, code: str) -> Adapter:
+def cast_adapter(adapter: Adapter, code: str) -> Adapter:
     """``adapter`` with its tensors in the dtype of code ``code``; reading raises if values are not finite."""
     import numpy as np
 

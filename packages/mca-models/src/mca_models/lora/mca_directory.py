@@ -1,4 +1,4 @@
-"""An MCA adapter directory: the tree of an MCA checkpoint with ``adapter_config.json`` beside it.
+"""MCA adapter directory: the tree of an MCA checkpoint and PEFT's ``adapter_config.json``.
 
     <dir>/mca_config.json          the base model and the layout of the pieces
           adapter_config.json      PEFT's, verbatim
@@ -13,19 +13,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from mca_config.errors import McaError
-from mca_config.files import inside, present
+from mca_config.files import has_entry, resolve_inside
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import FILE_NAME as MODEL
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.mca_directory import McaLayout, iteration_name, latest_iteration, load_config
-from mca_models.checkpoint.placement import cut_size, files_of
+from mca_models.checkpoint.placement import shard_count, shard_files
 from mca_models.checkpoint.side_files import copy_side_files
 from mca_models.lora.adapter import Adapter, check_shapes
 from mca_models.lora.config import FILE_NAME, AdapterConfig
-from mca_models.lora.rules import rules_as_found
+from mca_models.lora.rules import rules_from_names
 from mca_models.storage.atomic import atomic_directory, write_file
-from mca_models.storage.checksum import crc32_of_file
-from mca_models.storage.dtypes import code_of
+from mca_models.storage.checksum import file_crc32
+from mca_models.storage.dtypes import dtype_code
 from mca_models.storage.manifest import FileRecord, Manifest
 from mca_models.storage.safetensors import TensorInfo, plan_file, read_header
 from mca_models.storage.source import require_same_names
@@ -35,8 +35,8 @@ from mca_models.weights.arrays import Array
 
 
 def is_mca_adapter(path: Path) -> bool:
-    """Whether ``path`` looks like an MCA adapter directory."""
-    return present(path, FILE_NAME) and present(path, MODEL)
+    """Return whether ``path`` looks like an MCA adapter directory."""
+    return has_entry(path, FILE_NAME) and has_entry(path, MODEL)
 
 
 def open_mca_adapter(path: Path, iteration: int | None = None) -> Adapter:
@@ -48,19 +48,19 @@ def open_mca_adapter(path: Path, iteration: int | None = None) -> Adapter:
     model, config = load_config(path), AdapterConfig.load(path)
     folder = path / iteration_name(latest_iteration(path) if iteration is None else iteration)
     manifest = Manifest.load(folder)
-    rules = rules_as_found(model, config, manifest.tensors.keys())
+    rules = rules_from_names(model, config, manifest.tensors.keys())
     require_same_names(manifest.tensors.keys(), (param.mca_name() for param in rules.params), folder)
-    pieces = _Pieces(folder, manifest, model)
-    return check_shapes(Adapter(model, config, rules, pieces.read), folder)
+    shards = _Shards(folder, manifest, model)
+    return check_shapes(Adapter(model, config, rules, shards.read), folder)
 
 
-def names_in(path: Path) -> Collection[str]:
+def stored_names(path: Path) -> Collection[str]:
     """The canonical names of the tensors of the adapter in ``path``."""
     return Manifest.load(path / iteration_name(latest_iteration(path))).tensors.keys()
 
 
-class _Pieces:
-    """Joins the pieces of a tree."""
+class _Shards:
+    """Reader that joins the shards of a tree."""
 
     def __init__(self, folder: Path, manifest: Manifest, model: McaModelConfig) -> None:
         self._folder, self._manifest, self._model = folder, manifest, model
@@ -70,17 +70,17 @@ class _Pieces:
         }
 
     def _header(self, name: str, record: FileRecord) -> Mapping[str, TensorInfo]:
-        file = inside(self._folder.parent, f"{self._folder.name}/{name}")
+        file = resolve_inside(self._folder.parent, f"{self._folder.name}/{name}")
         tensors = read_header(file).tensors
         if file.stat().st_size != record.nbytes:
             raise McaError(f"{file}: has {file.stat().st_size} bytes, the manifest says {record.nbytes}")
-        if crc32_of_file(file) != record.crc32:  # adapters are small
+        if file_crc32(file) != record.crc32:  # adapters are small
             raise McaError(f"{file}: its checksum is not the manifest's; the file is damaged")
         return tensors
 
     def read(self, param: Param) -> Array:
         name = param.mca_name()
-        files = files_of(param, self._model, self._plan)
+        files = shard_files(param, self._model, self._plan)
         record = self._manifest.tensors[name]
         if record.files != files:
             raise McaError(f"{self._folder}: the manifest does not place {name} as its layout demands")
@@ -101,18 +101,18 @@ def write_mca_adapter(
     overwrite: bool = False,
     proceed: Callable[[], None] = lambda: None,
 ) -> None:
-    """Writes ``adapter`` cut for ``layout``.
+    """Write ``adapter`` sharded for ``layout``.
 
     Args:
         adapter: What to write.
         layout: The parallel sizes of the ranks that will read it.
         destination: The directory; absent or empty, unless overwritten.
         side_files: Where small files (tokenizer, model card) are copied from.
-        overwrite: Replaces what stands at ``destination``.
+        overwrite: Replace an existing ``destination``.
         proceed: Called before it is put in place; raises to stop.
     """
-    adapter = relaid(adapter, layout)
-    plan = planned(adapter)
+    adapter = with_layout(adapter, layout)
+    plan = plan_adapter(adapter)
     with atomic_directory(destination, overwrite=overwrite, proceed=proceed) as folder:
         records = {}
         for file, pieces in plan.files.items():
@@ -127,7 +127,7 @@ def write_mca_adapter(
         plan.finish(folder, records)
 
 
-def planned(adapter: Adapter) -> McaLayout:
+def plan_adapter(adapter: Adapter) -> McaLayout:
     """The files and tensors of an MCA directory of ``adapter``, in the layout of its model.
 
     Raises:
@@ -137,22 +137,22 @@ def planned(adapter: Adapter) -> McaLayout:
     return McaLayout(
         adapter.params,
         adapter.model,
-        {name: code_of(x.dtype) for name, x in wholes.items()},
+        {name: dtype_code(x.dtype) for name, x in wholes.items()},
         {name: tuple(x.shape) for name, x in wholes.items()},
     )
 
 
-def relaid(adapter: Adapter, layout: ParallelLayout) -> Adapter:
+def with_layout(adapter: Adapter, layout: ParallelLayout) -> Adapter:
     """``adapter`` with the rules that another layout needs; its tensors are the same."""
     model = replace(adapter.model, layout=layout)
     by_name = {param.mca_name(): param for param in adapter.params}
     names = {*by_name, *(name for param in adapter.params for name in param.hf_names())}
-    rules = rules_as_found(model, adapter.config, names)
+    rules = rules_from_names(model, adapter.config, names)
     return Adapter(model, adapter.config, rules, lambda param: adapter.read(by_name[param.mca_name()]))
 
 
 def _piece(adapter: Adapter, param: Param, rank: int) -> Array:
-    return adapter.piece(param, rank, cut_size(param, adapter.model.layout))
+    return adapter.piece(param, rank, shard_count(param, adapter.model.layout))
 
 
 def _bytes(x: Array) -> Array:

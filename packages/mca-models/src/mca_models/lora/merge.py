@@ -2,7 +2,7 @@
 
 That is what ``merge_and_unload`` computes. PEFT rounds the product of *stacked* experts to W's dtype
 before it adds; here everything is rounded once, also where W is cast. Rows are done in blocks that do not
-depend on who asks, so a merged model is the same in whatever pieces it is read.
+depend on the caller, so a merged model is the same for every order and size of reads.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,17 +17,17 @@ from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES, METADATA, HfLayout
 from mca_models.checkpoint.side_files import copy_side_files
 from mca_models.lora.adapter import Adapter, require_untied
-from mca_models.lora.rules import Factors
-from mca_models.lora.scored import with_head_of
+from mca_models.lora.adapter_head import with_adapter_head
+from mca_models.lora.rules import LoraFactors
 from mca_models.storage.atomic import atomic_directory
+from mca_models.storage.byte_ranges import Gather, Shape, clip
 from mca_models.storage.cast import cast_into
+from mca_models.storage.copy_plan import HF, Rule, Side, part_shapes
 from mca_models.storage.dtypes import DTYPE_NAMES, numpy_dtype
 from mca_models.storage.finite import counts_in, named_counts, non_finite
-from mca_models.storage.moves import HF, Rule, Side, part_shapes
-from mca_models.storage.runs import Gather, Shape, clip
+from mca_models.storage.lazy_tensor import LazyTensorBase
 from mca_models.storage.safetensors import TensorInfo, plan_file
-from mca_models.storage.source import Computed, ModelSource, Part, copy_move, plan_gathers
-from mca_models.storage.strided import TensorBase
+from mca_models.storage.source import ComputedTensor, ModelSource, Part, copy_move, plan_gathers
 from mca_models.storage.writer import SafetensorsWriter
 from mca_models.weights import Param
 from mca_models.weights.arrays import NumpyArray, NumpyDtype
@@ -50,33 +50,33 @@ class MergedSource:
 
     def __init__(self, base: ModelSource, adapter: Adapter, cast: str | None = None) -> None:
         require_untied(adapter, "merging")
-        base = with_head_of(base, adapter)
+        base = with_adapter_head(base, adapter)
         self.base, self.adapter, self._cast = base, adapter, cast
         self.path: Path = base.path
         self.config: McaModelConfig = base.config
         self.params: Sequence[Param] = base.params
         known = {param.mca_name() for param in base.params}
-        lost = sorted({*adapter.factors_of, *adapter.saved_of} - known)
+        lost = sorted({*adapter.factors_by_name, *adapter.saved_by_name} - known)
         if lost:
             raise McaError(f"the adapter changes {lost[0]}, which the base model does not have")
         self._parts: dict[str, tuple[Part, ...]] = {}
 
     def touches(self, param: Param) -> bool:
-        """Whether the HF tensors of ``param`` change."""
+        """Return whether the HF tensors of ``param`` change."""
         name = param.mca_name()
-        return name in self.adapter.factors_of or name in self.adapter.saved_of
+        return name in self.adapter.factors_by_name or name in self.adapter.saved_by_name
 
     def side(self, param: Param) -> Side:
-        """See ``ModelSource``."""
+        """Return the side of ``param``'s rule that its parts are on."""
         return HF if self.touches(param) else self.base.side(param)
 
     def parts(self, param: Param) -> tuple[Part, ...]:
-        """See ``ModelSource``."""
+        """Return the parts that hold ``param``, in the side's order."""
         if not self.touches(param):
             return self.base.parts(param)
         name = param.mca_name()
         if name not in self._parts:
-            shapes = part_shapes(Rule.of(param), self.whole_shape(param), HF)
+            shapes = part_shapes(Rule.from_param(param), self.full_shape(param), HF)
             self._parts[name] = tuple(
                 Part(MergedTensor(self, param, number, shape, self._dtype(param, number)), shape)
                 for number, shape in enumerate(shapes)
@@ -84,42 +84,42 @@ class MergedSource:
         return self._parts[name]
 
     def _dtype(self, param: Param, number: int) -> str:
-        return _cast_of(param, self.stored_dtype(param, number), self._cast)
+        return _cast_dtype(param, self.stored_dtype(param, number), self._cast)
 
     def stored_dtype(self, param: Param, number: int) -> str:
         """The code of what the base model has of HF tensor ``param.hf[number]``."""
         parts = self.base.parts(param)
         return parts[number if self.base.side(param) is HF else 0].info.dtype
 
-    def whole_shape(self, param: Param) -> Shape:
-        """See ``ModelSource``."""
-        return self.base.whole_shape(param)
+    def full_shape(self, param: Param) -> Shape:
+        """Return the full shape of ``param``, without vocabulary padding."""
+        return self.base.full_shape(param)
 
     def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
-        """See ``ModelSource``."""
+        """Plan how to fill the tensors of ``side`` that hold ``param``."""
         if self.touches(param):
-            return plan_gathers(param, self.whole_shape(param), HF, side)
+            return plan_gathers(param, self.full_shape(param), HF, side)
         return self.base.gathers(param, side)
 
     def check_duplicates(self) -> None:
-        """See ``ModelSource``."""
+        """Check that tensors stored several times are equal."""
         self.base.check_duplicates()
 
     def checksums(self) -> Mapping[Path, int]:
-        """See ``ModelSource``."""
+        """Return the CRC-32 of each file, where known."""
         return self.base.checksums()
 
-    def tensors(self) -> "Iterable[TensorInfo | Computed]":
-        """What the base model stores."""
+    def tensors(self) -> "Iterable[TensorInfo | ComputedTensor]":
+        """Return the stored tensors of the base model."""
         return self.base.tensors()
 
-    def factors_on(self, param: Param, number: int) -> "Iterator[tuple[Factors, NumpyArray, slice]]":
+    def factors_on(self, param: Param, number: int) -> "Iterator[tuple[LoraFactors, NumpyArray, slice]]":
         """The factors on one HF tensor, the rows of lora_B that matter, and the rows that they change.
 
         Adapter and base may see the experts otherwise: each module its own tensor, or gate and up in one.
         """
-        for pair in self.adapter.factors_of.get(param.mca_name(), ()):
-            b = pair.b.from_whole(self.adapter.read(pair.b))[0]
+        for pair in self.adapter.factors_by_name.get(param.mca_name(), ()):
+            b = pair.b.from_full(self.adapter.read(pair.b))[0]
             mine, its = len(param.hf), len(pair.target.base.hf)
             if mine == its:
                 if pair.target.part == number:
@@ -132,7 +132,7 @@ class MergedSource:
 
 
 @dataclass(frozen=True, slots=True)
-class MergedTensor(TensorBase):
+class MergedTensor(LazyTensorBase):
     """HF tensor ``param.hf[number]`` (an expert's own entry of a stacked one) after merging.
 
     Args:
@@ -151,12 +151,12 @@ class MergedTensor(TensorBase):
 
     @property
     def name(self) -> str:
-        """The HF tensor's."""
+        """Name of the HF tensor."""
         return self.param.hf_names()[self.number]
 
     @property
     def file(self) -> Path:
-        """Where the base model's weight begins."""
+        """File in which the base model's weight begins."""
         return self.source.base.parts(self.param)[0].info.file
 
     def read(self, start: int = 0, stop: int | None = None) -> NumpyArray:
@@ -194,7 +194,7 @@ class MergedTensor(TensorBase):
         stored = sum(int(non_finite(self._stored(*block, dtype)).sum()) for block in blocks)
         counts = {f"{self.file}: {self.name}": stored} if stored else {}
         if not counts:
-            factors = self.source.adapter.factors_of.get(self.param.mca_name(), ())
+            factors = self.source.adapter.factors_by_name.get(self.param.mca_name(), ())
             params = (param for pair in factors for param in (pair.a, pair.b))
             counts = counts_in((param.hf_names()[0], self.source.adapter.read(param)) for param in params)
         if not counts:
@@ -210,9 +210,9 @@ class MergedTensor(TensorBase):
     def _stored(self, start: int, stop: int, dtype: NumpyDtype) -> NumpyArray:
         """Rows ``start:stop`` before merging, or as the adapter saved them, wide; a fresh array."""
         adapter = self.source.adapter
-        saved = adapter.saved_of.get(self.param.mca_name())
+        saved = adapter.saved_by_name.get(self.param.mca_name())
         if saved is not None:
-            whole = saved.from_whole(adapter.read(saved))[self.number]
+            whole = saved.from_full(adapter.read(saved))[self.number]
             if whole.shape != self.shape:
                 raise McaError(
                     f"{self.name}: the adapter saved shape {list(whole.shape)}, the base model's is "
@@ -227,7 +227,7 @@ class MergedTensor(TensorBase):
 
 
 def fill(out: NumpyArray, gather: Gather, parts: Sequence[Part], start: int = 0) -> None:
-    """Fills flat ``out`` with the elements from ``start`` on of what ``gather`` takes from ``parts``."""
+    """Fill flat ``out`` with the elements from ``start`` on of what ``gather`` takes from ``parts``."""
     for zero in gather.zeros:
         out[max(zero[0] - start, 0) : max(zero[1] - start, 0)] = 0
     for whole in gather.moves:
@@ -240,7 +240,7 @@ def fill(out: NumpyArray, gather: Gather, parts: Sequence[Part], start: int = 0)
 def add_product(weight: NumpyArray, a: NumpyArray, b: NumpyArray, scale: float) -> bool:
     """``weight += scale * b @ a`` in place, each element rounded once; whether all results are finite."""
     work = _work(weight.dtype)
-    with np.errstate(over="ignore", invalid="ignore"):  # told by the result
+    with np.errstate(over="ignore", invalid="ignore"):  # the result shows it
         delta = b.astype(work) @ a.astype(work)
         delta *= work.type(scale)
         delta += weight.astype(work)
@@ -262,7 +262,7 @@ def merge_to_hf(
     cast: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes the HF directory of ``base`` with ``adapter`` folded in; ``mca-convert --merge`` does it with threads.
+    """Write the HF directory of ``base`` with ``adapter`` folded in; ``mca-convert --merge`` does it with threads.
 
     Args:
         base: A checkpoint of any kind, opened.
@@ -276,10 +276,11 @@ def merge_to_hf(
     """
     source = MergedSource(base, adapter, cast)
     dtypes = {
-        param.mca_name(): _cast_of(param, source.parts(param)[0].info.dtype, cast) for param in source.params
+        param.mca_name(): _cast_dtype(param, source.parts(param)[0].info.dtype, cast)
+        for param in source.params
     }
     config: McaModelConfig = replace(base.config, dtype=DTYPE_NAMES[cast]) if cast else base.config  # type: ignore[arg-type]
-    wholes = {param.mca_name(): source.whole_shape(param) for param in source.params}
+    wholes = {param.mca_name(): source.full_shape(param) for param in source.params}
     layout = HfLayout(source.params, config, dtypes, wholes, max_shard_bytes)
     with atomic_directory(destination) as folder:
         for file in layout.files:
@@ -289,13 +290,13 @@ def merge_to_hf(
         layout.finish(folder)
 
 
-def _cast_of(param: Param, own: str, cast: str | None) -> str:
+def _cast_dtype(param: Param, own: str, cast: str | None) -> str:
     """The code that ``param``, stored as ``own``, is written in."""
     return cast if cast and own in DTYPE_NAMES and (cast == "F32" or not param.keep_fp32) else own
 
 
 def _write_file(writer: SafetensorsWriter, layout: HfLayout, file: str, source: ModelSource) -> None:
-    """Writes every tensor of ``file``: a stacked one expert by expert."""
+    """Write every tensor of ``file``: a stacked one expert by expert."""
     wanted = set(layout.files[file])
     for param in layout.params:
         for number, name in enumerate(param.hf_names()):

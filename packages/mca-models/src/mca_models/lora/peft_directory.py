@@ -14,25 +14,25 @@ from functools import cached_property
 from pathlib import Path
 
 from mca_config.errors import McaError
-from mca_config.files import inside, present
+from mca_config.files import has_entry, resolve_inside
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
 from mca_models.checkpoint.hf_writer import METADATA
 from mca_models.checkpoint.mca_directory import is_mca
 from mca_models.checkpoint.side_files import copy_side_files
 from mca_models.lora.adapter import Adapter, check_shapes, expected_shapes
+from mca_models.lora.adapter_head import model_with_head
 from mca_models.lora.config import FILE_NAME, AdapterConfig
-from mca_models.lora.rules import rules_as_found
-from mca_models.lora.scored import model_with_head
-from mca_models.lora.unmatched import excluding_nothing, unmatched
+from mca_models.lora.rules import rules_from_names
+from mca_models.lora.unmatched_entries import ineffective_exclusions, unmatched_entries
 from mca_models.storage.atomic import atomic_directory, write_file
-from mca_models.storage.dtypes import code_of
-from mca_models.storage.moves import HF
+from mca_models.storage.copy_plan import HF
+from mca_models.storage.dtypes import dtype_code
 from mca_models.storage.safetensors import plan_file, read_header
-from mca_models.storage.source import require_same_names, shapes_of_parts
+from mca_models.storage.source import param_part_shapes, require_same_names
 from mca_models.storage.writer import SafetensorsWriter
-from mca_models.templates.shapes import whole_shape
-from mca_models.torch_checkpoint.hf_bin import tensors_of
+from mca_models.templates.shapes import full_shape
+from mca_models.torch_checkpoint.hf_bin import read_tensors
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
 
@@ -42,8 +42,8 @@ WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 
 
 def is_peft(path: Path) -> bool:
-    """Whether ``path`` looks like a PEFT adapter directory."""
-    return present(path, FILE_NAME) and not is_mca(path)
+    """Return whether ``path`` looks like a PEFT adapter directory."""
+    return has_entry(path, FILE_NAME) and not is_mca(path)
 
 
 def open_peft(path: Path, model: McaModelConfig) -> Adapter:
@@ -58,25 +58,25 @@ def open_peft(path: Path, model: McaModelConfig) -> Adapter:
     if refused:
         raise McaError(f"{file}: {refused[0]}: adapters on embeddings are not supported; use modules_to_save")
     model = model_with_head(model, config.document, infos)
-    rules = rules_as_found(model, config, infos.keys())
+    rules = rules_from_names(model, config, infos.keys())
     expected = {name for param in rules.params for name in param.hf_names()}
     require_same_names(infos.keys(), expected, path)
     adapted = [pair.target for pair in rules.factors]
-    for problem in (*unmatched(model, config, adapted), *excluding_nothing(model, config)):
+    for problem in (*unmatched_entries(model, config, adapted), *ineffective_exclusions(model, config)):
         logger.warning("%s: %s", path / FILE_NAME, problem)
-    stacks = PeftStacks(lambda name: infos[name].array(), model.num_moe_experts or 1)
+    stacks = PeftReader(lambda name: infos[name].array(), model.num_moe_experts or 1)
     return check_shapes(Adapter(model, config, rules, stacks.read), file)
 
 
 def stored_tensors(path: Path) -> tuple[Path, Values]:
     """The file that holds the tensors of the adapter in ``path``, and these by name."""
-    pickled = not present(path, WEIGHTS) and present(path, PICKLE)
-    file = inside(path, PICKLE if pickled else WEIGHTS)
-    return file, tensors_of(file) if pickled else read_header(file).tensors
+    pickled = not has_entry(path, WEIGHTS) and has_entry(path, PICKLE)
+    file = resolve_inside(path, PICKLE if pickled else WEIGHTS)
+    return file, read_tensors(file) if pickled else read_header(file).tensors
 
 
-class PeftStacks:
-    """Reads whole tensors, seeing PEFT's matrices of all experts as stacks.
+class PeftReader:
+    """Reader of full tensors that splits PEFT's matrices of all experts into stacks.
 
     Args:
         array: A tensor by its name, as PEFT stores it.
@@ -89,7 +89,7 @@ class PeftStacks:
     def read(self, param: Param) -> Array:
         """The whole tensor of a rule."""
         arrays = [self._array(name) for name in param.hf_names()]
-        return param.to_whole([self._stack(param, x) for x in arrays] if param.stacked else arrays)
+        return param.to_full([self._stack(param, x) for x in arrays] if param.stacked else arrays)
 
     def _stack(self, param: Param, x: Array) -> Array:
         if x.shape[_stacked_axis(param)] % self._experts:
@@ -114,8 +114,8 @@ def peft_shapes(adapter: Adapter) -> Mapping[str, tuple[int, ...]]:
             if param.stacked:
                 stored[_stacked_axis(param)] *= model.num_moe_experts or 1
             found |= dict.fromkeys(param.hf_names(), tuple(stored))
-    for param in adapter.rules.whole:
-        shapes = shapes_of_parts(param, whole_shape(param, model), HF)
+    for param in adapter.rules.full_params:
+        shapes = param_part_shapes(param, full_shape(param, model), HF)
         found |= zip(param.hf_names(), shapes, strict=True)
     return found
 
@@ -144,7 +144,7 @@ class PeftTensors:
         import numpy as np
 
         sources = self.sources[name]
-        arrays = [param.from_whole(self._adapter.read(param))[place] for param, place in sources]
+        arrays = [param.from_full(self._adapter.read(param))[place] for param, place in sources]
         if not sources[0][0].stacked:
             return np.ascontiguousarray(arrays[0])
         if _stacked_axis(sources[0][0]) == 0:
@@ -160,19 +160,19 @@ def write_peft(
     overwrite: bool = False,
     proceed: Callable[[], None] = lambda: None,
 ) -> None:
-    """Writes a PEFT directory that ``peft`` loads onto the HF model.
+    """Write a PEFT directory that ``peft`` loads onto the HF model.
 
     Args:
         adapter: What to write.
         destination: The directory; absent or empty, unless overwritten.
         side_files: Where small files (tokenizer, model card) are copied from.
-        overwrite: Replaces what stands at ``destination``.
+        overwrite: Replace an existing ``destination``.
         proceed: Called before it is put in place; raises to stop.
     """
     tensors = PeftTensors(adapter)
     with atomic_directory(destination, overwrite=overwrite, proceed=proceed) as folder:
         arrays = {name: tensors.array(name) for name in sorted(tensors.sources)}
-        specs = [(name, code_of(x.dtype), tuple(x.shape)) for name, x in arrays.items()]
+        specs = [(name, dtype_code(x.dtype), tuple(x.shape)) for name, x in arrays.items()]
         with SafetensorsWriter(plan_file(folder / WEIGHTS, specs, METADATA)) as writer:
             for name, x in arrays.items():
                 writer.write(name, x.reshape(-1).view("uint8"))

@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from mca_config.errors import McaError, raise_problems
 from mca_config.model_config import McaModelConfig
 from mca_models.lora.config import AdapterConfig
+from mca_models.lora.peft_load_warnings import peft_load_warnings
 from mca_models.lora.targets import UNSAVED, Target, linear_targets, stacked_targets
-from mca_models.lora.unmatched import excluding_nothing, unmatched
-from mca_models.lora.unread import unread
-from mca_models.templates import family_of
+from mca_models.lora.unmatched_entries import ineffective_exclusions, unmatched_entries
+from mca_models.templates import get_family
 from mca_models.weights import COLUMN, REPLICATED, ROW, Param, Shard, Stage
 from mca_models.weights.layouts import SEPARATE, Concat, GroupedHeads
 
@@ -35,8 +35,8 @@ PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
-class Factors:
-    """The adapter on one target: its two tensors' rules and what multiplies their product."""
+class LoraFactors:
+    """LoRA factors on one target: the rules of both tensors, and their scale."""
 
     target: Target
     a: Param
@@ -47,7 +47,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class AdapterRules:
-    """Every tensor of one adapter.
+    """Rules of every tensor of one adapter.
 
     Args:
         factors: By target, in checkpoint order.
@@ -55,19 +55,19 @@ class AdapterRules:
         kept: The same that PEFT saved without training them: tables that it saw resized or adapted.
     """
 
-    factors: tuple[Factors, ...]
+    factors: tuple[LoraFactors, ...]
     saved: tuple[Param, ...] = ()
     kept: tuple[Param, ...] = ()
 
     @property
-    def whole(self) -> tuple[Param, ...]:
+    def full_params(self) -> tuple[Param, ...]:
         """All base parameters in it."""
         return (*self.saved, *self.kept)
 
     @property
     def params(self) -> list[Param]:
         """All rules."""
-        return [*(param for pair in self.factors for param in (pair.a, pair.b)), *self.whole]
+        return [*(param for pair in self.factors for param in (pair.a, pair.b)), *self.full_params]
 
 
 def rules_for_training(config: McaModelConfig, adapter: AdapterConfig) -> AdapterRules:
@@ -79,15 +79,15 @@ def rules_for_training(config: McaModelConfig, adapter: AdapterConfig) -> Adapte
     factors = (*_linear_factors(config, adapter), *_stacked_factors(config, adapter))
     rules = _checked(config, adapter, AdapterRules(factors, tuple(_saved(config, adapter))))
     adapted = [pair.target for pair in rules.factors]
-    problems = unmatched(config, adapter, adapted)
+    problems = unmatched_entries(config, adapter, adapted)
     raise_problems(problems, "LoraConfig", shown=8)
-    for told in (*excluding_nothing(config, adapter), *unread(config, adapter, adapted)):
-        logger.warning("LoraConfig: %s", told)
+    for warning in (*ineffective_exclusions(config, adapter), *peft_load_warnings(config, adapter, adapted)):
+        logger.warning("LoraConfig: %s", warning)
     return rules
 
 
-def rules_as_found(config: McaModelConfig, adapter: AdapterConfig, names: Collection[str]) -> AdapterRules:
-    """The tensors of the adapter that holds tensors ``names`` (PEFT's or canonical).
+def rules_from_names(config: McaModelConfig, adapter: AdapterConfig, names: Collection[str]) -> AdapterRules:
+    """Return the tensors of the adapter that holds tensors ``names`` (PEFT's or canonical).
 
     Names decide what the configuration leaves open: whether ``gate_proj`` meant the routed experts too
     (not with transformers 5), whether the vision model was there, and whether PEFT added embeddings that it saw
@@ -109,7 +109,7 @@ def _is_in(param: Param, names: Collection[str]) -> bool:
 
 def _linear_factors(
     config: McaModelConfig, adapter: AdapterConfig, *, experts: bool = False
-) -> list[Factors]:
+) -> list[LoraFactors]:
     """``experts``: all-linear means the routed ones too, as it does with transformers 4."""
     factors = []
     for target in linear_targets(config):
@@ -130,8 +130,11 @@ def _require_no_dropout(adapter: AdapterConfig) -> None:
         raise McaError("lora_dropout: must be 0 with target_parameters, as in PEFT")
 
 
-def _stacked_factors(config: McaModelConfig, adapter: AdapterConfig) -> list[Factors]:
-    """PEFT wraps a module once for each of its parameters, so the first of two lies a ``base_layer`` deeper."""
+def _stacked_factors(config: McaModelConfig, adapter: AdapterConfig) -> list[LoraFactors]:
+    """Return the factors on stacked experts.
+
+    PEFT wraps a module once for each of its parameters, so the first of two is one ``base_layer`` deeper.
+    """
     if not adapter.document.get("target_parameters") or not config.num_moe_experts:
         return []
     found = [t for t in stacked_targets(config) if adapter.targets_parameter(t.module)]
@@ -148,14 +151,16 @@ def _stacked_factors(config: McaModelConfig, adapter: AdapterConfig) -> list[Fac
     return [_factors(config, adapter, target, wrapped[target.module], target.module) for target in found]
 
 
-def _factors(config: McaModelConfig, adapter: AdapterConfig, target: Target, hf: str, called: str) -> Factors:
+def _factors(
+    config: McaModelConfig, adapter: AdapterConfig, target: Target, hf: str, called: str
+) -> LoraFactors:
     """``called``: what ``rank_pattern`` and ``alpha_pattern`` match, the module's or the parameter's name."""
     a = _factor(target, "lora_A", hf, _shard_a(target))
     b = _factor(target, "lora_B", hf, _shard_b(target, config))
     if target.alone:
         b = replace(b, layout=target.base.layout, hf_layout=target.row_layout)
     b = replace(b, vocab=target.base.vocab)
-    return Factors(target, a, b, adapter.rank(called), adapter.scale(called))
+    return LoraFactors(target, a, b, adapter.rank(called), adapter.scale(called))
 
 
 def _factor(target: Target, which: str, hf: str, shard: Shard) -> Param:
@@ -226,8 +231,8 @@ def _with_prefix(param: Param, wrapped: str) -> Param:
 
 
 def _base_params(config: McaModelConfig) -> Iterator[Param]:
-    family = family_of(config.model_type)
-    params = family.params(family.as_modules(config))
+    family = get_family(config.model_type)
+    params = family.params(family.with_module_names(config))
     return (param for param in params if not param.alias_of and param.stage not in UNSAVED)
 
 
@@ -241,13 +246,13 @@ def _checked(config: McaModelConfig, adapter: AdapterConfig, rules: AdapterRules
             "target_modules and target_parameters both name the routed experts, once one by one and once stacked; "
             "leave one out"
         )
-    family = family_of(config.model_type)
-    for label in sorted({pair.target.label for pair in rules.factors} & family.unadapted):
+    family = get_family(config.model_type)
+    for label in sorted({pair.target.label for pair in rules.factors} & family.unadaptable):
         raise McaError(
             f"target_modules: PEFT trains no adapters on {label} of {config.model_type}; name others"
         )
     stacked = sorted({pair.target.label for pair in rules.factors if pair.target.stacked})
-    if stacked and family.experts_turned:
+    if stacked and family.transposed_experts:
         raise McaError(
             f"target_parameters: PEFT's factors on {stacked[0]} of {config.model_type} have other shapes, as it does "
             "not know that the weights are stored transposed; name others"
@@ -262,9 +267,9 @@ def _checked(config: McaModelConfig, adapter: AdapterConfig, rules: AdapterRules
     return rules
 
 
-def by_part(factors: Sequence[Factors]) -> dict[str, list[Factors]]:
+def factors_by_weight(factors: Sequence[LoraFactors]) -> dict[str, list[LoraFactors]]:
     """Factors by the canonical name of the Megatron weight they change."""
-    found: dict[str, list[Factors]] = {}
+    found: dict[str, list[LoraFactors]] = {}
     for pair in factors:
         found.setdefault(pair.target.base.mca_name(), []).append(pair)
     return found

@@ -1,4 +1,4 @@
-"""Which HF modules of a model can carry an adapter, and on which Megatron linear each of them lies.
+"""HF modules that can carry an adapter, with the Megatron linear of each.
 
 Derived from the rules of the base model, so a new family needs nothing here.
 """
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import family_of
-from mca_models.templates.vision import PREFIX
+from mca_models.templates import get_family
+from mca_models.templates.vision_tower import PREFIX
 from mca_models.weights import Param, Stage
 from mca_models.weights.layouts import Layout, Transposed
 
@@ -19,8 +19,8 @@ _LINEARS = frozenset(
 )
 """Megatron modules that are linears in HF models too."""
 _RENAMED = (".shared_experts.", ".self_attention.")
-"""Where linears stand whose names in files are not those of modules."""
-UNSAVED = (Stage.MTP, Stage.VISION, Stage.CARRIED)
+"""Parts of the names of linears that files name differently from modules."""
+UNSAVED = (Stage.MTP, Stage.VISION, Stage.PASSTHROUGH)
 """Whose parameters are not saved whole."""
 _TABLES = ("pos_embed", "position_embedding")
 """Modules of vision models that are embeddings."""
@@ -52,27 +52,27 @@ class Target:
 
     @property
     def alone(self) -> bool:
-        """Whether the Megatron weight has no other part."""
+        """Return whether the Megatron weight has no other part."""
         return len(self.base.hf) == 1
 
     @property
     def sees(self) -> bool:
-        """Whether it is the vision model's: HF's own module, whole on each tensor rank."""
+        """Return whether it belongs to the vision model: HF's own module, replicated on each tensor rank."""
         return self.base.stage is Stage.VISION
 
     @property
     def is_router(self) -> bool:
-        """Whether it is a router, which is no linear in most HF models."""
+        """Return whether it is a router, which is no linear in most HF models."""
         return self.base.mca.endswith(".router.weight")
 
     @property
     def transposed(self) -> bool:
-        """Whether the HF tensor is ``[in, out]``."""
+        """Return whether the HF tensor is ``[in, out]``."""
         return isinstance(self.base.hf_layout, Transposed)
 
     @property
     def row_layout(self) -> Layout:
-        """How the rows of lora_B, as PEFT has them, make up those of the Megatron weight."""
+        """Layout of the rows of PEFT's lora_B in those of the Megatron weight."""
         layout = self.base.hf_layout
         return layout.inside if isinstance(layout, Transposed) else layout
 
@@ -80,21 +80,25 @@ class Target:
 def linear_targets(config: McaModelConfig) -> list[Target]:
     """All modules of the HF model that can be named in ``target_modules``, in checkpoint order.
 
-    Routed experts appear as modules of their own, as files and transformers 4 name them.
+    Each routed expert appears as its own modules, as files and transformers 4 name them.
     Multi-token-prediction layers are not part of HF models.
     """
-    params = family_of(config.model_type).params
+    params = get_family(config.model_type).params
     loaded = {param.mca_name(): param for param in params(_with_experts(config, fused=True))}
     shared = (
         loaded[param.mca_name()] if any(place in param.mca for place in _RENAMED) else param
         for param in params(_with_experts(config, fused=False))
     )
-    return [target for param in shared for target in (*_targets_of(param), *_vision_targets(param, config))]
+    return [
+        target
+        for param in shared
+        for target in (*_linear_module_targets(param), *_vision_targets(param, config))
+    ]
 
 
 def stacked_targets(config: McaModelConfig) -> list[Target]:
     """The stacked expert parameters that can be named in ``target_parameters``, expert by expert."""
-    family = family_of(config.model_type)
+    family = get_family(config.model_type)
     config = _with_experts(config, fused=True)
     return [
         _stacked(param)
@@ -104,13 +108,13 @@ def stacked_targets(config: McaModelConfig) -> list[Target]:
 
 
 def _with_experts(config: McaModelConfig, *, fused: bool) -> McaModelConfig:
-    config = family_of(config.model_type).as_modules(config)
+    config = get_family(config.model_type).with_module_names(config)
     if bool(config.extra.get("fused_experts")) == fused:
         return config
     return replace(config, extra={**config.extra, "fused_experts": fused})
 
 
-def _targets_of(param: Param) -> Iterator[Target]:
+def _linear_module_targets(param: Param) -> Iterator[Target]:
     owner, _, leaf = param.mca.rpartition(".")
     kind = owner.rpartition(".")[2]
     head, router, gate = kind == "output_layer", kind == "router", leaf == "gate_weight"
@@ -124,14 +128,14 @@ def _targets_of(param: Param) -> Iterator[Target]:
 
 def _vision_targets(param: Param, config: McaModelConfig) -> Iterator[Target]:
     """A linear of the vision model: what has a weight of two axes and is no table of positions."""
-    vision = family_of(config.model_type).vision
+    vision = get_family(config.model_type).vision
     if vision is None or param.stage is not Stage.VISION or len(param.shape or ()) != 2:
         return
     owner, _, leaf = param.mca.rpartition(".")
     if (
         leaf == "weight"
         and not owner.endswith(_TABLES)
-        and vision.part_of(owner.removeprefix(PREFIX)) != "unused"
+        and vision.component(owner.removeprefix(PREFIX)) != "unused"
     ):
         yield Target(param.hf_names()[0].removesuffix(".weight"), param, 0)
 

@@ -1,6 +1,6 @@
-"""``AutoModel``: a model from a checkpoint directory or from a configuration.
+"""``AutoModel``: load a model from a checkpoint directory, or make one from a configuration.
 
-It only chooses and puts together; building, filling and saving are done in `factory` and `state`.
+This module only combines `factory` (building, filling) and `state` (saving).
 """
 
 import logging
@@ -9,31 +9,31 @@ from pathlib import Path
 
 from mca_config.arguments import DistributingParallelArguments
 from mca_config.checks import require_layout
-from mca_config.errors import McaError, checking_usage
-from mca_config.model_config import DtypeName, McaModelConfig, trained_dtype
+from mca_config.errors import McaError, raising_usage_errors
+from mca_config.model_config import DtypeName, McaModelConfig, training_dtype
 from mca_config.printable import counted
-from mca_models.hub import directory_of
+from mca_models.checkpoint_kinds import open_checkpoint
+from mca_models.hub import resolve_directory
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.distributed.collectives import told_by_first
+from mca_models.megatron.distributed.collectives import run_on_first_rank_unwrapped
 from mca_models.megatron.factory import fill
 from mca_models.megatron.factory.execution import DTYPES
-from mca_models.megatron.factory.vocabulary import growth_of, require_growth
+from mca_models.megatron.factory.vocabulary import plan_growth, require_growth
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import Upstream
 from mca_models.megatron.virtual_models import VirtualModels
-from mca_models.opening import open_checkpoint
 from mca_models.storage.source import ModelSource
-from mca_models.templates import family_of
-from mca_models.templates.carried import CARRIED, counting, without_carried
-from mca_models.templates.heads import SCORE, Head, with_head
+from mca_models.templates import get_family
+from mca_models.templates.classification_head import SCORE, Head, with_head
+from mca_models.templates.passthrough import PASSTHROUGH, with_mtp_count, without_passthrough
 from mca_models.weights import Param
 
 _log = logging.getLogger(__name__)
 
 
 class AutoModel:
-    """Creates ``VirtualModels``. All its methods are collective: every rank calls them with equal arguments.
+    """Factory of ``VirtualModels``. All methods are collective: every rank calls them with equal arguments.
 
     Under a launcher (torchrun, mca-train) it also starts the process groups, unless they exist already.
     """
@@ -48,23 +48,23 @@ class AutoModel:
         vocab_size: int | None = None,
         head: Head | None = None,
     ) -> VirtualModels:
-        """The model of a Hugging Face, MCA or Megatron (torch_dist) directory, on any layout.
+        """Load a Hugging Face, MCA or Megatron (torch_dist) checkpoint on any layout.
 
         Args:
             path: The checkpoint directory, or an id of the Hub (``org/name``, ``org/name@revision``).
-            args: Layout and computation; sizes left out are those of an MCA checkpoint, else 1.
-            dtype: ``float32``, ``bfloat16`` or ``float16``; None: what ``args`` train in, else the checkpoint's.
-            seed: Of Megatron's random states (dropout) and of new vocabulary rows.
+            args: Layout and computation; sizes default to those of an MCA checkpoint, else 1.
+            dtype: ``float32``, ``bfloat16`` or ``float16``; None: the dtype of ``args``, else the checkpoint's.
+            seed: Seed of Megatron's random states (dropout) and of new vocabulary rows.
             vocab_size: Rows of the vocabulary, for a tokenizer with more tokens than the checkpoint: new rows are
                 the mean of the old ones with a little noise, equal on every layout. None: the checkpoint's.
-            head: Scores sequences or tokens; that of a checkpoint with the vocabulary's head is new, drawn from
-                ``seed`` as Hugging Face initialises it. None: the checkpoint's.
+            head: Sequence- or token-classification head. If the checkpoint has a language-model head, the new head
+                is drawn from ``seed`` as Hugging Face initialises it. None: the checkpoint's.
 
         Raises:
             McaError: The checkpoint is incomplete or, as a UsageError, the layout or ``head`` does not fit it.
         """
         args = args or DistributingParallelArguments()
-        folder = directory_of(path)
+        folder = resolve_directory(path)
         source: ModelSource = open_checkpoint(folder)
         config, growth = source.config, None
         if vocab_size is not None and vocab_size != config.vocab_size:
@@ -72,20 +72,20 @@ class AutoModel:
             config = replace(config, vocab_size=vocab_size)
         if head is not None:
             config = with_head(config, head)
-        with checking_usage():
+        with raising_usage_errors():
             models = _build(config, args, dtype, seed, folder)
-        told_by_first(source.check_duplicates)
+        run_on_first_rank_unwrapped(source.check_duplicates)
         if config.vocab_size != source.config.vocab_size:
-            growth = growth_of(source, config.vocab_size, seed)
+            growth = plan_growth(source, config.vocab_size, seed)
         once = bool(vars(args).get("load_broadcast"))  # training arguments only
-        place = models.place
-        models.drawn = _drawn(config, source.config)
-        drawn = {param.mca_name() for param in models.drawn if not param.vocab}
-        new = [pair for pair in models.held() if pair[0].param.mca_name() in drawn]
-        there = [pair for pair in models.held() if pair[0].param.mca_name() not in drawn]
-        fill.from_seed(seed, new, models.config, place.at)
+        rank_context = models.rank_context
+        models.new_params = _new_params(config, source.config)
+        drawn = {param.mca_name() for param in models.new_params if not param.vocab}
+        new = [pair for pair in models.local_params() if pair[0].param.mca_name() in drawn]
+        there = [pair for pair in models.local_params() if pair[0].param.mca_name() not in drawn]
+        fill.from_seed(seed, new, models.config, rank_context.coordinates)
         models.bytes_read = fill.from_source(
-            source, there, place.layout, place.at, growth=growth, broadcast=once
+            source, there, rank_context.layout, rank_context.coordinates, growth=growth, broadcast=once
         )
         layers = models.implementation.replace("_", " ")
         _log.info(
@@ -93,7 +93,7 @@ class AutoModel:
             config.model_type,
             models.config.dtype,
             path,
-            place.layout,
+            rank_context.layout,
             layers,
         )
         return models
@@ -106,9 +106,9 @@ class AutoModel:
         dtype: DtypeName | None = None,
         seed: int = 1234,
     ) -> VirtualModels:
-        """A randomly initialised model, the same on every layout for the same ``seed``."""
+        """Return a randomly initialised model, the same on every layout for the same ``seed``."""
         models = AutoModel.unfilled(config, args, dtype=dtype, seed=seed)
-        fill.from_seed(seed, models.held(), models.config, models.place.at)
+        fill.from_seed(seed, models.local_params(), models.config, models.rank_context.coordinates)
         return models
 
     @staticmethod
@@ -119,19 +119,19 @@ class AutoModel:
         dtype: DtypeName | None = None,
         seed: int = 1234,
     ) -> VirtualModels:
-        """A model whose parameters have no values yet: for whoever fills them, or only looks at what they need."""
+        """Build a model whose parameters are not filled, for callers that fill or only inspect them."""
         return _build(config, args or DistributingParallelArguments(), dtype, seed, None)
 
 
-def _drawn(config: McaModelConfig, stored: McaModelConfig) -> tuple[Param, ...]:
-    """The parameters of ``config`` that a checkpoint of ``stored`` lacks, or has fewer rows of."""
+def _new_params(config: McaModelConfig, stored: McaModelConfig) -> tuple[Param, ...]:
+    """Return the parameters of ``config`` that a checkpoint of ``stored`` lacks, or has fewer rows of."""
     head = config.num_labels is not None and stored.num_labels is None
     grown = config.vocab_size != stored.vocab_size
     if not head and not grown:
         return ()
     return tuple(
         param
-        for param in family_of(config.model_type).params(config)
+        for param in get_family(config.model_type).params(config)
         if not param.alias_of and ((head and param.hf[0].startswith(f"{SCORE}.")) or (grown and param.vocab))
     )
 
@@ -143,31 +143,35 @@ def _build(
     seed: int,
     source: Path | None,
 ) -> VirtualModels:
-    if carried := config.extra.get(CARRIED):
+    if carried := config.extra.get(PASSTHROUGH):
         _log.warning(
-            "%d tensors of prediction layers (%s, ...) are not loaded: nothing here builds them, so what this model "
-            "saves has none, and its config.json counts none",
+            "%d tensors of MTP layers (%s, ...) are not loaded, because mca does not build MTP layers for this family; "
+            "a checkpoint saved from this model has none, and its config.json counts none",
             len(carried),
             min(carried),
         )
-        config = without_carried(config)
+        config = without_passthrough(config)
     if args.mtp_num_layers is not None and args.mtp_num_layers != config.mtp_num_layers:
-        config = _with_prediction_layers(config, args.mtp_num_layers)
+        config = _with_mtp_layers(config, args.mtp_num_layers)
     layout = args.layout(config.layout)
     require_layout(config, layout)
     if dtype is not None and dtype not in DTYPES:
         raise McaError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
-    place = parallel.start(layout, seed, embedding_ranks=_embedding_ranks(replace(config, layout=layout)))
-    models = VirtualModels(config, args, place, dtype=dtype or trained_dtype(config, args), source=source)
-    if told := slower_layers(models.implementation, args.transformer_impl, _missing()):
-        _log.warning("%s", told)
-    if told := dealt_by_ranks(models.megatron):
-        _log.info("%s", told)
+    rank_context = parallel.start(
+        layout, seed, embedding_ranks=_embedding_ranks(replace(config, layout=layout))
+    )
+    models = VirtualModels(
+        config, args, rank_context, dtype=dtype or training_dtype(config, args), source=source
+    )
+    if warning := local_layers_warning(models.implementation, args.transformer_impl, _missing_engine()):
+        _log.warning("%s", warning)
+    if notice := token_distribution_notice(models.megatron):
+        _log.info("%s", notice)
     return models
 
 
-def dealt_by_ranks(megatron: Upstream) -> str | None:
-    """What to say of settings with which results depend on how the tokens are dealt to ranks.
+def token_distribution_notice(megatron: Upstream) -> str | None:
+    """Return a notice for settings whose results depend on which rank computes a token; None: none does.
 
     Args:
         megatron: Megatron's configuration.
@@ -184,18 +188,18 @@ def dealt_by_ranks(megatron: Upstream) -> str | None:
     )
 
 
-def _missing() -> str | None:
-    """What a GPU lacks of Transformer Engine; nothing is missing where there is none."""
-    return platform.no_engine() if platform.device_type() == "cuda" else None
+def _missing_engine() -> str | None:
+    """Return why Transformer Engine cannot run on this GPU; None on a CPU, or if it can."""
+    return platform.engine_problem() if platform.device_type() == "cuda" else None
 
 
-def slower_layers(built: Implementation, asked: str | None, missing: str | None) -> str | None:
-    """What to say where a GPU runs Megatron's local layers and nobody asked for them.
+def local_layers_warning(built: Implementation, asked: str | None, missing: str | None) -> str | None:
+    """Return a warning if a GPU runs Megatron's local layers although they were not asked for; else None.
 
     Args:
-        built: Whose layers run.
-        asked: Whose were asked for.
-        missing: Why not Transformer Engine's; None on a CPU.
+        built: The implementation that was built.
+        asked: ``transformer_impl`` of the arguments.
+        missing: Why Transformer Engine cannot run; None on a CPU.
     """
     if missing is None or built != "local" or asked == "local":
         return None
@@ -206,15 +210,15 @@ def slower_layers(built: Implementation, asked: str | None, missing: str | None)
 
 
 def _embedding_ranks(config: McaModelConfig) -> tuple[int, ...]:
-    """The pipeline ranks with the embedding: the first, that of prediction layers, of a tied output layer the last."""
+    """Return the pipeline ranks with the embedding: first, MTP, and with tied embeddings the last."""
     ranks = config.pipeline_plan().embedding_ranks
     return (*ranks, config.layout.pp - 1) if config.tie_word_embeddings else ranks
 
 
-def _with_prediction_layers(config: McaModelConfig, count: int) -> McaModelConfig:
+def _with_mtp_layers(config: McaModelConfig, count: int) -> McaModelConfig:
     if count > config.mtp_num_layers:
         raise McaError(
-            f"mtp_num_layers {count} is more than the model's {counted(config.mtp_num_layers, 'prediction layer')}; "
+            f"mtp_num_layers {count} is more than the model's {counted(config.mtp_num_layers, 'MTP layer')}; "
             "lower it"
         )
-    return replace(config, mtp_num_layers=count, hf_config=counting(config.hf_config, count))
+    return replace(config, mtp_num_layers=count, hf_config=with_mtp_count(config.hf_config, count))

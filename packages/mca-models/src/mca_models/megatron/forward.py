@@ -1,6 +1,6 @@
 """Full logits through Megatron's forward pipeline schedule.
 
-Nothing is trained and no loss is computed; the trainer has a schedule of its own.
+No loss is computed and nothing is trained.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,32 +11,37 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mca_config.checks import require_learned, sequence_multiple, step_of_lengths, tokens_of_fp8
+from mca_config.checks import (
+    fp8_token_multiple,
+    length_multiple,
+    require_learned_positions,
+    sequence_multiple,
+)
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_models.images import placeholders
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.layers.rope import ropes_by_length, tell_longest
-from mca_models.megatron.layers.zigzag import in_order, take
+from mca_models.megatron.layers.rope import length_dependent_ropes, set_longest_sequence
+from mca_models.megatron.layers.zigzag import restore_token_order, take_rank_tokens
 from mca_models.megatron.live import LiveModel
 from mca_models.megatron.types import GptModel
 
 
 @torch.no_grad()
 def model_logits(models: LiveModel, input_ids: Tensor) -> Tensor:
-    """See ``VirtualModels.logits``."""
+    """Return the logits; see ``VirtualModels.logits``."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    refuse_placeholders(models.config, input_ids)
+    require_no_images(models.config, input_ids)
     batch, length = input_ids.shape
     if models.config.learned_positions:
-        require_learned(length, models.config.max_position_embeddings)
+        require_learned_positions(length, models.config.max_position_embeddings)
     tokens = _padded(models, input_ids.to(platform.current_device()))
     steps = micro_batch_group(models)
     rows = tokens.shape[0] // steps
-    ropes = ropes_by_length(*models.chunks)
-    tell_longest(ropes, length)
+    ropes = length_dependent_ropes(*models.chunks)
+    set_longest_sequence(ropes, length)
     with inference(models):
         outputs = get_forward_backward_func()(
             forward_step_func=_forward_step,
@@ -49,12 +54,12 @@ def model_logits(models: LiveModel, input_ids: Tensor) -> Tensor:
             collect_non_loss_data=True,
         )
     shape = (tokens.shape[0], tokens.shape[1], models.config.num_labels or models.config.vocab_size)
-    tell_longest(ropes, 0)
-    return _everywhere(models, outputs, shape)[:batch, :length]
+    set_longest_sequence(ropes, 0)
+    return _broadcast_logits(models, outputs, shape)[:batch, :length]
 
 
-def refuse_placeholders(config: McaModelConfig, input_ids: Tensor) -> None:
-    """Raises where images are meant, which would be read as words of the vocabulary.
+def require_no_images(config: McaModelConfig, input_ids: Tensor) -> None:
+    """Raise if ``input_ids`` has placeholders of images, which would be treated as words.
 
     Raises:
         McaError: A placeholder of an image or a video is among ``input_ids``.
@@ -62,20 +67,20 @@ def refuse_placeholders(config: McaModelConfig, input_ids: Tensor) -> None:
     for medium, token in placeholders(config.vision).items():
         if bool((input_ids == token).any()):
             raise McaError(
-                f"input_ids hold {token}, the placeholder of {medium}s, which logits and log_probs do not take: give "
-                "text alone; McaTrainer.token_values takes the images of its samples"
+                f"input_ids have {token}, the placeholder of {medium}s, which logits and log_probs do not support; "
+                "pass text only, or use McaTrainer.token_values, which takes the images of its samples"
             )
 
 
 def _padded(models: LiveModel, tokens: Tensor) -> Tensor:
-    """Token 0 after each row up to what the layout can cut; rows of it up to the micro-batches."""
+    """Pad each row with token 0 to a length that the layout can shard, and the rows to whole micro-batches."""
     batch, length = tokens.shape
-    layout = models.place.layout
+    layout = models.rank_context.layout
     multiple = sequence_multiple(
         layout,
         models.megatron.sequence_parallel,
-        tokens=tokens_of_fp8(models.megatron.fp8, models.megatron.fp8_recipe),
-        step=step_of_lengths(tokens.device.type, models.megatron.transformer_impl, packed=False),
+        tokens=fp8_token_multiple(models.megatron.fp8, models.megatron.fp8_recipe),
+        step=length_multiple(tokens.device.type, models.megatron.transformer_impl, packed=False),
     )
     columns = -length % multiple
     rows = -batch % micro_batch_group(models)
@@ -83,23 +88,23 @@ def _padded(models: LiveModel, tokens: Tensor) -> Tensor:
 
 
 def micro_batch_group(models: LiveModel) -> int:
-    """Of how many micro-batches the interleaved schedule needs a multiple; 1 of another."""
-    layout = models.place.layout
+    """Return the multiple of micro-batches that the interleaved schedule needs; 1 for other schedules."""
+    layout = models.rank_context.layout
     group = models.megatron.microbatch_group_size_per_vp_stage or layout.pp
     return int(group) if layout.vpp > 1 else 1
 
 
 def _micro(tokens: Tensor, rows: int, length: int) -> Iterator[dict[str, Tensor]]:
-    """This context rank's part of each micro-batch: ``[rows, seq / cp]`` tokens and positions.
+    """Yield this context rank's part of each micro-batch: ``[rows, seq / cp]`` tokens and positions.
 
-    Padding behind ``length`` may be longer than the model's positions, and takes the last token's.
+    Padding after ``length`` takes the last token's position, because it may exceed the model's positions.
     """
     group = parallel.context_group()
     positions = torch.arange(tokens.shape[1], device=tokens.device).clamp(max=length - 1).expand(rows, -1)
     for micro in torch.split(tokens, rows):
         yield {
-            "input_ids": take(micro, 1, group.rank(), group.size()).contiguous(),
-            "position_ids": take(positions, 1, group.rank(), group.size()).contiguous(),
+            "input_ids": take_rank_tokens(micro, 1, group.rank(), group.size()).contiguous(),
+            "position_ids": take_rank_tokens(positions, 1, group.rank(), group.size()).contiguous(),
         }
 
 
@@ -116,9 +121,9 @@ def _forward_step(
 
 @contextmanager
 def inference(models: LiveModel) -> Iterator[None]:
-    """Evaluation mode on the model's own groups, without the prediction layers, which only serve the loss."""
+    """Run the block in evaluation mode on the model's groups, without the MTP layers."""
     chunks: list[GptModel] = list(models.chunks)
-    parallel.use_groups_of(chunks)
+    parallel.activate_process_groups(chunks)
     modes = [(module, module.training) for module in models.chunks.modules()]
     depth, predicting = models.megatron.mtp_num_layers, [chunk.mtp_process for chunk in chunks]
     models.chunks.eval()
@@ -135,12 +140,12 @@ def inference(models: LiveModel) -> Iterator[None]:
             chunk.mtp_process = before
 
 
-def _everywhere(models: LiveModel, outputs: list[Tensor], shape: tuple[int, int, int]) -> Tensor:
-    """The last stage's logits, gathered over tensor and context ranks, on all pipeline ranks."""
+def _broadcast_logits(models: LiveModel, outputs: list[Tensor], shape: tuple[int, int, int]) -> Tensor:
+    """Return the last stage's logits, gathered over tensor and context ranks, on all pipeline ranks."""
     group = parallel.pipeline_group()
     if group.rank() == group.size() - 1:
-        cut = models.config.num_labels is None  # scores are whole on every tensor rank
-        logits = torch.cat([_whole(output.float(), shape[2], cut=cut) for output in outputs])
+        cut = models.config.num_labels is None  # classification scores are replicated over tensor ranks
+        logits = torch.cat([_gather_logits(output.float(), shape[2], cut=cut) for output in outputs])
     else:
         logits = torch.empty(shape, device=platform.current_device())
     if group.size() > 1:
@@ -149,20 +154,20 @@ def _everywhere(models: LiveModel, outputs: list[Tensor], shape: tuple[int, int,
     return logits
 
 
-def _whole(logits: Tensor, vocab: int, *, cut: bool) -> Tensor:
-    """``[rows, seq, vocab]`` of one micro-batch from this rank's ``[rows, seq / cp, padded / tp]``."""
+def _gather_logits(logits: Tensor, vocab: int, *, cut: bool) -> Tensor:
+    """Gather ``[rows, seq, vocab]`` of one micro-batch from this rank's ``[rows, seq / cp, padded / tp]``."""
     if cut:
         logits = torch.cat(gathered(logits, parallel.tensor_group()), -1)[..., :vocab]
     context = parallel.context_group()
     if context.size() == 1:
         return logits
     by_rank = torch.cat(gathered(logits.transpose(0, 1), context))
-    (ordered,) = in_order(by_rank, (by_rank.shape[0],), context.size())
+    (ordered,) = restore_token_order(by_rank, (by_rank.shape[0],), context.size())
     return ordered.transpose(0, 1)
 
 
 def gathered(x: Tensor, group: ProcessGroup) -> list[Tensor]:
-    """``x`` of every rank of ``group``."""
+    """Gather ``x`` of every rank of ``group``."""
     if group.size() == 1:
         return [x]
     x = x.contiguous()

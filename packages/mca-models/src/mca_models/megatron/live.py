@@ -1,7 +1,4 @@
-"""What saving and the forward pass need of a live model, so that neither knows the class that offers them.
-
-Nothing is implemented here.
-"""
+"""Protocol of a live model, for saving and forward passes in modules below `VirtualModels`."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,22 +8,22 @@ import torch
 from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.distributed.parallel import Place
-from mca_models.megatron.names import Held
+from mca_models.megatron.distributed.parallel import RankContext
+from mca_models.megatron.names import LocalParam
 from mca_models.megatron.types import MegatronConfig
 
 
 class LiveModel(Protocol):
-    """One rank's part of a model: `VirtualModels`, or anything with the same parts."""
+    """One rank's part of a model: `VirtualModels`, or any class with the same attributes."""
 
     config: McaModelConfig
-    place: Place
+    rank_context: RankContext
     megatron: MegatronConfig
     chunks: torch.nn.ModuleList
     source: Path | None
 
-    def held(self) -> Sequence[tuple[Held, Tensor]]:
-        """Every parameter and saved buffer of this rank with its rule, second copies included."""
+    def local_params(self) -> Sequence[tuple[LocalParam, Tensor]]:
+        """Return every parameter and saved buffer of this rank with its rule, second copies included."""
 
     def canonical_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint names and this rank's pieces, without second copies of tied weights."""
+        """Yield checkpoint names and this rank's shards, without second copies of tied weights."""

@@ -1,4 +1,4 @@
-"""Which parameters a pipeline chunk of this process holds, and what its live modules call them.
+"""Parameters of a pipeline chunk on this rank, and their names in its live modules.
 
 Live names are generated from the rules of the family; none is parsed.
 """
@@ -10,15 +10,15 @@ from typing import Literal
 from mca_config.layout import Coordinates, ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
-from mca_models.templates import family_of
+from mca_models.templates import get_family
 from mca_models.templates.live_names import (
     LOCAL_NORMS,
     MTP_LAYER,
     SEQUENTIAL_EXPERTS,
-    experts_of,
+    is_in_chunk,
     live_name,
+    local_experts,
     renamed_mtp_layer,
-    stands_on,
 )
 from mca_models.weights import Param, Stage
 
@@ -27,12 +27,12 @@ Implementation = Literal["transformer_engine", "local"]
 
 @dataclass(frozen=True)
 class NamingScheme:
-    """How the live modules of this process name things.
+    """Names of parameters in the live modules of this process.
 
     Args:
-        implementation: Which layer spec they were built from.
-        grouped_experts: One module holds all experts of a rank (else one module for each).
-        mtp_layer: Megatron's name for the decoder layer inside a prediction layer.
+        implementation: Layer spec that they were built from.
+        grouped_experts: One module has all experts of a rank (else one module per expert).
+        mtp_layer: Megatron's name for the decoder layer inside an MTP layer.
     """
 
     implementation: Implementation
@@ -40,7 +40,7 @@ class NamingScheme:
     mtp_layer: str = MTP_LAYER
 
     def live(self, mca: str) -> str:
-        """The live form of the canonical name template ``mca``, its ``{layer}`` and ``{expert}`` kept."""
+        """Convert the canonical name template ``mca`` to its live form; ``{layer}`` and ``{expert}`` stay."""
         table = dict(LOCAL_NORMS) if self.implementation == "local" else {}
         table |= {} if self.grouped_experts else SEQUENTIAL_EXPERTS
         table |= renamed_mtp_layer(self.mtp_layer)
@@ -50,13 +50,13 @@ class NamingScheme:
 
 
 @dataclass(frozen=True)
-class Held:
-    """A parameter that a chunk holds.
+class LocalParam:
+    """Parameter of a chunk on this rank.
 
     Args:
         live: Its name in the live chunk.
         param: Its rule, with global layer and expert.
-        copy: A second copy of a parameter that another chunk, or another name, stands for: loaded, never saved.
+        copy: Second copy of a parameter with another chunk or name: loaded, never saved.
     """
 
     live: str
@@ -68,28 +68,28 @@ def chunk_params(
     config: McaModelConfig,
     chunk: PipelineChunk,
     layout: ParallelLayout,
-    at: Coordinates,
+    coordinates: Coordinates,
     naming: NamingScheme,
-) -> list[Held]:
-    """Every parameter that the rank at ``at`` holds of ``chunk``, in checkpoint order."""
-    return list(_held(config, chunk, layout, at, naming))
+) -> list[LocalParam]:
+    """Return the parameters of ``chunk`` on the rank at ``coordinates``, in checkpoint order."""
+    return list(_local_params(config, chunk, layout, coordinates, naming))
 
 
-def _held(
+def _local_params(
     config: McaModelConfig,
     chunk: PipelineChunk,
     layout: ParallelLayout,
-    at: Coordinates,
+    coordinates: Coordinates,
     naming: NamingScheme,
-) -> Iterator[Held]:
-    experts = experts_of(config, layout, at.ep)
-    for param in family_of(config.model_type).params(config):
+) -> Iterator[LocalParam]:
+    experts = local_experts(config, layout, coordinates.ep)
+    for param in get_family(config.model_type).params(config):
         copied = param.stage is Stage.FIRST and not chunk.has_embedding and bool(chunk.mtp_layers)
-        if not (copied or stands_on(param, config, chunk)):
+        if not (copied or is_in_chunk(param, config, chunk)):
             continue
         if param.expert is not None and param.expert not in experts:
             continue
         if param.alias_of is not None and chunk.has_embedding:
             continue  # the output layer uses the embedding's own tensor
         name = live_name(param, naming.live(param.mca), chunk, experts)
-        yield Held(name, param, copy=copied or param.alias_of is not None)
+        yield LocalParam(name, param, copy=copied or param.alias_of is not None)

@@ -1,6 +1,6 @@
-"""NumPy arrays of files to torch tensors and back, bfloat16 included, casts, and generators for what is drawn.
+"""Conversion between NumPy arrays of files and torch tensors, casts, and seeded generators.
 
-Nothing is read or written, and no rank is known here.
+This module performs no I/O and does not depend on ranks.
 """
 
 import hashlib
@@ -20,14 +20,14 @@ DTYPE_OF = {code: dtype for dtype, code in CODES.items()}
 
 
 def to_torch(array: NumpyArray) -> Tensor:
-    """A tensor over the memory of ``array``."""
+    """Return a tensor over the memory of ``array``."""
     if array.dtype == numpy_dtype("BF16"):
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 
 def to_numpy(tensor: Tensor) -> NumpyArray:
-    """An array over the memory of ``tensor`` (copied to the CPU, made contiguous)."""
+    """Return an array over the memory of ``tensor`` (copied to the CPU, made contiguous)."""
     tensor = tensor.detach().cpu().contiguous()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(numpy_dtype("BF16"))
@@ -36,7 +36,7 @@ def to_numpy(tensor: Tensor) -> NumpyArray:
 
 
 def copy_finite(target: Tensor, source: Tensor, name: str) -> None:
-    """Copies ``source`` into ``target``, whose dtype may be another; as `mca_models.storage.cast`, for torch.
+    """Copy ``source`` into ``target``, cast if necessary, as `mca_models.storage.cast` does for NumPy.
 
     Raises:
         McaError: A finite value of tensor ``name`` becomes infinite.
@@ -46,7 +46,7 @@ def copy_finite(target: Tensor, source: Tensor, name: str) -> None:
 
 
 def cast_finite(source: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """``source`` in ``dtype``; itself if it is.
+    """Return ``source`` in ``dtype``; itself if it has that dtype.
 
     Raises:
         McaError: A finite value of tensor ``name`` becomes infinite.
@@ -66,6 +66,6 @@ def _require_finite(source: Tensor, target: Tensor, name: str) -> None:
 
 
 def seeded_generator(seed: str) -> torch.Generator:
-    """A generator on the CPU that draws the same for the same text, whatever the layout and the rank."""
+    """Return a CPU generator that draws the same numbers for the same text on every layout and rank."""
     digest = hashlib.sha256(seed.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))

@@ -1,7 +1,7 @@
-"""Names for the objects of megatron-core, transformers and peft, which ship no types that a checker can follow.
+"""Type names for objects of megatron-core, transformers and peft, which ship no usable types.
 
-Each name says which upstream object is meant; to a type checker all of them are ``Any``. Where else ``Any``
-stands is counted in ``integration_tests/system/test_architecture.py``.
+To a type checker all of them are ``Any``. Other uses of ``Any`` are counted in
+``integration_tests/system/test_architecture.py``.
 """
 
 from collections.abc import Callable
@@ -10,16 +10,16 @@ from typing import Any
 from torch import Tensor
 
 MegatronConfig = Any
-"""``megatron.core.transformer.TransformerConfig``, or its subclass for latent attention."""
+"""``megatron.core.transformer.TransformerConfig``, or its subclass for MLA."""
 
 GptModel = Any
-"""``megatron.core.models.gpt.GPTModel``: one pipeline chunk, and the modules in it that are reached by name."""
+"""``megatron.core.models.gpt.GPTModel``: one pipeline chunk, and the modules in it that are accessed by name."""
 
 HfModel = Any
 """A ``transformers.PreTrainedModel``: which modules and methods it has depends on its family."""
 
 MegatronModule = Any
-"""A layer, or another module, that Megatron made of a spec: what it holds depends on that spec."""
+"""A layer, or another module, that Megatron built from a spec."""
 
 Spec = Any
 """A ``ModuleSpec``, or a node of the tree below one: dataclasses, lists, classes, partials."""
@@ -37,28 +37,28 @@ ShardedState = dict[str, Any]
 """Megatron's sharded tensors and objects by name, nested."""
 
 Settings = dict[str, Any]
-"""Arguments of Megatron's constructors by name, to be changed."""
+"""Mutable arguments of Megatron's constructors by name."""
 
 WithBias = tuple[Tensor, Tensor | None]
-"""What most of Megatron's linears and blocks return: the output, and a bias that is still to be added."""
+"""Return value of most of Megatron's linears and blocks: the output, and a bias that is not added yet."""
 
 Initialise = Callable[[Tensor], object]
 """Fills a weight in place."""
 
 HookOutput = Any
-"""What a Megatron linear returns: ``(y, bias)``, ``((y, x), bias)`` or ``(y, bias, x)``, as its options demand."""
+"""Return value of a Megatron linear: ``(y, bias)``, ``((y, x), bias)`` or ``(y, bias, x)``, by its options."""
 
 SaveRequest = Any
-"""``AsyncRequest`` of ``megatron.core.dist_checkpointing``: what is to be written, and by which functions."""
+"""``AsyncRequest`` of ``megatron.core.dist_checkpointing``: data to write and the functions that write it."""
 
 DcpObject = Any
 """A planner, reader, strategy or metadata object of Megatron's and torch's distributed checkpoints."""
 
 MarkedParameter = Any
-"""A ``torch.nn.Parameter`` with the attributes that Megatron hangs on parameters (``tensor_model_parallel``, ...)."""
+"""A ``torch.nn.Parameter`` with the attributes that Megatron sets on parameters (``tensor_model_parallel``, ...)."""
 
 PeftConfig = Any
 """``peft.LoraConfig``, or the contents of an ``adapter_config.json``."""
 
 Upstream = Any
-"""A module, class or method of torch or Megatron that a patch looks into or replaces."""
+"""A module, class or method of torch or Megatron that a patch inspects or replaces."""

@@ -1,6 +1,6 @@
 """All virtual pipeline stages of a rank as one module.
 
-It holds what the factory made and hands its methods on; it computes nothing itself.
+It combines the chunks of `factory` with the functions of `state`, `forward` and `log_probs`.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -19,26 +19,26 @@ from mca_models.lora import AdapterConfig
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import require_same_arguments
 from mca_models.megatron.factory.chunks import build_chunk, live_tensors
-from mca_models.megatron.factory.transformer_config import implementation_of, transformer_config
+from mca_models.megatron.factory.transformer_config import choose_implementation, transformer_config
 from mca_models.megatron.families.image_limits import image_problems
-from mca_models.megatron.families.vision_model import Part, part_of
+from mca_models.megatron.families.vision_tower import Part, model_part
 from mca_models.megatron.forward import model_logits
-from mca_models.megatron.layers.tp_marks import mark_parameters
+from mca_models.megatron.layers.parameter_attributes import set_parameter_attributes
 from mca_models.megatron.log_probs.forward import Batch, LogProbs, model_log_probs
 from mca_models.megatron.log_probs.vocabulary import TokenValues
-from mca_models.megatron.names import Held, Implementation, NamingScheme, chunk_params
-from mca_models.megatron.state.arrivals import Weight
+from mca_models.megatron.names import Implementation, LocalParam, NamingScheme, chunk_params
 from mca_models.megatron.state.export import (
     BUCKET_BYTES,
     Destination,
     WeightBucket,
-    agreed,
+    checked_request,
     each_tensor,
     export_buckets,
 )
 from mca_models.megatron.state.load import load_weights
 from mca_models.megatron.state.save import save_hf, save_mca
 from mca_models.megatron.state.torch_dist import PendingSave, save_torch_dist
+from mca_models.megatron.state.weight_receiver import Weight
 from mca_models.megatron.types import MegatronConfig
 from mca_models.weights import Param
 
@@ -48,100 +48,108 @@ CheckpointFormat = Literal["mca", "torch_dist"]
 class VirtualModels(torch.nn.Module):
     """One rank's part of a model: a Megatron ``GPTModel`` for each virtual pipeline stage.
 
-    Made by ``AutoModel``. Every rank of the world holds one; the methods marked collective are called by all.
+    Made by ``AutoModel``. Every rank of the world has one and calls the methods marked collective.
 
-    Weights of a rank, of the layers in its pipeline stages and the experts of its expert rank: vocabulary
-    ``[padded_vocab / tp, hidden]``, column-parallel (qkv, gate and up) ``[out / tp, in]``, row-parallel (what attention
-    and the MLP end with) ``[out, in / tp]``, experts the same with etp, norms and routers whole.
+    A rank has the layers of its pipeline stages and the experts of its expert rank. Shapes of its shards: vocabulary
+    ``[padded_vocab / tp, hidden]``, column-parallel (qkv, gate and up) ``[out / tp, in]``, row-parallel (output
+    projections of attention and MLP) ``[out, in / tp]``, experts the same with etp. Norms and routers are replicated.
 
     Calling a chunk with ``input_ids`` and ``position_ids`` ``[batch, seq / cp]`` gives logits
     ``[batch, seq / cp, padded_vocab / tp]`` on the last stage, else hidden states ``[seq / cp, batch, hidden]``, with
     sequence parallelism ``[seq / cp / tp, batch, hidden]``; context rank r holds parts r and 2 cp - 1 - r of 2 cp.
 
     Attributes:
-        config: The model, with the layout it stands on.
+        config: The model, with its layout.
         args: The arguments it was made with.
-        place: Where this rank stands in the layout.
+        rank_context: Layout, rank and coordinates of this process.
         megatron: Megatron's ``TransformerConfig``, shared by all chunks.
         chunks: The ``GPTModel`` of each virtual stage, in model order.
         implementation: ``local`` or ``transformer_engine`` layers.
         source: The checkpoint directory it was loaded from, None for a random one.
-        bytes_read: What this rank took out of that checkpoint.
-        drawn: The parameters that it lacks, or has fewer rows of: a new head, a vocabulary that has grown.
+        bytes_read: Bytes that this rank read from that checkpoint.
+        new_params: Parameters that it lacks, or has fewer rows of: a new head, a grown vocabulary.
     """
 
     def __init__(
         self,
         config: McaModelConfig,
         args: DistributingParallelArguments,
-        place: parallel.Place,
+        rank_context: parallel.RankContext,
         *,
         dtype: DtypeName,
         source: Path | None = None,
     ) -> None:
         super().__init__()
-        sequence_parallel = args.sequence_parallel_for(place.layout)
-        require_layout(config, place.layout, place.world_size, sequence_parallel=sequence_parallel)
-        self.config = replace(config, layout=place.layout, dtype=dtype)
+        sequence_parallel = args.sequence_parallel_for(rank_context.layout)
+        require_layout(
+            config, rank_context.layout, rank_context.world_size, sequence_parallel=sequence_parallel
+        )
+        self.config = replace(config, layout=rank_context.layout, dtype=dtype)
         self.args = args
-        self.place = place
+        self.rank_context = rank_context
         self.source = source
         self.bytes_read = 0
-        self.drawn: tuple[Param, ...] = ()
-        self._adapters: list[AdapterConfig] = []  # on the chunks: one list of all who share these
-        self.implementation: Implementation = implementation_of(args)
-        self.megatron: MegatronConfig = transformer_config(self.config, args, place.layout, dtype)
-        self._parts = self.config.pipeline_plan().chunks[place.at.pp]
+        self.new_params: tuple[Param, ...] = ()
+        self._adapters: list[AdapterConfig] = []  # of the chunks; shared by all models on these chunks
+        self.implementation: Implementation = choose_implementation(args)
+        self.megatron: MegatronConfig = transformer_config(self.config, args, rank_context.layout, dtype)
+        self._parts = self.config.pipeline_plan().chunks[rank_context.coordinates.pp]
         self.chunks = torch.nn.ModuleList(
             build_chunk(self.config, self.megatron, part, self.implementation) for part in self._parts
         )
-        self._held = [list(self._match(index)) for index in range(len(self.chunks))]
-        mark_parameters(self.held(), self.config.layout)
+        self._local_params = [list(self._match(index)) for index in range(len(self.chunks))]
+        set_parameter_attributes(self.local_params(), self.config.layout)
         self._bias_rate = self.megatron.moe_router_bias_update_rate
 
     @property
     def has_adapter(self) -> bool:
-        """Whether an adapter lies on its chunks, be it that of a ``PeftModels`` which was made of it."""
+        """Return whether its chunks have an adapter, e.g. of a ``PeftModels`` that was made from it."""
         return bool(self._adapters)
 
-    def require_own(self) -> None:
-        """Refuses a model of which a ``PeftModels`` was made: it computes with that adapter, but does not know it.
+    def reject_hidden_adapter(self) -> None:
+        """Raise if a ``PeftModels`` was made from this model: it would compute with an unknown adapter.
 
         Raises:
-            McaError: It is one.
+            McaError: It has an adapter.
         """
         if self.has_adapter:
             raise McaError(
-                "an adapter was put on this model; use what get_peft_model or load_adapter returned, whose "
+                "this model has an adapter; use the return value of get_peft_model or load_adapter, whose "
                 "disable_adapter() gives the base model, or call merge_and_unload on it"
             )
 
-    def _match(self, index: int) -> Iterator[tuple[Held, Tensor]]:
-        held = chunk_params(self.config, self._parts[index], self.place.layout, self.place.at, self._naming())
-        tensors = live_tensors(self.chunks[index], held)
-        for item in held:
+    def _match(self, index: int) -> Iterator[tuple[LocalParam, Tensor]]:
+        params = chunk_params(
+            self.config,
+            self._parts[index],
+            self.rank_context.layout,
+            self.rank_context.coordinates,
+            self._naming(),
+        )
+        tensors = live_tensors(self.chunks[index], params)
+        for item in params:
             yield item, tensors[item.live]
 
     def _naming(self) -> NamingScheme:
         grouped = self.implementation == "transformer_engine" and self.megatron.moe_grouped_gemm
         return NamingScheme(self.implementation, grouped, _mtp_layer_name())
 
-    def held(self) -> Sequence[tuple[Held, Tensor]]:
-        """Every parameter (and saved buffer) of this rank with its rule, second copies included: this rank's pieces."""
-        return [pair for chunk in self._held for pair in chunk]
+    def local_params(self) -> Sequence[tuple[LocalParam, Tensor]]:
+        """Return every parameter and saved buffer (shards) of this rank with its rule, second copies included."""
+        return [pair for chunk in self._local_params for pair in chunk]
 
     def canonical_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint names and live tensors (this rank's pieces), without second copies of tied weights."""
-        for item, tensor in self.held():
+        """Yield checkpoint names and live tensors (this rank's shards), without second copies of tied weights."""
+        for item, tensor in self.local_params():
             if not item.copy:
                 yield item.param.mca_name(), tensor
 
-    def trained(self) -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint names and live tensors of this rank's pieces of what training changes."""
+    def trained_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Return checkpoint names and live tensors of this rank's shards that are trained."""
         return ((name, tensor) for name, tensor in self.canonical_parameters() if tensor.requires_grad)
 
     def train_parts(self, parts: Collection[Part]) -> None:
-        """Selects the parts of the model that train, before it is wrapped; by default all but vision and projector.
+        """Select the parts of the model to train, before it is wrapped; the default is the language model.
 
         Raises:
             McaError: It has no vision model, or cannot take images on its layout.
@@ -150,20 +158,20 @@ class VirtualModels(torch.nn.Module):
             raise McaError(f"{', '.join(unknown)}: no part of a model; parts are {', '.join(get_args(Part))}")
         if {"vision", "projector"} & {*parts}:
             self.require_images()
-        for item, tensor in self.held():
+        for item, tensor in self.local_params():
             if isinstance(tensor, torch.nn.Parameter):
-                tensor.requires_grad_(part_of(item.param, self.config) in parts)
-        # biases that balance experts are no parameters, but belong to routers, which may be frozen
+                tensor.requires_grad_(model_part(item.param, self.config) in parts)
+        # expert biases are no parameters, but belong to routers, which may be frozen
         self.megatron.moe_router_bias_update_rate = self._bias_rate if "language" in parts else 0.0
 
     def require_images(self) -> None:
-        """Refuses images where the model, its layout or its settings cannot take them, all reasons at once.
+        """Raise, with all reasons, if the model, its layout or its settings do not support images.
 
         Raises:
-            McaError: Some stand against it.
+            McaError: Images are not supported.
         """
-        problems = image_problems(self.config, self.place.layout, self.megatron)
-        raise_problems(problems, f"images for {self.config.model_type} at {self.place.layout}")
+        problems = image_problems(self.config, self.rank_context.layout, self.megatron)
+        raise_problems(problems, f"images for {self.config.model_type} at {self.rank_context.layout}")
 
     def __len__(self) -> int:
         return len(self.chunks)
@@ -172,9 +180,9 @@ class VirtualModels(torch.nn.Module):
         return iter(self.chunks)
 
     def logits(self, input_ids: Tensor) -> Tensor:
-        """The model's logits; collective, for checks and small models.
+        """Return the model's logits; collective, for checks and small models.
 
-        Runs Megatron's own forward schedule, so pipeline and virtual stages communicate as in training.
+        Runs Megatron's forward schedule, so that pipeline and virtual stages communicate as in training.
 
         Args:
             input_ids: ``[batch, seq]``, the same on every rank.
@@ -182,7 +190,7 @@ class VirtualModels(torch.nn.Module):
         Returns:
             fp32 ``[batch, seq, vocab]`` without padding rows, the same on every rank.
         """
-        self.require_own()
+        self.reject_hidden_adapter()
         require_same_arguments("logits", **{"the shape of input_ids": list(input_ids.shape)})
         return model_logits(self, input_ids)
 
@@ -199,28 +207,28 @@ class VirtualModels(torch.nn.Module):
         chunk_size: int = 1024,
         to: Literal["all", "replicas"] = "all",
     ) -> LogProbs | None:
-        """Log-probability of each token after those before it, without gradients; collective.
+        """Return each token's log-probability given the tokens before it, without gradients; collective.
 
-        The ranks of a data-parallel replica are given the same batch; replicas may have others. Logits stand for
-        ``chunk_size`` tokens at a time: ``chunk_size x padded_vocab / tp`` numbers in the weights' type and once more
-        in fp32, twice with the entropy. Under ``compute_loss``, with gradients: ``McaTrainer.token_values``.
+        The ranks of a data-parallel replica get the same batch; replicas may have different ones. The logits of
+        ``chunk_size`` tokens exist at a time: ``chunk_size x padded_vocab / tp`` numbers in the weights' dtype and
+        once more in fp32, twice with the entropy. With gradients use ``McaTrainer.token_values`` in ``compute_loss``.
 
         Args:
             input_ids: ``[batch, seq]``; with ``cu_seqlens`` ``[1, tokens]``.
             mask: ``[batch, seq]``, False (0) for padding, which may be on either side; None: no padding.
-            cu_seqlens: ``[sequences + 1]``, where packed sequences begin in the one row, and its end.
-            packed: Compute the sequences of a micro-batch one after the other, without padding between them.
-            temperature: What logits are divided by.
+            cu_seqlens: ``[sequences + 1]``, boundaries of packed sequences in the one row.
+            packed: Pack the sequences of a micro-batch into one row, without padding between them.
+            temperature: Divisor of the logits.
             entropy: Also the entropy of the distribution that each token was drawn from.
             micro_batch_size: Sequences of a micro-batch.
-            chunk_size: Tokens whose logits exist at a time.
+            chunk_size: Number of tokens whose logits exist at a time.
             to: ``all`` ranks, or the first of each data-parallel replica; None is returned on the others.
 
         Returns:
             ``log_probs`` and ``entropy`` (or None), fp32 of the shape of ``input_ids``; 0 for the first token of each
             sequence and for padding.
         """
-        self.require_own()
+        self.reject_hidden_adapter()
         if self.config.num_labels is not None:
             raise McaError(
                 f"the model has a head for {self.config.head}, not a vocabulary: it has no log_probs"
@@ -236,13 +244,13 @@ class VirtualModels(torch.nn.Module):
         if to not in ("all", "replicas"):
             raise McaError(f"to={to!r} is none of all, replicas")
         packed = packed or cu_seqlens is not None
-        found = model_log_probs(
+        values = model_log_probs(
             self,
             lambda: Batch(input_ids, mask, cu_seqlens, packed, micro_batch_size, chunk_size),
             TokenValues(temperature=temperature, entropy=entropy),
         )
-        at = self.place.at
-        return found if to == "all" or at.tp == at.cp == at.pp == 0 else None
+        coordinates = self.rank_context.coordinates
+        return values if to == "all" or coordinates.tp == coordinates.cp == coordinates.pp == 0 else None
 
     def save_pretrained(
         self,
@@ -252,20 +260,20 @@ class VirtualModels(torch.nn.Module):
         ckpt_format: CheckpointFormat = "mca",
         async_save: bool = False,
     ) -> PendingSave | None:
-        """Writes a checkpoint that ``AutoModel.from_pretrained`` loads on any layout; collective.
+        """Write a checkpoint that ``AutoModel.from_pretrained`` loads on any layout; collective.
 
         Args:
-            directory: Where it will stand, complete or absent.
-            overwrite: Replaces what stands there.
-            ckpt_format: ``mca``, this project's own; or ``torch_dist``, which Megatron-LM reads too.
-            async_save: Return as soon as the weights are copied and write them in the background (``torch_dist``
-                only); the checkpoint stands at ``directory`` when ``finish()`` of what is returned has returned.
+            directory: Path of the checkpoint, which is complete or absent.
+            overwrite: Replace an existing directory.
+            ckpt_format: ``mca``, mca's format; or ``torch_dist``, which Megatron-LM reads too.
+            async_save: Return once the weights are copied, and write them in the background (``torch_dist`` only);
+                ``finish()`` of the returned save completes ``directory``.
 
         Returns:
-            With ``async_save`` the save that is under way, on every rank; else None.
+            With ``async_save`` the running save, on every rank; else None.
 
         Raises:
-            McaError: A rank could not write: all ranks raise, naming it, and ``directory`` is as before.
+            McaError: A rank could not write: all ranks raise, naming it, and ``directory`` is unchanged.
         """
         require_same_arguments(
             "save_pretrained",
@@ -296,20 +304,20 @@ class VirtualModels(torch.nn.Module):
         fp8: bool = False,
         merged: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and tensors, as `save_pretrained_as_hf` writes them, one after the other; collective.
+        """Yield Hugging Face names and tensors, as `save_pretrained_as_hf` writes them; collective.
 
-        All ranks must take them to the end, also those that get none. The order is always the same, and the tensors
-        are the consumer's. They are views of a bucket, which lives as long as one of them. The next bucket is gathered
-        while one is used, so do not change the weights meanwhile. A rank that gets the tensors needs the room of two
-        buckets and the largest parameter.
+        All ranks must iterate to the end, also those that receive no tensors. The order is always the same. The
+        consumer owns the tensors, which are views of a bucket. The next bucket is gathered while one is used, so do
+        not change the weights meanwhile. A receiving rank needs the memory of two buckets and of the largest
+        parameter.
 
         Args:
             to: Which ranks get the tensors: ``all``, the ``first``, or ``replicas``: the first of each data-parallel
                 replica.
-            bucket_bytes: Limit of a bucket; a tensor that is larger is one of its own.
-            dtype: Cast weights to ``float32``, ``bfloat16`` or ``float16``; None: as they are.
+            bucket_bytes: Limit of a bucket; a larger tensor has its own bucket.
+            dtype: Cast weights to ``float32``, ``bfloat16`` or ``float16``; None: not cast.
             fp8: Weights of linears as e4m3 with a scale for each block of 128 x 128, ``..._scale_inv``. Families that
-                `mca-convert --fp8` does not write are refused here too.
+                `mca-convert --fp8` does not support are not supported here either.
             merged: Only for a model with an adapter.
 
         Raises:
@@ -327,36 +335,36 @@ class VirtualModels(torch.nn.Module):
         fp8: bool = False,
         merged: bool = False,
     ) -> Iterator[WeightBucket]:
-        """`export_weights` in whole buckets, for transports that want one buffer; collective."""
-        wanted = agreed(to=to, bucket_bytes=bucket_bytes, dtype=dtype, fp8=fp8, merged=merged)
+        """Yield whole buckets of `export_weights`, for transports of one buffer; collective."""
+        request = checked_request(to=to, bucket_bytes=bucket_bytes, dtype=dtype, fp8=fp8, merged=merged)
         if merged:
-            self.require_own()
-            raise McaError("merged=True: this model has no adapter to merge; leave merged out")
-        return export_buckets(self, wanted)
+            self.reject_hidden_adapter()
+            raise McaError("merged=True: this model has no adapter to merge; remove merged")
+        return export_buckets(self, request)
 
     def load_weights(self, weights: Iterable[Weight]) -> None:
-        """Sets all weights to Hugging Face tensors, as `export_weights` yields them, in any order; collective.
+        """Load all weights from Hugging Face tensors, as `export_weights` yields them, in any order; collective.
 
-        Every rank is given all tensors and keeps what it needs of each at once. A tensor may also come in pieces:
+        Every rank gets all tensors and keeps its shards at once. A tensor may also come in pieces:
         ``(name, rows, first row)``. Tied tensors may come once or under both names. After an error the model has some
-        of the new weights. Then refresh a trainer's optimizer: ``trainer.engine.take_weights()``.
+        of the new weights. Afterwards refresh a trainer's optimizer: ``trainer.engine.reload_main_params()``.
 
         Args:
             weights: Names and tensors, in fp64, fp32, bf16 or fp16, or in fp8 with scales, on any device.
 
         Raises:
-            McaError: Names are missing or too many, a shape or dtype is wrong, or a rank failed; all ranks raise.
+            McaError: Names are missing or unexpected, a shape or dtype is wrong, or a rank failed; all ranks raise.
         """
         load_weights(self, weights)
 
     def save_pretrained_as_hf(
         self, directory: str | Path, *, overwrite: bool = False, max_shard_bytes: int | None = None
     ) -> None:
-        """Writes a Hugging Face checkpoint; collective. A rank needs the room of a few parameters (docs/limits.md).
+        """Write a Hugging Face checkpoint; collective. A rank needs the memory of a few parameters (docs/limits.md).
 
         Args:
-            directory: Where it will stand, complete or absent.
-            overwrite: Replaces what stands there.
+            directory: Path of the checkpoint, which is complete or absent.
+            overwrite: Replace an existing directory.
             max_shard_bytes: Limit of one file's tensors; None: 5 GB.
         """
         require_same_arguments(
@@ -369,7 +377,7 @@ class VirtualModels(torch.nn.Module):
 
 
 def _mtp_layer_name() -> str:
-    """Megatron's name for the decoder layer inside a prediction layer, which changed with 0.17."""
+    """Return Megatron's name for the decoder layer inside an MTP layer, which changed with 0.17."""
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayerSubmodules
 
     return next(

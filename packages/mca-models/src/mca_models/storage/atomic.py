@@ -1,7 +1,7 @@
 """Directories that are complete or absent.
 
-A directory is written in a marked folder beside its destination (``partial_folder``), synced, and renamed. Where an
-empty directory stands already (a volume's mount point, say) it stays what it is, with its owner and mode: the folder is
+A directory is written in a marked folder next to its destination (``partial_folder``), synced, and renamed. An empty
+directory that exists (a volume's mount point, say) is kept, with its owner and mode: the folder is
 made in it, and what was written is moved up, last of all the file without which readers find no checkpoint. What
 replaces a directory gets its owner and mode.
 """
@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mca_config.errors import DiskFull, McaError
-from mca_config.files import cannot_write
+from mca_config.files import write_error
 from mca_config.printable import counted
 from mca_models.storage.partial_folder import (
     CONTENT,
@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 __all__ = [
     "PartialDirectory",
     "atomic_directory",
-    "place_of",
     "remove_leftovers",
     "require_absent",
     "require_free",
+    "staging_parent",
     "sync_directory",
     "write_file",
 ]
@@ -49,7 +49,7 @@ class PartialDirectory:
     """A directory being written. One process owns it; others may write files into ``path``.
 
     Args:
-        destination: Where it will stand; a link to a directory stays one. Its parents are made.
+        destination: Path of the finished directory; a link to a directory stays one. Its parents are made.
         overwrite: An existing directory is replaced by ``publish``; else a non-empty one is an error.
 
     Raises:
@@ -67,14 +67,14 @@ class PartialDirectory:
         except BaseException as error:
             self.discard()
             if isinstance(error, OSError):
-                raise cannot_write(destination, error) from None
+                raise write_error(destination, error) from None
             raise
 
     def _make(self) -> None:
         require_free(self.destination, overwrite=self._overwrite)
         self.destination = _resolved(self.destination)
         remove_leftovers(self.destination)
-        place = place_of(self.destination)
+        place = staging_parent(self.destination)
         self._inside = place == self.destination
         self._make_parents(self.destination.parent)
         self._folder = PartialFolder(place, self.destination.name)
@@ -93,7 +93,7 @@ class PartialDirectory:
                 self._made.append(folder)
 
     def publish(self, files: Mapping[str, int] | None = None) -> None:
-        """Syncs all directories and moves the whole into place. Files must already be synced.
+        """Sync all directories and moves the whole into place. Files must already be synced.
 
         Args:
             files: What must be there: sizes by names relative to the directory.
@@ -102,7 +102,7 @@ class PartialDirectory:
             McaError: The directory was removed or changed meanwhile, or its place was taken; nothing is left.
         """
         try:
-            folder = self._whole(files or {})
+            folder = self._checked_folder(files or {})
             for _, _, _, fd in os.fwalk(".", dir_fd=self._content):
                 os.fsync(fd)
             if self._inside:
@@ -114,16 +114,16 @@ class PartialDirectory:
             if isinstance(error, OSError):
                 raise McaError(f"{self.destination}: cannot be put in place ({error.strerror})") from None
             raise
-        self._moved = []  # it stands: whatever happens now, nothing of it is taken back
-        self._sync_place()
+        self._moved = []  # the directory is complete: later errors do not remove it
+        self._sync_parents()
         self._made = []
         self.discard()
 
     @contextmanager
     def writing(self, needed: int | None = None) -> Iterator[Path]:
-        """A block that writes into ``path`` and may publish it.
+        """Yield ``path`` to write into and perhaps publish.
 
-        An error removes everything, and calls files as they would be in place.
+        An error removes everything, and names files as at the destination.
 
         Args:
             needed: Bytes of the whole directory, for the error of a full disk; None: not known.
@@ -136,18 +136,18 @@ class PartialDirectory:
         except BaseException as error:
             is_written = self._folder is None  # `publish` names the destination itself
             self.discard()
-            if not is_written and (moved := self._in_place(error, needed)) is not None:
+            if not is_written and (moved := self._error_at_destination(error, needed)) is not None:
                 raise moved from error
             raise
 
-    def _in_place(self, error: BaseException, needed: int | None) -> McaError | None:
+    def _error_at_destination(self, error: BaseException, needed: int | None) -> McaError | None:
         """Return ``error`` with the names of files after `publish`; None: it names none."""
         if isinstance(error, OSError) and isinstance(error.filename, str):
             if Path(error.filename).is_relative_to(self.path):
-                error = cannot_write(error.filename, error)
+                error = write_error(error.filename, error)
         if not isinstance(error, McaError):
             return None
-        moved = in_place(error, self.path, self.destination)
+        moved = error_at_destination(error, self.path, self.destination)
         if not isinstance(moved, DiskFull):
             return moved
         need = "" if needed is None else f"at least {counted(needed, 'byte')} are needed, "
@@ -157,7 +157,7 @@ class PartialDirectory:
         return DiskFull(f"{moved}; {need}nothing half-written is left; make room, or name another directory")
 
     def discard(self) -> None:
-        """Removes everything written so far, and parents that were made for it. A second call does nothing."""
+        """Remove everything written so far, and parents that were made for it. A second call does nothing."""
         for name in reversed(self._moved):
             remove_entry(self.destination / name)
         if self._folder is not None:
@@ -169,11 +169,11 @@ class PartialDirectory:
                 parent.rmdir()
         self._folder, self._content, self._made, self._moved = None, -1, [], []
 
-    def _whole(self, files: Mapping[str, int]) -> PartialFolder:
-        """The folder, found to be the one that was begun and to hold ``files``."""
+    def _checked_folder(self, files: Mapping[str, int]) -> PartialFolder:
+        """Return the folder, after checking that it is the one that was begun and holds ``files``."""
         if self._folder is None:
             raise ValueError(f"{self.destination} was published or discarded before")
-        if not self._folder.stands() or not _is_same(self.path, self._content):
+        if not self._folder.is_in_place() or not _is_same(self.path, self._content):
             raise McaError(
                 f"{self.destination}: {self._folder.path} was removed or replaced while it was written; find "
                 "out which program deletes files there, and convert again"
@@ -191,7 +191,7 @@ class PartialDirectory:
         return self._folder
 
     def _rename(self, folder: PartialFolder) -> None:
-        """Puts the directory where none stands, or exchanges it with the one that does."""
+        """Put the directory at a free path, or exchange it with the existing one."""
         if self._overwrite and self.destination.is_dir():
             _give_access(self._content, self.destination.stat())
             exchange(folder, self.destination)
@@ -203,7 +203,7 @@ class PartialDirectory:
             raise
 
     def _fill(self, folder: PartialFolder) -> None:
-        """Moves the entries into the existing directory, the file that readers look for last."""
+        """Move the entries into the existing directory, the file that readers look for last."""
         place = os.open(self.destination, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             _lock(place, self.destination)
@@ -217,8 +217,8 @@ class PartialDirectory:
         finally:
             close(place)
 
-    def _sync_place(self) -> None:
-        """Makes durable that it stands there; where that fails it stands all the same, which is said."""
+    def _sync_parents(self) -> None:
+        """Sync the parent directories; log a warning if that fails."""
         try:
             for folder in {self.destination.parent, *(made.parent for made in self._made)}:
                 sync_directory(folder)
@@ -243,7 +243,7 @@ def atomic_directory(
         partial.publish()
 
 
-def in_place(error: McaError, path: Path, destination: Path) -> McaError | None:
+def error_at_destination(error: McaError, path: Path, destination: Path) -> McaError | None:
     """Return ``error`` with files of ``destination`` where it names those of ``path``; None: it names none."""
     if str(path) not in str(error):
         return None
@@ -254,34 +254,34 @@ def in_place(error: McaError, path: Path, destination: Path) -> McaError | None:
 
 
 def require_absent(destination: Path) -> None:
-    """Raises unless ``destination`` does not exist or is an empty directory (but for what writers left)."""
+    """Raise unless ``destination`` does not exist or is an empty directory (but for what writers left)."""
     if destination.is_dir():
-        if _taken_by(destination) is not None:
+        if _foreign_entry(destination) is not None:
             raise McaError(f"{destination}: exists and is not empty; remove it or name another directory")
     elif os.path.lexists(destination):
         raise McaError(f"{destination}: exists and is not a directory; name another one")
 
 
 def require_free(destination: Path, *, overwrite: bool) -> None:
-    """Raises if nothing can be put at ``destination``: it is taken, or to be replaced and cannot be."""
+    """Raise if nothing can be put at ``destination``: it is taken, or to be replaced and cannot be."""
     if not overwrite:
         require_absent(destination)
     elif not destination.is_dir():
         require_absent(destination)
-    elif _taken_by(destination) is not None and _is_mount(_resolved(destination)):
+    elif _foreign_entry(destination) is not None and _is_mount(_resolved(destination)):
         raise McaError(
             f"{destination}: is a mount point, which cannot be replaced; empty it or name a directory in it"
         )
 
 
-def place_of(destination: Path) -> Path:
-    """Where what becomes ``destination`` is written: in it, if it is an empty directory, else beside it."""
+def staging_parent(destination: Path) -> Path:
+    """Return the directory in which ``destination`` is staged: itself if it exists and is empty, else its parent."""
     resolved = _resolved(destination)
-    return resolved if resolved.is_dir() and _taken_by(resolved) is None else resolved.parent
+    return resolved if resolved.is_dir() and _foreign_entry(resolved) is None else resolved.parent
 
 
 def sync_directory(path: Path) -> None:
-    """Makes the entries of ``path`` durable."""
+    """Make the entries of ``path`` durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -290,7 +290,7 @@ def sync_directory(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes | Iterable[bytes], mode: int = 0o666) -> int:
-    """Writes a small file, in one or many blocks, and syncs it; returns its size.
+    """Write a small file, in one or many blocks, and syncs it; returns its size.
 
     The permissions are ``mode`` but for the bits of the umask.
 
@@ -306,12 +306,12 @@ def write_file(path: Path, data: bytes | Iterable[bytes], mode: int = 0o666) -> 
             file.flush()
             os.fsync(fd)
     except OSError as error:
-        raise cannot_write(path, error) from None
+        raise write_error(path, error) from None
     return written
 
 
 def _give_access(fd: int, like: os.stat_result) -> None:
-    """Gives the directory ``fd`` the owner, group and mode of ``like``, as far as this user and file system can."""
+    """Give the directory ``fd`` the owner, group and mode of ``like``, as far as this user and file system can."""
     for uid, gid in ((-1, like.st_gid), (like.st_uid, -1)):
         with suppress(OSError):
             os.fchown(fd, uid, gid)
@@ -320,16 +320,16 @@ def _give_access(fd: int, like: os.stat_result) -> None:
 
 
 def _resolved(destination: Path) -> Path:
-    """Where it is: a link to a directory is followed, links above it stay as they are given."""
+    """Return the absolute path; a final link to a directory is followed, links above it are kept."""
     return Path(os.path.realpath(destination) if destination.is_symlink() else os.path.abspath(destination))  # noqa: PTH100
 
 
-def _taken_by(directory: Path) -> str | None:
-    """An entry of ``directory`` that is somebody's, not what a writer left halfway; None if there is none."""
-    own = {"lost+found"}  # of a file system that was just made
+def _foreign_entry(directory: Path) -> str | None:
+    """Return an entry of ``directory`` that no writer left behind; None if there is none."""
+    known = {"lost+found"}  # of a new file system
     for folder in leftovers(directory, _resolved(directory).name):
-        own |= {folder.name, *moved_names(folder)}
-    return next((entry.name for entry in directory.iterdir() if entry.name not in own), None)
+        known |= {folder.name, *moved_names(folder)}
+    return next((entry.name for entry in directory.iterdir() if entry.name not in known), None)
 
 
 def _order(name: str) -> tuple[int, str]:
@@ -337,7 +337,7 @@ def _order(name: str) -> tuple[int, str]:
 
 
 def _is_same(path: Path, fd: int) -> bool:
-    """Whether ``path`` is the directory that ``fd`` holds."""
+    """Return whether ``path`` is the directory that ``fd`` holds."""
     try:
         return os.path.samestat(path.lstat(), os.fstat(fd))
     except OSError:
@@ -345,7 +345,7 @@ def _is_same(path: Path, fd: int) -> bool:
 
 
 def _is_mount(path: Path) -> bool:
-    """Whether something is mounted at ``path``, also a directory of the same file system."""
+    """Return whether something is mounted at ``path``, also a directory of the same file system."""
     with suppress(OSError):
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
         return any(line.split()[4] == _as_listed(path) for line in lines)
@@ -359,7 +359,7 @@ def _as_listed(path: Path) -> str:
 
 
 def _lock(fd: int, directory: Path) -> None:
-    """Has one writer at a time put its files into ``directory``; without effect where there are no locks."""
+    """Lock ``directory`` for one writer at a time; without effect where there are no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

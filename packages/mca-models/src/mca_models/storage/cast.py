@@ -1,6 +1,6 @@
-"""Element-wise casts of what is read to the dtype that is written; a finite number never becomes an infinite one.
+"""Element-wise casts to the dtype that is written; a finite number never becomes an infinite one.
 
-Which dtype is written is not decided here.
+Callers choose the dtype.
 """
 
 from mca_config.errors import McaError
@@ -23,7 +23,7 @@ _WIDE_ENOUGH = {
 
 
 def cast_into(source: NumpyArray, target: NumpyArray, name: str) -> None:
-    """Casts ``source`` into ``target``, both of one shape.
+    """Cast ``source`` into ``target``, both of one shape.
 
     Raises:
         McaError: A finite value of tensor ``name`` becomes infinite.
@@ -37,7 +37,7 @@ def cast_into(source: NumpyArray, target: NumpyArray, name: str) -> None:
 
 
 def can_overflow(source: str, target: str) -> bool:
-    """Whether a finite number of dtype ``source`` may be infinite in ``target`` (NumPy's names, which are torch's)."""
+    """Return whether a finite number of dtype ``source`` may become infinite in ``target`` (NumPy's names)."""
     return target in _NARROW and source not in (target, *_WIDE_ENOUGH[target])
 
 
@@ -59,7 +59,7 @@ def overflows(source: NumpyArray, target: NumpyArray) -> NumpyArray:
 
 
 def overflow(name: str, value: str, kind: str) -> "Overflow":
-    """What to raise where ``value`` of tensor ``name`` is too large for dtype ``kind`` (NumPy's name)."""
+    """Return the error for ``value`` of tensor ``name``, which is too large for dtype ``kind`` (NumPy's name)."""
     return Overflow(f"tensor {name}: {value} overflows {too_narrow(kind)}")
 
 

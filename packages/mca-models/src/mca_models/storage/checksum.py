@@ -9,7 +9,7 @@ import zlib
 from functools import lru_cache
 from pathlib import Path
 
-from mca_config.files import reading
+from mca_config.files import naming_read_errors
 
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
@@ -59,11 +59,11 @@ def crc32_join(first: int, second: int, second_nbytes: int) -> int:
     return shifted ^ second
 
 
-def crc32_of_file(file: Path) -> int:
+def file_crc32(file: Path) -> int:
     """The CRC-32 of all of ``file``, read through a bounded buffer."""
     buffer, crc = bytearray(_CHUNK), 0
     view = memoryview(buffer)
-    with reading(file), file.open("rb", buffering=0) as stream:
+    with naming_read_errors(file), file.open("rb", buffering=0) as stream:
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while count := stream.readinto(buffer):
             crc = zlib.crc32(view[:count], crc)

@@ -51,7 +51,7 @@ def numpy_dtype(code: str) -> NumpyDtype:
     return dtype
 
 
-def code_of(dtype: object) -> str:
+def dtype_code(dtype: object) -> str:
     """The safetensors code of a NumPy (or ``ml_dtypes``) type."""
     import numpy as np
 

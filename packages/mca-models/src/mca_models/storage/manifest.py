@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mca_config.errors import McaError
-from mca_config.files import inside, read_json
+from mca_config.files import read_json, resolve_inside
 from mca_config.types import JsonObject
 from mca_models.storage.atomic import write_file
 
@@ -48,7 +48,7 @@ class Manifest:
     tensors: Mapping[str, TensorRecord]
 
     def save(self, iteration: Path) -> int:
-        """Writes the manifest into directory ``iteration``; returns its size."""
+        """Write the manifest into directory ``iteration``; returns its size."""
         document = {
             "version": VERSION,
             "files": {
@@ -64,8 +64,8 @@ class Manifest:
 
     @staticmethod
     def load(iteration: Path) -> "Manifest":
-        """Reads the manifest in ``iteration``."""
-        path = inside(iteration.parent, f"{iteration.name}/{FILE_NAME}")
+        """Read the manifest in ``iteration``."""
+        path = resolve_inside(iteration.parent, f"{iteration.name}/{FILE_NAME}")
         document = read_json(path, "the checkpoint is incomplete, write it again")
         try:
             return _parse(document)

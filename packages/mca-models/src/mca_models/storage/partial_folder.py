@@ -2,7 +2,7 @@
 
 ``<name>.partial-<8 hex digits>/.mca-partial`` says which machine began it and, while its entries are moved into an
 existing directory, which ones. The writer holds a lock on the folder, which the kernel drops when the process dies in
-whatever way. Only a folder with such a name, the marker and no living writer is ever removed, or one with such a name
+any way. Only a folder with such a name, the marker and no living writer is ever removed, or one with such a name
 and nothing in it.
 """
 
@@ -60,7 +60,7 @@ class PartialFolder:
             raise
 
     def mark(self, moved: Mapping[str, int]) -> None:
-        """Writes the marker; ``moved`` are the inode numbers of entries that are about to leave, by name."""
+        """Write the marker; ``moved`` are the inode numbers of entries that are about to leave, by name."""
         text = json.dumps({"machine": _machine(), "moved": dict(moved)}).encode()
         fd = os.open(_BEGUN, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, dir_fd=self.fd)
         try:
@@ -71,8 +71,8 @@ class PartialFolder:
         os.rename(_BEGUN, MARKER, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         os.fsync(self.fd)
 
-    def stands(self) -> bool:
-        """Whether the folder is still where it was made."""
+    def is_in_place(self) -> bool:
+        """Return whether the folder is still where it was made."""
         try:
             there, mine = self.path.lstat(), os.fstat(self.fd)
         except OSError:
@@ -80,7 +80,7 @@ class PartialFolder:
         return os.path.samestat(there, mine)
 
     def remove(self) -> None:
-        """Removes it with all that is in it."""
+        """Remove it with all that is in it."""
         _remove(self.path)
         if self.fd >= 0:
             close(self.fd)
@@ -98,7 +98,7 @@ def leftovers(place: Path, name: str) -> Iterator[Path]:
 
 
 def _folders(place: Path, name: str) -> list[Path]:
-    """Those in ``place`` that have such a name as writers of ``name`` give them."""
+    """Return the folders in ``place`` that are named as writers of ``name`` name them."""
     own = re.compile(re.escape(name) + r"\.partial-[0-9a-f]{8}")
     try:
         named = sorted(path for path in place.iterdir() if own.fullmatch(path.name))
@@ -108,7 +108,7 @@ def _folders(place: Path, name: str) -> list[Path]:
 
 
 def remove_leftovers(destination: Path) -> None:
-    """Removes what killed writers to ``destination`` left beside it or in it."""
+    """Remove what killed writers to ``destination`` left next to it or in it."""
     for place in (destination.parent, destination):
         for path in _folders(place, destination.name):
             with suppress(OSError):
@@ -119,7 +119,7 @@ def remove_leftovers(destination: Path) -> None:
 
 
 def moved_names(folder: Path) -> set[str]:
-    """What a writer had moved beside its ``folder``, in an existing directory, when it stopped halfway."""
+    """Return the entries that a stopped writer had moved from its ``folder`` into an existing directory."""
     _, moved = _read_marker(folder)
     with suppress(OSError):
         if any((folder / CONTENT).iterdir()):
@@ -139,7 +139,7 @@ def retire(directory: Path) -> PartialFolder:
 
 
 def close(fd: int) -> None:
-    """Closes a descriptor whose data is on disk, or of no use: failing does no harm."""
+    """Close a descriptor whose data is on disk, or of no use: failing does no harm."""
     with suppress(OSError):
         os.close(fd)
 
@@ -161,7 +161,7 @@ def _remove_if_dead(folder: Path, destination: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder, the marker last; once more where something failed."""
+    """Remove a folder, the marker last; once more where something failed."""
     for _ in range(2):
         with suppress(OSError):
             entries = [entry for entry in folder.iterdir() if entry.name != MARKER]
@@ -174,7 +174,7 @@ def _remove(folder: Path) -> None:
 
 
 def remove_entry(path: Path) -> None:
-    """Removes a file or a directory with all that is in it, as far as it can be removed."""
+    """Remove a file or a directory with all that is in it, as far as it can be removed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -183,7 +183,7 @@ def remove_entry(path: Path) -> None:
 
 
 def _read_marker(folder: Path) -> tuple[bool, dict[str, int]]:
-    """Whether this machine wrote it, and what was being moved."""
+    """Return whether this machine wrote it, and what was being moved."""
     try:
         marker = folder / MARKER
         document = json.loads((marker if marker.exists() else folder / _BEGUN).read_text())
@@ -194,7 +194,7 @@ def _read_marker(folder: Path) -> tuple[bool, dict[str, int]]:
 
 
 def _idle_seconds(folder: Path) -> float:
-    """How long nothing in ``folder`` has changed."""
+    """Return the seconds since anything in ``folder`` changed."""
     newest = folder.stat().st_mtime
     for place, _, files in os.walk(folder):
         for path in (Path(place), *(Path(place, name) for name in files)):
@@ -217,7 +217,7 @@ def _machine() -> list[str]:
 
 
 def _try_lock(fd: int) -> bool:
-    """Whether nobody else holds the directory; False too where the file system has no locks."""
+    """Return whether the lock on the directory was taken; False too where the file system has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -1,6 +1,6 @@
 """Renames that either replace nothing or exchange two directories in one step.
 
-What is renamed, and when, is decided in `atomic`.
+`atomic` decides what is renamed, and when.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ _NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 
 def exchange(folder: PartialFolder, old: Path) -> None:
-    """Swaps two directories in one step, so that a complete one stands at ``old`` at every moment."""
+    """Swap two directories in one step, so that ``old`` is complete at every moment."""
     try:
         _renameat2(CONTENT, os.fspath(old), folder.fd, _AT_FDCWD, _RENAME_EXCHANGE)
     except OSError as error:
@@ -32,7 +32,7 @@ def exchange(folder: PartialFolder, old: Path) -> None:
 
 
 def move(name: str, fd: int, new_fd: int) -> None:
-    """Moves ``name`` from directory ``fd`` to ``new_fd``; what stands there is not replaced, where that can be told."""
+    """Move ``name`` from directory ``fd`` to ``new_fd``, without replacing an entry where the kernel supports that."""
     try:
         _renameat2(name, name, fd, new_fd, _RENAME_NOREPLACE)
     except OSError as error:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mca_config.errors import McaError
-from mca_config.files import open_regular, reading
+from mca_config.files import naming_read_errors, open_regular
 from mca_config.types import JsonObject, Typed
 from mca_models.storage.dtypes import ITEM_SIZES, numpy_dtype
 from mca_models.weights.arrays import Contiguous, NumpyArray
@@ -37,7 +37,7 @@ _ALIGNMENT = 4096  # of the first tensor: whole pages are written and mapped fas
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies."""
+    """Position of one tensor in a safetensors file."""
 
     name: str
     dtype: str
@@ -59,7 +59,7 @@ class TensorInfo:
 
         if self.nbytes == 0:
             return np.empty(self.shape, numpy_dtype(self.dtype))
-        with reading(self.file):
+        with naming_read_errors(self.file):
             try:
                 flat = np.memmap(self.file, np.uint8, "r", self.offset, (self.nbytes,))
             except ValueError:
@@ -75,7 +75,7 @@ class TensorInfo:
         stop = rows if stop is None else stop
         row_bytes = self.nbytes // rows if rows else 0
         out = np.empty((stop - start, *self.shape[1:]) if self.shape else (), numpy_dtype(self.dtype))
-        with reading(self.file), self.file.open("rb") as file:
+        with naming_read_errors(self.file), self.file.open("rb") as file:
             file.seek(self.offset + start * row_bytes)
             buffer: Contiguous = out.reshape(-1).view(np.uint8)
             if file.readinto(buffer) != out.nbytes:
@@ -85,7 +85,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors file says about itself."""
+    """Header of a safetensors file."""
 
     file: Path
     tensors: dict[str, TensorInfo]

@@ -1,4 +1,4 @@
-"""A checkpoint as something to read parameters from, whatever lies on disk.
+"""Checkpoint of any format as a source of parameters.
 
 A source knows its model (``config``, ``params``) and where the parts of each parameter are. Reading a
 piece for one rank touches only the bytes of that piece.
@@ -12,20 +12,20 @@ from typing import Protocol
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
-from mca_models.storage.moves import Rule, Side, part_shapes, plan_moves
-from mca_models.storage.runs import Gather, Move, Shape
+from mca_models.storage.byte_ranges import Gather, Move, Shape
+from mca_models.storage.copy_plan import Rule, Side, part_shapes, plan_moves
 from mca_models.storage.safetensors import TensorInfo
-from mca_models.templates.shapes import whole_shape
+from mca_models.templates.shapes import full_shape
 from mca_models.weights import Param
 from mca_models.weights.arrays import NumpyArray
 
 
-class Described(Protocol):
+class TensorMeta(Protocol):
     """A tensor of a checkpoint, as it is read."""
 
     @property
     def name(self) -> str:
-        """As its file calls it, or that which it stands for."""
+        """Name in the file, or of the tensor that it is dequantised or merged to."""
 
     @property
     def dtype(self) -> str:
@@ -37,21 +37,21 @@ class Described(Protocol):
 
     @property
     def file(self) -> Path:
-        """Where most of it is stored, for errors."""
+        """File with most of it, for errors."""
 
 
-class Elements(Protocol):
+class FlatElements(Protocol):
     """The elements of a tensor in one axis, a slice of which is an array: a NumPy array, or `FlatRows`."""
 
     def __getitem__(self, index: slice, /) -> NumpyArray:
-        """A run of them."""
+        """Return a run of elements."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of elements."""
 
 
-class Computed(Described, Protocol):
-    """A tensor that no file holds as it is: its elements are worked out as they are read (dequantised, merged)."""
+class ComputedTensor(TensorMeta, Protocol):
+    """Tensor whose elements are computed as they are read (dequantised, merged)."""
 
     @property
     def itemsize(self) -> int:
@@ -64,7 +64,7 @@ class Computed(Described, Protocol):
     def array(self) -> NumpyArray:
         """All elements, as a fresh array."""
 
-    def flat(self) -> Elements:
+    def flat(self) -> FlatElements:
         """The elements in one axis; a slice of it is a fresh array."""
 
 
@@ -72,7 +72,7 @@ class Computed(Described, Protocol):
 class Part:
     """One tensor, or one expert's entry of a stacked one."""
 
-    info: TensorInfo | Computed
+    info: TensorInfo | ComputedTensor
     shape: Shape
     start: int = 0
     """First element, counted from the tensor's own first."""
@@ -82,8 +82,8 @@ class Part:
         elements: NumpyArray = self.elements()[self.start : self.start + prod(self.shape)]
         return elements
 
-    def elements(self) -> Elements:
-        """Those of the whole tensor in one axis, to be sliced."""
+    def elements(self) -> FlatElements:
+        """Return the elements of the full tensor in one axis, to be sliced."""
         return self.info.array().reshape(-1) if isinstance(self.info, TensorInfo) else self.info.flat()
 
 
@@ -103,48 +103,48 @@ class ModelSource(Protocol):
     def parts(self, param: Param) -> tuple[Part, ...]:
         """The parts that hold ``param``, in the side's order."""
 
-    def whole_shape(self, param: Param) -> Shape:
+    def full_shape(self, param: Param) -> Shape:
         """Shape of the whole parameter, without vocabulary padding."""
 
     def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
-        """How to fill the tensors of ``side`` that hold ``param`` from its ``parts``."""
+        """Plan how to fill the tensors of ``side`` that hold ``param`` from its ``parts``."""
 
     def check_duplicates(self) -> None:
-        """Raises if what is stored several times differs. Reads all of it."""
+        """Raise if what is stored several times differs. Reads all of it."""
 
-    def tensors(self) -> Iterable[TensorInfo | Computed]:
+    def tensors(self) -> Iterable[TensorInfo | ComputedTensor]:
         """All that is stored."""
 
     def checksums(self) -> Mapping[Path, int]:
-        """The CRC-32 that each file must have; none where nobody knows."""
+        """Return the CRC-32 that each file must have; empty if unknown."""
 
 
 def plan_gathers(param: Param, whole: Shape, source: Side, target: Side) -> tuple[Gather, ...]:
     """``plan_moves`` with an error that names the parameter."""
     try:
-        return plan_moves(Rule.of(param), whole, source, target)
+        return plan_moves(Rule.from_param(param), whole, source, target)
     except ValueError as error:
         raise McaError(f"{param.mca_name()} of shape {list(whole)}: {error}") from None
 
 
-def gather_piece(source: ModelSource, param: Param, rank: int, size: int) -> tuple[Gather, tuple[Part, ...]]:
-    """What to copy for the piece that ``rank`` of ``size`` (tp, or etp for an expert) holds."""
+def plan_shard(source: ModelSource, param: Param, rank: int, size: int) -> tuple[Gather, tuple[Part, ...]]:
+    """Plan the copy of the shard of ``rank`` of ``size`` (tp, or etp for an expert)."""
     target: Side = 1 if param.shard.axis is None else size
     gathers = source.gathers(param, target)
     return gathers[0 if param.shard.axis is None else rank], source.parts(param)
 
 
-def read_piece(source: ModelSource, param: Param, rank: int = 0, size: int = 1) -> NumpyArray:
-    """The piece of ``param`` that ``rank`` of ``size`` (tp, or etp for an expert) holds, as a fresh array.
+def read_shard(source: ModelSource, param: Param, rank: int = 0, size: int = 1) -> NumpyArray:
+    """Return the shard of ``param`` on ``rank`` of ``size`` (tp, or etp for an expert), as a fresh array.
 
     Vocabulary rows beyond the true ones are zero. Pass ``alias_of``'s parameter for a tied output layer.
     """
-    gather, parts = gather_piece(source, param, rank, size)
-    return gathered(gather, [part.flat() for part in parts])
+    gather, parts = plan_shard(source, param, rank, size)
+    return apply_gather(gather, [part.flat() for part in parts])
 
 
-def gathered(gather: Gather, flats: "Sequence[NumpyArray]") -> NumpyArray:
-    """What ``gather`` makes of the flat parts, as a fresh array."""
+def apply_gather(gather: Gather, flats: "Sequence[NumpyArray]") -> NumpyArray:
+    """Copy the flat parts as ``gather`` says, into a fresh array."""
     import numpy as np
 
     out = np.empty(gather.size, flats[0].dtype)
@@ -156,7 +156,7 @@ def gathered(gather: Gather, flats: "Sequence[NumpyArray]") -> NumpyArray:
 
 
 def copy_move(source: NumpyArray, target: NumpyArray, move: Move) -> None:
-    """Carries out one move between flat arrays."""
+    """Carry out one move between flat arrays."""
     import numpy as np
 
     views = []
@@ -170,25 +170,25 @@ def copy_move(source: NumpyArray, target: NumpyArray, move: Move) -> None:
     np.copyto(views[1], views[0])
 
 
-def check_whole(param: Param, whole: Shape, config: McaModelConfig, where: Path) -> None:
-    """Raises unless ``whole`` is the shape that ``config`` gives ``param``."""
-    expected = whole_shape(param, config)
+def require_full_shape(param: Param, whole: Shape, config: McaModelConfig, where: Path) -> None:
+    """Raise unless ``whole`` is the shape that ``config`` gives ``param``."""
+    expected = full_shape(param, config)
     if whole != expected:
         raise McaError(
             f"{where}: {param.mca_name()} has shape {list(whole)}; the configuration says {list(expected)}"
         )
 
 
-def shapes_of_parts(param: Param, whole: Shape, side: Side) -> tuple[Shape, ...]:
+def param_part_shapes(param: Param, whole: Shape, side: Side) -> tuple[Shape, ...]:
     """``part_shapes`` with an error that names the parameter."""
     try:
-        return part_shapes(Rule.of(param), whole, side)
+        return part_shapes(Rule.from_param(param), whole, side)
     except ValueError as error:
         raise McaError(f"{param.mca_name()} of shape {list(whole)}: {error}") from None
 
 
 def checked_parts(
-    param: Param, whole: Shape, side: Side, infos: Sequence[TensorInfo | Computed], experts: int
+    param: Param, whole: Shape, side: Side, infos: Sequence[TensorInfo | ComputedTensor], experts: int
 ) -> tuple[Part, ...]:
     """The parts of ``param`` in ``infos``, whose shapes must be those that its rule demands.
 
@@ -199,7 +199,7 @@ def checked_parts(
         infos: Its tensors in the side's order.
         experts: Leading size of stacked tensors.
     """
-    shapes = shapes_of_parts(param, whole, side)
+    shapes = param_part_shapes(param, whole, side)
     stacked = param.stacked and side is None
     parts = []
     for info, shape in zip(infos, shapes, strict=True):
@@ -218,7 +218,7 @@ def require_same_names(
     where: Path,
     both: str = "the checkpoint and its config.json",
 ) -> None:
-    """Raises one error with all missing and unexpected names: their count and the first few.
+    """Raise one error with all missing and unexpected names: their count and the first few.
 
     Args:
         present: Those that are there.
@@ -226,11 +226,11 @@ def require_same_names(
         where: The file or directory.
         both: Which two do not agree.
     """
-    if faults := different_names(present, expected):
+    if faults := name_differences(present, expected):
         raise McaError(f"{where}: {faults}; {both} do not agree")
 
 
-def different_names(present: Iterable[str], expected: Iterable[str]) -> str:
+def name_differences(present: Iterable[str], expected: Iterable[str]) -> str:
     """All missing and unexpected names, their count and the first few; empty if there are none."""
     have, want = set(present), set(expected)
     return " and ".join(

@@ -2,18 +2,18 @@
 
 A gather is planned as if the matrices of one side were [rows, columns]; what is stored is [columns, rows].
 A move of whole rows becomes one of whole columns: element (row, column), planned at
-``row * columns + column``, lies at ``column * rows + row``.
+``row * columns + column``, is stored at ``column * rows + row``.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from mca_models.storage.runs import Gather, Move, Shape
+from mca_models.storage.byte_ranges import Gather, Move, Shape
 
 
 class _Rectangle(NamedTuple):
-    """``height`` rows, ``step`` apart, of ``width`` columns in the upright matrix, and where they go."""
+    """``height`` rows, ``step`` apart, of ``width`` columns in the untransposed matrix, and where they go."""
 
     part: int
     row: int
@@ -27,7 +27,7 @@ class _Rectangle(NamedTuple):
     """From row to row on the other side, where columns lie side by side."""
 
 
-def turned_source(gather: Gather, shapes: Sequence[Shape]) -> Gather:
+def transpose_sources(gather: Gather, shapes: Sequence[Shape]) -> Gather:
     """``gather``, whose source parts are planned with ``shapes`` and stored transposed."""
     moves = []
     for move in gather.moves:
@@ -48,7 +48,7 @@ def turned_source(gather: Gather, shapes: Sequence[Shape]) -> Gather:
     return replace(gather, moves=_in_order(moves))
 
 
-def turned_target(gather: Gather) -> Gather:
+def transpose_targets(gather: Gather) -> Gather:
     """``gather`` into a matrix that is to be stored transposed."""
     rows, columns = gather.shape
     moves = []
@@ -70,7 +70,7 @@ def turned_target(gather: Gather) -> Gather:
     return replace(gather, shape=(columns, rows), moves=_in_order(moves))
 
 
-def inverse(gathers: Sequence[Gather], shapes: Sequence[Shape]) -> tuple[Gather, ...]:
+def invert_gathers(gathers: Sequence[Gather], shapes: Sequence[Shape]) -> tuple[Gather, ...]:
     """Gathers that bring back what ``gathers`` take from parts of ``shapes``."""
     moves: list[list[Move]] = [[] for _ in shapes]
     for number, gather in enumerate(gathers):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from mca_config.errors import McaError
-from mca_config.files import cannot_write
+from mca_config.files import write_error
 from mca_models.storage.checksum import crc32_join
 from mca_models.storage.manifest import FileRecord
 from mca_models.storage.partial_folder import close
@@ -90,11 +90,11 @@ class SafetensorsWriter:
         try:
             self._fd = os.open(plan.file, os.O_WRONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise cannot_write(plan.file, error) from None
+            raise write_error(plan.file, error) from None
         self._writeback = Writeback(self._fd)
 
     def write(self, name: str, data: Contiguous, start: int = 0) -> None:
-        """Writes ``data`` (anything with contiguous bytes) at byte ``start`` of tensor ``name``."""
+        """Write ``data`` (anything with contiguous bytes) at byte ``start`` of tensor ``name``."""
         with self.stretch(name, start) as append:
             append(data)
 
@@ -126,10 +126,10 @@ class SafetensorsWriter:
         try:
             _pwrite(self._fd, data, position)
         except OSError as error:
-            raise cannot_write(self.plan.file, error) from None
+            raise write_error(self.plan.file, error) from None
 
     def close(self) -> None:
-        """Checks completeness, computes the checksum, syncs and closes. A second call does nothing."""
+        """Check completeness, computes the checksum, syncs and closes. A second call does nothing."""
         if self._crc32 is not None:
             return
         crc = 0 if self._joins else _crc32(self.plan, self._parts, checksum=self._checksum)
@@ -138,7 +138,7 @@ class SafetensorsWriter:
             self._crc32 = crc  # a close that fails has closed
             os.close(self._fd)
         except OSError as error:  # some file systems find a full disk only now
-            raise cannot_write(self.plan.file, error) from None
+            raise write_error(self.plan.file, error) from None
 
     @property
     def record(self) -> FileRecord:
@@ -148,7 +148,7 @@ class SafetensorsWriter:
 
     @property
     def written(self) -> Written:
-        """What went through this writer, once it is closed."""
+        """Return the stretches that this writer wrote, once it is closed."""
         self._require_closed()
         return {name: parts for name, parts in self._parts.items() if parts}
 
@@ -167,7 +167,7 @@ class SafetensorsWriter:
 
 
 def make_file(plan: FilePlan) -> None:
-    """Makes the file with its header and all its room, so that a full disk is found before any work."""
+    """Make the file with its header and all its room, so that a full disk is found before any work."""
     plan.file.parent.mkdir(parents=True, exist_ok=True)
     try:
         fd = os.open(plan.file, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
@@ -177,7 +177,7 @@ def make_file(plan: FilePlan) -> None:
         finally:
             os.close(fd)
     except OSError as error:
-        raise cannot_write(plan.file, error, plan.nbytes) from None
+        raise write_error(plan.file, error, plan.nbytes) from None
 
 
 def joined_record(plan: FilePlan, written: Iterable[Written]) -> FileRecord:
@@ -191,8 +191,8 @@ def joined_record(plan: FilePlan, written: Iterable[Written]) -> FileRecord:
         McaError: Together they did not write every byte once.
     """
     parts: dict[str, list[_Part]] = {name: [] for name in plan.tensors}
-    for own in written:
-        for name, stretches in own.items():
+    for stretches_by_name in written:
+        for name, stretches in stretches_by_name.items():
             parts[name] += stretches
     return FileRecord(plan.nbytes, _crc32(plan, parts, checksum=True))
 

@@ -8,12 +8,12 @@ from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates.catalog import unsupported
+from mca_models.templates.classification_head import head_from_hf, head_to_hf
+from mca_models.templates.composite_config import without_quantization
 from mca_models.templates.config_table import HfConfig
 from mca_models.templates.family import Family
-from mca_models.templates.heads import head_from_hf, head_to_hf
-from mca_models.templates.nesting import without_quantisation
 
-__all__ = ["FAMILIES", "Family", "config_from_hf", "config_to_hf", "family_of"]
+__all__ = ["FAMILIES", "Family", "config_from_hf", "config_to_hf", "get_family"]
 
 
 class _Families(MutableMapping[str, Family]):
@@ -164,7 +164,7 @@ _WITH_ANOTHER = {"glm4v_moe": "glm4v:MOE_FAMILY", "qwen3_5_moe": "qwen3_5:MOE_FA
 FAMILIES = _Families(sorted([*zip(_IN_ITS_FILE, _IN_ITS_FILE, strict=True), *_WITH_ANOTHER.items()]))
 
 
-def family_of(model_type: str) -> Family:
+def get_family(model_type: str) -> Family:
     """The family of a HF ``model_type``.
 
     Raises:
@@ -183,18 +183,18 @@ def config_from_hf(hf: JsonObject) -> McaModelConfig:
     """
     if not isinstance(hf.get("model_type"), str):
         raise HfConfigError("config.json has no 'model_type'; it names the model family")
-    family = family_of(hf["model_type"])
+    family = get_family(hf["model_type"])
     config = head_from_hf(family.config.to_mca(hf), hf)
-    family.require_own(config)
+    family.require_family(config)
     return config
 
 
 def config_to_hf(config: McaModelConfig) -> HfConfig:
     """``config.json`` of the model in plain weights: the source's own, with what changed brought up to date."""
-    family = family_of(config.model_type)
+    family = get_family(config.model_type)
     if config.num_labels is None:
-        return without_quantisation(family.config.to_hf(config, family.architecture))
+        return without_quantization(family.config.to_hf(config, family.architecture))
     before = family.config.to_mca(config.hf_config) if config.hf_config else config
     said = {name: getattr(before, name) for name in ("tie_word_embeddings", "mtp_num_layers", "pad_token_id")}
     plain = replace(config, head="causal_lm", num_labels=None, **said)
-    return head_to_hf(config, without_quantisation(family.config.to_hf(plain, family.architecture)))
+    return head_to_hf(config, without_quantization(family.config.to_hf(plain, family.architecture)))

@@ -11,18 +11,18 @@ from mca_models.templates.config_table import (
     HfConfig,
     dense_fields,
 )
+from mca_models.templates.dual_rope import FULL, SLIDING, restore_layer_types
 from mca_models.templates.exaone4 import rotated_windows
 from mca_models.templates.family import Family
 from mca_models.templates.moe import (
     SIGMOID_ROUTER,
     expert_fields,
+    fuse_shared_experts,
     moe_params,
-    require_sigmoid_choice,
+    require_sigmoid_routing,
     restore_shared_experts,
-    shared_experts_as_one,
 )
 from mca_models.templates.names import MoeNames
-from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
 from mca_models.weights import Param
 
 NAMES = MoeNames(router="mlp.router.gate.weight", router_bias="mlp.expert_bias")
@@ -31,22 +31,22 @@ NORMS = {"pre_feedforward_layernorm": "pre_mlp_layernorm", "post_feedforward_lay
 
 def derive(hf: HfConfig) -> JsonObject:
     """Kinds of layers, which have experts, the shared ones as one wide one, and the factor on embeddings."""
-    require_sigmoid_choice(hf)
+    require_sigmoid_routing(hf)
     count, step = hf["num_hidden_layers"], hf.get("global_attn_every_n_layers", 4)
     kinds = hf.get("layer_types") or [FULL if (i + 1) % step == 0 else SLIDING for i in range(count)]
     return {
         **rotated_windows(kinds),
         "moe_layer_freq": tuple(int(i >= hf.get("num_dense_layers", 1)) for i in range(count)),
-        **shared_experts_as_one(hf, "num_shared_experts", 2),
+        **fuse_shared_experts(hf, "num_shared_experts", 2),
         "embedding_multiplier": hf["hidden_size"] ** 0.5 if hf.get("mup_enabled") else 1.0,
     }
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     dense = [layer for layer in range(config.num_layers) if not config.is_moe_layer(layer)]
     counts = {"num_dense_layers": len(dense), **restore_shared_experts(config, "num_shared_experts")}
-    return {**counts, "mup_enabled": config.embedding_multiplier != 1.0, **restore_kinds(config)}
+    return {**counts, "mup_enabled": config.embedding_multiplier != 1.0, **restore_layer_types(config)}
 
 
 CONFIG = ConfigTable(

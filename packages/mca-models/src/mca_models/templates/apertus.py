@@ -13,7 +13,7 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.cwm import LLAMA3
 from mca_models.templates.family import Family
-from mca_models.weights import SEPARATE, Layout, Param, Shaped, each
+from mca_models.weights import SEPARATE, Layout, Param, Shaped, expand_rules
 
 ROPE = {**LLAMA3, "rope_theta": 12e6, "factor": 8.0}
 NORMS = {"input_layernorm": "attention_layernorm", "post_attention_layernorm": "feedforward_layernorm"}
@@ -43,10 +43,10 @@ def params(config: McaModelConfig) -> list[Param]:
         "eps": Shaped(()),
     }
     weights = [
-        inner(f"mlp.activation_func.{part}", f"mlp.act_fn.{part}", hf_layout=lies)
-        for part, lies in parts.items()
+        inner(f"mlp.activation_func.{part}", f"mlp.act_fn.{part}", hf_layout=layout)
+        for part, layout in parts.items()
     ]
-    return [*renamed(dense_layers(config), NORMS), *each(weights, layers=range(config.num_layers))]
+    return [*renamed(dense_layers(config), NORMS), *expand_rules(weights, layers=range(config.num_layers))]
 
 
 FAMILY = Family(model_type="apertus", architecture="ApertusForCausalLM", config=CONFIG, params=params)

@@ -1,4 +1,4 @@
-"""Aria, the text model: HF ``AriaTextForCausalLM``: stacked experts in every layer, shared ones beside them."""
+"""Aria, the text model: HF ``AriaTextForCausalLM``: stacked routed experts and shared experts in every layer."""
 
 from dataclasses import replace
 
@@ -8,12 +8,12 @@ from mca_models.templates.config_table import SWIGLU_WITHOUT_BIASES, ConfigTable
 from mca_models.templates.family import Family
 from mca_models.templates.moe import (
     TRANSPOSED,
-    found_stacked,
+    detect_stacked_experts,
+    fuse_shared_experts,
     moe_params,
     restore_shared_experts,
-    shared_experts_as_one,
 )
-from mca_models.templates.names import EXPERTS_TURNED, MoeNames
+from mca_models.templates.names import TRANSPOSED_EXPERTS, MoeNames
 from mca_models.weights import Param
 
 NAMES = MoeNames(router="mlp.router.weight")
@@ -33,7 +33,7 @@ CONFIG = ConfigTable(
     ),
     defaults={"pad_token_id": 2},
     fixed=SWIGLU_WITHOUT_BIASES,
-    derive=lambda hf: shared_experts_as_one(hf, SHARED, 2, "intermediate_size"),
+    derive=lambda hf: fuse_shared_experts(hf, SHARED, 2, "intermediate_size"),
     restore=lambda config: restore_shared_experts(config, SHARED),
 )
 
@@ -51,6 +51,6 @@ FAMILY = Family(
     architecture="AriaTextForCausalLM",
     config=CONFIG,
     params=params,
-    found=found_stacked,
-    fp8_unread=EXPERTS_TURNED,
+    detect_extra=detect_stacked_experts,
+    fp8_unsupported=TRANSPOSED_EXPERTS,
 )

@@ -17,12 +17,12 @@ from mca_models.templates.family import Family
 from mca_models.templates.mamba import (
     BAMBA,
     PLAIN_STEPS,
-    as_in_bamba,
-    fields_of_bamba,
+    bamba_fields,
+    derive_bamba,
     mixed_layers,
-    restored_as_in_bamba,
+    restore_bamba,
 )
-from mca_models.weights import Param, each
+from mca_models.weights import Param, expand_rules
 
 NAMES = {
     "mlp.": "feed_forward.",
@@ -32,28 +32,28 @@ NAMES = {
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """Which layers have attention, and what their keys say of the others."""
+    """Derive the layers with attention and the sizes of Mamba layers."""
     named = hf.get("attn_layer_indices") or ()
     kinds = tuple("full_attention" if i in named else "mamba" for i in range(hf["num_hidden_layers"]))
-    rope = read_rope({**hf, "partial_rotary_factor": 0.5})  # beside the rope transformers does not read it
-    return {"layer_types": kinds, **rope, **as_in_bamba(hf)}
+    rope = read_rope({**hf, "partial_rotary_factor": 0.5})  # transformers does not read it next to the rope
+    return {"layer_types": kinds, **rope, **derive_bamba(hf)}
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     named = [layer for layer in range(config.num_layers) if not config.is_mamba_layer(layer)]
-    return {"attn_layer_indices": named, **restored_as_in_bamba(config)}
+    return {"attn_layer_indices": named, **restore_bamba(config)}
 
 
 CONFIG = ConfigTable(
-    fields=(*dense_fields(eps=1e-5), *fields_of_bamba()),
+    fields=(*dense_fields(eps=1e-5), *bamba_fields()),
     defaults={**BAMBA, "num_key_value_heads": 8, "pad_token_id": 0},
     fixed=(
         SILU,
         NO_ATTENTION_BIAS,
         NO_MLP_BIAS,
         PLAIN_STEPS,
-        Fixed("z_loss_coefficient", (0.0, None), "logits have no loss of their own here"),
+        Fixed("z_loss_coefficient", (0.0, None), "there is no z-loss on logits"),
     ),
     derive=derive,
     restore=restore,
@@ -63,7 +63,7 @@ CONFIG = ConfigTable(
 
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
-    mlps = each(dense_mlp(config), layers=range(config.num_layers))
+    mlps = expand_rules(dense_mlp(config), layers=range(config.num_layers))
     return renamed([embedding(), *mixed_layers(config), *mlps, *head(config)], NAMES)
 
 

@@ -35,7 +35,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {"seq_length": config.max_position_embeddings}
 
 
@@ -64,8 +64,8 @@ CONFIG = ConfigTable(
 )
 
 
-def found(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
-    """Whether the names lack the prefix, as in the first published files."""
+def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
+    """Return whether the names lack the prefix, as in the first published files."""
     return {BARE: True} if "word_embeddings.weight" in names else {}
 
 
@@ -83,6 +83,6 @@ FAMILY = Family(
     architecture="BloomForCausalLM",
     config=CONFIG,
     params=params,
-    found=found,
+    detect_extra=detect_extra,
     module_names={BARE: False},
 )

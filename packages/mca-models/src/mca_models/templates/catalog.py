@@ -1,6 +1,6 @@
 """Every kind of causal language model that transformers has: supported, or why it is not.
 
-What is supported is built in the files beside this one. `docs/families.md` is made from this table.
+The other files of this package define the supported families. `docs/families.md` is made from this table.
 """
 
 from collections.abc import Mapping
@@ -118,7 +118,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "our state space layer in Megatron's attention",
     ),
     "granitemoehybrid": (
-        "Granite 4: state space models (Mamba 2) in most layers; MLPs, or experts beside a shared one",
+        "Granite 4: state space models (Mamba 2) in most layers; MLPs, or routed and shared experts",
         "our state space layer",
     ),
     "stablelm": ("LayerNorms, partial rope", "our norms"),
@@ -168,7 +168,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "our core attention and norms",
     ),
     "gemma4_text": (
-        "31B, 26B A4B, E2B, E4B: wider heads in full layers, whose keys may be their values too; experts beside the "
+        "31B, 26B A4B, E2B, E4B: wider heads in full layers, whose keys may be their values too; experts next to the "
         "MLP; in E2B and E4B embeddings of each layer's own, and late layers with the keys and values of earlier ones",
         "our heads, norms, ropes and embeddings",
     ),
@@ -187,9 +187,9 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "our core attention",
     ),
     "gemma4_unified_text": ("12B: the same with another window", "our heads, norms and ropes"),
-    "aria_text": ("stacked experts in every layer, shared ones beside them", "Megatron's"),
+    "aria_text": ("stacked routed experts and shared experts in every layer", "Megatron's"),
     "cohere2_moe": (
-        "Command A with experts, North Mini Code: dense first layers, experts beside attention",
+        "Command A with experts, North Mini Code: dense first layers, experts parallel to attention",
         "our norms",
     ),
     "olmo_hybrid": (
@@ -234,7 +234,7 @@ INDEXER = "sparse attention: an indexer chooses the keys of each query"
 _REASONS: Mapping[str, str] = {
     "a norm after layers with experts only": "axk1",
     "norms with a gate that is computed from their input": "axk2",
-    "an encoder that can be asked to look back only; trained with a head and positions of its own kind": (
+    "an encoder that can be asked to look back only; trained with another kind of head and positions": (
         "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert "
         "roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xmod"
     ),
@@ -250,8 +250,8 @@ _REASONS: Mapping[str, str] = {
     "scores are shifted by the distance of tokens, in a way that is learned or other than BLOOM's": (
         "cpmant mpt"
     ),
-    "attention and MLP side by side, and one tensor for q, k, v that lies in shares of tensor ranks": "codegen",
-    "scores beside attention and MLP that have biases of another kind": "gpt_neox_japanese",
+    "attention and MLP side by side, and one tensor for q, k, v in shards of tensor ranks": "codegen",
+    "biases of another kind on attention and MLP": "gpt_neox_japanese",
     "state-space or recurrent layers, alone or between attention layers": (
         "falcon_mamba jamba mamba mamba2 recurrent_gemma rwkv xlstm zamba zamba2"
     ),
@@ -281,7 +281,7 @@ _REASONS: Mapping[str, str] = {
     "bytes grouped into patches, with several transformers for them": "blt",
     "queries, keys and values are clipped": "dbrx",
     "layers that run several times over": "hrm_text",
-    "residuals are weighed anew in each layer": "beam",
+    "each layer weighs its residuals": "beam",
     "experts are chosen by logits with a bias and weighed by their sigmoid": "kolibri1",
     "a projection and a norm between the last layer and the head": "modernbert-decoder",
     "not a decoder that predicts the next token from all before it": "reformer xlnet",

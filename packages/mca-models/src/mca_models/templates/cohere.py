@@ -26,7 +26,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {"logit_scale": 1 / config.logits_scaling, "use_qk_norm": config.qk_layernorm}
 
 

@@ -6,8 +6,8 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import cohere
 from mca_models.templates.config_table import Field, HfConfig
+from mca_models.templates.dual_rope import restore_layer_types
 from mca_models.templates.exaone4 import pattern, rotated_windows
-from mca_models.templates.two_ropes import restore_kinds
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -16,8 +16,8 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
-    return {"logit_scale": 1 / config.logits_scaling, **restore_kinds(config)}
+    """Restore HF keys, as ``ConfigTable.restore``."""
+    return {"logit_scale": 1 / config.logits_scaling, **restore_layer_types(config)}
 
 
 CONFIG = replace(

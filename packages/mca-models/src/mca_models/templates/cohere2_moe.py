@@ -1,4 +1,4 @@
-"""Command A with experts: HF ``Cohere2MoeForCausalLM``: experts beside attention, dense first layers."""
+"""Command A with experts: HF ``Cohere2MoeForCausalLM``: experts parallel to attention, dense first layers."""
 
 from dataclasses import replace
 from functools import partial
@@ -8,15 +8,15 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import cohere, cohere2
 from mca_models.templates.config_table import HfConfig, read_rope
+from mca_models.templates.dual_rope import FULL, SLIDING, restore_layer_types
 from mca_models.templates.moe import (
     expert_fields,
     moe_params,
-    require_sigmoid_choice,
-    restore_listed_layers,
+    require_sigmoid_routing,
+    restore_moe_layers,
     restore_shared_experts,
 )
 from mca_models.templates.names import MoeNames
-from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
 
 NAMES = MoeNames()
 
@@ -26,7 +26,7 @@ def derive(hf: HfConfig) -> JsonObject:
     score = hf.get("expert_selection_fn", "softmax")
     normalised = score == "softmax" or hf.get("norm_topk_prob", True)
     if score == "sigmoid" and normalised:
-        require_sigmoid_choice(hf)
+        require_sigmoid_routing(hf)
     dense, count = hf.get("first_k_dense_replace", 0), hf["num_hidden_layers"]
     steps = [hf.get("prefix_dense_sliding_window_pattern", 1)] * dense
     steps += [hf.get("sliding_window_pattern", 4)] * (count - dense)
@@ -53,18 +53,18 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
-    kinds = {**restore_kinds(config), **restore_listed_layers(config)}
+    """Restore HF keys, as ``ConfigTable.restore``."""
+    kinds = {**restore_layer_types(config), **restore_moe_layers(config)}
     dense = {"prefix_dense_intermediate_size": config.ffn_hidden_size}
     score = {"expert_selection_fn": config.moe_router_score_function}
-    beside = {
+    parallel = {
         "norm_topk_prob": config.moe_router_normalised,
         **restore_shared_experts(config, "num_shared_experts"),
         "shared_expert_combination_strategy": "average" if config.moe_shared_expert_mean else "sum",
     }
     eps, root = config.layernorm_epsilon, config.normalization == "RMSNorm"
     norms = {"rms_norm_eps": eps if root else None} | ({} if root else {"layer_norm_eps": eps})
-    return {"logit_scale": 1 / config.logits_scaling, **kinds, **dense, **score, **beside, **norms}
+    return {"logit_scale": 1 / config.logits_scaling, **kinds, **dense, **score, **parallel, **norms}
 
 
 def _shared(hf: HfConfig) -> JsonObject:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
-from mca_models.templates.heads import SCORE
+from mca_models.templates.classification_head import SCORE
 from mca_models.templates.names import HF, HF_ATTN, HF_EMBEDDING, HF_HEAD, HF_HEAD_BIAS, HF_MLP
 from mca_models.weights import (
     COLUMN,
@@ -17,13 +17,13 @@ from mca_models.weights import (
     ROW,
     SEPARATE,
     Concat,
-    Each,
     GroupedHeads,
     Layout,
     Param,
+    PerTensor,
     Shaped,
     Stage,
-    each,
+    expand_rules,
 )
 
 MCA = "decoder.layers.{layer}."
@@ -47,11 +47,11 @@ def qkv(config: McaModelConfig) -> list[Param]:
     parts = "q" if config.takes_keys else "qk" if config.values_are_keys else "qkv"
     # rows of different heads count one by one
     rows = (heads * width, width, config.value_width)[: len(parts)]
-    layout: Layout = GroupedHeads(rows, 1) if config.has_own_heads else GroupedHeads((heads, 1, 1), width)
+    layout: Layout = GroupedHeads(rows, 1) if config.has_custom_qkv else GroupedHeads((heads, 1, 1), width)
     hf_layout: Layout = SEPARATE
     if config.attention_output_gate:
         layout = GroupedHeads((heads, heads, 1, 1), width)
-        hf_layout = Each(((GroupedHeads((1, 1), width), 2), (SEPARATE, 1), (SEPARATE, 1)))
+        hf_layout = PerTensor(((GroupedHeads((1, 1), width), 2), (SEPARATE, 1), (SEPARATE, 1)))
     kinds = ("weight", "bias") if config.add_qkv_bias or config.attention_biases else ("weight",)
     return [
         Param(
@@ -66,7 +66,7 @@ def qkv(config: McaModelConfig) -> list[Param]:
 
 
 def gated_qkv(config: McaModelConfig) -> list[Param]:
-    """``linear_qkv`` where HF has the output gate in a tensor of its own, ``gate_proj``."""
+    """Return ``linear_qkv`` where HF has the output gate in a separate tensor, ``gate_proj``."""
     heads = config.num_attention_heads // config.num_query_groups
     names = tuple(f"{HF_ATTN}{part}_proj.weight" for part in ("q", "gate", "k", "v"))
     layout = GroupedHeads((heads, heads, 1, 1), config.kv_channels)
@@ -88,7 +88,7 @@ def attention(config: McaModelConfig, projections: Sequence[Param] | None = None
         config: The model.
         projections: Rules of ``linear_qkv``; None: from ``qkv``.
     """
-    own = "input_layernorm." if config.has_own_norms else "self_attention.linear_qkv.layer_norm_"
+    own = "input_layernorm." if config.has_custom_norms else "self_attention.linear_qkv.layer_norm_"
     before = [inner(f"{own}weight", "input_layernorm.weight")]
     after = [inner("self_attention.post_layernorm.weight", "post_attention_layernorm.weight")]
     bias = [inner("self_attention.linear_proj.bias", "self_attn.o_proj.bias")]
@@ -109,10 +109,10 @@ def qk_norms(config: McaModelConfig) -> list[Param]:
     if not config.qk_layernorm or not config.qk_layernorm_weight:
         return []
     own = config.qk_layernorm_full_width or config.qk_layernorm_per_head
-    lies = Shaped((-1, config.kv_channels)) if config.qk_layernorm_per_head else SEPARATE
+    layout = Shaped((-1, config.kv_channels)) if config.qk_layernorm_per_head else SEPARATE
     parts = "q" if config.takes_keys else "qk"
     names = ((f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight") for x in parts)
-    norms = [inner(mca, hf, shard=COLUMN if own else REPLICATED, hf_layout=lies) for mca, hf in names]
+    norms = [inner(mca, hf, shard=COLUMN if own else REPLICATED, hf_layout=layout) for mca, hf in names]
     return norms if own else with_norm_biases(config, norms)
 
 
@@ -141,7 +141,7 @@ def dense_mlp(config: McaModelConfig, projections: Sequence[Param] | None = None
         config: The model.
         projections: Rules of ``linear_fc1`` and ``linear_fc2``; None: from separate gate and up.
     """
-    own = "pre_mlp_layernorm." if config.has_own_norms else "mlp.linear_fc1.layer_norm_"
+    own = "pre_mlp_layernorm." if config.has_custom_norms else "mlp.linear_fc1.layer_norm_"
     before, after = norms_around_mlp(config, f"{own}weight")
     return [*before, *(mlp_linears(config) if projections is None else projections), *after]
 
@@ -181,7 +181,7 @@ def with_norm_biases(config: McaModelConfig, rules: Iterable[Param]) -> list[Par
 
 
 def grouped_qkv(config: McaModelConfig, name: str) -> list[Param]:
-    """``linear_qkv`` where HF too has one tensor, ``name``, that lies as Megatron's."""
+    """Return ``linear_qkv`` where HF too has one tensor, ``name``, in Megatron's order."""
     kinds = ("weight", "bias") if config.attention_biases else ("weight",)
     rules = [(f"self_attention.linear_qkv.{kind}", f"self_attn.{name}.{kind}") for kind in kinds]
     return [inner(mca, hf, shard=COLUMN) for mca, hf in rules]
@@ -194,7 +194,7 @@ def fused_mlp() -> list[Param]:
 
 
 def renamed(rules: Iterable[Param], names: Mapping[str, str]) -> list[Param]:
-    """``rules`` with other HF names: where one holds a key of ``names``, its first, that stands for the value."""
+    """Return ``rules`` with other HF names: the first key of ``names`` in a name is replaced by its value."""
 
     def new(name: str) -> str:
         old = next((old for old in names if old in name), "")
@@ -214,12 +214,12 @@ def dense_layers(config: McaModelConfig) -> list[Param]:
 
 
 def in_layers(config: McaModelConfig, rules: Callable[[McaModelConfig], Sequence[Param]]) -> Iterator[Param]:
-    """What ``rules`` has for every decoder layer as it is."""
+    """Yield the ``rules`` of every decoder layer."""
     if config.of_kind is None:
-        yield from each(rules(config), layers=range(config.num_layers))
+        yield from expand_rules(rules(config), layers=range(config.num_layers))
         return
     for layer in range(config.num_layers):
-        yield from each(rules(config.of_layer(layer)), layers=[layer])
+        yield from expand_rules(rules(config.layer_config(layer)), layers=[layer])
 
 
 def embedding() -> Param:

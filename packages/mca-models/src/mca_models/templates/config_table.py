@@ -1,6 +1,6 @@
-"""Tables that carry a HF ``config.json`` to a ``McaModelConfig`` and back.
+"""Tables that translate a HF ``config.json`` to a ``McaModelConfig`` and back.
 
-The tables of the families themselves are in their own files.
+The tables of the families are in the files of the families.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from mca_config.errors import HfConfigError, McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.rope import require_rope
 from mca_config.types import FamilyConfig, JsonObject, Typed, Values
-from mca_models.templates.nesting import PLAIN, QUANTISATION, Nesting
+from mca_models.templates.composite_config import QUANTIZATION, TEXT_ONLY, CompositeConfig
 
 HfConfig = JsonObject
 REQUIRED: Typed = object()
@@ -26,7 +26,7 @@ _WITHIN = ("llama3", "yarn", "longrope")
 
 
 class _Watched(JsonObject):
-    """Knows which key was read last: the one to name where a value is of no use."""
+    """Dict that records which key was read last, to name it in errors."""
 
     last = ""
 
@@ -41,7 +41,7 @@ class _Watched(JsonObject):
 
 @dataclass(frozen=True)
 class Field:
-    """One fact under both names.
+    """Field of ``McaModelConfig`` with its key of ``config.json``.
 
     Args:
         mca: Field of ``McaModelConfig``.
@@ -78,7 +78,7 @@ class Fixed:
     why: str
 
     def check(self, hf: Values) -> None:
-        """Refuses a value that is not allowed, by name."""
+        """Reject a value that is not allowed, by name."""
         value = hf.get(self.hf, self.allowed[0])
         if value not in self.allowed:
             raise HfConfigError(
@@ -88,7 +88,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class DropoutTogether:
-    """Dropout of embeddings, which Megatron has only where it has dropout behind layers.
+    """Dropout of embeddings, which Megatron has only together with that of layers.
 
     Args:
         embeddings: HF's key of that of embeddings.
@@ -101,7 +101,7 @@ class DropoutTogether:
     default: float = 0.0
 
     def check(self, hf: Values) -> None:
-        """Refuses the first without the second, by name."""
+        """Reject the first without the second, by name."""
         own, theirs = hf.get(self.embeddings, self.default), hf.get(self.layers, self.default)
         if own and not theirs:
             raise HfConfigError(
@@ -115,10 +115,10 @@ CAUSAL = Fixed("is_causal", (True,), "Megatron's decoder is causal")
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigTable:
-    """How one family's ``config.json`` and ``McaModelConfig`` say the same.
+    """Translation of one family's ``config.json`` to ``McaModelConfig`` and back.
 
     Args:
-        fields: Facts that both name.
+        fields: Fields that have one key each.
         defaults: What absent HF keys mean, where it is not what the fields say.
         constants: ``McaModelConfig`` fields that follow from the family alone.
         fixed: HF keys with values that cannot be represented, alone or together.
@@ -127,7 +127,7 @@ class ConfigTable:
         aliases: Other names of HF keys, which win in transformers where a file has both.
         partial_rotary: Whether HF's models rotate ``partial_rotary_factor`` of a head; others rotate all of it.
         config_class: ``McaModelConfig`` or its MLA subclass.
-        nesting: Where ``config.json`` has what this table reads.
+        composite: Where ``config.json`` has what this table reads.
     """
 
     fields: tuple[Field, ...]
@@ -139,17 +139,17 @@ class ConfigTable:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     partial_rotary: bool = False
     config_class: type[McaModelConfig] = McaModelConfig
-    nesting: Nesting = PLAIN
+    composite: CompositeConfig = TEXT_ONLY
 
     def to_mca(self, hf: HfConfig) -> McaModelConfig:
         """The model that ``hf`` describes."""
-        text = self.nesting.text(hf)
+        text = self.composite.text_config(hf)
         for part in (hf, text):
             CAUSAL.check(part)
         said = {name: text[alias] for alias, name in self.aliases.items() if alias in text}
         full = _Watched({**self.defaults, **text, **said})
         try:
-            values = self._values(full) | dict(self.nesting.beside(hf))
+            values = self._values(full) | dict(self.composite.other_fields(hf))
             config = self.config_class(
                 model_type=hf["model_type"], dtype=read_dtype(text), hf_config=hf, **values
             )
@@ -195,7 +195,7 @@ class ConfigTable:
             for field in self.fields
             if (value := getattr(config, field.mca)) != getattr(before, field.mca)
         }
-        hf = self.nesting.changed(hf, changes) if changes else hf
+        hf = self.composite.update_text(hf, changes) if changes else hf
         return hf if config.dtype == before.dtype else with_dtype(hf, config.dtype)
 
     def _from_scratch(self, config: McaModelConfig, architecture: str) -> HfConfig:
@@ -209,9 +209,9 @@ class ConfigTable:
         if config.rotary_percent != 1.0:
             rope["partial_rotary_factor"] = config.rotary_percent
         hf |= {"rope_parameters": rope, "hidden_act": config.hidden_act} | self.restore(config)
-        hf = self.nesting.whole(hf, config)
-        back, beside = self.to_mca(hf), ("hf_config", "extra", "layout")
-        names = [each.name for each in dataclasses.fields(config) if each.name not in beside]
+        hf = self.composite.compose(hf, config)
+        back, skipped = self.to_mca(hf), ("hf_config", "extra", "layout")
+        names = [field.name for field in dataclasses.fields(config) if field.name not in skipped]
         for name in names:
             if getattr(back, name) != getattr(config, name):
                 raise McaError(
@@ -232,11 +232,11 @@ def _require_pairs(values: JsonObject) -> None:
 
 
 def _whole_head(values: Values) -> float:
-    """What a family rotates that has no partial rotary: with an unscaled rope transformers ignores the factor."""
+    """Return the rotated share of a head without partial RoPE: transformers ignores the factor of an unscaled rope."""
     percent, scaling = values["rotary_percent"], values["rope_scaling"]
     if percent != 1.0 and scaling is not None:
         raise HfConfigError(
-            f"config.json: 'partial_rotary_factor' is {percent} beside rope_type {scaling['rope_type']!r}; supported: "
+            f"config.json: 'partial_rotary_factor' is {percent} with rope_type {scaling['rope_type']!r}; supported: "
             "1.0 (transformers fails with it in this family)"
         )
     return 1.0
@@ -246,11 +246,11 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def with_dtype(hf: Values, dtype: str) -> HfConfig:
-    """``hf`` as it describes the model in ``dtype``, the parts of it too that have a key of their own."""
+    """Return ``hf`` for the model in ``dtype``, with the parts that have their own dtype key."""
     parts = {
         part: {**value, **{key: dtype for key in _DTYPE_KEYS if key in value}}
         for part, value in hf.items()
-        if isinstance(value, dict) and part.endswith("_config") and part != QUANTISATION
+        if isinstance(value, dict) and part.endswith("_config") and part != QUANTIZATION
     }
     own = [key for key in _DTYPE_KEYS if key in hf] or ["dtype"]
     return {**hf, **parts, **dict.fromkeys(own, dtype)}
@@ -289,7 +289,7 @@ def read_rope(hf: Values) -> JsonObject:
 
 
 def _original_context(rope: Values, hf: Values) -> Typed:
-    """The key beside the rope wins in transformers, and the whole context stands for one that nothing names."""
+    """Return the original context: the key outside of the rope wins; the default is the full context."""
     return hf.get(ORIGINAL) or rope.get(ORIGINAL) or hf.get("max_position_embeddings")
 
 
@@ -299,7 +299,7 @@ def head_dim(hf: Values) -> int:
 
 
 def dense_fields(*, tied: bool = False, eps: float = 1e-6) -> tuple[Field, ...]:
-    """What every decoder-only transformer says about its size."""
+    """Return the fields of the sizes of every decoder-only transformer."""
     return (
         Field("num_layers", "num_hidden_layers"),
         Field("hidden_size", "hidden_size"),

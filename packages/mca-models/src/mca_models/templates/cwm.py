@@ -10,8 +10,8 @@ from mca_models.templates.config_table import (
     dense_fields,
     read_rope,
 )
+from mca_models.templates.dual_rope import FULL, SLIDING, restore_layer_types
 from mca_models.templates.family import Family
-from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -34,8 +34,8 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
-    return {"sliding_window": config.window_size or 0, **restore_kinds(config)}
+    """Restore HF keys, as ``ConfigTable.restore``."""
+    return {"sliding_window": config.window_size or 0, **restore_layer_types(config)}
 
 
 CONFIG = ConfigTable(

@@ -17,14 +17,14 @@ GREEDY, LIMITED = "greedy", "group_limited_greedy"
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """What DeepSeek V3's table says, but groups count only if named, and by their best expert."""
+    """Derive as DeepSeek V3, but groups count only if named, and by their best expert."""
     if hf["topk_method"] == GREEDY:
         return mla({**hf, "n_group": 1})
     return {**mla(hf), "moe_router_group_score": "max"}
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {**restore_groups(config), "topk_method": LIMITED if config.moe_router_num_groups else GREEDY}
 
 

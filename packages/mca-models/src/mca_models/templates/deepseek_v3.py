@@ -16,14 +16,14 @@ from mca_models.templates.family import Family
 from mca_models.templates.moe import (
     SIGMOID_ROUTER,
     expert_fields,
+    fuse_shared_experts,
     moe_params,
-    require_sigmoid_choice,
+    require_sigmoid_routing,
     restore_shared_experts,
-    shared_experts_as_one,
 )
 from mca_models.templates.mtp import mtp_copies
 from mca_models.templates.names import HF_ATTN, MoeNames
-from mca_models.weights import COLUMN, ROW, Alternating, Concat, GroupedHeads, Param
+from mca_models.weights import COLUMN, ROW, Concat, GroupedHeads, Interleaved, Param
 
 NAMES = MoeNames()
 
@@ -47,7 +47,7 @@ INTERLEAVED = Fixed("rope_interleave", (True,), "Megatron's latent attention rot
 
 def sigmoid_experts(hf: HfConfig) -> JsonObject:
     """``grouped_experts``, chosen by sigmoid scores."""
-    require_sigmoid_choice(hf)
+    require_sigmoid_routing(hf)
     return grouped_experts(hf)
 
 
@@ -57,7 +57,7 @@ def grouped_experts(hf: HfConfig) -> JsonObject:
     groups = hf.get("n_group") or 1
     return {
         "moe_layer_freq": tuple(int(layer >= dense) for layer in range(layers)),
-        **shared_experts_as_one(hf, "n_shared_experts", 0),
+        **fuse_shared_experts(hf, "n_shared_experts", 0),
         "moe_router_num_groups": groups if groups > 1 else None,
         "moe_router_group_topk": (hf.get("topk_group") or 1) if groups > 1 else None,
         "mtp_num_layers": hf.get("num_nextn_predict_layers") or 0,
@@ -65,7 +65,7 @@ def grouped_experts(hf: HfConfig) -> JsonObject:
 
 
 def restore_groups(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     dense = [layer for layer in range(config.num_layers) if not config.is_moe_layer(layer)]
     return {
         "first_k_dense_replace": len(dense),
@@ -77,13 +77,13 @@ def restore_groups(config: McaModelConfig) -> HfConfig:
 
 
 def mla(hf: HfConfig) -> JsonObject:
-    """What ``grouped_experts`` says, and the head dimension of a query or key."""
+    """Derive ``grouped_experts``, and the head dimension of queries and keys."""
     return {**grouped_experts(hf), "kv_channels": hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]}
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """What ``mla`` says, with sigmoid routing."""
-    require_sigmoid_choice(hf)
+    """Derive ``mla`` with sigmoid routing."""
+    require_sigmoid_routing(hf)
     return mla(hf)
 
 
@@ -121,9 +121,9 @@ def latent_attention(config: MlaMcaModelConfig) -> list[Param]:
     queries: Values = {}
     key: Values = {}
     if config.rotary_halves:
-        layout = Alternating(GroupedHeads((still, turned), 1))
+        layout = Interleaved(GroupedHeads((still, turned), 1))
         queries = {"layout": layout, "hf_layout": GroupedHeads((still, turned // 2, turned // 2), 1)}
-        layout = Alternating(Concat((latent, turned)))
+        layout = Interleaved(Concat((latent, turned)))
         key = {"layout": layout, "hf_layout": Concat((latent, turned // 2, turned // 2))}
     if config.q_lora_rank:
         query = [

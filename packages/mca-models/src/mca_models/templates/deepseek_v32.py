@@ -7,7 +7,7 @@ from mca_config.types import JsonObject
 from mca_models.templates import deepseek_v3, glm4_moe_lite
 from mca_models.templates.common import inner
 from mca_models.templates.config_table import Field, HfConfig
-from mca_models.templates.moe import listed_layers, moe_params
+from mca_models.templates.moe import derive_moe_layers, moe_params
 from mca_models.weights import Param
 
 INDEX_FIELDS = (
@@ -22,12 +22,12 @@ NAMES = {
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """What DeepSeek V3's table says, and which layers have experts."""
-    return {**deepseek_v3.derive(hf), **listed_layers({"first_k_dense_replace": 3, **hf})}
+    """Derive as DeepSeek V3, and the layers with experts."""
+    return {**deepseek_v3.derive(hf), **derive_moe_layers({"first_k_dense_replace": 3, **hf})}
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return glm4_moe_lite.restore(config)
 
 

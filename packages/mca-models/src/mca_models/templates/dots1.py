@@ -1,4 +1,4 @@
-"""dots.llm1: HF ``Dots1ForCausalLM``: DeepSeek V3's experts beside Qwen 3's attention."""
+"""dots.llm1: HF ``Dots1ForCausalLM``: DeepSeek V3's experts with Qwen 3's attention."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     experts = {**restore_groups(config), "norm_topk_prob": True}
     return {**experts, "sliding_window": None, **restore_window(config)}
 

@@ -3,12 +3,12 @@
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import ernie4_5
-from mca_models.templates.carried import carrying_predictions
 from mca_models.templates.common import in_fp32
 from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.moe import aux_loss, moe_params, restore_aux_loss
 from mca_models.templates.names import MoeNames
+from mca_models.templates.passthrough import with_mtp_passthrough
 from mca_models.weights import Param, Shaped
 
 BIAS = "moe_statics.e_score_correction_bias"
@@ -18,7 +18,7 @@ NAMES = MoeNames(
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """Which layers have experts, and the shared ones as one wide one."""
+    """Derive the layers with experts, and the shared experts as one wide expert."""
     layers, step = hf["num_hidden_layers"], hf.get("moe_layer_interval", 1)
     last = hf.get("moe_layer_end_index", -1)
     sparse = range(hf.get("moe_layer_start_index", 1), layers if last == -1 else last + 1)
@@ -31,7 +31,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     shared, width = config.moe_shared_expert_intermediate_size or 0, config.moe_ffn_hidden_size or 1
     sparse = [layer for layer in range(config.num_layers) if config.is_moe_layer(layer)]
     ends = {"moe_layer_start_index": sparse[0], "moe_layer_end_index": sparse[-1]}
@@ -63,7 +63,7 @@ def params(config: McaModelConfig) -> list[Param]:
     return in_fp32(moe_params(config, NAMES), "router.weight")
 
 
-FAMILY = carrying_predictions(
+FAMILY = with_mtp_passthrough(
     Family(
         model_type="ernie4_5_moe",
         architecture="Ernie4_5_MoeForCausalLM",

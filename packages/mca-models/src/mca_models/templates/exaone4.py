@@ -6,8 +6,8 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import SILU, ConfigTable, HfConfig, dense_fields
+from mca_models.templates.dual_rope import FULL, SLIDING, restore_layer_types
 from mca_models.templates.family import Family
-from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
 
 
 def pattern(hf: HfConfig) -> list[str]:
@@ -31,8 +31,8 @@ def rotated_windows(kinds: Sequence[str]) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
-    return {"sliding_window": config.window_size, **restore_kinds(config)}
+    """Restore HF keys, as ``ConfigTable.restore``."""
+    return {"sliding_window": config.window_size, **restore_layer_types(config)}
 
 
 CONFIG = ConfigTable(

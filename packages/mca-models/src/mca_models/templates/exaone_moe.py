@@ -5,12 +5,12 @@ from functools import partial
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import exaone4
-from mca_models.templates.carried import carrying_predictions
 from mca_models.templates.config_table import SILU, ConfigTable, HfConfig, dense_fields
 from mca_models.templates.deepseek_v3 import NORMALISED, SCALED, restore_groups, sigmoid_experts
 from mca_models.templates.family import Family
-from mca_models.templates.moe import SIGMOID_ROUTER, expert_fields, listed_layers, moe_params
+from mca_models.templates.moe import SIGMOID_ROUTER, derive_moe_layers, expert_fields, moe_params
 from mca_models.templates.names import MoeNames
+from mca_models.templates.passthrough import with_mtp_passthrough
 
 BIAS = "mlp.e_score_correction_bias"
 NAMES = MoeNames(router_bias=BIAS, in_memory=((BIAS, "mlp.gate.e_score_correction_bias"),))
@@ -19,11 +19,11 @@ NAMES = MoeNames(router_bias=BIAS, in_memory=((BIAS, "mlp.gate.e_score_correctio
 def derive(hf: HfConfig) -> JsonObject:
     """Windows and ropes by layer, and experts."""
     experts = sigmoid_experts({**hf, "n_shared_experts": hf.get("num_shared_experts", 1)})
-    return {**exaone4.derive(hf), **experts, **listed_layers(hf), "mtp_num_layers": 0}
+    return {**exaone4.derive(hf), **experts, **derive_moe_layers(hf), "mtp_num_layers": 0}
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     groups = restore_groups(config)
     return {**exaone4.restore(config), **groups, "num_shared_experts": groups["n_shared_experts"]}
 
@@ -42,7 +42,7 @@ CONFIG = ConfigTable(
     restore=restore,
 )
 
-FAMILY = carrying_predictions(
+FAMILY = with_mtp_passthrough(
     Family(
         model_type="exaone_moe",
         architecture="ExaoneMoeForCausalLM",

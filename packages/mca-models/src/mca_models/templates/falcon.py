@@ -20,7 +20,7 @@ TWO_NORMS = {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"}
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """Where the MLP stands, the norms, and how many heads share keys and values."""
+    """Derive the parallel block, the norms, and the number of query groups."""
     heads, new = hf["num_attention_heads"], hf.get("new_decoder_architecture", False)
     two = (hf.get("num_ln_in_parallel_attn") or (2 if new else 1)) == 2
     block = ("two_norms" if two else "one_norm") if hf.get("parallel_attn", True) else "none"
@@ -54,7 +54,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     groups, apart = config.num_query_groups, config.parallel_block == "none"
     new = not apart and (groups > 1 or config.parallel_block == "two_norms")
     norms = 2 if config.parallel_block == "two_norms" else 1
@@ -97,5 +97,5 @@ FAMILY = Family(
     architecture="FalconForCausalLM",
     config=CONFIG,
     params=params,
-    fp8_unread="its linears are modules of a class of their own",
+    fp8_unsupported="its linears are not nn.Linear",
 )

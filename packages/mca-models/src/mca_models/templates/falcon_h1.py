@@ -21,12 +21,12 @@ from mca_models.templates.family import Family
 from mca_models.templates.mamba import (
     BAMBA,
     PLAIN_STEPS,
-    as_in_bamba,
-    fields_of_bamba,
-    restored_as_in_bamba,
-    state_space,
+    bamba_fields,
+    derive_bamba,
+    mamba_mixer,
+    restore_bamba,
 )
-from mca_models.weights import Param, each
+from mca_models.weights import Param, expand_rules
 
 
 def factors(hf: HfConfig, key: str, count: int) -> tuple[float, ...]:
@@ -62,7 +62,7 @@ def derive(hf: HfConfig) -> JsonObject:
     width = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
     scale = into**2 * key
     return {
-        **as_in_bamba(hf, hf["mamba_d_ssm"]),
+        **derive_bamba(hf, hf["mamba_d_ssm"]),
         "mamba_norm": normal if hf.get("mamba_rms_norm", False) else "none",
         "mamba_multipliers": None if set(of_states) == {1.0} else of_states,
         "mlp_multipliers": None if set(of_mlp) == {1.0} else of_mlp,
@@ -73,11 +73,11 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     *of_states, after = config.mamba_multipliers or (1.0,) * 6
     scale = 1.0 if config.softmax_scale is None else config.softmax_scale / config.kv_channels**-0.5
     return {
-        **restored_as_in_bamba(config),
+        **restore_bamba(config),
         "mamba_d_ssm": (config.mamba_num_heads or 0) * (config.mamba_head_dim or 0),
         "mamba_rms_norm": config.mamba_norm != "none",
         "mamba_norm_before_gate": config.mamba_norm != "gated",
@@ -92,7 +92,7 @@ def restore(config: McaModelConfig) -> HfConfig:
 CONFIG = ConfigTable(
     fields=(
         *dense_fields(eps=1e-5),
-        *fields_of_bamba(),
+        *bamba_fields(),
         Field("embedding_multiplier", "embedding_multiplier", 1.0),
     ),
     defaults={**BAMBA, "mamba_d_ssm": 1024, "num_key_value_heads": 8, "pad_token_id": 0},
@@ -111,8 +111,10 @@ CONFIG = ConfigTable(
 
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
-    of_layer = [*attention(config), *state_space(config, "self_attention.mamba."), *dense_mlp(config)]
-    return renamed([embedding(), *each(of_layer, layers=range(config.num_layers)), *head(config)], NAMES)
+    layer_config = [*attention(config), *mamba_mixer(config, "self_attention.mamba."), *dense_mlp(config)]
+    return renamed(
+        [embedding(), *expand_rules(layer_config, layers=range(config.num_layers)), *head(config)], NAMES
+    )
 
 
 FAMILY = Family(
@@ -120,5 +122,5 @@ FAMILY = Family(
     architecture="FalconH1ForCausalLM",
     config=CONFIG,
     params=params,
-    unadapted=frozenset({"out_proj"}),
+    unadaptable=frozenset({"out_proj"}),
 )

@@ -1,6 +1,6 @@
 """One model family: its config table and its parameters.
 
-The families themselves are the files beside this one, listed in the package.
+The families are the other files of this package.
 """
 
 import logging
@@ -14,15 +14,15 @@ from mca_config.types import FamilyConfig, Values
 from mca_models.templates.config_table import ConfigTable
 from mca_models.templates.names import HF_HEAD, MoeNames
 from mca_models.templates.shapes import Shape, hf_shapes
-from mca_models.templates.table_of_texts import TableOfTexts
-from mca_models.templates.vision import MORE, SPELLING, VisionPart
+from mca_models.templates.text_families import TextFamilyTable
+from mca_models.templates.vision_tower import MORE, SPELLING, VisionModel
 from mca_models.weights import Param
 
 logger = logging.getLogger(__name__)
 
 
-def counted_layers(config: McaModelConfig, names: Collection[str], prefix: str | None = None) -> int:
-    """The prediction layers that ``config.json`` counts; none if the checkpoint holds none.
+def count_mtp_layers(config: McaModelConfig, names: Collection[str], prefix: str | None = None) -> int:
+    """Return the number of MTP layers of ``config.json``; 0 if the checkpoint holds none.
 
     ``transformers`` saves models without them.
 
@@ -34,20 +34,20 @@ def counted_layers(config: McaModelConfig, names: Collection[str], prefix: str |
     mtp = prefix or f"model.layers.{config.num_layers}."
     if config.mtp_num_layers and not any(name.startswith(mtp) for name in names):
         logger.warning(
-            "config.json counts %s; the checkpoint holds none",
-            counted(config.mtp_num_layers, "prediction layer"),
+            "config.json has %s, the checkpoint none; the model is built without",
+            counted(config.mtp_num_layers, "MTP layer"),
         )
         return 0
     return config.mtp_num_layers
 
 
 def _stacked_experts(names: Collection[str]) -> dict[str, bool]:
-    """Whether the experts of a layer lie in one tensor; prediction layers beside the model have their own way."""
+    """Detect whether one tensor holds the experts of a layer; MTP layers are checked separately."""
     stacked = [name for name in names if name.endswith(("experts.gate_up_proj", "experts.up_proj"))]
-    facts = {"fused_experts": True} if any(not name.startswith("mtp.") for name in stacked) else {}
+    extra = {"fused_experts": True} if any(not name.startswith("mtp.") for name in stacked) else {}
     if any(name.startswith("mtp.") for name in names):
-        facts["fused_mtp_experts"] = any(name.startswith("mtp.") for name in stacked)
-    return facts
+        extra["fused_mtp_experts"] = any(name.startswith("mtp.") for name in stacked)
+    return extra
 
 
 def _none(config: FamilyConfig) -> frozenset[str]:
@@ -56,59 +56,59 @@ def _none(config: FamilyConfig) -> frozenset[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What mca knows of one HF ``model_type``.
+    """Model family of one HF ``model_type``.
 
     Args:
         model_type: HF's name of the family.
         architecture: The HF causal-LM class.
         config: Carries ``config.json`` both ways.
         params: Every parameter of a model, in checkpoint order.
-        ignored_hf: HF tensors that checkpoints carry and no model here reads, beside frequencies of ropes.
+        ignored_hf: HF tensors that checkpoints hold and no model reads, in addition to RoPE frequencies.
         moe: Names inside an expert layer, if the family has any and files may hold them one by one.
-        found: Further facts for ``extra`` that only the names and shapes of tensors tell.
-        prediction_layers: How many prediction layers a checkpoint with these tensor names holds.
-        copies: HF tensors that may repeat another one, beside a tied head.
-        unadapted: Modules that PEFT refuses to adapt in models of this type, or adapts without effect.
-        experts_turned: The stacked weights of routed experts are stored transposed, which PEFT does not know.
+        detect_extra: Entries of ``extra`` that only the names and shapes of tensors show.
+        count_mtp: Number of MTP layers in a checkpoint with these tensor names.
+        copies: HF tensors that may repeat another one, in addition to a tied head.
+        unadaptable: Modules that PEFT refuses to adapt in models of this type, or adapts without effect.
+        transposed_experts: The stacked weights of routed experts are stored transposed, which PEFT does not know.
         module_names: Facts in ``extra`` with which everything has the names of transformers' modules, where files
             have others.
         in_transformers: Whether transformers has the type; where not, models have their publisher's code, in which each
-            routed expert is modules of its own.
-        fp8_unread: Why transformers cannot read weights of this type in fp8 blocks; None: it can.
+            routed expert is a separate module.
+        fp8_unsupported: Why transformers cannot read weights of this type in fp8 blocks; None: it can.
         texts: The families that its text part may be of, by HF's ``model_type`` of that part.
-        vision: What lies beside the text part.
+        vision: Vision tower and projector; None for text models.
     """
 
     model_type: str
     architecture: str
-    config: ConfigTable | TableOfTexts
+    config: ConfigTable | TextFamilyTable
     params: Callable[[FamilyConfig], list[Param]]
     ignored_hf: Callable[[FamilyConfig], frozenset[str]] = _none
     moe: MoeNames | None = None
-    found: Callable[[McaModelConfig, Collection[str], Mapping[str, Shape]], Values] = (
+    detect_extra: Callable[[McaModelConfig, Collection[str], Mapping[str, Shape]], Values] = (
         lambda config, names, shapes: {}
     )
-    prediction_layers: Callable[[McaModelConfig, Collection[str]], int] = counted_layers
+    count_mtp: Callable[[McaModelConfig, Collection[str]], int] = count_mtp_layers
     copies: Callable[[FamilyConfig], Mapping[str, str]] = lambda config: {}
-    unadapted: frozenset[str] = frozenset()
-    experts_turned: bool = False
+    unadaptable: frozenset[str] = frozenset()
+    transposed_experts: bool = False
     module_names: Values = field(default_factory=dict)
     in_transformers: bool = True
-    fp8_unread: str | None = None
+    fp8_unsupported: str | None = None
     texts: Mapping[str, "Family"] = field(default_factory=dict)
-    vision: VisionPart | None = None
+    vision: VisionModel | None = None
 
     def hf_shapes(self, config: McaModelConfig) -> dict[str, Shape]:
         """Every HF tensor of a model and its shape, known without a checkpoint."""
         return hf_shapes(self.params(config), config)
 
-    def duplicate_hf(self, config: McaModelConfig) -> Mapping[str, str]:
+    def duplicated_hf_tensors(self, config: McaModelConfig) -> Mapping[str, str]:
         """HF tensors that may be present and must then equal another one: ``{name: the other}``.
 
         A tied model's file may hold the output layer again, a prediction layer the embedding.
         """
         if self.vision is not None:
-            known = self.text(config).duplicate_hf(config)
+            known = self.text(config).duplicated_hf_tensors(config)
             return {self.hf_name(config, name): self.hf_name(config, its) for name, its in known.items()}
         params = self.params(config) if config.tie_word_embeddings else ()
         alias = next((param for param in params if param.alias_of), None)
@@ -116,20 +116,20 @@ class Family:
         return {**head, **self.copies(config)}
 
     def hf_name(self, config: McaModelConfig, name: str) -> str:
-        """What the checkpoint of ``config`` calls the text model's ``name``."""
-        return self.vision.spelling(config).of_text(name) if self.vision else name
+        """Return the name in the checkpoint of ``config`` for the text model's ``name``."""
+        return self.vision.spelling(config).text_to_file(name) if self.vision else name
 
-    def as_modules(self, config: McaModelConfig) -> McaModelConfig:
-        """``config`` with the names of transformers' modules, whatever the files say."""
-        facts = dict(self.text(config).module_names)
+    def with_module_names(self, config: McaModelConfig) -> McaModelConfig:
+        """Return ``config`` with the names of transformers' modules instead of those of files."""
+        extra = dict(self.text(config).module_names)
         if self.vision:
-            facts[SPELLING] = len(self.vision.spellings) - 1
-        return replace(config, extra={**config.extra, **facts})
+            extra[SPELLING] = len(self.vision.spellings) - 1
+        return replace(config, extra={**config.extra, **extra})
 
-    def as_found(
+    def with_checkpoint_names(
         self, config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape] | None = None
     ) -> McaModelConfig:
-        """``config`` with what only the tensor ``names`` of a HF checkpoint can tell.
+        """Return ``config`` with what only the tensor ``names`` of a HF checkpoint show.
 
         Whether experts lie stacked (``extra["fused_experts"]``), which tensors are there twice
         (``extra["hf_duplicates"]``), and whether the prediction layers that ``config.json`` counts are
@@ -142,27 +142,27 @@ class Family:
         """
         shapes = shapes or {}
         if self.vision is not None:
-            return self._found_beside(self.vision, config, names, shapes)
-        config = replace(config, mtp_num_layers=self.prediction_layers(config, names))
-        extra = {**config.extra, **self.found(config, names, shapes)}
+            return self._with_vision_names(self.vision, config, names, shapes)
+        config = replace(config, mtp_num_layers=self.count_mtp(config, names))
+        extra = {**config.extra, **self.detect_extra(config, names, shapes)}
         if self.moe:
             extra |= _stacked_experts(names)
-        if doubled := sorted(name for name in self.duplicate_hf(config) if name in names):
+        if doubled := sorted(name for name in self.duplicated_hf_tensors(config) if name in names):
             extra["hf_duplicates"] = doubled
         return replace(config, extra=extra)
 
-    def _found_beside(
-        self, vision: VisionPart, config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]
+    def _with_vision_names(
+        self, vision: VisionModel, config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]
     ) -> McaModelConfig:
-        """``as_found`` of the text part, under the names that it has alone, and of the vision model."""
-        which = vision.found(config, names)
+        """``with_checkpoint_names`` of the text part, under the names that it has alone, and of the vision model."""
+        which = vision.detect_spelling(config, names)
         spelling = vision.spellings[which]
-        alone = {spelling.text_name(name): name for name in names}
+        alone = {spelling.text_from_file(name): name for name in names}
         sizes = {name: shapes[its] for name, its in alone.items() if its in shapes}
-        config = self.text(config).as_found(config, alone.keys(), sizes)
+        config = self.text(config).with_checkpoint_names(config, alone.keys(), sizes)
         extra = {**config.extra, SPELLING: which}
         if "hf_duplicates" in extra:
-            extra["hf_duplicates"] = [spelling.of_text(name) for name in extra["hf_duplicates"]]
+            extra["hf_duplicates"] = [spelling.text_to_file(name) for name in extra["hf_duplicates"]]
         if more := vision.more(config, spelling, names, shapes):
             logger.warning(
                 "copies unchanged what is not known of the vision model: %s (%s)",
@@ -172,14 +172,14 @@ class Family:
             extra[MORE] = more
         return replace(config, extra=extra)
 
-    def require_own(self, config: McaModelConfig) -> None:
-        """Raises if ``config`` cannot be a model of this family, or its vision model has sizes that none has."""
+    def require_family(self, config: McaModelConfig) -> None:
+        """Raise if ``config`` cannot be a model of this family, or its vision model has impossible sizes."""
         kind = config.text_model_type
         if kind not in (self.texts or (None,)):
             known = ", ".join(self.texts) or "none"
             raise McaError(f"text_model_type is {kind!r:.80}; expected of a {self.model_type} model: {known}")
         table = self.text(config).config
-        assert isinstance(table, ConfigTable), "a text part has no text part of its own"
+        assert isinstance(table, ConfigTable), "text parts do not nest"
         if type(config) is not table.config_class:
             raise McaError(f"kv_lora_rank is set or missing, unlike in a {self.model_type} model")
         if self.vision is not None:

@@ -13,11 +13,11 @@ from mca_models.templates.config_table import (
     HfConfig,
     dense_fields,
 )
+from mca_models.templates.dual_rope import FULL, SLIDING, restore_layer_types
 from mca_models.templates.exaone4 import rotated_windows
 from mca_models.templates.family import Family
-from mca_models.templates.moe import expert_fields, moe_params, require_sigmoid_choice
+from mca_models.templates.moe import expert_fields, moe_params, require_sigmoid_routing
 from mca_models.templates.names import MoeNames
-from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
 from mca_models.weights import Param
 
 NAMES = MoeNames(shared="mlp.shared_expert.")
@@ -25,7 +25,7 @@ NAMES = MoeNames(shared="mlp.shared_expert.")
 
 def derive(hf: HfConfig) -> JsonObject:
     """Kinds of layers, and which have experts."""
-    require_sigmoid_choice(hf)
+    require_sigmoid_routing(hf)
     last = hf["num_hidden_layers"] - 1
     kinds = [FULL if i < 2 or i % 4 == 1 or i == last else SLIDING for i in range(last + 1)]
     return qwen3_moe.sparse_layers(hf) | rotated_windows(hf.get("layer_types") or kinds)
@@ -45,7 +45,7 @@ CONFIG = ConfigTable(
     constants={"qk_layernorm": True, "softmax_type": "learnable", "moe_router_score_function": "sigmoid"},
     fixed=(SILU, NO_ATTENTION_BIAS, Fixed("norm_topk_prob", (True,), "Megatron normalises sigmoid scores")),
     derive=derive,
-    restore=lambda config: qwen3_moe.restore_sparse(config) | restore_kinds(config),
+    restore=lambda config: qwen3_moe.restore_sparse(config) | restore_layer_types(config),
 )
 
 

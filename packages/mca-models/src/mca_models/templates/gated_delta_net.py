@@ -1,6 +1,6 @@
 """Rules of models that mix gated attention with linear attention layers (gated delta nets).
 
-How such a layer is computed is known to `mca_models.megatron.families`.
+`mca_models.megatron.families` computes these layers.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -11,7 +11,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import FamilyConfig, JsonObject
 from mca_models.templates.common import ATTN, attention, inner
 from mca_models.templates.config_table import Field, HfConfig
-from mca_models.weights import COLUMN, ROW, Param, Shard, each
+from mca_models.weights import COLUMN, ROW, Param, Shard, expand_rules
 
 DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
 CONSTANTS = {"qk_layernorm": True, "attention_output_gate": True, "layernorm_zero_centered_gamma": True}
@@ -25,7 +25,7 @@ FIELDS = (
 
 
 def mixed_layers(hf: HfConfig) -> JsonObject:
-    """Which layers have linear attention: all but every fourth, unless listed."""
+    """Derive the layers with linear attention: all but every fourth, unless listed."""
     step = hf.get("full_attention_interval", 4)
     kinds = hf.get("layer_types") or [
         "linear_attention" if (i + 1) % step else "full_attention" for i in range(hf["num_hidden_layers"])
@@ -34,7 +34,7 @@ def mixed_layers(hf: HfConfig) -> JsonObject:
 
 
 def restore_layers(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {"layer_types": list(config.layer_types or ())}
 
 
@@ -70,12 +70,12 @@ def mixed_attention(config: McaModelConfig, in_proj: Param) -> Iterator[Param]:
     """The attention of every decoder layer, linear or gated."""
     layers = range(config.num_layers)
     linear = [layer for layer in layers if config.is_linear_layer(layer)]
-    yield from each(delta_net(config, in_proj), layers=linear)
-    yield from each(attention(config), layers=[layer for layer in layers if layer not in linear])
+    yield from expand_rules(delta_net(config, in_proj), layers=linear)
+    yield from expand_rules(attention(config), layers=[layer for layer in layers if layer not in linear])
 
 
 MTP_PREFIX = "mtp.layers.{layer}."
-MTP_OWN = {
+MTP_NAMES = {
     "enorm": "mtp.pre_fc_norm_embedding",
     "hnorm": "mtp.pre_fc_norm_hidden",
     "eh_proj": "mtp.fc",
@@ -83,6 +83,6 @@ MTP_OWN = {
 }
 
 
-def prediction_found(config: McaModelConfig, names: Collection[str]) -> int:
-    """How many prediction layers a checkpoint holds: ``config.json`` need not count them."""
+def detect_mtp_layers(config: McaModelConfig, names: Collection[str]) -> int:
+    """Return the number of MTP layers of a checkpoint: ``config.json`` need not count them."""
     return int("mtp.fc.weight" in names)

@@ -4,9 +4,9 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, ConfigTable, Field, HfConfig, dense_fields
+from mca_models.templates.dual_rope import FULL, SLIDING
 from mca_models.templates.family import Family
 from mca_models.templates.gemma3_text import CAUSAL, CONSTANTS, GELU_ONLY, restore_scale, scales
-from mca_models.templates.two_ropes import FULL, SLIDING
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -16,7 +16,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {"layer_types": list(config.layer_types or ()), **restore_scale(config)}
 
 

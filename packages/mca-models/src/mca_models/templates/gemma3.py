@@ -1,38 +1,38 @@
-"""Gemma 3: HF ``Gemma3ForConditionalGeneration``: a SigLIP tower beside the text model."""
+"""Gemma 3: HF ``Gemma3ForConditionalGeneration``: a SigLIP tower and the text model."""
 
 from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import gemma3_text
 from mca_models.templates.family import Family
-from mca_models.templates.vision import (
+from mca_models.templates.vision_language import vision_language_family
+from mca_models.templates.vision_tower import (
+    NestedTextConfig,
     Shapes,
     Spelling,
-    TextInside,
-    VisionPart,
-    as_modules,
-    beside_text,
+    VisionModel,
     linear,
+    llava_spelling,
+    module_spelling,
     norm,
-    numbered,
+    repeat_shapes,
 )
 from mca_models.templates.vision_values import vision_values
-from mca_models.templates.with_vision import with_vision
 
 TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector."
 _INNER = f"{TOWER}vision_model."
 SPELLINGS = (
     Spelling("language_model.model.", "language_model.lm_head.", {TOWER: _INNER, PROJECTOR: PROJECTOR}),
-    beside_text(TOWER, PROJECTOR),
+    llava_spelling(TOWER, PROJECTOR),
     Spelling(
         "model.language_model.", "lm_head.", {TOWER: f"model.{_INNER}", PROJECTOR: f"model.{PROJECTOR}"}
     ),
-    as_modules(TOWER, PROJECTOR),
+    module_spelling(TOWER, PROJECTOR),
 )
 
 
 def head(width: int, inner: int) -> Shapes:
-    """What pools a picture into one vector; published files have none."""
+    """Return the head that pools a picture into one vector; published files have none."""
     return {
         "head.probe": (1, 1, width),
         "head.attention.in_proj_weight": (3 * width, width),
@@ -64,7 +64,7 @@ def tensors(config: McaModelConfig) -> Shapes:
         **linear("embeddings.patch_embedding", width, size),
         "embeddings.patch_embedding.weight": (width, vision.size("num_channels", 3), size, size),
         "embeddings.position_embedding.weight": ((vision.size("image_size", 224) // size) ** 2, width),
-        **numbered("encoder.layers", vision.layers("num_hidden_layers", 12), layer),
+        **repeat_shapes("encoder.layers", vision.layers("num_hidden_layers", 12), layer),
         **norm("post_layernorm", width),
         **(head(width, inner) if vision.flag("vision_use_head", True) else {}),
     }
@@ -92,16 +92,16 @@ def text_family() -> Family:
     return replace(gemma3_text.FAMILY, config=replace(gemma3_text.CONFIG, defaults=defaults))
 
 
-FAMILY = with_vision(
+FAMILY = vision_language_family(
     "gemma3",
     "Gemma3ForConditionalGeneration",
     {"gemma3_text": text_family()},
-    VisionPart(
+    VisionModel(
         tensors=tensors,
         spellings=SPELLINGS,
         projector=(PROJECTOR,),
         unused=(f"{TOWER}head.",),
         image_tokens="fixed",
     ),
-    TextInside(text_model_type="", tied=True, defaults={"mm_tokens_per_image": 256}),
+    NestedTextConfig(text_model_type="", tied=True, defaults={"mm_tokens_per_image": 256}),
 )

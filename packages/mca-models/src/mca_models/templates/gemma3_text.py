@@ -11,8 +11,8 @@ from mca_models.templates.config_table import (
     HfConfig,
     dense_fields,
 )
+from mca_models.templates.dual_rope import FULL, SLIDING, derive_dual_rope, restore_dual_rope
 from mca_models.templates.family import Family
-from mca_models.templates.two_ropes import FULL, SLIDING, restore_ropes, two_ropes
 
 GELU = "gelu_pytorch_tanh"
 CONSTANTS: Values = {
@@ -33,7 +33,7 @@ def scales(hf: HfConfig) -> JsonObject:
 
 
 def restore_scale(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {
         "hidden_activation": GELU,
         "query_pre_attn_scalar": round((config.softmax_scale or 1.0) ** -2),
@@ -47,16 +47,16 @@ def derive(hf: HfConfig) -> JsonObject:
         SLIDING if (i + 1) % step else FULL for i in range(hf["num_hidden_layers"])
     ]
     return {
-        **two_ropes(hf, hf.get("rope_theta", 1e6), hf.get("rope_local_base_freq", 1e4)),
+        **derive_dual_rope(hf, hf.get("rope_theta", 1e6), hf.get("rope_local_base_freq", 1e4)),
         "layer_types": tuple(kinds),
         **scales(hf),
     }
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {
-        **restore_ropes(config),
+        **restore_dual_rope(config),
         "layer_types": list(config.layer_types or ()),
         **restore_scale(config),
     }

@@ -1,6 +1,6 @@
 """Gemma 4, the text model: HF ``Gemma4ForCausalLM``: wider heads in full layers, whose keys may be their values too.
 
-In E2B and E4B each layer takes embeddings of its own, late ones the keys and values of earlier ones.
+In E2B and E4B each layer has per-layer embeddings; late layers share the keys and values of earlier ones.
 """
 
 import logging
@@ -29,12 +29,12 @@ from mca_models.templates.config_table import (
     HfConfig,
     dense_fields,
 )
+from mca_models.templates.dual_rope import FULL, PER_LAYER_TYPE, SLIDING, restore_layer_types
 from mca_models.templates.family import Family
 from mca_models.templates.gemma3_text import GELU, GELU_ONLY
 from mca_models.templates.names import HF, HF_ATTN, HF_MLP
 from mca_models.templates.shapes import Shape
-from mca_models.templates.two_ropes import BY_KIND, FULL, SLIDING, restore_kinds
-from mca_models.weights import COLUMN, GATED, ROW, Param, Stage, each
+from mca_models.weights import COLUMN, GATED, ROW, Param, Stage, expand_rules
 
 logger = logging.getLogger(__name__)
 ROWS = 262_144
@@ -46,7 +46,7 @@ NORMS = {
     "experts_post_layernorm": "post_feedforward_layernorm_2",
     "post_layernorm": "post_feedforward_layernorm",
 }
-"""Around an MLP and the experts beside it."""
+"""Norms of an MLP and of the experts parallel to it."""
 EXPERTS = [
     Param(
         mca=f"{MLP}experts.linear_fc{number}.weight{{expert}}",
@@ -61,7 +61,7 @@ PER_LAYER = [
     inner("per_layer_projection.weight", "per_layer_projection.weight"),
     inner("per_layer_layernorm.weight", "post_per_layer_input_norm.weight"),
 ]
-"""Of embeddings that a layer takes beside the hidden states."""
+"""Rules of per-layer embeddings."""
 PER_LAYER_TABLES = [
     Param(
         mca="embedding.per_layer_embeddings.weight",
@@ -88,7 +88,7 @@ class _Size(Field):
     """A size that ``null`` does not stand for."""
 
     def read(self, hf: Values) -> Typed:
-        """See `Field`."""
+        """Read the value, as `Field.read`."""
         value = hf.get(self.hf, self.default)
         if type(value) is not int:
             raise HfConfigError(
@@ -137,11 +137,11 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def _experts(hf: HfConfig) -> JsonObject:
-    """26B A4B: experts beside the MLP."""
+    """26B A4B: experts parallel to the MLP."""
     if not hf.get("enable_moe_block"):
         return {}
     Fixed(
-        "use_double_wide_mlp", (False, None), "no published model has experts beside MLPs of two widths"
+        "use_double_wide_mlp", (False, None), "no published model has experts and MLPs of two widths"
     ).check(hf)
     return {
         **{"num_moe_experts": hf["num_experts"], "moe_ffn_hidden_size": hf["moe_intermediate_size"]},
@@ -151,12 +151,16 @@ def _experts(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     own = (config.of_kind or {})[FULL]
     full = {"rope_theta": config.rotary_base, **(config.rope_scaling or {})}
     local = {"rope_theta": config.rotary_base_local, "rope_type": "default"}
     sizes = {"global_head_dim": own["kv_channels"], "num_global_key_value_heads": own["num_query_groups"]}
-    shared = {"attention_k_eq_v": own["values_are_keys"], "hidden_activation": GELU, **restore_kinds(config)}
+    shared = {
+        "attention_k_eq_v": own["values_are_keys"],
+        "hidden_activation": GELU,
+        **restore_layer_types(config),
+    }
     experts = {"num_experts": config.num_moe_experts, "moe_intermediate_size": config.moe_ffn_hidden_size}
     if config.experts_beside_mlp:
         shared |= {**experts, "top_k_experts": config.moe_router_topk, "enable_moe_block": True}
@@ -184,7 +188,7 @@ CONFIG = ConfigTable(
     fixed=(
         NO_ATTENTION_BIAS,
         GELU_ONLY,
-        BY_KIND,
+        PER_LAYER_TYPE,
         Fixed("use_bidirectional_attention", (None, "vision"), "Megatron's decoder is causal"),
     ),
     derive=derive,
@@ -192,8 +196,8 @@ CONFIG = ConfigTable(
 )
 
 
-def experts_beside(config: McaModelConfig) -> list[Param]:
-    """The rules of a layer's MLP and the router of the experts beside it."""
+def parallel_experts(config: McaModelConfig) -> list[Param]:
+    """Return the rules of a layer's MLP and of the parallel router."""
     mlp, norms = f"{MLP}shared_experts.", NORMS.items()
     return [
         gate_up(mlp, HF_MLP),
@@ -208,18 +212,21 @@ def experts_beside(config: McaModelConfig) -> list[Param]:
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     layers = range(config.num_layers)
-    beside = [inner("layer_scalar", "layer_scalar"), *(PER_LAYER if config.per_layer_input_size else [])]
-    rules = [*(PER_LAYER_TABLES if config.per_layer_input_size else []), *each(beside, layers=layers)]
+    scalars = [inner("layer_scalar", "layer_scalar"), *(PER_LAYER if config.per_layer_input_size else [])]
+    rules = [
+        *(PER_LAYER_TABLES if config.per_layer_input_size else []),
+        *expand_rules(scalars, layers=layers),
+    ]
     if not config.experts_beside_mlp:
         return [*dense_layers(config), *rules]
-    blocks = in_layers(config, lambda own: [*attention(own), *experts_beside(own)])
-    stacked = each(EXPERTS, layers=layers, experts=range(config.num_moe_experts or 0))
+    blocks = in_layers(config, lambda own: [*attention(own), *parallel_experts(own)])
+    stacked = expand_rules(EXPERTS, layers=layers, experts=range(config.num_moe_experts or 0))
     return [embedding(), *blocks, *stacked, *rules, *head(config)]
 
 
 def unused_keys(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
     """The projections and norms of keys and values in layers that take another's, which transformers passes over."""
-    takers = [layer for layer in range(config.num_layers) if config.keys_from(layer) is not None]
+    takers = [layer for layer in range(config.num_layers) if config.kv_source_layer(layer) is not None]
     parts = ("k_proj", "v_proj", "k_norm", "v_norm")
     known = {f"{HF_ATTN}{part}.weight".format(layer=layer) for layer in takers for part in parts}
     left = sorted(known.intersection(names))
@@ -234,7 +241,7 @@ def unused_keys(config: McaModelConfig, names: Collection[str], shapes: Mapping[
 
 
 def left_behind(config: McaModelConfig) -> frozenset[str]:
-    """What ``unused_keys`` found."""
+    """Return the tensors that ``unused_keys`` detected."""
     return frozenset(config.extra.get("hf_left_behind", ()))
 
 
@@ -244,5 +251,5 @@ FAMILY = Family(
     config=CONFIG,
     params=params,
     ignored_hf=left_behind,
-    found=unused_keys,
+    detect_extra=unused_keys,
 )

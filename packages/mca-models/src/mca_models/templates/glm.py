@@ -4,7 +4,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.templates.common import attention, dense_mlp, embedding, fused_mlp, head
 from mca_models.templates.config_table import SILU, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
-from mca_models.weights import Param, each
+from mca_models.weights import Param, expand_rules
 
 CONFIG = ConfigTable(
     fields=(*dense_fields(eps=1.5625e-07), Field("add_qkv_bias", "attention_bias", True)),
@@ -23,7 +23,7 @@ CONFIG = ConfigTable(
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     rules = [*attention(config), *dense_mlp(config, fused_mlp())]
-    return [embedding(), *each(rules, layers=range(config.num_layers)), *head(config)]
+    return [embedding(), *expand_rules(rules, layers=range(config.num_layers)), *head(config)]
 
 
 FAMILY = Family(model_type="glm", architecture="GlmForCausalLM", config=CONFIG, params=params)

@@ -7,7 +7,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.templates.common import attention, dense_mlp, embedding, fused_mlp, head, renamed
 from mca_models.templates.config_table import SILU, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
-from mca_models.weights import Param, each
+from mca_models.weights import Param, expand_rules
 
 _NORMS = {
     "post_attention_layernorm": "post_self_attn_layernorm",
@@ -33,7 +33,7 @@ CONFIG = ConfigTable(
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     rules = renamed([*attention(config), *dense_mlp(config, fused_mlp())], _NORMS)
-    return [embedding(), *each(rules, layers=range(config.num_layers)), *head(config)]
+    return [embedding(), *expand_rules(rules, layers=range(config.num_layers)), *head(config)]
 
 
 FAMILY = Family(model_type="glm4", architecture="Glm4ForCausalLM", config=CONFIG, params=params)

@@ -6,17 +6,17 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import deepseek_v3
 from mca_models.templates.config_table import HfConfig
-from mca_models.templates.moe import listed_layers, restore_listed_layers
+from mca_models.templates.moe import derive_moe_layers, restore_moe_layers
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """What DeepSeek V3's table says; which layers have experts is a list, and all but the first if there is none."""
-    return deepseek_v3.derive(hf) | listed_layers({**hf, "first_k_dense_replace": 1})
+    """Derive as DeepSeek V3; the layers with experts are listed, or all but the first."""
+    return deepseek_v3.derive(hf) | derive_moe_layers({**hf, "first_k_dense_replace": 1})
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
-    return {**deepseek_v3.restore_groups(config), **restore_listed_layers(config)}
+    """Restore HF keys, as ``ConfigTable.restore``."""
+    return {**deepseek_v3.restore_groups(config), **restore_moe_layers(config)}
 
 
 CONFIG = replace(

@@ -11,9 +11,17 @@ from mca_models.templates.deepseek_v3 import restore_groups, sigmoid_experts
 from mca_models.templates.family import Family
 from mca_models.templates.moe import aux_loss, restore_aux_loss
 from mca_models.templates.qwen2_vl import VISUAL, patches
-from mca_models.templates.vision import Shapes, TextInside, VisionPart, as_modules, linear, norm, numbered
+from mca_models.templates.vision_language import vision_language_family
+from mca_models.templates.vision_tower import (
+    NestedTextConfig,
+    Shapes,
+    VisionModel,
+    linear,
+    module_spelling,
+    norm,
+    repeat_shapes,
+)
 from mca_models.templates.vision_values import vision_values
-from mca_models.templates.with_vision import with_vision
 
 _norm, _linear = partial(norm, bias=False), partial(linear, bias=False)
 
@@ -47,7 +55,7 @@ def tensors(config: McaModelConfig) -> Shapes:
         ),
         f"{VISUAL}patch_embed.proj.weight": patches(vision, width),
         f"{VISUAL}patch_embed.proj.bias": (width,),
-        **numbered(f"{VISUAL}blocks", vision.layers("depth", 24), block),
+        **repeat_shapes(f"{VISUAL}blocks", vision.layers("depth", 24), block),
         **_linear(f"{VISUAL}merger.proj", out, out),
         **norm(f"{VISUAL}merger.post_projection_norm", out),
         **gated(f"{VISUAL}merger.", vision.size("intermediate_size", 13696), out),
@@ -98,12 +106,12 @@ def moe_text() -> Family:
 
 
 def _family(model_type: str, architecture: str, text: Family) -> Family:
-    return with_vision(
+    return vision_language_family(
         model_type,
         architecture,
         {text.model_type: text},
-        VisionPart(tensors=tensors, spellings=(as_modules(VISUAL),), projector=(f"{VISUAL}merger.",)),
-        TextInside(text_model_type="", text_ties=True, rope=((8, 12, 12), False)),
+        VisionModel(tensors=tensors, spellings=(module_spelling(VISUAL),), projector=(f"{VISUAL}merger.",)),
+        NestedTextConfig(text_model_type="", text_ties=True, rope=((8, 12, 12), False)),
     )
 
 

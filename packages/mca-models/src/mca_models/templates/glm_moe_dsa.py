@@ -9,7 +9,7 @@ from mca_models.templates.config_table import HfConfig
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """What DeepSeek V3.2's table says; every layer must have an indexer of its own."""
+    """Derive as DeepSeek V3.2; every layer must have its own indexer."""
     pattern = hf.get("indexer_types") or hf.get("index_topk_pattern") or "F"
     if set(pattern) - {"F", "full"} or ((hf.get("index_topk_freq") or 1) > 1 and not hf.get("indexer_types")):
         raise HfConfigError(

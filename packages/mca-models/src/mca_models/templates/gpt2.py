@@ -11,7 +11,7 @@ from mca_models.templates.config_table import ConfigTable, DropoutTogether, Fiel
 from mca_models.templates.family import Family
 from mca_models.templates.gpt_neox import token_head
 from mca_models.templates.shapes import Shape
-from mca_models.weights import Param, Transposed, each
+from mca_models.weights import Param, Transposed, expand_rules
 
 INNER = {
     **{"self_attn.qkv_proj": "attn.c_attn", "self_attn.o_proj": "attn.c_proj", "input_layernorm": "ln_1"},
@@ -27,7 +27,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {"activation_function": config.hidden_act}
 
 
@@ -55,8 +55,8 @@ CONFIG = ConfigTable(
 )
 
 
-def found(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
-    """Whether the names lack the prefix."""
+def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
+    """Return whether the names lack the prefix."""
     return {BARE: True} if "wte.weight" in names else {}
 
 
@@ -74,7 +74,7 @@ def layer_rules(config: McaModelConfig, projections: Sequence[Param]) -> list[Pa
 def around(config: McaModelConfig, rules: Sequence[Param]) -> list[Param]:
     """Every parameter of the model whose layers have ``rules``, in checkpoint order."""
     table = renamed([positions()], {"model.embed_positions": "transformer.wpe"})
-    layers = each(rules, layers=range(config.num_layers))
+    layers = expand_rules(rules, layers=range(config.num_layers))
     return renamed([embedding(), *table, *layers, *head(config)], gptj.OUTER | token_head(config))
 
 
@@ -95,8 +95,8 @@ FAMILY = Family(
     architecture="GPT2LMHeadModel",
     config=CONFIG,
     params=params,
-    found=found,
+    detect_extra=detect_extra,
     ignored_hf=masks,
     module_names={BARE: False},
-    fp8_unread="its weights lie as [in, out]",
+    fp8_unsupported="its weights lie as [in, out]",
 )

@@ -19,7 +19,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {**gpt2.restore(config), "multi_query": config.num_query_groups == 1}
 
 

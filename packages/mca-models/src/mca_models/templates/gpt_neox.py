@@ -20,7 +20,7 @@ MODULES = "module_names"
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """Where the MLP stands, and the rope under this family's names."""
+    """Derive the parallel block, and the rope under this family's names."""
     base, share = hf.get("rotary_emb_base", 1e4), hf.get("rotary_pct", 0.25)
     rope = {**hf, "rope_theta": base, "partial_rotary_factor": share}
     side_by_side = hf.get("use_parallel_residual", True)
@@ -32,12 +32,12 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {"use_parallel_residual": config.parallel_block != "none"}
 
 
 def token_head(config: McaModelConfig) -> dict[str, str]:
-    """What scores of tokens are called."""
+    """Rename the token-classification head."""
     return {"score.": "classifier."} if config.head == "token_classification" else {}
 
 

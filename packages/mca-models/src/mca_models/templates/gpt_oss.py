@@ -15,7 +15,7 @@ from mca_models.templates.config_table import (
 from mca_models.templates.family import Family
 from mca_models.templates.moe import aux_loss, expert_fields, restore_aux_loss
 from mca_models.templates.names import HF
-from mca_models.weights import GATED, ROW, Concat, GroupedHeads, Param, Transposed, each
+from mca_models.weights import GATED, ROW, Concat, GroupedHeads, Param, Transposed, expand_rules
 
 YARN = {
     "rope_type": "yarn",
@@ -38,7 +38,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     kinds = list(config.layer_types or ())
     return {"hidden_act": "silu", "layer_types": kinds, **restore_aux_loss(config)}
 
@@ -111,8 +111,8 @@ def params(config: McaModelConfig) -> list[Param]:
         inner("mlp.router.bias", "mlp.router.bias"),
     ]
     layers = range(config.num_layers)
-    own = each(experts(), layers=layers, experts=range(config.num_moe_experts or 0))
-    return [embedding(), *each([*attention(config), *router], layers=layers), *own, *head(config)]
+    own = expand_rules(experts(), layers=layers, experts=range(config.num_moe_experts or 0))
+    return [embedding(), *expand_rules([*attention(config), *router], layers=layers), *own, *head(config)]
 
 
 FAMILY = Family(
@@ -120,5 +120,5 @@ FAMILY = Family(
     architecture="GptOssForCausalLM",
     config=CONFIG,
     params=params,
-    fp8_unread="its experts have biases, and their weights lie as [in, out]",
+    fp8_unsupported="its experts have biases, and their weights lie as [in, out]",
 )

@@ -29,7 +29,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     rotated = round(config.kv_channels * config.rotary_percent)
     return {"rotary_dim": rotated, "activation_function": config.hidden_act}
 

@@ -8,7 +8,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import granite
 from mca_models.templates.config_table import Field, HfConfig, read_rope
-from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
+from mca_models.templates.dual_rope import FULL, SLIDING, restore_layer_types
 
 WINDOW = Field("window_size", "sliding_window", 128)
 
@@ -39,12 +39,12 @@ def _bases(thetas: Sequence[float], kinds: Sequence[str], kind: str) -> list[flo
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     local = config.rotary_base_local or config.rotary_base
     bases = [local if kind == SLIDING else config.rotary_base for kind in config.layer_types or ()]
     skips = config.no_rope_freq or (0,) * config.num_layers
     thetas = [0 if skip else base for base, skip in zip(bases, skips, strict=True)]
-    return {"layer_rope_theta": thetas, **restore_kinds(config)}
+    return {"layer_rope_theta": thetas, **restore_layer_types(config)}
 
 
 CONFIG = replace(

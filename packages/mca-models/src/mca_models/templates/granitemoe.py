@@ -7,8 +7,8 @@ from mca_models.templates import granite
 from mca_models.templates.common import attention, embedding, head, inner
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable
 from mca_models.templates.family import Family
-from mca_models.templates.moe import aux_loss, expert_fields, found_stacked, restore_aux_loss
-from mca_models.weights import GATED, ROW, Param, each
+from mca_models.templates.moe import aux_loss, detect_stacked_experts, expert_fields, restore_aux_loss
+from mca_models.weights import GATED, ROW, Param, expand_rules
 
 CONFIG = ConfigTable(
     fields=(
@@ -28,7 +28,7 @@ MEMORY = ("router.weight", "experts.gate_up_proj", "experts.down_proj")
 
 
 def shared_mlp(config: McaModelConfig) -> list[Param]:
-    """The MLP that every token passes beside its experts."""
+    """Shared expert of every layer, in addition to the routed ones."""
     if not config.moe_shared_expert_intermediate_size:
         return []
     return [
@@ -49,14 +49,14 @@ def expert_layers(config: McaModelConfig, layers: Sequence[int]) -> list[Param]:
         inner("mlp.router.weight", router),
         *shared_mlp(config),
     ]
-    own = each(experts, layers=layers, experts=range(config.num_moe_experts or 0))
-    return [*each(rules, layers=layers), *own]
+    own = expand_rules(experts, layers=layers, experts=range(config.num_moe_experts or 0))
+    return [*expand_rules(rules, layers=layers), *own]
 
 
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     layers = range(config.num_layers)
-    before = each(attention(config), layers=layers)
+    before = expand_rules(attention(config), layers=layers)
     return [embedding(), *before, *expert_layers(config, layers), *head(config)]
 
 
@@ -65,5 +65,5 @@ FAMILY = Family(
     architecture="GraniteMoeForCausalLM",
     config=CONFIG,
     params=params,
-    found=found_stacked,
+    detect_extra=detect_stacked_experts,
 )

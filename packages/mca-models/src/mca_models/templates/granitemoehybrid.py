@@ -1,4 +1,4 @@
-"""Granite 4: HF ``GraniteMoeHybridForCausalLM``: Granite with state space layers, and MLPs or experts beside one."""
+"""Granite 4: HF ``GraniteMoeHybridForCausalLM``: Granite with Mamba 2 layers, and MLPs or experts with a shared one."""
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
@@ -10,23 +10,23 @@ from mca_models.templates.granitemoe import expert_layers
 from mca_models.templates.mamba import (
     BAMBA,
     PLAIN_STEPS,
-    as_in_bamba,
-    fields_of_bamba,
-    hf_kinds,
-    legacy_kinds,
+    bamba_fields,
+    derive_bamba,
+    layer_types_from_hf,
+    layer_types_to_hf,
     mixed_layers,
-    restored_as_in_bamba,
+    restore_bamba,
 )
-from mca_models.templates.moe import aux_loss, found_stacked, restore_aux_loss
-from mca_models.weights import GATED, ROW, Param, each
+from mca_models.templates.moe import aux_loss, detect_stacked_experts, restore_aux_loss
+from mca_models.weights import GATED, ROW, Param, expand_rules
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """What each layer is, whether positions are rotated, and experts, if there are any."""
+    """Derive the type of each layer, whether positions are rotated, and the experts."""
     layers = hf["num_hidden_layers"]
-    kinds = legacy_kinds(hf.get("layer_types") or hf.get("layers_block_type") or ["mamba"] * layers)
+    kinds = layer_types_from_hf(hf.get("layer_types") or hf.get("layers_block_type") or ["mamba"] * layers)
     values = {
-        **{"layer_types": kinds, **as_in_bamba(hf)},
+        **{"layer_types": kinds, **derive_bamba(hf)},
         "no_rope_freq": None if hf.get("position_embedding_type") == "rope" else (1,) * layers,
     }
     experts, shared = hf["num_local_experts"] or None, hf["shared_intermediate_size"]
@@ -41,10 +41,10 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     dense = config.num_moe_experts is None
     return {
-        **{"layer_types": hf_kinds(config), **restored_as_in_bamba(config), **restore_aux_loss(config)},
+        **{"layer_types": layer_types_to_hf(config), **restore_bamba(config), **restore_aux_loss(config)},
         "num_local_experts": config.num_moe_experts or 0,
         "shared_intermediate_size": config.ffn_hidden_size
         if dense
@@ -57,7 +57,7 @@ CONFIG = ConfigTable(
     fields=(
         *granite.CONFIG.fields,
         Field("moe_router_topk", "num_experts_per_tok"),
-        *fields_of_bamba(),
+        *bamba_fields(),
     ),
     defaults={
         **{**BAMBA, "num_experts_per_tok": 2},
@@ -78,7 +78,7 @@ def params(config: McaModelConfig) -> list[Param]:
         inner("mlp.linear_fc1.weight", "shared_mlp.input_linear.weight", shard=GATED),
         inner("mlp.linear_fc2.weight", "shared_mlp.output_linear.weight", shard=ROW),
     ]
-    after = expert_layers(config, layers) if config.num_moe_experts else each(dense, layers=layers)
+    after = expert_layers(config, layers) if config.num_moe_experts else expand_rules(dense, layers=layers)
     return [embedding(), *mixed_layers(config), *after, *head(config)]
 
 
@@ -87,5 +87,5 @@ FAMILY = Family(
     architecture="GraniteMoeHybridForCausalLM",
     config=CONFIG,
     params=params,
-    found=found_stacked,
+    detect_extra=detect_stacked_experts,
 )

@@ -15,7 +15,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {
         "shared_intermediate_size": config.moe_shared_expert_intermediate_size or 0,
         **restore_aux_loss(config),

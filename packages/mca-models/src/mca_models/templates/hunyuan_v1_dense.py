@@ -18,8 +18,8 @@ from mca_models.weights import Param
 QK_NORMS = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
 
 
-def own_rope(hf: HfConfig) -> JsonObject:
-    """The rope; a dynamic one with an ``alpha`` is an unscaled one with a larger base, whatever the length."""
+def derive_rope(hf: HfConfig) -> JsonObject:
+    """Derive the rope; a dynamic one with an ``alpha`` is an unscaled one with a larger base at any length."""
     rope, dim = read_rope(hf), hf.get("head_dim") or head_dim(hf)
     scaling = rope["rope_scaling"] or {}
     if scaling.get("rope_type") == "dynamic" and scaling.get("alpha"):
@@ -33,7 +33,7 @@ CONFIG = ConfigTable(
     defaults={"pad_token_id": 0},
     constants={"qk_layernorm": True, "qk_layernorm_after_rope": True},
     fixed=(SILU, NO_ATTENTION_BIAS),
-    derive=own_rope,
+    derive=derive_rope,
 )
 
 

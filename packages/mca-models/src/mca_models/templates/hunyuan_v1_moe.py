@@ -18,15 +18,15 @@ def derive(hf: HfConfig) -> JsonObject:
     """The rope, and experts; files may list the same number for each layer."""
     width = hf["intermediate_size"]
     return {
-        **hunyuan_v1_dense.own_rope(hf),
-        "num_moe_experts": of_all_layers(hf, "num_experts"),
-        "moe_router_topk": of_all_layers(hf, "moe_topk"),
+        **hunyuan_v1_dense.derive_rope(hf),
+        "num_moe_experts": single_value(hf, "num_experts"),
+        "moe_router_topk": single_value(hf, "moe_topk"),
         "moe_ffn_hidden_size": width,
         "moe_shared_expert_intermediate_size": width,
     }
 
 
-def of_all_layers(hf: HfConfig, key: str) -> int:
+def single_value(hf: HfConfig, key: str) -> int:
     """The number under ``key``, which is the same for all layers."""
     value = hf.get(key, 1)
     numbers = set(value) if isinstance(value, list) else {value}
@@ -39,7 +39,7 @@ def of_all_layers(hf: HfConfig, key: str) -> int:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {"num_experts": config.num_moe_experts, "moe_topk": config.moe_router_topk}
 
 

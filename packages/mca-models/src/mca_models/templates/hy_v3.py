@@ -4,7 +4,6 @@ from functools import partial
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_models.templates.carried import carrying_predictions
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     NO_MLP_BIAS,
@@ -18,12 +17,13 @@ from mca_models.templates.deepseek_v3 import restore_groups, sigmoid_experts
 from mca_models.templates.family import Family
 from mca_models.templates.moe import (
     SIGMOID_ROUTER,
+    derive_moe_layers,
     expert_fields,
-    listed_layers,
     moe_params,
-    restore_listed_layers,
+    restore_moe_layers,
 )
 from mca_models.templates.names import MoeNames
+from mca_models.templates.passthrough import with_mtp_passthrough
 
 NAMES = MoeNames(
     router="mlp.router.gate.weight",
@@ -38,15 +38,15 @@ NAMES = MoeNames(
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """Which layers have experts, and how many of them are for every token."""
+    """Derive the layers with experts, and the number of shared experts."""
     experts = sigmoid_experts({**hf, "n_shared_experts": hf.get("num_shared_experts", 1), "n_group": 1})
-    return {**experts, **listed_layers({**hf, "first_k_dense_replace": 1}), "mtp_num_layers": 0}
+    return {**experts, **derive_moe_layers({**hf, "first_k_dense_replace": 1}), "mtp_num_layers": 0}
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     shared = restore_groups(config)["n_shared_experts"]
-    return {"num_shared_experts": shared, **restore_listed_layers(config)}
+    return {"num_shared_experts": shared, **restore_moe_layers(config)}
 
 
 CONFIG = ConfigTable(
@@ -68,7 +68,7 @@ CONFIG = ConfigTable(
     restore=restore,
 )
 
-FAMILY = carrying_predictions(
+FAMILY = with_mtp_passthrough(
     Family(
         model_type="hy_v3",
         architecture="HYV3ForCausalLM",

@@ -22,7 +22,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {"use_post_norm": config.norm_placement == "sandwich", "logits_scaling": 1 / config.logits_scaling}
 
 

@@ -1,4 +1,4 @@
-"""InternLM 3: HF ``LlamaForCausalLM`` under a type of its own."""
+"""InternLM 3: HF ``LlamaForCausalLM`` under its own ``model_type``."""
 
 from dataclasses import replace
 

@@ -3,18 +3,18 @@
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import gpt_oss, llama, qwen2, qwen3, qwen3_moe
 from mca_models.templates.gemma3 import PROJECTOR, TOWER
-from mca_models.templates.vision import (
+from mca_models.templates.vision_language import vision_language_family
+from mca_models.templates.vision_tower import (
+    NestedTextConfig,
     Shapes,
-    TextInside,
-    VisionPart,
-    as_modules,
-    beside_text,
+    VisionModel,
     linear,
+    llava_spelling,
+    module_spelling,
     norm,
-    numbered,
+    repeat_shapes,
 )
 from mca_models.templates.vision_values import vision_values
-from mca_models.templates.with_vision import with_vision
 
 TEXTS = (qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY, llama.FAMILY, gpt_oss.FAMILY)
 
@@ -47,7 +47,7 @@ def tensors(config: McaModelConfig) -> Shapes:
     tower |= {
         "embeddings.patch_embeddings.projection.weight": (width, vision.size("num_channels", 3), *patch),
         "embeddings.patch_embeddings.projection.bias": (width,),
-        **numbered("encoder.layer", vision.layers("num_hidden_layers", 24), layer),
+        **repeat_shapes("encoder.layer", vision.layers("num_hidden_layers", 24), layer),
     }
     if not vision.flag("use_mean_pooling", True):
         tower |= norm("layernorm", width)
@@ -62,15 +62,15 @@ def tensors(config: McaModelConfig) -> Shapes:
     }
 
 
-FAMILY = with_vision(
+FAMILY = vision_language_family(
     "internvl",
     "InternVLForConditionalGeneration",
     {text.model_type: text for text in TEXTS},
-    VisionPart(
+    VisionModel(
         tensors=tensors,
-        spellings=(beside_text(TOWER, PROJECTOR), as_modules(TOWER, PROJECTOR)),
+        spellings=(llava_spelling(TOWER, PROJECTOR), module_spelling(TOWER, PROJECTOR)),
         projector=(PROJECTOR,),
         image_tokens="tiles",
     ),
-    TextInside(text_model_type="", tied=True),
+    NestedTextConfig(text_model_type="", tied=True),
 )

@@ -1,4 +1,4 @@
-"""IQuest-Coder: HF ``LlamaForCausalLM`` under a type of its own."""
+"""IQuest-Coder: HF ``LlamaForCausalLM`` under its own ``model_type``."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Kimi K2: DeepSeek V3 under a type of its own, with other sizes."""
+"""Kimi K2: DeepSeek V3 under its own ``model_type``, with other sizes."""
 
 from dataclasses import replace
 

@@ -22,14 +22,14 @@ from mca_models.templates.gated_delta_net import fused, restore_layers
 from mca_models.templates.mixtral import NAMES as MIXTRAL
 from mca_models.templates.moe import (
     SIGMOID_ROUTER,
-    listed_layers,
+    derive_moe_layers,
     mlp_layers,
-    restore_listed_layers,
+    restore_moe_layers,
     restore_shared_experts,
 )
 from mca_models.templates.names import HF_ATTN
 from mca_models.templates.shapes import Shape
-from mca_models.weights import COLUMN, ROW, SEPARATE, Concat, Layout, Param, Shaped, each
+from mca_models.weights import COLUMN, ROW, SEPARATE, Concat, Layout, Param, Shaped, expand_rules
 
 BLOCK = "block_sparse_moe."
 NAMES = replace(MIXTRAL, router_bias=f"{BLOCK}gate.e_score_correction_bias", shared=f"{BLOCK}shared_experts.")
@@ -57,10 +57,10 @@ def derive(hf: HfConfig) -> JsonObject:
     known = {own: hf.get(theirs, hf.get(own)) for own, theirs in OTHER.items()}
     experts = sigmoid_experts({**hf, **{key: value for key, value in known.items() if value is not None}})
     return {
-        **{**experts, **listed_layers({"first_k_dense_replace": 1, **hf}), "mtp_num_layers": 0},
+        **{**experts, **derive_moe_layers({"first_k_dense_replace": 1, **hf}), "mtp_num_layers": 0},
         "kv_channels": hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"],
         "layer_types": tuple(hf.get("layer_types") or kinds),
-        **{"no_rope_freq": (1,) * count, "rope_scaling": None},  # whatever files say of a rope
+        **{"no_rope_freq": (1,) * count, "rope_scaling": None},  # the files' rope has no effect
         "linear_conv_kernel_dim": said.get("short_conv_kernel_size", hf.get("linear_conv_kernel_dim", 4)),
         **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), heads),
         **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), width),
@@ -68,7 +68,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {
         **restore_shared_experts(config, "num_shared_experts"),
         "num_expert_group": config.moe_router_num_groups or 1,
@@ -77,7 +77,7 @@ def restore(config: McaModelConfig) -> HfConfig:
         "linear_head_dim": config.linear_key_head_dim,
         "linear_conv_kernel_dim": config.linear_conv_kernel_dim,
         **restore_layers(config),
-        **restore_listed_layers(config),
+        **restore_moe_layers(config),
     }
 
 
@@ -115,15 +115,15 @@ CONFIG = ConfigTable(
 SAVED_BY_HF = "hf_saved_by_transformers"
 
 
-def found(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
-    """Whether transformers wrote the files: it gives the dense MLP the name of experts."""
+def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
+    """Return whether transformers wrote the files: it gives the dense MLP the name of experts."""
     dense = (layer for layer in range(config.num_layers) if not config.is_moe_layer(layer))
     saved = any(f"model.layers.{layer}.{BLOCK}gate_proj.weight" in names for layer in dense)
     return {SAVED_BY_HF: True} if saved else {}
 
 
 def delta_attention(config: FamilyConfig) -> list[Param]:
-    """Linear attention with the norm before it; transformers' modules have what makes keys fade in one of their own."""
+    """Linear attention with the norm before it; transformers' modules have a separate one for the decay."""
     rows, heads = config.linear_num_key_heads * config.linear_key_head_dim, config.linear_num_key_heads
     loaded = bool(config.extra.get("fused_experts"))
     gate = f"{HF_ATTN}forget_gate." if loaded else HF_ATTN
@@ -154,7 +154,8 @@ def params(config: MlaMcaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     kinds = {True: delta_attention(config), False: latent_attention(config)}
     layers = (
-        each(kinds[config.is_linear_layer(layer)], layers=[layer]) for layer in range(config.num_layers)
+        expand_rules(kinds[config.is_linear_layer(layer)], layers=[layer])
+        for layer in range(config.num_layers)
     )
     mlps = list(mlp_layers(config, NAMES))
     if config.extra.get(SAVED_BY_HF) and not config.extra.get("fused_experts"):
@@ -168,6 +169,6 @@ FAMILY = Family(
     config=CONFIG,
     params=params,
     moe=NAMES,
-    found=found,
+    detect_extra=detect_extra,
     module_names={SAVED_BY_HF: False},
 )

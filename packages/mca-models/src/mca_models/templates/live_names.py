@@ -1,8 +1,8 @@
-"""Where a parameter of a template stands in a live model, and the tables of what Megatron calls it there.
+"""Names and positions of template parameters in live Megatron models.
 
 Checkpoints have one naming scheme, Transformer Engine's with global layer and expert numbers. A live chunk numbers its
 layers from 0 and its experts from 0 on each rank, and spells some names after the layer spec that it was built from.
-Which of the schemes a model or a file has is not decided here.
+Callers decide which scheme a model or a file has.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ LOCAL_NORMS: Mapping[str, str] = {
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
-"""Where the local spec has a norm of its own for one that Transformer Engine fuses into the linear after it."""
+"""Separate norms of the local spec, by the names that Transformer Engine fuses into the linear after them."""
 
 SEQUENTIAL_EXPERTS: Mapping[str, str] = {
     f"mlp.experts.{linear}.{kind}{{expert}}": f"mlp.experts.local_experts.{{expert}}.{linear}.{kind}"
@@ -30,16 +30,16 @@ SEQUENTIAL_EXPERTS: Mapping[str, str] = {
 """One module for each expert instead of one for all (grouped GEMM)."""
 
 MTP_LAYER = "transformer_layer"
-"""The decoder layer inside a prediction layer, in checkpoints and in megatron-core up to 0.16."""
+"""Decoder layer inside an MTP layer, in checkpoints and in megatron-core up to 0.16."""
 
 
 def renamed_mtp_layer(live: str) -> dict[str, str]:
-    """Where megatron-core calls the decoder layer inside a prediction layer ``live``."""
+    """Return the rename of the decoder layer inside an MTP layer, which megatron-core calls ``live``."""
     return {f"}}.{MTP_LAYER}.": f"}}.{live}."}
 
 
-def stands_on(param: Param, config: McaModelConfig, chunk: PipelineChunk) -> bool:
-    """Whether ``chunk`` holds ``param`` itself; copies for prediction layers and tied heads are not counted."""
+def is_in_chunk(param: Param, config: McaModelConfig, chunk: PipelineChunk) -> bool:
+    """Return whether ``chunk`` holds ``param``; copies for MTP layers and tied heads are not counted."""
     if param.stage is Stage.LAYER:
         return param.layer in chunk.layers
     if param.stage is Stage.MTP:
@@ -51,7 +51,7 @@ def stands_on(param: Param, config: McaModelConfig, chunk: PipelineChunk) -> boo
     return chunk.has_loss
 
 
-def experts_of(config: McaModelConfig, layout: ParallelLayout, ep: int) -> range:
+def local_experts(config: McaModelConfig, layout: ParallelLayout, ep: int) -> range:
     """The experts of expert rank ``ep``."""
     share = (config.num_moe_experts or 0) // layout.ep
     return range(ep * share, (ep + 1) * share)

@@ -14,10 +14,10 @@ from mca_models.templates.config_table import (
     HfConfig,
     dense_fields,
 )
+from mca_models.templates.dual_rope import FULL, restore_layer_types
 from mca_models.templates.family import Family
 from mca_models.templates.moe import NO_JITTER, TRANSPOSED, moe_params
-from mca_models.templates.names import EXPERTS_TURNED, MoeNames
-from mca_models.templates.two_ropes import FULL, restore_kinds
+from mca_models.templates.names import TRANSPOSED_EXPERTS, MoeNames
 from mca_models.weights import Param
 
 NAMES = MoeNames(router="mlp.router.weight", shared="mlp.shared_expert.")
@@ -44,7 +44,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     heat = config.attn_temperature
     scales = {"attn_scale": heat["beta"], "floor_scale": heat["length"]} if heat else {}
     return {
@@ -52,7 +52,7 @@ def restore(config: McaModelConfig) -> HfConfig:
         "moe_layers": [layer for layer in range(config.num_layers) if config.is_moe_layer(layer)],
         "use_qk_norm": config.qk_layernorm,
         "attn_temperature_tuning": heat is not None,
-        **{**scales, **restore_kinds(config)},
+        **{**scales, **restore_layer_types(config)},
     }
 
 
@@ -93,7 +93,7 @@ FAMILY = Family(
     architecture="Llama4ForCausalLM",
     config=CONFIG,
     params=params,
-    unadapted=frozenset({"router"}),
-    experts_turned=True,
-    fp8_unread=EXPERTS_TURNED,
+    unadaptable=frozenset({"router"}),
+    transposed_experts=True,
+    fp8_unsupported=TRANSPOSED_EXPERTS,
 )

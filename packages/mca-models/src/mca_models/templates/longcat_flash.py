@@ -9,7 +9,6 @@ from dataclasses import replace
 from mca_config.bounds import require_bounded
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_config.types import JsonObject
-from mca_models.templates.carried import carrying_predictions
 from mca_models.templates.common import dense_mlp, embedding, head, renamed
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
@@ -24,6 +23,7 @@ from mca_models.templates.deepseek_v3 import LATENT_FIELDS, SCALED, latent_atten
 from mca_models.templates.family import Family
 from mca_models.templates.moe import experts, router, shared_experts
 from mca_models.templates.names import HF, MoeNames
+from mca_models.templates.passthrough import with_mtp_passthrough
 from mca_models.weights import Param
 
 NAMES = MoeNames(
@@ -36,7 +36,7 @@ SCALED_LATENT = "the factors on queries and on compressed keys and values"
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """Layers in pairs, the MLP beside the experts, and factors in latent attention."""
+    """Derive pairs of layers, the MLP parallel to the experts, and factors in MLA."""
     count = hf.get("num_layers") or hf.get("num_hidden_layers", 56) // 2
     require_bounded({"num_layers": count})  # before a list is made that is as long
     return {
@@ -49,7 +49,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {"num_layers": config.num_layers // 2}
 
 
@@ -133,7 +133,7 @@ def ignored_hf(config: McaModelConfig) -> frozenset[str]:
     )
 
 
-FAMILY = carrying_predictions(
+FAMILY = with_mtp_passthrough(
     Family(
         model_type="longcat_flash",
         architecture="LongcatFlashForCausalLM",
@@ -141,6 +141,6 @@ FAMILY = carrying_predictions(
         params=params,
         moe=NAMES,
         ignored_hf=ignored_hf,
-        unadapted=frozenset({"classifier"}),
+        unadaptable=frozenset({"classifier"}),
     )
 )

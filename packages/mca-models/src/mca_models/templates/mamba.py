@@ -1,6 +1,6 @@
-"""Rules of state space layers (Mamba 2), under the names that most of HF's files give them.
+"""Rules of state space layers (Mamba 2), under the names of most HF files.
 
-How such a layer is computed is known to `mca_models.megatron.families`.
+`mca_models.megatron.families` computes these layers.
 """
 
 import math
@@ -12,7 +12,7 @@ from mca_config.types import FamilyConfig, JsonObject
 from mca_models.templates.common import attention, inner
 from mca_models.templates.config_table import Field, Fixed, HfConfig
 from mca_models.templates.gated_delta_net import fused
-from mca_models.weights import COLUMN, ROW, Param, each
+from mca_models.weights import COLUMN, ROW, Param, expand_rules
 
 SILU = Fixed("mamba_hidden_act", ("silu",), "what is convolved is activated by SiLU")
 PLAIN_STEPS = Fixed("mamba_proj_bias", (False,), "projections of state space layers have no biases")
@@ -30,8 +30,8 @@ def fields(*, heads: str, width: str, groups: str, state: str, conv: str, bias: 
     )
 
 
-def fields_of_bamba() -> tuple[Field, ...]:
-    """Those sizes under the keys of Bamba, which other families share."""
+def bamba_fields() -> tuple[Field, ...]:
+    """Return the sizes under the keys of Bamba, which other families share."""
     return fields(
         heads="mamba_n_heads",
         width="mamba_d_head",
@@ -46,8 +46,8 @@ BAMBA = {"mamba_n_groups": 1, "mamba_d_state": 256, "mamba_n_heads": 128, "mamba
 """What absent keys mean there."""
 
 
-def as_in_bamba(hf: HfConfig, inside: int | None = None) -> JsonObject:
-    """The width of a head, which need not be said, and the shortest step in time.
+def derive_bamba(hf: HfConfig, inside: int | None = None) -> JsonObject:
+    """Derive the head dimension, which need not be given, and the shortest time step.
 
     Args:
         hf: The configuration.
@@ -75,8 +75,8 @@ def as_in_bamba(hf: HfConfig, inside: int | None = None) -> JsonObject:
     return {"mamba_head_dim": width, "mamba_least_step": float(least)}
 
 
-def restored_as_in_bamba(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+def restore_bamba(config: McaModelConfig) -> HfConfig:
+    """Restore HF keys, as ``ConfigTable.restore``."""
     inside = (config.mamba_num_heads or 0) * (config.mamba_head_dim or 0)
     return {
         "mamba_expand": inside // config.hidden_size,
@@ -85,7 +85,7 @@ def restored_as_in_bamba(config: McaModelConfig) -> HfConfig:
 
 
 def require_groups(heads: int, groups: int) -> None:
-    """Refuses heads that groups cannot share out evenly, which transformers cannot compute either."""
+    """Reject heads that groups cannot share out evenly, which transformers cannot compute either."""
     if groups < 1 or heads % groups:
         raise HfConfigError(
             f"config.json: {heads} heads of state space layers cannot be shared out to {groups} groups; supported: "
@@ -93,14 +93,14 @@ def require_groups(heads: int, groups: int) -> None:
         )
 
 
-def legacy_kinds(kinds: Iterable[str]) -> tuple[str, ...]:
+def layer_types_from_hf(kinds: Iterable[str]) -> tuple[str, ...]:
     """HF's kinds of layers as ``layer_types`` has them, those of old files too."""
     ours = {"linear_attention": "mamba", "attention": "full_attention"}
     return tuple(ours.get(kind, kind) for kind in kinds)
 
 
-def hf_kinds(config: McaModelConfig) -> list[str]:
-    """The way back of ``legacy_kinds``."""
+def layer_types_to_hf(config: McaModelConfig) -> list[str]:
+    """The way back of ``layer_types_from_hf``."""
     return ["linear_attention" if kind == "mamba" else kind for kind in config.layer_types or ()]
 
 
@@ -114,11 +114,11 @@ def segments(config: FamilyConfig) -> tuple[int, int, int, int, int]:
 def mamba(config: McaModelConfig) -> list[Param]:
     """A state space layer with the norm before it."""
     before = inner("self_attention.in_proj.layer_norm_weight", "input_layernorm.weight")
-    return [before, *state_space(config, "self_attention.")]
+    return [before, *mamba_mixer(config, "self_attention.")]
 
 
-def state_space(config: McaModelConfig, at: str) -> list[Param]:
-    """A state space model alone; ``at`` is its place in Megatron's layer."""
+def mamba_mixer(config: McaModelConfig, at: str) -> list[Param]:
+    """Return the rules of a Mamba mixer; ``at`` is its position in Megatron's layer."""
     sizes = segments(config)
     cut = {
         **{
@@ -140,5 +140,7 @@ def state_space(config: McaModelConfig, at: str) -> list[Param]:
 def mixed_layers(config: McaModelConfig) -> Iterator[Param]:
     """State space model or attention of every decoder layer."""
     layers = range(config.num_layers)
-    yield from each(mamba(config), layers=[layer for layer in layers if config.is_mamba_layer(layer)])
-    yield from each(attention(config), layers=[layer for layer in layers if not config.is_mamba_layer(layer)])
+    yield from expand_rules(mamba(config), layers=[layer for layer in layers if config.is_mamba_layer(layer)])
+    yield from expand_rules(
+        attention(config), layers=[layer for layer in layers if not config.is_mamba_layer(layer)]
+    )

@@ -5,37 +5,43 @@ from dataclasses import replace
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import qwen3_moe
-from mca_models.templates.carried import carrying_predictions
 from mca_models.templates.config_table import Field, HfConfig
-from mca_models.templates.moe import listed_layers, restore_listed_layers
-from mca_models.templates.two_ropes import BY_KIND, FULL, restore_kinds, restore_ropes, two_ropes
+from mca_models.templates.dual_rope import (
+    FULL,
+    PER_LAYER_TYPE,
+    derive_dual_rope,
+    restore_dual_rope,
+    restore_layer_types,
+)
+from mca_models.templates.moe import derive_moe_layers, restore_moe_layers
+from mca_models.templates.passthrough import with_mtp_passthrough
 
 
 def derive(hf: HfConfig) -> JsonObject:
     """Kinds of layers and their ropes, and which have experts."""
-    sparse = listed_layers({**hf, "first_k_dense_replace": 0})
+    sparse = derive_moe_layers({**hf, "first_k_dense_replace": 0})
     kinds = hf.get("layer_types") or [FULL] * hf["num_hidden_layers"]
-    ropes = two_ropes(hf, 5e5, 1e4)
+    ropes = derive_dual_rope(hf, 5e5, 1e4)
     return {**qwen3_moe.sparse_layers(hf), **sparse, **ropes, "layer_types": tuple(kinds)}
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
-    sparse = qwen3_moe.restore_sparse(config) | restore_listed_layers(config)
-    return {**sparse, **restore_ropes(config), **restore_kinds(config)}
+    """Restore HF keys, as ``ConfigTable.restore``."""
+    sparse = qwen3_moe.restore_sparse(config) | restore_moe_layers(config)
+    return {**sparse, **restore_dual_rope(config), **restore_layer_types(config)}
 
 
 CONFIG = replace(
     qwen3_moe.CONFIG,
     fields=(*qwen3_moe.CONFIG.fields, Field("window_size", "sliding_window", 1024)),
     defaults={"num_key_value_heads": 4, "head_dim": 128, "norm_topk_prob": True, "num_local_experts": 64},
-    fixed=(*qwen3_moe.CONFIG.fixed, BY_KIND),
+    fixed=(*qwen3_moe.CONFIG.fixed, PER_LAYER_TYPE),
     aliases={"num_experts": "num_local_experts"},
     derive=derive,
     restore=restore,
 )
 
-FAMILY = carrying_predictions(
+FAMILY = with_mtp_passthrough(
     replace(
         qwen3_moe.FAMILY,
         model_type="mellum",

@@ -7,7 +7,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.templates import qwen2
 from mca_models.templates.common import attention, dense_layers, dense_mlp
 from mca_models.templates.config_table import Field, Fixed
-from mca_models.templates.family import counted_layers
+from mca_models.templates.family import count_mtp_layers
 from mca_models.templates.mtp import mtp_params
 from mca_models.weights import Param, SwappedHalves
 
@@ -48,6 +48,6 @@ FAMILY = replace(
     architecture="MiMoForCausalLM",
     config=CONFIG,
     params=params,
-    prediction_layers=partial(counted_layers, prefix=MTP),
+    count_mtp=partial(count_mtp_layers, prefix=MTP),
     in_transformers=False,
 )

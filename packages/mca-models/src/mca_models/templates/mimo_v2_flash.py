@@ -3,7 +3,6 @@
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates.carried import carrying_predictions
 from mca_models.templates.common import renamed
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
@@ -15,17 +14,18 @@ from mca_models.templates.config_table import (
     read_rope,
 )
 from mca_models.templates.deepseek_v3 import NORMALISED, grouped_experts
+from mca_models.templates.dual_rope import FULL, PER_LAYER_TYPE, SLIDING, restore_layer_types
 from mca_models.templates.family import Family
 from mca_models.templates.moe import (
     SIGMOID_ROUTER,
+    derive_moe_layers,
     expert_fields,
-    listed_layers,
     moe_params,
-    require_sigmoid_choice,
-    restore_listed_layers,
+    require_sigmoid_routing,
+    restore_moe_layers,
 )
 from mca_models.templates.names import MoeNames
-from mca_models.templates.two_ropes import BY_KIND, FULL, SLIDING, restore_kinds
+from mca_models.templates.passthrough import with_mtp_passthrough
 from mca_models.weights import Param
 
 NAMES = MoeNames()
@@ -34,7 +34,7 @@ SHARE = 0.334
 
 def derive(hf: HfConfig) -> JsonObject:
     """Kinds of layers, their heads and ropes, and which have experts."""
-    require_sigmoid_choice(hf)
+    require_sigmoid_routing(hf)
     count = hf["num_hidden_layers"]
     kinds = hf.get("layer_types") or [SLIDING if i and (i + 1) % 6 else FULL for i in range(count)]
     ropes = hf.get("rope_parameters") or {}
@@ -44,7 +44,7 @@ def derive(hf: HfConfig) -> JsonObject:
     )
     _require_ropes(full, local, ropes)
     window = hf.get("sliding_window_size")
-    experts = grouped_experts({**hf, "first_k_dense_replace": 1}) | listed_layers(hf)
+    experts = grouped_experts({**hf, "first_k_dense_replace": 1}) | derive_moe_layers(hf)
     return {
         **experts,
         **full,
@@ -59,7 +59,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def _require_ropes(full: Values, local: Values, said: HfConfig) -> None:
-    """Refuses a rope of windows that differs in more than its base, and a factor on rotated channels alone."""
+    """Reject a rope of windows that differs in more than its base, and a factor on rotated channels alone."""
     if local["rope_scaling"] or local["rotary_percent"] != full["rotary_percent"]:
         raise HfConfigError(
             f"config.json: 'rope_parameters.sliding_attention' is {said[SLIDING]!r:.160}; supported: rope_type "
@@ -74,14 +74,14 @@ def _require_ropes(full: Values, local: Values, said: HfConfig) -> None:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     shared = {"partial_rotary_factor": config.rotary_percent, "rope_type": "default"}
     bases = {FULL: config.rotary_base, SLIDING: config.rotary_base_local}
     ropes = {kind: {"rope_theta": base, **shared} for kind, base in bases.items()}
     scale = {"routed_scaling_factor": config.moe_router_topk_scaling_factor}
     sizes = {"sliding_window": config.window_size, "rope_parameters": ropes, **scale}
     groups = {"n_group": config.moe_router_num_groups or 1, "topk_group": config.moe_router_group_topk or 1}
-    return {**sizes, **groups, **restore_kinds(config), **restore_listed_layers(config)}
+    return {**sizes, **groups, **restore_layer_types(config), **restore_moe_layers(config)}
 
 
 CONFIG = ConfigTable(
@@ -93,7 +93,7 @@ CONFIG = ConfigTable(
     ),
     defaults={"num_key_value_heads": 4, "head_dim": 192, "attention_value_scale": 0.707},
     constants=SIGMOID_ROUTER,
-    fixed=(SILU, NO_ATTENTION_BIAS, NORMALISED, BY_KIND),
+    fixed=(SILU, NO_ATTENTION_BIAS, NORMALISED, PER_LAYER_TYPE),
     aliases={"num_local_experts": "n_routed_experts"},
     derive=derive,
     restore=restore,
@@ -107,7 +107,7 @@ def params(config: McaModelConfig) -> list[Param]:
     return rules if config.extra.get("fused_experts") else renamed(rules, {"sinks": "attention_sink_bias"})
 
 
-FAMILY = carrying_predictions(
+FAMILY = with_mtp_passthrough(
     Family(
         model_type="mimo_v2_flash",
         architecture="MiMoV2FlashForCausalLM",

@@ -29,7 +29,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     depth = round(config.residual_multiplier * sqrt(config.num_layers), 9)
     return {"scale_depth": depth, "dim_model_base": round(config.hidden_size / config.logits_scaling)}
 

@@ -21,7 +21,7 @@ from mca_models.templates.moe import (
     aux_loss,
     expert_fields,
     moe_params,
-    require_sigmoid_choice,
+    require_sigmoid_routing,
     restore_aux_loss,
 )
 
@@ -30,7 +30,7 @@ NAMES = replace(MIXTRAL, router_bias="block_sparse_moe.e_score_correction_bias")
 
 def derive(hf: HfConfig) -> JsonObject:
     """The load-balancing loss, and the rotated share of a head, which published files give in channels."""
-    require_sigmoid_choice(hf)
+    require_sigmoid_routing(hf)
     rope = read_rope(hf)
     if hf.get("rotary_dim") and rope["rotary_percent"] == 1.0:
         rope["rotary_percent"] = hf["rotary_dim"] / hf["head_dim"]

@@ -1,20 +1,20 @@
-"""MiniMax M3: HF ``MiniMaxM3SparseForConditionalGeneration``: a tower of CLIP's layers beside the text model."""
+"""MiniMax M3: HF ``MiniMaxM3SparseForConditionalGeneration``: a tower of CLIP's layers and the text model."""
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import minimax_m3_vl_text
 from mca_models.templates.gemma3 import PROJECTOR, TOWER
-from mca_models.templates.vision import (
+from mca_models.templates.vision_language import vision_language_family
+from mca_models.templates.vision_tower import (
+    NestedTextConfig,
     Shapes,
     Spelling,
-    TextInside,
-    VisionPart,
-    as_modules,
+    VisionModel,
     linear,
+    module_spelling,
     norm,
-    numbered,
+    repeat_shapes,
 )
 from mca_models.templates.vision_values import vision_values
-from mca_models.templates.with_vision import with_vision
 
 _INNER = f"{TOWER}vision_model."
 PUBLISHED = Spelling(
@@ -47,7 +47,7 @@ def tensors(config: McaModelConfig) -> Shapes:
     return {
         f"{TOWER}embeddings.proj.weight": (width, vision.size("num_channels", 3), times, size, size),
         **norm(f"{TOWER}pre_layrnorm", width),
-        **numbered(f"{TOWER}layers", vision.layers("num_hidden_layers", 32), layer),
+        **repeat_shapes(f"{TOWER}layers", vision.layers("num_hidden_layers", 32), layer),
         **linear(f"{PROJECTOR}linear_1", between, width),
         **linear(f"{PROJECTOR}linear_2", config.hidden_size, between),
         **linear(f"{PROJECTOR}merge_linear_1", between, config.hidden_size * merged),
@@ -55,15 +55,15 @@ def tensors(config: McaModelConfig) -> Shapes:
     }
 
 
-FAMILY = with_vision(
+FAMILY = vision_language_family(
     "minimax_m3_vl",
     "MiniMaxM3SparseForConditionalGeneration",
     {"minimax_m3_vl_text": minimax_m3_vl_text.FAMILY},
-    VisionPart(
+    VisionModel(
         tensors=tensors,
-        spellings=(PUBLISHED, as_modules(TOWER, PROJECTOR)),
+        spellings=(PUBLISHED, module_spelling(TOWER, PROJECTOR)),
         projector=(PROJECTOR,),
         image_tokens=None,
     ),
-    TextInside(text_model_type="", text_ties=True),
+    NestedTextConfig(text_model_type="", text_ties=True),
 )

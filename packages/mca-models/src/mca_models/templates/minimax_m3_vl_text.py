@@ -7,7 +7,6 @@ from itertools import chain
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates.carried import carrying_predictions
 from mca_models.templates.common import attention, embedding, head, inner
 from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig, dense_fields, read_rope
 from mca_models.templates.deepseek_v3 import SCALED
@@ -18,12 +17,13 @@ from mca_models.templates.moe import (
     aux_loss,
     expert_fields,
     mlp_layers,
-    require_sigmoid_choice,
+    require_sigmoid_routing,
     restore_aux_loss,
-    restore_listed_layers,
+    restore_moe_layers,
 )
+from mca_models.templates.passthrough import with_mtp_passthrough
 from mca_models.templates.shapes import Shape
-from mca_models.weights import SEPARATE, Param, each
+from mca_models.weights import SEPARATE, Param, expand_rules
 
 NAMES = replace(
     MINIMAX_M2,
@@ -53,8 +53,8 @@ _MOST = 1 << 20
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """Which layers have an indexer and which have experts, and the load-balancing loss."""
-    require_sigmoid_choice(hf)
+    """Derive the layers with an indexer and with experts, and the load-balancing loss."""
+    require_sigmoid_routing(hf)
     count, inside = hf["num_hidden_layers"], hf.get("sparse_attention_config") or {}
     indexed, sparse = inside.get("sparse_attention_freq"), hf.get("moe_layer_freq")
     kinds = hf.get("layer_types") or [_KINDS[not yes] for yes in indexed or (0,) * count]
@@ -72,12 +72,12 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def blocks(hf: HfConfig, inside: Values) -> JsonObject:
-    """See ``McaModelConfig.index_blocks``."""
+    """Return ``McaModelConfig.index_blocks``."""
     found = {name: _number(hf, inside, *keys) for name, keys in {**_INDEX, "heads": _HEADS}.items()}
     heads = found.pop("heads")
     if heads != hf["num_key_value_heads"]:
         raise HfConfigError(
-            f"config.json: 'index_n_heads' is {heads}; supported: {hf['num_key_value_heads']}, as many as there are "
+            f"config.json: 'index_n_heads' is {heads}; supported: {hf['num_key_value_heads']}, the number of "
             "key/value heads"
         )
     rotated = int(hf["head_dim"] * read_rope(hf)["rotary_percent"])
@@ -105,7 +105,7 @@ def _number(hf: HfConfig, inside: Values, key: str, legacy: str, default: int) -
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     kinds = (_SPARSE if kind == "sparse_attention" else kind for kind in config.layer_types or ())
     index = config.index_blocks or {name: default for name, (_, _, default) in _INDEX.items()}
     return {
@@ -113,7 +113,7 @@ def restore(config: McaModelConfig) -> HfConfig:
         "layer_types": list(kinds),
         "index_n_heads": config.num_query_groups,
         **{key: index[name] for name, (key, _, _) in _INDEX.items()},
-        **restore_listed_layers(config),
+        **restore_moe_layers(config),
         **restore_aux_loss(config),
     }
 
@@ -144,14 +144,14 @@ CONFIG = ConfigTable(
 )
 
 
-def found(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
-    """Whether transformers wrote the files of the text model alone."""
+def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
+    """Return whether transformers wrote the files of the text model alone."""
     own = any(name.endswith((".mlp.gate.weight", ".mlp.gate_up_proj.weight")) for name in names)
     return {MODULES: True} if own else {}
 
 
 def indexer(config: McaModelConfig) -> Iterator[Param]:
-    """What chooses blocks of keys in a layer."""
+    """Return the rules of the indexer, which chooses blocks of keys."""
     for name in ("q_proj", "k_proj", "q_norm", "k_norm"):
         its = f"indexer.{name}" if config.extra.get(MODULES) else f"index_{name}"
         mca = f"self_attention.core_attention.indexer.{name}.weight"
@@ -171,7 +171,9 @@ def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     kinds = enumerate(config.layer_types or ())
     layers = (
-        each([*attention(config), *(indexer(config) if kind == "sparse_attention" else ())], layers=[layer])
+        expand_rules(
+            [*attention(config), *(indexer(config) if kind == "sparse_attention" else ())], layers=[layer]
+        )
         for layer, kind in kinds
     )
     modules = config.extra.get(MODULES)
@@ -180,14 +182,14 @@ def params(config: McaModelConfig) -> list[Param]:
     return [_one_tensor(rule) for rule in rules] if modules else rules
 
 
-FAMILY = carrying_predictions(
+FAMILY = with_mtp_passthrough(
     Family(
         model_type="minimax_m3_vl_text",
         architecture="MiniMaxM3VLForCausalLM",
         config=CONFIG,
         params=params,
         moe=NAMES,
-        found=found,
+        detect_extra=detect_extra,
         module_names={MODULES: True},
     )
 )

@@ -3,12 +3,12 @@
 from mca_config.types import JsonObject
 from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import SILU, ConfigTable, Field, HfConfig, dense_fields
+from mca_models.templates.dual_rope import SLIDING, restore_layer_types
 from mca_models.templates.family import Family
-from mca_models.templates.two_ropes import SLIDING, restore_kinds
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """Which layers have a window: all of them unless listed."""
+    """Derive the sliding-window layers: all unless listed."""
     if hf.get("sliding_window") is None:
         return {"layer_types": None}
     return {"layer_types": tuple(hf.get("layer_types") or [SLIDING] * hf["num_hidden_layers"])}
@@ -19,7 +19,7 @@ CONFIG = ConfigTable(
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     fixed=(SILU,),
     derive=derive,
-    restore=restore_kinds,
+    restore=restore_layer_types,
 )
 
 FAMILY = Family(

@@ -3,7 +3,7 @@
 from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import SILU, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.heated_queries import heated, restore_heated
+from mca_models.templates.query_temperature import derive_query_temperature, restore_query_temperature
 
 ROPE = {
     **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384},
@@ -16,8 +16,8 @@ CONFIG = ConfigTable(
     fields=(*dense_fields(eps=1e-5), Field("window_size", "sliding_window", None)),
     defaults={"num_key_value_heads": 8, "head_dim": 128, "pad_token_id": 11},
     fixed=(SILU,),
-    derive=lambda hf: heated(hf, ROPE),
-    restore=restore_heated,
+    derive=lambda hf: derive_query_temperature(hf, ROPE),
+    restore=restore_query_temperature,
 )
 
 FAMILY = Family(

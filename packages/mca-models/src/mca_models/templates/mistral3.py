@@ -1,22 +1,22 @@
-"""Mistral Small 3.1 to 4, Ministral 3: HF ``Mistral3ForConditionalGeneration``: a Pixtral tower beside them."""
+"""Mistral Small 3.1 to 4, Ministral 3: HF ``Mistral3ForConditionalGeneration``: a Pixtral tower and a text model."""
 
 from functools import partial
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import ministral3, mistral, mistral4
 from mca_models.templates.gemma3 import PROJECTOR, TOWER
-from mca_models.templates.vision import (
+from mca_models.templates.vision_language import vision_language_family
+from mca_models.templates.vision_tower import (
+    NestedTextConfig,
     Shapes,
-    TextInside,
-    VisionPart,
-    as_modules,
-    beside_text,
+    VisionModel,
     linear,
+    llava_spelling,
+    module_spelling,
     norm,
-    numbered,
+    repeat_shapes,
 )
 from mca_models.templates.vision_values import vision_values
-from mca_models.templates.with_vision import with_vision
 
 _norm, _linear = partial(norm, bias=False), partial(linear, bias=False)
 
@@ -42,7 +42,7 @@ def tensors(config: McaModelConfig) -> Shapes:
     return {
         f"{TOWER}patch_conv.weight": (width, vision.size("num_channels", 3), size, size),
         **_norm(f"{TOWER}ln_pre", width),
-        **numbered(f"{TOWER}transformer.layers", vision.layers("num_hidden_layers", 24), layer),
+        **repeat_shapes(f"{TOWER}transformer.layers", vision.layers("num_hidden_layers", 24), layer),
         **_norm(f"{PROJECTOR}norm", width),
         **_linear(f"{PROJECTOR}patch_merger.merging_layer", width, width * merge**2),
         **linear(f"{PROJECTOR}linear_1", config.hidden_size, taken, bias=biased),
@@ -50,16 +50,16 @@ def tensors(config: McaModelConfig) -> Shapes:
     }
 
 
-FAMILY = with_vision(
+FAMILY = vision_language_family(
     "mistral3",
     "Mistral3ForConditionalGeneration",
     {"mistral": mistral.FAMILY, "ministral3": ministral3.FAMILY, "mistral4": mistral4.FAMILY},
-    VisionPart(
+    VisionModel(
         tensors=tensors,
-        spellings=(beside_text(TOWER, PROJECTOR), as_modules(TOWER, PROJECTOR)),
+        spellings=(llava_spelling(TOWER, PROJECTOR), module_spelling(TOWER, PROJECTOR)),
         projector=(PROJECTOR,),
         image_tokens="lines",
     ),
-    TextInside(text_model_type="", tied=True),
+    NestedTextConfig(text_model_type="", tied=True),
     assumed=True,
 )

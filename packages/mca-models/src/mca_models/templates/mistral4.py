@@ -6,7 +6,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import deepseek_v3, ministral3
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, Fixed, HfConfig
-from mca_models.templates.heated_queries import heated, restore_heated
+from mca_models.templates.query_temperature import derive_query_temperature, restore_query_temperature
 
 ROPE = {
     **ministral3.ROPE,
@@ -17,12 +17,12 @@ ROPE = {
 
 def derive(hf: HfConfig) -> JsonObject:
     """Experts and heads, the rope and how queries grow."""
-    return {**deepseek_v3.mla(hf), **heated(hf, ROPE), "rotary_percent": 1.0}
+    return {**deepseek_v3.mla(hf), **derive_query_temperature(hf, ROPE), "rotary_percent": 1.0}
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
-    return {**deepseek_v3.restore_groups(config), **restore_heated(config)}
+    """Restore HF keys, as ``ConfigTable.restore``."""
+    return {**deepseek_v3.restore_groups(config), **restore_query_temperature(config)}
 
 
 CONFIG = replace(

@@ -1,6 +1,6 @@
 """Rules of mixture-of-experts layers: router, experts, shared experts.
 
-How tokens are routed is known to Megatron and to `mca_models.megatron.families`.
+Megatron and `mca_models.megatron.families` route the tokens.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -26,14 +26,14 @@ from mca_models.templates.config_table import Field, Fixed, HfConfig
 from mca_models.templates.mtp import mtp_params
 from mca_models.templates.names import FUSED, HF, MoeNames
 from mca_models.templates.shapes import Shape
-from mca_models.weights import COLUMN, GATED, ROW, SEPARATE, Concat, Layout, Param, Transposed, each
+from mca_models.weights import COLUMN, GATED, ROW, SEPARATE, Concat, Layout, Param, Transposed, expand_rules
 
 SIGMOID_ROUTER: Values = {
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
     "moe_router_pre_softmax": True,
 }
-"""Scores by sigmoid, experts chosen with a bias, weights normalised over the chosen ones."""
+"""Sigmoid router: top-k with an expert bias, weights normalised over the top-k."""
 
 TRANSPOSED = "transposed_experts"
 """The fact in ``extra`` that stacked experts lie as ``[experts, in, out]``."""
@@ -48,8 +48,8 @@ NO_JITTER = Fixed(
 )
 
 
-def require_sigmoid_choice(hf: HfConfig) -> None:
-    """Refuses what Megatron's sigmoid routing chooses or weighs otherwise than HF's models.
+def require_sigmoid_routing(hf: HfConfig) -> None:
+    """Reject configurations for which Megatron's sigmoid routing differs from HF's.
 
     Raises:
         McaError: One expert for a token, whose weight Megatron does not normalise; groups without two experts, by
@@ -144,15 +144,19 @@ def mlp_layers(config: McaModelConfig, names: MoeNames) -> Iterator[Param]:
     """The MLP of every decoder layer, dense or with experts."""
     layers = range(config.num_layers)
     sparse = [layer for layer in layers if config.is_moe_layer(layer)]
-    yield from each(dense_mlp(config), layers=[layer for layer in layers if not config.is_moe_layer(layer)])
+    yield from expand_rules(
+        dense_mlp(config), layers=[layer for layer in layers if not config.is_moe_layer(layer)]
+    )
     yield from moe_layers(config, names, sparse)
 
 
 def moe_layers(config: McaModelConfig, names: MoeNames, layers: Sequence[int]) -> Iterator[Param]:
     """The expert layers ``layers``."""
     projections = [inner(name, name) for name in LATENT] if config.moe_latent_size else []
-    yield from each([*router(config, names), *projections, *shared_experts(config, names)], layers=layers)
-    yield from each(experts(config, names), layers=layers, experts=range(config.num_moe_experts or 0))
+    yield from expand_rules(
+        [*router(config, names), *projections, *shared_experts(config, names)], layers=layers
+    )
+    yield from expand_rules(experts(config, names), layers=layers, experts=range(config.num_moe_experts or 0))
 
 
 def last_layer(config: McaModelConfig, names: MoeNames, attention: Sequence[Param]) -> list[Param]:
@@ -166,15 +170,17 @@ def last_layer(config: McaModelConfig, names: MoeNames, attention: Sequence[Para
     return [*attention, *router(config, names), *shared_experts(config, names), *own]
 
 
-def found_stacked(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
-    """Whether files have the stacked experts under the names of transformers' modules (5.x); see ``Family.found``."""
+def detect_stacked_experts(
+    config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]
+) -> Values:
+    """Detect stacked experts under the names of transformers' modules (5.x); see ``Family.detect_extra``."""
     return {"fused_experts": True} if any(name.endswith("experts.gate_up_proj") for name in names) else {}
 
 
 def expert_fields(
     *, count: str, default: int | None = None, ffn: str = "moe_intermediate_size"
 ) -> tuple[Field, ...]:
-    """How many experts there are, how wide, and how many a token passes.
+    """Return the fields of the number, width and top-k of experts.
 
     Args:
         count: HF's key of their number.
@@ -188,7 +194,7 @@ def expert_fields(
     )
 
 
-def shared_experts_as_one(
+def fuse_shared_experts(
     hf: HfConfig, key: str, default: int, ffn: str = "moe_intermediate_size"
 ) -> JsonObject:
     """The experts that every token passes, as one that is so many times as wide.
@@ -203,25 +209,25 @@ def shared_experts_as_one(
 
 
 def restore_shared_experts(config: McaModelConfig, key: str) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {key: (config.moe_shared_expert_intermediate_size or 0) // (config.moe_ffn_hidden_size or 1)}
 
 
-def listed_layers(hf: HfConfig) -> dict[str, object]:
-    """Which layers have experts: as listed, or all from ``first_k_dense_replace`` on."""
+def derive_moe_layers(hf: HfConfig) -> dict[str, object]:
+    """Derive the layers with experts: as listed, or all from ``first_k_dense_replace`` on."""
     layers, dense = range(hf["num_hidden_layers"]), hf.get("first_k_dense_replace", 1)
     kinds = hf.get("mlp_layer_types") or ["sparse" if layer >= dense else "dense" for layer in layers]
     return {"moe_layer_freq": tuple(int(kind == "sparse") for kind in kinds)}
 
 
-def restore_listed_layers(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+def restore_moe_layers(config: McaModelConfig) -> HfConfig:
+    """Restore HF keys, as ``ConfigTable.restore``."""
     layers = range(config.num_layers)
     return {"mlp_layer_types": ["sparse" if config.is_moe_layer(layer) else "dense" for layer in layers]}
 
 
 def restore_aux_loss(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     on = config.moe_router_load_balancing_type != "none"
     return {"output_router_logits": on, "router_aux_loss_coef": config.moe_aux_loss_coeff}
 

@@ -13,12 +13,12 @@ from mca_models.weights import COLUMN, REPLICATED, Param, Stage
 DECODER, MTP = "decoder.layers.{layer}.", "mtp.layers.{layer}."
 
 
-OWN = {"enorm": f"{HF}enorm", "hnorm": f"{HF}hnorm", "eh_proj": f"{HF}eh_proj"}
-OWN["final_layernorm"] = f"{HF}shared_head.norm"
+MTP_NAMES = {"enorm": f"{HF}enorm", "hnorm": f"{HF}hnorm", "eh_proj": f"{HF}eh_proj"}
+MTP_NAMES["final_layernorm"] = f"{HF}shared_head.norm"
 
 
 def mtp_params(
-    config: McaModelConfig, inside: Sequence[Param], own: Mapping[str, str] = OWN, prefix: str = HF
+    config: McaModelConfig, inside: Sequence[Param], own: Mapping[str, str] = MTP_NAMES, prefix: str = HF
 ) -> list[Param]:
     """Every prediction layer.
 

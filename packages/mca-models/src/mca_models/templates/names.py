@@ -1,4 +1,4 @@
-"""The names that HF files give to the parts of a model.
+"""HF names of the parts of a model.
 
 Megatron's names are in the rules, those of its live modules in `live_names`.
 """
@@ -15,12 +15,12 @@ HF_HEAD_BIAS = "lm_head.bias"
 # where transformers' modules (5.x) have all experts of a layer in one tensor
 FUSED = "mlp.experts."
 
-EXPERTS_TURNED = "the weights of its experts lie as [in, out]"
+TRANSPOSED_EXPERTS = "the weights of its experts lie as [in, out]"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoeNames:
-    """How a family's HF files name the inside of an expert layer, after ``model.layers.{layer}.``."""
+    """HF names inside an expert layer, after ``model.layers.{layer}.``."""
 
     router: str = "mlp.gate.weight"
     router_bias: str = "mlp.gate.e_score_correction_bias"
@@ -35,7 +35,7 @@ class MoeNames:
     """What transformers' modules (5.x) call otherwise, and how."""
 
     def loaded(self, name: str) -> str:
-        """What transformers' modules (5.x) call a tensor that files call ``name``."""
+        """Return the name of transformers' modules (5.x) for the files' ``name``."""
         for old, new in self.in_memory:
             name = name.replace(old, new)
         return name

@@ -6,7 +6,6 @@ from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates.arcee import CONSTANTS
-from mca_models.templates.carried import carrying_predictions
 from mca_models.templates.common import attention, dense_mlp, embedding, head, renamed
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
@@ -24,15 +23,16 @@ from mca_models.templates.mamba import (
     PLAIN_STEPS,
     SILU,
     fields,
-    hf_kinds,
-    legacy_kinds,
+    layer_types_from_hf,
+    layer_types_to_hf,
     mamba,
     require_groups,
 )
-from mca_models.templates.moe import SIGMOID_ROUTER, moe_layers, require_sigmoid_choice
+from mca_models.templates.moe import SIGMOID_ROUTER, moe_layers, require_sigmoid_routing
 from mca_models.templates.names import MoeNames
+from mca_models.templates.passthrough import with_mtp_passthrough
 from mca_models.templates.shapes import Shape
-from mca_models.weights import Param, each
+from mca_models.weights import Param, expand_rules
 
 NAMES = MoeNames()
 MODULES = "module_names"
@@ -49,11 +49,11 @@ _OLD_KEYS = {
 
 
 def kinds(hf: HfConfig) -> tuple[str, ...]:
-    """What each layer is: as listed, or as letters say."""
+    """Return the type of each layer: as listed, or from a pattern of letters."""
     listed, letters = hf.get("layers_block_type") or hf.get("layer_types"), hf.get("hybrid_override_pattern")
     if listed is None and letters is not None:
         listed = [_LETTERS.get(letter, letter) for letter in letters]
-    found = legacy_kinds(listed or ("mamba", "moe", "full_attention", "mlp"))
+    found = layer_types_from_hf(listed or ("mamba", "moe", "full_attention", "mlp"))
     if unknown := sorted(set(found) - set(_LETTERS.values())):
         raise HfConfigError(
             f"config.json: 'layers_block_type' has {unknown[0]!r:.80}; supported: 'linear_attention', "
@@ -63,12 +63,12 @@ def kinds(hf: HfConfig) -> tuple[str, ...]:
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """Which layers are what, and their experts."""
+    """Derive the type of each layer, and the experts."""
     layers = kinds(hf)
     groups = hf.get("n_group") or 1
     found: JsonObject = {
         **{"num_layers": len(layers), "layer_types": layers, "no_rope_freq": (1,) * len(layers)},
-        **{"rotary_base": 10000.0, "rope_scaling": None, "rotary_percent": 1.0},  # whatever is said of a rope
+        **{"rotary_base": 10000.0, "rope_scaling": None, "rotary_percent": 1.0},  # the rope has no effect
         **_experts(hf, layers),
         "moe_router_num_groups": groups if groups > 1 else None,
         "moe_router_group_topk": (hf.get("topk_group") or 1) if groups > 1 else None,
@@ -83,7 +83,7 @@ def derive(hf: HfConfig) -> JsonObject:
 def _experts(hf: HfConfig, layers: Collection[str]) -> JsonObject:
     if "moe" not in layers:
         return {"num_moe_experts": None, "moe_ffn_hidden_size": None, "moe_latent_size": None}
-    require_sigmoid_choice(hf)
+    require_sigmoid_routing(hf)
     return {
         "moe_layer_freq": tuple(int(kind == "moe") for kind in layers),
         "moe_shared_expert_intermediate_size": hf.get("moe_shared_expert_intermediate_size", 7688),
@@ -91,10 +91,10 @@ def _experts(hf: HfConfig, layers: Collection[str]) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     shared = config.moe_shared_expert_intermediate_size
     return {
-        "layers_block_type": hf_kinds(config),
+        "layers_block_type": layer_types_to_hf(config),
         "n_group": config.moe_router_num_groups or 1,
         "topk_group": config.moe_router_group_topk or 1,
         **({"moe_shared_expert_intermediate_size": shared} if shared else {}),
@@ -157,7 +157,7 @@ def params(config: McaModelConfig) -> list[Param]:
             rules += moe_layers(config, NAMES, [layer])
             continue
         of_kind = {"mamba": mamba, "full_attention": attention, "mlp": dense_mlp}[kind]
-        rules += each(of_kind(config), layers=[layer])
+        rules += expand_rules(of_kind(config), layers=[layer])
     top = "model" if config.extra.get(MODULES) else "backbone"
     outer = {
         **{"model.embed_tokens": f"{top}.embeddings", "model.norm": f"{top}.norm_f"},
@@ -166,20 +166,20 @@ def params(config: McaModelConfig) -> list[Param]:
     return renamed(renamed([*rules, *head(config)], INNER), outer)
 
 
-def found(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
+def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
     """Whose names the files have."""
     return {MODULES: True} if any(name.startswith("model.layers.") for name in names) else {}
 
 
-FAMILY = carrying_predictions(
+FAMILY = with_mtp_passthrough(
     Family(
         model_type="nemotron_h",
         architecture="NemotronHForCausalLM",
         config=CONFIG,
         params=params,
         moe=NAMES,
-        found=found,
-        unadapted=frozenset({"out_proj"}),
+        detect_extra=detect_extra,
+        unadaptable=frozenset({"out_proj"}),
         module_names={MODULES: True},
     )
 )

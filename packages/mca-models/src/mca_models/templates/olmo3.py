@@ -5,8 +5,8 @@ from mca_config.types import JsonObject
 from mca_models.templates import olmo2
 from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import ConfigTable, Field, HfConfig, dense_fields
+from mca_models.templates.dual_rope import FULL, SLIDING, derive_dual_rope, restore_dual_rope
 from mca_models.templates.family import Family
-from mca_models.templates.two_ropes import FULL, SLIDING, restore_ropes, two_ropes
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -14,13 +14,13 @@ def derive(hf: HfConfig) -> JsonObject:
     pattern = [SLIDING if (i + 1) % 4 else FULL for i in range(hf["num_hidden_layers"])]
     return {
         "layer_types": tuple(hf.get("layer_types") or pattern),
-        **two_ropes(hf, hf.get("rope_theta", 5e5), 5e5),
+        **derive_dual_rope(hf, hf.get("rope_theta", 5e5), 5e5),
     }
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
-    return {"layer_types": list(config.layer_types or ()), **restore_ropes(config)}
+    """Restore HF keys, as ``ConfigTable.restore``."""
+    return {"layer_types": list(config.layer_types or ()), **restore_dual_rope(config)}
 
 
 CONFIG = ConfigTable(

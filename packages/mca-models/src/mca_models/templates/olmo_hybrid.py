@@ -1,4 +1,4 @@
-"""OLMo Hybrid: HF ``OlmoHybridForCausalLM``: gated delta nets beside OLMo 3's attention, with norms in other places."""
+"""OLMo Hybrid: HF ``OlmoHybridForCausalLM``: gated delta nets and OLMo 3's attention, with other norm positions."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -8,13 +8,13 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates import gated_delta_net as delta
 from mca_models.templates import olmo2
-from mca_models.templates.carried import carrying_predictions
 from mca_models.templates.common import attention, dense_mlp, embedding, head, renamed
 from mca_models.templates.config_table import ConfigTable, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.names import HF
+from mca_models.templates.passthrough import with_mtp_passthrough
 from mca_models.templates.shapes import Shape
-from mca_models.weights import Concat, Param, each
+from mca_models.weights import Concat, Param, expand_rules
 
 FULL, LINEAR, CONV = "full_attention", "linear_attention", "linear_attn.{}_conv1d.weight"
 PUBLISHED = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
@@ -50,7 +50,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     kinds = {**delta.restore_layers(config), "linear_allow_neg_eigval": config.linear_beta_factor == 2.0}
     none = {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}
     return {**kinds, **(none if config.no_rope_freq else {})}
@@ -72,8 +72,8 @@ CONFIG = ConfigTable(
 SAVED_BY_HF = "hf_saved_by_transformers"
 
 
-def found(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
-    """Whether transformers wrote the files.
+def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
+    """Return whether transformers wrote the files.
 
     It renames a norm, and cuts convolutions in three that are alike.
     """
@@ -97,7 +97,7 @@ def delta_net(config: McaModelConfig) -> list[Param]:
 
 def layer_rules(config: McaModelConfig, layer: int) -> list[Param]:
     """The rules of one layer."""
-    own = config.of_layer(layer)
+    own = config.layer_config(layer)
     if config.is_linear_layer(layer):
         return renamed([*delta_net(own), *dense_mlp(own)], PUBLISHED)
     rules = [*attention(own), *dense_mlp(own)]
@@ -106,16 +106,16 @@ def layer_rules(config: McaModelConfig, layer: int) -> list[Param]:
 
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
-    layers = (each(layer_rules(config, layer), layers=[layer]) for layer in range(config.num_layers))
+    layers = (expand_rules(layer_rules(config, layer), layers=[layer]) for layer in range(config.num_layers))
     return [embedding(), *chain.from_iterable(layers), *head(config)]
 
 
-FAMILY = carrying_predictions(
+FAMILY = with_mtp_passthrough(
     Family(
         model_type="olmo_hybrid",
         architecture="OlmoHybridForCausalLM",
         config=CONFIG,
         params=params,
-        found=found,
+        detect_extra=detect_extra,
     )
 )

@@ -15,7 +15,7 @@ from mca_models.templates.qwen3_moe import NAMES, params, restore_sparse, sparse
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """How the router weighs experts, which all layers have, and the load-balancing loss."""
+    """Derive the router weights of experts, which all layers have, and the load-balancing loss."""
     return sparse_layers({**hf, "decoder_sparse_step": 1, "mlp_only_layers": []})
 
 

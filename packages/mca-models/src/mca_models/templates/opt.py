@@ -5,7 +5,7 @@ from mca_config.types import JsonObject
 from mca_models.templates.common import attention, dense_mlp, embedding, head, positions, renamed
 from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig, dense_fields
 from mca_models.templates.family import Family
-from mca_models.weights import Param, each
+from mca_models.weights import Param, expand_rules
 
 INNER = {
     **{"input_layernorm": "self_attn_layer_norm", "post_attention_layernorm": "final_layer_norm"},
@@ -24,7 +24,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {"activation_function": config.hidden_act, "do_layer_norm_before": True}
 
 
@@ -56,7 +56,7 @@ CONFIG = ConfigTable(
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     rules = renamed([*attention(config), *dense_mlp(config)], INNER)
-    layers = each(rules, layers=range(config.num_layers))
+    layers = expand_rules(rules, layers=range(config.num_layers))
     return renamed([embedding(), positions(), *layers, *head(config)], OUTER)
 
 

@@ -11,7 +11,7 @@ from mca_models.templates.catalog import REFUSED, SUPPORTED
 
 
 def supported_table() -> str:
-    """What is supported, a line for each family; families that are alike share one."""
+    """Return the table of supported families; similar families share a line."""
     lines = ["| `model_type` | what sets it apart | layers |", "|---|---|---|"]
     for (apart, layers), kinds in groupby(SUPPORTED, key=SUPPORTED.__getitem__):
         lines.append(f"| {_names(kinds)} | {apart} | {layers} |")
@@ -19,7 +19,7 @@ def supported_table() -> str:
 
 
 def refused_table() -> str:
-    """What is not supported, a line for each reason."""
+    """Return the table of unsupported families, a line for each reason."""
     lines = ["| why | `model_type` |", "|---|---|"]
     lines += [
         f"| {reason} | {_names(kinds)} |" for reason, kinds in groupby(REFUSED, key=REFUSED.__getitem__)

@@ -8,7 +8,7 @@ from mca_models.templates.arcee import CONSTANTS, RELU2
 from mca_models.templates.common import attention, dense_mlp, embedding, grouped_qkv, head, renamed
 from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig, dense_fields, norm_epsilon
 from mca_models.templates.family import Family
-from mca_models.weights import Param, each
+from mca_models.weights import Param, expand_rules
 
 NAMES = {**phi.NAMES, "up_proj": "dense_h_to_4h", "down_proj": "dense_4h_to_h"}
 
@@ -20,7 +20,7 @@ FIELDS = tuple(
 
 
 def heads(hf: HfConfig) -> JsonObject:
-    """As many keys as queries, of equal shares of the hidden size."""
+    """Return the head sizes: multi-head attention with equal shares of the hidden size."""
     count = hf["num_attention_heads"]
     share = hf["hidden_size"] // count
     if hf.get("head_dim") not in (None, share):
@@ -44,7 +44,7 @@ CONFIG = ConfigTable(
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     rules = [*attention(config, grouped_qkv(config, "query_key_value")), *dense_mlp(config)]
-    return renamed([embedding(), *each(rules, layers=range(config.num_layers)), *head(config)], NAMES)
+    return renamed([embedding(), *expand_rules(rules, layers=range(config.num_layers)), *head(config)], NAMES)
 
 
 FAMILY = Family(model_type="persimmon", architecture="PersimmonForCausalLM", config=CONFIG, params=params)

@@ -13,11 +13,11 @@ from mca_models.templates.config_table import (
     read_rope,
 )
 from mca_models.templates.family import Family
-from mca_models.weights import Param, each
+from mca_models.weights import Param, expand_rules
 
 
 def long_rope(hf: HfConfig) -> JsonObject:
-    """The rope, its scaling by its present name and with the original context, which HF keeps beside it."""
+    """The rope, its scaling by its present name and with the original context, which HF keeps outside of it."""
     rope = read_rope(hf)
     if rope["rope_scaling"] is not None:
         kind = rope["rope_scaling"]["rope_type"]
@@ -28,7 +28,7 @@ def long_rope(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {ORIGINAL: (config.rope_scaling or {}).get(ORIGINAL, 4096)}
 
 
@@ -49,7 +49,7 @@ CONFIG = ConfigTable(
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     rules = [*attention(config, fused_qkv(config)), *dense_mlp(config, fused_mlp())]
-    return [embedding(), *each(rules, layers=range(config.num_layers)), *head(config)]
+    return [embedding(), *expand_rules(rules, layers=range(config.num_layers)), *head(config)]
 
 
 FAMILY = Family(model_type="phi3", architecture="Phi3ForCausalLM", config=CONFIG, params=params)

@@ -45,7 +45,7 @@ def rope(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     rope = config.rope_scaling or {}
     scales = dict.fromkeys(_SCALES, rope["attention_factor"]) if rope else {}
     parameters = {"rope_theta": config.rotary_base, "rope_type": "default", **rope, **scales}
@@ -64,7 +64,7 @@ CONFIG = ConfigTable(
     ),
     defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "num_experts_per_tok": 2, "num_local_experts": 16},
     constants={"normalization": "LayerNorm", "moe_router_pre_softmax": True},
-    fixed=(SILU, Fixed("num_experts_per_tok", (2,), "transformers' router chooses two, whatever it says")),
+    fixed=(SILU, Fixed("num_experts_per_tok", (2,), "transformers' router always chooses two")),
     derive=derive,
     restore=restore,
 )
@@ -75,5 +75,5 @@ FAMILY = Family(
     config=CONFIG,
     params=partial(moe_params, names=NAMES),
     moe=NAMES,
-    unadapted=frozenset({"router"}),
+    unadaptable=frozenset({"router"}),
 )

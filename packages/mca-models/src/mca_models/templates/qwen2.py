@@ -4,8 +4,8 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import SILU, ConfigTable, dense_fields
+from mca_models.templates.dual_rope import FULL, SLIDING, restore_layer_types
 from mca_models.templates.family import Family
-from mca_models.templates.two_ropes import FULL, SLIDING, restore_kinds
 
 
 def window(hf: JsonObject) -> JsonObject:
@@ -18,10 +18,10 @@ def window(hf: JsonObject) -> JsonObject:
 
 
 def restore_window(config: McaModelConfig) -> JsonObject:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     if config.window_size is None:
         return {"use_sliding_window": False}
-    return {"use_sliding_window": True, "sliding_window": config.window_size, **restore_kinds(config)}
+    return {"use_sliding_window": True, "sliding_window": config.window_size, **restore_layer_types(config)}
 
 
 CONFIG = ConfigTable(

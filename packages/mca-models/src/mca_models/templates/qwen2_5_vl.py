@@ -2,9 +2,9 @@
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.qwen2_vl import INSIDE, MERGERS, SPELLINGS, VISUAL, merger, patches, text_family
-from mca_models.templates.vision import Shapes, VisionPart, linear, norm, numbered
+from mca_models.templates.vision_language import vision_language_family
+from mca_models.templates.vision_tower import Shapes, VisionModel, linear, norm, repeat_shapes
 from mca_models.templates.vision_values import vision_values
-from mca_models.templates.with_vision import with_vision
 
 
 def tensors(config: McaModelConfig) -> Shapes:
@@ -23,15 +23,15 @@ def tensors(config: McaModelConfig) -> Shapes:
     merged = width * vision.size("spatial_merge_size", 2) ** 2
     return {
         f"{VISUAL}patch_embed.proj.weight": patches(vision, width),
-        **numbered(f"{VISUAL}blocks", vision.layers("depth", 32), block),
+        **repeat_shapes(f"{VISUAL}blocks", vision.layers("depth", 32), block),
         **merger(f"{VISUAL}merger", width, merged, vision.size("out_hidden_size", 3584), bias=False),
     }
 
 
-FAMILY = with_vision(
+FAMILY = vision_language_family(
     "qwen2_5_vl",
     "Qwen2_5_VLForConditionalGeneration",
     {"qwen2_5_vl_text": text_family("qwen2_5_vl_text")},
-    VisionPart(tensors=tensors, spellings=SPELLINGS, projector=MERGERS),
+    VisionModel(tensors=tensors, spellings=SPELLINGS, projector=MERGERS),
     INSIDE,
 )

@@ -3,19 +3,19 @@
 from functools import partial
 
 from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, dense_fields
+from mca_models.templates.dual_rope import FULL, SLIDING
 from mca_models.templates.family import Family
 from mca_models.templates.moe import expert_fields, moe_params
 from mca_models.templates.names import MoeNames
 from mca_models.templates.qwen2 import window
 from mca_models.templates.qwen3_moe import restore_sparse, sparse_layers
-from mca_models.templates.two_ropes import FULL, SLIDING
 
 SHARED = Field("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size")
 NAMES = MoeNames(shared="mlp.shared_expert.")
 
 
 def derive(hf: HfConfig) -> dict[str, object]:
-    """What ``sparse_layers`` says, and windows: of every other layer before ``max_window_layers``, if not listed."""
+    """Derive ``sparse_layers``, and sliding windows: every other layer before ``max_window_layers`` unless listed."""
     last = hf.get("max_window_layers", 28)
     pattern = [FULL if i % 2 or i >= last else SLIDING for i in range(hf["num_hidden_layers"])]
     return sparse_layers(hf) | window({**hf, "layer_types": hf.get("layer_types") or pattern})

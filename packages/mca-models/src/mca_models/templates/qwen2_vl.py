@@ -7,23 +7,23 @@ from mca_config.types import JsonObject
 from mca_models.templates import qwen2
 from mca_models.templates.config_table import HfConfig, head_dim
 from mca_models.templates.family import Family
-from mca_models.templates.vision import (
+from mca_models.templates.vision_language import vision_language_family
+from mca_models.templates.vision_tower import (
+    NestedTextConfig,
     Shapes,
     Spelling,
-    TextInside,
-    VisionPart,
-    as_modules,
+    VisionModel,
     linear,
+    module_spelling,
     norm,
-    numbered,
+    repeat_shapes,
 )
 from mca_models.templates.vision_values import VisionValues, vision_values
-from mca_models.templates.with_vision import with_vision
 
 VISUAL = "visual."
-SPELLINGS = (Spelling("model.", "lm_head.", {VISUAL: VISUAL}), as_modules(VISUAL))
+SPELLINGS = (Spelling("model.", "lm_head.", {VISUAL: VISUAL}), module_spelling(VISUAL))
 MERGERS = (f"{VISUAL}merger.",)
-INSIDE = TextInside(text_model_type="", text_ties=True, rope=((16, 24, 24), False))
+INSIDE = NestedTextConfig(text_model_type="", text_ties=True, rope=((16, 24, 24), False))
 _DEFAULTS = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_window_layers": 80}
 
 
@@ -40,7 +40,7 @@ def text_family(kind: str) -> Family:
 
 
 def merger(name: str, width: int, merged: int, out: int, *, bias: bool) -> Shapes:
-    """What makes one token of several patches."""
+    """Return the patch merger, which makes one token of several patches."""
     return {
         **norm(f"{name}.ln_q", width, bias=bias),
         **linear(f"{name}.mlp.0", merged, merged),
@@ -70,15 +70,15 @@ def tensors(config: McaModelConfig) -> Shapes:
     merged = width * vision.size("spatial_merge_size", 2) ** 2
     return {
         f"{VISUAL}patch_embed.proj.weight": patches(vision, width),
-        **numbered(f"{VISUAL}blocks", vision.layers("depth", 32), block),
+        **repeat_shapes(f"{VISUAL}blocks", vision.layers("depth", 32), block),
         **merger(f"{VISUAL}merger", width, merged, vision.size("hidden_size", 3584), bias=True),
     }
 
 
-FAMILY = with_vision(
+FAMILY = vision_language_family(
     "qwen2_vl",
     "Qwen2VLForConditionalGeneration",
     {"qwen2_vl_text": text_family("qwen2_vl_text")},
-    VisionPart(tensors=tensors, spellings=SPELLINGS, projector=MERGERS),
+    VisionModel(tensors=tensors, spellings=SPELLINGS, projector=MERGERS),
     INSIDE,
 )

@@ -4,8 +4,8 @@ from mca_config.model_config import McaModelConfig
 from mca_models.templates import qwen3_5_moe_text, qwen3_5_text
 from mca_models.templates.family import Family
 from mca_models.templates.qwen3_vl import MERGERS, SPELLINGS, tower
-from mca_models.templates.vision import Shapes, TextInside, VisionPart
-from mca_models.templates.with_vision import with_vision
+from mca_models.templates.vision_language import vision_language_family
+from mca_models.templates.vision_tower import NestedTextConfig, Shapes, VisionModel
 
 
 def tensors(config: McaModelConfig) -> Shapes:
@@ -14,12 +14,12 @@ def tensors(config: McaModelConfig) -> Shapes:
 
 
 def _family(model_type: str, architecture: str, text: Family) -> Family:
-    return with_vision(
+    return vision_language_family(
         model_type,
         architecture,
         {text.model_type: text},
-        VisionPart(tensors=tensors, spellings=SPELLINGS, projector=MERGERS),
-        TextInside(text_model_type="", rope=((11, 11, 10), True)),
+        VisionModel(tensors=tensors, spellings=SPELLINGS, projector=MERGERS),
+        NestedTextConfig(text_model_type="", rope=((11, 11, 10), True)),
     )
 
 

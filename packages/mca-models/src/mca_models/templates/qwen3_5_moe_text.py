@@ -15,22 +15,22 @@ from mca_models.templates.family import Family
 from mca_models.templates.moe import aux_loss, expert_fields, last_layer, mlp_layers, restore_aux_loss
 from mca_models.templates.mtp import mtp_params
 from mca_models.templates.qwen2_moe import SHARED
-from mca_models.templates.qwen3_5_text import BESIDE, OWN_EMBEDDING, found, in_proj, prefixed
+from mca_models.templates.qwen3_5_text import OWN_EMBEDDING, PREFIX_KEY, detect_extra, in_proj, prefixed
 from mca_models.templates.qwen3_next import NAMES
 from mca_models.weights import Param
 
 
 def derive(hf: HfConfig) -> dict[str, object]:
-    """Which layers have linear attention, and the load-balancing loss."""
+    """Derive the layers with linear attention, and the load-balancing loss."""
     return delta.mixed_layers(hf) | aux_loss(hf)
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return delta.restore_layers(config) | restore_aux_loss(config)
 
 
-def width_of_expert(hf: HfConfig) -> int:
+def expert_width(hf: HfConfig) -> int:
     """No layer has a dense MLP, so its width is of no consequence."""
     return int(hf["moe_intermediate_size"])
 
@@ -40,7 +40,7 @@ SIZES = tuple(field for field in dense_fields() if field.mca != "ffn_hidden_size
 CONFIG = ConfigTable(
     fields=(
         *SIZES,
-        Field("ffn_hidden_size", "intermediate_size", width_of_expert),
+        Field("ffn_hidden_size", "intermediate_size", expert_width),
         *expert_fields(count="num_experts", default=256),
         SHARED,
         *delta.FIELDS,
@@ -57,7 +57,7 @@ CONFIG = ConfigTable(
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     inside = last_layer(config, NAMES, attention(config))
-    mtp = mtp_params(config, inside, delta.MTP_OWN, delta.MTP_PREFIX)
+    mtp = mtp_params(config, inside, delta.MTP_NAMES, delta.MTP_PREFIX)
     layers = delta.mixed_attention(config, in_proj(config))
     return prefixed(config, [embedding(), *layers, *mlp_layers(config, NAMES), *mtp, *head(config)])
 
@@ -68,7 +68,7 @@ FAMILY = Family(
     config=CONFIG,
     params=params,
     moe=NAMES,
-    found=found,
-    prediction_layers=delta.prediction_found,
-    module_names={BESIDE: ""},
+    detect_extra=detect_extra,
+    count_mtp=delta.detect_mtp_layers,
+    module_names={PREFIX_KEY: ""},
 )

@@ -18,8 +18,8 @@ from mca_models.templates.family import Family
 from mca_models.templates.mtp import mtp_params
 from mca_models.templates.names import HF
 from mca_models.templates.shapes import Shape
-from mca_models.templates.vision import Spelling
-from mca_models.weights import Concat, Param, each
+from mca_models.templates.vision_tower import Spelling
+from mca_models.weights import Concat, Param, expand_rules
 
 OWN_EMBEDDING = Fixed(
     "mtp_use_dedicated_embeddings", (False,), "Megatron's prediction layers share the model's embedding"
@@ -38,20 +38,20 @@ CONFIG = ConfigTable(
 
 PREFIX = "model.language_model."
 """What names begin with where transformers saved the text part of a larger model."""
-BESIDE = "hf_prefix"
+PREFIX_KEY = "hf_prefix"
 """The fact in ``extra`` that they do."""
 
 
-def found(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
-    """Whether the names have the prefix that they have beside a vision model."""
-    return {BESIDE: PREFIX} if any(name.startswith(PREFIX) for name in names) else {}
+def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
+    """Detect whether the names have the prefix of a vision-language checkpoint."""
+    return {PREFIX_KEY: PREFIX} if any(name.startswith(PREFIX) for name in names) else {}
 
 
 def prefixed(config: McaModelConfig, params: list[Param]) -> list[Param]:
     """``params`` under the names that the checkpoint has."""
-    if not config.extra.get(BESIDE):
+    if not config.extra.get(PREFIX_KEY):
         return params
-    spelled = Spelling(PREFIX, "lm_head.", {}).of_text
+    spelled = Spelling(PREFIX, "lm_head.", {}).text_to_file
     return [replace(param, hf=tuple(map(spelled, param.hf))) for param in params]
 
 
@@ -65,9 +65,9 @@ def in_proj(config: McaModelConfig) -> Param:
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     inside = [*attention(config), *dense_mlp(config)]
-    mtp = mtp_params(config, inside, delta.MTP_OWN, delta.MTP_PREFIX)
+    mtp = mtp_params(config, inside, delta.MTP_NAMES, delta.MTP_PREFIX)
     layers = delta.mixed_attention(config, in_proj(config))
-    mlp = each(dense_mlp(config), layers=range(config.num_layers))
+    mlp = expand_rules(dense_mlp(config), layers=range(config.num_layers))
     return prefixed(config, [embedding(), *layers, *mlp, *mtp, *head(config)])
 
 
@@ -76,7 +76,7 @@ FAMILY = Family(
     architecture="Qwen3_5ForCausalLM",
     config=CONFIG,
     params=params,
-    found=found,
-    prediction_layers=delta.prediction_found,
-    module_names={BESIDE: ""},
+    detect_extra=detect_extra,
+    count_mtp=delta.detect_mtp_layers,
+    module_names={PREFIX_KEY: ""},
 )

@@ -13,7 +13,7 @@ NAMES = MoeNames()
 
 
 def sparse_layers(hf: HfConfig) -> dict[str, object]:
-    """Which layers have experts, and how the router weighs the chosen ones."""
+    """Derive the layers with experts, and the router weights of the chosen ones."""
     step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
     freq = tuple(int(i not in dense and (i + 1) % step == 0) for i in range(hf["num_hidden_layers"]))
     # weights normalised over the chosen experts are a softmax after the choice
@@ -22,13 +22,13 @@ def sparse_layers(hf: HfConfig) -> dict[str, object]:
 
 
 def derive(hf: HfConfig) -> dict[str, object]:
-    """What ``sparse_layers`` says, and the window, which all layers have or none."""
+    """Derive ``sparse_layers``, and the sliding window, which all layers have or none."""
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
     return sparse_layers(hf) | {"window_size": window}
 
 
 def restore_sparse(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [i for i in range(config.num_layers) if not config.is_moe_layer(i)],

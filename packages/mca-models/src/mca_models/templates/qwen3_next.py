@@ -10,18 +10,18 @@ from mca_models.templates.mtp import mtp_params
 from mca_models.templates.names import HF, MoeNames
 from mca_models.templates.qwen2_moe import SHARED
 from mca_models.templates.qwen3_moe import restore_sparse, sparse_layers
-from mca_models.weights import Concat, Each, GroupedHeads, Param
+from mca_models.weights import Concat, GroupedHeads, Param, PerTensor
 
 NAMES = MoeNames(shared="mlp.shared_expert.")
 
 
 def derive(hf: HfConfig) -> dict[str, object]:
-    """Which layers have linear attention, and which experts."""
+    """Derive the layers with linear attention, and those with experts."""
     return sparse_layers(hf) | delta.mixed_layers(hf)
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     return restore_sparse(config) | delta.restore_layers(config)
 
 
@@ -42,7 +42,7 @@ def in_proj(config: McaModelConfig) -> Param:
     return Param(
         mca="",
         hf=(f"{HF}linear_attn.in_proj_qkvz.weight", f"{HF}linear_attn.in_proj_ba.weight"),
-        hf_layout=Each(((GroupedHeads((q, k, v, z), 1), 4), (GroupedHeads((b, a), 1), 2))),
+        hf_layout=PerTensor(((GroupedHeads((q, k, v, z), 1), 4), (GroupedHeads((b, a), 1), 2))),
         layout=Concat(delta.segments(config)),
     )
 
@@ -50,7 +50,7 @@ def in_proj(config: McaModelConfig) -> Param:
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     inside = last_layer(config, NAMES, attention(config))
-    mtp = mtp_params(config, inside, delta.MTP_OWN, delta.MTP_PREFIX)
+    mtp = mtp_params(config, inside, delta.MTP_NAMES, delta.MTP_PREFIX)
     layers = delta.mixed_attention(config, in_proj(config))
     return [embedding(), *layers, *mlp_layers(config, NAMES), *mtp, *head(config)]
 
@@ -61,5 +61,5 @@ FAMILY = Family(
     config=CONFIG,
     params=params,
     moe=NAMES,
-    prediction_layers=delta.prediction_found,
+    count_mtp=delta.detect_mtp_layers,
 )

@@ -8,25 +8,33 @@ from mca_models.templates import qwen3
 from mca_models.templates.config_table import ConfigTable
 from mca_models.templates.family import Family
 from mca_models.templates.qwen2_vl import VISUAL, patches
-from mca_models.templates.vision import Shapes, TextInside, VisionPart, as_modules, linear, norm, numbered
+from mca_models.templates.vision_language import vision_language_family
+from mca_models.templates.vision_tower import (
+    NestedTextConfig,
+    Shapes,
+    VisionModel,
+    linear,
+    module_spelling,
+    norm,
+    repeat_shapes,
+)
 from mca_models.templates.vision_values import VisionValues, vision_values
-from mca_models.templates.with_vision import with_vision
 
-SPELLINGS = (as_modules(VISUAL),)
+SPELLINGS = (module_spelling(VISUAL),)
 MERGERS = (f"{VISUAL}merger.", f"{VISUAL}deepstack_merger_list.")
 DEEPSTACK = "deepstack_visual_indexes"
 
 
 def deepstack(vision: JsonObject) -> int:
-    """How many inner layers of the vision model give features."""
+    """Return the number of inner layers of the vision tower that give features."""
     return len(VisionValues(vision, "vision_config.").indexes(DEEPSTACK, (8, 16, 24)))
 
 
-INSIDE = TextInside(text_model_type="", rope=((24, 20, 20), True), deepstack=deepstack)
+INSIDE = NestedTextConfig(text_model_type="", rope=((24, 20, 20), True), deepstack=deepstack)
 
 
 def without_window(config: ConfigTable) -> ConfigTable:
-    """A table of a text part whose layers all see everything, whatever the file says of windows."""
+    """Return the table of a text part without sliding windows, which the file may have."""
     found = config.derive
     return replace(config, derive=lambda hf: {**found(hf), "window_size": None, "layer_types": None})
 
@@ -40,7 +48,7 @@ def text_family() -> Family:
 
 
 def merger(name: str, width: int, merged: int, out: int) -> Shapes:
-    """What makes one token of several patches; the norm comes before or after."""
+    """Return a patch merger, which makes one token of several patches; its norm comes before or after."""
     return {
         **norm(f"{name}.norm", width),
         **linear(f"{name}.linear_fc1", merged, merged),
@@ -65,9 +73,9 @@ def tower(config: McaModelConfig, stacked: int) -> Shapes:
         f"{VISUAL}patch_embed.proj.weight": patches(vision, width, 16),
         f"{VISUAL}patch_embed.proj.bias": (width,),
         f"{VISUAL}pos_embed.weight": (vision.size("num_position_embeddings", 2304), width),
-        **numbered(f"{VISUAL}blocks", vision.layers("depth", 27), block),
+        **repeat_shapes(f"{VISUAL}blocks", vision.layers("depth", 27), block),
         **merger(f"{VISUAL}merger", width, merged, out),
-        **numbered(f"{VISUAL}deepstack_merger_list", stacked, _unnamed(merger("", merged, merged, out))),
+        **repeat_shapes(f"{VISUAL}deepstack_merger_list", stacked, _unnamed(merger("", merged, merged, out))),
     }
 
 
@@ -80,10 +88,10 @@ def tensors(config: McaModelConfig) -> Shapes:
     return tower(config, config.deepstack_layers)
 
 
-FAMILY = with_vision(
+FAMILY = vision_language_family(
     "qwen3_vl",
     "Qwen3VLForConditionalGeneration",
     {"qwen3_vl_text": text_family()},
-    VisionPart(tensors=tensors, spellings=SPELLINGS, projector=MERGERS),
+    VisionModel(tensors=tensors, spellings=SPELLINGS, projector=MERGERS),
     INSIDE,
 )

@@ -16,18 +16,18 @@ from mca_models.templates.moe import TRANSPOSED, expert_fields
 from mca_models.templates.names import FUSED
 from mca_models.templates.qwen3_vl import INSIDE, MERGERS, SPELLINGS, tensors, without_window
 from mca_models.templates.shapes import Shape
-from mca_models.templates.vision import VisionPart
-from mca_models.templates.with_vision import with_vision
+from mca_models.templates.vision_language import vision_language_family
+from mca_models.templates.vision_tower import VisionModel
 
 
 def derive(hf: HfConfig) -> dict[str, object]:
-    """As Qwen 3's, with weights that are always normalised; experts lie as in published files."""
+    """Derive as Qwen 3, with weights that are always normalised; experts are stored as in published files."""
     extra = {"fused_experts": True, TRANSPOSED: True}
     return {**qwen3_moe.sparse_layers({**hf, "norm_topk_prob": True}), "extra": extra}
 
 
-def found(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
-    """Whether experts lie in one tensor, and which way."""
+def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
+    """Return whether experts lie in one tensor, and which way."""
     stacked = [name for name in names if FUSED in name and name.endswith("down_proj")]
     shape = next((shapes[name] for name in stacked if name in shapes), ())
     turned = not shape or shape[1] == config.moe_ffn_hidden_size != config.hidden_size
@@ -42,15 +42,14 @@ def text_family() -> Family:
         defaults={"rope_theta": 5e5, "num_key_value_heads": 16, "num_experts_per_tok": 4},
         derive=derive,
     )
-    return replace(
-        qwen3_moe.FAMILY, model_type="qwen3_vl_moe_text", config=without_window(table), found=found
-    )
+    family = replace(qwen3_moe.FAMILY, model_type="qwen3_vl_moe_text", config=without_window(table))
+    return replace(family, detect_extra=detect_extra)
 
 
-FAMILY = with_vision(
+FAMILY = vision_language_family(
     "qwen3_vl_moe",
     "Qwen3VLMoeForConditionalGeneration",
     {"qwen3_vl_moe_text": text_family()},
-    VisionPart(tensors=tensors, spellings=SPELLINGS, projector=MERGERS),
+    VisionModel(tensors=tensors, spellings=SPELLINGS, projector=MERGERS),
     INSIDE,
 )

@@ -1,7 +1,7 @@
-"""The shape of every parameter and HF tensor, from the model's sizes alone.
+"""Shapes of every parameter and HF tensor, from the model's sizes alone.
 
-Families share Megatron's names, and a name with the sizes fixes the whole parameter's shape: it is said here
-once. The shapes of HF tensors follow through the layouts of a family's rules.
+Families share Megatron's names, and a name with the sizes fixes the full parameter's shape. The shapes of HF tensors
+follow through the layouts of a family's rules.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -15,12 +15,12 @@ from mca_models.weights import Layout, Param, Stage
 Shape = tuple[int, ...]
 
 
-def whole_shape(param: Param, config: McaModelConfig) -> Shape:
+def full_shape(param: Param, config: McaModelConfig) -> Shape:
     """Shape of the unsharded Megatron parameter, without vocabulary padding."""
     if param.shape is not None:
         return param.shape
     if param.stage is Stage.LAYER and param.layer is not None:
-        config = config.of_layer(param.layer)
+        config = config.layer_config(param.layer)
     inside = param.mca.rpartition("{layer}.")[2].removeprefix("transformer_layer.")
     try:
         return _TABLES[type(config)][inside](config)
@@ -32,7 +32,7 @@ def hf_shapes(params: Iterable[Param], config: McaModelConfig) -> dict[str, Shap
     """Shape of every HF tensor that ``params`` are made of, by name."""
     shapes: dict[str, Shape] = {}
     for param in params:
-        parts = _parts(param.layout, param.hf_layout, whole_shape(param, config))
+        parts = _parts(param.layout, param.hf_layout, full_shape(param, config))
         front = (config.num_moe_experts or 0,) if param.stacked else ()
         shapes |= {name: front + part for name, part in zip(param.hf_names(), parts, strict=True)}
     return shapes
@@ -40,7 +40,7 @@ def hf_shapes(params: Iterable[Param], config: McaModelConfig) -> dict[str, Shap
 
 @cache
 def _parts(layout: Layout, hf_layout: Layout, whole: Shape) -> tuple[Shape, ...]:
-    """The shapes of what ``Param.from_whole`` gives, from an array that holds one byte."""
+    """The shapes of what ``Param.from_full`` gives, from an array that holds one byte."""
     import numpy as np
 
     empty = np.broadcast_to(np.zeros((), np.uint8), whole)
@@ -115,7 +115,7 @@ def _conv(c: FamilyConfig) -> Shape:
 
 
 def _states(c: FamilyConfig) -> Shape:
-    """One number for each head with a state of its own."""
+    """Return the shape of one number for each head with a state."""
     return (c.mamba_num_heads or c.linear_num_value_heads,)
 
 
@@ -225,9 +225,9 @@ _DELTA_NET = {
         _mamba_widths(c)[0] if c.mamba_num_heads else _delta_widths(c)[1],
     ),
 }
-_PLACE = "self_attention."
-_BESIDE_ATTENTION = {
-    name.replace(_PLACE, f"{_PLACE}mamba."): shape
+_PREFIX = "self_attention."
+_PARALLEL_MAMBA = {
+    name.replace(_PREFIX, f"{_PREFIX}mamba."): shape
     for name, shape in _DELTA_NET.items()
     if "layer_norm" not in name
 }
@@ -289,7 +289,7 @@ _Table = Mapping[str, Callable[[FamilyConfig], Shape]]
 _TABLES: Mapping[type[McaModelConfig], _Table] = {
     McaModelConfig: {
         **{**_ENDS, **_MLP, **_EXPERTS, **_ATTENTION},
-        **{**_DELTA_NET, **_BESIDE_ATTENTION, **_BLOCK_INDEXER},
+        **{**_DELTA_NET, **_PARALLEL_MAMBA, **_BLOCK_INDEXER},
     },
     MlaMcaModelConfig: {**_ENDS, **_MLP, **_EXPERTS, **_LATENT, **_KIMI_DELTA, **_INDEXER},
 }

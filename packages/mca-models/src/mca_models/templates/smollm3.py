@@ -22,7 +22,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 
 def restore(config: McaModelConfig) -> HfConfig:
-    """See ``ConfigTable.restore``."""
+    """Restore HF keys, as ``ConfigTable.restore``."""
     rotated = [1 - skip for skip in config.no_rope_freq or (0,) * config.num_layers]
     return {"no_rope_layers": rotated, **restore_window(config)}
 

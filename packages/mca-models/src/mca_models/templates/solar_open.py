@@ -9,7 +9,7 @@ from mca_models.templates.moe import SIGMOID_ROUTER, expert_fields
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """Experts in every layer, whatever the keys of dense layers say."""
+    """Experts in every layer; the keys of dense layers have no effect."""
     experts = sigmoid_experts({**hf, "first_k_dense_replace": 0})
     return {**experts, "ffn_hidden_size": hf["moe_intermediate_size"], "mtp_num_layers": 0}
 

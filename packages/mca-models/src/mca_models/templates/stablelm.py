@@ -15,7 +15,7 @@ CONFIG = ConfigTable(
         SILU,
         Fixed("use_parallel_residual", (False,), "Megatron's attention and MLP stand one after the other"),
         Fixed("hidden_dropout", (0.0,), "transformers drops behind the MLP alone"),
-        Fixed("qk_layernorm", (False,), "each head would have a norm of its own"),
+        Fixed("qk_layernorm", (False,), "each head would have its own norm"),
     ),
     partial_rotary=True,
 )

@@ -1,6 +1,6 @@
-"""What ``config.json`` says of a vision model, read by key: a family says of each what kind of value it needs.
+"""Typed values of a vision model's configuration, read by key.
 
-What a value of another kind would do to the shapes is so found where it is read, by its name.
+A value of another type raises an error that names its key.
 """
 
 import math
@@ -21,7 +21,7 @@ class VisionValues:
     """The values of one object of ``config.json``.
 
     Args:
-        values: As they stand there; what an absent key means is said by who reads it.
+        values: Values of the object; the caller gives the default of an absent key.
         inside: What names the object before its keys, where it is not the whole file.
     """
 
@@ -33,7 +33,7 @@ class VisionValues:
         return int(self._value(key, default, _is_size, f"a whole number from 1 to {_LARGEST}"))
 
     def layers(self, key: str, default: int) -> int:
-        """How many layers there are."""
+        """Return a number of layers."""
         wanted = f"a whole number from 1 to {_MOST_LAYERS}"
         return int(self._value(key, default, lambda value: _is_size(value, _MOST_LAYERS), wanted))
 
@@ -44,12 +44,12 @@ class VisionValues:
         return (value, value) if isinstance(value, int) else (value[0], value[1])
 
     def factor(self, key: str, default: float) -> float:
-        """What a size is multiplied or divided by."""
+        """Return a factor of a size."""
         wanted = f"a number above 0 and up to {_LARGEST}"
         return float(self._value(key, default, _is_factor, wanted))
 
     def flag(self, key: str, default: bool) -> bool:
-        """Whether something is there."""
+        """Return whether something is there."""
         return bool(self._value(key, default, lambda value: value in (True, False, None), "true or false"))
 
     def indexes(self, key: str, default: tuple[int, ...]) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ class VisionValues:
 
 
 def vision_values(config: McaModelConfig) -> tuple[VisionValues, VisionValues]:
-    """What stands beside the vision model's configuration, and that configuration.
+    """Return the values outside of the vision model's configuration, and those inside.
 
     Raises:
         McaError: ``config`` has none.

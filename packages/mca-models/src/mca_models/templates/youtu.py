@@ -13,7 +13,7 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.deepseek_v3 import INTERLEAVED, LATENT_FIELDS, latent_attention
 from mca_models.templates.family import Family
-from mca_models.weights import Param, each
+from mca_models.weights import Param, expand_rules
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -39,7 +39,7 @@ CONFIG = ConfigTable(
 def params(config: MlaMcaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     rules = [*latent_attention(config), *dense_mlp(config)]
-    return [embedding(), *each(rules, layers=range(config.num_layers)), *head(config)]
+    return [embedding(), *expand_rules(rules, layers=range(config.num_layers)), *head(config)]
 
 
 FAMILY = Family(model_type="youtu", architecture="YoutuForCausalLM", config=CONFIG, params=params)

@@ -1,7 +1,7 @@
-"""What the restricted pickle reader builds in place of what a pickle names.
+"""Stand-ins that the restricted pickle reader builds for the globals of a pickle.
 
 A pickle is a program: it names globals, calls them, and sets the state of what it gets. Here every name
-is looked up in one literal table, and what stands there cannot do anything: it keeps its arguments.
+is looked up in one literal table, whose entries cannot do anything: they keep their arguments.
 Nothing can be set on it either, since a pickle's BUILD can reach any object that the pickle has in hand:
 classes are sealed by their metaclass, functions are wrapped in ``_Call``, values are named tuples.
 """
@@ -64,7 +64,7 @@ class Record(metaclass=_Sealed):
     state: Pickled
 
     def __new__(cls, *args: Pickled) -> "Record":
-        """Keeps the arguments."""
+        """Keep the arguments."""
         self = object.__new__(cls)
         object.__setattr__(self, "args", args)
         object.__setattr__(self, "state", None)
@@ -124,8 +124,8 @@ class TensorProperties(Record):
     __slots__ = ()
 
 
-class Unread(Record):
-    """An object that no reader looks into."""
+class OpaqueObject(Record):
+    """Object that no reader looks into."""
 
     __slots__ = ()
 
@@ -162,7 +162,7 @@ def _tensor(storage: Pickled, offset: Pickled, shape: Pickled, strides: Pickled,
     return TensorRef(storage, offset, shape, strides)
 
 
-def _tensor_of_bytes(
+def _tensor_v3(
     storage: Pickled,
     offset: Pickled,
     shape: Pickled,
@@ -227,11 +227,11 @@ GLOBALS: Mapping[tuple[str, str], Pickled] = MappingProxyType(
         ("_codecs", "encode"): _Call(_latin1),
         ("torch", "Size"): _Call(_size),
         ("torch", "device"): _Call(_last),
-        ("torch", "Tensor"): Unread,
-        ("torch.nn.parameter", "Parameter"): Unread,
+        ("torch", "Tensor"): OpaqueObject,
+        ("torch.nn.parameter", "Parameter"): OpaqueObject,
         ("torch._utils", "_rebuild_tensor"): _Call(_tensor),
         ("torch._utils", "_rebuild_tensor_v2"): _Call(_tensor),
-        ("torch._utils", "_rebuild_tensor_v3"): _Call(_tensor_of_bytes),
+        ("torch._utils", "_rebuild_tensor_v3"): _Call(_tensor_v3),
         ("torch._utils", "_rebuild_parameter"): _Call(_parameter),
         ("torch._utils", "_rebuild_parameter_with_state"): _Call(_parameter),
         ("torch._tensor", "_rebuild_from_type_v2"): _Call(_tensor_with_attributes),
@@ -245,25 +245,25 @@ GLOBALS: Mapping[tuple[str, str], Pickled] = MappingProxyType(
         (f"{_DCP}.metadata", "ChunkStorageMetadata"): ChunkStorageMetadata,
         (f"{_DCP}.metadata", "MetadataIndex"): MetadataIndex,
         (f"{_DCP}.metadata", "TensorProperties"): TensorProperties,
-        (f"{_DCP}.metadata", "StorageMeta"): Unread,
+        (f"{_DCP}.metadata", "StorageMeta"): OpaqueObject,
         (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"): _Call(_last),
         (f"{_DCP}.filesystem", "_StorageInfo"): StorageInfo,
-        (f"{_DCP}.filesystem", "_StoragePrefix"): Unread,
+        (f"{_DCP}.filesystem", "_StoragePrefix"): OpaqueObject,
         **{
-            (f"{_DCP}.planner", name): Unread
+            (f"{_DCP}.planner", name): OpaqueObject
             for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")
         },
         (f"{_DCP}.planner", "WriteItemType"): _Call(_last),
         (_SHARDED, "TensorProperties"): TensorProperties,
         (_SHARDED, "MEM_FORMAT_ENCODING"): _Call(_last),
         (_MEGATRON, "MCoreMetadata"): Metadata,
-        (_MEGATRON, "MCoreSavePlan"): Unread,
-        ("io", "BytesIO"): Unread,
-        ("_io", "BytesIO"): Unread,
-        ("argparse", "Namespace"): Unread,
-        ("pathlib", "PosixPath"): Unread,
-        ("pathlib", "PurePosixPath"): Unread,
-        ("pathlib._local", "PosixPath"): Unread,
+        (_MEGATRON, "MCoreSavePlan"): OpaqueObject,
+        ("io", "BytesIO"): OpaqueObject,
+        ("_io", "BytesIO"): OpaqueObject,
+        ("argparse", "Namespace"): OpaqueObject,
+        ("pathlib", "PosixPath"): OpaqueObject,
+        ("pathlib", "PurePosixPath"): OpaqueObject,
+        ("pathlib._local", "PosixPath"): OpaqueObject,
     }
 )
 """Every global that a pickle may name, by module and name."""
@@ -272,7 +272,7 @@ GLOBALS: Mapping[tuple[str, str], Pickled] = MappingProxyType(
 def persistent(identifier: Pickled) -> StorageRef:
     """The storage that a persistent id of ``torch.save`` names."""
     kind, storage, key, _location, numel, *view = (
-        identifier  # the old format tells of views, which nobody makes
+        identifier  # the old format has fields for views, which no writer uses
     )
     if kind != "storage" or not isinstance(storage, StorageType) or not isinstance(key, str) or any(view):
         raise TypeError("a persistent id that is no storage")

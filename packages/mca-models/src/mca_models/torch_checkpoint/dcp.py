@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mca_config.errors import McaError
-from mca_config.files import inside, open_regular, read_bytes
-from mca_models.storage.strided import Block, Shape, StridedTensor
+from mca_config.files import open_regular, read_bytes, resolve_inside
+from mca_models.storage.lazy_tensor import Block, Shape, StridedTensor
 from mca_models.torch_checkpoint.allowed_globals import (
     ChunkStorageMetadata,
     Dtype,
@@ -39,7 +39,7 @@ METADATA = ".metadata"
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """Where one chunk is stored."""
+    """Position of one chunk in a file."""
 
     file: str
     """Name inside the directory."""
@@ -74,7 +74,7 @@ class DcpDirectory:
         self.path, self._whole = path, whole or path
         self._where = str(path / METADATA)
         root = self._read()
-        places = self._places(root)
+        places = self._blobs(root)
         entries = self._field(root, "state_dict_metadata", dict)
         self.tensors: dict[str, TensorEntry] = {}
         """All tensors by name; objects are left out."""
@@ -89,9 +89,9 @@ class DcpDirectory:
         return root
 
     def _file(self, name: str) -> Path:
-        return inside(self._whole, str((self.path / name).relative_to(self._whole)))
+        return resolve_inside(self._whole, str((self.path / name).relative_to(self._whole)))
 
-    def _places(self, root: Metadata) -> dict[tuple[str, Shape], Blob]:
+    def _blobs(self, root: Metadata) -> dict[tuple[str, Shape], Blob]:
         places: dict[tuple[str, Shape], Blob] = {}
         for index, info in self._field(root, "storage_data", dict).items():
             if not isinstance(index, MetadataIndex) or not isinstance(info, StorageInfo):
@@ -104,7 +104,7 @@ class DcpDirectory:
                 raise McaError(f"{self._where}: {name} is compressed or encrypted, which is not supported")
             file = self._field(info, "relative_path", str)
             if Path(file).name != file or file in ("", ".", ".."):
-                raise self._damaged(f"{name} lies in {file!r}, outside of the directory")
+                raise self._damaged(f"{name} is stored in {file!r}, outside of the directory")
             start, length = self._field(info, "offset", int), self._field(info, "length", int)
             places[name, self._shape(offset)] = Blob(file, start, length)
         return places

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mca_config.errors import McaError
-from mca_config.files import inside, present, read_json
+from mca_config.files import has_entry, read_json, resolve_inside
+from mca_models.storage.lazy_tensor import StridedTensor
 from mca_models.storage.safetensors import TensorInfo
 from mca_models.storage.source import require_same_names
-from mca_models.storage.strided import StridedTensor
 from mca_models.torch_checkpoint.torch_file import open_torch_file
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -23,25 +23,25 @@ def pickled_tensors(path: Path) -> Sequence[TensorInfo | StridedTensor] | None:
     Raises:
         McaError: A file is missing or damaged, or its pickle names what a checkpoint of weights does not need.
     """
-    if any(present(path, name) for name in _SAFE):
+    if any(has_entry(path, name) for name in _SAFE):
         return None
-    if present(path, SINGLE):
-        return list(tensors_of(inside(path, SINGLE)).values())
-    return _indexed(path) if present(path, INDEX) else None
+    if has_entry(path, SINGLE):
+        return list(read_tensors(resolve_inside(path, SINGLE)).values())
+    return _indexed(path) if has_entry(path, INDEX) else None
 
 
-def tensors_of(file: Path) -> dict[str, TensorInfo | StridedTensor]:
+def read_tensors(file: Path) -> dict[str, TensorInfo | StridedTensor]:
     """The tensors in one file, by name; those that lie in one run of bytes as if it were safetensors."""
     return {name: tensor.info() or tensor for name, tensor in open_torch_file(file).state_dict().items()}
 
 
 def _indexed(path: Path) -> Sequence[TensorInfo | StridedTensor]:
-    weight_map = read_json(inside(path, INDEX)).get("weight_map")
+    weight_map = read_json(resolve_inside(path, INDEX)).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise McaError(f"{path / INDEX}: has no 'weight_map' from tensor to file names")
     found: dict[str, TensorInfo | StridedTensor] = {}
     for name in sorted(set(weight_map.values())):
-        tensors = tensors_of(inside(path, name))
+        tensors = read_tensors(resolve_inside(path, name))
         if twice := sorted(found.keys() & tensors.keys()):
             raise McaError(f"{path}: tensor {twice[0]} is in {found[twice[0]].file.name} and in {name}")
         found |= tensors

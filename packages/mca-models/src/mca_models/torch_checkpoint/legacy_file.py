@@ -1,4 +1,4 @@
-"""What ``torch.save`` wrote before version 1.6: pickles one after another, then the bytes of each storage.
+"""Files of ``torch.save`` before version 1.6: pickles one after another, then the bytes of each storage.
 
     magic number, protocol 1001, facts about the machine, what was saved, keys of the storages     five pickles
     for each key: the number of its elements (8 bytes), the elements
@@ -28,24 +28,24 @@ class _Bounded:
 
     def read(self, count: int = -1) -> bytes:
         """The next bytes."""
-        return self._taken(self._stream.read(self._left if count < 0 else min(count, self._left)))
+        return self._consume(self._stream.read(self._left if count < 0 else min(count, self._left)))
 
     def readline(self) -> bytes:
         """The next line."""
-        return self._taken(self._stream.readline(self._left))
+        return self._consume(self._stream.readline(self._left))
 
-    def _taken(self, data: bytes) -> bytes:
+    def _consume(self, data: bytes) -> bytes:
         self._left -= len(data)
         return data
 
 
 def is_legacy(first: bytes) -> bool:
-    """Whether a file that begins with ``first`` may be one: a pickle of a number of ten bytes."""
+    """Return whether a file that begins with ``first`` may be one: a pickle of a number of ten bytes."""
     return first.startswith(b"\x80\x02\x8a\n")
 
 
 def read_legacy(stream: BinaryIO, file: Path) -> tuple[Pickled, dict[str, tuple[int, int]]]:
-    """What was saved, and first byte and length of each storage.
+    """Read the saved object, and first byte and length of each storage.
 
     Args:
         stream: The open file.
@@ -72,7 +72,7 @@ def read_legacy(stream: BinaryIO, file: Path) -> tuple[Pickled, dict[str, tuple[
 def _storages(
     stream: BinaryIO, size: int, keys: list[str], used: dict[str, StorageRef], file: Path
 ) -> dict[str, tuple[int, int]]:
-    """Where the storages lie that stand one after another from here on."""
+    """Return the positions of the storages, which follow one another from here on."""
     found: dict[str, tuple[int, int]] = {}
     for key in keys:
         head = stream.read(_COUNT.size)

@@ -18,13 +18,13 @@ class _Refused(Exception):
 
 
 class PickleStream(Protocol):
-    """Where the interpreter reads from; it takes no more than it asks for."""
+    """Stream that the pickle interpreter reads from."""
 
     def read(self, count: int, /) -> bytes:
-        """That many bytes."""
+        """Read ``count`` bytes."""
 
     def readline(self) -> bytes:
-        """A line."""
+        """Read a line."""
 
 
 class _Reader(pickle.Unpickler):
@@ -47,7 +47,7 @@ class _Reader(pickle.Unpickler):
 
 
 def read_pickle(data: bytes, where: str) -> Pickled:
-    """What the pickle ``data`` says, in plain values and stand-ins; ``where`` names it in errors.
+    """Read the pickle ``data`` into plain values and stand-ins; ``where`` names it in errors.
 
     Raises:
         McaError: It names a global that has no stand-in, or is damaged.
@@ -56,7 +56,7 @@ def read_pickle(data: bytes, where: str) -> Pickled:
 
 
 def read_pickled(stream: PickleStream, where: str) -> tuple[Pickled, dict[str, StorageRef]]:
-    """What the next pickle of ``stream`` says, and the storages that it names; the stream stands behind it."""
+    """Read the next pickle of ``stream``; return its content and the storages that it names."""
     try:
         reader = _Reader(stream)
         return reader.load(), reader.storages

@@ -22,22 +22,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mca_config.errors import McaError
-from mca_config.files import inside, present, read_json, read_text
+from mca_config.files import has_entry, read_json, read_text, resolve_inside
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import FILE_NAME, McaModelConfig
 from mca_config.pipeline import PipelineChunk
 from mca_models.checkpoint.mca_directory import iteration_name, latest_iteration, load_config
-from mca_models.checkpoint.placement import stored
-from mca_models.storage.strided import StridedTensor
-from mca_models.templates import config_from_hf, family_of
+from mca_models.checkpoint.placement import stored_params
+from mca_models.storage.lazy_tensor import StridedTensor
+from mca_models.templates import config_from_hf, get_family
+from mca_models.torch_checkpoint.name_variants import NamedParam, NameVariant, named_params
 from mca_models.torch_checkpoint.source import (
     ForeignSource,
     StoredParam,
     grouped_expert,
-    place_of,
+    locate_param,
     with_stored_dtype,
 )
-from mca_models.torch_checkpoint.spellings import NamedParam, PossibleName, named_params
 from mca_models.torch_checkpoint.torch_file import TorchFile, open_torch_file
 from mca_models.weights import Param
 
@@ -47,7 +47,7 @@ LATEST = "latest_checkpointed_iteration.txt"
 _RANK_FOLDER = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 
 
-class Position(NamedTuple):
+class RankPosition(NamedTuple):
     """The rank that wrote a file."""
 
     tp: int
@@ -57,12 +57,12 @@ class Position(NamedTuple):
 
 
 def is_roll(path: Path) -> bool:
-    """Whether directory ``path`` is such a checkpoint."""
+    """Return whether directory ``path`` is such a checkpoint."""
     try:
         folder = _iteration(path)
     except McaError:
         return False
-    return present(path, FILE_NAME) and any(folder.glob(f"mp_rank_*/{WEIGHTS}"))
+    return has_entry(path, FILE_NAME) and any(folder.glob(f"mp_rank_*/{WEIGHTS}"))
 
 
 def open_roll(path: Path) -> ForeignSource:
@@ -75,14 +75,14 @@ def open_roll(path: Path) -> ForeignSource:
     folder = _iteration(path)
     files = rank_files(config.layout)
     _require_files(folder, files)
-    params = family_of(config.model_type).params(config)
-    found = _Found(config, params)
+    params = get_family(config.model_type).params(config)
+    found = _RankFiles(config, params)
     for name, at in files.items():
-        found.add(at, open_torch_file(inside(path, f"{folder.name}/{name}/{WEIGHTS}")))
+        found.add(at, open_torch_file(resolve_inside(path, f"{folder.name}/{name}/{WEIGHTS}")))
     if found.faults:
         raise McaError("\n  ".join([f"{folder}: {len(found.faults)} faults", *found.faults[:20]]))
-    places = {param.mca_name(): found.place(param) for param in stored(params)}
-    return ForeignSource(path, with_stored_dtype(config, places), stored(params), places)
+    places = {param.mca_name(): found.stored_param(param) for param in stored_params(params)}
+    return ForeignSource(path, with_stored_dtype(config, places), stored_params(params), places)
 
 
 def read_config(path: Path) -> McaModelConfig:
@@ -92,7 +92,7 @@ def read_config(path: Path) -> McaModelConfig:
     config inside it does.
     """
     config = McaModelConfig.load(path)
-    document = read_json(inside(path, FILE_NAME))
+    document = read_json(resolve_inside(path, FILE_NAME))
     if "mca_version" in document or config.hf_config.get("model_type") != config.model_type:
         return load_config(path)
     try:
@@ -108,18 +108,18 @@ def read_config(path: Path) -> McaModelConfig:
     )
 
 
-def rank_files(layout: ParallelLayout) -> dict[str, Position]:
-    """The folder of every rank that writes one, and where the rank stands.
+def rank_files(layout: ParallelLayout) -> dict[str, RankPosition]:
+    """Return the folder of every rank that writes one, with the rank's position.
 
     Raises:
         McaError: The layout is one of which such a checkpoint holds only a part.
     """
-    files: dict[str, Position] = {}
+    files: dict[str, RankPosition] = {}
     if layout.expert_model_size > _MOST_RANKS:
         raise _incomplete(layout, f"there would be {layout.expert_model_size} files")
     for pp in range(layout.pp):
         for rank in range(layout.etp * layout.ep):
-            at = Position(rank % layout.tp, pp, rank // layout.etp, rank % layout.etp)
+            at = RankPosition(rank % layout.tp, pp, rank // layout.etp, rank % layout.etp)
             name = _folder_name(layout, at)
             if name in files:
                 raise _incomplete(layout, f"two ranks wrote to {name}")
@@ -129,7 +129,7 @@ def rank_files(layout: ParallelLayout) -> dict[str, Position]:
     return files
 
 
-def _folder_name(layout: ParallelLayout, at: Position) -> str:
+def _folder_name(layout: ParallelLayout, at: RankPosition) -> str:
     pipeline = f"_{at.pp:03d}" if layout.pp > 1 else ""
     expert = f"_{at.ep:03d}" if layout.ep > 1 else ""
     return f"mp_rank_{at.tp:02d}{pipeline}{expert}"
@@ -143,7 +143,7 @@ def _incomplete(layout: ParallelLayout, why: str) -> McaError:
 
 
 def _iteration(path: Path) -> Path:
-    text = read_text(inside(path, LATEST)).strip()
+    text = read_text(resolve_inside(path, LATEST)).strip()
     return path / ("release" if text == "release" else iteration_name(latest_iteration(path)))
 
 
@@ -160,8 +160,8 @@ def _require_files(folder: Path, files: Iterable[str]) -> None:
 
 
 @dataclass
-class _Found:
-    """The pieces of all parameters, collected file by file."""
+class _RankFiles:
+    """Shards of all parameters, collected file by file."""
 
     config: McaModelConfig
     params: list[Param]
@@ -172,15 +172,15 @@ class _Found:
         self.copies: dict[str, dict[int, list[StridedTensor]]] = {}
         self.faults: list[str] = []
 
-    def add(self, at: Position, saved: TorchFile) -> None:
-        """Takes every tensor of one rank's file."""
+    def add(self, at: RankPosition, saved: TorchFile) -> None:
+        """Add every tensor of one rank's file."""
         chunks = self.plan.chunks[at.pp]
         for chunk in chunks:
             key = f"model{chunk.vp}" if len(chunks) > 1 else "model"
             self._add_chunk(at, chunk, saved.state_dict(key), f"{saved.file} {key}")
 
     def _add_chunk(
-        self, at: Position, chunk: PipelineChunk, tensors: Mapping[str, StridedTensor], where: str
+        self, at: RankPosition, chunk: PipelineChunk, tensors: Mapping[str, StridedTensor], where: str
     ) -> None:
         used: set[str] = set()
         missing: list[str] = []
@@ -198,19 +198,19 @@ class _Found:
                 more = ", ..." if len(names) > 4 else ""
                 self.faults.append(f"{where}: {len(names)} {what} ({', '.join(names[:4])}{more})")
 
-    def _take(self, at: Position, held: NamedParam, tensor: StridedTensor) -> None:
+    def _take(self, at: RankPosition, held: NamedParam, tensor: StridedTensor) -> None:
         param = held.param
         rank = at.tp if param.expert is None else at.etp
         table = self.copies if held.optional else self.own
         name = param.alias_of or param.mca_name()
         table.setdefault(name, {}).setdefault(rank, []).append(replace(tensor, name=param.mca_name()))
 
-    def place(self, param: Param) -> StoredParam:
-        """Where ``param`` is, its copies on other ranks and stages included."""
+    def stored_param(self, param: Param) -> StoredParam:
+        """Return the tensors of ``param``, its copies on other ranks and stages included."""
         name = param.mca_name()
         by_rank = self.own[name]
         ranks = sorted(by_rank)
-        place = place_of(param, self.config, [by_rank[rank][0] for rank in ranks])
+        place = locate_param(param, self.config, [by_rank[rank][0] for rank in ranks])
         copies = [(by_rank[rank][0], other) for rank in ranks for other in by_rank[rank][1:]]
         for rank, others in self.copies.get(name, {}).items():
             copies += [(by_rank[rank][0], other) for other in others]
@@ -218,7 +218,7 @@ class _Found:
 
 
 def _tensor(
-    held: NamedParam, spelling: PossibleName, tensors: Mapping[str, StridedTensor], config: McaModelConfig
+    held: NamedParam, spelling: NameVariant, tensors: Mapping[str, StridedTensor], config: McaModelConfig
 ) -> StridedTensor:
     """The tensor of ``held`` under the name it was found by."""
     tensor = tensors[spelling.name]

@@ -1,6 +1,6 @@
-"""A Megatron checkpoint of any kind as a ``ModelSource`` of the converter.
+"""Megatron checkpoint of any format as a ``ModelSource`` of the converter.
 
-Where a format keeps its tensors is found out by `roll` and `torch_dist`.
+`roll` and `torch_dist` find the tensors of their formats.
 """
 
 from collections import Counter
@@ -14,14 +14,14 @@ import numpy as np
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
+from mca_models.storage.byte_ranges import Gather, Shape
+from mca_models.storage.copy_plan import Rule, Side, part_shapes
 from mca_models.storage.dtypes import DTYPE_NAMES
-from mca_models.storage.moves import Rule, Side, part_shapes
-from mca_models.storage.runs import Gather, Shape
+from mca_models.storage.lazy_tensor import Block, GridTensor, StridedTensor
 from mca_models.storage.safetensors import TensorInfo
-from mca_models.storage.source import Computed, Part, gathered, plan_gathers
-from mca_models.storage.strided import Block, GridTensor, StridedTensor
-from mca_models.templates.shapes import whole_shape
-from mca_models.torch_checkpoint.storages import Stored, storages, to_storage
+from mca_models.storage.source import ComputedTensor, Part, apply_gather, plan_gathers
+from mca_models.templates.shapes import full_shape
+from mca_models.torch_checkpoint.storages import StoredTensor, storages, to_storage
 from mca_models.weights import Param
 from mca_models.weights.arrays import NumpyArray
 
@@ -31,7 +31,7 @@ _COMPARED = 1 << 22  # elements at a time
 
 @dataclass(frozen=True)
 class StoredParam:
-    """Where one parameter is.
+    """Stored tensors of one parameter.
 
     Args:
         whole: Its shape, without vocabulary padding.
@@ -42,8 +42,8 @@ class StoredParam:
 
     whole: Shape
     side: int
-    tensors: tuple[Stored, ...]
-    copies: tuple[tuple[Stored, Stored], ...] = ()
+    tensors: tuple[StoredTensor, ...]
+    copies: tuple[tuple[StoredTensor, StoredTensor], ...] = ()
 
 
 @dataclass
@@ -66,15 +66,15 @@ class ForeignSource:
     _parts: dict[str, tuple[Part, ...]] = field(default_factory=dict)
 
     def side(self, param: Param) -> Side:
-        """See ``ModelSource``."""
+        """Return the side of ``param``'s rule that its parts are on."""
         return self.places[param.mca_name()].side
 
-    def whole_shape(self, param: Param) -> Shape:
-        """See ``ModelSource``."""
+    def full_shape(self, param: Param) -> Shape:
+        """Return the full shape of ``param``, without vocabulary padding."""
         return self.places[param.mca_name()].whole
 
     def parts(self, param: Param) -> tuple[Part, ...]:
-        """The runs of bytes that the parameter lies in, as ``gathers`` counts them."""
+        """Return the runs of bytes of the parameter, as ``gathers`` counts them."""
         name = param.mca_name()
         if name not in self._parts:
             self._parts[name] = tuple(
@@ -83,34 +83,34 @@ class ForeignSource:
         return self._parts[name]
 
     def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
-        """How to fill the tensors of ``side`` that hold ``param`` from its ``parts``."""
+        """Plan how to fill the tensors of ``side`` that hold ``param`` from its ``parts``."""
         place = self.places[param.mca_name()]
         planned = plan_gathers(param, place.whole, place.side, side)
         return tuple(to_storage(gather, place.tensors) for gather in planned)
 
-    def tensors(self) -> Iterable[TensorInfo | Computed]:
+    def tensors(self) -> Iterable[TensorInfo | ComputedTensor]:
         """All runs of bytes that hold parameters."""
         for param in self.params:
             for part in self.parts(param):
                 yield part.info
 
     def checksums(self) -> Mapping[Path, int]:
-        """Nobody knows them."""
+        """Return nothing: these formats have no checksums."""
         return {}
 
     def read(self, param: Param, side: Side) -> "tuple[NumpyArray, ...]":
         """The tensors of ``side`` that hold ``param``, as fresh arrays."""
         flats = [part.flat() for part in self.parts(param)]
-        return tuple(gathered(gather, flats) for gather in self.gathers(param, side))
+        return tuple(apply_gather(gather, flats) for gather in self.gathers(param, side))
 
     def check_duplicates(self) -> None:
-        """Raises if a tensor that the files hold several times differs. Reads all of these."""
+        """Raise if a tensor that the files hold several times differs. Reads all of these."""
         for name, place in self.places.items():
             for first, second in place.copies:
                 _require_equal(name, first, second)
 
 
-def _require_equal(name: str, first: Stored, second: Stored) -> None:
+def _require_equal(name: str, first: StoredTensor, second: StoredTensor) -> None:
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         fault = f"{first.dtype} {list(first.shape)} there, {second.dtype} {list(second.shape)} here"
         raise McaError(f"{second.file}: {name} is not as in {first.file}: {fault}")
@@ -129,18 +129,18 @@ def _require_equal(name: str, first: Stored, second: Stored) -> None:
             )
 
 
-def place_of(param: Param, config: McaModelConfig, pieces: Sequence[StridedTensor]) -> StoredParam:
-    """Where ``param`` is, given the ``pieces`` that the ranks it is cut over hold, in their order.
+def locate_param(param: Param, config: McaModelConfig, pieces: Sequence[StridedTensor]) -> StoredParam:
+    """Return the stored tensors of ``param``, from the ``pieces`` of its ranks in their order.
 
     Raises:
         McaError: They do not make up the shape that the configuration demands.
     """
-    whole = whole_shape(param, config)
+    whole = full_shape(param, config)
     if param.vocab:
         return StoredParam(whole, 1, (_stack_rows(param, pieces, whole),))
     size = 1 if param.shard.axis is None else len(pieces)
     try:
-        shapes = part_shapes(Rule.of(param), whole, size)
+        shapes = part_shapes(Rule.from_param(param), whole, size)
     except ValueError as error:
         raise McaError(f"{param.mca_name()} of shape {list(whole)}: {error}") from None
     if all(piece.shape == shapes[min(rank, size - 1)] for rank, piece in enumerate(pieces)):
@@ -156,14 +156,14 @@ def place_of(param: Param, config: McaModelConfig, pieces: Sequence[StridedTenso
 
 
 def with_stored_dtype(config: McaModelConfig, places: Mapping[str, StoredParam]) -> McaModelConfig:
-    """``config`` with the dtype that most weights are stored in, whatever it said."""
+    """Return ``config`` with the dtype that most weights are stored in."""
     counts = Counter(tensor.dtype for place in places.values() for tensor in place.tensors)
     code = counts.most_common(1)[0][0]
     dtype: Typed = DTYPE_NAMES.get(code, config.dtype)
     return config if dtype == config.dtype else replace(config, dtype=dtype)
 
 
-def _stack_rows(param: Param, pieces: Sequence[StridedTensor], whole: Shape) -> Stored:
+def _stack_rows(param: Param, pieces: Sequence[StridedTensor], whole: Shape) -> StoredTensor:
     """The pieces one below the other; rows beyond those of ``whole`` are padding of the vocabulary."""
     rows = sum(piece.shape[0] for piece in pieces)
     enough = rows >= whole[0] if param.vocab else rows == whole[0]
@@ -186,7 +186,7 @@ def grouped_expert(tensor: StridedTensor, number: int, count: int, *, first: boo
     """Expert ``number`` of ``count`` in a tensor that holds all of them, transposed.
 
     Megatron's old grouped module keeps ``weight1`` [hidden, count x 2 ffn] and ``weight2``
-    [count x ffn, hidden]. Whatever these shapes suggest, the bytes of both are those of
+    [count x ffn, hidden]. Despite these shapes, the bytes of both are those of
     [count, in, out]: one expert after the other, each [in, out].
 
     Args:

@@ -12,17 +12,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mca_models.storage.runs import Gather, Move, in_unit_steps
+from mca_models.storage.byte_ranges import Gather, Move, in_unit_steps
+from mca_models.storage.lazy_tensor import GridTensor, Shape, StridedTensor
 from mca_models.storage.safetensors import TensorInfo
 from mca_models.storage.source import Part
-from mca_models.storage.strided import GridTensor, Shape, StridedTensor
 from mca_models.weights.arrays import NumpyArray
 
-Stored = StridedTensor | GridTensor
+StoredTensor = StridedTensor | GridTensor
 
 
 class _Block(NamedTuple):
-    """A block of a tensor, in a storage of its own."""
+    """Block of a tensor, in its own storage."""
 
     offsets: Shape
     shape: Shape
@@ -32,12 +32,12 @@ class _Block(NamedTuple):
 _Geometry = tuple[Shape, tuple[_Block, ...]]  # of one tensor: its shape and blocks
 
 
-def storages(tensor: Stored) -> tuple[Part, ...]:
-    """The runs of bytes that ``tensor`` lies in, one for each of its blocks."""
+def storages(tensor: StoredTensor) -> tuple[Part, ...]:
+    """Return the runs of bytes of ``tensor``, one for each of its blocks."""
     return tuple(_span(block) for block in _blocks(tensor))
 
 
-def to_storage(gather: Gather, tensors: Sequence[Stored]) -> Gather:
+def to_storage(gather: Gather, tensors: Sequence[StoredTensor]) -> Gather:
     """``gather``, which reads from ``tensors``, reading from their ``storages`` (of all, in order)."""
     if all(isinstance(tensor, StridedTensor) and tensor.is_contiguous for tensor in tensors):
         return gather
@@ -57,13 +57,13 @@ class _Same:
         return isinstance(other, _Same) and other.gather is self.gather
 
 
-def _blocks(tensor: Stored) -> tuple[StridedTensor, ...]:
+def _blocks(tensor: StoredTensor) -> tuple[StridedTensor, ...]:
     if isinstance(tensor, StridedTensor):
         return (tensor,)
     return tuple(chunk.tensor for chunk in tensor.chunks)
 
 
-def _geometry(tensor: Stored) -> _Geometry:
+def _geometry(tensor: StoredTensor) -> _Geometry:
     if isinstance(tensor, StridedTensor):
         return tensor.shape, (_Block((0,) * len(tensor.shape), tensor.shape, tensor.strides),)
     blocks = tuple(_Block(chunk.offsets, chunk.tensor.shape, chunk.tensor.strides) for chunk in tensor.chunks)
@@ -84,25 +84,25 @@ def _compose(key: _Same, geometries: tuple[_Geometry, ...]) -> Gather:
     moves = [part for move in gather.moves for part in in_unit_steps(move)]
     places, first = [], 0
     for geometry in geometries:
-        places.append(_runs_of(geometry, first))
+        places.append(_tensor_runs(geometry, first))
         first += len(geometry[1])
     pieces = [
-        _split(_runs_of_moves([move for move in moves if move.part == part]), runs)
+        _split(_move_runs([move for move in moves if move.part == part]), runs)
         for part, runs in enumerate(places)
     ]
     return Gather(gather.shape, tuple(_moves(np.concatenate(pieces, axis=1))), gather.zeros)
 
 
-def _runs_of(geometry: _Geometry, first: int) -> NumpyArray:
-    """Where a tensor's elements lie; rows: position in the tensor, storage, position in it, length."""
+def _tensor_runs(geometry: _Geometry, first: int) -> NumpyArray:
+    """Return the runs of a tensor's elements; rows: position in the tensor, storage, position in it, length."""
     shape, blocks = geometry
-    columns = [_runs_of_block(shape, block, first + number) for number, block in enumerate(blocks)]
+    columns = [_block_runs(shape, block, first + number) for number, block in enumerate(blocks)]
     runs = np.concatenate(columns, axis=1)
     runs = runs[:, np.argsort(runs[0], kind="stable")]
     return _merged(runs)
 
 
-def _runs_of_block(shape: Shape, block: _Block, storage: int) -> NumpyArray:
+def _block_runs(shape: Shape, block: _Block, storage: int) -> NumpyArray:
     in_runs = bool(block.shape) and (block.strides[-1] == 1 or block.shape[-1] == 1)
     length = block.shape[-1] if in_runs else 1
     axes = block.shape[:-1] if in_runs else block.shape
@@ -124,7 +124,7 @@ def _merged(runs: NumpyArray) -> NumpyArray:
     return np.stack([at[starts], storage[starts], stored[starts], np.add.reduceat(length, starts)])
 
 
-def _runs_of_moves(moves: Sequence[Move]) -> NumpyArray:
+def _move_runs(moves: Sequence[Move]) -> NumpyArray:
     """All runs of ``moves``; rows: source, target, length."""
     if not moves:
         return np.zeros((3, 0), np.int64)
@@ -161,7 +161,7 @@ def _moves(pieces: NumpyArray) -> list[Move]:
 
 
 def _strided(storage: int, runs: NumpyArray) -> list[Move]:
-    """Joins runs (rows: source, target, length) of equal length at constant distances."""
+    """Join runs (rows: source, target, length) of equal length at constant distances."""
     steps = np.diff(runs, axis=1)
     joins = (steps[2] == 0) & (steps[0] >= 0)  # as long as the one before, and not before it
     alike = np.zeros_like(joins)

@@ -4,7 +4,7 @@
           common.pt         what every rank has alike (arguments, iteration); not needed, not read
           .metadata, __R_I.distcp
 
-By which names a parameter may stand there is said in `forms`. Optimizer states (``optimizer.*``, ``chained_N.*``)
+`storage_forms` lists the names that a parameter may have. Optimizer states (``optimizer.*``, ``chained_N.*``)
 and objects (``_extra_state``, random states) are passed over. All names are generated; only the prefix that wrappers
 add is found by looking at the embedding's.
 """
@@ -17,23 +17,23 @@ from itertools import product
 from pathlib import Path
 
 from mca_config.errors import McaError
-from mca_config.files import inside, present, read_json, read_text
+from mca_config.files import has_entry, read_json, read_text, resolve_inside
 from mca_config.model_config import FILE_NAME, McaModelConfig
 from mca_config.printable import counted
-from mca_models.checkpoint.hf_directory import naming_config
+from mca_models.checkpoint.hf_directory import named_config_errors
 from mca_models.checkpoint.hf_directory import read_config as read_hf_config
 from mca_models.checkpoint.mca_directory import iteration_name, latest_iteration
-from mca_models.checkpoint.placement import stored
+from mca_models.checkpoint.placement import stored_params
 from mca_models.checkpoint.side_files import config_folder
-from mca_models.storage.strided import Block, Shape, assemble
-from mca_models.templates import config_from_hf, family_of
+from mca_models.storage.lazy_tensor import Block, Shape, assemble
+from mca_models.templates import config_from_hf, get_family
 from mca_models.templates.common import EMBEDDING
-from mca_models.templates.shapes import whole_shape
+from mca_models.templates.shapes import full_shape
 from mca_models.torch_checkpoint.dcp import METADATA, DcpDirectory, TensorEntry
-from mca_models.torch_checkpoint.forms import Form, Index, forms_of
 from mca_models.torch_checkpoint.roll import read_config
 from mca_models.torch_checkpoint.source import ForeignSource, StoredParam, with_stored_dtype
-from mca_models.torch_checkpoint.storages import Stored
+from mca_models.torch_checkpoint.storage_forms import Index, StorageForm, storage_forms
+from mca_models.torch_checkpoint.storages import StoredTensor
 from mca_models.weights import Param
 
 logger = logging.getLogger(__name__)
@@ -47,12 +47,12 @@ def find_torch_dist(path: Path) -> Path | None:
     """The directory with ``.metadata`` that ``path`` is or leads to; None if there is none."""
     candidates = [path, path / _DIST_MODEL]
     try:
-        text = read_text(inside(path, LATEST)).strip()
+        text = read_text(resolve_inside(path, LATEST)).strip()
         folder = path / (text if text == "release" else iteration_name(latest_iteration(path)))
         candidates += [folder, folder / _DIST_MODEL]
     except McaError:
         pass
-    return next((folder for folder in candidates if present(folder, METADATA)), None)
+    return next((folder for folder in candidates if has_entry(folder, METADATA)), None)
 
 
 def open_torch_dist(path: Path, config: McaModelConfig | None = None) -> ForeignSource:
@@ -74,7 +74,7 @@ def open_torch_dist(path: Path, config: McaModelConfig | None = None) -> Foreign
     if config.mtp_num_layers and not any("mtp.layers." in name for name in directory.tensors):
         logger.warning(
             "the configuration counts %s; %s holds none",
-            counted(config.mtp_num_layers, "prediction layer"),
+            counted(config.mtp_num_layers, "MTP layer"),
             folder,
         )
         config = replace(config, mtp_num_layers=0)
@@ -83,9 +83,9 @@ def open_torch_dist(path: Path, config: McaModelConfig | None = None) -> Foreign
 
 def _require_backend(folder: Path, root: Path) -> None:
     file = folder / "metadata.json"
-    if not present(folder, file.name):
+    if not has_entry(folder, file.name):
         return
-    backend = read_json(inside(root, str(file.relative_to(root)))).get("sharded_backend")
+    backend = read_json(resolve_inside(root, str(file.relative_to(root)))).get("sharded_backend")
     if backend is None:
         raise McaError(f"{file}: names no 'sharded_backend'; expected 'torch_dist' there")
     if backend != "torch_dist":
@@ -100,20 +100,20 @@ def _config_near(folder: Path) -> McaModelConfig:
     if place is None:
         raise McaError(
             f"{folder}: a torch_dist checkpoint does not say what model it holds, and neither {FILE_NAME} nor "
-            "config.json lies there or above; put the model's Hugging Face config.json beside it"
+            "config.json is there or above; put the model's Hugging Face config.json next to it"
         )
-    if present(place, FILE_NAME):
+    if has_entry(place, FILE_NAME):
         return read_config(place)
-    with naming_config(place):
+    with named_config_errors(place):
         return config_from_hf(read_hf_config(place))
 
 
 class _Reader:
-    """Finds every parameter of a model in a directory."""
+    """Reader of the parameters of a model in a directory."""
 
     def __init__(self, directory: DcpDirectory, config: McaModelConfig) -> None:
         self.directory, self.config = directory, config
-        self.params = family_of(config.model_type).params(config)
+        self.params = get_family(config.model_type).params(config)
         prefix = _prefix(directory)
         self.entries: dict[str, TensorEntry] = {
             name.removeprefix(prefix): entry
@@ -133,18 +133,18 @@ class _Reader:
             if param.mca_name() in found
         }
         places = {}
-        for param in stored(self.params):
+        for param in stored_params(self.params):
             name = param.mca_name()
             places[name] = StoredParam(self._whole(param, tensors[name]), 1, (tensors[name],))
         for param in self.params:
             if param.alias_of is not None and param.mca_name() in tensors:
                 first, second = places[param.alias_of].tensors[0], tensors[param.mca_name()]
                 places[param.alias_of] = replace(places[param.alias_of], copies=((first, second),))
-        return ForeignSource(path, with_stored_dtype(self.config, places), stored(self.params), places)
+        return ForeignSource(path, with_stored_dtype(self.config, places), stored_params(self.params), places)
 
-    def _form(self, param: Param) -> Form | None:
-        """How ``param`` is stored here; None if it is not."""
-        for form in forms_of(param, self.config):
+    def _form(self, param: Param) -> StorageForm | None:
+        """Return the form in which ``param`` is stored; None if it is not."""
+        for form in storage_forms(param, self.config):
             if all(
                 key in self.entries and self.entries[key].shape[: len(form.sizes)] == form.sizes
                 for key in form.keys
@@ -152,7 +152,7 @@ class _Reader:
                 return form
         return None
 
-    def _require_complete(self, forms: Mapping[str, Form | None]) -> None:
+    def _require_complete(self, forms: Mapping[str, StorageForm | None]) -> None:
         used = {key for form in forms.values() if form is not None for key in form.keys}
         absent = [p.mca_name() for p in self.params if p.alias_of is None and forms[p.mca_name()] is None]
         faults = [
@@ -166,7 +166,7 @@ class _Reader:
                 "configuration do not agree"
             )
 
-    def _blocks(self, forms: Iterable[Form]) -> dict[tuple[str, Index], list[Block]]:
+    def _blocks(self, forms: Iterable[StorageForm]) -> dict[tuple[str, Index], list[Block]]:
         """The chunks of every entry of every tensor that is used, without the axes of the entries."""
         depths = {key: len(form.index) for form in forms for key in form.keys}
         names = {self.entries[key].name: key for key in depths}
@@ -178,7 +178,9 @@ class _Reader:
                     blocks.setdefault((key, index), []).append(part)
         return blocks
 
-    def _assembled(self, param: Param, form: Form, blocks: Mapping[tuple[str, Index], list[Block]]) -> Stored:
+    def _assembled(
+        self, param: Param, form: StorageForm, blocks: Mapping[tuple[str, Index], list[Block]]
+    ) -> StoredTensor:
         rows, chunks = 0, []
         depth = len(form.index)
         shapes = [self.entries[key].shape[depth:] for key in form.keys]
@@ -191,8 +193,8 @@ class _Reader:
         dtype = self.entries[form.keys[0]].dtype
         return assemble(param.mca_name(), dtype, whole, chunks, str(self.directory.path))
 
-    def _whole(self, param: Param, tensor: Stored) -> Shape:
-        expected = whole_shape(param, self.config)
+    def _whole(self, param: Param, tensor: StoredTensor) -> Shape:
+        expected = full_shape(param, self.config)
         enough = tensor.shape[0] >= expected[0] if param.vocab else tensor.shape == expected
         if not enough or tensor.shape[1:] != expected[1:]:
             raise McaError(
@@ -203,7 +205,7 @@ class _Reader:
 
 
 def _prefix(directory: DcpDirectory) -> str:
-    """What stands before all names of the model, such as ``module.``."""
+    """Return the prefix of all names of the model, such as ``module.``."""
     found = [
         name.removesuffix(EMBEDDING)
         for name in directory.tensors

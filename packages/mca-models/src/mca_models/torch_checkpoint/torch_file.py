@@ -1,4 +1,4 @@
-"""What ``torch.save`` wrote (``.pt``, ``.bin``, ``.pth``), read without torch and without loading.
+"""Files of ``torch.save`` (``.pt``, ``.bin``, ``.pth``), read without torch and without loading.
 
 Since torch 1.6 such a file is a zip archive of uncompressed members under one folder:
 
@@ -20,7 +20,7 @@ from typing import BinaryIO
 from mca_config.errors import McaError
 from mca_config.files import open_regular
 from mca_models.storage.dtypes import ITEM_SIZES
-from mca_models.storage.strided import StridedTensor
+from mca_models.storage.lazy_tensor import StridedTensor
 from mca_models.torch_checkpoint.allowed_globals import Dtype, Pickled, StorageRef, TensorRef
 from mca_models.torch_checkpoint.legacy_file import is_legacy, read_legacy
 from mca_models.torch_checkpoint.pickle_reader import read_pickle
@@ -32,10 +32,10 @@ EXTRA_STATE = "_extra_state"
 
 @dataclass(frozen=True)
 class TorchFile:
-    """One archive of ``torch.save``.
+    """Archive of ``torch.save``.
 
     Args:
-        file: That it lies in.
+        file: Path of the archive.
         tree: What was saved, in plain values and stand-ins; tensors are ``TensorRef``.
         storages: First byte in ``file`` and length of each storage.
     """
@@ -45,7 +45,7 @@ class TorchFile:
     storages: Mapping[str, tuple[int, int]]
 
     def tensor(self, ref: Pickled, name: str) -> StridedTensor:
-        """The tensor that ``ref``, a leaf of the tree, stands for, checked against its storage."""
+        """Return the tensor of ``ref``, a leaf of the tree, checked against its storage."""
         where = f"{self.file}: tensor {name!r}"
         if not isinstance(ref, TensorRef) or not isinstance(ref.storage, StorageRef):
             raise McaError(f"{where} is no tensor but {type(ref).__name__}")
@@ -72,7 +72,7 @@ class TorchFile:
         """The tensors in the dict at ``keys`` of the tree; ``_extra_state`` entries are passed over.
 
         ``_extra_state`` is what Transformer Engine keeps for fp8 training (scales that it finds again);
-        no weight stands there.
+        it holds no weight.
         """
         tree = self.tree
         for key in keys:
@@ -87,7 +87,7 @@ class TorchFile:
 
 
 def _is_view(ref: TensorRef) -> bool:
-    """Whether all counts in ``ref`` are such."""
+    """Return whether all counts in ``ref`` are such."""
     if not isinstance(ref.shape, tuple) or not isinstance(ref.strides, tuple):
         return False
     counts = (ref.offset, ref.storage.numel, *ref.shape, *ref.strides)

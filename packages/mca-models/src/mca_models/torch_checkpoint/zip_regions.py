@@ -1,8 +1,8 @@
-"""Where the members of an uncompressed zip archive lie, without reading them.
+"""Members of an uncompressed zip archive: their positions, without reading them.
 
 The archive may be a part of a file. ``torch.save`` stores its members uncompressed, so each is a plain
 range of bytes: the central directory at the end gives its size and the place of its local header, and
-the local header gives the length of what stands before the data.
+the local header gives the length of the fields before the data.
 """
 
 import struct
@@ -33,7 +33,7 @@ class Member:
 
 
 def starts_zip(first: bytes) -> bool:
-    """Whether a file that begins with ``first`` may be a zip archive."""
+    """Return whether a file that begins with ``first`` may be a zip archive."""
     return first.startswith(b"PK\x03\x04")
 
 
@@ -54,7 +54,7 @@ def read_directory(stream: BinaryIO, start: int, length: int) -> dict[str, Membe
     if locator >= 0 and tail.startswith(b"PK\x06\x07", locator):
         count, nbytes, offset = _end64(stream, start, length, _LOCATOR64.unpack_from(tail, locator)[2])
     if offset + nbytes > length:
-        raise ZipFault("its directory lies outside of it; the file is truncated")
+        raise ZipFault("its directory is outside of it; the file is truncated")
     return _entries(_read(stream, start + offset, nbytes), count, offset)
 
 
@@ -68,7 +68,7 @@ def data_offset(stream: BinaryIO, start: int, member: Member) -> int:
 
 def _end64(stream: BinaryIO, start: int, length: int, at: int) -> tuple[int, int, int]:
     if at + _END64.size > length:
-        raise ZipFault("its directory lies outside of it; the file is truncated")
+        raise ZipFault("its directory is outside of it; the file is truncated")
     magic, *_, count, nbytes, offset = _END64.unpack(_read(stream, start + at, _END64.size))
     if magic != b"PK\x06\x06":
         raise ZipFault("a damaged end of its directory")
@@ -93,7 +93,7 @@ def _entries(directory: bytes, count: int, limit: int) -> dict[str, Member]:
         if method != 0 or size != packed:
             raise ZipFault(f"its member {name!r} is compressed; torch.save stores without compression")
         if header + _LOCAL.size + size > limit:
-            raise ZipFault(f"its member {name!r} lies outside of it; the file is truncated")
+            raise ZipFault(f"its member {name!r} is outside of it; the file is truncated")
         members[name] = Member(header, size)
         at = name_at + name_length + extra_length + comment_length
     return members

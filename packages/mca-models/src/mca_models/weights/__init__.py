@@ -2,17 +2,17 @@
 
 from mca_models.weights.layouts import (
     SEPARATE,
-    Alternating,
     Concat,
-    Each,
     GroupedHeads,
+    Interleaved,
     Layout,
+    PerTensor,
     Separate,
     Shaped,
     SwappedHalves,
     Transposed,
 )
-from mca_models.weights.rules import COLUMN, GATED, REPLICATED, ROW, Param, Shard, Stage, each
+from mca_models.weights.rules import COLUMN, GATED, REPLICATED, ROW, Param, Shard, Stage, expand_rules
 
 __all__ = [
     "COLUMN",
@@ -20,17 +20,17 @@ __all__ = [
     "REPLICATED",
     "ROW",
     "SEPARATE",
-    "Alternating",
     "Concat",
-    "Each",
     "GroupedHeads",
+    "Interleaved",
     "Layout",
     "Param",
+    "PerTensor",
     "Separate",
     "Shaped",
     "Shard",
     "Stage",
     "SwappedHalves",
     "Transposed",
-    "each",
+    "expand_rules",
 ]

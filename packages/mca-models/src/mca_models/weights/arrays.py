@@ -30,7 +30,7 @@ def namespace(x: Array) -> ModuleType:
 
 
 def concat(parts: Sequence[Array], axis: int) -> Array:
-    """Joins ``parts`` along ``axis``; one part is returned as is, without a copy."""
+    """Join ``parts`` along ``axis``; one part is returned as is, without a copy."""
     if len(parts) == 1:
         return parts[0]
     owner = namespace(parts[0])

@@ -31,11 +31,11 @@ class Separate:
     """Each part is its own tensor."""
 
     def pack(self, parts: Sequence[Array]) -> tuple[Array, ...]:
-        """See ``Layout.pack``."""
+        """Pack ``parts`` into the stored tensors."""
         return tuple(parts)
 
     def unpack(self, stored: Sequence[Array]) -> tuple[Array, ...]:
-        """See ``Layout.unpack``."""
+        """Split the stored tensors into their parts."""
         return tuple(stored)
 
 
@@ -49,11 +49,11 @@ class Concat:
     ratio: tuple[int, ...]
 
     def pack(self, parts: Sequence[Array]) -> tuple[Array, ...]:
-        """See ``Layout.pack``."""
+        """Pack ``parts`` into the stored tensors."""
         return (concat(parts, 0),)
 
     def unpack(self, stored: Sequence[Array]) -> tuple[Array, ...]:
-        """See ``Layout.unpack``."""
+        """Split the stored tensors into their parts."""
         (x,) = stored
         divisor = gcd(*self.ratio)
         return split_ratio(x, 0, tuple(r // divisor for r in self.ratio))
@@ -73,7 +73,7 @@ class GroupedHeads:
     head_dim: int
 
     def pack(self, parts: Sequence[Array]) -> tuple[Array, ...]:
-        """See ``Layout.pack``."""
+        """Pack ``parts`` into the stored tensors."""
         rest = tuple(parts[0].shape[1:])
         grouped = [
             part.reshape((-1, n * self.head_dim, *rest)) for part, n in zip(parts, self.heads, strict=True)
@@ -81,7 +81,7 @@ class GroupedHeads:
         return (concat(grouped, 1).reshape((-1, *rest)),)
 
     def unpack(self, stored: Sequence[Array]) -> tuple[Array, ...]:
-        """See ``Layout.unpack``."""
+        """Split the stored tensors into their parts."""
         (x,) = stored
         rest = tuple(x.shape[1:])
         sizes = [n * self.head_dim for n in self.heads]
@@ -100,30 +100,30 @@ class Transposed:
     inside: Layout = SEPARATE
 
     def pack(self, parts: Sequence[Array]) -> tuple[Array, ...]:
-        """See ``Layout.pack``."""
+        """Pack ``parts`` into the stored tensors."""
         return tuple(swap_axes(x) for x in self.inside.pack(parts))
 
     def unpack(self, stored: Sequence[Array]) -> tuple[Array, ...]:
-        """See ``Layout.unpack``."""
+        """Split the stored tensors into their parts."""
         return self.inside.unpack([swap_axes(x) for x in stored])
 
 
 @dataclass(frozen=True)
 class SwappedHalves:
-    """The halves of each row have changed places: a linear that takes two things side by side, in the other order."""
+    """Rows with their halves swapped: a linear on two concatenated inputs, in the other order."""
 
     def pack(self, parts: Sequence[Array]) -> tuple[Array, ...]:
-        """See ``Layout.pack``."""
+        """Pack ``parts`` into the stored tensors."""
         return tuple(concat(split_ratio(x, 1, (1, 1))[::-1], 1) for x in parts)
 
     def unpack(self, stored: Sequence[Array]) -> tuple[Array, ...]:
-        """See ``Layout.unpack``."""
+        """Split the stored tensors into their parts."""
         return self.pack(stored)
 
 
 @dataclass(frozen=True)
 class Shaped:
-    """Numbers in a row that are stored in another shape, e.g. ``[heads, channels]`` for the weight of a norm.
+    """Vectors that are stored in another shape, e.g. ``[heads, channels]`` for the weight of a norm.
 
     Args:
         shape: Of the stored tensors; one size may be -1.
@@ -132,17 +132,17 @@ class Shaped:
     shape: tuple[int, ...]
 
     def pack(self, parts: Sequence[Array]) -> tuple[Array, ...]:
-        """See ``Layout.pack``."""
+        """Pack ``parts`` into the stored tensors."""
         return tuple(part.reshape(self.shape) for part in parts)
 
     def unpack(self, stored: Sequence[Array]) -> tuple[Array, ...]:
-        """See ``Layout.unpack``."""
+        """Split the stored tensors into their parts."""
         return tuple(x.reshape((-1,)) for x in stored)
 
 
 @dataclass(frozen=True)
-class Each:
-    """Every stored tensor holds some of the parts, in a layout of its own.
+class PerTensor:
+    """Stored tensors that each hold some of the parts, in their own layout.
 
     Args:
         layouts: The layout of each stored tensor, with how many parts it holds.
@@ -151,7 +151,7 @@ class Each:
     layouts: tuple[tuple[Layout, int], ...]
 
     def pack(self, parts: Sequence[Array]) -> tuple[Array, ...]:
-        """See ``Layout.pack``."""
+        """Pack ``parts`` into the stored tensors."""
         stored: list[Array] = []
         start = 0
         for layout, count in self.layouts:
@@ -160,14 +160,14 @@ class Each:
         return tuple(stored)
 
     def unpack(self, stored: Sequence[Array]) -> tuple[Array, ...]:
-        """See ``Layout.unpack``."""
+        """Split the stored tensors into their parts."""
         pairs = zip(stored, self.layouts, strict=True)
         return tuple(part for x, (layout, _) in pairs for part in layout.unpack((x,)))
 
 
 @dataclass(frozen=True)
-class Alternating:
-    """Another layout whose last part is two, row by row in turns: ``[a 0, b 0, a 1, b 1, ...]``.
+class Interleaved:
+    """Another layout whose last part is two parts, interleaved row by row: ``[a 0, b 0, a 1, b 1, ...]``.
 
     Args:
         inside: How the parts lie, those two as one.
@@ -176,12 +176,12 @@ class Alternating:
     inside: Layout
 
     def pack(self, parts: Sequence[Array]) -> tuple[Array, ...]:
-        """See ``Layout.pack``."""
+        """Pack ``parts`` into the stored tensors."""
         *others, a, b = parts
         return self.inside.pack([*others, *_IN_TURNS.pack((a, b))])
 
     def unpack(self, stored: Sequence[Array]) -> tuple[Array, ...]:
-        """See ``Layout.unpack``."""
+        """Split the stored tensors into their parts."""
         *others, both = self.inside.unpack(stored)
         return (*others, *_IN_TURNS.unpack((both,)))
 

@@ -1,4 +1,4 @@
-"""What a weight template is made of: parameters and their shards.
+"""Rules of weight templates: parameters and their shards.
 
 A rule says two independent things about one Megatron parameter. Its *layouts* say how the HF tensors
 make up the whole parameter; its *shard* says how the whole is cut over ranks:
@@ -21,7 +21,7 @@ from mca_models.weights.layouts import SEPARATE, Layout
 
 @dataclass(frozen=True)
 class Shard:
-    """How a whole parameter is cut over tensor-parallel (or expert-tensor-parallel) ranks.
+    """Split of a full parameter over tensor-parallel (or expert-tensor-parallel) ranks.
 
     Args:
         axis: The axis that is cut into equal shares; None if every rank holds all of it.
@@ -65,7 +65,7 @@ GATED = Shard(0, segments=(1, 1))  # [gate, up], both column-cut
 
 
 class Stage(Enum):
-    """Which pipeline stage holds a parameter."""
+    """Pipeline stage that holds a parameter."""
 
     FIRST = "first"  # the chunk with the embedding
     LAYER = "layer"  # the chunk that holds decoder layer ``Param.layer``
@@ -73,7 +73,7 @@ class Stage(Enum):
     LAST = "last"  # the chunk with the loss
     MTP = "mtp"  # the chunk that holds multi-token-prediction layer ``Param.layer``
     VISION = "vision"  # the chunk with the embedding, and never a copy of it
-    CARRIED = "carried"  # none: no model has it, and files have it with the loss
+    PASSTHROUGH = "passthrough"  # no model builds it; files store it with the loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class Param:
         alias_of: Canonical name of the parameter this one is a second copy of (a tied head): filled from
             HF, never stored in an MCA checkpoint and never written back.
         stacked: The HF tensors have a leading expert axis, of which this parameter is entry ``expert``.
-        keep_fp32: Stays fp32 whatever dtype the model is cast to (router biases, some routers and sinks).
+        keep_fp32: Stays fp32 when the model is cast (router biases, some routers and sinks).
         layer: Decoder (or MTP) layer, from 0.
         hf_layer: The HF model's number of that layer; ``layer`` if None.
         expert: Global expert index; None for dense parameters.
@@ -133,26 +133,26 @@ class Param:
     def _mca_name(self) -> str:
         return self.mca.format(layer=self.layer, expert=self.expert)
 
-    def to_whole(self, hf: Sequence[Array]) -> Array:
+    def to_full(self, hf: Sequence[Array]) -> Array:
         """The unsharded Megatron parameter, from its HF tensors."""
         tensors = [x[self.expert] for x in hf] if self.stacked else list(hf)
         (whole,) = self.layout.pack(self.hf_layout.unpack(tensors))
         return whole
 
-    def from_whole(self, whole: Array) -> tuple[Array, ...]:
+    def from_full(self, whole: Array) -> tuple[Array, ...]:
         """The HF tensors inside the unsharded parameter (a stacked one's entry, without its expert axis)."""
         return self.hf_layout.pack(self.layout.unpack((whole,)))
 
     def to_mca(self, hf: Sequence[Array], rank: int = 0, size: int = 1) -> Array:
         """The piece that ``rank`` of ``size`` (tp, or etp for an expert) holds."""
-        return self.shard.take(self.to_whole(hf), rank, size)
+        return self.shard.take(self.to_full(hf), rank, size)
 
     def to_hf(self, pieces: Sequence[Array]) -> tuple[Array, ...]:
         """The HF tensors, from the pieces of all ranks in rank order."""
-        return self.from_whole(self.shard.join(pieces))
+        return self.from_full(self.shard.join(pieces))
 
 
-def each(
+def expand_rules(
     rules: Sequence[Param], *, layers: Iterable[int], experts: Iterable[int | None] = (None,)
 ) -> Iterator[Param]:
     """``rules`` for every layer and expert, in that order."""

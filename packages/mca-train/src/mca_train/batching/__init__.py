@@ -1,1 +1,1 @@
-"""Samples to the batches of training steps."""
+"""Collation, packing and sampling: from samples to the batches of training steps."""

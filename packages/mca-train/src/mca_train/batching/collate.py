@@ -1,4 +1,4 @@
-"""Samples to the tensors of a training step: padded, shifted, and sliced for context parallelism."""
+"""Collators that pad, shift and slice samples into the tensors of a training step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,43 +8,47 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mca_config.checks import require_learned
+from mca_config.checks import require_learned_positions
 from mca_config.errors import McaError
 from mca_config.printable import counted
 from mca_config.types import JsonObject
-from mca_models.megatron.layers.zigzag import take
-from mca_train.batching.collator_output import (
-    CollatorFormat,
-    images_of_rows,
-    interleave_pairs,
-    pair_order,
-    split_rows,
-)
+from mca_models.megatron.layers.zigzag import take_rank_tokens
 from mca_train.batching.image_batch import ImageBatching
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.packing import (
     Row,
+    build_row,
+    collect_values,
     count_samples,
-    other_sequence,
-    own_tokens,
-    require_own_targets,
-    row_of,
-    sequences_of,
-    values_of,
+    count_tokens,
+    kl_sequence,
+    require_plain_sample,
+    split_sequences,
 )
-from mca_train.batching.same_samples import checksum, joined
-from mca_train.data.sample_images import SampleImages
+from mca_train.batching.sample_consistency import checksum, combine_checksums
 from mca_train.data.token_dataset import IGNORED, VALUES
 from mca_train.types import PreTrainedTokenizerBase, Sample, SampleSource
 
 Collator = Callable[[list[JsonObject]], dict[str, Tensor]]
 
 Sequences = list[tuple[Sample, bool]]
-"""Sequences of a micro-batch, and whether each counts."""
+"""Sequences of a micro-batch, each with a flag that is False for sequences that do not count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollatorFormat:
+    """Format of the batches of a user's ``data_collator``.
+
+    Args:
+        labels_are_shifted: Each position has the label of the next token, as in collators that return
+            ``tokens[:-1]`` and ``labels[1:]``.
+    """
+
+    labels_are_shifted: bool = False
 
 
 class PadCollator:
-    """Pads ``input_ids`` and ``labels`` on the right to the longest of the micro-batch.
+    """Collator that right-pads ``input_ids`` and ``labels`` to the longest sequence of the micro-batch.
 
     Without ``labels`` every token is a target.
     """
@@ -53,17 +57,17 @@ class PadCollator:
         self.pad_token_id = pad_token_id
 
     def __call__(self, features: list[JsonObject]) -> dict[str, Tensor]:
-        """``input_ids`` and ``labels`` ``[b, s]``, ``num_tokens`` ``[b]`` without padding, and samples' ``values``."""
+        """Return ``input_ids`` and ``labels`` ``[b, s]``, ``num_tokens`` ``[b]`` without padding, and ``values``."""
         ids = [torch.as_tensor(_tokens(feature)).long() for feature in features]
         for feature in features:
-            require_own_targets(feature)
+            require_plain_sample(feature)
         labels = [torch.as_tensor(feature.get("labels", feature["input_ids"])).long() for feature in features]
         pad = torch.nn.utils.rnn.pad_sequence
-        values = values_of(features)
+        values = collect_values(features)
         return {
             "input_ids": pad(ids, batch_first=True, padding_value=self.pad_token_id),
             "labels": pad(labels, batch_first=True, padding_value=IGNORED),
-            "num_tokens": torch.tensor([own_tokens(feature) for feature in features]),
+            "num_tokens": torch.tensor([count_tokens(feature) for feature in features]),
             **({VALUES: torch.stack(values)} if values else {}),
         }
 
@@ -78,7 +82,7 @@ def _tokens(sample: Sample) -> Sample:
 
 
 class CountedSamples(Dataset[tuple[Sample, bool]]):
-    """A dataset whose index ``~i`` is sample ``i`` again, marked as one that does not count."""
+    """Dataset in which index ``~i`` returns sample ``i`` marked as one that does not count."""
 
     def __init__(self, dataset: SampleSource) -> None:
         self._dataset = dataset
@@ -95,21 +99,20 @@ class CountedSamples(Dataset[tuple[Sample, bool]]):
 
 @dataclass(frozen=True, kw_only=True)
 class StepCollator:
-    """Makes a `StepBatch` of the samples that a rank has in a step.
+    """Collator from a rank's samples of one step to a `StepBatch`.
 
     Args:
-        collate: Makes ``input_ids`` and ``labels`` (not shifted) ``[b, s]`` of the samples of a micro-batch;
-            any Hugging Face collator for causal language models does.
-        collator_format: How these are read.
+        collate: Collator from the samples of a micro-batch to ``input_ids`` and ``labels`` ``[b, s]``, such as any
+            Hugging Face collator for causal language models.
+        collator_format: Format of its batches.
         micro_batch_size: Samples per micro-batch.
         multiple: The padded length is a multiple of this (tensor and context parallel sizes, fp8).
         context_parallel_size: Ranks that share a sample.
-        context_parallel_rank: This one.
-        length: Pad to at least this; None: to the longest of the step.
-        packed: The sequences of a micro-batch stand one after another in one row, kept apart by attention. A
-            collator other than `PadCollator` numbers those of a row in ``attention_mask``.
-        images: How images are taken.
-        positions: How many the model has learned; None: it takes any.
+        context_parallel_rank: Rank in the context-parallel group.
+        length: Minimum padded length; None: the longest sequence of the step.
+        packed: Pack the sequences of a micro-batch into one row, with attention within each sequence only.
+        images: Image options of this rank.
+        positions: Number of learned position embeddings; None: the model has none.
     """
 
     collate: Collator
@@ -125,24 +128,26 @@ class StepCollator:
     positions: int | None = None
 
     def __call__(self, samples: Sequence[tuple[Sample, bool]]) -> StepBatch:
-        """The step's batch, from ``(sample, whether it counts)`` of this rank."""
-        batch = self._step(samples)
-        others = [(other_sequence(sample), counts) for sample, counts in samples]
-        if not others[0][0]:
+        """Collate the ``(sample, counts)`` pairs of this rank."""
+        batch = self._step_batch(samples)
+        kl_samples = [(kl_sequence(sample), counts) for sample, counts in samples]
+        if not kl_samples[0][0]:
             return batch
-        beside = self._step(others)
-        return replace(batch, beside=beside, checksum=joined(batch.checksum, beside.checksum))
+        kl_batch = self._step_batch(kl_samples)
+        return replace(
+            batch, kl_batch=kl_batch, checksum=combine_checksums(batch.checksum, kl_batch.checksum)
+        )
 
-    def _step(self, samples: Sequence[tuple[Sample, bool]]) -> StepBatch:
+    def _step_batch(self, samples: Sequence[tuple[Sample, bool]]) -> StepBatch:
         size = self.micro_batch_size
         groups = [samples[start : start + size] for start in range(0, len(samples), size)]
-        flat, batches = [_sequences(group) for group in groups], None
-        if not isinstance(self.collate, PadCollator):
-            batches, flat = self._collated_all(groups, flat)
-        made, lengths, tokens = self._packed(flat) if self.packed else self._padded(flat, batches)
+        flat = [_split_samples(group) for group in groups]
+        made, lengths, tokens = self._pack(flat) if self.packed else self._pad_batches(flat)
         if self.positions is not None:
-            require_learned(max(lengths), self.positions)
-        made = tuple(self._completed(batch, group) for batch, group in zip(made, flat, strict=True))
+            require_learned_positions(max(lengths), self.positions)
+        made = tuple(
+            self._add_sources_and_images(batch, group) for batch, group in zip(made, flat, strict=True)
+        )
         return StepBatch(
             micro_batches=made,
             seq_length=made[0].input_ids.shape[1] * self.context_parallel_size,
@@ -152,125 +157,125 @@ class StepCollator:
             checksum=tokens,
         )
 
-    def _completed(self, batch: MicroBatch, group: Sequences) -> MicroBatch:
-        """``batch`` with what else its sequences have: sources and images."""
+    def _add_sources_and_images(self, batch: MicroBatch, group: Sequences) -> MicroBatch:
+        """Return ``batch`` with the sources and the images of its sequences."""
         if batch.cu_seqlens is None:
             lengths = [batch.input_ids.shape[1] * self.context_parallel_size] * len(group)
         else:
             lengths = batch.cu_seqlens.diff().tolist()
-        return self.images.added(_with_sources(batch, group), group, lengths, self._slice)
+        return self.images.add_images(_with_sources(batch, group), group, lengths, self._slice)
 
-    def _length(self, lengths: Sequence[int]) -> int:
-        """What all rows of a step are padded to."""
+    def _padded_length(self, lengths: Sequence[int]) -> int:
+        """Return the padded length of all rows of a step."""
         longest = max(*lengths, self.length or 0)
         return longest + -longest % self.multiple
 
-    def _collated_all(
-        self, groups: Sequence[Sequences], flat: Sequence[Sequences]
-    ) -> tuple[list[dict[str, Tensor]], list[Sequences]]:
-        """Return the batches of a user's collator, and the sequences in their rows with their images."""
-        batches, sequences = [], []
-        for group, single in zip(groups, flat, strict=True):
-            batch = self._collated(group if self.collator_format.takes_pairs else single)
-            images = images_of_rows(batch, self.images.format)
-            if self.collator_format.takes_pairs:
-                images = [images[row] for row in pair_order(len(images))]
-                batch = interleave_pairs(batch)
-            batch |= _row_counts(batch, single, packed=self.packed)
-            batches.append(batch)
-            counts = [real for _, real in single]
-            if self.packed:
-                sequences.append([*split_rows(batch, images, counts)])
-            else:
-                sequences.append(_with_images(single, images))
-        return batches, sequences
-
-    def _padded(
-        self, groups: Sequence[Sequences], batches: list[dict[str, Tensor]] | None = None
-    ) -> tuple[tuple[MicroBatch, ...], list[int], int]:
-        """The micro-batches, how many tokens each sequence has that count, and the checksum of all."""
-        own = batches is None  # rows of `PadCollator` do not depend on one another
-        if batches is None:
-            everything = [*chain(*groups)]
-            batches = [self._collated(everything)]
-            batches[0] |= _row_counts(batches[0], everything, packed=False)
+    def _pad_batches(self, groups: Sequence[Sequences]) -> tuple[tuple[MicroBatch, ...], list[int], int]:
+        """Return the micro-batches, the number of counted tokens per sequence, and the checksum over all tokens."""
+        is_pad_collator = isinstance(self.collate, PadCollator)  # pads each row independently
+        batches = [self._collate(group) for group in ([[*chain(*groups)]] if is_pad_collator else groups)]
         widths = [batch["input_ids"].shape[1] for batch in batches]
-        length = self._length(widths)
-        if self.length is not None and length > self._length([self.length]):
+        length = self._padded_length(widths)
+        if self.length is not None and length > self._padded_length([self.length]):
             raise McaError(
-                f"data_collator made rows of {max(widths)} tokens, the longest sample has {self.length}; experts get "
-                "equally many of all ranks here: leave out its pad_to_multiple_of, and what adds tokens"
+                f"data_collator made rows of {max(widths)} tokens, the longest sample has {self.length}; MoE layers "
+                "need "
+                "equally long rows on all ranks; remove pad_to_multiple_of from it, and anything that adds tokens"
             )
-        sizes = [len(group) for group in groups] if own else [len(batch["input_ids"]) for batch in batches]
+        sizes = (
+            [len(group) for group in groups]
+            if is_pad_collator
+            else [len(batch["input_ids"]) for batch in batches]
+        )
         lengths = [int(tokens) for batch in batches for tokens in batch["num_tokens"]]
         whole = checksum(batch[name] for batch in batches for name in ("input_ids", "labels"))
         return self._micro_batches(batches, length, sizes), lengths, whole
 
-    def _packed(self, groups: Sequence[Sequences]) -> tuple[tuple[MicroBatch, ...], list[int], int]:
-        """The micro-batches, how many tokens each sequence has that count, and the checksum of all."""
+    def _pack(self, groups: Sequence[Sequences]) -> tuple[tuple[MicroBatch, ...], list[int], int]:
+        """Return the micro-batches, the number of counted tokens per sequence, and the checksum over all tokens."""
         size = self.context_parallel_size
         multiple = 2 * size if size > 1 else 1
-        rows = [row_of(group, multiple, self.pad_token_id, IGNORED) for group in groups]
-        length = self._length([row.length for row in rows])
-        padded = [row.padded(length, self.pad_token_id, IGNORED) for row in rows]
-        own = [tokens for row in rows for tokens in row.own_tokens]
+        rows = [build_row(group, multiple, self.pad_token_id, IGNORED) for group in groups]
+        length = self._padded_length([row.length for row in rows])
+        padded = [row.pad_to(length, self.pad_token_id, IGNORED) for row in rows]
+        num_tokens = [tokens for row in rows for tokens in row.num_tokens]
         whole = checksum(tokens for row in padded for tokens in (*row.input_ids, *row.labels))
-        return tuple(self._packed_micro_batch(row) for row in padded), own, whole
+        return tuple(self._packed_micro_batch(row) for row in padded), num_tokens, whole
 
     def _packed_micro_batch(self, row: Row) -> MicroBatch:
         lengths = [len(ids) for ids in row.input_ids]
-        labels = [self._next_labels(labels[None]) for labels in row.labels]
+        labels = [shift_labels(labels[None]) for labels in row.labels]
 
         def join(sequences: Sequence[Tensor]) -> Tensor:
             return torch.cat([self._slice(sequence) for sequence in sequences], 1)
 
-        following = join(labels)
-        mask = following != IGNORED
+        next_labels = join(labels)
+        mask = next_labels != IGNORED
         return MicroBatch(
             input_ids=join([ids[None] for ids in row.input_ids]),
             position_ids=join(
-                [self._places(n)[None] * (own > 0) for n, own in zip(lengths, row.own_tokens, strict=True)]
+                [
+                    self._position_ids(n)[None] * (own > 0)
+                    for n, own in zip(lengths, row.num_tokens, strict=True)
+                ]
             ),
-            labels=following.masked_fill(~mask, 0),
+            labels=next_labels.masked_fill(~mask, 0),
             loss_mask=mask.float(),
             segments=join([torch.full((1, length), number) for number, length in enumerate(lengths)]),
             num_segments=len(lengths),
-            following=join(
+            tokens_remaining=join(
                 [
                     own - 1 - torch.arange(length)[None]
-                    for own, length in zip(row.own_tokens, lengths, strict=True)
+                    for own, length in zip(row.num_tokens, lengths, strict=True)
                 ]
             ),
             cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
-            longest=max(row.own_tokens),
+            longest=max(row.num_tokens),
             max_seqlen=max(lengths),
             values=torch.stack(row.values) if row.values else None,
         )
 
-    def _collated(self, samples: Sequence[tuple[Sample, bool]]) -> dict[str, Tensor]:
-        batch = dict(self.collate([sample for sample, _ in samples]))
+    def _collate(self, group: Sequences) -> dict[str, Tensor]:
+        features = [feature for feature, _ in group]
+        batch = dict(self.collate(features))
         for name in ("input_ids", "labels", VALUES):
             if not isinstance(batch.get(name, batch.get("input_ids")), Tensor):
                 raise McaError(f"data_collator made no tensor {name!r}, only {', '.join(batch)}")
+        counts = torch.tensor([real for _, real in group])
+        if "num_tokens" not in batch:
+            batch["num_tokens"] = _count_row_tokens(batch, features)
+        if "labels" not in batch and any("labels" in feature for feature in features):
+            raise McaError(
+                "data_collator made no labels, which samples of the dataset have; return them, -100 where a token is "
+                "no target"
+            )
+        padding = torch.arange(batch["input_ids"].shape[1]) >= batch["num_tokens"][:, None]
+        labels = batch["labels"] if "labels" in batch else batch["input_ids"].masked_fill(padding, IGNORED)
+        batch["labels"] = labels.masked_fill(~counts[:, None], IGNORED)
+        batch["num_tokens"] = batch["num_tokens"] * counts
+        if VALUES not in batch and (values := collect_values(features)):
+            batch[VALUES] = torch.stack(values)
         return batch
 
     def _micro_batches(
         self, batches: list[dict[str, Tensor]], length: int, sizes: list[int]
     ) -> tuple[MicroBatch, ...]:
-        """Those of a step, made together and then cut into ``sizes`` samples each."""
+        """Split the collated batches of a step into micro-batches of ``sizes`` samples."""
         ids = torch.cat([_pad(batch["input_ids"], length, self.pad_token_id) for batch in batches])
-        labels = self._next_labels(torch.cat([_pad(batch["labels"], length, IGNORED) for batch in batches]))
+        labels = torch.cat([_pad(batch["labels"], length, IGNORED) for batch in batches])
+        if not self.collator_format.labels_are_shifted:
+            labels = shift_labels(labels)
         num_tokens = torch.cat([batch["num_tokens"] for batch in batches])
         segments = torch.cat([torch.arange(size) for size in sizes])
         positions = torch.arange(length).expand_as(ids)
         mask = labels != IGNORED
         whole = {
             "input_ids": ids,
-            "position_ids": self._places(length).expand_as(ids),
+            "position_ids": self._position_ids(length).expand_as(ids),
             "labels": labels.masked_fill(~mask, 0),
             "loss_mask": mask.float(),
             "segments": segments[:, None].expand_as(ids),
-            "following": num_tokens[:, None] - 1 - positions,
+            "tokens_remaining": num_tokens[:, None] - 1 - positions,
         }
         cut = {name: self._slice(values).split(sizes) for name, values in whole.items()}
         if (known := next((batch[VALUES] for batch in batches if VALUES in batch), None)) is not None:
@@ -286,80 +291,44 @@ class StepCollator:
             for number, (size, own) in enumerate(zip(sizes, num_tokens.split(sizes), strict=True))
         )
 
-    def _next_labels(self, labels: Tensor) -> Tensor:
-        """Return the label of the next token for each position of ``labels`` ``[b, s]``."""
-        return labels if self.collator_format.labels_are_shifted else shift_labels(labels)
-
-    def _places(self, length: int) -> Tensor:
-        """Positions of a sequence and its padding, which may be longer than what a model has learned."""
+    def _position_ids(self, length: int) -> Tensor:
+        """Return the positions of a padded sequence, clamped to the number of learned positions."""
         places = torch.arange(length)
         return places if self.positions is None else places.clamp(max=self.positions - 1)
 
     def _slice(self, whole: Tensor, axis: int = 1) -> Tensor:
-        return take(whole, axis, self.context_parallel_rank, self.context_parallel_size).contiguous()
+        return take_rank_tokens(
+            whole, axis, self.context_parallel_rank, self.context_parallel_size
+        ).contiguous()
 
 
-def _row_counts(batch: Mapping[str, Tensor], sequences: Sequences, *, packed: bool) -> dict[str, Tensor]:
-    """Return labels and values of a collator's rows, and their tokens without padding; 0 of one that does not count."""
-    features, counts = [sequence for sequence, _ in sequences], torch.tensor([real for _, real in sequences])
-    tokens = batch["num_tokens"] if "num_tokens" in batch else _tokens_of_rows(batch, features, packed=packed)
-    if "labels" not in batch and any("labels" in feature for feature in features):
-        raise McaError(
-            "data_collator made no labels, which samples of the dataset have; return them, -100 where a token is "
-            "no target"
-        )
-    padding = torch.arange(batch["input_ids"].shape[1]) >= tokens[:, None]
-    labels = batch["labels"] if "labels" in batch else batch["input_ids"].masked_fill(padding, IGNORED)
-    made = {"labels": labels.masked_fill(~counts[:, None], IGNORED), "num_tokens": tokens * counts}
-    if VALUES not in batch and (values := values_of(features)):
-        made[VALUES] = torch.stack(values)
-    return made
-
-
-def _with_images(sequences: Sequences, images: Sequence[SampleImages | None]) -> Sequences:
-    """Return ``sequences`` with the images that a collator has read, where it has."""
-    made = []
-    for (sequence, counts), found in zip(sequences, images, strict=True):
-        given = sequence.get("images")
-        if given and found is None and not isinstance(given, SampleImages):
-            raise McaError(
-                "a sample of the dataset has images, and data_collator made no pixel_values; return them and "
-                "image_grid_thw, as the model's processor does"
-            )
-        known = found or (given if isinstance(given, SampleImages) else None)
-        rest = {name: value for name, value in sequence.items() if name != "images"}
-        made.append((rest | ({} if known is None else {"images": known}), counts))
-    return made
-
-
-def _tokens_of_rows(batch: Mapping[str, Tensor], features: Sequence[Sample], *, packed: bool) -> Tensor:
-    """How many tokens of each row of a collator are no padding: by its ``attention_mask``, or by the samples."""
+def _count_row_tokens(batch: Mapping[str, Tensor], features: Sequence[Sample]) -> Tensor:
+    """Count the tokens of each row without padding, from ``attention_mask`` or from the lengths of the samples."""
     ids = batch["input_ids"]
     if len(ids) != len(features):
         raise McaError(
-            f"data_collator made {counted(len(ids), 'row')} of {counted(len(features), 'sample')}; make one row of each"
+            f"data_collator made {counted(len(ids), 'row')} of {counted(len(features), 'sample')}; expected one row "
+            "per sample"
         )
     mask = batch.get("attention_mask", torch.ones_like(ids))
-    if packed:
-        return (mask > 0).sum(-1)
-    _require_own_rows(batch, mask)
+    _require_right_padding(batch, mask)
     if "attention_mask" in batch:
         return mask.sum(-1)
-    own = [torch.as_tensor(feature.get("input_ids", ())).long() for feature in features]
+    samples = [torch.as_tensor(feature.get("input_ids", ())).long() for feature in features]
     lengths = [
-        own_tokens(feature) if len(tokens) else 0 for feature, tokens in zip(features, own, strict=True)
+        count_tokens(feature) if len(tokens) else 0 for feature, tokens in zip(features, samples, strict=True)
     ]
-    for row, tokens, length in zip(ids, own, lengths, strict=True):
+    for row, tokens, length in zip(ids, samples, lengths, strict=True):
         if length < len(row) and not (length and torch.equal(row[:length], tokens[:length])):
             raise McaError(
-                "data_collator made no attention_mask, and rows of other tokens than the samples have, so that "
+                "data_collator made no attention_mask, and its rows have other tokens than the samples, so "
                 "padding is not known; return attention_mask"
             )
     return torch.tensor(lengths).clamp(max=ids.shape[1])
 
 
-def _require_own_rows(batch: Mapping[str, Tensor], mask: Tensor) -> None:
-    """Raises unless each row of a collator is one sample and then its padding, which no token attends to."""
+def _require_right_padding(batch: Mapping[str, Tensor], mask: Tensor) -> None:
+    """Raise a `McaError` unless each row of the collator is one sample followed by masked padding."""
     ids = batch["input_ids"]
     if mask.shape != ids.shape or bool((mask[:, 1:] > mask[:, :-1]).any()):
         raise McaError(
@@ -369,24 +338,25 @@ def _require_own_rows(batch: Mapping[str, Tensor], mask: Tensor) -> None:
     places = batch.get("position_ids", torch.arange(ids.shape[1]))
     if places.shape == ids.shape and bool(((places != torch.arange(ids.shape[1])) & (mask > 0)).any()):
         raise McaError(
-            "data_collator made position_ids that do not count from 0, as of several samples in one row; leave it "
-            "out and set sequence_packing"
+            "data_collator made position_ids that do not count from 0, which suggests several samples in one row; "
+            "remove "
+            "it and set sequence_packing"
         )
 
 
 def _with_sources(batch: MicroBatch, sequences: Sequences) -> MicroBatch:
-    """``batch`` with the source of each sequence, if the dataset is a mixture."""
+    """Return ``batch`` with the source of each sequence, if the dataset is a mixture."""
     if not all("source" in sequence for sequence, _ in sequences):
         return batch
     return replace(batch, sources=torch.stack([sequence["source"] for sequence, _ in sequences]))
 
 
-def _sequences(samples: Sequence[tuple[Sample, bool]]) -> Sequences:
-    return [(sequence, counts) for sample, counts in samples for sequence in sequences_of(sample)]
+def _split_samples(samples: Sequence[tuple[Sample, bool]]) -> Sequences:
+    return [(sequence, counts) for sample, counts in samples for sequence in split_sequences(sample)]
 
 
 def shift_labels(labels: Tensor) -> Tensor:
-    """Labels ``[b, s]`` of each position to those of the position before: the next token; none at the end."""
+    """Shift labels ``[b, s]`` left by one position, so that each is the next token; the last one is ignored."""
     shifted = torch.full_like(labels, IGNORED)
     shifted[:, :-1] = labels[:, 1:]
     return shifted
@@ -397,7 +367,7 @@ def _pad(values: Tensor, length: int, value: int) -> Tensor:
 
 
 def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The tokenizer's padding token; any token does, as padding is neither attended to nor a target."""
+    """Return the padding token, or EOS; padding is neither attended to nor a target, so any token works."""
     for name in ("pad_token_id", "eos_token_id"):
         token = getattr(tokenizer, name, None)
         if token is not None:

@@ -1,4 +1,4 @@
-"""Data loaders that hand out whole steps."""
+"""Data loaders that yield one training or evaluation step at a time."""
 
 import logging
 from collections.abc import Iterable, Iterator, Sized
@@ -7,19 +7,24 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.utils.data import DataLoader
 
-from mca_config.checks import sequence_multiple, step_of_lengths, tokens_of_fp8
+from mca_config.checks import fp8_token_multiple, length_multiple, sequence_multiple
 from mca_config.errors import McaError, UsageError
 from mca_config.printable import counted
-from mca_train.batching.collate import Collator, CountedSamples, PadCollator, StepCollator
-from mca_train.batching.collator_output import CollatorFormat
+from mca_train.batching.collate import Collator, CollatorFormat, CountedSamples, PadCollator, StepCollator
 from mca_train.batching.image_batch import ImageBatching
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.packing import PackedDataset, longest_sample
 from mca_train.batching.position import RunPosition
 from mca_train.batching.sampling import SAMPLES, BatchShape, StepSampler
-from mca_train.batching.step_stream import PackedStream, StepStream, is_stream, require_steps, require_whole
+from mca_train.batching.step_stream import (
+    PackedStream,
+    StepStream,
+    is_stream,
+    require_steps,
+    require_unsharded,
+)
 from mca_train.data.streams import AnswerStream
-from mca_train.data.token_dataset import order_of
+from mca_train.data.token_dataset import describe_order
 from mca_train.groups import Ranks
 from mca_train.types import Sample, SampleSource, TrainingArguments, Upstream
 
@@ -28,18 +33,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Loaders:
-    """Makes the training and evaluation loaders of this rank.
+    """Factory of the training and evaluation loaders of this rank.
 
     Args:
         args: Training arguments.
-        ranks: Where this rank stands.
-        megatron: Megatron's configuration of the model.
-        collate: Makes padded tensors of samples.
-        collator_format: How these are read.
-        pad_token_id: Of the tokenizer.
-        pack_length: With ``sequence_packing``, tokens of a pack; None: of the longest sample.
-        images: How images are taken.
-        positions: How many the model has learned; None: it takes any.
+        ranks: Position of this rank in the layout.
+        megatron: Megatron's ``TransformerConfig`` of the model.
+        collate: Collator from samples to padded tensors.
+        collator_format: Format of its batches.
+        pad_token_id: Padding token of the tokenizer.
+        pack_length: Tokens per pack with ``sequence_packing``; None: the length of the longest sample.
+        images: Image options of this rank.
+        positions: Number of learned position embeddings; None: the model has none.
     """
 
     args: TrainingArguments
@@ -52,32 +57,34 @@ class Loaders:
     images: ImageBatching = field(default_factory=ImageBatching)
     positions: int | None = None
     _packs: dict[int, dict[int | None, PackedDataset]] = field(default_factory=dict)
-    _read: dict[int, tuple[Sample, list[Sample]]] = field(default_factory=dict)
+    _evaluation_samples: dict[int, tuple[Sample, list[Sample]]] = field(default_factory=dict)
 
-    @property
-    def _packs_samples(self) -> bool:
-        """Whether packs are made here; with a data_collator the samples of a dataset are packed already."""
-        return self.args.sequence_packing and isinstance(self.collate, PadCollator)
+    def __post_init__(self) -> None:
+        if self.args.sequence_packing and not isinstance(self.collate, PadCollator):
+            raise McaError(
+                "sequence_packing is not supported with data_collator; give samples their labels and "
+                "remove data_collator, or set sequence_packing to false"
+            )
 
     def keep_only(self, datasets: Iterable[object]) -> None:
-        """Lets go of packs, and of streams that were read, of other datasets than these."""
+        """Drop cached packs and evaluation samples of all other datasets."""
         kept = {id(dataset) for dataset in datasets}
-        for made in (self._packs, self._read):
+        for made in (self._packs, self._evaluation_samples):
             for key in made.keys() - kept:
                 del made[key]
 
     def train(self, dataset: SampleSource) -> tuple[DataLoader[StepBatch], StepSampler | StepStream]:
-        """An item is a step; the sampler says which epoch and where in it to begin."""
+        """Return the training loader and its sampler, which selects the epoch and the first sample."""
         args = self.args
         if is_stream(dataset):
-            return self._of_stream(dataset)
+            return self._stream_loader(dataset)
         length, units = _length(dataset, "train_dataset"), SAMPLES
         is_random = str(args.train_sampling_strategy) == "random"
         seed = (args.seed if args.data_seed is None else args.data_seed) if is_random else None
         drawn = "not shuffled" if seed is None else f"shuffled by seed {seed}"
-        order = ", ".join(filter(None, (order_of(dataset), drawn)))
-        if self._packs_samples:
-            dataset = self._packed(dataset, "train_dataset", seed)
+        order = ", ".join(filter(None, (describe_order(dataset), drawn)))
+        if args.sequence_packing:
+            dataset = self._pack(dataset, "train_dataset", seed)
             length, units = len(dataset), dataset.units
         sampler = StepSampler(
             length,
@@ -87,24 +94,25 @@ class Loaders:
             units=units,
             order=order,
         )
-        return self._of_samples(dataset, sampler), sampler
+        return self._sample_loader(dataset, sampler), sampler
 
-    def _of_stream(self, dataset: SampleSource) -> tuple[DataLoader[StepBatch], StepStream]:
+    def _stream_loader(self, dataset: SampleSource) -> tuple[DataLoader[StepBatch], StepStream]:
         args = self.args
         require_steps(dataset, args.max_steps)
-        require_whole(dataset, "train_dataset")
-        if found := self._needs_one_length():
+        require_unsharded(dataset, "train_dataset")
+        if found := self._fixed_length_option():
             raise McaError(
-                f"{found[0]} needs samples of one length on all ranks, which a stream does not guarantee; set it to "
+                f"{found[0]} needs equally long samples on all ranks, which a stream does not guarantee; set it to "
                 f"{found[1]}"
             )
         shape = self._shape(args.per_device_train_batch_size, args.gradient_accumulation_steps)
         rows, make = (dataset.rows, dataset.make) if isinstance(dataset, AnswerStream) else (dataset, None)
         units = SAMPLES
-        if self._packs_samples:
+        if args.sequence_packing:
             if self.pack_length is None:
                 raise McaError(
-                    "sequence_packing of a stream needs pack_length: its longest sample is not known"
+                    "sequence_packing of a stream needs pack_length, because its longest sample is not known; set "
+                    "pack_length"
                 )
             rows = PackedStream(rows, self.pack_length, multiple=self._sequence_multiple(), make=make)
             make, units = None, rows.units
@@ -115,21 +123,19 @@ class Loaders:
             make=make,
             drop_last=args.dataloader_drop_last,
             units=units,
-            order=order_of(dataset),
+            order=describe_order(dataset),
         )
         return self._loader(stream, stream, None), stream
 
     def _common_length(self, dataset: SampleSource, shape: BatchShape) -> int | None:
-        """What all rows are padded to where ranks with different ones send experts equally many tokens."""
-        if not self._needs_one_length():
+        """Return the padded length of all rows, if experts need the same number of tokens from all ranks."""
+        if not self._fixed_length_option():
             return None
-        longest = dataset.fill.length if isinstance(dataset, PackedDataset) else longest_sample(dataset)
-        return (
-            shape.micro_batch_size * longest if self.args.sequence_packing else longest
-        )  # packs are one row
+        packed = isinstance(dataset, PackedDataset)  # all packs of a micro-batch form one row
+        return shape.micro_batch_size * dataset.fill.length if packed else longest_sample(dataset)
 
-    def _needs_one_length(self) -> tuple[str, str] | None:
-        """What has experts get the same number of tokens of several replicas, and what it can be set to instead."""
+    def _fixed_length_option(self) -> tuple[str, str] | None:
+        """Return the option that needs equally long rows on all replicas, and the value that does not."""
         layout = self.ranks.layout
         if layout.ep == 1 and layout.etp <= layout.tp:
             return None
@@ -139,31 +145,31 @@ class Loaders:
         return ("moe_pad_expert_input_to_capacity", "false") if filled else None
 
     def evaluation(self, dataset: SampleSource) -> tuple[DataLoader[StepBatch], StepSampler]:
-        """An item is as many micro-batches as fill the pipeline; every sample comes once, in order."""
+        """Return the evaluation loader: each round fills the pipeline, and each sample comes once, in order."""
         pipeline = self.ranks.layout.pp
         shape = self._shape(self.args.per_device_eval_batch_size, pipeline)
         if is_stream(dataset):
-            dataset = self._in_memory(dataset)
+            dataset = self._load_stream(dataset)
         length = _length(dataset, "eval_dataset")
-        if self._packs_samples:
-            dataset = self._packed(dataset, "eval_dataset", None)
+        if self.args.sequence_packing:
+            dataset = self._pack(dataset, "eval_dataset", None)
             length = len(dataset)
         sampler = StepSampler(length, shape)
-        return self._of_samples(dataset, sampler), sampler
+        return self._sample_loader(dataset, sampler), sampler
 
-    def _in_memory(self, dataset: SampleSource) -> list[Sample]:
-        """A stream to evaluate on; it is read once."""
-        if id(dataset) not in self._read:
-            require_whole(dataset, "eval_dataset")
-            self._read[id(dataset)] = (dataset, list(dataset))
-        return self._read[id(dataset)][1]
+    def _load_stream(self, dataset: SampleSource) -> list[Sample]:
+        """Return the samples of an evaluation stream, which is read once."""
+        if id(dataset) not in self._evaluation_samples:
+            require_unsharded(dataset, "eval_dataset")
+            self._evaluation_samples[id(dataset)] = (dataset, list(dataset))
+        return self._evaluation_samples[id(dataset)][1]
 
     def _sequence_multiple(self) -> int:
-        """What packed sequences are padded to multiples of."""
+        """Return the multiple that packed sequences are padded to."""
         size = self.ranks.layout.cp
         return 2 * size if size > 1 else 1
 
-    def _packed(self, dataset: SampleSource, name: str, seed: int | None) -> PackedDataset:
+    def _pack(self, dataset: SampleSource, name: str, seed: int | None) -> PackedDataset:
         known = self._packs.get(id(dataset), {}).get(seed)
         if known is not None and known.dataset is dataset:
             return known
@@ -187,11 +193,11 @@ class Loaders:
         )
 
     def _group(self) -> int:
-        """Micro-batches that the interleaved schedule hands out together."""
+        """Return the number of micro-batches per group of the interleaved schedule."""
         size: int = self.megatron.microbatch_group_size_per_vp_stage
         return size
 
-    def _of_samples(self, dataset: SampleSource, sampler: StepSampler) -> DataLoader[StepBatch]:
+    def _sample_loader(self, dataset: SampleSource, sampler: StepSampler) -> DataLoader[StepBatch]:
         return self._loader(CountedSamples(dataset), sampler, self._common_length(dataset, sampler.shape))
 
     def _loader(
@@ -206,8 +212,8 @@ class Loaders:
             multiple=sequence_multiple(
                 self.ranks.layout,
                 self.megatron.sequence_parallel,
-                tokens=tokens_of_fp8(self.megatron.fp8, self.megatron.fp8_recipe),
-                step=step_of_lengths(
+                tokens=fp8_token_multiple(self.megatron.fp8, self.megatron.fp8_recipe),
+                step=length_multiple(
                     self.ranks.device.type, self.megatron.transformer_impl, packed=args.sequence_packing
                 ),
             ),
@@ -219,18 +225,19 @@ class Loaders:
             images=self.images,
             positions=self.positions,
         )
-        stream = isinstance(sampler, StepStream)  # its items are steps already
+        stream = isinstance(sampler, StepStream)  # yields whole steps
         return DataLoader(
             samples,
             batch_size=None if stream else 1,
             batch_sampler=None if stream else sampler,
             collate_fn=collator,
             num_workers=workers,
-            multiprocessing_context="fork" if workers else None,  # what makes samples cannot be pickled
-            # or a copy to the GPU waits for all that was launched before it
+            multiprocessing_context="fork" if workers else None,  # datasets may not be picklable
+            # without pinned memory a copy to the GPU waits for all kernels launched before it
             pin_memory=args.dataloader_pin_memory and self.ranks.device.type == "cuda",
             prefetch_factor=args.dataloader_prefetch_factor if workers else None,
-            # a loader draws a number whenever it starts: from here, not from the state that dropout goes on with
+            # the loader draws a seed at each start; a separate generator keeps the global state, which dropout uses,
+            # unchanged
             generator=torch.Generator().manual_seed(args.seed),
         )
 
@@ -243,26 +250,26 @@ def _length(dataset: SampleSource, name: str) -> int:
     return len(dataset)
 
 
-def steps_of(loader: DataLoader[StepBatch]) -> Iterator[StepBatch]:
-    """The steps of ``loader``; an error of a worker is the same one line as without workers."""
+def iterate_steps(loader: DataLoader[StepBatch]) -> Iterator[StepBatch]:
+    """Yield the steps of ``loader``; an error in a worker process raises the same one-line error as without workers."""
     try:
         yield from loader
-    except McaError as error:  # torch puts the worker's traceback into its text
+    except McaError as error:  # torch adds the worker's traceback to the message
         kind = type(error)
         raise kind(str(error).rpartition(f"{kind.__name__}: ")[2].rstrip()) from error
 
 
-def continued(place: RunPosition, sampler: StepSampler | StepStream) -> RunPosition:
-    """``place`` of a checkpoint in this run's data.
+def resume_position(place: RunPosition, sampler: StepSampler | StepStream) -> RunPosition:
+    """Return the checkpoint's ``place`` converted to the batch size and the data of this run.
 
     Raises:
-        McaError: Data is a stream, whose steps are counted, and they have another size now.
+        McaError: The dataset is a stream and the number of samples per step has changed.
     """
     size, samples = sampler.shape.global_size, sampler.num_samples
     if isinstance(sampler, StepStream) and place.batch not in (0, size):
         raise UsageError(
             f"the checkpoint's steps have {counted(place.batch, 'sample')}, this run's {size}; a stream can only "
-            "be resumed with steps of the same size: change gradient_accumulation_steps or per_device_train_batch_size"
+            "be resumed with steps of the same size; change gradient_accumulation_steps or per_device_train_batch_size"
         )
     if place.units not in ("", sampler.units):
         logger.warning(
@@ -270,7 +277,7 @@ def continued(place: RunPosition, sampler: StepSampler | StepStream) -> RunPosit
             place.units,
             sampler.units,
         )
-    elif _is_inside(place, sampler) and place.order and sampler.order not in ("", place.order):
+    elif _is_within_epoch(place, sampler) and place.order and sampler.order not in ("", place.order):
         logger.warning(
             "the checkpoint's samples come in another order (%s) than this run's (%s): some may be used twice or not "
             "at all",
@@ -284,10 +291,10 @@ def continued(place: RunPosition, sampler: StepSampler | StepStream) -> RunPosit
             counted(place.of, "sample"),
             samples,
         )
-    return replace(place.in_steps_of(size), of=samples, units=sampler.units, order=sampler.order)
+    return replace(place.with_batch_size(size), of=samples, units=sampler.units, order=sampler.order)
 
 
-def _is_inside(place: RunPosition, sampler: StepSampler | StepStream) -> bool:
-    """Whether samples are to be skipped, so that it matters which ones come first."""
+def _is_within_epoch(place: RunPosition, sampler: StepSampler | StepStream) -> bool:
+    """Return True if the run resumes within an epoch, where the order of samples matters."""
     at_end = place.ended or (isinstance(sampler, StepSampler) and place.samples >= place.of)
     return place.samples > 0 and not at_end

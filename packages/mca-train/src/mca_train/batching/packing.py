@@ -1,6 +1,6 @@
-"""Samples of different lengths into packs: rows of several sequences that attention keeps apart.
+"""Sequence packing: several sequences in one row, with attention within each sequence only.
 
-Padding a batch to its longest sample computes tokens that nobody asked for; packs leave almost none.
+Padding a batch to its longest sample wastes compute on padding tokens; packs contain almost none.
 """
 
 from collections.abc import Sequence
@@ -19,21 +19,21 @@ from mca_train.types import Sample, SampleSource
 _PARTS = ("input_ids", "labels", VALUES, "images")
 
 _TARGETS = ("attention_mask", "completion_mask", "assistant_masks")
-"""What other trainers make labels of."""
+"""Columns that other trainers derive labels from."""
 
 OPEN_PACKS = 256
-"""Packs that are tried for a sample, the oldest first; when none has room, the fullest is closed."""
+"""Open packs that are tried for a sample, oldest first; if none has room, the fullest is closed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fill:
-    """How full packs are.
+class PackingStats:
+    """Fill statistics of a packed dataset.
 
     Args:
-        samples: That are packed.
-        tokens: Of all samples, without any padding.
-        packs: That hold them.
-        length: Tokens that a pack has room for.
+        samples: Number of packed samples.
+        tokens: Tokens of all samples without padding.
+        packs: Number of packs.
+        length: Capacity of a pack in tokens.
         longest: Tokens of the longest sample.
     """
 
@@ -45,12 +45,12 @@ class Fill:
 
     @property
     def rate(self) -> float:
-        """The share of the packs' room that samples take."""
+        """Share of the packs' capacity that is filled with tokens."""
         return self.tokens / (self.packs * self.length)
 
     @property
     def padded_rate(self) -> float:
-        """The same if every sample were padded to the longest instead."""
+        """Share of tokens that are not padding if every sample were padded to the longest instead."""
         return self.tokens / (self.samples * self.longest)
 
     def __str__(self) -> str:
@@ -61,22 +61,22 @@ class Fill:
         )
 
 
-def packs_of(room: int, multiple: int) -> str:
-    """Packs in words: the same words for those that hold the same of the same samples."""
+def describe_packs(room: int, multiple: int) -> str:
+    """Describe a packing in words; equal texts mean equal packs of the same samples."""
     return f"packs of {room} tokens, of sequences in multiples of {multiple}"
 
 
 class PackedDataset(Dataset[list[Sample]]):
-    """Samples in packs; an item is the list of a pack's samples.
+    """Dataset of packs; an item is the list of a pack's samples.
 
-    Packs are made once, of samples in a seeded random order, so that they mix; an epoch shuffles the packs.
+    Packs are built once, from samples in a seeded random order; each epoch shuffles the packs.
 
     Args:
-        dataset: Of samples with ``input_ids``, or of preference pairs.
-        length: Tokens in a pack at most.
+        dataset: Samples with ``input_ids``, or preference pairs.
+        length: Maximum tokens of a pack.
         multiple: Every sequence is padded to a multiple of this (twice the context-parallel size).
-        seed: Of the order in which samples are packed; None: their own.
-        name: What to call the dataset in errors.
+        seed: Seed of the packing order; None: the order of the dataset.
+        name: Name of the dataset in errors.
 
     Raises:
         McaError: A sample is longer than a pack.
@@ -96,23 +96,23 @@ class PackedDataset(Dataset[list[Sample]]):
         fitting = needs[lengths.sum(1) <= length]
         room = max(
             length + -length % multiple, int(fitting.max(initial=0))
-        )  # padding does not shut a sample out
+        )  # a sample is not too long because of its padding
         if len(needs) and (longest := int(needs.argmax())) >= 0 and needs[longest] > room:
             raise McaError(
-                f"{name}: sample {longest} takes {needs[longest]} tokens, a pack has room for {room}; raise "
+                f"{name}: sample {longest} takes {needs[longest]} tokens, but a pack holds {room}; raise "
                 "seq_length (the pack's length) or shorten the sample"
             )
         order = np.arange(len(needs)) if seed is None else np.random.default_rng(seed).permutation(len(needs))
         self.dataset = dataset
         self.packs = first_fit(needs, order, room)
-        self.fill = Fill(
+        self.fill = PackingStats(
             samples=len(needs),
             tokens=int(lengths.sum()),
             packs=len(self.packs),
             length=room,
             longest=int(needs.max(initial=0)),
         )
-        self.units = packs_of(room, multiple)
+        self.units = describe_packs(room, multiple)
 
     def __len__(self) -> int:
         return len(self.packs)
@@ -124,13 +124,13 @@ class PackedDataset(Dataset[list[Sample]]):
 def first_fit(
     sizes: NDArray[np.int64], order: NDArray[np.int64], room: int, open_packs: int = OPEN_PACKS
 ) -> list[NDArray[np.int64]]:
-    """Which samples go into which pack.
+    """Assign samples to packs by the first-fit heuristic.
 
     Args:
         sizes: Tokens of each sample, none above ``room``.
-        order: In which they come.
-        room: Tokens of a pack.
-        open_packs: Packs that are kept open.
+        order: Order of the samples.
+        room: Capacity of a pack in tokens.
+        open_packs: Maximum number of open packs.
     """
     packs = OpenPacks(room, open_packs)
     closed = [pack for number in order if (pack := packs.add(int(number), int(sizes[number]))) is not None]
@@ -138,11 +138,11 @@ def first_fit(
 
 
 class OpenPacks:
-    """Packs that are being filled.
+    """Packs that still have room.
 
     Args:
-        room: Tokens of a pack.
-        limit: Packs that are kept open.
+        room: Capacity of a pack in tokens.
+        limit: Maximum number of open packs.
     """
 
     def __init__(self, room: int, limit: int = OPEN_PACKS) -> None:
@@ -151,7 +151,7 @@ class OpenPacks:
         self._left = np.zeros(0, np.int64)
 
     def add(self, item: Sample, size: int) -> list[Sample] | None:
-        """Puts ``item`` of ``size`` tokens into the first pack with room; the pack that was closed for a new one."""
+        """Add ``item`` of ``size`` tokens to the first pack with room; return the pack that was closed, if any."""
         fits, closed = self._left >= size, None
         place = int(fits.argmax()) if fits.any() else len(self.open)
         if place == len(self.open):
@@ -168,25 +168,25 @@ class OpenPacks:
 
 
 def sequence_lengths(dataset: SampleSource) -> NDArray[np.int64]:
-    """Tokens of every sequence of every sample: ``[samples, sequences of a sample]``."""
+    """Return the number of tokens of every sequence: ``[samples, sequences per sample]``."""
     known = getattr(dataset, "lengths", None)
     if known is None:
-        rows = (sequences_of(dataset[index]) for index in range(len(dataset)))
+        rows = (split_sequences(dataset[index]) for index in range(len(dataset)))
         known = np.array([[len(sequence["input_ids"]) for sequence in row] for row in rows], np.int64)
     known = np.asarray(known, np.int64)
     return known[:, None] if known.ndim == 1 else known
 
 
 def longest_sample(dataset: SampleSource, multiple: int = 1) -> int:
-    """Tokens of the longest sample, its sequences padded to multiples of ``multiple``."""
+    """Return the length of the longest sample, with its sequences padded to multiples of ``multiple``."""
     lengths = sequence_lengths(dataset)
     return int((lengths + -lengths % multiple).sum(1).max())
 
 
-def sequences_of(sample: Sample) -> list[Sample]:
-    """The sequences a sample is made of: those of a pack, the two of a preference pair, or itself."""
+def split_sequences(sample: Sample) -> list[Sample]:
+    """Split a pack, a preference pair or a single sample into sequences."""
     if isinstance(sample, list):
-        return [sequence for item in sample for sequence in sequences_of(item)]
+        return [sequence for item in sample for sequence in split_sequences(item)]
     if "chosen_input_ids" in sample:
         source = {"source": sample["source"]} if "source" in sample else {}
         return [
@@ -196,10 +196,10 @@ def sequences_of(sample: Sample) -> list[Sample]:
     return [sample]
 
 
-def other_sequence(sample: Sample) -> Sample:
-    """What a sample (or each of a pack) has as ``other_input_ids`` and ``other_labels``; nothing if it has none."""
+def kl_sequence(sample: Sample) -> Sample:
+    """Return the KL sequence (``other_*`` columns) of a sample or of each sample of a pack; empty if there is none."""
     if isinstance(sample, list):
-        found = [other_sequence(item) for item in sample]
+        found = [kl_sequence(item) for item in sample]
         return found if all(found) else []
     if "other_input_ids" not in sample:
         return {}
@@ -207,64 +207,66 @@ def other_sequence(sample: Sample) -> Sample:
 
 
 def count_samples(sample: Sample) -> int:
-    """Samples that an item of a dataset stands for: those of a pack."""
+    """Return the number of samples in an item of a dataset, which may be a pack."""
     return len(sample) if isinstance(sample, list) else 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Several sequences one after the other; each list has a tensor of each, of equal lengths."""
+    """Sequences of a packed row; each list has one tensor per sequence, of equal lengths across the lists."""
 
     input_ids: list[torch.Tensor]
     labels: list[torch.Tensor]
-    """Of the position itself, not of the next."""
-    own_tokens: list[int]
-    """How many of each sequence are no padding; 0 of one that does not count."""
+    """Labels that are not shifted."""
+    num_tokens: list[int]
+    """Tokens of each sequence without padding; 0 if the sequence does not count."""
     values: list[torch.Tensor]
-    """Numbers of each sequence; none if samples say none."""
+    """Extra numbers of each sequence; empty if the samples have none."""
 
     @property
     def length(self) -> int:
-        """Tokens of all."""
+        """Total number of tokens."""
         return sum(len(ids) for ids in self.input_ids)
 
-    def padded(self, length: int, pad_token_id: int, ignored: int) -> "Row":
-        """With one more sequence, of nothing, up to ``length``."""
+    def pad_to(self, length: int, pad_token_id: int, ignored: int) -> "Row":
+        """Return the row padded to ``length`` by a further sequence of padding."""
         rest = length - self.length
         if not rest:
             return self
         return Row(
             input_ids=[*self.input_ids, torch.full((rest,), pad_token_id)],
             labels=[*self.labels, torch.full((rest,), ignored)],
-            own_tokens=[*self.own_tokens, 0],
+            num_tokens=[*self.num_tokens, 0],
             values=[*self.values, *(torch.zeros_like(value) for value in self.values[:1])],
         )
 
 
-def row_of(sequences: Sequence[tuple[Sample, bool]], multiple: int, pad_token_id: int, ignored: int) -> Row:
-    """The row of ``(sequence, whether it counts)``, each padded to a multiple of ``multiple``."""
+def build_row(
+    sequences: Sequence[tuple[Sample, bool]], multiple: int, pad_token_id: int, ignored: int
+) -> Row:
+    """Build a row of ``(sequence, counts)`` pairs, each padded to a multiple of ``multiple``."""
     ids, labels = [], []
     for sequence, counts in sequences:
-        require_own_targets(sequence)
+        require_plain_sample(sequence)
         tokens = torch.as_tensor(sequence["input_ids"]).long()
         targets = torch.as_tensor(sequence.get("labels", tokens)).long()
         targets = targets if counts else torch.full_like(targets, ignored)
         rest = (0, -len(tokens) % multiple)
         ids.append(torch.nn.functional.pad(tokens, rest, value=pad_token_id))
         labels.append(torch.nn.functional.pad(targets, rest, value=ignored))
-    own = [own_tokens(sequence) * counts for sequence, counts in sequences]
-    values = values_of([sequence for sequence, _ in sequences])
-    return Row(input_ids=ids, labels=labels, own_tokens=own, values=values)
+    own = [count_tokens(sequence) * counts for sequence, counts in sequences]
+    values = collect_values([sequence for sequence, _ in sequences])
+    return Row(input_ids=ids, labels=labels, num_tokens=own, values=values)
 
 
-def own_tokens(sequence: Sample) -> int:
-    """Without the padding at the end of a sequence that was padded when it was tokenized."""
+def count_tokens(sequence: Sample) -> int:
+    """Count the tokens of a sequence without the padding in its ``attention_mask``."""
     mask = sequence.get("attention_mask")
     return len(sequence["input_ids"]) if mask is None else int(torch.as_tensor(mask).sum())
 
 
-def require_own_targets(sample: Sample) -> None:
-    """Raises if columns say of targets, padding or positions what would not be followed."""
+def require_plain_sample(sample: Sample) -> None:
+    """Raise a `McaError` if columns define targets, padding or positions that would be ignored."""
     for name in () if "labels" in sample else _TARGETS:
         if name in sample and not torch.as_tensor(sample[name]).all():
             raise McaError(
@@ -279,13 +281,13 @@ def require_own_targets(sample: Sample) -> None:
     places = torch.as_tensor(sample.get("position_ids", []))
     if places.ndim == 1 and bool((places != torch.arange(len(places))).any()):
         raise McaError(
-            "a sample of the dataset has position_ids that do not count from 0; give each sequence as a sample of its "
-            "own, and set sequence_packing to have several in a row"
+            "a sample of the dataset has position_ids that do not count from 0; make each sequence a separate sample, "
+            "and set sequence_packing to train several in one row"
         )
 
 
-def values_of(sequences: Sequence[Sample]) -> list[torch.Tensor]:
-    """The numbers of each sequence, zeros for one that has none beside others that have; empty if none has."""
+def collect_values(sequences: Sequence[Sample]) -> list[torch.Tensor]:
+    """Return the extra numbers of each sequence, zeros where one has none; empty if no sequence has any."""
     known = next((torch.as_tensor(each[VALUES]) for each in sequences if VALUES in each), None)
     if known is None:
         return []

@@ -1,4 +1,4 @@
-"""Where a run stands in its data and how long it is, in epochs, steps and samples."""
+"""Position of a run in its data, and its length, in epochs, steps and samples."""
 
 import math
 from dataclasses import dataclass, replace
@@ -7,83 +7,85 @@ from typing import Protocol
 from mca_train.types import TrainingArguments
 
 
-class Steps(Protocol):
-    """How an epoch's samples are cut into steps."""
+class EpochSteps(Protocol):
+    """Division of an epoch into steps."""
 
     @property
     def num_steps(self) -> int:
-        """In a whole epoch."""
+        """Steps of a full epoch."""
 
     def steps_after(self, samples: int) -> int:
-        """Steps that remain in an epoch after its first ``samples`` samples."""
+        """Return the number of steps left in an epoch after its first ``samples`` samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPosition:
-    """Where a run stands in its data: in samples, so that it can go on with steps of another size."""
+    """Position of a run in its data, in samples, so that a run can resume with another batch size."""
 
     epoch: int = 0
     samples: int = 0
-    """Of this epoch, trained already."""
+    """Samples of this epoch that were trained."""
     of: int = 0
-    """Samples in an epoch; 0: the run has not begun."""
+    """Samples per epoch; 0: the run has not started."""
     units: str = ""
-    """What is counted as a sample: one, or a pack of some size; empty: nobody knows."""
+    """Unit of the samples: single samples, or packs of some size; empty: unknown."""
     order: str = ""
-    """What decides in which order samples come, in words; empty: nobody knows."""
+    """Description of the order of samples; empty: unknown."""
     batch: int = 0
-    """Samples in a step."""
+    """Samples per step."""
     schedule: int = 0
-    """Steps as the learning rate's schedule counts them."""
+    """Steps of the learning-rate schedule."""
     extra: int = 0
-    """Steps made beside those that epochs and samples say; below 0 where a callback ended an epoch early."""
+    """Steps in addition to those computed from epochs and samples; negative if a callback ended an epoch early."""
     ended: bool = False
-    """Whether a callback has ended this epoch, of which samples may be left."""
+    """True if a callback ended this epoch before all samples were used."""
 
     def after_step(self) -> "RunPosition":
-        """A step later; the last one of an epoch may be short."""
+        """Return the position one step later; the last step of an epoch may be short."""
         samples = min(self.samples + self.batch, self.of)
         return replace(self, samples=samples, schedule=self.schedule + 1)
 
     def next_epoch(self, left: int) -> "RunPosition":
-        """At the beginning of the next one; ``left`` steps of this one were not made."""
+        """Return the start of the next epoch, with ``left`` steps of this one skipped."""
         return replace(self, epoch=self.epoch + 1, samples=0, extra=self.extra - left, ended=False)
 
-    def begun_anew(self, made: int) -> "RunPosition":
-        """At the beginning of this epoch, of which ``made`` steps were made already."""
+    def restart_epoch(self, made: int) -> "RunPosition":
+        """Return the start of this epoch, ``made`` steps of which were made already."""
         return replace(self, samples=0, extra=self.extra + made)
 
-    def in_steps_of(self, batch: int) -> "RunPosition":
-        """The same place if a step has ``batch`` samples."""
+    def with_batch_size(self, batch: int) -> "RunPosition":
+        """Return the same position with steps of ``batch`` samples."""
         return replace(self, batch=batch, extra=round(self.extra * (self.batch or batch) / batch))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Length:
-    """How long a run is."""
+class RunLength:
+    """Length of a run in steps and epochs."""
 
     steps_per_epoch: int
     max_steps: int
-    """Optimizer steps at its end, those with another batch size included."""
+    """Optimizer steps at the end of the run, including those with another batch size."""
     num_epochs: int
-    """Epochs begun."""
+    """Epochs that the run enters."""
     schedule_steps: int
-    """Steps of the learning rate's schedule."""
+    """Steps of the learning-rate schedule."""
     schedule_done: int
-    """Of these, where the run goes on."""
+    """Steps of the schedule before the resumed one."""
 
     @classmethod
-    def of(cls, args: TrainingArguments, steps: Steps, place: RunPosition, done: int) -> "Length":
-        """From ``max_steps``, or from ``num_train_epochs`` where that is not set, as in Hugging Face.
+    def from_arguments(
+        cls, args: TrainingArguments, steps: EpochSteps, place: RunPosition, done: int
+    ) -> "RunLength":
+        """Compute the length from ``max_steps``, or else from ``num_train_epochs``, as in Hugging Face.
 
-        Where the batch size has changed since the run began, epochs are turned into steps as if it always had
-        been this one: for what remains, and for the schedule.
+        If the batch size has changed since the run began, the remaining steps and the schedule are computed as if it
+        had always been the current one.
 
         Args:
             args: Training arguments.
-            steps: How an epoch is cut.
-            place: Where the run goes on.
-            done: Optimizer steps that it has made.
+            steps: Division of an epoch into steps.
+            place: Position at which the run resumes.
+            done: Optimizer steps made so far.
         """
         size = steps.num_steps
         at = place.epoch * size + size - steps.steps_after(place.samples) + place.extra

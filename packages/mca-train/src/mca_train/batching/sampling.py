@@ -1,4 +1,4 @@
-"""Which samples a data-parallel rank sees in a training step: seeded, sliced, resumable."""
+"""Sampling of each data-parallel rank's samples per step: seeded, sharded and resumable."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,43 +13,42 @@ SAMPLES = "samples"
 
 @dataclass(frozen=True, kw_only=True)
 class BatchShape:
-    """How a global batch is dealt out: ``micro_batch_size x num_micro_batches x data_parallel_size``."""
+    """Shape of a global batch: ``micro_batch_size x num_micro_batches x data_parallel_size``."""
 
     micro_batch_size: int
     num_micro_batches: int
     data_parallel_size: int
     data_parallel_rank: int
     group: int = 1
-    """Micro-batches that the schedule takes together (interleaved pipelines)."""
+    """Micro-batches per group of the interleaved schedule."""
     smallest_group: int = 1
-    """How many may be left when their number is divided by ``group``, if any are (interleaved pipelines: pp)."""
+    """Minimum size of a last, incomplete group (pp with the interleaved schedule)."""
 
     @property
     def row_size(self) -> int:
-        """Samples in one micro-batch of all data-parallel ranks together."""
+        """Samples in one micro-batch over all data-parallel ranks."""
         return self.micro_batch_size * self.data_parallel_size
 
     @property
     def global_size(self) -> int:
-        """Samples in a step."""
+        """Samples per step."""
         return self.row_size * self.num_micro_batches
 
 
 class StepSampler:
-    """Yields, for each step, this rank's sample indices: micro-batch after micro-batch.
+    """Sampler of this rank's sample indices of each step, micro-batch after micro-batch.
 
-    The order of samples depends on seed and epoch only, never on the layout, so every layout with the same
-    global batch trains on the same batches. The last step of an epoch may be short: it has as few
-    micro-batches as hold its samples, and places without a sample hold ``~index`` (negative): a repeated
-    sample that must not count.
+    The order of samples depends on seed and epoch only, never on the layout, so every layout with the same global batch
+    trains on the same batches. The last step of an epoch may be short: it has the fewest micro-batches that hold its
+    samples. Unfilled slots hold ``~index`` (negative), a repeated sample that must not count.
 
     Args:
         num_samples: Samples in the dataset.
-        shape: How they are dealt out.
-        seed: Of the shuffle; None keeps the dataset's order.
-        drop_last: Leave out the samples that do not fill a step.
-        units: What the samples are, in words.
-        order: What decides in which order they come, in words.
+        shape: Shape of the global batch.
+        seed: Seed of the shuffle; None keeps the dataset's order.
+        drop_last: Drop the samples that do not fill a step.
+        units: Unit of the samples, in words.
+        order: Description of their order.
     """
 
     def __init__(
@@ -77,16 +76,16 @@ class StepSampler:
 
     @property
     def num_steps(self) -> int:
-        """Steps in a whole epoch."""
+        """Steps of a full epoch."""
         return self.steps_after(0)
 
     def steps_after(self, samples: int) -> int:
-        """Steps that remain in an epoch after its first ``samples`` samples."""
+        """Return the number of steps left in an epoch after its first ``samples`` samples."""
         steps, rest = divmod(max(self.num_samples - samples, 0), self.shape.global_size)
         return steps + int(rest > 0 and not self._drop_last)
 
     def share(self, samples: int) -> float:
-        """How much of an epoch its first ``samples`` samples are, as Hugging Face counts."""
+        """Return the fraction of an epoch after ``samples`` samples, as Hugging Face counts."""
         return min(samples / min(self.num_samples, self.num_steps * self.shape.global_size), 1.0)
 
     def __len__(self) -> int:
@@ -97,7 +96,7 @@ class StepSampler:
         size = self.shape.global_size
         for step in range(len(self)):
             first = self._first + step * size
-            yield deal(order[first : first + size], self.shape)
+            yield rank_samples(order[first : first + size], self.shape)
 
     def _order(self) -> Indices:
         if self.seed is None:
@@ -106,8 +105,8 @@ class StepSampler:
         return torch.randperm(self.num_samples, generator=generator).numpy()
 
 
-def deal(samples: Indices, shape: BatchShape) -> list[int]:
-    """This rank's part of one step's samples; ``~index`` fills places without a sample."""
+def rank_samples(samples: Indices, shape: BatchShape) -> list[int]:
+    """Return this rank's samples of one step, with ``~index`` in unfilled slots."""
     micro_batches = -(-len(samples) // shape.row_size)
     rest = micro_batches % shape.group
     if micro_batches < shape.group:

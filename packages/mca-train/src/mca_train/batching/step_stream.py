@@ -1,8 +1,7 @@
-"""Steps cut from a stream: a dataset that is only iterated, in its own order, and has no length.
+"""Steps from an iterable dataset, which has its own order and no length.
 
-Every rank reads the whole stream and takes its own places of each step, so that a step holds the same samples on every
-layout. Rows that `mca_train.data.streams` makes into samples are so only on the rank (and by the loader's worker)
-that trains on them.
+Every rank reads the whole stream and keeps its shard of each step, so that a step holds the same samples on every
+layout. Rows of `mca_train.data.streams` are tokenized only on the rank, and by the loader worker, that trains on them.
 """
 
 import logging
@@ -15,52 +14,53 @@ from torch.utils.data import IterableDataset
 
 from mca_config.errors import McaError
 from mca_config.printable import counted
-from mca_train.batching.packing import OpenPacks, packs_of, sequences_of
-from mca_train.batching.sampling import SAMPLES, BatchShape, deal
+from mca_train.batching.packing import OpenPacks, describe_packs, split_sequences
+from mca_train.batching.sampling import SAMPLES, BatchShape, rank_samples
 from mca_train.types import Sample, SampleSource
 
 
 def is_stream(dataset: SampleSource) -> bool:
-    """Whether ``dataset`` can only be iterated."""
+    """Return True if ``dataset`` can only be iterated."""
     return isinstance(dataset, IterableDataset) or (
         isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__")
     )
 
 
 def require_steps(dataset: SampleSource, max_steps: int) -> None:
-    """Raises a `McaError` for a stream without ``max_steps``."""
+    """Raise a `McaError` for a stream without ``max_steps``."""
     if is_stream(dataset) and max_steps <= 0:
         raise McaError("train_dataset is a stream, which has no length; set max_steps")
 
 
-def require_whole(dataset: SampleSource, name: str) -> None:
-    """Raises a `McaError` for a stream that `datasets` has dealt out already: ranks would take parts of parts."""
+def require_unsharded(dataset: SampleSource, name: str) -> None:
+    """Raise a `McaError` for a stream that `datasets` has sharded already, which ranks would shard again."""
     parts = getattr(getattr(dataset, "_distributed", None), "world_size", 1)
     if parts > 1:
         raise McaError(
-            f"{name} is one of {parts} parts of a stream (split_dataset_by_node); give every rank the whole stream, of "
-            "which each takes its own part of every step"
+            f"{name} is one of {parts} shards of a stream (split_dataset_by_node); pass the whole stream to every "
+            "rank; "
+            "mca shards every step itself"
         )
 
 
 class StepStream(IterableDataset[list[tuple[Sample, bool]]]):
-    """This rank's samples of each step, and whether they count, micro-batch after micro-batch.
+    """Iterable dataset of this rank's ``(sample, counts)`` pairs of each step, micro-batch after micro-batch.
 
-    A stream that ends begins anew (after ``set_epoch`` with the number of the pass, if it has that); the last step of a
-    pass may be short, as in `mca_train.batching.sampling.StepSampler`.
+    A stream that ends is restarted, after ``set_epoch`` with the number of the pass if it has that method. The last
+    step of a pass may be short, as in `mca_train.batching.sampling.StepSampler`.
 
     Args:
-        dataset: What is iterated.
-        shape: How a step is dealt out.
+        dataset: Iterable dataset.
+        shape: Shape of the global batch.
         max_steps: Steps of the run.
-        make: Makes a sample of what the stream gives; None: it is one.
-        drop_last: Leave out what does not fill a step at the end of a pass.
-        units: What the samples are, in words.
-        order: What decides in which order they come, in words; empty: nobody knows.
+        make: Function from an item of the stream to a sample; None: items are samples.
+        drop_last: Drop an incomplete step at the end of a pass.
+        units: Unit of the samples, in words.
+        order: Description of their order; empty: unknown.
     """
 
     seed: int | None = None
-    """The order is the dataset's own."""
+    """None: the order is that of the dataset."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class StepStream(IterableDataset[list[tuple[Sample, bool]]]):
 
     @property
     def num_samples(self) -> int:
-        """Of the run, as if every step were full."""
+        """Samples of the run if every step is full."""
         return self.num_steps * self.shape.global_size
 
     def set_epoch(self, epoch: int, first: int = 0) -> None:
@@ -89,11 +89,11 @@ class StepStream(IterableDataset[list[tuple[Sample, bool]]]):
         self._first_step = first // self.shape.global_size
 
     def steps_after(self, samples: int) -> int:
-        """Steps that remain after ``samples`` samples in full steps."""
+        """Return the number of steps left after ``samples`` samples in full steps."""
         return max(self.num_steps - samples // self.shape.global_size, 0)
 
     def share(self, samples: int) -> float:
-        """How much of the run its first ``samples`` samples are, as Hugging Face counts epochs of streams."""
+        """Return the fraction of the run after ``samples`` samples, as Hugging Face counts epochs of streams."""
         return samples / self.num_samples
 
     def __iter__(self) -> Iterator[list[tuple[Sample, bool]]]:
@@ -103,49 +103,49 @@ class StepStream(IterableDataset[list[tuple[Sample, bool]]]):
                 yield self._deal(rows)
 
     def _deal(self, rows: list[Sample]) -> list[tuple[Sample, bool]]:
-        places = deal(np.arange(len(rows)), self.shape)
+        places = rank_samples(np.arange(len(rows)), self.shape)
         make = self._make or (lambda row: row)
         return [(make(rows[max(place, ~place)]), place >= 0) for place in places]
 
     def _steps(self) -> Iterator[list[Sample]]:
-        """The rows of every step of all ranks, without end."""
-        size, given = self.shape.global_size, 0
+        """Yield the rows of every step over all ranks, without end."""
+        size, num_steps_made = self.shape.global_size, 0
         for number in count():
             if hasattr(self._dataset, "set_epoch"):
                 self._dataset.set_epoch(number)
-            rows, before = iter(self._dataset), given
+            rows, before = iter(self._dataset), num_steps_made
             while group := list(islice(rows, size)):
-                if len(group) < size and self._drop_last and given:
+                if len(group) < size and self._drop_last and num_steps_made:
                     break
-                given += 1
+                num_steps_made += 1
                 yield group
-            if given == before:
+            if num_steps_made == before:
                 raise McaError(
-                    f"train_dataset gave nothing in pass {number + 1}, after {given} of "
-                    f"{counted(self.num_steps, 'step')}; a stream must hold samples, and begin anew "
-                    "when it is iterated again"
+                    f"train_dataset yielded no samples in pass {number + 1}, after {num_steps_made} of "
+                    f"{counted(self.num_steps, 'step')}; a stream must yield samples, and must restart "
+                    "when it is iterated again; return a new iterator from __iter__"
                 )
 
 
 def _claim_worker() -> tuple[int, int]:
-    """Which of how many loader workers this is; from here on streams see none, or they would deal out themselves."""
+    """Return the worker's index and the number of workers, and hide both, so that streams do not shard themselves."""
     info = torch.utils.data.get_worker_info()
     if info is None:
         return 0, 1
     torch.utils.data._utils.worker._worker_info = None
     if info.id:
-        logging.getLogger("mca_train").setLevel(logging.ERROR)  # what the first one says, all would
+        logging.getLogger("mca_train").setLevel(logging.ERROR)  # only the first worker logs warnings
     return info.id, info.num_workers
 
 
 class PackedStream:
-    """A stream of packs: lists of samples that are as long as ``length`` together, first fit over the open packs.
+    """Stream of packs (lists of samples) of up to ``length`` tokens, filled first-fit over the open packs.
 
     Args:
-        dataset: What is iterated.
-        length: Tokens in a pack at most; a sample of as many is a pack also if it is longer with its padding.
+        dataset: Iterable dataset.
+        length: Maximum tokens of a pack; a sample of this length fits even if its padding exceeds it.
         multiple: Every sequence is padded to a multiple of this.
-        make: Makes a sample of what the stream gives; None: it is one.
+        make: Function from an item of the stream to a sample; None: items are samples.
     """
 
     def __init__(
@@ -153,10 +153,10 @@ class PackedStream:
     ) -> None:
         self._dataset, self._make = dataset, make or (lambda row: row)
         self._longest, self._length, self._multiple = length, length + -length % multiple, multiple
-        self.units = packs_of(self._length, multiple)
+        self.units = describe_packs(self._length, multiple)
 
     def set_epoch(self, epoch: int) -> None:
-        """The stream's own."""
+        """Set the epoch of the stream, if it has one."""
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
 
@@ -165,11 +165,13 @@ class PackedStream:
         for number, row in enumerate(self._dataset):
             place = getattr(row, "place", f"sample {number}")
             sample = self._make(row)
-            lengths = [len(sequence["input_ids"]) for sequence in sequences_of(sample)]
+            lengths = [len(sequence["input_ids"]) for sequence in split_sequences(sample)]
             needs = sum(length + -length % self._multiple for length in lengths)
-            if needs > self._length and sum(lengths) > self._longest:  # padding shuts no sample out
+            if (
+                needs > self._length and sum(lengths) > self._longest
+            ):  # a sample is not too long because of its padding
                 raise McaError(
-                    f"train_dataset: {place} takes {needs} tokens, a pack has room for {self._length}; raise "
+                    f"train_dataset: {place} takes {needs} tokens, but a pack holds {self._length}; raise "
                     "seq_length (the pack's length) or shorten the sample"
                 )
             closed = packs.add(sample, needs)

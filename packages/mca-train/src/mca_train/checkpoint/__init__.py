@@ -1,1 +1,1 @@
-"""Training checkpoints: written, checked, loaded."""
+"""Checkpoints of a training run on disk."""

@@ -1,4 +1,4 @@
-"""Checkpoint directories of a run: their names, which is complete, which is the last, which may go."""
+"""Checkpoint directories of a run: names, completeness, the latest one, the ones to delete."""
 
 import json
 import logging
@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 from mca_config.errors import McaError, UsageError
-from mca_config.files import read_json, reading
-from mca_models.megatron.distributed.collectives import on_first
+from mca_config.files import naming_read_errors, read_json
+from mca_models.megatron.distributed.collectives import run_on_first_rank
 from mca_train.batching.position import RunPosition
 from mca_train.checkpoint import integrity
-from mca_train.checkpoint.carried import Carried, Totals
+from mca_train.checkpoint.loop_state import LoopState, Totals
 from mca_train.checkpoint.training_state import TRAINING
 from mca_train.groups import Ranks
 from mca_train.lr_schedule import followed_metric
@@ -24,32 +24,32 @@ _NAME = re.compile(rf"{PREFIX}-(\d+)")
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """The complete checkpoints in ``output_dir``, oldest step first.
+    """Return the complete checkpoints in ``output_dir``, oldest step first.
 
     Raises:
         McaError: It cannot be listed.
     """
-    with reading(output_dir):
+    with naming_read_errors(output_dir):
         try:
             names = [path.name for path in output_dir.iterdir()]
         except (FileNotFoundError, NotADirectoryError):
             return []
-        found = [(int(m[1]), output_dir / name) for name in names if (m := _NAME.fullmatch(name))]
-        return [path for _, path in sorted(found) if (path / STATE_FILE).is_file()]
+        matches = [(int(m[1]), output_dir / name) for name in names if (m := _NAME.fullmatch(name))]
+        return [path for _, path in sorted(matches) if (path / STATE_FILE).is_file()]
 
 
-def step_of(checkpoint: Path) -> int:
-    """The step of one of `checkpoints`."""
+def checkpoint_step(checkpoint: Path) -> int:
+    """Return the step of one of `checkpoints`."""
     return int(checkpoint.name.removeprefix(f"{PREFIX}-"))
 
 
 def resolve(resume: str | bool | None, output_dir: Path) -> Path | None:
-    """Which checkpoint ``resume_from_checkpoint`` means.
+    """Return the checkpoint that ``resume_from_checkpoint`` selects.
 
     Args:
-        resume: None or False: none. True or "true": the last, which must exist. "auto": the last if there is
-            one. Else a path.
-        output_dir: Where the run's checkpoints are.
+        resume: None or False: none. True or "true": the latest, which must exist. "auto": the latest if there is one.
+            Else a path.
+        output_dir: Directory with the run's checkpoints.
 
     Raises:
         McaError: It does not exist or is not complete.
@@ -69,89 +69,93 @@ def resolve(resume: str | bool | None, output_dir: Path) -> Path | None:
     inside = checkpoints(path)
     if inside and not (path / TRAINING).is_dir():
         raise McaError(
-            f"resume_from_checkpoint: {path} is the directory of a run; name a checkpoint in it ({inside[-1].name}), "
-            "or go on there with output_dir and auto"
+            f"resume_from_checkpoint: {path} is the output_dir of a run; set a checkpoint in it ({inside[-1].name}), "
+            "or continue that run with output_dir and auto"
         )
     if not (path / STATE_FILE).is_file():
-        raise McaError(f"resume_from_checkpoint: {path} has no {STATE_FILE}; it is not a training checkpoint")
+        raise McaError(
+            f"resume_from_checkpoint: {path} has no {STATE_FILE}, so it is not a training checkpoint"
+        )
     return path
 
 
 def find(resume: str | bool | None, output_dir: Path, ranks: Ranks) -> Path | None:
-    """The checkpoint that ``resume_from_checkpoint`` means, whole in every byte; collective.
+    """Return the checkpoint that ``resume_from_checkpoint`` selects, after verifying its checksums; collective.
 
-    Where it is up to us which one (``auto``, True), a damaged one is reported and the one before it is taken.
+    With ``auto`` and True, a damaged checkpoint is reported and the one before it is tried.
 
     Raises:
-        McaError: As `resolve`; or what was named, or every checkpoint there is, is damaged.
+        McaError: As `resolve`; or the named checkpoint, or every checkpoint, is damaged.
     """
     newest = resolve(resume, output_dir)
-    ours = str(resume).lower() in ("true", "last", "auto")
-    found = checkpoints(output_dir)[::-1] if ours else [newest] if newest else []
-    candidates = on_first(lambda: found)
-    if ours:
-        _tell_of_incomplete(output_dir, next(iter(candidates), None))
-    told = []
+    selects_latest = str(resume).lower() in ("true", "last", "auto")
+    paths = checkpoints(output_dir)[::-1] if selects_latest else [newest] if newest else []
+    candidates = run_on_first_rank(lambda: paths)
+    if selects_latest:
+        _warn_incomplete(output_dir, next(iter(candidates), None))
+    messages = []
     for candidate in candidates:
         faults = integrity.faults(candidate, ranks.rank, ranks.world_size)
         if not faults:
             return candidate
-        told.append(f"{candidate} is damaged: {'; '.join(faults)}")
+        messages.append(f"{candidate} is damaged: {'; '.join(faults)}")
         if len(candidates) > 1:
-            logger.warning("%s; trying the checkpoint before it", told[-1])
-    if told:
-        raise McaError("resume_from_checkpoint: " + "\n".join(told))
+            logger.warning("%s; trying the checkpoint before it", messages[-1])
+    if messages:
+        raise McaError("resume_from_checkpoint: " + "\n".join(messages))
     return None
 
 
-def _tell_of_incomplete(output_dir: Path, newest: Path | None) -> None:
-    """Says what looks like a newer checkpoint than the newest one, and is none."""
-    step = step_of(newest) if newest else -1
+def _warn_incomplete(output_dir: Path, newest: Path | None) -> None:
+    """Warn about directories named like newer checkpoints that are incomplete."""
+    step = checkpoint_step(newest) if newest else -1
     for path in sorted(output_dir.glob(f"{PREFIX}-*")):
         match = _NAME.fullmatch(path.name)
         if match and int(match[1]) > step:
-            logger.warning("%s has no %s; it is not a checkpoint and is ignored", path, STATE_FILE)
+            logger.warning("%s has no %s; it is incomplete and ignored", path, STATE_FILE)
 
 
-def expendable(output_dir: Path, limit: int | None, keep: str | None) -> list[Path]:
-    """The oldest checkpoints beyond ``limit``, but never the newest or the best (``keep``)."""
+def checkpoints_to_delete(output_dir: Path, limit: int | None, keep: str | None) -> list[Path]:
+    """Return the oldest checkpoints beyond ``limit``, except the newest and the best (``keep``)."""
     if not limit or limit < 1:
         return []
-    found = checkpoints(output_dir)
+    paths = checkpoints(output_dir)
     best = Path(keep).resolve() if keep else None
-    others = [path for path in found[:-1] if path.resolve() != best]
-    return others[: max(len(found) - limit, 0)]
+    older = [path for path in paths[:-1] if path.resolve() != best]
+    return older[: max(len(paths) - limit, 0)]
 
 
 def locate_best(state: OptimizerState, resumed: Path) -> None:
-    """Corrects where ``state``, that of the checkpoint ``resumed``, says that the best one is.
+    """Correct the path of the best checkpoint in ``state``, which was loaded from the checkpoint ``resumed``.
 
-    A run that was moved or copied has it beside the one that it goes on from. If it is gone, none is the best yet.
+    In a run that was moved or copied it is next to ``resumed``. If it is missing, there is no best checkpoint yet.
     """
     if state.best_model_checkpoint is None:
         return
-    beside = resumed.parent / Path(state.best_model_checkpoint).name
-    if beside.is_dir():
-        state.best_model_checkpoint = str(beside)
+    sibling = resumed.parent / Path(state.best_model_checkpoint).name
+    if sibling.is_dir():
+        state.best_model_checkpoint = str(sibling)
     elif not Path(state.best_model_checkpoint).is_dir():
-        logger.warning("the best checkpoint, %s, no longer exists; the best one from now on counts", beside)
+        logger.warning(
+            "the best checkpoint, %s, no longer exists; the best one is chosen from now on", sibling
+        )
         state.best_model_checkpoint = state.best_metric = state.best_global_step = None
 
 
-def forget_best_of_other_metric(state: OptimizerState, resumed: Path, args: TrainingArguments) -> bool:
-    """Drops the best value of ``state``, that of the checkpoint ``resumed``, if this run follows another metric.
+def reset_best_metric(state: OptimizerState, resumed: Path, args: TrainingArguments) -> bool:
+    """Reset the best metric of ``state``, loaded from ``resumed``, if this run uses another metric.
 
     Returns:
-        Whether it does.
+        True if it was reset.
     """
-    there = read_json(resumed / integrity.ARGUMENTS_FILE, "the checkpoint is incomplete")
-    before = followed_metric(there["metric_for_best_model"], there["greater_is_better"])
+    saved = read_json(resumed / integrity.ARGUMENTS_FILE, "the checkpoint is incomplete")
+    before = followed_metric(saved["metric_for_best_model"], saved["greater_is_better"])
     now = followed_metric(args.metric_for_best_model, args.greater_is_better)
     if state.best_metric is None or now in (None, before):
         return False
     logger.warning(
-        "the checkpoint's best model is that by %s, this run's by %s: the best one from now on counts, and early "
-        "stopping and a schedule that follows the metric begin anew",
+        "the checkpoint's best model is by %s, this run's by %s: the best one is chosen from now on, and early "
+        "stopping and a schedule that follows the metric start over",
         before,
         now,
     )
@@ -159,8 +163,8 @@ def forget_best_of_other_metric(state: OptimizerState, resumed: Path, args: Trai
     return True
 
 
-def place_in(checkpoint: Path) -> RunPosition:
-    """Where the run stood in its data.
+def load_position(checkpoint: Path) -> RunPosition:
+    """Return the run's position in its data.
 
     Raises:
         McaError: The checkpoint holds the model only.
@@ -175,26 +179,26 @@ def place_in(checkpoint: Path) -> RunPosition:
 
 
 def require_kind(checkpoint: Path, kind: str) -> None:
-    """Refuses to go on from the checkpoint of another kind of run than ``kind``, if it says of which it is.
+    """Raise if the checkpoint records another kind of run than ``kind``.
 
     Raises:
-        McaError: It is one, or it cannot be read.
+        McaError: The kinds differ, or the checkpoint cannot be read.
     """
-    there = carried_in(checkpoint, 0).run_kind
-    if there not in (None, kind):
+    saved = load_loop_state(checkpoint, 0).run_kind
+    if saved not in (None, kind):
         raise UsageError(
-            f"resume_from_checkpoint: {checkpoint} is of a {there} run, this is {kind}; to begin with its model, leave "
-            "resume_from_checkpoint out, name it in model_name_or_path (an adapter in adapter_name_or_path), and set "
+            f"resume_from_checkpoint: {checkpoint} is of a {saved} run, this is {kind}; to use its model, remove "
+            "resume_from_checkpoint, set it as model_name_or_path (an adapter as adapter_name_or_path), and set "
             "another output_dir"
         )
 
 
-def carried_in(checkpoint: Path, step: int) -> Carried:
-    """What the run carried after ``step``; a checkpoint of an earlier version has nothing."""
+def load_loop_state(checkpoint: Path, step: int) -> LoopState:
+    """Return the loop state after ``step``; empty in checkpoints of earlier versions."""
     path = checkpoint / TRAINING / "carried.json"
     if not path.is_file():
-        return Carried(totals=Totals(updates=step, logged=step))
+        return LoopState(totals=Totals(updates=step, logged=step))
     try:
-        return Carried.read(json.loads(path.read_text()))
+        return LoopState.from_dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise McaError(f"{path}: cannot be read ({error!r}); training cannot resume") from None

@@ -1,11 +1,10 @@
-"""The ranges that Transformer Engine's modules have seen under delayed fp8 scaling, in files that hold no pickle.
+"""Amax histories and scales of Transformer Engine's delayed fp8 scaling, in files without pickle.
 
-They scale a tensor by the largest values of earlier steps. A module that begins anew scales by 1, with which small
-gradients become 0. Transformer Engine's own extra states are pickles, which it refuses to load. Other recipes keep
-nothing.
+They scale a tensor by the largest values of earlier steps. A new module starts with scale 1, which flushes small
+gradients to 0. Transformer Engine's own extra states are pickles and are not loaded. Other recipes keep no state.
 
-All ranks of a stage agree on the largest values after every pass, so that one of them writes for all, under the names
-that modules have in the whole model. With ``tp_only_amax_red`` replicas go on with the ranges of the first.
+All ranks of a stage agree on the largest values after every pass. One rank therefore writes for the stage, under the
+global module names. With ``tp_only_amax_red`` all replicas resume with the history of the first.
 """
 
 import logging
@@ -16,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mca_config.files import reading
+from mca_config.files import naming_read_errors
 from mca_config.printable import counted
 from mca_models.megatron import platform
 from mca_models.storage.safetensors import TensorInfo, read_header
@@ -29,14 +28,14 @@ _PASSES = ("scaling_fwd", "scaling_bwd")
 
 
 def collect(chunks: Sequence[Chunk]) -> dict[str, Tensor]:
-    """What this rank writes for its stage, if anything; collective."""
+    """Return the tensors that this rank writes for its stage, if any; collective."""
     if _delayed_recipe(chunks) is None:
         return {}
     modules = dict(_modules(chunks))
     if not modules:  # a stage without layers: on all of its ranks
         return {}
-    ahead = _largest_of_coming_passes(modules)
-    if not groups.is_first_of_stage():
+    ahead = _next_amax(modules)
+    if not groups.is_stage_leader():
         return {}
     tensors: dict[str, Tensor] = {}
     for name, module in modules.items():
@@ -50,33 +49,33 @@ def collect(chunks: Sequence[Chunk]) -> dict[str, Tensor]:
 
 
 def save(folder: Path, rank: int, ranges: dict[str, Tensor]) -> None:
-    """Writes what was collected to ``folder/fp8_<rank>.safetensors``."""
+    """Write the result of `collect` to ``folder/fp8_<rank>.safetensors``."""
     if ranges:
         save_file(ranges, folder / f"{_PREFIX}{rank}.safetensors")
 
 
 def load(folder: Path, chunks: Sequence[Chunk]) -> None:
-    """Restores what was saved, on whatever layout; modules that it does not know begin anew, with a warning."""
+    """Restore saved scales, on any layout; modules without saved scales start over, with a warning."""
     recipe = _delayed_recipe(chunks)
     if recipe is None:
         return
     saved: dict[str, TensorInfo] = {}
     for path in sorted(folder.glob(f"{_PREFIX}*.safetensors")):
-        with reading(path):
+        with naming_read_errors(path):
             saved |= read_header(path).tensors
-    anew = [name for name, module in _modules(chunks) if not _restore(name, module, recipe, saved)]
-    if anew:
+    missing = [name for name, module in _modules(chunks) if not _restore(name, module, recipe, saved)]
+    if missing:
         _log.warning(
-            "%s: holds no fp8 ranges of %s (%s, ...), which begin anew: it was written with another recipe or "
+            "%s: holds no fp8 scales of %s (%s, ...), which start over: it was written with another recipe or "
             "another expert_model_parallel_size",
             folder,
-            counted(len(anew), "module"),
-            anew[0],
+            counted(len(missing), "module"),
+            missing[0],
         )
 
 
 def _delayed_recipe(chunks: Sequence[Chunk]) -> Upstream:
-    """The recipe of this run; None if there is none or it keeps nothing."""
+    """Return the recipe of this run; None without one or if it keeps no state."""
     config = chunks[0].config
     if not config.fp8:
         return None
@@ -87,37 +86,37 @@ def _delayed_recipe(chunks: Sequence[Chunk]) -> Upstream:
 
 
 def _modules(chunks: Sequence[Chunk]) -> Iterator[tuple[str, Upstream]]:
-    """Modules that may keep ranges, by the name that they have in the whole model, or on each expert rank."""
+    """Yield modules that may keep scales, with their global names (experts: names on each expert rank)."""
     for chunk in chunks:
-        of_layers: dict[str, str] = {}
+        names: dict[str, str] = {}
         modules = dict(chunk.named_modules())
         for name, module in modules.items():
             parent, _, number = name.rpartition(".")
             if parent.endswith("layers") and hasattr(module, "layer_number"):
                 number = str(module.layer_number - 1)
-            # these are numbered on each rank: others where a rank has more of them
+            # numbered on each rank, so the name includes their number per rank
             if parent.endswith("local_experts"):
                 number += f"_of_{len(modules[parent])}"
-            whole = f"{of_layers[parent]}.{number}" if parent else number
-            of_layers[name] = whole
+            full_name = f"{names[parent]}.{number}" if parent else number
+            names[name] = full_name
             if hasattr(module, "fp8_meta"):
-                yield whole, module
+                yield full_name, module
 
 
-def _largest_of_coming_passes(modules: dict[str, Upstream]) -> dict[str, Tensor]:
-    """What an evaluation has left for the next forward pass, in which the ranks of this stage agree on it."""
-    own = {
+def _next_amax(modules: dict[str, Upstream]) -> dict[str, Tensor]:
+    """Return the amax that an evaluation leaves for the next forward pass, reduced over this stage."""
+    local = {
         name: module.fp8_meta[_PASSES[0]].amax_history[0]
         if _PASSES[0] in module.fp8_meta
         else torch.zeros(3 * getattr(module, "num_gemms", 1), device=platform.current_device())
         for name, module in modules.items()
     }
-    together = groups.largest_over_stage(torch.cat(list(own.values())))
-    return dict(zip(own, together.split([tensor.numel() for tensor in own.values()]), strict=True))
+    reduced = groups.max_over_stage(torch.cat(list(local.values())))
+    return dict(zip(local, reduced.split([tensor.numel() for tensor in local.values()]), strict=True))
 
 
 def _restore(name: str, module: Upstream, recipe: Upstream, saved: dict[str, TensorInfo]) -> bool:
-    """Whether ``saved`` has what ``module`` begins with."""
+    """Restore ``module``; return False if ``saved`` has no matching state."""
     found = saved.get(f"{name}.{_PASSES[0]}.scale")
     if found is None:
         return False

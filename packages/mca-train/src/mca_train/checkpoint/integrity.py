@@ -1,7 +1,7 @@
-"""Sizes and checksums of a training checkpoint, so that a damaged one is known before training starts.
+"""Sizes and checksums of a training checkpoint, to detect damage before training starts.
 
-The weights of an MCA model have a manifest of their own; ``training/manifest.json`` covers the rest. All ranks share
-the work.
+The weights of an MCA model have their own manifest; ``training/manifest.json`` covers the rest. All ranks share the
+work.
 """
 
 import json
@@ -12,9 +12,9 @@ import zlib
 from pathlib import Path
 
 from mca_config.errors import McaError
-from mca_models.megatron.distributed.collectives import all_gather, on_first, together
+from mca_models.megatron.distributed.collectives import all_gather, run_on_all_ranks, run_on_first_rank
 from mca_models.storage.atomic import write_file
-from mca_models.storage.manifest import FILE_NAME as OF_MODEL
+from mca_models.storage.manifest import FILE_NAME as MODEL_MANIFEST
 from mca_models.storage.manifest import Manifest
 from mca_train import groups
 from mca_train.checkpoint.model import HF_FOLDER
@@ -28,12 +28,12 @@ _Record = tuple[int, int]
 
 
 class Checksums:
-    """The last stage of writing a checkpoint: syncs and sums up its files, and writes the manifest.
+    """Last stage of writing a checkpoint: syncs its files, computes checksums and writes the manifest.
 
-    Each rank reads the files that it wrote. The model's are left out where they have a manifest of their own.
+    Each rank reads the files that it wrote, except the model's if they have their own manifest.
 
     Args:
-        checkpoint: Where all files are written by the time that a method is called.
+        checkpoint: Directory in which all files are written by the time a method is called.
         ranks: This rank.
     """
 
@@ -46,25 +46,25 @@ class Checksums:
         self._fault: Exception | None = None
 
     def done(self) -> bool:
-        """Whether all ranks have read their files; the first call has them begin. Collective."""
+        """Return True if all ranks have read their files; the first call starts reading. Collective."""
         if self._thread is None:
             self._list()
             self._thread = threading.Thread(target=self._sum, daemon=True)
             self._thread.start()
-        return not groups.largest(float(self._thread.is_alive()), self._ranks.device)
+        return not groups.max_over_ranks(float(self._thread.is_alive()), self._ranks.device)
 
     def finish(self) -> None:
-        """Waits for them and writes the manifest; collective."""
+        """Wait for all ranks and write the manifest; collective."""
         if self._thread is None:
             self._list()
             self._sum()
         else:
             self._thread.join()
-        found = together(self._own)
+        records = run_on_all_ranks(self._records_or_error)
         if self._ranks.is_first:
             files = {
                 name: {"bytes": size, "crc32": f"{crc:08x}"}
-                for part in found
+                for part in records
                 for name, (size, crc) in sorted(part.items())
             }
             document = json.dumps({"version": 1, "files": files}, indent=1).encode() + b"\n"
@@ -72,9 +72,9 @@ class Checksums:
         groups.barrier()
 
     def _list(self) -> None:
-        """The first rank looks once all have written; there are files of every rank, and as many ranks to look."""
+        """List the files on the first rank, once all ranks have written."""
         groups.barrier()
-        self._names = on_first(lambda: _covered_files(self._checkpoint))
+        self._names = run_on_first_rank(lambda: _covered_files(self._checkpoint))
 
     def _sum(self) -> None:
         try:
@@ -84,69 +84,69 @@ class Checksums:
         except Exception as error:  # raised by finish, on every rank
             self._fault = error
 
-    def _own(self) -> dict[str, _Record]:
+    def _records_or_error(self) -> dict[str, _Record]:
         if self._fault is not None:
             raise self._fault
         return self._records
 
 
 def faults(checkpoint: Path, rank: int, world_size: int) -> list[str]:
-    """What is broken in ``checkpoint``, the same list on every rank, each of which reads its share; collective."""
+    """Return the faults of ``checkpoint``, the same list on every rank; each rank reads a share. Collective."""
     try:
         expected = sorted(_expected(checkpoint).items())
     except (McaError, OSError, ValueError, KeyError, TypeError, StopIteration) as error:
-        mine = [
+        local = [
             f"{error}"
             if isinstance(error, McaError)
             else f"{checkpoint / MANIFEST}: cannot be read ({error!r})"
         ]
     else:
         share = expected[rank::world_size]
-        mine = [fault for name, record in share if (fault := _fault(checkpoint / name, record))]
-    return sorted({fault for part in all_gather(mine) for fault in part})
+        local = [fault for name, record in share if (fault := _fault(checkpoint / name, record))]
+    return sorted({fault for part in all_gather(local) for fault in part})
 
 
 def _covered_files(checkpoint: Path) -> list[str]:
-    """All but the Hugging Face model and what a manifest of the model's own covers; no file is looked at."""
-    own = [path.parent for path in checkpoint.glob(f"iter_*/{OF_MODEL}")]
-    found = []
+    """List all files except the Hugging Face model and those in the model's manifest, without opening any."""
+    model_folders = [path.parent for path in checkpoint.glob(f"iter_*/{MODEL_MANIFEST}")]
+    files = []
     for folder, _, names in os.walk(checkpoint):
         for path in (Path(folder) / name for name in names):
             inside = path.relative_to(checkpoint).parts[0] == HF_FOLDER
-            covered = any(parent in path.parents and path.name != OF_MODEL for parent in own)
+            covered = any(parent in path.parents and path.name != MODEL_MANIFEST for parent in model_folders)
             if not inside and not covered and path != checkpoint / MANIFEST:
-                found.append(str(path.relative_to(checkpoint)))
-    return sorted(found)
+                files.append(str(path.relative_to(checkpoint)))
+    return sorted(files)
 
 
 def _writer(name: str) -> int:
-    """Which rank wrote a file: it still has it in its cache, and only it can make it durable everywhere."""
+    """Return the rank that wrote a file: it has the file cached, and only it can sync it everywhere."""
     match = _OF_RANK.match(Path(name).name)
     return int(match[1]) if match else 0
 
 
 def _expected(checkpoint: Path) -> dict[str, _Record]:
-    """Every file that must be there; none of the training state in a checkpoint of the model alone.
+    """Return the record of every file that must exist; a model-only checkpoint has no training state.
 
-    That has no manifest at all in Megatron's format.
+    In Megatron's format such a checkpoint has no manifest.
     """
     found: dict[str, _Record] = {}
     trains = (checkpoint / MANIFEST.parent).is_dir()
     if trains:
         document = json.loads((checkpoint / MANIFEST).read_text())
         found = {name: (int(e["bytes"]), int(e["crc32"], 16)) for name, e in document["files"].items()}
-    elif not _is_of_model_only(checkpoint):
+    elif not _is_model_only(checkpoint):
         raise McaError(f"{checkpoint / MANIFEST.parent}: is missing")
-    covered = {Path(name).parts[0] for name in found if Path(name).name != OF_MODEL}
+    covered = {Path(name).parts[0] for name in found if Path(name).name != MODEL_MANIFEST}
     left = sorted(path for path in checkpoint.glob("iter_*") if path.name not in covered)
-    for iteration in (path for path in left if trains or (path / OF_MODEL).is_file()):
+    for iteration in (path for path in left if trains or (path / MODEL_MANIFEST).is_file()):
         files = Manifest.load(iteration).files
         found |= {f"{iteration.name}/{name}": (record.nbytes, record.crc32) for name, record in files.items()}
     return found
 
 
-def _is_of_model_only(checkpoint: Path) -> bool:
-    """Whether it was saved without what training needs, on purpose."""
+def _is_model_only(checkpoint: Path) -> bool:
+    """Return True if the checkpoint was saved with ``save_only_model``."""
     try:
         return bool(json.loads((checkpoint / ARGUMENTS_FILE).read_text())["save_only_model"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -159,7 +159,7 @@ def _fault(path: Path, record: _Record) -> str | None:
         if size != record[0]:
             return f"{path}: has {size} bytes, the manifest says {record[0]}"
         if _checksum(path)[1] != record[1]:
-            return f"{path}: its checksum is wrong, some of its bytes were changed"
+            return f"{path}: its checksum is wrong, the file is corrupt"
     except OSError as error:
         return f"{path}: cannot be read ({error.strerror})"
     return None

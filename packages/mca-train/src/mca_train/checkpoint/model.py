@@ -1,4 +1,4 @@
-"""The model to and from directories that also hold other things (checkpoints, logs)."""
+"""Save and load the model in directories that also hold other files (checkpoints, logs)."""
 
 import shutil
 from functools import cache
@@ -13,14 +13,14 @@ from mca_config.errors import McaError, UsageError
 from mca_config.model_config import FILE_NAME, McaModelConfig
 from mca_config.types import Typed
 from mca_models.lora.config import FILE_NAME as ADAPTER
-from mca_models.megatron.distributed.collectives import on_first
-from mca_train.checkpoint.masters import SavedWeights, Unrounded
+from mca_models.megatron.distributed.collectives import run_on_first_rank
+from mca_train.checkpoint.main_params import ReadFp32, SavedWeights
 from mca_train.types import PreTrainedTokenizerBase, VirtualModels
 
 if TYPE_CHECKING:
     from mca_models.megatron.peft import PeftModels
 
-_LATEST = "latest_checkpointed_iteration.txt"  # readers begin here, so it comes last and goes first
+_LATEST = "latest_checkpointed_iteration.txt"  # readers start here, so it is written last and deleted first
 HF_FOLDER = "hf"
 
 _MAY_DIFFER = {
@@ -33,18 +33,18 @@ _MAY_DIFFER = {
     "moe_aux_loss_coeff",
     "moe_router_load_balancing_type",
 }
-"""Fields of a model that change neither its weights nor what it computes when nothing is trained."""
+"""Fields that change neither the weights nor the forward pass in evaluation."""
 
 
-class ModelWriting:
-    """A model on its way into a directory that also holds other things; every method is collective.
+class ModelWriter:
+    """Writes a model into a directory that also holds other files; every method is collective.
 
     Args:
         model: `VirtualModels`.
-        folder: Made if missing; an older model in it is replaced.
+        folder: Created if missing; an older model in it is replaced.
         processing_class: Tokenizer to save with it, or None.
-        hf: Also write ``folder/hf``, the same as a Hugging Face checkpoint, before anything else.
-        settings: Of ``save_pretrained``: format, in the background or not.
+        hf: Also write ``folder/hf``, the same model as a Hugging Face checkpoint, first.
+        settings: Options of ``save_pretrained``: format, in the background or not.
     """
 
     def __init__(
@@ -61,21 +61,21 @@ class ModelWriting:
         if hf:
             staged = folder / f".{HF_FOLDER}"
             model.save_pretrained_as_hf(staged, overwrite=True)
-            on_first(lambda: self._save_tokenizer(staged))
-            on_first(lambda: _put_hf_in_place(staged, folder))
+            run_on_first_rank(lambda: self._save_tokenizer(staged))
+            run_on_first_rank(lambda: _install_hf(staged, folder))
         self._pending = model.save_pretrained(self._staged, overwrite=True, **settings)
 
     def done(self) -> bool:
-        """Whether all ranks have written their parts."""
+        """Return True if all ranks have written their files."""
         return self._pending is None or bool(self._pending.done())
 
     def finish(self) -> None:
-        """Waits for them and puts the model in place."""
+        """Wait for the files and move the model into the directory."""
         if self._pending is not None:
             self._pending.finish()
-        on_first(self._put_in_place)
+        run_on_first_rank(self._install)
 
-    def _put_in_place(self) -> None:
+    def _install(self) -> None:
         self._save_tokenizer(self._staged)
         _move_up(self._staged, self._folder)
 
@@ -85,17 +85,19 @@ class ModelWriting:
 
 
 def require_format(model: VirtualModels, ckpt_format: str) -> None:
-    """Raises if checkpoints of ``model`` cannot be written in ``ckpt_format``."""
+    """Raise if checkpoints of ``model`` cannot be written in ``ckpt_format``."""
     from mca_models.megatron.peft import PeftModels
 
     if ckpt_format != "mca" and isinstance(model, PeftModels):
-        raise McaError(f"an adapter is not written as {ckpt_format}; remove ckpt_format and async_save")
+        raise McaError(
+            f"ckpt_format {ckpt_format} is not supported with an adapter; remove ckpt_format and async_save"
+        )
 
 
 def _move_up(staged: Path, folder: Path) -> None:
-    """Replaces what ``staged`` has of a model; everything else in ``folder`` stays.
+    """Replace the model's files in ``folder`` by those in ``staged``; other files stay.
 
-    The mark of an adapter does not: readers would take the new model for one.
+    A stale adapter configuration is deleted, because readers would take the new model for an adapter.
     """
     (folder / _LATEST).unlink(missing_ok=True)
     if not (staged / ADAPTER).exists():
@@ -108,18 +110,18 @@ def _move_up(staged: Path, folder: Path) -> None:
     staged.rmdir()
 
 
-def _put_hf_in_place(staged: Path, folder: Path) -> None:
-    """Replaces the older model; files beside it that are no model's go on standing there."""
+def _install_hf(staged: Path, folder: Path) -> None:
+    """Replace the older HF model; other files in its directory stay."""
     target, older = folder / HF_FOLDER, folder / f".{HF_FOLDER}-older"
     if target.exists():
-        _rescue(older, target)
+        _keep_other_files(older, target)
         target.rename(older)
     staged.rename(target)
-    _rescue(older, target)
+    _keep_other_files(older, target)
 
 
-def _rescue(older: Path, target: Path) -> None:
-    """Removes ``older``, but what is no weights and not in ``target`` goes there."""
+def _keep_other_files(older: Path, target: Path) -> None:
+    """Delete ``older`` after moving files that are not weights and not in ``target``."""
     if not older.is_dir():
         return
     for entry in older.iterdir():
@@ -130,14 +132,14 @@ def _rescue(older: Path, target: Path) -> None:
 
 
 def load_weights(model: VirtualModels, directory: Path) -> None:
-    """Fills ``model`` in place from an MCA (or Hugging Face) directory; every rank reads its own slices.
+    """Fill ``model`` in place from an MCA (or Hugging Face) directory; every rank reads its own slices.
 
     Raises:
-        McaError: Another model is there.
+        McaError: The directory holds another model.
     """
+    from mca_models.checkpoint_kinds import open_checkpoint
     from mca_models.megatron.factory import fill
     from mca_models.megatron.peft import PeftModels
-    from mca_models.opening import open_checkpoint
 
     if isinstance(model, PeftModels):
         if (directory / FILE_NAME).is_file():
@@ -148,18 +150,18 @@ def load_weights(model: VirtualModels, directory: Path) -> None:
     source = open_checkpoint(directory)
     _require_same(source.config, model.config, directory)
     fill.require_same_names(source, model.config, str(directory))
-    fill.from_source(source, model.held(), model.place.layout, model.place.at)
+    fill.from_source(source, model.local_params(), model.rank_context.layout, model.rank_context.coordinates)
 
 
 def saved_weights(model: VirtualModels, directory: Path) -> SavedWeights:
-    """What `load_weights` took; ``directory`` is opened when one is read."""
+    """Return a reader of the weights that `load_weights` loaded; ``directory`` is opened on the first read."""
     from mca_models.megatron.peft import PeftModels
 
     @cache
-    def reader() -> Unrounded:
+    def reader() -> ReadFp32:
         if isinstance(model, PeftModels):
-            return _of_adapter(model, directory)
-        return _of_model(model, directory)
+            return _adapter_reader(model, directory)
+        return _model_reader(model, directory)
 
     path = directory / FILE_NAME
     known = path.is_file()
@@ -167,49 +169,50 @@ def saved_weights(model: VirtualModels, directory: Path) -> SavedWeights:
     return SavedWeights(lambda param: reader()(param), in_fp32=dtype == "float32")
 
 
-def _of_model(model: VirtualModels, directory: Path) -> Unrounded:
+def _model_reader(model: VirtualModels, directory: Path) -> ReadFp32:
+    from mca_models.checkpoint_kinds import open_checkpoint
     from mca_models.megatron.factory import fill
-    from mca_models.opening import open_checkpoint
 
     source = open_checkpoint(directory)
-    params = {id(tensor): item.param for item, tensor in model.held()}
-    stored, place = fill.stored_in(source), model.place
+    params = {id(tensor): item.param for item, tensor in model.local_params()}
+    stored, place = fill.stored_in(source), model.rank_context
 
     def read(param: nn.Parameter) -> Tensor:
-        found = torch.empty_like(param, dtype=torch.float32, requires_grad=False)
-        known = params[id(param)]
-        fill.read_into(found, source, stored(known), fill.cut_of(known, place.layout, place.at))
-        return found
+        values = torch.empty_like(param, dtype=torch.float32, requires_grad=False)
+        rule = params[id(param)]
+        shard = fill.shard_rank_and_size(rule, place.layout, place.coordinates)
+        fill.read_into(values, source, stored(rule), shard)
+        return values
 
     return read
 
 
-def _of_adapter(model: "PeftModels", directory: Path) -> Unrounded:
-    from mca_models.lora import Adapter, open_adapter, relaid
-    from mca_models.megatron.factory.fill import cut_of
+def _adapter_reader(model: "PeftModels", directory: Path) -> ReadFp32:
+    from mca_models.lora import Adapter, open_adapter, with_layout
+    from mca_models.megatron.factory.fill import shard_rank_and_size
     from mca_models.megatron.tensors import to_torch
 
-    layout, at = model.config.layout, model.place.at
-    found = relaid(open_adapter(directory, model.config), layout)
-    source = Adapter(model.config, model.adapter, model.rules, found.read)
+    layout, at = model.config.layout, model.rank_context.coordinates
+    adapter = with_layout(open_adapter(directory, model.config), layout)
+    source = Adapter(model.config, model.adapter, model.rules, adapter.read)
     rules = {rule.mca_name(): rule for rule in model.rules.params}
-    names = {id(tensor): name for name, tensor in model.trained()}
+    names = {id(tensor): name for name, tensor in model.trained_parameters()}
 
     def read(param: nn.Parameter) -> Tensor:
         rule = rules[names[id(param)]]
-        piece = np.array(source.piece(rule, *cut_of(rule, layout, at)))
+        piece = np.array(source.piece(rule, *shard_rank_and_size(rule, layout, at)))
         return to_torch(piece).to(param.device, torch.float32)
 
     return read
 
 
 def _require_same(theirs: McaModelConfig, mine: McaModelConfig, directory: Path) -> None:
-    """Raises if the two compute otherwise, or have weights of other shapes."""
-    there, here = theirs.to_dict()["model"], mine.to_dict()["model"]
+    """Raise if the two models compute differently or have other shapes."""
+    saved, current = theirs.to_dict()["model"], mine.to_dict()["model"]
     different = [
-        f"{name} is {there.get(name)} there, {here.get(name)} here"
-        for name in sorted(there.keys() | here.keys(), key=lambda name: (name != "model_type", name))
-        if name not in _MAY_DIFFER and there.get(name) != here.get(name)
+        f"{name} is {saved.get(name)} there, {current.get(name)} here"
+        for name in sorted(saved.keys() | current.keys(), key=lambda name: (name != "model_type", name))
+        if name not in _MAY_DIFFER and saved.get(name) != current.get(name)
     ]
     if different:
         raise UsageError(

@@ -1,11 +1,11 @@
-"""The optimizer's state in one form for every layout and every kind of Megatron optimizer.
+"""Optimizer state in one form for every layout and every kind of Megatron optimizer.
 
-Megatron's own checkpoint of an optimizer keeps the shape of the object that wrote it: chained (experts apart) only
-where expert parallelism is, main parameters apart only in mixed precision, nested differently when the state is
-split over data-parallel ranks. So what one layout wrote, another cannot ask for (megatron-core 0.16.1 and 0.19.2:
-KeyError 'optimizer' between expert sizes 1 and 2). The tensors inside, however, have the same global names everywhere:
-``optimizer.state.exp_avg.decoder.layers...``. Here only they are saved, each under its global name, and beside
-them the few numbers that are no tensors (`Numbers`). Loading asks for what the *new* optimizer holds.
+Megatron's own optimizer checkpoint keeps the structure of the object that wrote it: chained only with expert
+parallelism, main parameters only in mixed precision, nested differently with a distributed optimizer. Another layout
+cannot load it (megatron-core 0.16.1 and 0.19.2: KeyError 'optimizer' between expert sizes 1 and 2). The tensors inside
+have the same global names everywhere: ``optimizer.state.exp_avg.decoder.layers...``. This module saves only those
+tensors under their global names, and the few scalars separately (`Numbers`). Loading requests the tensors of the *new*
+optimizer.
 """
 
 import re
@@ -20,44 +20,44 @@ from mca_config.errors import McaError
 from mca_config.types import JsonObject, Typed
 from mca_models.megatron.distributed.collectives import all_gather
 from mca_models.megatron.distributed.reader import read_state, shapes_in
-from mca_models.megatron.distributed.writer import Writing, write_state
-from mca_models.torch_checkpoint.forms import global_spellings
+from mca_models.megatron.distributed.writer import PendingWrite, write_state
+from mca_models.torch_checkpoint.storage_forms import global_spellings
 from mca_train import groups
-from mca_train.checkpoint import masters
-from mca_train.checkpoint.masters import SavedWeights
-from mca_train.checkpoint.rows_of_ranks import ask_for_rows_of_ranks
-from mca_train.checkpoint.split_state import by_parameter
-from mca_train.engine.offload import as_plain, begin_precise, is_precise
+from mca_train.checkpoint import main_params
+from mca_train.checkpoint.distributed_optimizer import per_parameter_states
+from mca_train.checkpoint.legacy_adapter_rows import request_legacy_adapter_rows
+from mca_train.checkpoint.main_params import SavedWeights
+from mca_train.engine.offload import as_adam, init_precision_aware_state, is_precision_aware
 from mca_train.types import Chunk, MegatronOptimizer, OptimizerState
 
-_MASTER = f"{masters.PREFIX}."
-_MASTER_WHERE_SPLIT = "optimizer.state.param."
+_MAIN_PARAM = f"{main_params.PREFIX}."
+_MAIN_PARAM_IF_SPLIT = "optimizer.state.param."
 _KIND = re.compile(r"optimizer\.state\.(?!fp32_param\.)(\w+)\.")
 _ALL_LAYERS = re.compile(r"optimizer\.state\.\w+\.decoder\.layers\.(?!\d)")
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What an optimizer knows besides tensors of its parameters' shapes."""
+    """Scalars of an optimizer's state."""
 
     step: float | None
     grad_scaler: JsonObject | None
     optimizer: str | None = None
-    """``adam``, ``sgd`` or ``muon``; None: an earlier version wrote it."""
+    """``adam``, ``sgd`` or ``muon``; None in checkpoints of earlier versions."""
 
 
 def save(
     optimizer: MegatronOptimizer, chunks: list[Chunk], folder: Path, *, background: bool
-) -> tuple[Numbers, Writing]:
-    """Begins to write the tensors into the existing, empty ``folder``; collective.
+) -> tuple[Numbers, PendingWrite]:
+    """Start writing the tensors into the existing, empty ``folder``; collective.
 
     Returns:
-        The numbers of all ranks, which are the caller's to keep, and what has yet to be finished.
+        The scalars, which the caller saves, and the pending writes.
     """
-    with as_plain(optimizer, loading=False):
+    with as_adam(optimizer, loading=False):
         state = _sharded(optimizer, chunks, loading=False)
     leaves = {str(number): leaf for number, (_, _, leaf) in enumerate(_leaves(state))}
-    return _of_all_ranks(_numbers(state)), write_state(leaves, folder, background=background)
+    return _max_step(_numbers(state)), write_state(leaves, folder, background=background)
 
 
 def load(
@@ -67,23 +67,23 @@ def load(
     numbers: Numbers,
     weights: SavedWeights,
     *,
-    unread: Collection[str] = (),
+    ignored: Collection[str] = (),
 ) -> None:
-    """Restores `save`, written on whatever layout; collective. The weights are in place already.
+    """Restore the result of `save`, written on any layout; collective. The weights are loaded already.
 
     Args:
         optimizer: Megatron's.
         chunks: The model.
         folder: Written by `save`.
-        numbers: That it returned.
-        weights: Those that were saved beside it.
-        unread: What the optimizer that wrote it kept of each parameter, but never read.
+        numbers: Returned by `save`.
+        weights: Saved weights of the same checkpoint.
+        ignored: Per-parameter states that the writing optimizer kept but never read.
 
     Raises:
         McaError: The checkpoint has no state for a parameter (another optimizer or another model wrote it).
     """
-    with as_plain(optimizer, loading=True):
-        _load(optimizer, chunks, folder, numbers, weights, unread)
+    with as_adam(optimizer, loading=True):
+        _load(optimizer, chunks, folder, numbers, weights, ignored)
 
 
 def _load(
@@ -92,44 +92,44 @@ def _load(
     folder: Path,
     numbers: Numbers,
     weights: SavedWeights,
-    unread: Collection[str],
+    ignored: Collection[str],
 ) -> None:
     saved = shapes_in(folder)
     state = _sharded(optimizer, chunks, loading=True, by_layer=not any(map(_ALL_LAYERS.match, saved)))
-    _require_same_kind(folder, _kinds(saved) - set(unread), state)
+    _require_same_kind(folder, _kinds(saved) - set(ignored), state)
     counting = [_counts_steps(part) for part in _parts(state)]
-    _ask_as_spelled(state, saved)
-    ask_for_rows_of_ranks(list(_leaves(state)), saved, folder)
-    asked, absent = {}, []
+    _use_saved_keys(state, saved)
+    request_legacy_adapter_rows(list(_leaves(state)), saved, folder)
+    requested, absent = {}, []
     stale = (
         numbers.optimizer is None and weights.in_fp32
     )  # mca 0.1.0 wrote main parameters that were never updated
     for number, (_, key, leaf) in enumerate(_leaves(state)):
-        if stale and leaf.key.startswith(_MASTER):
+        if stale and leaf.key.startswith(_MAIN_PARAM):
             continue
         if all(key in saved for key in _keys(leaf)):
-            asked[str(number)] = leaf
-        elif not leaf.key.startswith(_MASTER):
+            requested[str(number)] = leaf
+        elif not leaf.key.startswith(_MAIN_PARAM):
             absent.append(f"'{leaf.key.removeprefix('optimizer.state.')}' ({key})")
-    _require_none(folder, absent)
-    loaded = read_state(asked, folder) if any(all_gather(len(asked))) else {}
+    _reject_absent(folder, absent)
+    loaded = read_state(requested, folder) if any(all_gather(len(requested))) else {}
     for number, (container, key, leaf) in enumerate(list(_leaves(state))):
-        if str(number) in asked:
+        if str(number) in requested:
             container[key] = _without_padding(loaded[str(number)], leaf, saved.get(leaf.key, ()))
-    masters.take_weights(optimizer, _parts(state))
-    masters.fill(optimizer, _parts(state), weights.read)
-    numbers = replace(numbers, grad_scaler=_within(numbers.grad_scaler, optimizer))
+    main_params.copy_into_weights(optimizer, _parts(state))
+    main_params.fill_missing(optimizer, _parts(state), weights.read)
+    numbers = replace(numbers, grad_scaler=_clamp_scaler(numbers.grad_scaler, optimizer))
     _put_numbers(state, numbers, counting)
-    optimizer.load_state_dict(_bare(state))
-    masters.take_beside_weights(optimizer)
+    optimizer.load_state_dict(_unwrap_local_objects(state))
+    main_params.copy_te_main_params(optimizer)
 
 
 def _sharded(
     optimizer: MegatronOptimizer, chunks: list[Chunk], *, loading: bool, by_layer: bool = True
 ) -> OptimizerState:
-    """The state, of which each layer has tensors of its own: one of all layers has holes where some are not trained.
+    """Return the sharded state with separate tensors per layer, as untrained layers would leave gaps in stacked ones.
 
-    Checkpoints of models whose layers are alike once had these (``by_layer`` False).
+    Older checkpoints of models with equal layers have stacked tensors (``by_layer`` False).
     """
     metadata = {
         "non_homogeneous_layers": by_layer,
@@ -146,44 +146,44 @@ def _sharded(
         if single.init_state_fn is None:  # of sgd
             single.init_state_fn = _begin_momentum
         if not loading and not single.optimizer.state:  # fp16: every step so far was skipped
-            begin = begin_precise if is_precise(single) else single.init_state_fn
+            begin = init_precision_aware_state if is_precision_aware(single) else single.init_state_fn
             begin(single.optimizer, single.config)
-    with by_parameter(optimizer):
+    with per_parameter_states(optimizer):
         state = optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     for _, _, leaf in _leaves(state):
-        if leaf.key.startswith(_MASTER_WHERE_SPLIT):
-            leaf.key = _MASTER + leaf.key.removeprefix(_MASTER_WHERE_SPLIT)
+        if leaf.key.startswith(_MAIN_PARAM_IF_SPLIT):
+            leaf.key = _MAIN_PARAM + leaf.key.removeprefix(_MAIN_PARAM_IF_SPLIT)
     if loading:
-        masters.ask_for_weights(optimizer, _parts(state), model)
+        main_params.request_weights(optimizer, _parts(state), model)
     return state
 
 
-def _ask_as_spelled(state: OptimizerState, saved: Container[str]) -> None:
-    """Asks for what it is called in the checkpoint: local layers once had names of their own for norms there."""
+def _use_saved_keys(state: OptimizerState, saved: Container[str]) -> None:
+    """Rename keys to their spelling in the checkpoint: local layers once had other names for norms."""
     for _, _, leaf in _leaves(state):
         leaf.key = next((key for key in global_spellings(leaf.key) if key in saved), leaf.key)
 
 
 def _begin_momentum(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Zeros for what SGD is about to load."""
+    """Create zero momentum buffers for SGD to load into."""
     for group in optimizer.param_groups:
         for param in group["params"] if group.get("momentum") else ():
             optimizer.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
 
 
 def _require_same_kind(folder: Path, saved: set[str], state: OptimizerState) -> None:
-    """Raises unless this optimizer keeps of each parameter what that of the checkpoint did; collective."""
-    mine = all_gather(_kinds(leaf.key for _, _, leaf in _leaves(state)))
-    here, there = sorted(set().union(*mine)), sorted(saved)
-    if here != there:
+    """Raise unless this optimizer has the same per-parameter states as the checkpoint; collective."""
+    local = all_gather(_kinds(leaf.key for _, _, leaf in _leaves(state)))
+    current, written = sorted(set().union(*local)), sorted(saved)
+    if current != written:
         raise McaError(
-            f"{folder}: was written by an optimizer that keeps {' and '.join(there) or 'nothing'} of each parameter, "
-            f"this run's keeps {' and '.join(here) or 'nothing'}; resume with the optimizer that it was written with"
+            f"{folder}: was written by an optimizer that keeps {' and '.join(written) or 'nothing'} of each parameter, "
+            f"this run's keeps {' and '.join(current) or 'nothing'}; resume with the optimizer that it was written with"
         )
 
 
-def _require_none(folder: Path, absent: list[str]) -> None:
-    """Raises on all ranks if one of them finds no state for a parameter; collective."""
+def _reject_absent(folder: Path, absent: list[str]) -> None:
+    """Raise on all ranks if any rank finds no state for a parameter; collective."""
     if missing := [name for names in all_gather(absent) for name in names]:
         raise McaError(
             f"{folder}: holds no {missing[0]}; it was written with another optimizer or another model, training "
@@ -192,12 +192,12 @@ def _require_none(folder: Path, absent: list[str]) -> None:
 
 
 def _kinds(keys: Iterable[str]) -> set[str]:
-    """What besides masters stands there of parameters: ``exp_avg``, ``momentum_buffer``, ..."""
-    return {found[1] for key in keys if (found := _KIND.match(key))}
+    """Return the per-parameter states besides main parameters: ``exp_avg``, ``momentum_buffer``, ..."""
+    return {match[1] for key in keys if (match := _KIND.match(key))}
 
 
 def _leaves(state: OptimizerState) -> Iterator[tuple[OptimizerState, Typed, OptimizerState]]:
-    """``(container, key, leaf)`` of every sharded tensor in a nested state, in a fixed order."""
+    """Yield ``(container, key, leaf)`` of every sharded tensor in a nested state, in a fixed order."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
@@ -214,7 +214,7 @@ def _leaves(state: OptimizerState) -> Iterator[tuple[OptimizerState, Typed, Opti
 
 
 def _keys(leaf: OptimizerState) -> set[str]:
-    """What the checkpoint calls the tensors of a leaf: a projection of a gated delta net is stored in parts."""
+    """Return the checkpoint's keys of a leaf: a gated delta net's projection is stored as several tensors."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
     if not isinstance(leaf, ShardedTensorFactory):
@@ -223,7 +223,7 @@ def _keys(leaf: OptimizerState) -> set[str]:
 
 
 def _parts(state: OptimizerState) -> list[JsonObject]:
-    """The states of the single optimizers: those of a chained one have numbers for keys."""
+    """Return the states of the single optimizers; a chained state has integer keys."""
     return list(state.values()) if state and all(isinstance(key, int) for key in state) else [state]
 
 
@@ -237,34 +237,32 @@ def _numbers(state: OptimizerState) -> Numbers:
     step, scaler = None, None
     for part in _parts(state):
         scaler = part.get("grad_scaler", scaler)
-        found = [group["step"] for group in _param_groups(part) if "step" in group]
+        steps = [group["step"] for group in _param_groups(part) if "step" in group]
         common = part.get("optimizer", part).get("state", {}).get("common_step")
-        found += [] if common is None else [common]
-        step = max([*found, *([] if step is None else [step])], default=None)
+        steps += [] if common is None else [common]
+        step = max([*steps, *([] if step is None else [step])], default=None)
     return Numbers(None if step is None else float(step), scaler)
 
 
-def _of_all_ranks(numbers: Numbers) -> Numbers:
-    """With the step of the ranks that count it: a pipeline stage that trains nothing does not. Collective."""
+def _max_step(numbers: Numbers) -> Numbers:
+    """Take the largest step of all ranks: a pipeline stage without trained parameters has none. Collective."""
     steps = [step for step in all_gather(numbers.step) if step is not None]
     return replace(numbers, step=max(steps, default=None))
 
 
 def _counts_steps(part: JsonObject) -> bool:
-    """Whether an optimizer's state, not read yet, is that of Adam, or empty: Muon and SGD count no steps."""
+    """Return True if a state that is not loaded yet is Adam's, or empty: Muon and SGD count no steps."""
     kinds = _kinds(leaf.key for _, _, leaf in _leaves(part))
     return not kinds or "exp_avg" in kinds
 
 
 def _put_numbers(state: OptimizerState, numbers: Numbers, counting: Sequence[bool]) -> None:
     for part, counts in zip(_parts(state), counting, strict=True):
-        if (
-            numbers.grad_scaler and "grad_scaler" in part
-        ):  # that of a loss scale which is given has no numbers
-            part["grad_scaler"] = _like(numbers.grad_scaler, part["grad_scaler"])
+        if numbers.grad_scaler and "grad_scaler" in part:  # a constant loss scale has no state
+            part["grad_scaler"] = _as_tensors(numbers.grad_scaler, part["grad_scaler"])
         if not counts:
             continue
-        if numbers.step is None:  # no step was made, though this optimizer may have made some since
+        if numbers.step is None:  # saved before the first step
             for group in _param_groups(part):
                 group.pop("step", None)
             continue
@@ -275,10 +273,10 @@ def _put_numbers(state: OptimizerState, numbers: Numbers, counting: Sequence[boo
             group["step"] = int(numbers.step)
 
 
-def _within(saved: JsonObject | None, optimizer: MegatronOptimizer) -> JsonObject | None:
-    """The loss scaler's numbers, its counts within this run's settings.
+def _clamp_scaler(saved: JsonObject | None, optimizer: MegatronOptimizer) -> JsonObject | None:
+    """Return the loss scaler's numbers, with counts within this run's settings.
 
-    Megatron doubles the scale when the count equals the window: from above it never would.
+    Megatron doubles the scale when the count equals the window; a count above it would never match.
     """
     singles = getattr(optimizer, "chained_optimizers", [optimizer])
     scalers = [getattr(single, "grad_scaler", None) for single in singles]
@@ -289,8 +287,8 @@ def _within(saved: JsonObject | None, optimizer: MegatronOptimizer) -> JsonObjec
     return saved | {name: min(saved[name], limit) for name, limit in most.items()}
 
 
-def _like(saved: JsonObject, present: JsonObject) -> JsonObject:
-    """Numbers from JSON as the tensors that Megatron's loss scaler keeps."""
+def _as_tensors(saved: JsonObject, present: JsonObject) -> JsonObject:
+    """Convert JSON numbers to the tensors of Megatron's loss scaler."""
     return {
         key: torch.as_tensor(value, dtype=present[key].dtype).reshape(present[key].shape)
         if isinstance(present.get(key), torch.Tensor)
@@ -300,7 +298,7 @@ def _like(saved: JsonObject, present: JsonObject) -> JsonObject:
 
 
 def _without_padding(tensor: Tensor, leaf: OptimizerState, saved: tuple[int, ...]) -> OptimizerState:
-    """Zeros in the rows of a padded vocabulary that the checkpoint, padded for fewer tensor ranks, does not have."""
+    """Zero the padded vocabulary rows that the checkpoint, padded for fewer tensor ranks, lacks."""
     if getattr(leaf, "allow_shape_mismatch", False) and isinstance(tensor, torch.Tensor):
         axis = leaf.prepend_axis_num
         known = saved[axis] - leaf.global_offset[axis]
@@ -309,11 +307,11 @@ def _without_padding(tensor: Tensor, leaf: OptimizerState, saved: tuple[int, ...
     return tensor
 
 
-def _bare(state: OptimizerState) -> OptimizerState:
-    """The state as Megatron's ``load_state_dict`` takes it: without the wrappers of local objects."""
+def _unwrap_local_objects(state: OptimizerState) -> OptimizerState:
+    """Unwrap local objects, as Megatron's ``load_state_dict`` expects."""
     from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
-    unwrap: Callable[[OptimizerState], OptimizerState] = _bare
+    unwrap: Callable[[OptimizerState], OptimizerState] = _unwrap_local_objects
     if isinstance(state, LocalNonpersistentObject):
         return state.unwrap()
     if isinstance(state, dict):

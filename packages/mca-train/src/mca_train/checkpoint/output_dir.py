@@ -1,4 +1,4 @@
-"""Whether a run may write into its ``output_dir``: nothing that others wrote is replaced or deleted."""
+"""Check that a run may write into its ``output_dir`` without replacing files of others."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 from stat import S_ISDIR
 
 from mca_config.errors import McaError
-from mca_config.files import reading
+from mca_config.files import naming_read_errors
 from mca_config.model_config import FILE_NAME
 from mca_train.checkpoint.model import HF_FOLDER
 
@@ -24,8 +24,8 @@ _WRITTEN = (
 )
 
 
-def require_own(output_dir: Path, sources: Iterable[str | Path | None]) -> None:
-    """Raises unless ``output_dir`` has room for what a run writes.
+def require_usable(output_dir: Path, sources: Iterable[str | Path | None]) -> None:
+    """Raise unless a run may write into ``output_dir``.
 
     Args:
         output_dir: May be missing, hold an earlier run of `mca_train`, or files whose names a run does not use.
@@ -36,52 +36,52 @@ def require_own(output_dir: Path, sources: Iterable[str | Path | None]) -> None:
             cannot be read.
     """
     sources = list(sources)
-    with reading(output_dir):
+    with naming_read_errors(output_dir):
         try:
-            _require_own(output_dir, sources)
-        except FileNotFoundError:  # under torchrun the first rank makes it to try it, and takes it away again
-            _require_own(output_dir, sources)
+            _require_usable(output_dir, sources)
+        except FileNotFoundError:  # under torchrun the first rank creates and removes it as a test
+            _require_usable(output_dir, sources)
 
 
-def _require_own(output_dir: Path, sources: Iterable[str | Path | None]) -> None:
+def _require_usable(output_dir: Path, sources: Iterable[str | Path | None]) -> None:
     if _is_file(output_dir):
-        raise McaError(f"output_dir: {output_dir} is a file; name a directory")
+        raise McaError(f"output_dir: {output_dir} is a file; set a directory")
     if output_dir.is_symlink() and not output_dir.exists():
-        raise McaError(f"output_dir: {output_dir} is a link to nothing; make its target, or name a directory")
+        raise McaError(f"output_dir: {output_dir} is a broken link; create its target, or set a directory")
     here = output_dir.resolve()
     for source in (source for source in sources if source is not None):
         read = Path(source).resolve()
         if read in (here, here / HF_FOLDER):
             raise McaError(
-                f"output_dir: {output_dir} is where the run reads {source}, which it would overwrite; name another "
+                f"output_dir: {output_dir} is where the run reads {source}, which it would overwrite; set another "
                 "directory"
             )
         if read in here.parents:
             raise McaError(
-                f"output_dir: {output_dir} is inside {source}, which the run reads and which it would mix with; name "
-                "a directory elsewhere"
+                f"output_dir: {output_dir} is inside {source}, which the run reads; set "
+                "a directory outside of it"
             )
-    if not output_dir.is_dir() or any(_marks(output_dir)):
+    if not output_dir.is_dir() or any(_traces(output_dir)):
         return
-    found = sorted({str(path.relative_to(output_dir)) for name in _WRITTEN for path in output_dir.glob(name)})
-    if found:
-        names = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
+    files = sorted({str(path.relative_to(output_dir)) for name in _WRITTEN for path in output_dir.glob(name)})
+    if files:
+        names = ", ".join(files[:4]) + (", ..." if len(files) > 4 else "")
         raise McaError(
-            f"output_dir: {output_dir} holds {names}, which mca did not write and a run may replace; name a new "
+            f"output_dir: {output_dir} holds {names}, which mca did not write and a run may replace; set a new "
             "directory"
         )
 
 
 def _is_file(path: Path) -> bool:
-    """Whether something else than a directory is there, by one look."""
+    """Return True if the path exists and is not a directory, by one stat call."""
     try:
         return not S_ISDIR(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return False
 
 
-def _marks(output_dir: Path) -> Iterator[bool]:
-    """Whether there is what a run of mca leaves, early or late."""
+def _traces(output_dir: Path) -> Iterator[bool]:
+    """Yield True for every trace that a run of mca leaves, early or late."""
     yield (output_dir / "train_log.jsonl").is_file()
     yield _is_ours(output_dir)
     yield from (_is_ours(path) for path in output_dir.glob("checkpoint-*"))

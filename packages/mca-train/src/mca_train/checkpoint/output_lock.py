@@ -1,9 +1,9 @@
-"""One run at a time in an ``output_dir``: a lock that is gone with the processes that hold it, however they end.
+"""Lock that allows one run at a time in an ``output_dir``, released with the processes that hold it.
 
-``<output_dir>/.mca-train.lock`` is locked with ``flock``; ranks that are forked inherit that lock, so it is held until
-the last of them is gone. On a file system that keeps such locks to one machine (some mounts of NFS, Lustre, FUSE) a run
-elsewhere is known by its record in the file, which it touches every few seconds: one that stands still was left by
-processes that died. The file's time is compared with itself only: no two clocks are.
+``<output_dir>/.mca-train.lock`` is locked with ``flock``. Forked ranks inherit the lock, so the last of them releases
+it. Some file systems (mounts of NFS, Lustre, FUSE) keep such locks to one machine. A run on another machine is then
+known by its record in the file, whose modification time it updates every few seconds; a stale record was left by a dead
+run. The modification time is compared only with itself, never with a clock.
 """
 
 import fcntl
@@ -23,19 +23,19 @@ from mca_config.types import JsonObject
 logger = logging.getLogger(__name__)
 
 NAME = ".mca-train.lock"
-_BEAT = 5.0  # seconds between two touches
-_STILL = 30.0  # seconds without one, after which a record was left behind
-_LINGER = 10.0  # seconds; data loaders notice after 5 that their rank was killed, and inherited its lock
+_BEAT = 5.0  # seconds between two updates
+_STILL = 30.0  # seconds without an update after which a record is stale
+_LINGER = 10.0  # seconds; data loaders inherit the lock and notice after 5 that their rank was killed
 _POLL = 0.2
 
 
 class OutputLock:
-    """The lock of one run; `take` is for its launcher or its first rank, the others' is never taken.
+    """Lock of one run; its launcher or its first rank calls `take`, other ranks do not.
 
     Args:
-        output_dir: Made if missing; removed again if nothing else came into it.
-        still: Seconds after which the record of a run elsewhere is known to be left behind.
-        beat: Seconds between the touches of this run's.
+        output_dir: Created if missing; removed again if it stays empty.
+        still: Seconds without an update after which the record of another machine's run is stale.
+        beat: Seconds between the updates of this run's record.
     """
 
     def __init__(self, output_dir: Path, *, still: float = _STILL, beat: float = _BEAT) -> None:
@@ -46,7 +46,7 @@ class OutputLock:
         self._record: JsonObject = {}
 
     def take(self) -> None:
-        """Takes the lock.
+        """Take the lock.
 
         Raises:
             McaError: Another run has it, or it cannot be written.
@@ -66,7 +66,7 @@ class OutputLock:
             raise
 
     def release(self) -> None:
-        """Gives it back."""
+        """Release the lock."""
         if self._fd >= 0:
             try:
                 if _is_same(self._fd, self._path) and _read(self._path) in ({}, self._record):
@@ -74,8 +74,10 @@ class OutputLock:
             except FileNotFoundError:
                 pass
             except OSError as error:
-                logger.warning("%s stays; the next run takes it over (%s)", self._path, error.strerror)
-            with suppress(OSError):  # it is closed all the same
+                logger.warning(
+                    "%s cannot be deleted; the next run takes it over (%s)", self._path, error.strerror
+                )
+            with suppress(OSError):  # closed anyway
                 os.close(self._fd)
             self._fd = -1
         for path in self._made:
@@ -83,8 +85,8 @@ class OutputLock:
                 path.rmdir()
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """A block in which a thread touches the record; to be entered by one process of a run at a time."""
+    def heartbeat(self) -> Iterator[None]:
+        """Update the record from a thread within the block; one process of a run at a time."""
         ended = threading.Event()
         thread = threading.Thread(target=self._touch_until, args=(ended,), daemon=True)
         if self._fd >= 0:
@@ -96,8 +98,8 @@ class OutputLock:
             if self._fd >= 0:
                 thread.join()
 
-    def require_own(self) -> None:
-        """Raises if a run elsewhere, which does not see the lock, may have taken the directory since.
+    def verify(self) -> None:
+        """Raise if a run on another machine, which does not see the lock, may have taken the directory since.
 
         Raises:
             McaError: It has, or the record of this run is gone or cannot be read.
@@ -105,19 +107,19 @@ class OutputLock:
         if self._fd < 0:
             return
         try:
-            found = _parsed(self._path.read_text(errors="replace"))
+            record = _parsed(self._path.read_text(errors="replace"))
         except FileNotFoundError:
             raise McaError(
-                f"output_dir: {self._path} was removed, so that another run may use the directory; this one ends"
+                f"output_dir: {self._path} was removed, so another run may use the directory; this run ends"
             ) from None
         except OSError as error:
             reason = error.strerror or str(error)
             raise McaError(
-                f"output_dir: {self._path} cannot be read ({reason}), so that another run may use the directory; "
-                "this one ends"
+                f"output_dir: {self._path} cannot be read ({reason}), so another run may use the directory; "
+                "this run ends"
             ) from error
-        if found != self._record:
-            raise McaError(f"output_dir: {self._output_dir} was taken by {_told(found)}; this one ends")
+        if record != self._record:
+            raise McaError(f"output_dir: {self._output_dir} was taken by {_describe(record)}; this run ends")
 
     def _touch_until(self, ended: threading.Event) -> None:
         while not ended.wait(self._beat):
@@ -125,30 +127,32 @@ class OutputLock:
                 os.utime(self._fd)
 
     def _locked(self) -> int:
-        """The file, open and locked, when nobody else has it."""
+        """Return the file, opened and locked, once no other process holds it."""
         last = time.monotonic() + _LINGER
         while True:
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 seen, record = _lock(fd), _read(self._path)
-                if seen is False and (_lives(record) or time.monotonic() > last):
+                if seen is False and (_is_alive(record) or time.monotonic() > last):
                     raise self._in_use(record)
                 if (
                     seen is not False
                     and _is_at(fd, self._path)
-                    and self._is_left(record, fd, locked=bool(seen))
+                    and self._is_stale(record, fd, locked=bool(seen))
                 ):
                     return os.dup(fd)
             finally:
                 os.close(fd)
             time.sleep(_POLL)
 
-    def _is_left(self, record: JsonObject, fd: int, *, locked: bool) -> bool:
-        """Whether whoever wrote ``record`` is gone; False if another one has come instead."""
+    def _is_stale(self, record: JsonObject, fd: int, *, locked: bool) -> bool:
+        """Return True if the writer of ``record`` is gone; False if another run has taken its place."""
         mine = _record(fd)
         if not record or (locked and all(record.get(key) == mine[key] for key in ("boot", "device"))):
             return True
-        logger.info("%s: waiting up to %.0f s for a sign of %s", self._path, self._still, _told(record))
+        logger.info(
+            "%s: waiting up to %.0f s for an update by %s", self._path, self._still, _describe(record)
+        )
         touched, last = os.fstat(fd).st_mtime_ns, time.monotonic() + self._still
         while time.monotonic() < last:
             time.sleep(_POLL)
@@ -160,18 +164,18 @@ class OutputLock:
 
     def _in_use(self, record: JsonObject) -> McaError:
         return McaError(
-            f"output_dir: {self._output_dir} is used by {_told(record)}; wait until it has ended, or name another "
+            f"output_dir: {self._output_dir} is used by {_describe(record)}; wait until it has ended, or set another "
             "directory"
         )
 
 
 def _record(fd: int) -> JsonObject:
-    """What is written of this process; a lock is seen where kernel and mounted file system are the same."""
+    """Return the record of this process; the lock is visible on the same kernel and mounted file system."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return {
             "process": os.getpid(),
-            "started": _started(os.getpid()),
+            "started": _start_time(os.getpid()),
             "machine": platform.node(),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
             "boot": boot,
@@ -187,28 +191,28 @@ def _read(path: Path) -> JsonObject:
 
 
 def _parsed(text: str) -> JsonObject:
-    """The record that ``text`` is; empty if it is none."""
+    """Return the record in ``text``; empty if it is none."""
     try:
-        found = json.loads(text)
+        record = json.loads(text)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
-def _told(record: JsonObject) -> str:
+def _describe(record: JsonObject) -> str:
     if not record:
         return "another run"
     return f"another run (process {record.get('process')} on {record.get('machine')}, since {record.get('since')})"
 
 
-def _lives(record: JsonObject) -> bool:
-    """Whether the process that wrote ``record`` is one of this machine and alive."""
+def _is_alive(record: JsonObject) -> bool:
+    """Return True if the process that wrote ``record`` is alive on this machine."""
     started = record.get("started")
-    return bool(started) and started == _started(record.get("process"))
+    return bool(started) and started == _start_time(record.get("process"))
 
 
-def _started(process: object) -> str:
-    """When a process was started, in ticks since the machine was; empty if there is none."""
+def _start_time(process: object) -> str:
+    """Return a process's start time in ticks since boot; empty if there is none."""
     with suppress(OSError, IndexError):
         fields = Path(f"/proc/{process}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()
         return "" if fields[0] in "ZX" else fields[19]
@@ -216,7 +220,7 @@ def _started(process: object) -> str:
 
 
 def _lock(fd: int) -> bool | None:
-    """Whether the file is locked now: False if another one holds it, None if the file system has no locks."""
+    """Lock the file: True if it succeeded, False if another process holds it, None without lock support."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

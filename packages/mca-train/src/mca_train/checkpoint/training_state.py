@@ -1,4 +1,4 @@
-"""Optimizer, schedule, data position and random states of a run, saved and loaded."""
+"""Save and load the optimizer, the learning rate schedule, the data position and the random states."""
 
 import contextlib
 import json
@@ -11,16 +11,20 @@ from pathlib import Path
 from mca_config.errors import McaError
 from mca_config.files import read_json
 from mca_config.types import Typed
-from mca_models.megatron.distributed.collectives import on_first, together, told_by_one
-from mca_models.megatron.distributed.writer import Writing
+from mca_models.megatron.distributed.collectives import (
+    run_on_all_ranks,
+    run_on_all_ranks_unwrapped,
+    run_on_first_rank,
+)
+from mca_models.megatron.distributed.writer import PendingWrite
 from mca_models.storage.atomic import write_file
 from mca_train.batching.position import RunPosition
 from mca_train.checkpoint import fp8_scales, optimizer_state
-from mca_train.checkpoint.carried import Carried
 from mca_train.checkpoint.integrity import ARGUMENTS_FILE
-from mca_train.checkpoint.masters import SavedWeights
+from mca_train.checkpoint.loop_state import LoopState
+from mca_train.checkpoint.main_params import SavedWeights
 from mca_train.engine.engine import Engine
-from mca_train.engine.rng import is_of_layout, load_rng, save_rng
+from mca_train.engine.rng import load_rng, matches_layout, save_rng
 from mca_train.groups import Ranks
 from mca_train.lr_schedule import LearningRate
 from mca_train.types import Upstream
@@ -31,13 +35,13 @@ TRAINING = "training"
 
 
 class TrainingState:
-    """What training needs beyond the model, to and from a checkpoint.
+    """State of training besides the model, to and from a checkpoint.
 
     Args:
         engine: With the optimizer and the wrapped chunks.
         scheduler: The learning rate, with ``state_dict`` and ``load_state_dict``.
         ranks: This rank.
-        place: Where the run stands in its data.
+        place: The run's position in its data.
     """
 
     def __init__(self, engine: Engine, scheduler: LearningRate, ranks: Ranks, place: RunPosition) -> None:
@@ -46,31 +50,31 @@ class TrainingState:
         self._scheduler = scheduler
         self._ranks = ranks
 
-    def begin_save(self, checkpoint: Path, carried: Carried, *, background: bool) -> Writing:
-        """Writes this rank's part, and what one rank writes for all; the optimizer's tensors have yet to be."""
+    def begin_save(self, checkpoint: Path, loop_state: LoopState, *, background: bool) -> PendingWrite:
+        """Write this rank's files and the shared ones; return the pending writes of the optimizer."""
         folder = checkpoint / TRAINING
         optimizer = folder / "optimizer"
-        on_first(lambda: optimizer.mkdir(parents=True))
-        together(lambda: save_rng(folder, self._ranks))
+        run_on_first_rank(lambda: optimizer.mkdir(parents=True))
+        run_on_all_ranks(lambda: save_rng(folder, self._ranks))
         ranges = fp8_scales.collect(self._modules())
-        together(lambda: fp8_scales.save(folder, self._ranks.rank, ranges))
-        with _without_warnings():
+        run_on_all_ranks(lambda: fp8_scales.save(folder, self._ranks.rank, ranges))
+        with _ignore_future_warnings():
             numbers, writing = optimizer_state.save(
                 self._engine.optimizer, self._modules(), optimizer, background=background
             )
         numbers = replace(numbers, optimizer=self._engine.optimizer_name)
-        words = {"scheduler": self._scheduler.state_dict(), "optimizer": asdict(numbers)}
-        words |= {"place": asdict(self._place), "carried": carried.document()}
+        documents = {"scheduler": self._scheduler.state_dict(), "optimizer": asdict(numbers)}
+        documents |= {"place": asdict(self._place), "carried": loop_state.to_dict()}
 
         def write() -> None:
-            for name, state in words.items():
-                write_file(folder / f"{name}.json", json.dumps(_plain(state)).encode())
+            for name, state in documents.items():
+                write_file(folder / f"{name}.json", json.dumps(_to_json(state)).encode())
 
-        on_first(write)
+        run_on_first_rank(write)
         return writing
 
     def load(self, checkpoint: Path, weights: SavedWeights) -> None:
-        """Restores what was saved.
+        """Restore the saved state.
 
         Args:
             checkpoint: The directory.
@@ -81,35 +85,34 @@ class TrainingState:
         """
         folder = checkpoint / TRAINING
         numbers = optimizer_state.Numbers(**json.loads((folder / "optimizer.json").read_text()))
-        mine = self._engine.optimizer_name
-        if numbers.optimizer not in (None, mine):
+        current = self._engine.optimizer_name
+        if numbers.optimizer not in (None, current):
             raise McaError(
-                f"{folder}: was written by optimizer {numbers.optimizer}, this run's is {mine}; resume with the "
+                f"{folder}: was written by optimizer {numbers.optimizer}, this run's is {current}; resume with the "
                 "optimizer that it was written with"
             )
-        with _without_warnings():
+        with _ignore_future_warnings():
             optimizer_state.load(
                 self._engine.optimizer,
                 self._modules(),
                 folder / "optimizer",
                 numbers,
                 weights,
-                unread=_unread(checkpoint),
+                ignored=_unused_states(checkpoint),
             )
-        self._engine.share_weights()
-        told_by_one(lambda: fp8_scales.load(folder, self._modules()))
+        self._engine.sync_params()
+        run_on_all_ranks_unwrapped(lambda: fp8_scales.load(folder, self._modules()))
         schedule = json.loads((folder / "scheduler.json").read_text())
         self._scheduler.load_state_dict(schedule, self._place.schedule)
 
     def load_rng(self, checkpoint: Path) -> None:
-        """Restores the random states, those of all ranks or of none; collective.
+        """Restore the random states, on all ranks or on none; collective.
 
-        On another layout every rank keeps its own new one: tensor ranks would otherwise drop differently what they
-        hold twice.
+        On another layout every rank keeps its new one: tensor ranks would otherwise drop replicated values differently.
         """
         folder = checkpoint / TRAINING
-        if all(told_by_one(lambda: is_of_layout(folder, self._ranks))):
-            told_by_one(lambda: load_rng(folder, self._ranks))
+        if all(run_on_all_ranks_unwrapped(lambda: matches_layout(folder, self._ranks))):
+            run_on_all_ranks_unwrapped(lambda: load_rng(folder, self._ranks))
         else:
             logger.warning(
                 "%s: holds no random states of this layout; dropout starts with new random numbers",
@@ -121,23 +124,27 @@ class TrainingState:
 
 
 @contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Megatron's checkpoints use parts of torch that torch is about to replace."""
+def _ignore_future_warnings() -> Iterator[None]:
+    """Ignore FutureWarnings: Megatron's checkpoints use parts of torch that torch will replace."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield
 
 
-def _plain(value: Typed) -> Typed:
-    """``value`` as JSON can hold it, tensors as numbers."""
+def _to_json(value: Typed) -> Typed:
+    """Return ``value`` as JSON values, tensors as numbers."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_to_json(item) for item in value]
     return value.item() if hasattr(value, "item") else value
 
 
-def _unread(checkpoint: Path) -> tuple[str, ...]:
-    """Of sgd without momentum Transformer Engine and Apex kept a momentum too, which mca 0.1.0 used on GPUs."""
-    given = read_json(checkpoint / ARGUMENTS_FILE, "the checkpoint is incomplete")
-    return ("momentum_buffer",) if given.get("optimizer") == "sgd" and not given.get("sgd_momentum") else ()
+def _unused_states(checkpoint: Path) -> tuple[str, ...]:
+    """Return unused states: on GPUs mca 0.1.0 saved a momentum for sgd without momentum too."""
+    arguments = read_json(checkpoint / ARGUMENTS_FILE, "the checkpoint is incomplete")
+    return (
+        ("momentum_buffer",)
+        if arguments.get("optimizer") == "sgd" and not arguments.get("sgd_momentum")
+        else ()
+    )

@@ -1,9 +1,9 @@
-"""Checkpoints on their way to disk: written at once, or in the background while training goes on.
+"""Checkpoint writing, at once or in the background while training continues.
 
-A checkpoint is written in stages, one after another: the weights, the optimizer, then sizes and checksums of all files.
-In the background each stage runs beside the training steps, and after every step the ranks agree on whether it is over.
-Whichever way, all ranks write into a directory beside the destination, which is renamed when the last stage is.
-Checkpoints that are one too many go in a thread, once a newer one is complete.
+A checkpoint is written in stages: the weights, the optimizer, then sizes and checksums of all files. In the background
+each stage runs during training steps, and after every step the ranks agree on whether it is done. All ranks write into
+a temporary directory next to the destination, which is renamed after the last stage. Old checkpoints are deleted in a
+thread once a newer one is complete.
 """
 
 import contextlib
@@ -15,28 +15,28 @@ from pathlib import Path
 from typing import Protocol
 
 from mca_config.errors import DiskFull, McaError
-from mca_config.files import reading
-from mca_models.megatron.distributed.collectives import SharedDirectory, is_disk_full, room_for
+from mca_config.files import naming_read_errors
+from mca_models.megatron.distributed.collectives import SharedDirectory, disk_space_hint, is_disk_full
 from mca_models.storage.partial_folder import remove_leftovers, retire
 from mca_train.types import Upstream
 
 
 class WriteStage(Protocol):
-    """Something that is being written; both methods are collective."""
+    """A pending write; both methods are collective."""
 
     def done(self) -> bool:
-        """Whether `finish` need not wait; the same on every rank."""
+        """Return True if `finish` would not wait; the same on every rank."""
 
     def finish(self) -> object:
-        """Waits until it is on disk."""
+        """Wait until it is on disk."""
 
 
 class CheckpointWriter:
     """Writes the checkpoints of a run, one at a time; every method is collective.
 
     Args:
-        in_background: Return from `write` when everything is copied, and write while training goes on. Otherwise
-            when the checkpoint is there.
+        in_background: Return from `write` when everything is copied, and write while training continues. Otherwise
+            return when the checkpoint is complete.
     """
 
     def __init__(self, *, in_background: bool) -> None:
@@ -55,11 +55,11 @@ class CheckpointWriter:
         begin: Callable[[Path], Sequence[WriteStage]],
         published: Callable[[], object],
     ) -> None:
-        """Begins a checkpoint, once the one before it is complete.
+        """Start a checkpoint, once the one before it is complete.
 
         Args:
             destination: Replaced if it exists.
-            begin: Begins to write into a directory that all ranks see; the stages to come, first one first.
+            begin: Function that starts to write into a directory that all ranks see and returns the stages in order.
             published: Called when the checkpoint is complete.
 
         Raises:
@@ -68,14 +68,14 @@ class CheckpointWriter:
         self.finish()
         self._wait_for_room()
         self._destination, self._published = destination, published
-        with self._said_clearly():
+        with self._cleanup_on_error():
             self._shared = SharedDirectory(destination, overwrite=True)
             self._stages = list(begin(self._shared.path))
         if not self._in_background:
             self.finish()
 
     def advance(self) -> None:
-        """Publishes the checkpoint that is being written, if it is; to be called after every step.
+        """Publish the pending checkpoint if it is complete; call this after every step.
 
         Raises:
             McaError: A rank could not write it.
@@ -84,7 +84,7 @@ class CheckpointWriter:
             self._finish_stage()
 
     def finish(self) -> None:
-        """Waits until the checkpoint that is being written is published.
+        """Wait until the pending checkpoint is published.
 
         Raises:
             McaError: A rank could not write it.
@@ -93,7 +93,7 @@ class CheckpointWriter:
             self._finish_stage()
 
     def delete(self, checkpoint: Path) -> None:
-        """Removes a checkpoint, which at no moment is half of one: renamed now, gone by the next; not collective."""
+        """Delete a checkpoint: rename it now and remove it in a thread; not collective."""
         thread = threading.Thread(target=retire(checkpoint).remove)
         thread.start()
         self._deletions.append(thread)
@@ -103,18 +103,18 @@ class CheckpointWriter:
             self._deletions.pop().join()
 
     def abandon(self) -> None:
-        """Removes what is not complete; not collective. What still writes ends with its process."""
+        """Delete the incomplete checkpoint; not collective. Pending writes end with their process."""
         self._wait_for_room()
         if self._shared is not None:
             self._shared.discard()
         self._shared, self._stages = None, []
 
     def _is_done(self, stage: WriteStage) -> bool:
-        with self._said_clearly():
+        with self._cleanup_on_error():
             return stage.done()
 
     def _finish_stage(self) -> None:
-        with self._said_clearly():
+        with self._cleanup_on_error():
             self._stages[0].finish()
             del self._stages[0]
             if self._shared is not None and not self._stages:
@@ -125,8 +125,8 @@ class CheckpointWriter:
             self._published()
 
     @contextlib.contextmanager
-    def _said_clearly(self) -> Iterator[None]:
-        """Errors inside name the checkpoint and remove it."""
+    def _cleanup_on_error(self) -> Iterator[None]:
+        """Name the checkpoint in errors of the block and delete it."""
         with name_errors(self._destination):
             try:
                 yield
@@ -137,17 +137,17 @@ class CheckpointWriter:
 
 @contextlib.contextmanager
 def name_errors(destination: Path) -> Iterator[None]:
-    """A block that writes ``destination``: its errors name it, and a full disk is called by its name.
+    """Name ``destination`` in errors of the block that writes it, and report a full disk as such.
 
     Raises:
         McaError: It could not be written.
     """
     try:
-        with reasons_kept():
+        with raise_save_errors():
             yield
     except BaseException as error:
         if is_disk_full(error):
-            room = room_for(error)
+            room = disk_space_hint(error)
             raise DiskFull(
                 f"{destination}: cannot be written, the disk is full; make room and resume with "
                 f"resume_from_checkpoint auto ({room}{room and '; '}nothing half-written is left)"
@@ -158,20 +158,20 @@ def name_errors(destination: Path) -> Iterator[None]:
 
 
 def remove_unfinished(output_dir: Path, prefix: str) -> None:
-    """Removes what killed runs left in ``output_dir``; what a living process is writing stays.
+    """Delete leftovers of killed runs in ``output_dir``, except those of a living process.
 
     Raises:
         McaError: It cannot be listed.
     """
-    with reading(output_dir):
-        found = list(output_dir.glob(f"{prefix}-*.partial-*"))
-    for leftover in found:
+    with naming_read_errors(output_dir):
+        leftovers = list(output_dir.glob(f"{prefix}-*.partial-*"))
+    for leftover in leftovers:
         remove_leftovers(leftover.with_name(leftover.name.split(".partial-")[0]))
 
 
 @contextmanager
-def reasons_kept() -> Iterator[None]:
-    """A block in which saves that begin, here or in processes forked here, fail in their own words."""
+def raise_save_errors() -> Iterator[None]:
+    """Make Megatron's saves in the block, and in processes forked there, raise their own errors."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 

@@ -1,7 +1,7 @@
-"""These classes hold what a configuration says of the model, the data, the ranks and the adapter.
+"""Arguments of a run: model, data, ranks and adapter.
 
-A value that is wrong by itself is refused here. Keys that contradict one another are found in `config.checks`. What
-one kind of run alone understands stands in its file in ``tasks``, and columns that only some kinds read in `columns`.
+These classes check single values; `config.checks` checks combinations. Arguments of one kind of run are in its file in
+``tasks``, and columns that only some kinds read are in `columns`.
 """
 
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from mca_config.errors import McaError
 from mca_config.types import JsonObject
-from mca_train.config.usual import Usual
+from mca_train.config.default_column import DefaultColumn
 
 
 @dataclass(kw_only=True)
@@ -36,7 +36,7 @@ class DataArguments:
         default_factory=list,
         metadata={
             "help": "Several sources instead of train_file, a mapping each: path (file, directory or dataset of the "
-            "Hub), name, split, subset, revision, columns, kind, weight, max_samples."
+            "Hub), name, split, subset, revision, columns, format, weight, max_samples."
         },
     )
     eval_file: list[str] = field(default_factory=list, metadata={"help": "Evaluation file(s), same formats."})
@@ -48,23 +48,25 @@ class DataArguments:
         },
     )
     text_column: str = field(
-        default=Usual("text"), metadata={"help": "Column with plain text (all kinds but dpo and reward)."}
+        default=DefaultColumn("text"),
+        metadata={"help": "Column with plain text (all kinds but dpo and reward)."},
     )
     prompt_column: str = field(
-        default=Usual("prompt"), metadata={"help": "Column with the prompt (sft, kto, dpo, reward)."}
+        default=DefaultColumn("prompt"), metadata={"help": "Column with the prompt (sft, kto, dpo, reward)."}
     )
     completion_column: str = field(
-        default=Usual("completion"), metadata={"help": "Column with the answer (sft, kto)."}
+        default=DefaultColumn("completion"), metadata={"help": "Column with the answer (sft, kto)."}
     )
     tools_column: str = field(
-        default=Usual("tools"),
+        default=DefaultColumn("tools"),
         metadata={"help": "Column with the tools for the chat template (all kinds but pretrain)."},
     )
     messages_column: str = field(
-        default=Usual("messages"), metadata={"help": "Column with chat messages (sft, kto, classify)."}
+        default=DefaultColumn("messages"),
+        metadata={"help": "Column with chat messages (sft, kto, classify)."},
     )
     images_column: str = field(
-        default=Usual("images"),
+        default=DefaultColumn("images"),
         metadata={"help": "Column with the images of a row, for <image> and parts of type image."},
     )
     image_folder: str | None = field(
@@ -94,7 +96,7 @@ class DataArguments:
         default=None,
         metadata={
             "help": "Directory in which tokenized samples are kept, by content and settings, for other ranks and runs; "
-            "None: they are made anew."
+            "None: tokenize again."
         },
     )
     streaming: bool = field(
@@ -122,9 +124,9 @@ class DataArguments:
 
 @dataclass(kw_only=True)
 class LaunchArguments:
-    """How many ranks ``mca-train`` starts on this machine. Ignored under torchrun."""
+    """Number of ranks that ``mca-train`` starts on this machine. Ignored under torchrun."""
 
-    local_ranks: int | None = field(
+    nproc_per_node: int | None = field(
         default=None,
         metadata={
             "help": "Ranks to start here; None: every visible GPU, or without a GPU the fewest that the "
@@ -133,16 +135,16 @@ class LaunchArguments:
     )
 
     def __post_init__(self) -> None:
-        if self.local_ranks is not None and self.local_ranks < 1:
-            raise McaError(f"local_ranks is {self.local_ranks}; expected at least 1")
+        if self.nproc_per_node is not None and self.nproc_per_node < 1:
+            raise McaError(f"nproc_per_node is {self.nproc_per_node}; expected at least 1")
 
 
 @dataclass(kw_only=True)
 class LoraArguments:
-    """A LoRA adapter to train instead of the whole model."""
+    """A LoRA adapter to train instead of full fine-tuning."""
 
     lora_rank: int | None = field(
-        default=None, metadata={"help": "Rank of a new adapter; None: the whole model is trained."}
+        default=None, metadata={"help": "Rank of a new adapter; None: full fine-tuning."}
     )
     lora_alpha: float = field(default=16, metadata={"help": "Scale: lora_alpha / lora_rank."})
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout of the adapter's inputs."})
@@ -177,12 +179,12 @@ class LoraArguments:
             )
 
     @property
-    def wanted(self) -> bool:
-        """Whether an adapter is trained."""
+    def is_enabled(self) -> bool:
+        """Return whether an adapter is trained."""
         return self.lora_rank is not None or self.adapter_name_or_path is not None
 
     def config(self, task_type: str = "CAUSAL_LM") -> JsonObject:
-        """As the contents of an ``adapter_config.json``; ``task_type`` is PEFT's name of the model's kind."""
+        """Return the contents of ``adapter_config.json``; ``task_type`` is PEFT's name of the model's kind."""
         targets = self.lora_target_modules
         document: JsonObject = {
             "peft_type": "LORA",

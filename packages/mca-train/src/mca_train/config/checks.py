@@ -1,7 +1,4 @@
-"""`contradictions` finds keys of a configuration that contradict one another, whatever is trained.
-
-It looks at no model and no file.
-"""
+"""Checks for contradictions among the keys of a configuration, independent of the kind of run, model and files."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -15,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def contradictions(settings: Settings) -> Iterator[str]:
-    """What is wrong with a run whatever it trains."""
+    """Yield the contradictions among keys that do not depend on the kind of run."""
     values, training, data = settings.values, settings.training, settings.data
     if data.datasets and data.train_file:
         yield "train_file and datasets are both set; name the file as an entry of datasets, or remove one"
@@ -23,7 +20,7 @@ def contradictions(settings: Settings) -> Iterator[str]:
         yield "streaming reads train_file, not datasets; remove one of the two"
     if data.datasets and data.max_train_samples is not None:
         yield "max_train_samples is for train_file; set max_samples in the entries of datasets"
-    yield from _of_streams(settings)
+    yield from _streaming_problems(settings)
     if values.get("do_train", True) is not True and not training.do_train:
         yield "do_train is false, but mca-train trains; remove it"
     if values.get("do_eval", True) is not True and not training.do_eval and data.eval_file:
@@ -38,12 +35,12 @@ def contradictions(settings: Settings) -> Iterator[str]:
             "or remove the key"
         )
     yield from schedule_problems(training)
-    yield from _of_adapters(settings)
-    yield from _of_backend(values.get("ddp_backend"))
+    yield from _adapter_problems(settings)
+    yield from _backend_problems(values.get("ddp_backend"))
 
 
-def _of_streams(settings: Settings) -> Iterator[str]:
-    """A stream without an end, and keys that only streams follow, or that they do not."""
+def _streaming_problems(settings: Settings) -> Iterator[str]:
+    """Yield problems of streaming: no max_steps, and keys that need or exclude it."""
     training, data = settings.training, settings.data
     if data.streaming and training.max_steps <= 0:
         yield "streaming needs max_steps: a stream has no length"
@@ -58,34 +55,34 @@ def _of_streams(settings: Settings) -> Iterator[str]:
 
 
 def _without_evaluation(says_do_eval: bool, training: "TrainingArguments") -> Iterator[str]:
-    asked = {
+    settings = {
         f"eval_strategy is {training.eval_strategy.value}": training.eval_strategy != "no",
         "eval_on_start is true": training.eval_on_start,
         "do_eval is true": says_do_eval and training.do_eval and training.eval_strategy == "no",
     }
     yield from (
-        f"{what}, but eval_file is not set; set it or remove {what.split()[0]}"
-        for what, on in asked.items()
-        if on
+        f"{setting}, but eval_file is not set; set it or remove {setting.split()[0]}"
+        for setting, is_on in settings.items()
+        if is_on
     )
 
 
-def _of_adapters(settings: Settings) -> Iterator[str]:
-    """Keys of an adapter that is not made here, which would be taken and not followed; a format it has not."""
+def _adapter_problems(settings: Settings) -> Iterator[str]:
+    """Yield LoRA keys without effect, because no new adapter is created, and an unsupported checkpoint format."""
     lora = settings.lora
-    given = [key for key in settings.values if key in LoraArguments.__dataclass_fields__]
-    needless = [key for key in given if key not in ("lora_rank", "adapter_name_or_path")]
-    if needless and lora.lora_rank is None:
+    keys = [key for key in settings.values if key in LoraArguments.__dataclass_fields__]
+    unused = [key for key in keys if key not in ("lora_rank", "adapter_name_or_path")]
+    if unused and lora.lora_rank is None:
         why = "adapter_name_or_path has its own" if lora.adapter_name_or_path else "lora_rank is not set"
-        yield f"{', '.join(needless)}: {why}; remove the key or set lora_rank"
-    if lora.wanted and settings.training.ckpt_format != "mca":
+        yield f"{', '.join(unused)}: {why}; remove the key or set lora_rank"
+    if lora.is_enabled and settings.training.ckpt_format != "mca":
         yield f"an adapter is not written as {settings.training.ckpt_format}; remove ckpt_format and async_save"
 
 
-def _of_backend(given: object) -> Iterator[str]:
-    """A ``ddp_backend`` that is not what ranks of this machine communicate over."""
+def _backend_problems(backend: object) -> Iterator[str]:
+    """Report a ``ddp_backend`` that differs from the backend of this machine."""
     from mca_models.megatron import platform
 
-    usual = platform.backend()
-    if given not in (None, usual):
-        yield f"ddp_backend is {given!r}; ranks of this machine communicate over {usual}; remove it"
+    expected = platform.backend()
+    if backend not in (None, expected):
+        yield f"ddp_backend is {backend!r}; ranks of this machine communicate over {expected}; remove it"

@@ -1,6 +1,6 @@
-"""Keys and values of a run become its dataclasses here; the error about an unknown key names the one that it resembles.
+"""Construction of a run's dataclasses from keys and values, with a suggestion for unknown keys.
 
-How a value takes the type of its field is `mca_config.fields`. Nothing here knows what a key is for.
+`mca_config.fields` converts values to the types of fields.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,19 +21,19 @@ def build(
     elsewhere: Mapping[str, str] = MappingProxyType({}),
     flags: Iterable[str] = (),
 ) -> tuple[Typed, ...]:
-    """One instance of each of ``classes`` from ``values`` of a YAML file and the command line together.
+    """Return one instance of each of ``classes`` from ``values`` of a YAML file and the command line.
 
     Args:
-        classes: Dataclasses; a key that several have goes to all of them.
+        classes: Dataclasses; a key that several classes have is passed to all of them.
         values: Keys and values.
-        where: What to name in an error.
-        otherwise: What to say of an unknown key that resembles no other.
-        only: Names that must have a value although some class has a default for them.
-        elsewhere: What to say of keys that have no meaning here but have one elsewhere.
-        flags: Names of the command's flags that are no keys, one of which can be meant by an unknown key.
+        where: Origin of the values for error messages.
+        otherwise: Text about an unknown key that is similar to no other.
+        only: Names that need a value although a class has a default for them.
+        elsewhere: Messages about keys that are known from other kinds of run or programs.
+        flags: Names of the command's flags that are not keys, for suggestions.
 
     Raises:
-        UsageError: Something is wrong: all that is.
+        UsageError: All problems of keys and values.
     """
 
     def unknown(key: str, known: Iterable[str]) -> str:

@@ -1,7 +1,4 @@
-"""The architecture that a configuration names is read here, and the ranks that its layout needs are counted.
-
-No weights are read.
-"""
+"""The architecture of a run's model, its layout and its number of ranks, without reading weights."""
 
 import math
 import os
@@ -26,95 +23,95 @@ _PEFT_TASKS: dict[HeadKind, str] = {
 
 
 def model_config(path: str) -> McaModelConfig:
-    """The architecture in the directory of a checkpoint, in the dtype that a run reads it as.
+    """Return the architecture of a checkpoint directory, with the dtype in which a run reads it.
 
-    Weights need not be there, except of Megatron's own checkpoints: what these store says which dtype it is.
+    Weights may be absent, except in Megatron's own checkpoints, whose tensors decide the dtype.
 
     Raises:
         McaError: The directory or its configuration is missing or not supported.
     """
-    from mca_models.checkpoint.hf_directory import naming_config, read_config, unquantised
+    from mca_models.checkpoint.hf_directory import dequantized_config, named_config_errors, read_config
     from mca_models.checkpoint.mca_directory import is_mca, load_config
-    from mca_models.opening import CheckpointKind, kind_of, open_checkpoint
+    from mca_models.checkpoint_kinds import CheckpointKind, checkpoint_kind, open_checkpoint
     from mca_models.templates import config_from_hf
-    from mca_models.templates.carried import without_carried
+    from mca_models.templates.passthrough import without_passthrough
 
     folder = Path(path)
     if not folder.is_dir():
         raise McaError(f"model_name_or_path: directory {path} does not exist")
-    if kind_of(folder) in (CheckpointKind.ROLL, CheckpointKind.TORCH_DIST):
+    if checkpoint_kind(folder) in (CheckpointKind.ROLL, CheckpointKind.TORCH_DIST):
         return open_checkpoint(folder).config
     if is_mca(folder):
-        return without_carried(load_config(folder))
+        return without_passthrough(load_config(folder))
     document = read_config(folder)
-    with naming_config(folder):
-        return config_from_hf(unquantised(document))
+    with named_config_errors(folder):
+        return config_from_hf(dequantized_config(document))
 
 
-def num_local_ranks(launch: LaunchArguments, layout: ParallelLayout) -> int:
-    """How many ranks to start here: those asked for, else one for each GPU, else (on a CPU too) the fewest.
+def local_world_size(launch: LaunchArguments, layout: ParallelLayout) -> int:
+    """Return the number of ranks to start here: ``nproc_per_node``, else one for each GPU, else the minimum.
 
     Raises:
-        McaError: More are asked for than there are GPUs for them.
+        McaError: ``nproc_per_node`` is above the number of GPUs.
     """
     import torch
 
     from mca_models.megatron import platform
 
     gpus = torch.cuda.device_count() if platform.device_type() == "cuda" else 0
-    if launch.local_ranks and 0 < gpus < launch.local_ranks:
+    if launch.nproc_per_node and 0 < gpus < launch.nproc_per_node:
         raise McaError(
-            f"local_ranks {launch.local_ranks} is above {gpus}, the number of visible GPUs; lower it"
+            f"nproc_per_node {launch.nproc_per_node} is above {gpus}, the number of visible GPUs; lower it"
         )
-    return launch.local_ranks or gpus or smallest_world(layout)
+    return launch.nproc_per_node or gpus or smallest_world(layout)
 
 
 def planned_ranks(launch: LaunchArguments, layout: ParallelLayout) -> int:
-    """How many ranks to plan for, whatever this machine has: those asked for, else the fewest."""
-    return launch.local_ranks or smallest_world(layout)
+    """Return the number of ranks to plan for, independent of this machine: ``nproc_per_node``, else the minimum."""
+    return launch.nproc_per_node or smallest_world(layout)
 
 
-def given_ranks(launch: LaunchArguments, layout: ParallelLayout) -> int:
-    """How many ranks a launcher has started."""
+def launcher_world_size(launch: LaunchArguments, layout: ParallelLayout) -> int:
+    """Return the number of ranks that a launcher has started."""
     return int(os.environ["WORLD_SIZE"])
 
 
 def smallest_world(layout: ParallelLayout) -> int:
-    """The fewest ranks that ``layout`` can stand on."""
+    """Return the minimum number of ranks of ``layout``."""
     return layout.pp * math.lcm(layout.tp * layout.cp, layout.etp * layout.ep)
 
 
-def layout_of(arguments: MegatronArguments, config: McaModelConfig) -> ParallelLayout:
-    """The layout that is asked for; what is left out comes from an MCA checkpoint."""
+def resolve_layout(arguments: MegatronArguments, config: McaModelConfig) -> ParallelLayout:
+    """Return the requested layout; unset sizes come from the layout of an MCA checkpoint."""
     return arguments.layout(config.layout)
 
 
 def peft_task(config: McaModelConfig) -> str:
-    """PEFT's name of what a model is for."""
+    """Return PEFT's task type of a model."""
     return _PEFT_TASKS[config.head]
 
 
-def adapter_of(
+def make_adapter(
     lora: LoraArguments, config: McaModelConfig, parts: Collection[str]
 ) -> "tuple[AdapterConfig, AdapterRules] | None":
-    """The adapter that is trained, and its tensors, whose values are not read. None: the whole model is.
+    """Return the configuration and tensor rules of the trained adapter; None for full fine-tuning.
 
     Args:
-        lora: What is asked for.
-        config: Of the model, with its layout.
-        parts: Of a vision-language model, those that are trained.
+        lora: Arguments of the adapter.
+        config: Configuration of the model, with its layout.
+        parts: Trained parts of a vision-language model.
 
     Raises:
-        McaError: The adapter's directory, or what is asked for, cannot be used.
+        McaError: The adapter's directory or arguments cannot be used.
     """
-    from mca_models.lora import AdapterConfig, rules_for_training, rules_of
-    from mca_models.lora.parts import complete_config
+    from mca_models.lora import AdapterConfig, load_adapter_rules, rules_for_training
+    from mca_models.lora.peft_names import complete_peft_config
 
     if lora.adapter_name_or_path is not None:
-        return rules_of(Path(lora.adapter_name_or_path), config)
-    if not lora.wanted:
+        return load_adapter_rules(Path(lora.adapter_name_or_path), config)
+    if not lora.is_enabled:
         return None
     document = {**lora.config(peft_task(config))}
-    complete_config(document, config, parts)
+    complete_peft_config(document, config, parts)
     adapter = AdapterConfig.from_dict(document, "LoraConfig")
     return adapter, rules_for_training(config, adapter)

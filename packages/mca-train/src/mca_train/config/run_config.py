@@ -1,6 +1,6 @@
-"""`Settings` are a run as the user wrote it: the configuration file and the command line, as typed arguments.
+"""`Settings`: the configuration file and the command line of a run, as typed arguments.
 
-Whether the arguments make sense together is not decided here but in `mca_train.run.checks`.
+`mca_train.run.checks` checks their combination.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments, LaunchArguments, LoraArguments
 from mca_train.config.fields import build
-from mca_train.config.renamed import RENAMED
+from mca_train.config.renamed_options import RENAMED
 from mca_train.config.source import parse_overrides, read_yaml
 
 if TYPE_CHECKING:
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a run is made of.
+    """The arguments of a run.
 
     Args:
         training: HF's and Megatron's arguments.
         data: Model, tokenizer and files.
         launch: Local ranks.
         lora: The adapter.
-        own: What the kind of run alone understands; None: nothing.
-        values: Keys and values as given, for making ``training`` again in another process.
-        where: What to call the file, or the file and the command line, in an error.
+        own: Arguments of the kind of run; None: it has none.
+        values: Keys and values of the user, to construct ``training`` in another process.
+        where: Name of the file, or of the file and the command line, for error messages.
     """
 
     training: "TrainingArguments"
@@ -42,7 +42,7 @@ class Settings:
     where: str
 
 
-def given_values(config: Path | None, overrides: list[str]) -> tuple[JsonObject, str]:
+def load_values(config: Path | None, overrides: list[str]) -> tuple[JsonObject, str]:
     """Return the file's values, overridden by the command line's, and the name of the two in an error."""
     words = parse_overrides(overrides)
     if config is None:
@@ -60,16 +60,16 @@ def parse(
     elsewhere: Mapping[str, str] = MappingProxyType({}),
     flags: Iterable[str] = (),
 ) -> Settings:
-    """The arguments that ``values`` give.
+    """Convert ``values`` to arguments.
 
     Args:
         values: Keys and values.
-        where: What to call them in an error.
+        where: Origin of the values for error messages.
         kind: The word after ``mca-train``, whose help lists the keys.
         data: The class of model and files.
-        own: The class of what the kind of run alone understands.
-        elsewhere: What to say of the keys of other kinds; those of other programs are known.
-        flags: Names of the command's flags that are no keys.
+        own: The class of the arguments of this kind of run.
+        elsewhere: Messages about the keys of other kinds, in addition to those of other programs.
+        flags: Names of the command's flags that are not keys.
 
     Raises:
         UsageError: Keys or values are wrong.
@@ -98,12 +98,12 @@ def parse(
 
 
 def _for_this_machine(values: Values) -> JsonObject:
-    """What Hugging Face's arguments are made of.
+    """Return the keys and values for Hugging Face's arguments on this machine.
 
-    The backend is left out, as the process groups are Megatron's. Without a GPU ``use_cpu`` is on: otherwise every
-    rank takes itself for the only one.
+    The backend is removed, because Megatron creates the process groups. Without a GPU ``use_cpu`` is on; otherwise
+    Hugging Face treats every rank as the only process.
     """
     from mca_models.megatron import platform
 
-    given = {key: value for key, value in values.items() if key != "ddp_backend"}
-    return given | ({"use_cpu": True} if platform.device_type() == "cpu" else {})
+    arguments = {key: value for key, value in values.items() if key != "ddp_backend"}
+    return arguments | ({"use_cpu": True} if platform.device_type() == "cpu" else {})

@@ -1,7 +1,4 @@
-"""The YAML file and the ``--key value`` overrides become one mapping here.
-
-Whether there are such keys, and what they mean, is decided in `fields`.
-"""
+"""Reading of the YAML file and the ``--key value`` overrides of a run."""
 
 import contextlib
 import json
@@ -14,7 +11,7 @@ from mca_config.yaml_text import parse, parse_fields
 
 
 def read_yaml(path: Path) -> JsonObject:
-    """The mapping in ``path``.
+    """Return the mapping in ``path``.
 
     Raises:
         UsageError: The file is missing, cannot be read, is not YAML, or is not a mapping with string keys.
@@ -41,7 +38,7 @@ def read_yaml(path: Path) -> JsonObject:
 
 
 def parse_overrides(words: Sequence[str]) -> JsonObject:
-    """``--key value``, ``--key=value``, ``--flag`` and ``--list a b`` as a mapping; dashes are underscores.
+    """Parse ``--key value``, ``--key=value``, ``--flag`` and ``--list a b`` to a mapping, with underscores for dashes.
 
     Raises:
         UsageError: A word is not part of any ``--key``.
@@ -70,7 +67,7 @@ def _scalar(words: list[str]) -> object:
 
 
 def _read(word: str) -> object:
-    """What YAML reads in ``word``, or itself (a path such as ``a: b`` or ``@x`` cannot be read)."""
+    """Parse ``word`` as YAML; return it unchanged if that fails (a path such as ``a: b`` or ``@x``)."""
     if ": " in word:
         return word
     try:
@@ -80,7 +77,7 @@ def _read(word: str) -> object:
 
 
 def _mapping(word: str) -> object:
-    """A mapping in braces, whose values no field gives a type: numbers are numbers, ``1e-05`` as JSON writes it too."""
+    """Parse a mapping in braces, whose values have no declared type: ``1e-05``, as JSON writes it, is a number too."""
     found = parse(word)
     with contextlib.suppress(ValueError):
         return json.loads(word)

@@ -1,1 +1,1 @@
-"""Files become tokenized samples in this room. How samples become batches is in ``batching``."""
+"""Datasets: from files to tokenized samples. The package ``batching`` makes batches of them."""

@@ -1,9 +1,9 @@
-"""Conversations become tokens here, with the assistant's words marked as the targets.
+"""Tokenization of conversations, with the assistant's turns as targets.
 
-The conversation is rendered once, by the tokenizer's own chat template, and every assistant turn is found in that text.
-So what is trained on is exactly what the template makes at inference, also where it treats the last turn differently
-from earlier ones. A template that marks answers itself (``{% generation %}``) is followed. Whether a row holds
-messages, and whether these are well formed, is decided in `encoding`.
+The tokenizer's chat template renders the conversation once, and each assistant turn is located in that text. So
+training uses exactly the text that the template makes at inference, even if the template treats the last turn
+differently. A template that marks answers (``{% generation %}``) is followed. `encoding` validates the messages of a
+row.
 """
 
 import copy
@@ -19,7 +19,7 @@ from jinja2 import TemplateError
 
 from mca_config.errors import McaError
 from mca_config.types import JsonObject
-from mca_train.data.long_texts import head_encoding
+from mca_train.data.long_texts import encode_prefix
 from mca_train.data.tools import Tools, with_arguments, with_arguments_as_text
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 Message = JsonObject
 Span = tuple[int, int]
 _MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_STAND_IN = "\ue000"  # an answer that no text contains
+_PLACEHOLDER = "\ue000"  # a private-use character that no text contains
 _PRINTED = {"argument": "as Python writes it"}
-_IMAGE_TEXT = "mca_image_text"  # an attribute of a tokenizer
+_IMAGE_TEXT = "mca_image_text"  # attribute of a tokenizer
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts")
-NO_VARIABLES = frozenset(
+RESERVED_OPTIONS = frozenset(
     {
         *(
             "conversation",
@@ -56,49 +56,49 @@ NO_VARIABLES = frozenset(
         *("return_assistant_tokens_mask", "sanitize_control_tokens"),
     }
 )
-"""Names that tell a tokenizer, not its template, what to do."""
+"""Options of ``apply_chat_template`` that are not variables of the template."""
 
 
 @dataclass(frozen=True)
 class TemplateInputs:
-    """What a row gives its chat template beside messages.
+    """Inputs of the chat template in addition to messages.
 
     Args:
-        tools: None: there are none.
-        options: Other variables, such as ``enable_thinking``.
+        tools: Tools of the row; None: there are none.
+        options: Template variables, such as ``enable_thinking``.
     """
 
     tools: Tools | None = None
     options: JsonObject = field(default_factory=dict)
 
 
-def writing_images(tokenizer: "PreTrainedTokenizerBase", mark: str, text: str) -> "PreTrainedTokenizerBase":
-    """Return a copy of ``tokenizer`` whose chats have ``text`` where the chat template writes ``mark``.
+def with_image_text(tokenizer: "PreTrainedTokenizerBase", mark: str, text: str) -> "PreTrainedTokenizerBase":
+    """Return a copy of ``tokenizer`` that replaces ``mark`` by ``text`` in rendered chats.
 
-    As in processors, the rendered text is changed and not the template: Jinja removes line breaks next to its tags.
+    As in processors, the rendered text is changed, not the template, because Jinja strips line breaks next to tags.
     """
     changed = copy.copy(tokenizer)
     setattr(changed, _IMAGE_TEXT, (mark, text))
     return changed
 
 
-def marks_answers(tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Whether the tokenizer's chat template says itself what is an answer."""
+def has_generation_marks(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Return True if the chat template marks answers with ``{% generation %}``."""
     template = tokenizer.chat_template
     templates = template.values() if isinstance(template, dict) else [template or ""]
     return any(_MARKS_ANSWERS.search(text) for text in templates)
 
 
 class Conversation:
-    """Messages, and what the tokenizer's template makes of them.
+    """Messages rendered by the tokenizer's chat template.
 
     Args:
-        tokenizer: With a chat template.
-        messages: ``{"role": ..., "content": ...}`` each; calls of tools have mappings as arguments.
-        inputs: For the template.
+        tokenizer: Tokenizer with a chat template.
+        messages: Messages ``{"role": ..., "content": ...}``; arguments of tool calls are mappings.
+        inputs: Other inputs of the template.
 
     Raises:
-        McaError: The template fails.
+        McaError: The template fails to render the messages.
     """
 
     def __init__(
@@ -116,42 +116,42 @@ class Conversation:
         texts = [with_arguments_as_text(message) for message in messages]
         try:
             self.text = self._render(self._messages)
-            found = self._rendered(texts) if self._prints_arguments() else None
+            found = self._try_render(texts) if self._prints_python_mappings() else None
         except McaError:
-            found = self._rendered(texts) if texts != self._messages else None
+            found = self._try_render(texts) if texts != self._messages else None
             if found is None:
                 raise
         if found is not None:
             self._messages, self.text = texts, found
         if (
             self._inputs.tools
-            and self._rendered(self._messages, TemplateInputs(None, self._inputs.options)) == self.text
+            and self._try_render(self._messages, TemplateInputs(None, self._inputs.options)) == self.text
         ):
-            _tell_of_omitted(str(self._tokenizer.chat_template), "tools")
+            _warn_omitted(str(self._tokenizer.chat_template), "tools")
 
-    def _prints_arguments(self) -> bool:
-        """Whether the template writes mappings as Python does, not as JSON."""
+    def _prints_python_mappings(self) -> bool:
+        """Return True if the template prints mappings as Python literals instead of JSON."""
         others = [with_arguments(message, lambda _: _PRINTED) for message in self._messages]
-        return others != self._messages and str(_PRINTED) in (self._rendered(others) or "")
+        return others != self._messages and str(_PRINTED) in (self._try_render(others) or "")
 
     def _omits_calls(self, turns: Iterable[int]) -> bool:
-        """Whether the template does not write the calls of ``turns``."""
+        """Return True if the template does not render the tool calls of ``turns``."""
         without = [*self._messages]
         for turn in turns:
             without[turn] = _without(without[turn], "tool_calls")
-        return without != self._messages and self._rendered(without) == self.text
+        return without != self._messages and self._try_render(without) == self.text
 
-    def read(self) -> str:
-        """The text, nothing of which is an answer."""
-        self._tell_of_calls(range(len(self._messages)))
+    def context_text(self) -> str:
+        """Return the text as context without targets."""
+        self._warn_omitted_calls(range(len(self._messages)))
         return self.text
 
-    def _tell_of_calls(self, turns: Iterable[int]) -> None:
+    def _warn_omitted_calls(self, turns: Iterable[int]) -> None:
         if self._omits_calls(turns):
-            _tell_of_omitted(str(self._tokenizer.chat_template), "tool_calls")
+            _warn_omitted(str(self._tokenizer.chat_template), "tool_calls")
 
-    def _rendered(self, messages: Sequence[Message], inputs: TemplateInputs | None = None) -> str | None:
-        """As `_render`; None: the template refuses it."""
+    def _try_render(self, messages: Sequence[Message], inputs: TemplateInputs | None = None) -> str | None:
+        """Return the rendered messages; None: the template raises an error."""
         try:
             return self._render(messages, inputs=inputs)
         except McaError:
@@ -160,7 +160,7 @@ class Conversation:
     def _render(
         self, messages: Sequence[Message], *, prompt: bool = False, inputs: TemplateInputs | None = None
     ) -> str:
-        """``messages`` as text; with ``prompt`` also the words that open the assistant's turn."""
+        """Render ``messages``; ``prompt`` adds the generation prompt."""
         given = inputs or self._inputs
         try:
             rendered = self._tokenizer.apply_chat_template(
@@ -176,19 +176,19 @@ class Conversation:
         return self._with_image_text(str(rendered))
 
     def _with_image_text(self, rendered: str) -> str:
-        """What the processor makes of a text of the template."""
+        """Replace image marks as the processor does."""
         replaced: tuple[str, str] | None = getattr(self._tokenizer, _IMAGE_TEXT, None)
         return rendered.replace(*replaced) if replaced else rendered
 
-    def learnt(self, first: int = 0) -> tuple[str, list[Span]]:
-        """The text with an end of its last answer, and where in it the assistant speaks.
+    def text_and_targets(self, first: int = 0) -> tuple[str, list[Span]]:
+        """Return the text, closed after its last answer, and the spans of the assistant's answers.
 
         Args:
-            first: Turns before this one are context even if the assistant's.
+            first: Assistant turns before this one are context.
 
         Raises:
-            McaError: The template writes a turn in a way that cannot be found in the whole, or does not write the
-                calls of an answer.
+            McaError: A turn cannot be located in the full text, or the template does not render the tool calls of an
+                answer.
         """
         template = self._tokenizer.get_chat_template(None, self._inputs.tools)
         turns = [
@@ -200,25 +200,25 @@ class Conversation:
         answers = [turn for turn in turns if turn not in context]
         if self._omits_calls(answers):
             raise McaError(
-                "messages: the chat template does not write tool_calls; use a template that does, or leave the row out"
+                "messages: the chat template does not write tool_calls; use a template that does, or remove the row"
             )
-        self._tell_of_calls(turn for turn in range(len(self._messages)) if turn not in answers)
+        self._warn_omitted_calls(turn for turn in range(len(self._messages)) if turn not in answers)
         if _MARKS_ANSWERS.search(template):
-            begin = self._start_of(first) if first else 0
-            left_out = [(self._start_of(turn), self._end_of(turn)) for turn in context]
+            begin = self._turn_start(first) if first else 0
+            left_out = [(self._turn_start(turn), self._turn_end(turn)) for turn in context]
             return self.text, [
                 (start, end)
-                for start, end in self._marked(template)
+                for start, end in self._generation_spans(template)
                 if start >= begin and not any(low <= start < high for low, high in left_out)
             ]
-        spans = {turn: (self._start_of(turn), self._end_of(turn)) for turn in answers}
+        spans = {turn: (self._turn_start(turn), self._turn_end(turn)) for turn in answers}
         closing = self._closing(turns[0]) if spans else None
         if closing is None or closing.strip():
             return self.text, list(spans.values())
-        return self._ended(spans)
+        return self._with_turn_ends(spans)
 
-    def _marked(self, template: str) -> list[Span]:
-        """What stands between the template's own marks."""
+    def _generation_spans(self, template: str) -> list[Span]:
+        """Return the spans that the template marks with ``{% generation %}``."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         rendered, marked = render_jinja_template(
@@ -235,14 +235,14 @@ class Conversation:
 
         return [(moved(start), moved(end)) for start, end in marked[0]]
 
-    def _start_of(self, turn: int) -> int:
+    def _turn_start(self, turn: int) -> int:
         context = self._messages[:turn]
         if not context:
             return 0
         opened = self._render(context, prompt=True)
         if self.text.startswith(opened):
             return len(opened)
-        before, _ = self._around(turn)  # the prompt begins a thought, which earlier turns are written without
+        before, _ = self._around(turn)  # the prompt opens a thinking block, which earlier turns lack
         for text in (before, self._render(context)):
             if text and self.text.startswith(text):
                 return len(text)
@@ -251,27 +251,29 @@ class Conversation:
             "whole conversation, so the answer cannot be distinguished from its prompt"
         )
 
-    def _end_of(self, turn: int) -> int:
-        """Where a turn ends, its mark included."""
+    def _turn_end(self, turn: int) -> int:
+        """Return the end of a turn, including its end-of-turn token."""
         if turn == len(self._messages) - 1:
             return len(self.text)
         upto = self._messages[: turn + 1]
-        bare = [_without(message, *_THOUGHTS) for message in upto]  # which templates drop of earlier turns
+        bare = [
+            _without(message, *_THOUGHTS) for message in upto
+        ]  # templates drop the thinking of earlier turns
         mute = [{**message, "content": ""} if message.get("tool_calls") else message for message in bare]
         tried: list[list[Message]] = []
         for messages in (upto, bare, mute):
-            text = None if messages in tried else self._rendered(messages)
+            text = None if messages in tried else self._try_render(messages)
             if text and self.text.startswith(text):
                 return len(text)
             tried.append(messages)
-        # The template writes this turn differently once it is no longer the last (Qwen3 drops the thinking): what
-        # follows it is the same after another answer, and begins with what closes a turn.
+        # The template renders this turn differently when it is not the last (Qwen3 drops the thinking). The text after
+        # it is the same for any other answer, and begins with the end of the turn.
         _, after = self._around(turn)
         if after and self.text.endswith(after):
             closing = self._closing(turn)
             if closing is None or not after.startswith(closing):
-                # The last turn of all ends in another way.
-                closing = self._mark_of(after, spaces=True) or None
+                # The last turn of a conversation ends differently.
+                closing = self._leading_special_token(after, spaces=True) or None
             if closing is not None:
                 return len(self.text) - len(after) + len(closing)
         raise McaError(
@@ -280,36 +282,36 @@ class Conversation:
         )
 
     def _around(self, turn: int) -> tuple[str, str]:
-        """The text before and after a turn's words, as they are with other words; empty if it cannot have others."""
+        """Return the text before and after a turn, rendered with a placeholder answer; empty if rendering fails."""
         messages: list[Message] = [*self._messages]
-        messages[turn : turn + 1] = [{"role": "assistant", "content": _STAND_IN}]
-        before, _, after = (self._rendered(messages) or "").rpartition(_STAND_IN)
+        messages[turn : turn + 1] = [{"role": "assistant", "content": _PLACEHOLDER}]
+        before, _, after = (self._try_render(messages) or "").rpartition(_PLACEHOLDER)
         return before, after
 
     def _closing(self, turn: int) -> str | None:
-        """What the template writes behind the words of a last turn; None: it does not write them as they are."""
-        said = self._rendered([*self._messages[:turn], {"role": "assistant", "content": _STAND_IN}])
-        _, found, closing = (said or "").rpartition(_STAND_IN)
+        """Return the text after a last answer; None: the template does not render answers verbatim."""
+        rendered = self._try_render([*self._messages[:turn], {"role": "assistant", "content": _PLACEHOLDER}])
+        _, found, closing = (rendered or "").rpartition(_PLACEHOLDER)
         return closing if found else None
 
-    def _ended(self, spans: dict[int, Span]) -> tuple[str, list[Span]]:
-        """Answers that the template writes no end of: what begins the next turn ends them (GLM), or EOS the last."""
+    def _with_turn_ends(self, spans: dict[int, Span]) -> tuple[str, list[Span]]:
+        """End answers without an end-of-turn token: at the start of the next turn (GLM), or the last one with EOS."""
         text, found = self.text, []
         for turn, (start, end) in spans.items():
             if turn == len(self._messages) - 1:
-                mark = self._end_of_last()
+                mark = self._last_turn_end()
                 text += mark
             else:
-                mark = self._mark_of(self.text[end:])
+                mark = self._leading_special_token(self.text[end:])
             found.append((start, end + len(mark)))
         return text, found
 
-    def _end_of_last(self) -> str:
+    def _last_turn_end(self) -> str:
         *context, last = self._messages
-        following = {"role": "tool" if last.get("tool_calls") else "user", "content": _STAND_IN}
-        said = self._rendered([*context, {"role": "assistant", "content": _STAND_IN}, following])
-        parts = (said or "").split(_STAND_IN)
-        mark = self._mark_of(parts[1]) if len(parts) > 2 else ""
+        following = {"role": "tool" if last.get("tool_calls") else "user", "content": _PLACEHOLDER}
+        rendered = self._try_render([*context, {"role": "assistant", "content": _PLACEHOLDER}, following])
+        parts = (rendered or "").split(_PLACEHOLDER)
+        mark = self._leading_special_token(parts[1]) if len(parts) > 2 else ""
         if not (mark or self._tokenizer.eos_token):
             raise McaError(
                 "messages: the chat template writes no end of an answer, and the tokenizer has no end-of-sequence "
@@ -317,8 +319,8 @@ class Conversation:
             )
         return mark or str(self._tokenizer.eos_token)
 
-    def _mark_of(self, text: str, *, spaces: bool = False) -> str:
-        """The special token that ``text`` begins with; with ``spaces`` also the white space behind it."""
+    def _leading_special_token(self, text: str, *, spaces: bool = False) -> str:
+        """Return the special token at the start of ``text``; ``spaces`` includes the white space after it."""
         words = text.lstrip()
         token = next((token for token in _special_tokens(self._tokenizer) if words.startswith(token)), "")
         if not token:
@@ -334,15 +336,15 @@ def _without(message: Message, *keys: str) -> Message:
 
 @lru_cache(maxsize=4)
 def _special_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
-    """The longest first."""
+    """Return the special tokens, longest first."""
     found = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     return sorted(found, key=len, reverse=True)
 
 
 @lru_cache(maxsize=64)
-def _tell_of_omitted(_: str, what: str) -> None:
-    """Once for a template."""
-    logger.warning("the chat template does not write a row's %s, so the model is not told of them", what)
+def _warn_omitted(_: str, what: str) -> None:
+    """Log a warning once per template."""
+    logger.warning("the chat template does not write a row's %s, so the model does not see them", what)
 
 
 def chat_ids(
@@ -352,9 +354,9 @@ def chat_ids(
     *,
     length: int | None = None,
 ) -> list[int]:
-    """Tokens of the conversation as the template writes it. Arguments are those of `tokenize_chat`."""
-    text = Conversation(tokenizer, messages, inputs).read()
-    tokens: list[int] = head_encoding(tokenizer, text, length, add_special_tokens=False)["input_ids"]
+    """Tokenize the rendered conversation without targets; for the arguments see `tokenize_chat`."""
+    text = Conversation(tokenizer, messages, inputs).context_text()
+    tokens: list[int] = encode_prefix(tokenizer, text, length, add_special_tokens=False)["input_ids"]
     return tokens
 
 
@@ -366,22 +368,22 @@ def tokenize_chat(
     *,
     length: int | None = None,
 ) -> tuple[list[int], list[bool]]:
-    """Tokens of the conversation, and which are the assistant's (its end-of-turn mark included).
+    """Tokenize a conversation and mark the assistant's tokens, including its end-of-turn token.
 
-    A token that begins before the assistant's first letter and holds it (a space and the word after it) is the
-    assistant's.
+    A token that begins before the assistant's first letter and contains it, such as a space with the next word, is a
+    target.
 
     Args:
-        tokenizer: With a chat template.
-        messages: ``{"role": ..., "content": ...}`` each.
-        first: Turns before this one are context even if the assistant's.
-        inputs: What the template is told beside them.
-        length: Tokens that are wanted; None: all. A much longer conversation is tokenized in part.
+        tokenizer: Tokenizer with a chat template.
+        messages: Messages ``{"role": ..., "content": ...}``.
+        first: Assistant turns before this one are context.
+        inputs: Other inputs of the template.
+        length: Number of tokens needed; None: all. Much longer conversations are tokenized only partly.
     """
-    text, spans = Conversation(tokenizer, messages, inputs).learnt(first)
+    text, spans = Conversation(tokenizer, messages, inputs).text_and_targets(first)
     if not tokenizer.is_fast:
         return _tokenize_pieces(tokenizer, text, spans)
-    encoded = head_encoding(tokenizer, text, length, add_special_tokens=False, return_offsets_mapping=True)
+    encoded = encode_prefix(tokenizer, text, length, add_special_tokens=False, return_offsets_mapping=True)
     targets = [
         any(begin < end and stop > start for start, end in spans if end > start) and stop > begin
         for begin, stop in encoded["offset_mapping"]
@@ -392,7 +394,7 @@ def tokenize_chat(
 def _tokenize_pieces(
     tokenizer: "PreTrainedTokenizerBase", text: str, spans: Sequence[Span]
 ) -> tuple[list[int], list[bool]]:
-    """Without offsets (slow tokenizers): each piece of the text on its own."""
+    """Tokenize spans separately, for slow tokenizers without offsets."""
     tokens: list[int] = []
     targets: list[bool] = []
     edges = [0, *(edge for span in spans for edge in span), len(text)]

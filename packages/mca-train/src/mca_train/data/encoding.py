@@ -1,7 +1,7 @@
-"""One row becomes token ids and targets here, for pre-training and for fine-tuning.
+"""Tokenization of single rows into token ids and targets, for pre-training and fine-tuning.
 
-These functions tell what is wrong with a row; whoever reads the rows adds where it stands. Preference pairs are encoded
-in `preferences`, with the same functions.
+Errors name the problem of a row; the caller adds the row's location. `preferences` encodes preference pairs with the
+same functions.
 """
 
 import logging
@@ -14,15 +14,15 @@ from mca_config.errors import McaError
 from mca_config.types import Values
 from mca_models.images import placeholders
 from mca_train.config.arguments import DataArguments
-from mca_train.data.chat import NO_VARIABLES, Message, TemplateInputs, tokenize_chat
+from mca_train.data.chat import RESERVED_OPTIONS, Message, TemplateInputs, tokenize_chat
 from mca_train.data.files import require_column
-from mca_train.data.formats import TEMPLATE_INPUTS, converted, image_columns
-from mca_train.data.image_words import ImageWords
-from mca_train.data.long_texts import LONG, all_ids, head_encoding
+from mca_train.data.formats import TEMPLATE_INPUTS, image_columns, row_converter
+from mca_train.data.image_tag import ImageTagCheck
+from mca_train.data.long_texts import LONG, encode_in_pieces, encode_prefix
 from mca_train.data.message_parts import require_no_data, with_types
-from mca_train.data.placeholders import as_words, require_words
-from mca_train.data.row_formats import format_of
-from mca_train.data.tools import mapping_from, tools_from, with_parsed_arguments
+from mca_train.data.placeholders import require_no_placeholders, spell_placeholders
+from mca_train.data.row_formats import detect_format
+from mca_train.data.tools import parse_mapping, parse_tools, with_parsed_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,17 +31,17 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Encoded = tuple[list[int], list[bool]]
-"""The tokens of a sequence, and which of them are targets."""
+"""Tokens of a sequence, and a mask of its targets."""
 RowEncoder = Callable[[Values], Sequence[Encoded]]
-"""From a row to its sequences: one, or more where they are compared with one another."""
+"""Function from a row to its sequences: one, or several for preference data."""
 RowNumbers = Callable[[Values], list[float]]
-"""From a row to the numbers that all of its sequences carry, such as its class."""
+"""Function from a row to the extra numbers of its sequences, such as a class."""
 AnswersTokenizer = Callable[
     ["PreTrainedTokenizerBase", object, Sequence[object], int, TemplateInputs], list[Encoded]
 ]
-"""From a prompt and the answers to it to their sequences."""
+"""Function from a prompt and its completions to their sequences."""
 BlockTokenizer = Callable[[Sequence[Values], Sequence[str]], list[list[int]]]
-"""From rows and their places to the tokens of each text."""
+"""Function from rows and their locations to the tokens of each text."""
 
 
 def block_tokenizer(
@@ -51,36 +51,36 @@ def block_tokenizer(
     key: str,
     vision: Values | None = None,
 ) -> BlockTokenizer:
-    """The function from rows and their places to the tokens of each text, EOS last; rows without text have none.
+    """Return the function from rows and their locations to the tokens of each text, with EOS; empty texts are skipped.
 
     Args:
-        names: The rows' columns.
-        tokenizer: The model's.
-        arguments: Columns.
-        key: The argument that named the files, for errors.
-        vision: Of the model's configuration; None: it sees no images.
+        names: Columns of the rows.
+        tokenizer: Tokenizer of the model.
+        arguments: Names of columns.
+        key: Argument that names the files, for errors.
+        vision: Vision configuration of the model; None: a text model.
     """
     column = arguments.text_column
     require_column(names, column, key)
     eos = _eos(tokenizer)
-    pictures, images = image_columns(vision, arguments), ImageWords(vision, arguments)
+    pictures, images = image_columns(vision, arguments), ImageTagCheck(vision, arguments)
     marks = set(placeholders(vision).values())
-    has_told = False
+    has_warned = False
 
-    def spelt(tokens: list[int], text: str, place: str) -> list[int]:
-        nonlocal has_told
+    def spell(tokens: list[int], text: str, place: str) -> list[int]:
+        nonlocal has_warned
         if marks.isdisjoint(tokens):
             return tokens
-        words = as_words(text, tokenizer, vision)
-        require_words(words, vision, f"{key}, {place}: ")
-        if not has_told:
+        words = spell_placeholders(text, tokenizer, vision)
+        require_no_placeholders(words, vision, f"{key}, {place}: ")
+        if not has_warned:
             logger.warning(
                 "%s, %s: the text contains the tokenizer's placeholder of an image or video, but the row has none; "
-                "it is trained as the letters that stand there; this is reported once",
+                "it is tokenized as plain text; this is reported once",
                 key,
                 place,
             )
-            has_told = True
+            has_warned = True
         return words
 
     def tokenize(rows: Sequence[Values], places: Sequence[str]) -> list[list[int]]:
@@ -92,24 +92,36 @@ def block_tokenizer(
                     f"{key}, {place}: has {found[0]}, which only mca-train pretrain with a vision-language model "
                     "reads; remove the row, or the column"
                 )
-            images.meet(row[column] or "", row.keys(), f"{key}, {place}: {column}")
+            images.check(row[column] or "", row.keys(), f"{key}, {place}: {column}")
         spoken = [(row[column], place) for row, place in zip(rows, places, strict=True) if row[column]]
         texts = [text for text, _ in spoken]
         if max(map(len, texts), default=0) > LONG:
-            ids = [all_ids(tokenizer, text) for text in texts]
+            ids = [encode_in_pieces(tokenizer, text) for text in texts]
         else:
             ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-        return [[*spelt(tokens, text, place), eos] for tokens, (text, place) in zip(ids, spoken, strict=True)]
+        return [[*spell(tokens, text, place), eos] for tokens, (text, place) in zip(ids, spoken, strict=True)]
 
     return tokenize
 
 
-def warn_truncated(is_cut: Iterable[bool], length: int, key: str) -> None:
-    """Says how many rows did not fit whole."""
+class WarningRecorder(logging.Handler):
+    """Logging handler that keeps the texts of warnings in ``lines``, to report them again."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append the text of ``record``."""
+        self.lines.append(record.getMessage())
+
+
+def warn_truncated_rows(is_cut: Iterable[bool], length: int, key: str) -> None:
+    """Log a warning with the number of truncated rows."""
     cut = list(is_cut)
     if any(cut):
         logger.warning(
-            "%s: %d of %d rows are longer than seq_length %d and are cut at the end",
+            "%s: %d of %d rows are longer than seq_length %d and are truncated at the end",
             key,
             sum(cut),
             len(cut),
@@ -120,53 +132,56 @@ def warn_truncated(is_cut: Iterable[bool], length: int, key: str) -> None:
 def row_encoder(
     names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", arguments: DataArguments, key: str
 ) -> RowEncoder:
-    """The encoder of rows with one answer, by their format."""
+    """Return the encoder of rows with one answer, chosen by their format."""
     length = arguments.seq_length
-    if (other := converted(names, arguments, key)) is not None:
+    if (other := row_converter(names, arguments, key)) is not None:
         encode = row_encoder(other.names, tokenizer, replace(arguments, data_format="messages"), key)
         return lambda row: encode(other.convert(row))
-    kind = format_of(names, arguments, key)
+    kind = detect_format(names, arguments, key)
     if kind == "messages":
         messages = arguments.messages_column
         return lambda row: [
             tokenize_chat(
-                tokenizer, check_messages(row[messages]), inputs=inputs_of(row, arguments), length=length
+                tokenizer,
+                check_messages(row[messages]),
+                inputs=template_inputs(row, arguments),
+                length=length,
             )
         ]
     if kind == "prompt_completion":
         prompt, completion = arguments.prompt_column, arguments.completion_column
         return lambda row: [
-            tokenize_answer(tokenizer, row[prompt], row[completion], length, inputs_of(row, arguments))
+            tokenize_answer(tokenizer, row[prompt], row[completion], length, template_inputs(row, arguments))
         ]
     text = arguments.text_column
     return lambda row: [tokenize_answer(tokenizer, "", require_text(row[text], text), length)]
 
 
-def inputs_of(row: Values, arguments: DataArguments) -> TemplateInputs:
-    """What a row gives its chat template beside messages: tools, and variables of the template's own.
+def template_inputs(row: Values, arguments: DataArguments) -> TemplateInputs:
+    """Return a row's inputs of the chat template: tools and template variables.
 
     Raises:
-        McaError: They are no list of mappings and no mapping.
+        McaError: The columns have the wrong type.
     """
-    tools = tools_from(row.get(arguments.tools_column), arguments.tools_column)
-    given = row.get(TEMPLATE_INPUTS)
-    options = mapping_from(given) if given else {}
+    tools = parse_tools(row.get(arguments.tools_column), arguments.tools_column)
+    raw_options = row.get(TEMPLATE_INPUTS)
+    options = parse_mapping(raw_options) if raw_options else {}
     if options is None:
-        raise McaError(f"{TEMPLATE_INPUTS} is {given!r:.80}; expected a mapping, or that as JSON text")
-    if taken := sorted(options.keys() & NO_VARIABLES):
-        raise McaError(f"{TEMPLATE_INPUTS}: '{taken[0]}' is no variable of a template; remove it")
+        raise McaError(f"{TEMPLATE_INPUTS} is {raw_options!r:.80}; expected a mapping, or that as JSON text")
+    if reserved := sorted(options.keys() & RESERVED_OPTIONS):
+        raise McaError(f"{TEMPLATE_INPUTS}: '{reserved[0]}' is no variable of a template; remove it")
     return TemplateInputs(without_nulls(tools), without_nulls(options))
 
 
 def without_nulls(value: T, kept: str = "") -> T:
-    """``value`` without the keys that only other rows of the file have, which is what columns make of mappings.
+    """Return ``value`` without null keys, which Arrow adds to rows that lack a key of other rows.
 
-    What stands under the key ``kept`` stays as it is.
+    The value of the key ``kept`` is not changed.
     """
     if isinstance(value, dict):
-        said = {key: item for key, item in value.items() if item is not None}
+        present = {key: item for key, item in value.items() if item is not None}
         return cast(
-            "T", {key: item if key == kept else without_nulls(item, kept) for key, item in said.items()}
+            "T", {key: item if key == kept else without_nulls(item, kept) for key, item in present.items()}
         )
     return cast("T", [without_nulls(item, kept) for item in value]) if isinstance(value, list) else value
 
@@ -178,7 +193,7 @@ def tokenize_answer(
     length: int,
     inputs: TemplateInputs | None = None,
 ) -> Encoded:
-    """Prompt and answer as text, or as two lists of chat messages; the answer ends with EOS."""
+    """Tokenize a prompt and a completion, as text or as chat messages; the completion ends with EOS."""
     return tokenize_answers(tokenizer, prompt, [completion], length, inputs)[0]
 
 
@@ -189,9 +204,9 @@ def tokenize_answers(
     length: int,
     inputs: TemplateInputs | None = None,
 ) -> list[Encoded]:
-    """Several answers to one prompt, as text or as lists of chat messages; each ends with EOS.
+    """Tokenize several completions of one prompt, as text or as chat messages; each ends with EOS.
 
-    Of what is much longer than ``length`` tokens, no more than those must be right.
+    For a much longer text, only the first ``length`` tokens are guaranteed.
     """
     if isinstance(prompt, list):
         found = []
@@ -213,57 +228,59 @@ def tokenize_answers(
 def _tokenize_texts(
     tokenizer: "PreTrainedTokenizerBase", prompt: str, completions: Sequence[str], length: int
 ) -> list[Encoded]:
-    """Each completion behind the prompt, tokenized as one text.
+    """Tokenize the prompt with each completion as one text.
 
-    The answers begin where the tokens of the prompt alone and of the whole part, which with a pair is the first such
-    place of both: a token may hold letters of the prompt and of an answer.
+    Targets begin where the tokens of the prompt alone and of the full text differ; a pair uses the first such position
+    of both, because a token may span prompt and completion.
     """
     eos = _eos(tokenizer)
-    context = head_encoding(tokenizer, prompt, length)["input_ids"] if prompt else []
+    context = encode_prefix(tokenizer, prompt, length)["input_ids"] if prompt else []
     if context and context[-1] == eos:
-        own = head_encoding(tokenizer, prompt, length, add_special_tokens=False)["input_ids"]
-        if _ends(context, eos) > _ends(own, eos):  # a tokenizer that ends what it encodes: it is not the end
+        own = encode_prefix(tokenizer, prompt, length, add_special_tokens=False)["input_ids"]
+        if _count_trailing(context, eos) > _count_trailing(
+            own, eos
+        ):  # the tokenizer appends EOS, which does not end the prompt
             context = context[:-1]
-    wholes = [head_encoding(tokenizer, prompt + text, length)["input_ids"] for text in completions]
-    shared = min(_common(context, whole) for whole in wholes)
+    wholes = [encode_prefix(tokenizer, prompt + text, length)["input_ids"] for text in completions]
+    shared = min(_common_prefix(context, whole) for whole in wholes)
     ended = [whole if len(whole) > shared and whole[-1] == eos else [*whole, eos] for whole in wholes]
     return [(whole, [place >= shared for place in range(len(whole))]) for whole in ended]
 
 
-def _common(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """With how many tokens both begin."""
+def _common_prefix(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, others, strict=False)))
 
 
-def _ends(tokens: Sequence[int], eos: int) -> int:
-    """With how many end marks ``tokens`` end."""
+def _count_trailing(tokens: Sequence[int], eos: int) -> int:
+    """Return the number of trailing EOS tokens."""
     return sum(1 for _ in takewhile(lambda token: token == eos, reversed(tokens)))
 
 
 def check_messages(messages: object) -> list[Message]:
-    """``messages`` with the keys that are not set left out, and arguments of calls as mappings.
+    """Validate ``messages``; return them without null keys and with mappings as tool-call arguments.
 
     Raises:
-        McaError: Not a list of messages with a role and content (or, of an assistant, anything else to say).
+        McaError: Not a list of messages with a role and content (or tool calls of an assistant).
     """
     if not isinstance(messages, list) or not messages:
         raise McaError(f"messages must be a list of turns; got {messages!r:.80}")
     for turn, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise McaError(f"messages, turn {turn}: expected a mapping with 'role' and 'content'")
-        _require_said(turn, message)
-    return [_plain(message, turn) for turn, message in enumerate(messages)]
+        _require_content(turn, message)
+    return [_normalise_turn(message, turn) for turn, message in enumerate(messages)]
 
 
-def _plain(message: Message, turn: int) -> Message:
-    """A turn as templates expect it."""
+def _normalise_turn(message: Message, turn: int) -> Message:
+    """Normalise a turn for chat templates."""
     found = without_nulls(message, "arguments")
     if "content" in found:
         found["content"] = with_types(found["content"])
     return with_parsed_arguments(found, turn)
 
 
-def _require_said(turn: int, message: Message) -> None:
+def _require_content(turn: int, message: Message) -> None:
     content, role = message.get("content"), message["role"]
     if not isinstance(content, str | list | None):
         raise McaError(f"messages, turn {turn} ({role}): content is {content!r:.80}; expected text")
@@ -275,11 +292,11 @@ def _require_said(turn: int, message: Message) -> None:
     others = [value for key, value in message.items() if key not in ("role", "name", "content", "weight")]
     if content is None and not (role == "assistant" and any(others)):
         wanted = "content or tool_calls" if role == "assistant" else "content"
-        raise McaError(f"messages, turn {turn} ({role}): no {wanted}; give it, or leave the row out")
+        raise McaError(f"messages, turn {turn} ({role}): no {wanted}; add it, or remove the row")
 
 
 def require_text(value: object, column: str) -> str:
-    """``value`` of ``column``, which must be text."""
+    """Return ``value`` of ``column`` if it is text, else raise a `McaError`."""
     if not isinstance(value, str):
         raise McaError(f"{column} is {value!r:.80}; expected text")
     return value

@@ -1,6 +1,6 @@
-"""`FileRows` reads rows as they are iterated, in the order of the files or drawn from a buffer; each knows its place.
+"""Iteration over the rows of files, in file order or through a shuffle buffer.
 
-What a row means is not known here: the encoders decide that.
+The encoders interpret the rows.
 """
 
 import logging
@@ -12,28 +12,28 @@ import numpy as np
 
 from mca_config.redaction import redacted
 from mca_config.types import JsonObject, Values
-from mca_train.data.addresses import called
-from mca_train.data.files import named, reader_of
+from mca_train.data.files import reader_name, translate_read_errors
+from mca_train.data.urls import describe_files
 
 logger = logging.getLogger(__name__)
 
 
 class Row(JsonObject):
-    """A row's columns; ``place`` says in errors where it stands in its file."""
+    """Columns of a row; ``place`` is its location in the file, for errors."""
 
     place: str = ""
 
 
 class FileRows:
-    """The rows of several files.
+    """Rows of several files.
 
     Args:
         parts: Files and their readers.
-        key: The argument that named them, for errors.
-        limit: Rows to keep, the first ones; None: all.
-        seed: Of the order, drawn anew in each pass; None: the files' own.
-        buffer_size: Rows that the next one is drawn from.
-        heads: The first row of each file.
+        key: Argument that names the files, for errors.
+        limit: Number of first rows to keep; None: all.
+        seed: Seed of the shuffle, which differs in each epoch; None: the order of the files.
+        buffer_size: Size of the shuffle buffer.
+        heads: First row of each file.
     """
 
     def __init__(
@@ -50,19 +50,19 @@ class FileRows:
         self._parts, self._key, self._limit = parts, key, limit
         self._seed, self._buffer_size = seed, buffer_size
         self._epoch = 0
-        self._stamps = {file: _stamp(file) for file, _ in parts}
+        self._stamps = {file: _file_stamp(file) for file, _ in parts}
 
     @property
-    def order_in_words(self) -> str:
-        """What decides in which order the rows come."""
+    def order_description(self) -> str:
+        """Description of the order of the rows."""
         first = "" if self._limit is None else f"the first {self._limit} "
-        rows = f"{first}rows of {called([file for file, _ in self._parts])}"
+        rows = f"{first}rows of {describe_files([file for file, _ in self._parts])}"
         if self._seed is None:
             return f"{rows}, not shuffled"
         return f"{rows}, drawn from a buffer of {self._buffer_size} by seed {self._seed}"
 
     def set_epoch(self, epoch: int) -> None:
-        """Draws another order."""
+        """Set the epoch of the shuffle."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Row]:
@@ -73,16 +73,16 @@ class FileRows:
         draw = np.random.default_rng([self._seed % 2**32, self._epoch])
         if self._limit is None:
             draw.shuffle(order)
-        yield from _drawn(islice(self._in_order(order), self._limit), self._buffer_size, draw)
+        yield from _shuffle_buffer(islice(self._in_order(order), self._limit), self._buffer_size, draw)
 
     def _in_order(self, order: Iterable[int]) -> Iterator[Row]:
         for file, part in (self._parts[place] for place in order):
-            self._tell_of_change(file)
+            self._warn_changed(file)
             number = 0
             rows = iter(part)
             while True:
-                with named(
-                    self._key, f"{file}, after row {number - 1}," if number else file, reader_of(file)
+                with translate_read_errors(
+                    self._key, f"{file}, after row {number - 1}," if number else file, reader_name(file)
                 ):
                     found = next(rows, None)
                 if found is None:
@@ -92,8 +92,8 @@ class FileRows:
                 yield row
                 number += 1
 
-    def _tell_of_change(self, file: str) -> None:
-        stamp = _stamp(file)
+    def _warn_changed(self, file: str) -> None:
+        stamp = _file_stamp(file)
         if None not in (stamp, self._stamps[file]) and stamp != self._stamps[file]:
             logger.warning(
                 "%s: %s has changed since the run began; rows may be used twice or not at all",
@@ -103,16 +103,16 @@ class FileRows:
             self._stamps[file] = stamp
 
 
-def _stamp(file: str) -> tuple[int, int] | None:
+def _file_stamp(file: str) -> tuple[int, int] | None:
     try:
         found = Path(file).stat()
     except OSError:
-        return None  # told by whoever reads it
+        return None  # reading the file raises the error
     return found.st_size, found.st_mtime_ns
 
 
-def _drawn(rows: Iterable[Row], size: int, draw: np.random.Generator) -> Iterator[Row]:
-    """``rows``, each drawn from the ``size`` that come next."""
+def _shuffle_buffer(rows: Iterable[Row], size: int, draw: np.random.Generator) -> Iterator[Row]:
+    """Shuffle ``rows`` through a buffer of ``size`` rows."""
     buffer: list[Row] = []
     for row in rows:
         if len(buffer) < size:

@@ -1,6 +1,6 @@
-"""Files become rows here: JSONL, JSON, parquet, Arrow and text.
+"""Reading of JSONL, JSON, parquet, Arrow and text files into rows.
 
-What a row means is decided in `encoding`.
+`encoding` interprets the rows.
 """
 
 import contextlib
@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Literal, TypeVar, overload
 from mca_config.errors import McaError, UsageError
 from mca_config.redaction import redacted
 from mca_config.types import JsonObject, Values
-from mca_models.hub import is_id
+from mca_models.hub import is_hub_id
 from mca_train.config.arguments import DataArguments
-from mca_train.data.addresses import (
-    fetched,
-    is_address,
-    is_missing,
-    name_in,
-    of_hub,
-    pattern_of,
+from mca_train.data.formats import COLUMNS, TEMPLATE_INPUTS, image_columns, media_columns
+from mca_train.data.tool_arguments import json_features
+from mca_train.data.urls import (
+    download,
+    download_error,
+    escape_pattern,
+    is_missing_file,
+    is_url,
     require_client,
-    unfetched,
+    strip_query,
+    to_hub_url,
 )
-from mca_train.data.call_arguments import as_json
-from mca_train.data.formats import COLUMNS, TEMPLATE_INPUTS, image_columns, other_columns
 
 if TYPE_CHECKING:
     import datasets
@@ -48,22 +48,21 @@ def load_rows(
     copies: Sequence[Path] | None = None,
     vision: Values | None = None,
 ) -> "datasets.Dataset":
-    """The rows of ``files``, with the columns that samples are made of.
+    """Load the rows of ``files`` with the columns that samples are made of.
 
-    A ``.txt`` file is one row; the others have a row per record.
+    A ``.txt`` file is one row; other files have one row per record.
 
     Args:
         files: Paths.
-        key: The argument that named them, for errors.
-        arguments: Which columns these are.
-        limit: Rows to keep; None: all.
-        column: Every file must have it; None: they may differ.
-        copies: What `local` gave for ``files``; None: it is asked.
-        vision: Of the model's configuration; None: it sees no images.
+        key: Argument that names the files, for errors.
+        arguments: Names of columns.
+        limit: Number of rows to keep; None: all.
+        column: Required column of every file; None: files may differ.
+        copies: Results of `local_copy` for ``files``; None: call it.
+        vision: Vision configuration of the model; None: a text model.
 
     Raises:
-        McaError: A file is missing, of another type, not readable as its type, or without the column; or there
-            are no rows.
+        McaError: A file is missing, of an unsupported type, unreadable, or without the column; or there are no rows.
     """
     import datasets
 
@@ -74,37 +73,37 @@ def load_rows(
         raise McaError(f"{key}: {', '.join(files)} has no rows")
     for file, part in zip(files, parts, strict=True):
         require_column(part.column_names, column, f"{key}: {file}")
-    rows = joined(parts, files, key, arguments, vision)
+    rows = concatenate(parts, files, key, arguments, vision)
     return rows if limit is None else rows.select(range(min(limit, len(rows))))
 
 
 def column_names(arguments: DataArguments) -> set[str]:
-    """The columns that samples may be made of."""
+    """Return the columns that samples may be made of."""
     return {*COLUMNS, TEMPLATE_INPUTS} | {
         value for name, value in vars(arguments).items() if name.endswith("_column")
     }
 
 
-def joined(
+def concatenate(
     parts: Sequence[Rows], files: Sequence[str], key: str, arguments: DataArguments, vision: Values | None
 ) -> Rows:
-    """``parts`` one after another, with the columns that samples are made of: others may differ in type.
+    """Concatenate ``parts`` with the columns that samples are made of; other columns may differ in type.
 
     Args:
-        parts: ``datasets``' of ``files``, in memory or not.
+        parts: Datasets of ``files``, in memory or streamed.
         files: Paths.
-        key: The argument that named them, for errors.
-        arguments: Which columns these are.
-        vision: Of the model's configuration; None: it sees no images.
+        key: Argument that names the files, for errors.
+        arguments: Names of columns.
+        vision: Vision configuration of the model; None: a text model.
 
     Raises:
-        McaError: A column is of one type in one file and of another in another.
+        McaError: A column has different types in two files.
     """
     import datasets
 
     if len(parts) == 1:
         return parts[0]
-    wanted = column_names(arguments) | {*image_columns(vision, arguments), *other_columns(vision)}
+    wanted = column_names(arguments) | {*image_columns(vision, arguments), *media_columns(vision)}
     kept = [[name for name in part.column_names or () if name in wanted] for part in parts]
     parts = [part.select_columns(names) if names else part for part, names in zip(parts, kept, strict=True)]
     try:
@@ -117,25 +116,25 @@ def joined(
 
 
 def require_column(names: Sequence[str], column: str | None, where: str) -> None:
-    """Refuses a file whose rows would contribute nothing, as they do not have the ``column`` with text."""
+    """Raise a `UsageError` for a file without the text ``column``."""
     if column is not None and names and column not in names:
         raise UsageError(f"{where}: no column '{column}' (columns: {', '.join(names)}); set text_column")
 
 
 def check_file(file: str, key: str) -> tuple[str, JsonObject]:
-    """The reader of ``datasets`` for ``file``, and its options.
+    """Return the reader of ``datasets`` for ``file``, and its options.
 
     Raises:
-        McaError: The file is missing, empty, or of another type. What stands at an address is not looked for.
-        UsageError: An address needs a package that is not installed.
+        McaError: The file is missing, empty, or of an unsupported type. Files at URLs are not opened.
+        UsageError: The URL needs a package that is not installed.
     """
-    if is_address(file):
+    if is_url(file):
         require_client(file, key)
     else:
         _require_there(Path(file), key)
     reader = _READERS.get(_suffix(file))
     if reader is None:
-        ends = Path(name_in(file)).suffix
+        ends = Path(strip_query(file)).suffix
         raise McaError(
             f"{key}: {file} ends in '{ends}'; expected one of {', '.join(_READERS)}, or one of these and "
             f"{', '.join(_COMPRESSED)}"
@@ -149,14 +148,14 @@ def _require_there(path: Path, key: str) -> None:
     if not path.is_file():
         if path.exists():
             raise McaError(f"{key}: {path} is a pipe, socket or device; name a file")
-        raise McaError(f"{key}: file {path} does not exist{_meant(path, key)}")
+        raise McaError(f"{key}: file {path} does not exist{_hub_hint(path, key)}")
     if path.stat().st_size == 0 and _suffix(str(path)) in _READERS:
         raise McaError(f"{key}: {path} is empty")
 
 
-def _meant(path: Path, key: str) -> str:
-    """Where ``path`` belongs if it is the name of a dataset of the Hub."""
-    if reader_of(str(path)) != "a dataset" or not is_id(path):
+def _hub_hint(path: Path, key: str) -> str:
+    """Return a hint if ``path`` is the name of a dataset on the Hub."""
+    if reader_name(str(path)) != "a dataset" or not is_hub_id(path):
         return ""
     advice = (
         f"set datasets: [{{path: {path}}}]"
@@ -167,79 +166,79 @@ def _meant(path: Path, key: str) -> str:
 
 
 def _suffix(file: str) -> str:
-    """How the name ends before the mark of compression."""
+    """Return the file extension without the extension of a compression."""
     endings = []
-    for name in (name_in(file), file):  # https://host/get?file=rows.jsonl has it in its query
+    for name in (strip_query(file), file):  # https://host/get?file=rows.jsonl has it in the query
         path = Path(name.lower())
         endings.append(path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix)
     return next((ending for ending in endings if ending in _READERS), endings[0])
 
 
-def reader_of(file: str) -> str:
-    """How ``file`` is read, by its name."""
+def reader_name(file: str) -> str:
+    """Return the name of the reader for ``file``."""
     return _READERS.get(_suffix(file), "a dataset")
 
 
 def _load_file(file: str, key: str, copy: Path | None) -> "datasets.Dataset":
     reader, options = check_file(file, key)
-    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it tells of files that cannot be read, twice
-    here = copy or local(file, key)
-    with named(key, file, reader):
-        require_shallow(file, key, copy=here)
-        return opened(reader, str(here), options, streaming=False)
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # datasets logs unreadable files twice
+    here = copy or local_copy(file, key)
+    with translate_read_errors(key, file, reader):
+        require_shallow_json(file, key, copy=here)
+        return open_dataset(reader, str(here), options, streaming=False)
 
 
 @overload
-def opened(
+def open_dataset(
     reader: str, path: str, options: JsonObject, *, streaming: Literal[True]
 ) -> "datasets.IterableDataset": ...
 
 
 @overload
-def opened(
+def open_dataset(
     reader: str, path: str, options: JsonObject, *, streaming: Literal[False]
 ) -> "datasets.Dataset": ...
 
 
-def opened(
+def open_dataset(
     reader: str, path: str, options: JsonObject, *, streaming: bool
 ) -> "datasets.Dataset | datasets.IterableDataset":
-    """The rows of what stands at ``path``; arguments of calls in JSON keep their nulls."""
+    """Open the dataset at ``path``; tool-call arguments in JSON keep their nulls."""
     import datasets
 
-    found = {"data_files": pattern_of(path), "split": "train", "streaming": streaming, **options}
+    found = {"data_files": escape_pattern(path), "split": "train", "streaming": streaming, **options}
     rows = datasets.load_dataset(reader, **found)
-    features = as_json(rows.features) if reader == "json" else None
+    features = json_features(rows.features) if reader == "json" else None
     return rows if features is None else datasets.load_dataset(reader, **found, features=features)
 
 
-def local(file: str, key: str) -> Path:
-    """Where ``file`` is on this machine, which an address is fetched for.
+def local_copy(file: str, key: str) -> Path:
+    """Return the local path of ``file``, downloaded if it is a URL.
 
     Raises:
-        McaError: It cannot be fetched.
+        McaError: The download fails.
     """
-    return fetched(file, key) if is_address(file) else Path(file)
+    return download(file, key) if is_url(file) else Path(file)
 
 
-def require_shallow(file: str, key: str, limit: int | None = None, copy: Path | None = None) -> None:
-    """Refuses JSON that is nested so deeply that readers overflow their stack, which ends the process.
+def require_shallow_json(file: str, key: str, limit: int | None = None, copy: Path | None = None) -> None:
+    """Raise an error for JSON nested so deeply that readers overflow their stack and crash.
 
     Args:
-        file: A path or an address.
-        key: The argument that named it, for errors.
-        limit: Bytes that are looked at; None: all.
-        copy: Of the file, to be read in its place; it need not have its name.
+        file: Path or URL.
+        key: Argument that names it, for errors.
+        limit: Number of bytes to check; None: all.
+        copy: Local copy to read instead; its name may differ.
 
     Raises:
-        McaError: A row is.
+        McaError: A row is nested too deeply.
     """
     if _suffix(file) not in (".json", ".jsonl"):
         return
     import fsspec
 
-    compression = fsspec.utils.infer_compression(name_in(file))
-    with fsspec.open(str(copy or of_hub(file)), "rb", compression=compression) as stream:
+    compression = fsspec.utils.infer_compression(strip_query(file))
+    with fsspec.open(str(copy or to_hub_url(file)), "rb", compression=compression) as stream:
         for number, line in enumerate(stream):
             if line.count(b"[") + line.count(b"{") > _DEEPEST and _depth(line) > _DEEPEST:
                 raise McaError(
@@ -250,7 +249,7 @@ def require_shallow(file: str, key: str, limit: int | None = None, copy: Path | 
 
 
 def _depth(line: bytes) -> int:
-    """How deeply lists and mappings are nested; what stands in strings does not count."""
+    """Return the nesting depth of lists and mappings outside of strings."""
     depth = deepest = 0
     for mark in _MARKS.finditer(line):
         if mark[0] in b"[{":
@@ -262,24 +261,26 @@ def _depth(line: bytes) -> int:
 
 
 @contextlib.contextmanager
-def named(key: str, files: str, reader: str, errors: type[Exception] = Exception) -> Iterator[None]:
-    """A block that reads ``files``: ``errors`` of the ``reader`` become one that names them.
+def translate_read_errors(
+    key: str, files: str, reader: str, errors: type[Exception] = Exception
+) -> Iterator[None]:
+    """Context that turns errors of ``reader`` into one that names ``files``.
 
     Raises:
-        McaError: It failed.
+        McaError: Reading fails.
     """
     try:
         yield
     except McaError:
         raise
-    except errors as error:  # of datasets, pyarrow, pandas and codecs, each with errors of its own
+    except errors as error:  # errors of datasets, pyarrow, pandas and codecs
         cause = error.__cause__ or error
         reason = " ".join(str(cause).split()) or type(cause).__name__
         subject = f"{key}: {files}"
         if "corresponds to no data" in reason or isinstance(cause, StopIteration):
             raise McaError(f"{subject} has no rows") from error
-        if is_missing(error):
-            if is_address(files):
-                raise unfetched(key, files, error) from error
+        if is_missing_file(error):
+            if is_url(files):
+                raise download_error(key, files, error) from error
             raise McaError(f"{subject} is not there any more") from error
         raise McaError(f"{subject} cannot be read as {reader}: {redacted(reason)[:200]}") from error

@@ -1,11 +1,10 @@
-"""Rows in other programs' shapes become rows with the columns that are trained on here: Alpaca's and ShareGPT's.
+"""Conversion of Alpaca and ShareGPT rows to chat messages.
 
     alpaca      instruction, input, output (or chosen, rejected); also system, history
     sharegpt    conversations of {"from": "human" | "gpt" | ..., "value": text}; also system, tools, chosen, rejected
 
-OpenAI's messages with tools and TRL's shapes are read as they are. Of all shapes `chat_template_kwargs` is kept. The
-answers and the tools stand in columns of other names if these were given. Which shape rows have is decided in
-`row_formats`, what a row means in `encoding`.
+OpenAI messages with tools and TRL formats need no conversion. `chat_template_kwargs` is kept in all formats. Answers
+and tools may be in renamed columns. `row_formats` detects the format, and `encoding` interprets the rows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,23 +15,23 @@ from mca_config.errors import McaError
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import PairArguments
-from mca_train.config.usual import Usual
-from mca_train.data.row_formats import alpaca_answer, conversation_in, format_of, pair_format_of
-from mca_train.data.tools import Tools, as_functions, calls_from, tools_from
+from mca_train.config.default_column import DefaultColumn
+from mca_train.data.row_formats import alpaca_answer, conversation_in, detect_format, detect_pair_format
+from mca_train.data.tools import Tools, as_functions, parse_calls, parse_tools
 
 COLUMNS = frozenset(
     {"instruction", "input", "output", "history", "system", "conversations", "conversation", "tools"}
 )
-"""Columns that these shapes are made of."""
+"""Columns of Alpaca and ShareGPT rows."""
 
 TEMPLATE_INPUTS = "chat_template_kwargs"
-"""Column of variables for the chat template, as TRL names it."""
+"""Column of template variables, named as in TRL."""
 
 ONE_IMAGE = "image"
-"""Column of one image, in LLaVA's rows and in TRL's."""
+"""Column of a single image in LLaVA and TRL rows."""
 
 OTHER_MEDIA = ("videos", "audios", "video", "audio")
-"""Columns of what no model is given: of other programs' rows, the first two, and of LLaVA's."""
+"""Columns of unsupported media: the first two of ShareGPT rows, the others of LLaVA rows."""
 
 _ROLES: Mapping[str, str] = {
     "human": "user",
@@ -49,71 +48,71 @@ _ROLES: Mapping[str, str] = {
 
 
 def image_columns(vision: Values | None, arguments: DataArguments) -> tuple[str, ...]:
-    """The columns that may hold a row's images: the one that is named; else, for a model that sees, `image` too.
+    """Return the columns with a row's images: ``images_column``, and for vision models `image` unless it is set.
 
     Args:
-        vision: Of the model's configuration; None: it sees no images.
-        arguments: Columns.
+        vision: Vision configuration of the model; None: a text model.
+        arguments: Names of columns.
     """
     named = arguments.images_column
-    return (named, ONE_IMAGE) if vision is not None and isinstance(named, Usual) else (named,)
+    return (named, ONE_IMAGE) if vision is not None and isinstance(named, DefaultColumn) else (named,)
 
 
-def other_columns(vision: Values | None) -> tuple[str, ...]:
-    """The columns of videos and sounds, by the same rule."""
+def media_columns(vision: Values | None) -> tuple[str, ...]:
+    """Return the columns of videos and audio, by the same rule."""
     return OTHER_MEDIA[:2] if vision is None else OTHER_MEDIA
 
 
 @dataclass(frozen=True)
-class Converted:
-    """Rows of another shape.
+class RowConverter:
+    """Converter of rows in another format.
 
     Args:
-        names: The columns that they have once they are converted.
-        convert: Makes a row with these columns.
+        names: Columns after the conversion.
+        convert: Function that converts a row.
     """
 
     names: tuple[str, ...]
     convert: Callable[[Values], JsonObject]
 
 
-def converted(
+def row_converter(
     names: Sequence[str], arguments: DataArguments, key: str, *, pairs: bool = False
-) -> Converted | None:
-    """How rows with the columns ``names`` are converted; None: they are as they should be.
+) -> RowConverter | None:
+    """Return the converter of rows with the columns ``names``; None: they need none.
 
     Args:
-        names: Of the file.
-        arguments: Columns, and the format if it is named.
-        key: The argument that named the files, for errors.
-        pairs: Whether a row has two answers.
+        names: Columns of the rows.
+        arguments: Names of columns, and ``data_format``.
+        key: Argument that names the files, for errors.
+        pairs: Rows are preference pairs.
 
     Raises:
-        UsageError: No format is known that has these columns, with those that were given a name.
+        UsageError: No format has these columns.
     """
     kind = (
-        pair_format_of(names, cast("PairArguments", arguments), key)
+        detect_pair_format(names, cast("PairArguments", arguments), key)
         if pairs
-        else format_of(names, arguments, key)
+        else detect_format(names, arguments, key)
     )
     if kind not in ("alpaca", "sharegpt"):
         return None
     column = conversation_in(names)
     found = (
-        _of_alpaca(arguments, pairs=pairs)
+        _alpaca_converter(arguments, pairs=pairs)
         if kind == "alpaca"
-        else _of_sharegpt(column, arguments, pairs=pairs)
+        else _sharegpt_converter(column, arguments, pairs=pairs)
     )
     if TEMPLATE_INPUTS not in names:
         return found
-    return Converted(
+    return RowConverter(
         (*found.names, TEMPLATE_INPUTS),
         lambda row: {**found.convert(row), TEMPLATE_INPUTS: row.get(TEMPLATE_INPUTS)},
     )
 
 
-def _of_alpaca(arguments: DataArguments, *, pairs: bool) -> Converted:
-    def asked(row: Values) -> list[JsonObject]:
+def _alpaca_converter(arguments: DataArguments, *, pairs: bool) -> RowConverter:
+    def prompt_turns(row: Values) -> list[JsonObject]:
         turns = [_turn("system", row["system"])] if row.get("system") else []
         for question, answer in row.get("history") or []:
             turns += [_turn("user", question), _turn("assistant", answer)]
@@ -121,65 +120,71 @@ def _of_alpaca(arguments: DataArguments, *, pairs: bool) -> Converted:
         return [*turns, _turn("user", "\n".join(str(part) for part in parts if part))]
 
     if pairs:
-        return _pairs(arguments, asked)
+        return _pair_converter(arguments, prompt_turns)
     messages, tools, answer = arguments.messages_column, arguments.tools_column, alpaca_answer(arguments)
-    return Converted(
+    return RowConverter(
         (messages, tools),
         lambda row: {
-            messages: [*asked(row), _turn("assistant", row.get(answer))],
+            messages: [*prompt_turns(row), _turn("assistant", row.get(answer))],
             tools: _tools(row, tools),
         },
     )
 
 
-def _of_sharegpt(column: str, arguments: DataArguments, *, pairs: bool) -> Converted:
+def _sharegpt_converter(column: str, arguments: DataArguments, *, pairs: bool) -> RowConverter:
     def turns(row: Values) -> list[JsonObject]:
-        said = [*map(_shared, _listed(row.get(column), column))]
-        has_system = any(turn["role"] == "system" for turn in said[:1])  # it stands for the column's
-        return [_turn("system", row["system"]), *said] if row.get("system") and not has_system else said
+        parsed = [*map(_to_openai_turn, _require_turns(row.get(column), column))]
+        has_system = any(turn["role"] == "system" for turn in parsed[:1])  # takes precedence over the column
+        return [_turn("system", row["system"]), *parsed] if row.get("system") and not has_system else parsed
 
     if pairs:
-        return _pairs(arguments, turns)
+        return _pair_converter(arguments, turns)
     messages, tools = arguments.messages_column, arguments.tools_column
-    return Converted((messages, tools), lambda row: {messages: turns(row), tools: _tools(row, tools)})
+    return RowConverter((messages, tools), lambda row: {messages: turns(row), tools: _tools(row, tools)})
 
 
-def _pairs(arguments: DataArguments, asked: Callable[[Values], list[JsonObject]]) -> Converted:
+def _pair_converter(
+    arguments: DataArguments, prompt_turns: Callable[[Values], list[JsonObject]]
+) -> RowConverter:
     own = cast("PairArguments", arguments)
     prompt, answers, tools = own.prompt_column, (own.chosen_column, own.rejected_column), own.tools_column
-    return Converted(
+    return RowConverter(
         (prompt, *answers, tools),
         lambda row: {
-            prompt: asked(row),
-            **{name: _said(row[name]) for name in answers},
+            prompt: prompt_turns(row),
+            **{name: _answer_turns(row[name]) for name in answers},
             tools: _tools(row, tools),
         },
     )
 
 
 def _tools(row: Values, column: str) -> Tools | None:
-    return as_functions(tools_from(row.get(column), column))
+    return as_functions(parse_tools(row.get(column), column))
 
 
 def _turn(role: str, content: object) -> JsonObject:
     return {"role": role, "content": content}
 
 
-def _said(answer: object) -> list[JsonObject]:
-    """An answer, as text, as one turn or as several."""
+def _answer_turns(answer: object) -> list[JsonObject]:
+    """Return the turns of an answer given as text, as one turn, or as several."""
     if isinstance(answer, str):
         return [_turn("assistant", answer)]
-    return [_shared(answer)] if isinstance(answer, dict) else [*map(_shared, _listed(answer, "the answer"))]
+    return (
+        [_to_openai_turn(answer)]
+        if isinstance(answer, dict)
+        else [*map(_to_openai_turn, _require_turns(answer, "the answer"))]
+    )
 
 
-def _listed(turns: object, column: str) -> list[object]:
+def _require_turns(turns: object, column: str) -> list[object]:
     if not isinstance(turns, list):
         raise McaError(f"{column} is {turns!r:.80}; expected a list of turns")
     return turns
 
 
-def _shared(turn: object) -> JsonObject:
-    """A turn with ``from`` and ``value``; one that has a role already stays as it is."""
+def _to_openai_turn(turn: object) -> JsonObject:
+    """Convert a turn with ``from`` and ``value``; turns with a role are returned unchanged."""
     if isinstance(turn, dict) and isinstance(turn.get("role"), str):
         return turn
     if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
@@ -189,5 +194,5 @@ def _shared(turn: object) -> JsonObject:
         raise McaError(f"a turn is from {turn['from']!r:.40}; expected one of {', '.join(_ROLES)}")
     weight = {"weight": turn["weight"]} if "weight" in turn else {}
     if turn["from"] == "function_call":
-        return {**_turn(role, ""), "tool_calls": calls_from(turn["value"]), **weight}
+        return {**_turn(role, ""), "tool_calls": parse_calls(turn["value"]), **weight}
     return {**_turn(role, turn["value"]), **weight}

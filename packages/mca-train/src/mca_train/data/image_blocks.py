@@ -1,7 +1,7 @@
-"""Texts with images for pre-training: one after another, cut into blocks that hold every image whole.
+"""Pre-training blocks of texts with images, which are never split across blocks.
 
-A row's ``<image>`` are the places of the images in its column. How text alone is cut is in `samples`; the same of rows
-that are read as training goes is in `image_stream`.
+Each ``<image>`` of a row is the placeholder of an image in its column. `samples` makes blocks of text alone, and
+`image_stream` makes blocks of streamed rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,38 +17,38 @@ from mca_train.config.arguments import DataArguments
 from mca_train.data.encoding import block_tokenizer
 from mca_train.data.image_rows import ImageRows
 from mca_train.data.image_tokens import Grid, ImageTokens
-from mca_train.data.placeholders import require_words
+from mca_train.data.placeholders import require_no_placeholders
 from mca_train.data.row_map import map_in_memory
-from mca_train.data.sample_images import ImagesOfRows, ImageTable
+from mca_train.data.sample_images import DatasetImages, ImageTable
 from mca_train.data.token_dataset import TokenDataset
 
 if TYPE_CHECKING:
     import datasets
 
 Span = tuple[int, int]
-"""The first token of an image among all, and the one behind its last; its marks are its own."""
+"""First token of an image and one past its last, including its start and end marks."""
 TextEncoder = Callable[[Values, str], tuple[Sequence[int], Sequence[bool], list[Grid]]]
 
 
 def image_blocks(
     rows: "datasets.Dataset", read: ImageRows, arguments: DataArguments, key: str
 ) -> TokenDataset:
-    """All texts one after another, each ended by EOS, cut into blocks of up to ``seq_length`` tokens.
+    """Concatenate all texts, each with EOS, and split them into blocks of up to ``seq_length`` tokens.
 
     Args:
-        rows: Of the files.
-        read: What a row means.
-        arguments: Columns and lengths.
-        key: The argument that named the files, for errors.
+        rows: Rows of the files.
+        read: Image options of the rows.
+        arguments: Names of columns, and lengths.
+        key: Argument that names the files, for errors.
 
     Raises:
-        McaError: A row is of another form, or an image is longer than a block.
+        McaError: A row is invalid, or an image is longer than a block.
     """
-    tokenized = _tokenized(rows, read, arguments, key)
+    tokenized = _tokenize_rows(rows, read, arguments, key)
     tokens = np.concatenate(
         [np.asarray(ids, np.int32) for ids in tokenized["input_ids"]] or [np.zeros(0, np.int32)]
     )
-    learnt = np.concatenate(
+    is_target = np.concatenate(
         [np.asarray(side, np.bool_) for side in tokenized["is_target"]] or [np.zeros(0, np.bool_)]
     )
     if len(tokens) < 2:
@@ -58,20 +58,20 @@ def image_blocks(
     spans = image_spans(tokens, read.tokens, grids) if grids else []
     cuts = block_cuts(len(tokens), spans, arguments.seq_length, key)
     lengths = np.diff(cuts)
-    is_kept = lengths > 1  # a token alone has nothing to learn
+    is_kept = lengths > 1  # a single token has no target
     of_kept = np.repeat(is_kept, lengths)
     offsets = np.cumsum([0, *lengths[is_kept]], dtype=np.int64)
-    made = TokenDataset(tokens[of_kept], offsets, learnt[of_kept])
+    made = TokenDataset(tokens[of_kept], offsets, is_target[of_kept])
     if grids:
         firsts = np.searchsorted([start for start, _ in spans], cuts).tolist()
         blocks = zip(pairwise(firsts), is_kept, strict=True)
         slices = [slice(first, last) for (first, last), kept in blocks if kept]
-        table = ImageTable.of((grids[some], origins[some]) for some in slices)
-        made.images = ImagesOfRows(rows=rows, table=table, read=read, key=key)
+        table = ImageTable.from_samples((grids[some], origins[some]) for some in slices)
+        made.images = DatasetImages(rows=rows, table=table, read=read, key=key)
     return made
 
 
-def _tokenized(
+def _tokenize_rows(
     rows: "datasets.Dataset", read: ImageRows, arguments: DataArguments, key: str
 ) -> "datasets.Dataset":
     import datasets
@@ -94,7 +94,7 @@ def _tokenized(
 
 
 def text_encoder(names: Sequence[str], read: ImageRows, arguments: DataArguments, key: str) -> TextEncoder:
-    """The function from a row with the columns ``names``, and its place, to its tokens, its targets and its images."""
+    """Return the function from a row and its location to tokens, targets and image grids."""
     marked, plain = (
         block_tokenizer(names, read.tokenizer, arguments, key, vision) for vision in (None, read.vision)
     )
@@ -109,18 +109,18 @@ def text_encoder(names: Sequence[str], read: ImageRows, arguments: DataArguments
             targets = [True] * len(tokens)
             if not files:
                 return tokens, targets, []
-            require_words(tokens, read.vision, has_images=True)
+            require_no_placeholders(tokens, read.vision, has_images=True)
             grids = [read.grid(file, f"{key}, {place}") for file in files]
-            return *read.tokens.expanded(tokens, targets, grids), grids
+            return *read.tokens.expand(tokens, targets, grids), grids
         except McaError as error:
-            told = str(error).removeprefix(f"{key}, {place}: ")
-            raise McaError(f"{key}, {place}: {told}") from error
+            reason = str(error).removeprefix(f"{key}, {place}: ")
+            raise McaError(f"{key}, {place}: {reason}") from error
 
     return encode
 
 
 def image_spans(tokens: NDArray[np.int32], known: ImageTokens, grids: Sequence[Grid]) -> list[Span]:
-    """Where the images with ``grids`` are among ``tokens``."""
+    """Return the spans of the images with ``grids`` in ``tokens``."""
     where = np.flatnonzero(tokens == known.token)
     ends = np.cumsum([high * wide for high, wide in grids])
     before, after = known.marks
@@ -134,7 +134,7 @@ def image_spans(tokens: NDArray[np.int32], known: ImageTokens, grids: Sequence[G
 
 
 def block_cuts(total: int, spans: Sequence[Span], length: int, key: str) -> list[int]:
-    """Where blocks begin, and the end of the last: before an image that would be cut."""
+    """Return the boundaries of the blocks, which never split an image."""
     cuts, next_span = [0], 0
     while cuts[-1] < total:
         end = min(cuts[-1] + length, total)

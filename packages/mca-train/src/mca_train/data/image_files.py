@@ -1,6 +1,6 @@
-"""`ImageFile` is an image that a row names or holds: its size, read from the header of a file alone, and its pixels.
+"""Images that a row names or contains: size from the file header, and pixels.
 
-Which parts of a row are images is decided in `image_rows`.
+`image_rows` finds the images of a row.
 """
 
 import base64
@@ -20,75 +20,75 @@ from PIL import Image, ImageOps, PngImagePlugin, TiffImagePlugin, UnidentifiedIm
 from mca_config.errors import McaError
 from mca_config.files import open_regular
 from mca_config.redaction import redacted
-from mca_train.data.addresses import is_address, read_whole
-from mca_train.data.message_parts import KEYS, require_no_size
+from mca_train.data.message_parts import IMAGE_KEYS, require_no_size
 from mca_train.data.row_paths import RowPaths
+from mca_train.data.urls import is_url, read_url
 
-_OF_PNG = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
-"""Modes of images that a PNG can hold."""
-_OF_SEVERAL_FRAMES = ("AVIF", "GIF", "PNG", "TIFF", "WEBP")
-"""Formats of animations and of documents; in others (MPO, PSD) the further frames are parts of one image."""
-_ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # of EXIF
+_PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
+"""PIL modes that PNG supports."""
+_MULTI_FRAME_FORMATS = ("AVIF", "GIF", "PNG", "TIFF", "WEBP")
+"""Formats of animations and multi-page documents; in others (MPO, PSD) further frames are parts of one image."""
+_ORIENTATION, _ROTATED_90 = 0x0112, (5, 6, 7, 8)  # of EXIF
 _WIDTH, _LENGTH, _BITS = 256, 257, 258  # tags of TIFF
-_TURNING = (
+_ORIENTATION_CHUNKS = (
     b"eXIf",
     b"iTXtXML:com.adobe.xmp\0",
     b"tEXtRaw profile type exif\0",
     b"zTXtRaw profile type exif\0",
 )
-"""What chunks of a PNG begin with that may say how the image is to be turned."""
-_LONGEST = max(map(len, _TURNING))
+"""Prefixes of PNG chunks that may contain an orientation."""
+_CHUNK_PREFIX = max(map(len, _ORIENTATION_CHUNKS))
 
 
 @dataclass(frozen=True)
 class ImageFile:
-    """An image in a file, at an address, or in the row itself.
+    """Image in a file, at a URL, or in the row.
 
     Args:
-        place: The path or the address; what else it is called in errors.
-        data: What the file would hold; None: it is read from ``place``.
+        place: Path or URL, or a description for errors.
+        data: Contents of the file; None: read from ``place``.
     """
 
     place: str
     data: bytes | None = field(default=None, repr=False)
 
     def size(self, several: Callable[[], None] = lambda: None) -> tuple[int, int]:
-        """Height and width as people see it, from the header; an image at an address is fetched whole for it.
+        """Return the oriented height and width from the header; an image at a URL is downloaded.
 
         Args:
-            several: Called if the file has several frames, of which `pixels` returns the first.
+            several: Callback for a file with several frames, of which `pixels` returns the first.
 
         Raises:
-            McaError: It is missing, no image, too large, or has pixels of floating point.
+            McaError: The file is missing, not an image, too large, or has floating-point pixels.
         """
-        with self._opened() as image:
+        with self._open() as image:
             _require_integers(image, self.place)
-            if image.format in _OF_SEVERAL_FRAMES and getattr(image, "is_animated", False):
+            if image.format in _MULTI_FRAME_FORMATS and getattr(image, "is_animated", False):
                 several()
             width, height = image.size
-            if isinstance(image, TiffImagePlugin.TiffImageFile):  # whose `size` is of the turned image
+            if isinstance(image, TiffImagePlugin.TiffImageFile):  # its `size` is oriented already
                 width, height = image.tag_v2[_WIDTH], image.tag_v2[_LENGTH]
-            return (width, height) if _orientation(image) in _ON_ITS_SIDE else (height, width)
+            return (width, height) if _orientation(image) in _ROTATED_90 else (height, width)
 
     def pixels(self) -> Image.Image:
-        """The image as people see it, in red, green and blue; what is transparent is white.
+        """Return the oriented image in RGB, on white where it is transparent.
 
         Raises:
-            McaError: The same, or it is broken further on.
+            McaError: As in `size`, or the pixel data is corrupt.
         """
-        with self._opened() as image:
+        with self._open() as image:
             _require_integers(image, self.place)
-            top = _top(image)
-            return _in_colour(ImageOps.exif_transpose(image), self.place, top)
+            top = _white_value(image)
+            return _to_rgb(ImageOps.exif_transpose(image), self.place, top)
 
     @contextmanager
-    def _opened(self) -> Iterator[Image.Image]:
+    def _open(self) -> Iterator[Image.Image]:
         try:
             with warnings.catch_warnings(), self._stream() as stream:
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
                 with Image.open(stream) as image:
                     yield image
-        except McaError:  # of an address, or of what is no file
+        except McaError:  # from a URL, or a path that is not a file
             raise
         except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
             raise McaError(
@@ -103,15 +103,15 @@ class ImageFile:
             SyntaxError,
             ValueError,
             EOFError,
-        ) as error:  # PIL's readers have no error of their own
+        ) as error:  # PIL's decoders raise all of these
             reason = redacted(" ".join(str(error).split()))[:200]
             raise McaError(f"image {self.place} cannot be read: {reason}") from error
 
     def _stream(self) -> BinaryIO:
         if self.data is not None:
             return io.BytesIO(self.data)
-        if is_address(self.place):
-            return io.BytesIO(read_whole(self.place))
+        if is_url(self.place):
+            return io.BytesIO(read_url(self.place))
         try:
             return os.fdopen(open_regular(Path(self.place)), "rb")
         except McaError as error:
@@ -119,22 +119,22 @@ class ImageFile:
 
 
 def _orientation(image: Image.Image) -> int:
-    """How the image is to be turned; its pixels are read only if the file may say so behind them."""
-    if isinstance(image, PngImagePlugin.PngImageFile) and not _is_turned_late(image):
-        return int(Image.Image.getexif(image).get(_ORIENTATION, 1))  # that of a PNG reads pixels
+    """Return the EXIF orientation; pixels are read only if the orientation may follow them."""
+    if isinstance(image, PngImagePlugin.PngImageFile) and not _has_trailing_orientation(image):
+        return int(Image.Image.getexif(image).get(_ORIENTATION, 1))  # PngImageFile.getexif reads all pixels
     return int(image.getexif().get(_ORIENTATION, 1))
 
 
-def _is_turned_late(image: PngImagePlugin.PngImageFile) -> bool:
-    """Whether a PNG may say behind its pixels how it is to be turned."""
+def _has_trailing_orientation(image: PngImagePlugin.PngImageFile) -> bool:
+    """Return True if a PNG may have an orientation after its pixels."""
     stream = image.fp
     assert stream is not None, "the pixels are not read yet"
     start, is_behind = stream.tell(), False
     try:
         stream.seek(8)
-        while len(head := stream.read(4 + _LONGEST)) > 8:
+        while len(head := stream.read(4 + _CHUNK_PREFIX)) > 8:
             is_behind = is_behind or head[4:8] == b"IDAT"
-            if is_behind and head[4:].startswith(_TURNING):
+            if is_behind and head[4:].startswith(_ORIENTATION_CHUNKS):
                 return True
             stream.seek(12 + int.from_bytes(head[:4], "big") - len(head), os.SEEK_CUR)
     finally:
@@ -143,28 +143,28 @@ def _is_turned_late(image: PngImagePlugin.PngImageFile) -> bool:
 
 
 def _require_integers(image: Image.Image, place: str) -> None:
-    """Refuses pixels without a largest value, which PIL would cut to 0 to 255."""
+    """Raise an error for floating-point pixels, which PIL would clip to 0 to 255."""
     if image.mode == "F":
         raise McaError(
-            f"image {place} has floating-point pixels (mode F), of which nothing says what is white; expected "
+            f"image {place} has floating-point pixels (mode F), whose maximum is unknown; expected "
             "integers of 8 or 16 bits; scale the values to 0 to 255, and save them with 8 bits"
         )
 
 
-def _top(image: Image.Image) -> int:
-    """What is white, of an image of more than 8 bits."""
+def _white_value(image: Image.Image) -> int:
+    """Return the maximum value of an image with more than 8 bits."""
     bits = image.tag_v2.get(_BITS, (16,)) if isinstance(image, TiffImagePlugin.TiffImageFile) else (16,)
     return (1 << min(int(bits[0]), 16)) - 1
 
 
-def _in_colour(image: Image.Image, place: str, top: int) -> Image.Image:
-    """Red, green and blue of 8 bits, on white: as the image processors of transformers 5.21 and later make it.
+def _to_rgb(image: Image.Image, place: str, top: int) -> Image.Image:
+    """Convert to 8-bit RGB on white, as the image processors of transformers from 5.21 on do.
 
-    Earlier ones drop the transparency. All cut gray values of more than 8 bits at 255, where those up to ``top`` are
-    scaled here.
+    Earlier versions drop the transparency. All of them clip gray values above 255; here values up to ``top`` are
+    scaled.
     """
     if image.mode.startswith("I"):
-        image = _in_eight_bits(image, place, top)
+        image = _to_eight_bits(image, place, top)
     if "A" not in image.getbands() and image.info.get("transparency") is None:
         return image.convert("RGB")
     clear = image.convert("RGBA")
@@ -172,8 +172,8 @@ def _in_colour(image: Image.Image, place: str, top: int) -> Image.Image:
     return Image.alpha_composite(white, clear).convert("RGB")
 
 
-def _in_eight_bits(image: Image.Image, place: str, top: int) -> Image.Image:
-    """A gray image with values up to ``top``, with an alpha band if one of them is transparent."""
+def _to_eight_bits(image: Image.Image, place: str, top: int) -> Image.Image:
+    """Scale a gray image with values up to ``top`` to 8 bits, with alpha for its transparent value."""
     values = np.asarray(image)
     low, high = int(values.min()), int(values.max())
     if low < 0 or high > top:
@@ -188,39 +188,39 @@ def _in_eight_bits(image: Image.Image, place: str, top: int) -> Image.Image:
     return gray
 
 
-def image_file(given: object, paths: RowPaths) -> ImageFile:
-    """The image that a row gives: a path, an address, bytes, base64, or a mapping with one of them.
+def open_image(value: object, paths: RowPaths) -> ImageFile:
+    """Return the image of a row: a path, a URL, bytes, base64, or a mapping with one of them.
 
     Args:
-        given: What stands in the row.
-        paths: The files that its row may open.
+        value: Value in the row.
+        paths: Files that the row may open.
 
     Raises:
-        McaError: It is none of these, or the row may not open it.
+        McaError: The value is none of these, or the row may not open the file.
     """
-    if isinstance(given, bytes):
-        return ImageFile(f"of {len(given)} bytes", given)
-    if isinstance(given, str):
-        if given.startswith("data:"):
-            return _decoded(given.partition(",")[2])
-        return ImageFile(paths.file_of(given))
-    if isinstance(given, Image.Image):
-        return _in_memory(given)
-    if isinstance(given, Mapping):
-        require_no_size(given)
-        if isinstance(data := given.get("bytes"), bytes):
-            return ImageFile(str(given.get("path") or f"of {len(data)} bytes"), data)
-        if isinstance(text := given.get("base64"), str):
-            return _decoded(text)
-        found = next((given[key] for key in KEYS if given.get(key) is not None), None)
+    if isinstance(value, bytes):
+        return ImageFile(f"of {len(value)} bytes", value)
+    if isinstance(value, str):
+        if value.startswith("data:"):
+            return _decode_base64(value.partition(",")[2])
+        return ImageFile(paths.resolve(value))
+    if isinstance(value, Image.Image):
+        return _encode_image(value)
+    if isinstance(value, Mapping):
+        require_no_size(value)
+        if isinstance(data := value.get("bytes"), bytes):
+            return ImageFile(str(value.get("path") or f"of {len(data)} bytes"), data)
+        if isinstance(text := value.get("base64"), str):
+            return _decode_base64(text)
+        found = next((value[key] for key in IMAGE_KEYS if value.get(key) is not None), None)
         if found is not None:
-            return image_file(found, paths)
+            return open_image(found, paths)
     raise McaError(
-        f"an image is {given!r:.80}; expected a path, an address, bytes, base64, or a mapping with one of them"
+        f"an image is {value!r:.80}; expected a path, a URL, bytes, base64, or a mapping with one of them"
     )
 
 
-def _decoded(text: str) -> ImageFile:
+def _decode_base64(text: str) -> ImageFile:
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -228,10 +228,10 @@ def _decoded(text: str) -> ImageFile:
     return ImageFile(f"of {len(data)} bytes", data)
 
 
-def _in_memory(image: Image.Image) -> ImageFile:
+def _encode_image(image: Image.Image) -> ImageFile:
     place, held = f"of {image.width} x {image.height} pixels", io.BytesIO()
     _require_integers(image, place)
-    top = _top(image)
-    turned = ImageOps.exif_transpose(image)  # which a PNG would not say
-    (turned if turned.mode in _OF_PNG else _in_colour(turned, place, top)).save(held, "PNG")
+    top = _white_value(image)
+    turned = ImageOps.exif_transpose(image)  # a PNG would lose the orientation
+    (turned if turned.mode in _PNG_MODES else _to_rgb(turned, place, top)).save(held, "PNG")
     return ImageFile(place, held.getvalue())

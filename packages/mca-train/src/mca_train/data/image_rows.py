@@ -1,7 +1,7 @@
-"""Rows with images become rows with placeholders, and the images in their order.
+"""Rows with images: their image placeholders, and their images in order.
 
-What places for images a row's messages have is known in `image_places`, how large images are in `image_files`, and how
-many tokens that is in `image_tokens`.
+`image_placement` finds the placeholders in messages, `image_files` reads the sizes of images, and `image_tokens`
+counts their tokens.
 """
 
 import logging
@@ -17,16 +17,16 @@ from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import PairArguments
 from mca_train.data.encoding import Encoded, RowEncoder, without_nulls
-from mca_train.data.formats import Converted, converted, image_columns, other_columns
-from mca_train.data.image_files import ImageFile, image_file
-from mca_train.data.image_kinds import image_tokens, with_image_marks
-from mca_train.data.image_places import Places, listed, require_as_many
+from mca_train.data.formats import RowConverter, image_columns, media_columns, row_converter
+from mca_train.data.image_files import ImageFile, open_image
+from mca_train.data.image_placement import ImagePlacer, as_image_list, require_equal_counts
+from mca_train.data.image_processors import image_tokens, with_image_marks
+from mca_train.data.image_tag import IMAGE_TAG, ImageTagCheck
 from mca_train.data.image_tokens import Grid, ImageTokens
-from mca_train.data.image_words import PLACE, ImageWords
-from mca_train.data.long_texts import Beginning
-from mca_train.data.message_parts import IMAGE, kind_of
-from mca_train.data.placeholders import require_words
-from mca_train.data.row_formats import format_of
+from mca_train.data.long_texts import TokenPrefix
+from mca_train.data.message_parts import IMAGE, media_type
+from mca_train.data.placeholders import require_no_placeholders
+from mca_train.data.row_formats import detect_format
 from mca_train.data.row_paths import RowPaths
 from mca_train.types import Upstream
 
@@ -41,42 +41,42 @@ Rows = TypeVar("Rows", "datasets.Dataset", "datasets.IterableDataset")
 
 @dataclass(frozen=True, kw_only=True)
 class ImageReader:
-    """What is known of images before the first one is met.
+    """Lazily created image tokens of a model.
 
     Args:
-        config: The model.
-        directories: Where its image processor may be.
-        paths: The files that rows may open.
+        config: Model configuration.
+        directories: Directories that may contain the image processor.
+        paths: Files that rows may open.
     """
 
     config: McaModelConfig
     directories: tuple[Path, ...]
     paths: RowPaths = field(default_factory=RowPaths)
-    _made: list[ImageTokens] = field(default_factory=list)
+    _tokens: list[ImageTokens] = field(default_factory=list)
 
     def tokens(self, tokenizer: "PreTrainedTokenizerBase") -> ImageTokens:
-        """Made when the first image is met: rows without images need no processor."""
-        if not self._made:
-            self._made.append(image_tokens(self.config, self.directories, tokenizer))
-        return self._made[0]
+        """Return the image tokens, created at the first image because rows without images need no processor."""
+        if not self._tokens:
+            self._tokens.append(image_tokens(self.config, self.directories, tokenizer))
+        return self._tokens[0]
 
 
 class ImageRows:
-    """The rows of some files, of which some may have images.
+    """Rows of files, some of which may have images.
 
     Args:
-        names: Their columns.
-        reader: Of images.
-        arguments: Columns, and the format if it is named.
-        tokenizer: The model's.
-        key: The argument that named the files, for errors.
+        names: Columns of the rows.
+        reader: Image tokens of the model.
+        arguments: Names of columns, and ``data_format``.
+        tokenizer: Tokenizer of the model.
+        key: Argument that names the files, for errors.
         texts: Rows are plain text.
 
     Attributes:
-        names: The columns of the rows that are tokenized.
-        arguments: The same for them.
-        tokenizer: The one that tokenizes them.
-        vision: What the model's configuration says of images; None: it sees none.
+        names: Columns after conversion.
+        arguments: Arguments after conversion.
+        tokenizer: Tokenizer with image marks.
+        vision: Vision configuration of the model; None: a text model.
     """
 
     def __init__(
@@ -91,92 +91,92 @@ class ImageRows:
     ) -> None:
         self._reader, self._texts = reader, texts
         self.arguments = arguments
-        self._converted: Converted | None = None
+        self._converted: RowConverter | None = None
         self.tokenizer = with_image_marks(tokenizer, reader.config)
         self.vision = reader.config.vision
         self._columns = image_columns(self.vision, arguments)
-        self._words = ImageWords(self.vision, arguments)
+        self._tag_check = ImageTagCheck(self.vision, arguments)
         self._has_warned_of_frames = False
         self.names = list(names)
         if texts:
             return
         pairs = isinstance(arguments, PairArguments)
-        self._converted = converted(names, arguments, key, pairs=pairs)
+        self._converted = row_converter(names, arguments, key, pairs=pairs)
         if self._converted is not None:
             self.names = list(self._converted.names)
-        own = None if pairs else "messages" if self._converted else format_of(names, arguments, key)
+        own = None if pairs else "messages" if self._converted else detect_format(names, arguments, key)
         self.arguments = replace(arguments, data_format=own)
 
     @property
     def tokens(self) -> ImageTokens:
-        """Of the model."""
+        """Image tokens of the model."""
         return self._reader.tokens(self.tokenizer)
 
     def files(self, row: Values, side: int = 0) -> list[ImageFile]:
-        """The images of one of a row's sequences, in the order of their placeholders."""
-        return self.text(row)[1] if self._texts else self._read(row)[1][side]
+        """Return the images of one sequence of a row, in the order of their placeholders."""
+        return self.text(row)[1] if self._texts else self._read_images(row)[1][side]
 
-    def encoded(
+    def encode_row(
         self, row: Values, encode: RowEncoder, row_place: str
     ) -> tuple[Sequence[Encoded], list[list[Grid]]]:
-        """The sequences of a row with what stands for every placeholder in its place; the grids of each's images.
+        """Return the sequences of a row with expanded placeholders, and the image grids of each sequence.
 
         Args:
-            row: As it stands in the file.
-            encode: Makes tokens of a row with the columns `names`, one placeholder for an image.
-            row_place: The row's place, for warnings.
+            row: Row of the file.
+            encode: Encoder of converted rows, with one placeholder per image.
+            row_place: Location of the row, for warnings.
         """
-        plain, files = self._read(row)
+        plain, files = self._read_images(row)
         if not any(files):
             sequences = encode(plain)
             for tokens, _ in sequences:
-                require_words(tokens, self.vision)
+                require_no_placeholders(tokens, self.vision)
             return sequences, [[] for _ in files]
-        expanded = self.tokens.expanded
+        expand = self.tokens.expand
         grids = [[self.grid(file, row_place) for file in of_side] for of_side in files]
         sequences = encode(plain)
         for tokens, _ in sequences:
-            require_words(tokens, self.vision, has_images=True)
-        grids = [self._begun(tokens, own) for (tokens, _), own in zip(sequences, grids, strict=True)]
-        return [expanded(*sequence, own) for sequence, own in zip(sequences, grids, strict=True)], grids
+            require_no_placeholders(tokens, self.vision, has_images=True)
+        grids = [self._encoded_grids(tokens, own) for (tokens, _), own in zip(sequences, grids, strict=True)]
+        return [expand(*sequence, own) for sequence, own in zip(sequences, grids, strict=True)], grids
 
-    def _begun(self, tokens: Sequence[int], grids: list[Grid]) -> list[Grid]:
-        """The grids of images in what is tokenized of a sequence."""
-        return grids[: tokens.count(self.tokens.token)] if isinstance(tokens, Beginning) else grids
+    def _encoded_grids(self, tokens: Sequence[int], grids: list[Grid]) -> list[Grid]:
+        """Return the grids of images within the tokenized part of a sequence."""
+        return grids[: tokens.count(self.tokens.token)] if isinstance(tokens, TokenPrefix) else grids
 
     def has_images(self, row: Values) -> bool:
-        """Whether a row says that it has images, of which nothing is read."""
-        if any(listed(row.get(name)) for name in self._columns):
+        """Return True if a row has images, without reading them."""
+        if any(as_image_list(row.get(name)) for name in self._columns):
             return True
         turns = (turn for turns in row.values() if isinstance(turns, list) for turn in turns)
         contents = (turn.get("content") for turn in turns if isinstance(turn, dict))
         parts = (part for content in contents if isinstance(content, list) for part in content)
-        return not self._texts and any(kind_of(part) == IMAGE for part in parts)
+        return not self._texts and any(media_type(part) == IMAGE for part in parts)
 
     def text(self, row: Values) -> tuple[object, list[ImageFile]]:
-        """The text of a row of plain text, one placeholder for each ``<image>`` in it, and the images."""
-        given = self._given(row)
+        """Return the text with one placeholder per ``<image>``, and the images of a plain-text row."""
+        column_images = self._column_images(row)
         text = row.get(self.arguments.text_column)
-        if not isinstance(text, str) or not given:
-            require_as_many(0, len(given))
+        if not isinstance(text, str) or not column_images:
+            require_equal_counts(0, len(column_images))
             return text, []
-        require_as_many(text.count(PLACE), len(given))
-        marked = text.replace(PLACE, self.tokens.mark(self.tokenizer))
-        return marked, [image_file(each, self._reader.paths) for each in given]
+        require_equal_counts(text.count(IMAGE_TAG), len(column_images))
+        marked = text.replace(IMAGE_TAG, self.tokens.mark(self.tokenizer))
+        return marked, [open_image(each, self._reader.paths) for each in column_images]
 
     def grid(self, file: ImageFile, row_place: str) -> Grid:
-        """Return the grid of an image, whose header is read; ``row_place`` is the place of its row, for warnings.
+        """Return the grid of an image from its header; ``row_place`` locates the row in warnings.
 
         Raises:
-            McaError: It cannot be read, or the processor does not take it.
+            McaError: The image cannot be read, or the processor does not support its size.
         """
-        size = file.size(lambda: self._warn_of_frames(file, row_place))
+        size = file.size(lambda: self._warn_several_frames(file, row_place))
         try:
             return self.tokens.grid(*size)
         except McaError as error:
             raise McaError(f"image {file.place}: {error}") from error
 
-    def _warn_of_frames(self, file: ImageFile, row_place: str) -> None:
+    def _warn_several_frames(self, file: ImageFile, row_place: str) -> None:
         if not self._has_warned_of_frames:
             logger.warning(
                 "%s: image %s has several frames or pages, of which only the first is used; this is reported once",
@@ -185,19 +185,19 @@ class ImageRows:
             )
             self._has_warned_of_frames = True
 
-    def _read(self, row: Values) -> tuple[Values, list[list[ImageFile]]]:
-        """The row with places for images, and the images of each of its sequences."""
-        given = self._given(row)
+    def _read_images(self, row: Values) -> tuple[Values, list[list[ImageFile]]]:
+        """Return the row with image placeholders, and the images of each of its sequences."""
+        column_images = self._column_images(row)
         plain = row if self._converted is None else self._converted.convert(row)
-        prompt, repeated = self.arguments.prompt_column, self._repeated(plain)
+        prompt, repeated = self.arguments.prompt_column, self._num_repeated_turns(plain)
         found: JsonObject = {}
         files = []
 
-        def unmarked(words: str) -> None:
-            self._words.meet(words, row.keys(), "a turn of the user")
+        def on_plain_tag(words: str) -> None:
+            self._tag_check.check(words, row.keys(), "a turn of the user")
 
-        for columns in self._sides:
-            places = Places(given, self._reader.paths, unmarked=unmarked)
+        for columns in self._sequence_columns:
+            places = ImagePlacer(column_images, self._reader.paths, on_plain_tag=on_plain_tag)
             turns = {name: plain[name] for name in columns if isinstance(plain.get(name), list)}
             if repeated:
                 del turns[prompt]
@@ -209,30 +209,30 @@ class ImageRows:
             files.append(places.files)
         return ({**plain, **found} if any(files) else plain), files
 
-    def _given(self, row: Values) -> list[object]:
-        """The images of a row's column."""
-        for name in other_columns(self.vision):
+    def _column_images(self, row: Values) -> list[object]:
+        """Return the images of the row's image column."""
+        for name in media_columns(self.vision):
             if row.get(name):
-                raise McaError(f"has {name}, which cannot be used; remove the row, or the column")
-        found = {name: some for name in self._columns if (some := listed(row.get(name)))}
+                raise McaError(f"has {name}, which mca does not support; remove the row, or the column")
+        found = {name: some for name in self._columns if (some := as_image_list(row.get(name)))}
         if len(found) > 1:
             raise McaError(f"has images in {' and in '.join(found)}; set images_column to one of the two")
         return next(iter(found.values()), [])
 
-    def _repeated(self, plain: Values) -> int:
-        """How many turns of the prompt both conversations of a pair repeat; see `preferences.split_row`."""
+    def _num_repeated_turns(self, plain: Values) -> int:
+        """Return the number of prompt turns that both conversations of a pair repeat; see `preferences.split_row`."""
         own = self.arguments
         if not isinstance(own, PairArguments):
             return 0
         names = (own.prompt_column, own.chosen_column, own.rejected_column)
         prompt, *answers = (turns if isinstance(turns := plain.get(name), list) else [] for name in names)
-        asked = without_nulls(prompt)
-        is_repeated = all(without_nulls(turns[: len(prompt)]) == asked for turns in answers)
+        prompt_turns = without_nulls(prompt)
+        is_repeated = all(without_nulls(turns[: len(prompt)]) == prompt_turns for turns in answers)
         return len(prompt) if is_repeated else 0
 
     @property
-    def _sides(self) -> tuple[tuple[str, ...], ...]:
-        """The columns of each sequence."""
+    def _sequence_columns(self) -> tuple[tuple[str, ...], ...]:
+        """Columns of each sequence."""
         own = self.arguments
         if isinstance(own, PairArguments):
             return (own.prompt_column, own.chosen_column), (own.prompt_column, own.rejected_column)
@@ -241,36 +241,36 @@ class ImageRows:
         return ((own.prompt_column, own.completion_column) if own.data_format == "prompt_completion" else (),)
 
 
-def require_none(names: Sequence[str], arguments: DataArguments, told: str) -> None:
-    """Refuses rows with a column of images, where these would be left out without a word.
+def reject_images(names: Sequence[str], arguments: DataArguments, task: str) -> None:
+    """Raise an error for rows with an image column, which would be ignored silently.
 
     Raises:
-        UsageError: There is one.
+        UsageError: There is an image column.
     """
     if arguments.images_column in names:
         raise UsageError(
-            f"{told} takes no images, but the rows have the column {arguments.images_column}; remove it"
+            f"{task} does not support images, but the rows have the column {arguments.images_column}; remove it"
         )
 
 
-def undecoded(rows: Rows) -> Rows:
-    """``rows`` whose images, wherever they stand in a row, are bytes and paths instead of pixels."""
+def without_decoding(rows: Rows) -> Rows:
+    """Return ``rows`` with images as bytes and paths instead of decoded pixels."""
     for name, feature in (rows.features or {}).items():
-        if (plain := _undecoded(feature)) != feature:
+        if (plain := _without_decoding(feature)) != feature:
             rows = rows.cast_column(name, plain)
     return rows
 
 
-def _undecoded(feature: Upstream) -> Upstream:
-    """A feature of ``datasets`` with those of images in it replaced."""
+def _without_decoding(feature: Upstream) -> Upstream:
+    """Replace the image features within a feature of ``datasets``."""
     import datasets
 
     if isinstance(feature, datasets.Image):
         return datasets.Image(decode=False)
     if isinstance(feature, dict):
-        return {name: _undecoded(inner) for name, inner in feature.items()}
+        return {name: _without_decoding(inner) for name, inner in feature.items()}
     if isinstance(feature, list):
-        return [_undecoded(inner) for inner in feature]
+        return [_without_decoding(inner) for inner in feature]
     if hasattr(feature, "feature"):
-        return replace(feature, feature=_undecoded(feature.feature))
+        return replace(feature, feature=_without_decoding(feature.feature))
     return feature

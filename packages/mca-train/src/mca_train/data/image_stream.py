@@ -1,4 +1,4 @@
-"""With ``streaming: true`` texts with images become blocks as they come: those that `image_blocks` makes in memory."""
+"""Pre-training blocks of streamed texts with images, as `image_blocks` makes them in memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from mca_train.data.file_rows import FileRows, Row
 from mca_train.data.image_blocks import Span, block_cuts, image_spans, text_encoder
 from mca_train.data.image_rows import ImageRows
 from mca_train.data.image_tokens import Grid
-from mca_train.data.sample_images import SampleImages, placed
+from mca_train.data.sample_images import SampleImages, locate_images
 from mca_train.data.token_dataset import IGNORED, Sample
 
 
 @dataclass(frozen=True)
 class _Image:
-    """One among the tokens that are in no block yet: its grid, its row, and which of the row's images it is."""
+    """Image among the tokens that are in no block yet: its grid, its row, and its index in the row."""
 
     grid: Grid
     row: Row
@@ -29,14 +29,14 @@ class _Image:
 
 
 class ImageBlockStream(IterableDataset[Sample]):
-    """All texts one after another, each ended by EOS, cut into blocks that hold every image whole.
+    """Stream of blocks from concatenated texts, each with EOS; images are never split.
 
     Args:
-        rows: In the order in which they are joined.
-        names: Their columns.
-        read: What a row means.
-        arguments: Columns and lengths.
-        key: The argument that named the files, for errors.
+        rows: Rows in the order of concatenation.
+        names: Columns of the rows.
+        read: Image options of the rows.
+        arguments: Names of columns, and lengths.
+        key: Argument that names the files, for errors.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class ImageBlockStream(IterableDataset[Sample]):
         self._rows, self._read, self._key = rows, read, key
         self._encode = text_encoder(names, read, arguments, key)
         self._length = arguments.seq_length
-        self.order_in_words = f"blocks of {self._length} tokens of {rows.order_in_words}"
+        self.order_description = f"blocks of {self._length} tokens of {rows.order_description}"
         self.has_images = any(map(read.has_images, rows.heads))
-        """Whether a file begins with a row that has."""
+        """True if the first row of a file has images."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffles anew, if the rows are shuffled."""
+        """Set the epoch of the shuffle."""
         self._rows.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Sample]:
@@ -58,17 +58,19 @@ class ImageBlockStream(IterableDataset[Sample]):
         targets: list[bool] = []
         images: list[_Image] = []
         for row in self._rows:
-            own, learnt, grids = self._encode(row, row.place)
+            own, is_target, grids = self._encode(row, row.place)
             tokens += own
-            targets += learnt
+            targets += is_target
             images += [_Image(grid, row, which) for which, grid in enumerate(grids)]
             if len(tokens) <= self._length:
                 continue
             spans = self._spans(tokens, images)
-            cuts = block_cuts(len(tokens), spans, self._length, self._key)[:-1]  # the last may go on
+            cuts = block_cuts(len(tokens), spans, self._length, self._key)[
+                :-1
+            ]  # the last block may still grow
             for start, stop in pairwise(cuts):
                 if stop - start == 1:
-                    continue  # a token alone has nothing to learn
+                    continue  # a single token has no target
                 some = images[_before(spans, start) : _before(spans, stop)]
                 yield self._block(tokens[start:stop], targets[start:stop], some)
             tokens, targets = tokens[cuts[-1] :], targets[cuts[-1] :]
@@ -85,7 +87,7 @@ class ImageBlockStream(IterableDataset[Sample]):
         ids = torch.tensor(tokens)
         sample: Sample = {"input_ids": ids, "labels": ids.where(torch.tensor(targets), IGNORED)}
         if images:
-            places = placed(self._read, np.asarray(tokens, np.int32), [image.grid for image in images])
+            places = locate_images(self._read, np.asarray(tokens, np.int32), [image.grid for image in images])
             sample["images"] = SampleImages(places, lambda: self._tensors(images))
         return sample
 
@@ -100,5 +102,5 @@ class ImageBlockStream(IterableDataset[Sample]):
 
 
 def _before(spans: Sequence[Span], position: int) -> int:
-    """How many of ``spans`` begin before ``position``."""
+    """Return the number of ``spans`` that begin before ``position``."""
     return sum(start < position for start, _ in spans)

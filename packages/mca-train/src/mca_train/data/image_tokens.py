@@ -1,7 +1,6 @@
-"""`ImageTokens` knows how many tokens an image of some size is, and makes what the vision model takes of its pixels.
+"""Token counts and pixel tensors of images, from the image processor of the checkpoint.
 
-It asks the checkpoint's own image processor; how those of the families differ is in `image_kinds`. Nothing is known
-here of rows or of batches.
+The differences between model families are in `image_processors`. This module handles neither rows nor batches.
 """
 
 from abc import ABC, abstractmethod
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from mca_config.errors import McaError
 from mca_config.printable import counted
-from mca_models.images import ImagePlace
+from mca_models.images import ImageSpan
 from mca_train.types import ImageProcessor
 
 if TYPE_CHECKING:
@@ -22,35 +21,35 @@ if TYPE_CHECKING:
     from mca_train.data.image_files import ImageFile
 
 Grid = tuple[int, int]
-"""Rows and columns of an image's placeholders; of tiles their number, and the placeholders of one."""
+"""Rows and columns of an image's placeholders; for tiles, the number of tiles and the placeholders per tile."""
 
 
 class ImageTokens(ABC):
-    """The tokens of images for one model.
+    """Image tokens of a model.
 
     Args:
-        processor: Of Hugging Face.
-        token: The placeholder's id.
-        options: The processor's options for every image.
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+        options: Options of the processor for every image.
     """
 
     taken: tuple[str, ...] = ("pixel_values",)
-    """What the vision model takes of what the processor makes."""
+    """Outputs of the processor that the vision tower needs."""
 
     def __init__(self, processor: ImageProcessor, token: int, **options: object) -> None:
         self.token = token
         self.before: Sequence[int] = ()
-        """Marks that chat templates write before a placeholder."""
+        """Tokens that chat templates write before a placeholder."""
         self.after: Sequence[int] = ()
         self.options = options
         self.processor = processor
         self._grid = lru_cache(maxsize=1 << 16)(self._computed)
 
     def grid(self, height: int, width: int) -> Grid:
-        """Rows and columns of placeholders of an image of ``height`` times ``width`` pixels.
+        """Return rows and columns of placeholders of an image of ``height`` times ``width`` pixels.
 
         Raises:
-            McaError: The processor does not take images of this shape.
+            McaError: The processor does not support this size.
         """
         return self._grid(height, width)
 
@@ -59,36 +58,36 @@ class ImageTokens(ABC):
 
     @abstractmethod
     def _made(self, made: dict[str, Tensor]) -> list[Grid]:
-        """The grids of the images that the processor ``made`` something of."""
+        """Return the grids of images from the processor's outputs."""
 
-    def spelled(self, grid: Grid) -> list[int]:
-        """The tokens that stand for one placeholder of the chat template."""
+    def image_ids(self, grid: Grid) -> list[int]:
+        """Return the tokens that replace one placeholder of the chat template."""
         return [self.token] * (grid[0] * grid[1])
 
     @property
     def marks(self) -> tuple[Sequence[int], Sequence[int]]:
-        """What stands right before an image's first token, and right behind its last."""
+        """Tokens directly before an image's first token and after its last."""
         return self.before, self.after
 
     def mark(self, tokenizer: "PreTrainedTokenizerBase") -> str:
-        """What stands for an image in plain text: a placeholder, and the family's marks around it."""
+        """Return the text of an image in plain text: a placeholder with the family's marks."""
         return "".join(tokenizer.convert_ids_to_tokens([*self.before, self.token, *self.after]))
 
-    def places(self, where: Sequence[int], grids: Sequence[Grid]) -> list[ImagePlace]:
-        """Where images are, of placeholders at ``where``: runs of placeholders that follow one another."""
+    def locate(self, where: Sequence[int], grids: Sequence[Grid]) -> list[ImageSpan]:
+        """Return the locations of images from the indices ``where`` of all placeholders."""
         first, found = 0, []
         for rows, columns in grids:
-            found.append(ImagePlace(int(where[first]), rows, columns))
+            found.append(ImageSpan(int(where[first]), rows, columns))
             first += rows * columns
         return found
 
-    def expanded(
+    def expand(
         self, tokens: Sequence[int], targets: Sequence[bool], grids: Sequence[Grid]
     ) -> tuple[list[int], list[bool]]:
-        """``tokens`` with what stands for each placeholder in its place; none of that is a target.
+        """Replace each placeholder by the tokens of its image; none of these is a target.
 
         Raises:
-            McaError: There are not as many placeholders as images.
+            McaError: The numbers of placeholders and images differ.
         """
         if (found := list(tokens).count(self.token)) != len(grids):
             raise McaError(
@@ -97,19 +96,19 @@ class ImageTokens(ABC):
                 "contains it"
             )
         ids: list[int] = []
-        learnt: list[bool] = []
+        is_target: list[bool] = []
         sizes = iter(grids)
         for token, target in zip(tokens, targets, strict=True):
-            spelled = self.spelled(next(sizes)) if token == self.token else [token]
+            spelled = self.image_ids(next(sizes)) if token == self.token else [token]
             ids += spelled
-            learnt += [target and token != self.token] * len(spelled)
-        return ids, learnt
+            is_target += [target and token != self.token] * len(spelled)
+        return ids, is_target
 
     def tensors(self, files: "Sequence[ImageFile]", grids: Sequence[Grid]) -> dict[str, Tensor]:
-        """What the vision model takes of ``files``, whose placeholders are ``grids``.
+        """Return the inputs of the vision tower for ``files``, whose placeholders are ``grids``.
 
         Raises:
-            McaError: One cannot be read, or is not as large as when its placeholders were counted.
+            McaError: A file cannot be read, or its size has changed since its placeholders were counted.
         """
         pixels = [file.pixels() for file in files]
         made = dict(self.processor(images=pixels, return_tensors="pt", **self.options).data)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mca_config.files import replacing
+from mca_config.files import atomic_write
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def largest_token(
             return found
         found = _looked_for(file, tokens, f"once; it is kept in {kept}")
         if state == _state(file, tokens):
-            with contextlib.suppress(OSError), replacing(kept) as partial:
+            with contextlib.suppress(OSError), atomic_write(kept) as partial:
                 partial.write_text(json.dumps({**state, "largest": found}))
     return found
 

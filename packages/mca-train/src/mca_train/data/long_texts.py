@@ -1,6 +1,6 @@
-"""Texts of megabytes in one row are tokenized in parts here: tokenizers take hundreds of bytes of memory for a token.
+"""Tokenization of very long texts in pieces, because tokenizers need hundreds of bytes of memory per token.
 
-The tokens are those of the whole text. Texts of usual length go through unchanged.
+The tokens are the same as those of the whole text. Shorter texts are tokenized at once.
 """
 
 from collections.abc import Iterator
@@ -10,51 +10,51 @@ if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 LONG = 1 << 21
-"""Letters above which a text is cut into pieces."""
+"""Number of letters above which a text is split into pieces."""
 
-_LETTERS = 64  # of a token at most, on average
-_MARGIN = 64  # tokens that the cut of a text may change before it
+_MAX_LETTERS_PER_TOKEN = 64  # maximum average
+_MARGIN = 64  # tokens before the cut that may differ from those of the full text
 _PIECE = 1 << 20
-_AROUND = 200
-_TRIES = 32
+_CUT_CONTEXT = 200
+_MAX_CUT_ATTEMPTS = 32
 
 
-class Beginning(list[int]):
-    """The tokens of the beginning of a text, whose rest is not tokenized."""
+class TokenPrefix(list[int]):
+    """Tokens of the beginning of a text."""
 
 
-def head_encoding(
+def encode_prefix(
     tokenizer: "PreTrainedTokenizerBase", text: str, length: int | None, **options: bool
 ) -> "BatchEncoding":
-    """What ``tokenizer`` makes of ``text``, or, if that is much too long, of its beginning.
+    """Tokenize ``text``, or only its beginning if it is much longer than needed.
 
     Args:
         tokenizer: Hugging Face tokenizer.
-        text: Of any length.
-        length: Tokens that are wanted, which are those of the whole text, and more follow if it has more; None: all.
-        options: Of the tokenizer.
+        text: Text of any length.
+        length: Number of tokens that must equal those of the full text; longer texts have more. None: all.
+        options: Options of the tokenizer.
     """
-    size = _LETTERS * (length or len(text))
+    size = _MAX_LETTERS_PER_TOKEN * (length or len(text))
     while length is not None and len(text) > size:
         found = tokenizer(text[:size], verbose=False, **options)
         if len(found["input_ids"]) > length + _MARGIN:
-            found["input_ids"] = Beginning(found["input_ids"])
+            found["input_ids"] = TokenPrefix(found["input_ids"])
             return found
         size *= 8
     return tokenizer(text, verbose=False, **options)
 
 
-def all_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """The tokens of a text of any length, without special ones."""
+def encode_in_pieces(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    """Tokenize a text of any length without special tokens."""
     return [
         token
-        for piece in pieces(tokenizer, text)
+        for piece in split_text(tokenizer, text)
         for token in tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
     ]
 
 
-def pieces(tokenizer: "PreTrainedTokenizerBase", text: str, size: int = _PIECE) -> Iterator[str]:
-    """``text`` in pieces of about ``size`` letters that are tokenized alike alone and together; whole if none are."""
+def split_text(tokenizer: "PreTrainedTokenizerBase", text: str, size: int = _PIECE) -> Iterator[str]:
+    """Split ``text`` into pieces of about ``size`` letters whose tokens concatenate to those of the text."""
     start = 0
     while len(text) - start > 2 * size:
         cut = _cut(tokenizer, text, start + size, start + 2 * size)
@@ -71,11 +71,11 @@ def _cut(tokenizer: "PreTrainedTokenizerBase", text: str, first: int, last: int)
         return found
 
     cut = first
-    for _ in range(_TRIES):
+    for _ in range(_MAX_CUT_ATTEMPTS):
         cut = min((at for space in " \n" if (at := text.find(space, cut + 1, last)) > 0), default=-1)
         if cut < 0:
             return None
-        before, after = text[cut - _AROUND : cut], text[cut : cut + _AROUND]
+        before, after = text[cut - _CUT_CONTEXT : cut], text[cut : cut + _CUT_CONTEXT]
         if ids(before + after) == ids(before) + ids(after):
             return cut
     return None

@@ -1,4 +1,4 @@
-"""What parts of a message may be beside text. How images are read is in `image_files`."""
+"""Media parts of messages. `image_files` reads the images."""
 
 from collections.abc import Mapping
 
@@ -6,49 +6,49 @@ from mca_config.errors import McaError
 
 IMAGE = "image"
 _IMAGES = ("image", "image_url", "input_image")
-_OTHERS = ("video", "video_url", "audio", "audio_url", "input_audio")
+_OTHER_MEDIA = ("video", "video_url", "audio", "audio_url", "input_audio")
 _TEXTS = (None, "input_text", "output_text")
 _SIZES = (
     "min_pixels",
     "max_pixels",
     "resized_height",
     "resized_width",
-)  # of qwen-vl-utils, which no processor reads
-KEYS = ("image", "image_url", "path", "url", "base64", "bytes")
-"""Under which a part, or a mapping in a column, has its image."""
+)  # options of qwen-vl-utils, which processors ignore
+IMAGE_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")
+"""Keys of the image in a part, or in a mapping of a column."""
 
 
-def kind_of(part: object) -> str | None:
-    """What a part is: ``image``, or the name of another kind that is no text; None: neither.
+def media_type(part: object) -> str | None:
+    """Return the media type of a part: ``image``, or an unsupported one; None: text.
 
-    Its type says so, or the key that it has its data under: chat templates look at either.
+    The type is given by ``type``, or by the key of the data; chat templates use either.
     """
     if not isinstance(part, Mapping):
         return None
     named = part.get("type")
-    if named not in (*_IMAGES, *_OTHERS):
-        keys = (*_IMAGES, *_OTHERS)
-        named = next((key for key in keys if _is_given(part.get(key))), None)
+    if named not in (*_IMAGES, *_OTHER_MEDIA):
+        keys = (*_IMAGES, *_OTHER_MEDIA)
+        named = next((key for key in keys if _is_set(part.get(key))), None)
     return IMAGE if named in _IMAGES else named
 
 
-def _is_given(value: object) -> bool:
-    """Whether a key says anything: exports that have every key in every part leave those of others empty."""
+def _is_set(value: object) -> bool:
+    """Return True unless the value is null or empty, as in exports with every key in every part."""
     return value is not None and not (isinstance(value, str) and not value)
 
 
 def has_data(part: Mapping[str, object]) -> bool:
-    """Whether a part holds its image, or says where it is."""
-    return any(part.get(key) is not None for key in KEYS)
+    """Return True if a part contains its image, or a path or URL of it."""
+    return any(part.get(key) is not None for key in IMAGE_KEYS)
 
 
 def require_text_or_image(part: object) -> None:
-    """Refuses parts of other kinds, and those of both.
+    """Raise an error for unsupported parts, and for image parts with text or sizes.
 
     Raises:
-        McaError: It is a video or a sound, or an image with words or a size of its own.
+        McaError: The part is a video or audio, or an image with text or a size.
     """
-    kind = kind_of(part)
+    kind = media_type(part)
     if kind not in (None, IMAGE):
         raise McaError(f"a part of a message is of type {kind}; only text and images can be used")
     if kind == IMAGE and isinstance(part, Mapping) and part.get("text"):
@@ -58,38 +58,39 @@ def require_text_or_image(part: object) -> None:
 
 
 def require_no_size(image: Mapping[str, object]) -> None:
-    """Refuses sizes that one image of a row asks for: image processors make all images by the same rule.
+    """Raise an error for sizes of single images, because image processors use one size for all images.
 
     Raises:
-        McaError: There is one.
+        McaError: The image has a size.
     """
     if found := [key for key in _SIZES if image.get(key) is not None]:
         raise McaError(
-            f"an image has {found[0]}, which the model's image processor takes for no single image; remove it, and set "
+            f"an image has {found[0]}, which the model's image processor does not support per image; remove it, and "
+            "set "
             "size in preprocessor_config.json for all, or make the file smaller"
         )
 
 
 def require_no_data(content: object) -> None:
-    """Refuses parts whose images nobody has taken out.
+    """Raise an error for image parts in tasks without images.
 
     Raises:
-        McaError: There is one.
+        McaError: There is an image.
     """
     for part in content if isinstance(content, list) else ():
         require_text_or_image(part)
-        if kind_of(part) == IMAGE and has_data(part):
-            raise McaError("a part of a message is an image; mca-train sft, dpo and kto take images")
+        if media_type(part) == IMAGE and has_data(part):
+            raise McaError("a part of a message is an image; only mca-train sft, dpo and kto support images")
 
 
 def with_types(content: object) -> object:
-    """``content`` whose parts of text say so and have no empty keys of others: chat templates may look at either."""
+    """Return ``content`` with types in text parts and without null keys, for chat templates that check either."""
     return [_as_text(part) for part in content] if isinstance(content, list) else content
 
 
 def _as_text(part: object) -> object:
-    if not isinstance(part, dict) or kind_of(part) is not None or not isinstance(part.get("text"), str):
+    if not isinstance(part, dict) or media_type(part) is not None or not isinstance(part.get("text"), str):
         return part
     named = "text" if part.get("type") in _TEXTS else part.get("type")
-    words = {key: value for key, value in part.items() if key not in (*_IMAGES, *_OTHERS)}
+    words = {key: value for key, value in part.items() if key not in (*_IMAGES, *_OTHER_MEDIA)}
     return {**words, "type": named}

@@ -1,8 +1,8 @@
-"""`Mixture` is several sources as one dataset, in which each has its share of the samples.
+"""Mixture of several sources in one dataset, with a share of the samples for each.
 
-An epoch has as many samples as the sources have together. A source with less than its share comes several times, whole
-passes first; of one with more some samples are left out, the same in every epoch, drawn by the seed. The order of an
-epoch is the sampler's, so a run resumes as any other does, on every layout.
+An epoch has as many samples as all sources together. A source with fewer samples than its share is repeated; of one
+with more, a seeded subset is used, the same in every epoch. The sampler determines the order, so a run resumes on any
+layout.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from mca_config.printable import counted
-from mca_train.data.token_dataset import Sample, order_of
+from mca_train.data.token_dataset import Sample, describe_order
 
 if TYPE_CHECKING:
     from mca_train.data.preferences import PairDataset
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class Mixture(Dataset[Sample]):
-    """Samples of several sources; an item also says which one it is from, as ``source``.
+    """Dataset of several sources; each item has the index of its ``source``.
 
     Args:
-        parts: The samples of each source.
-        names: What logs call them.
-        weights: Their shares, in proportion; None: every sample comes once.
-        seed: Of which samples are taken where not all are.
+        parts: Samples of each source.
+        names: Names of the sources in logs.
+        weights: Relative shares; None: every sample is used once.
+        seed: Seed of the subsets.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Mixture(Dataset[Sample]):
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each sample, or of both of each pair."""
+        """Tokens of each sample, or of both sequences of each pair."""
         found = [part.lengths[self.indices[self.sources == source]] for source, part in enumerate(self.parts)]
         return np.concatenate(found)
 
@@ -63,23 +63,23 @@ class Mixture(Dataset[Sample]):
 
     @property
     def has_images(self) -> bool:
-        """Whether any sample may have."""
+        """True if any sample may have images."""
         return any(part.has_images for part in self.parts)
 
     @property
-    def order_in_words(self) -> str:
-        """What decides which samples come in which order."""
+    def order_description(self) -> str:
+        """Description of the samples and their order."""
         parts = zip(self._counts(), self.parts, self.names, strict=True)
-        told = ", ".join(
-            f"{count} of {len(part)} samples of {order_of(part) or name}" for count, part, name in parts
+        description = ", ".join(
+            f"{count} of {len(part)} samples of {describe_order(part) or name}" for count, part, name in parts
         )
-        return told if self._seed is None else f"{told}, picked by seed {self._seed}"
+        return description if self._seed is None else f"{description}, picked by seed {self._seed}"
 
     def _counts(self) -> NDArray[np.int64]:
         return np.bincount(self.sources, minlength=len(self.parts))
 
-    def described(self) -> str:
-        """How much there is of each source."""
+    def describe(self) -> str:
+        """Describe the number of samples of each source."""
         counts = self._counts()
         return ", ".join(
             f"{name} {count:,} of {counted(len(part), 'sample')} ({epochs:.2f} epochs)"
@@ -88,7 +88,7 @@ class Mixture(Dataset[Sample]):
 
 
 def shares(weights: Sequence[float], total: int) -> NDArray[np.int64]:
-    """``total`` samples dealt out by ``weights``: at least one each, the largest remainders rounded up."""
+    """Distribute ``total`` samples by ``weights``: at least one each, by the largest remainders."""
     exact = np.asarray(weights, np.float64) / sum(weights) * total
     counts = np.maximum(np.floor(exact).astype(np.int64), 1)
     for place in np.argsort(np.floor(exact) - exact, kind="stable"):
@@ -99,7 +99,7 @@ def shares(weights: Sequence[float], total: int) -> NDArray[np.int64]:
 
 
 def _picks(size: int, count: int, draw: np.random.Generator) -> NDArray[np.int64]:
-    """Which samples of a source come: all of them so many times, and some once more."""
+    """Return the indices of a source's samples: full passes, and a random subset for the rest."""
     whole, rest = divmod(count, size)
     some = np.sort(draw.permutation(size)[:rest])
     return np.concatenate([np.tile(np.arange(size), whole), some])

@@ -1,4 +1,4 @@
-"""Placeholders of images and videos among tokens: where nothing stands for them, a model would read them as words."""
+"""Image and video placeholders among tokens, which a model would treat as text if they have no image."""
 
 import re
 from collections.abc import Sequence
@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING
 from mca_config.errors import McaError
 from mca_config.types import Values
 from mca_models.images import placeholders
-from mca_train.data.long_texts import all_ids
+from mca_train.data.long_texts import encode_in_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def require_words(
+def require_no_placeholders(
     tokens: Sequence[int], vision: Values | None, place: str = "", *, has_images: bool = False
 ) -> None:
-    """Refuses placeholders of what a row does not have.
+    """Raise an error for placeholders of media that a row does not have.
 
     Args:
-        tokens: Of the row.
-        vision: Of the model's configuration; None: no token is a placeholder.
-        place: What the error begins with.
-        has_images: The row has some, whose placeholders are counted elsewhere.
+        tokens: Tokens of the row.
+        vision: Vision configuration of the model; None: there are no placeholders.
+        place: Prefix of the error.
+        has_images: The row has images, so image placeholders are allowed.
 
     Raises:
-        McaError: There is one.
+        McaError: There is a placeholder.
     """
     for medium, token in placeholders(vision).items():
         if token not in tokens or (medium == "image" and has_images):
@@ -33,13 +33,13 @@ def require_words(
         lacking = {
             "image": "but the row has no image; give it as a part of type image or in images_column, or remove the "
             "placeholder",
-            "video": "and videos cannot be used; remove the row",
+            "video": "and videos are not supported; remove the row",
         }[medium]
         raise McaError(f"{place}the text contains the {medium} placeholder (token {token}), {lacking}")
 
 
-def as_words(text: str, tokenizer: "PreTrainedTokenizerBase", vision: Values | None) -> list[int]:
-    """The tokens of ``text`` in which placeholders are the letters that they are written with."""
+def spell_placeholders(text: str, tokenizer: "PreTrainedTokenizerBase", vision: Values | None) -> list[int]:
+    """Tokenize ``text`` with its placeholders as plain text."""
     written = tokenizer.convert_ids_to_tokens(list(placeholders(vision).values()))
     tokens: list[int] = []
     for piece in re.split(f"({'|'.join(map(re.escape, written))})", text):
@@ -47,5 +47,5 @@ def as_words(text: str, tokenizer: "PreTrainedTokenizerBase", vision: Values | N
             spelt = tokenizer(piece, add_special_tokens=False, split_special_tokens=True)
             tokens += spelt["input_ids"]
         elif piece:
-            tokens += all_ids(tokenizer, piece)
+            tokens += encode_in_pieces(tokenizer, piece)
     return tokens

@@ -1,6 +1,6 @@
-"""Rows of a prompt with a better and a worse answer are tokenized here.
+"""Tokenization of preference pairs: a prompt with a chosen and a rejected answer.
 
-What is learnt from a pair is in `losses.preference`.
+`losses.preference` computes their loss.
 """
 
 from collections.abc import Sequence
@@ -20,24 +20,24 @@ from mca_train.data.encoding import (
     Encoded,
     RowEncoder,
     check_messages,
-    inputs_of,
+    template_inputs,
     tokenize_answers,
 )
-from mca_train.data.formats import converted
+from mca_train.data.formats import row_converter
 from mca_train.data.token_dataset import Sample, TokenDataset
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Said = str | list[Message]
-"""A prompt or an answer: text, or chat messages."""
+TextOrMessages = str | list[Message]
+"""Prompt or answer, as text or as chat messages."""
 
 
 class PairDataset(Dataset[Sample]):
-    """Preference pairs: an item has ``input_ids`` and ``labels`` of both, as ``chosen_*`` and ``rejected_*``.
+    """Dataset of preference pairs; an item has ``chosen_*`` and ``rejected_*`` ``input_ids`` and ``labels``.
 
     Args:
-        sequences: The chosen and the rejected one of each pair, in turn.
+        sequences: Chosen and rejected sequences in turn.
     """
 
     def __init__(self, sequences: TokenDataset) -> None:
@@ -47,22 +47,22 @@ class PairDataset(Dataset[Sample]):
         return len(self.sequences) // 2
 
     @property
-    def order_in_words(self) -> str:
-        """What decides in which order the pairs come; empty: nobody knows."""
-        return self.sequences.order_in_words
+    def order_description(self) -> str:
+        """Description of the order of the pairs; empty: unknown."""
+        return self.sequences.order_description
 
-    @order_in_words.setter
-    def order_in_words(self, words: str) -> None:
-        self.sequences.order_in_words = words
+    @order_description.setter
+    def order_description(self, words: str) -> None:
+        self.sequences.order_description = words
 
     @property
     def has_images(self) -> bool:
-        """Whether any sample has."""
+        """True if any sample has images."""
         return self.sequences.has_images
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of chosen and rejected: ``[pairs, 2]``."""
+        """Tokens of chosen and rejected sequences: ``[pairs, 2]``."""
         return self.sequences.lengths.reshape(-1, 2)
 
     def __getitem__(self, index: int) -> Sample:
@@ -79,24 +79,23 @@ def pair_encoder(
     key: str,
     tokenize: AnswersTokenizer = tokenize_answers,
 ) -> RowEncoder:
-    """The encoder of rows with a chosen and a rejected answer, in this order."""
-    if (other := converted(names, arguments, key, pairs=True)) is not None:
+    """Return the encoder of rows with a chosen and a rejected answer, in this order."""
+    if (other := row_converter(names, arguments, key, pairs=True)) is not None:
         inner = pair_encoder(other.names, tokenizer, replace(arguments, data_format=None), key, tokenize)
         return lambda row: inner(other.convert(row))
 
     def encode(row: Values) -> list[Encoded]:
         prompt, chosen, rejected = split_row(row, arguments)
-        inputs = inputs_of(row, arguments)
+        inputs = template_inputs(row, arguments)
         return tokenize(tokenizer, prompt, (chosen, rejected), arguments.seq_length, inputs)
 
     return encode
 
 
-def split_row(row: Values, arguments: PairArguments) -> tuple[Said, Said, Said]:
-    """Prompt, chosen and rejected: three texts, or three lists of messages.
+def split_row(row: Values, arguments: PairArguments) -> tuple[TextOrMessages, TextOrMessages, TextOrMessages]:
+    """Split a row into prompt, chosen and rejected: three texts, or three lists of messages.
 
-    Without a prompt, or with one that both conversations repeat, what they have in common at their beginning is the
-    prompt.
+    Without a prompt, or if both conversations repeat it, the common beginning of both is the prompt.
     """
     prompt, names = row.get(arguments.prompt_column), (arguments.chosen_column, arguments.rejected_column)
     chosen, rejected = (row[name] for name in names)
@@ -118,7 +117,7 @@ def split_row(row: Values, arguments: PairArguments) -> tuple[Said, Said, Said]:
 def _split_messages(
     prompt: object, chosen: list[Message], rejected: list[Message]
 ) -> tuple[list[Message], list[Message], list[Message]]:
-    """Two answers without the prompt; files often have it in a column of its own and in both conversations."""
+    """Remove the prompt from two conversations; files often have it in a separate column and in both."""
     answers = {"chosen": chosen, "rejected": rejected}
     common = 0
     while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
@@ -130,23 +129,23 @@ def _split_messages(
             )
         return chosen[:common], chosen[common:], rejected[common:]
     turns = _turns(prompt)
-    if all(said[: len(turns)] == turns for said in answers.values()):
+    if all(conversation[: len(turns)] == turns for conversation in answers.values()):
         return turns, chosen[len(turns) :], rejected[len(turns) :]
-    asked = [turn["content"] for turn in chosen[:common] if turn["role"] == "user"]
+    user_contents = [turn["content"] for turn in chosen[:common] if turn["role"] == "user"]
     if isinstance(prompt, str) and prompt.strip() in [
-        said.strip() for said in asked if isinstance(said, str)
+        conversation.strip() for conversation in user_contents if isinstance(conversation, str)
     ]:
         return chosen[:common], chosen[common:], rejected[common:]
-    for name, said in answers.items():
-        if turns[-1]["role"] == "user" and said[0]["role"] in ("system", "user"):
+    for name, conversation in answers.items():
+        if turns[-1]["role"] == "user" and conversation[0]["role"] in ("system", "user"):
             raise McaError(
-                f"{name} begins with a turn of the {said[0]['role']}, but is no conversation that repeats the prompt; "
-                "begin it with the assistant's turn, or name a column that is not there as prompt_column: then the "
+                f"{name} begins with a turn of the {conversation[0]['role']}, but does not repeat the prompt; "
+                "begin it with the assistant's turn, or set prompt_column to a missing column, so that the "
                 "common beginning of both is the prompt"
             )
     return turns, chosen, rejected
 
 
 def _turns(prompt: object) -> list[Message]:
-    """A prompt of messages; text is one turn of the user."""
+    """Return the prompt as messages; text is one user turn."""
     return check_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)

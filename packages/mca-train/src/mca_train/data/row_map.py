@@ -1,4 +1,4 @@
-"""Every row through a function, in memory: what `datasets` does for that, without its cache of files."""
+"""In-memory ``datasets.map`` without cache files."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -16,10 +16,10 @@ def map_in_memory(
     workers: int | None,
     batched: bool = False,
 ) -> "datasets.Dataset":
-    """The columns ``features`` of what ``function`` makes of each row, or batch of rows, and its index.
+    """Map ``function`` over rows or batches with their indices; return the columns ``features``.
 
-    The result has a random fingerprint. `datasets` would make one of ``function`` by pickling all that it refers to,
-    the tokenizer and the code of its modules: half a second and more, for a cache that is not used here.
+    The result has a random fingerprint. `datasets` would compute one by pickling ``function`` with all its references,
+    such as the tokenizer, which takes half a second or more for a cache that is not used here.
     """
     import datasets
     from datasets.fingerprint import generate_random_fingerprint

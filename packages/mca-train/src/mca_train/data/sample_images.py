@@ -1,6 +1,6 @@
-"""`SampleImages` are the images among a sample's tokens: where they stand, and what the vision model takes of them.
+"""Images of a sample: locations among its tokens, and inputs of the vision tower.
 
-Until somebody asks for that, no file is opened. `ImagesOfRows` has those of a dataset.
+Files are opened only when the tensors are needed. `DatasetImages` holds the images of a dataset.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mca_config.errors import McaError
 from mca_config.types import Values
-from mca_models.images import ImagePlace
+from mca_models.images import ImageSpan
 from mca_train.data.image_rows import ImageRows
 from mca_train.data.image_tokens import Grid
 
@@ -23,30 +23,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SampleImages:
-    """The images of one sample.
+    """Images of one sample.
 
     Args:
-        places: Among its tokens, in order.
-        tensors: Reads them.
+        places: Locations among its tokens, in order.
+        tensors: Function that reads the images.
     """
 
-    places: tuple[ImagePlace, ...]
+    places: tuple[ImageSpan, ...]
     tensors: Callable[[], Mapping[str, Tensor]]
 
     @property
     def tokens(self) -> int:
-        """How many of the sample's tokens are images'."""
+        """Number of image tokens of the sample."""
         return sum(place.tokens for place in self.places)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageTable:
-    """Which images each sample of a dataset has; plain arrays, which can be kept.
+    """Table of each sample's images, as plain arrays that can be cached.
 
     Args:
-        starts: Where the images of each sample begin, and the end of the last: ``[samples + 1]``.
-        grids: Of all images, ``[images, 2]``.
-        origins: The row of each image, and which of the row's images it is, ``[images, 2]``.
+        starts: Index of each sample's first image, and the total: ``[samples + 1]``.
+        grids: Grids of all images, ``[images, 2]``.
+        origins: Row of each image, and its index in the row, ``[images, 2]``.
     """
 
     starts: NDArray[np.int64]
@@ -54,8 +54,10 @@ class ImageTable:
     origins: NDArray[np.int64]
 
     @classmethod
-    def of(cls, samples: Iterable[tuple[Sequence[Grid], Sequence[tuple[int, int]]]]) -> "ImageTable":
-        """From the grids and the origins of each sample's images."""
+    def from_samples(
+        cls, samples: Iterable[tuple[Sequence[Grid], Sequence[tuple[int, int]]]]
+    ) -> "ImageTable":
+        """Build the table from the grids and the origins of each sample's images."""
         kept = list(samples)
         counts = [len(grids) for grids, _ in kept]
         return cls(
@@ -66,15 +68,15 @@ class ImageTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImagesOfRows:
-    """The images of a dataset, which stay where its rows say.
+class DatasetImages:
+    """Images of a dataset, read on demand from its rows.
 
     Args:
-        rows: Of the files.
-        table: Which images each sample has.
-        read: What a row means.
-        key: The argument that named the files, for errors.
-        sides: Samples that a row makes, which follow one another.
+        rows: Rows of the files.
+        table: Table of each sample's images.
+        read: Image options of the rows.
+        key: Argument that names the files, for errors.
+        sides: Number of consecutive samples per row.
     """
 
     rows: "datasets.Dataset"
@@ -83,15 +85,15 @@ class ImagesOfRows:
     key: str
     sides: int = 1
 
-    def of(self, index: int, tokens: NDArray[np.int32]) -> SampleImages | None:
-        """Those of the sample ``index``, which has these ``tokens``; None: it has none."""
+    def get(self, index: int, tokens: NDArray[np.int32]) -> SampleImages | None:
+        """Return the images of sample ``index`` with these ``tokens``; None: it has none."""
         own = slice(int(self.table.starts[index]), int(self.table.starts[index + 1]))
         if own.start == own.stop:
             return None
         grids: list[Grid] = [(int(high), int(wide)) for high, wide in self.table.grids[own]]
         origins = self.table.origins[own].tolist()
         return SampleImages(
-            placed(self.read, tokens, grids), lambda: self._tensors(index % self.sides, grids, origins)
+            locate_images(self.read, tokens, grids), lambda: self._tensors(index % self.sides, grids, origins)
         )
 
     def _tensors(
@@ -102,30 +104,30 @@ class ImagesOfRows:
             files = {row: self.read.files(self.rows[row], side) for row in numbers}
             return self.read.tokens.tensors([files[row][which] for row, which in origins], grids)
         except McaError as error:
-            told = f"row{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-            raise McaError(f"{self.key}, {told}: {error}") from error
+            location = f"row{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+            raise McaError(f"{self.key}, {location}: {error}") from error
 
 
-def placed(read: ImageRows, tokens: NDArray[np.int32], grids: Sequence[Grid]) -> tuple[ImagePlace, ...]:
-    """Where the images with these ``grids`` are among ``tokens``."""
+def locate_images(read: ImageRows, tokens: NDArray[np.int32], grids: Sequence[Grid]) -> tuple[ImageSpan, ...]:
+    """Return the locations of the images with these ``grids`` in ``tokens``."""
     where = np.flatnonzero(np.asarray(tokens) == read.tokens.token)
-    return tuple(read.tokens.places(where.tolist(), grids))
+    return tuple(read.tokens.locate(where.tolist(), grids))
 
 
-def images_in_stream(
-    read: ImageRows, row: Values, side: int, tokens: Sequence[int], grids: Sequence[Grid], told: str
+def stream_images(
+    read: ImageRows, row: Values, side: int, tokens: Sequence[int], grids: Sequence[Grid], location: str
 ) -> SampleImages | None:
-    """Those of one sequence of a row that nobody keeps; None: the sequence ends within one.
+    """Return the images of one sequence of a streamed row; None: the sequence ends within an image.
 
     Args:
-        read: What a row means.
-        row: Of the stream.
-        side: Which of its sequences.
-        tokens: Of the sequence.
-        grids: Its images, those that were cut off too.
-        told: Where the row stands, for errors.
+        read: Image options of the rows.
+        row: Row of the stream.
+        side: Index of the sequence in the row.
+        tokens: Tokens of the sequence.
+        grids: Grids of its images, including truncated ones.
+        location: Location of the row, for errors.
     """
-    whole = within(grids, list(tokens).count(read.tokens.token))
+    whole = complete_images(grids, list(tokens).count(read.tokens.token))
     if whole is None:
         return None
 
@@ -133,13 +135,13 @@ def images_in_stream(
         try:
             return read.tokens.tensors(read.files(row, side)[: len(whole)], whole)
         except McaError as error:
-            raise McaError(f"{told}: {error}") from error
+            raise McaError(f"{location}: {error}") from error
 
-    return SampleImages(placed(read, np.asarray(tokens, np.int32), whole), tensors)
+    return SampleImages(locate_images(read, np.asarray(tokens, np.int32), whole), tensors)
 
 
-def within(grids: Sequence[Grid], count: int) -> list[Grid] | None:
-    """The images that ``count`` placeholders, the first ones of a sequence, are of; None: one of them is cut."""
+def complete_images(grids: Sequence[Grid], count: int) -> list[Grid] | None:
+    """Return the grids of the images that ``count`` placeholders cover; None: one image is incomplete."""
     kept = 0
     for number, (rows, columns) in enumerate(grids):
         if kept == count:

@@ -1,6 +1,6 @@
-"""All rows of the files become samples in memory here, for pre-training and for rows with answers.
+"""In-memory samples for pre-training and for rows with answers.
 
-Samples that are made as they are iterated are in `streams`. How one row is tokenized is in `encoding`.
+`streams` makes samples on the fly. `encoding` tokenizes single rows.
 """
 
 import logging
@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from mca_config.errors import McaError
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
-from mca_train.data.call_arguments import without_others
-from mca_train.data.encoding import Encoded, RowEncoder, RowNumbers, block_tokenizer, warn_truncated
+from mca_train.data.encoding import Encoded, RowEncoder, RowNumbers, block_tokenizer, warn_truncated_rows
 from mca_train.data.formats import image_columns
-from mca_train.data.image_rows import ImageRows, undecoded
+from mca_train.data.image_rows import ImageRows, without_decoding
 from mca_train.data.image_tokens import Grid
 from mca_train.data.row_map import map_in_memory
-from mca_train.data.sample_images import ImagesOfRows, ImageTable, within
+from mca_train.data.sample_images import DatasetImages, ImageTable, complete_images
 from mca_train.data.token_dataset import TokenDataset
+from mca_train.data.tool_arguments import null_filter
 
 if TYPE_CHECKING:
     import datasets
@@ -36,9 +36,9 @@ def pretrain_blocks(
     key: str,
     vision: Values | None = None,
 ) -> TokenDataset:
-    """All texts one after another, each ended by EOS, cut into blocks of ``seq_length`` tokens.
+    """Concatenate all texts, each with EOS, and split them into blocks of ``seq_length`` tokens.
 
-    Rows without text are counted. Arguments are those of `block_tokenizer`.
+    Rows without text are counted. For the arguments see `block_tokenizer`.
     """
     import datasets
 
@@ -54,12 +54,12 @@ def pretrain_blocks(
 
     features = {"input_ids": datasets.Sequence(datasets.Value("int32"))}
     workers = arguments.preprocessing_num_workers
-    tokenized = map_in_memory(undecoded(rows), tokenize_batch, features, workers, batched=True)
+    tokenized = map_in_memory(without_decoding(rows), tokenize_batch, features, workers, batched=True)
     if empty := len(rows) - len(tokenized):
-        told = f"{key}: {empty} of {len(rows)} rows have no text in column '{column}'"
+        message = f"{key}: {empty} of {len(rows)} rows have no text in column '{column}'"
         if empty == len(rows):
-            raise McaError(f"{told}; set text_column")
-        logger.warning("%s and are left out", told)
+            raise McaError(f"{message}; set text_column")
+        logger.warning("%s and are left out", message)
     blocks = TokenDataset.in_blocks(_flatten(tokenized), arguments.seq_length)
     if not len(blocks):
         raise McaError(f"{key}: the texts have fewer than two tokens together")
@@ -67,7 +67,7 @@ def pretrain_blocks(
 
 
 def _flatten(tokenized: "datasets.Dataset") -> NDArray[np.int32]:
-    """Column ``input_ids`` as one array, without passing through Python lists."""
+    """Return column ``input_ids`` as one array, without Python lists."""
     chunks = tokenized.data.column("input_ids").chunks
     parts = [chunk.flatten().to_numpy(zero_copy_only=False).astype(np.int32) for chunk in chunks]
     return np.concatenate(parts) if parts else np.zeros(0, np.int32)
@@ -82,23 +82,23 @@ def answer_sequences(
     numbers: RowNumbers | None = None,
     images: ImageRows | None = None,
 ) -> TokenDataset:
-    """The sequences of each row, one after another. Rows of which one has no target left are dropped and counted.
+    """Tokenize the sequences of each row. Rows with a sequence without a target are dropped and counted.
 
     Args:
-        rows: Of the files.
-        encode: From a row to its sequences.
+        rows: Rows of the files.
+        encode: Encoder of a row.
         arguments: Lengths.
-        key: The argument that named the files, for errors.
-        wanted: What those rows lack, for the warning.
-        numbers: From a row to the numbers of its sequences; None: it has none.
-        images: What to make of rows with images; None: there are none.
+        key: Argument that names the files, for errors.
+        wanted: Description of what dropped rows lack.
+        numbers: Function from a row to the numbers of its sequences; None: there are none.
+        images: Image options of the rows; None: there are no images.
 
     Raises:
-        McaError: A row is of another form, or none is left.
+        McaError: A row is invalid, or none is left.
     """
     length = arguments.seq_length
-    tokenized = _tokenized(rows, encode, arguments, key, numbers, images)
-    warn_truncated(tokenized["is_cut"], length, key)
+    tokenized = _tokenize_rows(rows, encode, arguments, key, numbers, images)
+    warn_truncated_rows(tokenized["is_cut"], length, key)
     columns = zip(tokenized["input_ids"], tokenized["is_target"], strict=True)
     answered = [
         (number, list(zip(tokens, targets, strict=True)))
@@ -108,27 +108,29 @@ def answer_sequences(
     if not answered:
         raise McaError(f"{key}: no row has {wanted} within seq_length {length}")
     if lacking := len(tokenized) - len(answered):
-        logger.warning("%s", told_of_lacking(key, lacking, len(tokenized), wanted, length))
+        logger.warning("%s", missing_target_warning(key, lacking, len(tokenized), wanted, length))
     kept = answered
     has_images = images is not None and any(any(sides) for sides in tokenized["grids"])
     if images is not None and has_images:
-        kept, grids = _whole_images(answered, tokenized["grids"], images, f"{key}: {{}} seq_length {length}")
+        kept, grids = _drop_cut_images(
+            answered, tokenized["grids"], images, f"{key}: {{}} seq_length {length}"
+        )
     made = TokenDataset.from_samples(sequence for _, row in kept for sequence in row)
     if numbers is not None:
-        said = tokenized["numbers"]
-        made.values = np.array([said[number] for number, row in kept for _ in row], np.float64)
+        row_numbers = tokenized["numbers"]
+        made.values = np.array([row_numbers[number] for number, row in kept for _ in row], np.float64)
     if images is not None and has_images:
         sides = len(kept[0][1])
         places = (number for number, _ in kept for _ in range(sides))
-        table = ImageTable.of(
+        table = ImageTable.from_samples(
             (own, [(number, which) for which in range(len(own))])
             for own, number in zip(grids, places, strict=True)
         )
-        made.images = ImagesOfRows(rows=rows, table=table, read=images, key=key, sides=sides)
+        made.images = DatasetImages(rows=rows, table=table, read=images, key=key, sides=sides)
     return made
 
 
-def _tokenized(
+def _tokenize_rows(
     rows: "datasets.Dataset",
     encode: RowEncoder,
     arguments: DataArguments,
@@ -136,24 +138,24 @@ def _tokenized(
     numbers: RowNumbers | None,
     images: ImageRows | None,
 ) -> "datasets.Dataset":
-    """For each row its sequences, cut to ``seq_length``, whether any was longer, its numbers and images' grids."""
+    """Tokenize and truncate the sequences of each row, with a truncation flag, numbers and image grids."""
     import datasets
 
     length, value = arguments.seq_length, datasets.Value
-    own = without_others(rows.features)
+    own = null_filter(rows.features)
 
     def tokenize(row: Values, index: int) -> JsonObject:
         row, place = row if own is None else own(row), f"{key}, row {index}"
         try:
-            encoded, grids = (encode(row), None) if images is None else images.encoded(row, encode, place)
-            said = [] if numbers is None else numbers(row)
+            encoded, grids = (encode(row), None) if images is None else images.encode_row(row, encode, place)
+            row_numbers = [] if numbers is None else numbers(row)
         except McaError as error:
             raise McaError(f"{place}: {error}") from error
         return {
             "input_ids": [tokens[:length] for tokens, _ in encoded],
             "is_target": [targets[:length] for _, targets in encoded],
             "is_cut": any(len(tokens) > length for tokens, _ in encoded),
-            "numbers": [float(number) for number in said],
+            "numbers": [float(number) for number in row_numbers],
             "grids": grids or [],
         }
 
@@ -167,30 +169,32 @@ def _tokenized(
     return map_in_memory(rows, tokenize, features, arguments.preprocessing_num_workers)
 
 
-def _whole_images(
+def _drop_cut_images(
     rows: Sequence[tuple[int, list[Encoded]]],
     grids: Sequence[Sequence[Sequence[Grid]]],
     images: ImageRows,
-    told: str,
+    message: str,
 ) -> tuple[list[tuple[int, list[Encoded]]], list[list[Grid]]]:
-    """Without the rows that end within an image, which are counted; and the images left of each sequence of others."""
+    """Drop rows that end within an image, with a warning; return the others and the grids of their sequences."""
     kept, left = [], []
     for number, row in rows:
         token = images.tokens.token
         sides = zip(grids[number], row, strict=True)
-        whole = [within(own, tokens.count(token) if own else 0) for own, (tokens, _) in sides]
+        whole = [complete_images(own, tokens.count(token) if own else 0) for own, (tokens, _) in sides]
         if None not in whole:
             kept.append((number, row))
             left += [own for own in whole if own is not None]
     if not kept:
-        raise McaError(told.format("all rows end within an image at"))
+        raise McaError(message.format("all rows end within an image at"))
     if lost := len(rows) - len(kept):
-        logger.warning("%s", told.format(f"{lost} of {len(rows)} rows end within an image at") + ", left out")
+        logger.warning(
+            "%s", message.format(f"{lost} of {len(rows)} rows end within an image at") + ", left out"
+        )
     return kept, left
 
 
-def told_of_lacking(key: str, lacking: int, total: int, wanted: str, length: int) -> str:
-    """The warning about rows without a target."""
+def missing_target_warning(key: str, lacking: int, total: int, wanted: str, length: int) -> str:
+    """Return the warning about rows without a target."""
     return (
         f"{key}: {lacking} of {total} rows do not have {wanted} within seq_length {length} and are left out"
     )

@@ -1,6 +1,6 @@
-"""The entries of ``datasets`` become rows: files, directories of ``datasets``, and datasets of the Hub.
+"""Entries of ``datasets``: files, saved datasets, and datasets on the Hub.
 
-How sources are mixed is decided in `mixture`.
+`mixture` mixes them.
 """
 
 import dataclasses
@@ -16,18 +16,18 @@ from mca_config.redaction import redacted
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import PairArguments
+from mca_train.config.default_column import DefaultColumn, column_keys
 from mca_train.config.fields import build
-from mca_train.config.usual import Usual, column_keys
-from mca_train.data.addresses import is_address, name_in
-from mca_train.data.files import load_rows, named, reader_of
-from mca_train.data.row_formats import OF_SHAPES, READ
+from mca_train.data.files import load_rows, reader_name, translate_read_errors
+from mca_train.data.row_formats import FORMAT_BY_COLUMN, FORMAT_COLUMNS
+from mca_train.data.urls import is_url, strip_query
 
 if TYPE_CHECKING:
     import datasets
 
 logger = logging.getLogger(__name__)
 
-_ELSEWHERE = {"data_format": "is called kind in an entry; set that instead"}
+_RENAMED_KEYS = dict.fromkeys(("data_format", "kind"), "is called format in an entry; set that instead")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -36,14 +36,14 @@ class Source:
 
     Args:
         path: A file, a directory (of files, or what ``save_to_disk`` wrote), or a dataset of the Hub.
-        name: What logs call it; None: the end of its path.
-        split: Of a dataset with splits.
-        subset: Of a dataset with several configurations.
-        revision: Of a dataset of the Hub.
-        columns: Our column names by the dataset's: ``{"prompt": "question"}``.
-        kind: The shape of its rows; None: as ``data_format`` of the run.
-        weight: Its share of the samples of an epoch, in proportion to the others'.
-        max_samples: Rows to use; None: all.
+        name: Name in logs; None: the end of the path.
+        split: Split of the dataset.
+        subset: Configuration of the dataset.
+        revision: Revision of a dataset on the Hub.
+        columns: mca's column names, mapped to those of the dataset: ``{"prompt": "question"}``.
+        format: Format of its rows; None: ``data_format`` of the run.
+        weight: Relative share of the samples of an epoch.
+        max_samples: Number of rows to use; None: all.
     """
 
     path: str
@@ -52,7 +52,7 @@ class Source:
     subset: str | None = None
     revision: str | None = None
     columns: dict[str, str] = dataclasses.field(default_factory=dict)
-    kind: Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"] | None = None
+    format: Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"] | None = None
     weight: float | None = None
     max_samples: int | None = None
 
@@ -63,23 +63,25 @@ class Source:
             raise McaError(f"max_samples is {self.max_samples}; expected at least 1")
 
     @property
-    def called(self) -> str:
-        """What logs call it."""
-        return self.name or Path(name_in(self.path)).name.partition(".")[0]
+    def display_name(self) -> str:
+        """Name of the source in logs."""
+        return self.name or Path(strip_query(self.path)).name.partition(".")[0]
 
 
-def sources_of(entries: Sequence[Values]) -> list[Source]:
-    """The entries of ``datasets``.
+def parse_sources(entries: Sequence[Values]) -> list[Source]:
+    """Parse the entries of ``datasets``.
 
     Raises:
-        UsageError: Keys or values are wrong, names stand twice, or only some have a weight.
+        UsageError: Keys or values are invalid, names are not unique, or only some entries have a weight.
     """
     otherwise = f"its keys are {', '.join(field.name for field in dataclasses.fields(Source))}"
     found = [
-        build([Source], entry, where=f"datasets, entry {place}", elsewhere=_ELSEWHERE, otherwise=otherwise)[0]
+        build(
+            [Source], entry, where=f"datasets, entry {place}", elsewhere=_RENAMED_KEYS, otherwise=otherwise
+        )[0]
         for place, entry in enumerate(entries)
     ]
-    names = [source.called for source in found]
+    names = [source.display_name for source in found]
     problems = [f"two are called {name}; set name" for name in dict.fromkeys(names) if names.count(name) > 1]
     weighted = [source.weight is not None for source in found]
     if any(weighted) and not all(weighted):
@@ -88,75 +90,79 @@ def sources_of(entries: Sequence[Values]) -> list[Source]:
     return found
 
 
-def arguments_of(
-    source: Source, arguments: DataArguments, there: Collection[str], others: Collection[str], key: str
+def source_arguments(
+    source: Source, arguments: DataArguments, present: Collection[str], all_columns: Collection[str], key: str
 ) -> DataArguments:
-    """``arguments`` as they hold for one source.
+    """Return the ``arguments`` of one source.
 
-    Its ``columns`` give names. A name that was given for all sources need not be there if others have such a column;
-    that of images need not be there at all, and stays given.
+    Its ``columns`` rename columns. A renamed column of the run may be missing if other sources have it; the image
+    column may always be missing.
 
     Args:
-        source: The entry.
-        arguments: Of the run.
-        there: Columns of its rows, by our names.
-        others: Columns of the rows of all sources.
-        key: What to call the entry in errors.
+        source: Entry of ``datasets``.
+        arguments: Arguments of the run.
+        present: Columns of its rows, by mca's names.
+        all_columns: Columns of the rows of all sources.
+        key: Name of the entry in errors.
 
     Raises:
-        UsageError: It names a column that its format does not read.
+        UsageError: The entry names a column that its format does not read.
     """
     names: JsonObject = {}
     for column, name in column_keys(arguments):
         if name in source.columns:
             names[column] = str(name)
-        elif column != "images_column" and name in others and name not in there:
-            names[column] = Usual(name)
-    choosing = {column for columns in READ.values() for column in columns}
-    own = {column: name for column, name in names.items() if name in source.columns and column in choosing}
-    kind = source.kind or arguments.data_format
-    if kind is None and not own:
-        kind = next((OF_SHAPES[name] for name in source.columns if name in OF_SHAPES), None)
-    if kind is not None and not isinstance(arguments, PairArguments):
-        if unread := [name for column, name in own.items() if column not in READ[kind]]:
+        elif column != "images_column" and name in all_columns and name not in present:
+            names[column] = DefaultColumn(name)
+    choosing = {column for columns in FORMAT_COLUMNS.values() for column in columns}
+    renamed = {
+        column: name for column, name in names.items() if name in source.columns and column in choosing
+    }
+    row_format = source.format or arguments.data_format
+    if row_format is None and not renamed:
+        row_format = next(
+            (FORMAT_BY_COLUMN[name] for name in source.columns if name in FORMAT_BY_COLUMN), None
+        )
+    if row_format is not None and not isinstance(arguments, PairArguments):
+        if unused := [name for column, name in renamed.items() if column not in FORMAT_COLUMNS[row_format]]:
             raise UsageError(
-                f"{key}: columns: {', '.join(unread)}: format {kind} does not read it; remove it, or set kind"
+                f"{key}: columns: {', '.join(unused)}: format {row_format} does not read it; remove it, or set format"
             )
-    return dataclasses.replace(arguments, data_format=kind, **names)
+    return dataclasses.replace(arguments, data_format=row_format, **names)
 
 
-def arguments_of_evaluation(arguments: DataArguments, there: Collection[str]) -> DataArguments:
-    """``arguments`` as they hold for rows with the columns ``there``, beside others that are trained on.
+def evaluation_arguments(arguments: DataArguments, present: Collection[str]) -> DataArguments:
+    """Return the ``arguments`` of evaluation rows with the columns ``present``.
 
-    A name that was given need not be there, unless there is a column of the usual name, which would not be read.
+    A renamed column may be missing, unless the column of the default name exists and would be ignored.
     """
     usual = {field.name: field.default for field in dataclasses.fields(arguments)}
     names: JsonObject = {
-        column: Usual(name)
+        column: DefaultColumn(name)
         for column, name in column_keys(arguments)
-        if column != "images_column" and {name, usual[column]}.isdisjoint(there)
+        if column != "images_column" and {name, usual[column]}.isdisjoint(present)
     }
     return dataclasses.replace(arguments, **names)
 
 
-def rows_of(source: Source, key: str, arguments: DataArguments) -> "datasets.Dataset":
-    """The rows of a source, with our names of its columns.
+def load_source(source: Source, key: str, arguments: DataArguments) -> "datasets.Dataset":
+    """Load the rows of a source, with mca's names of its columns.
 
     Raises:
-        McaError: There is no such dataset or split, or it has no such columns.
+        McaError: The dataset, the split or a column does not exist.
     """
-    rows = _loaded(source, key, arguments)
+    rows = _load(source, key, arguments)
     absent = [theirs for theirs in source.columns.values() if theirs not in rows.column_names]
     if absent:
         raise UsageError(
             f"{key}: columns: no column {', '.join(absent)} (columns: {', '.join(rows.column_names)})"
         )
-    rows = _renamed(rows, source.columns, key)
+    rows = _rename_columns(rows, source.columns, key)
     return rows if source.max_samples is None else rows.select(range(min(source.max_samples, len(rows))))
 
 
-def _renamed(rows: "datasets.Dataset", columns: Mapping[str, str], key: str) -> "datasets.Dataset":
-    """``rows`` with our names of ``columns``, all at once: two may change places."""
+def _rename_columns(rows: "datasets.Dataset", columns: Mapping[str, str], key: str) -> "datasets.Dataset":
+    """Rename ``columns`` in one step, so that two can swap names."""
     new = {theirs: ours for ours, theirs in columns.items()}
     if len(new) < len(columns):
         raise UsageError(f"{key}: columns: a column of the dataset is named twice; name each once")
@@ -164,19 +170,19 @@ def _renamed(rows: "datasets.Dataset", columns: Mapping[str, str], key: str) -> 
     return rows.remove_columns(replaced).rename_columns(new)
 
 
-def _loaded(source: Source, key: str, arguments: DataArguments) -> "datasets.Dataset":
+def _load(source: Source, key: str, arguments: DataArguments) -> "datasets.Dataset":
     import datasets
 
     path = Path(source.path)
-    is_named_file = not path.is_dir() and reader_of(source.path) != "a dataset"
-    if path.is_file() or is_address(source.path) or is_named_file:
-        _require_without(source, key, "a file", ("split", "subset", "revision"))
+    is_named_file = not path.is_dir() and reader_name(source.path) != "a dataset"
+    if path.is_file() or is_url(source.path) or is_named_file:
+        _reject_options(source, key, "a file", ("split", "subset", "revision"))
         return load_rows([source.path], key, arguments)
     datasets.disable_progress_bars()
     logging.getLogger("datasets").setLevel(logging.CRITICAL)
-    with named(key, source.path, "a dataset"):
+    with translate_read_errors(key, source.path, "a dataset"):
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            _require_without(source, key, "a directory that save_to_disk wrote", ("subset", "revision"))
+            _reject_options(source, key, "a directory that save_to_disk wrote", ("subset", "revision"))
             found = datasets.load_from_disk(source.path)
             if isinstance(found, datasets.DatasetDict):
                 if source.split not in found:
@@ -184,11 +190,11 @@ def _loaded(source: Source, key: str, arguments: DataArguments) -> "datasets.Dat
                         f"{key}: {path} has no split {source.split!r} (splits: {', '.join(found)}); set split"
                     )
                 return found[source.split]
-            _require_without(source, key, "a saved dataset without splits", ("split",))
+            _reject_options(source, key, "a saved dataset without splits", ("split",))
             return found
         if path.is_dir():
             _require_no_pattern(path, key)
-        options = _options_of(path, source, key) if path.is_dir() else {}
+        options = _reader_options(path, source, key) if path.is_dir() else {}
         return datasets.load_dataset(
             source.path, source.subset, split=source.split, revision=source.revision, **options
         )
@@ -198,13 +204,13 @@ def _require_no_pattern(directory: Path, key: str) -> None:
     whole = str(directory.resolve())
     if glob.escape(whole) != whole:
         raise UsageError(
-            f"{key}: {directory}: datasets takes *, ? and [ in the path of a directory for a pattern; rename it, or "
+            f"{key}: {directory}: datasets treats *, ? and [ in the path of a directory as a pattern; rename it, or "
             "name its files"
         )
 
 
-def _options_of(path: Path, source: Source, key: str) -> JsonObject:
-    """What the reader of a directory's files is told; warns of files that are of no split."""
+def _reader_options(path: Path, source: Source, key: str) -> JsonObject:
+    """Return the reader options of a directory, and warn of files that are in no split."""
     import datasets
     from datasets.data_files import FILES_TO_IGNORE
 
@@ -226,20 +232,20 @@ def _options_of(path: Path, source: Source, key: str) -> JsonObject:
             counted(len(left), "file"),
             left[0].relative_to(path),
         )
-    # a text is a document as in a file that is named, not each of its lines
+    # a text file is one document, as if it were named directly, not one per line
     return {"sample_by": "document"} if hasattr(builder.config, "sample_by") else {}
 
 
-def _require_without(source: Source, key: str, what: str, names: Sequence[str]) -> None:
-    """Refuses what would be ignored.
+def _reject_options(source: Source, key: str, what: str, names: Sequence[str]) -> None:
+    """Raise an error for options that would be ignored.
 
     Raises:
         UsageError: One of ``names`` is set.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(source)}
-    given = [name for name in names if getattr(source, name) != defaults[name]]
-    if given:
-        hint = " (max_samples takes the first rows)" if "split" in given else ""
+    set_options = [name for name in names if getattr(source, name) != defaults[name]]
+    if set_options:
+        hint = " (max_samples takes the first rows)" if "split" in set_options else ""
         raise UsageError(
-            f"{key}: {source.path} is {what}, which has no {' or '.join(given)}; remove it{hint}"
+            f"{key}: {source.path} is {what}, which has no {' or '.join(set_options)}; remove it{hint}"
         )

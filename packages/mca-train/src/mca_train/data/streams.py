@@ -1,6 +1,6 @@
-"""With ``streaming: true`` rows are read as training goes and made into samples one by one.
+"""Streaming datasets (``streaming: true``), which tokenize rows during training.
 
-The order of the rows is that of `file_rows`. How ranks share the samples is decided in `batching.step_stream`.
+`file_rows` determines the order of rows, and `batching.step_stream` shards the samples over ranks.
 """
 
 import logging
@@ -14,46 +14,46 @@ from torch.utils.data import IterableDataset
 from mca_config.errors import McaError
 from mca_config.types import Values
 from mca_train.config.arguments import DataArguments
-from mca_train.data.addresses import is_address, require_there
-from mca_train.data.answered import AnsweredRows, SampleMaker
-from mca_train.data.call_arguments import without_others
 from mca_train.data.encoding import BlockTokenizer, Encoded, RowEncoder, RowNumbers
 from mca_train.data.file_rows import FileRows, Row
 from mca_train.data.files import (
     check_file,
     column_names,
-    joined,
-    named,
-    opened,
+    concatenate,
+    open_dataset,
     require_column,
-    require_shallow,
+    require_shallow_json,
+    translate_read_errors,
 )
-from mca_train.data.image_rows import ImageRows, undecoded
-from mca_train.data.sample_images import images_in_stream
+from mca_train.data.image_rows import ImageRows, without_decoding
+from mca_train.data.sample_images import stream_images
+from mca_train.data.target_filter import RowsWithTargets, SampleBuilder
 from mca_train.data.token_dataset import IGNORED, VALUES, Sample
+from mca_train.data.tool_arguments import null_filter
+from mca_train.data.urls import is_url, require_readable
 
 if TYPE_CHECKING:
     import datasets
 
 logger = logging.getLogger(__name__)
 
-_LOOKED_AT = 1 << 26  # bytes of a file before training
-_ROWS_AT_ONCE = 64  # that pretrain gives to the tokenizer
+_CHECKED_BYTES = 1 << 26  # bytes of a file that are checked before training
+_TOKENIZER_BATCH = 64  # rows that pretrain tokenizes together
 
 
 class AnswerStream(IterableDataset[Sample]):
-    """Samples of rows with answers; rows without a target are left out. The trainer makes only those it needs.
+    """Stream of samples with answers; rows without a target are dropped. The trainer builds only those it needs.
 
     Args:
-        rows: Of the files.
-        encode: From a row to its sequences.
-        is_sure: Whether a row surely has a target, as far as that is known without tokenizing it.
-        length: Tokens of a sequence; what is longer is cut.
-        key: The argument that named the files, for errors.
-        wanted: What a row without a target lacks.
-        sides: Names of the sequences, which a sample's tensors begin with; none: there is one.
-        numbers: From a row to the numbers of its sequences; None: it has none.
-        images: What to make of rows with images; None: there are none.
+        rows: Rows of the files.
+        encode: Encoder of a row.
+        is_sure: Function that returns True if a row has a target for sure, without tokenizing it.
+        length: Maximum tokens of a sequence; longer ones are truncated.
+        key: Argument that names the files, for errors.
+        wanted: Description of what rows without a target lack.
+        sides: Prefixes of the sequences of a sample; empty: a sample is one sequence.
+        numbers: Function from a row to the numbers of its sequences; None: there are none.
+        images: Image options of the rows; None: there are no images.
     """
 
     def __init__(
@@ -73,23 +73,23 @@ class AnswerStream(IterableDataset[Sample]):
 
         def make(row: Values) -> Sample:
             if images is None:
-                sample = _sample(encode(row), prefixes, length)
+                sample = _to_sample(encode(row), prefixes, length)
             else:
                 sample = _with_images(images, row, encode, prefixes, length, key)
             if numbers is not None:
-                said = torch.tensor(numbers(row), dtype=torch.float64)
-                sample |= {prefix + VALUES: said for prefix in prefixes}
+                values = torch.tensor(numbers(row), dtype=torch.float64)
+                sample |= {prefix + VALUES: values for prefix in prefixes}
             return sample
 
-        self.make = SampleMaker(make, key)
-        self.order_in_words = rows.order_in_words
+        self.make = SampleBuilder(make, key)
+        self.order_description = rows.order_description
         self.has_images = images is not None and any(map(images.has_images, rows.heads))
-        """Whether a file begins with a row that has."""
-        told = f"{key}: rows do not have {wanted} within seq_length {length}"
-        self.rows = AnsweredRows(rows, self.make, is_sure, told)
+        """True if the first row of a file has images."""
+        warning = f"{key}: rows do not have {wanted} within seq_length {length}"
+        self.rows = RowsWithTargets(rows, self.make, is_sure, warning)
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffles anew, if the rows are shuffled."""
+        """Set the epoch of the shuffle."""
         self.rows.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Sample]:
@@ -97,28 +97,28 @@ class AnswerStream(IterableDataset[Sample]):
 
 
 class BlockStream(IterableDataset[Sample]):
-    """All texts one after another, each ended by EOS, cut into blocks as they come.
+    """Stream of blocks from concatenated texts, each with EOS.
 
     Args:
-        rows: In the order in which they are joined.
-        tokenize: From a batch of rows and their places to the tokens of each text.
+        rows: Rows in the order of concatenation.
+        tokenize: Function from a batch of rows and their locations to the tokens of each text.
         length: Tokens of a block.
     """
 
     def __init__(self, rows: FileRows, tokenize: BlockTokenizer, length: int) -> None:
-        self.order_in_words = f"blocks of {length} tokens of {rows.order_in_words}"
+        self.order_description = f"blocks of {length} tokens of {rows.order_description}"
         self._rows, self._tokenize, self._length = rows, tokenize, length
-        self._has_told = False
+        self._has_warned = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffles anew, if the rows are shuffled."""
+        """Set the epoch of the shuffle."""
         self._rows.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Sample]:
         left: list[int] = []
         rows = iter(self._rows)
-        while some := list(islice(rows, _ROWS_AT_ONCE)):
-            left += chain.from_iterable(self._told(some))
+        while some := list(islice(rows, _TOKENIZER_BATCH)):
+            left += chain.from_iterable(self._tokenize_rows(some))
             whole = len(left) - len(left) % self._length
             for start in range(0, whole, self._length):
                 yield {"input_ids": torch.tensor(left[start : start + self._length])}
@@ -126,12 +126,12 @@ class BlockStream(IterableDataset[Sample]):
         if len(left) > 1:
             yield {"input_ids": torch.tensor(left)}
 
-    def _told(self, rows: list[Row]) -> list[list[int]]:
-        """The tokens of ``rows``; that some have no text is said once."""
+    def _tokenize_rows(self, rows: list[Row]) -> list[list[int]]:
+        """Tokenize ``rows``, with one warning if some have no text."""
         tokens = self._tokenize(rows, [row.place for row in rows])
-        if len(tokens) < len(rows) and not self._has_told:
+        if len(tokens) < len(rows) and not self._has_warned:
             logger.warning("train_file: rows without text are left out; this is reported once")
-            self._has_told = True
+            self._has_warned = True
         return tokens
 
 
@@ -144,17 +144,17 @@ def open_rows(
     seed: int | None,
     vision: Values | None = None,
 ) -> tuple[FileRows, list[str]]:
-    """The rows of ``files``, read as they are iterated, and the names of their columns.
+    """Open the rows of ``files`` for iteration, and return the names of their columns.
 
     Args:
         files: Paths.
-        key: The argument that named them, for errors.
-        arguments: Columns and limits.
-        column: Every file must have it; None: they may differ.
-        seed: Of the order, drawn from a buffer of ``shuffle_buffer_size`` rows; None: the files' own.
-        vision: Of the model's configuration; None: it sees no images.
+        key: Argument that names the files, for errors.
+        arguments: Names of columns, and limits.
+        column: Required column of every file; None: files may differ.
+        seed: Seed of the shuffle buffer of ``shuffle_buffer_size`` rows; None: the order of the files.
+        vision: Vision configuration of the model; None: a text model.
     """
-    heads, parts = _parts(files, key, arguments, column, vision)
+    heads, parts = _open_files(files, key, arguments, column, vision)
     rows = FileRows(
         parts,
         key,
@@ -166,19 +166,19 @@ def open_rows(
     return rows, [*dict.fromkeys(chain.from_iterable(heads))]
 
 
-def _parts(
+def _open_files(
     files: Sequence[str], key: str, arguments: DataArguments, column: str | None, vision: Values | None
 ) -> "tuple[list[Values], list[tuple[str, datasets.IterableDataset]]]":
-    """The first row of each of ``files``, and its reader."""
-    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it tells of files that cannot be read, twice
+    """Return the first row and the reader of each of ``files``."""
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # datasets logs unreadable files twice
     parts, heads = [], []
     for file in files:
         reader, options = check_file(file, key)
-        if is_address(file):
-            require_there(file, key)
-        with named(key, file, reader):
-            require_shallow(file, key, _LOOKED_AT)
-            part = undecoded(opened(reader, file, options, streaming=True))
+        if is_url(file):
+            require_readable(file, key)
+        with translate_read_errors(key, file, reader):
+            require_shallow_json(file, key, _CHECKED_BYTES)
+            part = without_decoding(open_dataset(reader, file, options, streaming=True))
             first = next(iter(part), None)
         if first is None:
             raise McaError(f"{key}: {file} has no rows")
@@ -191,14 +191,14 @@ def _parts(
     if any(some != columns[files[0]] for some in columns.values()):
         differing = "; ".join(f"{file}: {', '.join(some)}" for file, some in columns.items())
         raise McaError(f"{key}: with streaming all files must have the same columns ({differing})")
-    with named(key, ", ".join(files), "one"):
-        joined(parts, files, key, arguments, vision)
-    changes = [without_others(part.features) for part in parts]
+    with translate_read_errors(key, ", ".join(files), "one"):
+        concatenate(parts, files, key, arguments, vision)
+    changes = [null_filter(part.features) for part in parts]
     own = [part if change is None else part.map(change) for part, change in zip(parts, changes, strict=True)]
     return heads, list(zip(files, own, strict=True))
 
 
-def _sample(sequences: Sequence[Encoded], prefixes: Sequence[str], length: int) -> Sample:
+def _to_sample(sequences: Sequence[Encoded], prefixes: Sequence[str], length: int) -> Sample:
     sample = {}
     for prefix, (tokens, targets) in zip(prefixes, sequences, strict=True):
         ids = torch.tensor(tokens[:length])
@@ -210,15 +210,15 @@ def _sample(sequences: Sequence[Encoded], prefixes: Sequence[str], length: int) 
 def _with_images(
     images: ImageRows, row: Values, encode: RowEncoder, prefixes: Sequence[str], length: int, key: str
 ) -> Sample:
-    """The sample of a row that may have images; without a target if it ends within one."""
+    """Return the sample of a row that may have images, without targets if it ends within an image."""
     place = getattr(row, "place", "")
     row_place = f"{key}{place and ', ' + place}"
-    sequences, grids = images.encoded(row, encode, row_place)
-    sample = _sample(sequences, prefixes, length)
+    sequences, grids = images.encode_row(row, encode, row_place)
+    sample = _to_sample(sequences, prefixes, length)
     for side, (prefix, own) in enumerate(zip(prefixes, grids, strict=True)):
         if not own:
             continue
-        found = images_in_stream(images, row, side, sample[f"{prefix}input_ids"].tolist(), own, row_place)
+        found = stream_images(images, row, side, sample[f"{prefix}input_ids"].tolist(), own, row_place)
         if found is None:
             sample[f"{prefix}labels"] = torch.full_like(sample[f"{prefix}labels"], IGNORED)
         elif found.places:

@@ -1,10 +1,10 @@
-"""Tokenized samples are kept on disk, by the content of the files and the settings that made them.
+"""Disk cache of tokenized samples, keyed by file contents and settings.
 
-    <cache>/<key>/tokens.npy, offsets.npy, ...              mapped into memory, so ranks and runs share the pages
-                  told.json                                 what was said of the rows when they were made
-    <cache>/<key>.lock                                      held by whoever makes them; others wait and then read
+    <cache>/<key>/tokens.npy, offsets.npy, ...              memory-mapped, so ranks and runs share the pages
+                  metadata.json                             array names and the warnings of the tokenization
+    <cache>/<key>.lock                                      held by the process that writes; others wait and then read
 
-An entry is written beside its place and renamed, so it is complete or not there.
+An entry is written to a temporary folder and renamed, so it is complete or absent.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mca_config.files import cannot_write
+from mca_config.files import write_error
 from mca_train.config.arguments import DataArguments
-from mca_train.config.usual import given_columns
+from mca_train.config.default_column import explicit_columns
+from mca_train.data.encoding import WarningRecorder
 from mca_train.data.image_rows import ImageRows
-from mca_train.data.kept_warnings import KeptWarnings
 from mca_train.data.preferences import PairDataset
-from mca_train.data.sample_images import ImagesOfRows, ImageTable
+from mca_train.data.sample_images import DatasetImages, ImageTable
 from mca_train.data.token_dataset import TokenDataset
 
 if TYPE_CHECKING:
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Made = TokenDataset | PairDataset
+Samples = TokenDataset | PairDataset
 Images = Callable[[], "tuple[datasets.Dataset, ImageRows, str]"]
-"""The rows that samples were made of, what they mean, and the argument that named them."""
-_VERSION = 12  # of what samples are made of; raised whenever the same rows make others
+"""Function that returns the rows, their image options, and the argument that names the files."""
+_VERSION = 12  # raised whenever the same rows give other samples
 _ARRAYS = ("tokens", "offsets", "is_target", "values")
 _TABLE = ("starts", "grids", "origins")
-_PIECE = 1 << 20
-_NOT_OF_SAMPLES = {
+_CHUNK_BYTES = 1 << 20
+_IRRELEVANT_SETTINGS = {
     *(
         "model_name_or_path",
         "tokenizer_name_or_path",
@@ -61,14 +61,14 @@ _NOT_OF_SAMPLES = {
 }
 
 
-def cached(folder: Path, key: str, make: Callable[[], Made], images: Images) -> Made:
-    """The samples of ``key`` in ``folder``, made if they are not there yet.
+def load_or_build(folder: Path, key: str, make: Callable[[], Samples], images: Images) -> Samples:
+    """Load the samples of ``key`` from ``folder``, or build and save them.
 
     Args:
-        folder: The cache.
-        key: Of :func:`key_of`.
-        make: Makes them.
-        images: Where pixels are read, of samples with images.
+        folder: Directory of the cache.
+        key: Key from :func:`cache_key`.
+        make: Function that builds the samples.
+        images: Source of the pixels of samples with images.
 
     Raises:
         McaError: The cache cannot be written.
@@ -76,58 +76,69 @@ def cached(folder: Path, key: str, make: Callable[[], Made], images: Images) -> 
     place = folder / key
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder / f"{key}.lock"):
-            if (found := _read(place, images)) is not None:
+        with _locked(folder / f"{key}.lock"):
+            if (found := _load(place, images)) is not None:
                 return found
-            with _listening() as told:
+            with _record_warnings() as warnings:
                 made = make()
-            _write(place, made, told)
+            _write(place, made, warnings)
             return made
     except OSError as error:
-        raise cannot_write(folder, error) from error
+        raise write_error(folder, error) from error
 
 
-def key_of(
+def cache_key(
     kind: str,
     contents: Sequence[str],
     tokenizer: "PreTrainedTokenizerBase",
     arguments: DataArguments,
     limit: int | None,
 ) -> str:
-    """What tells samples from others: the kind of run, the rows, the tokenizer and the settings that matter.
+    """Return the key of samples: a hash of the task, the rows, the tokenizer and the relevant settings.
 
     Args:
-        kind: Of run.
-        contents: What says which rows they are, such as the digests of files.
-        tokenizer: Makes the tokens.
-        arguments: Columns and lengths.
-        limit: Rows that are used; None: all.
+        kind: Task of the run.
+        contents: Identifiers of the rows, such as digests of files.
+        tokenizer: Tokenizer of the samples.
+        arguments: Names of columns, and lengths.
+        limit: Number of rows to use; None: all.
     """
-    settings = {name: value for name, value in vars(arguments).items() if name not in _NOT_OF_SAMPLES}
-    said = {"version": _VERSION, "kind": kind, "rows": list(contents), "limit": limit, "settings": settings}
-    said |= {"tokenizer": _tokenizer(tokenizer), "given": sorted(given_columns(arguments))}
-    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    settings = {name: value for name, value in vars(arguments).items() if name not in _IRRELEVANT_SETTINGS}
+    metadata = {
+        "version": _VERSION,
+        "kind": kind,
+        "rows": list(contents),
+        "limit": limit,
+        "settings": settings,
+    }
+    metadata |= {"tokenizer": _tokenizer_digest(tokenizer), "given": sorted(explicit_columns(arguments))}
+    return hashlib.sha256(json.dumps(metadata, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def digest_of(file: Path) -> str:
-    """Of a file's contents."""
+def file_digest(file: Path) -> str:
+    """Return the digest of a file's contents, with its extension."""
     found = hashlib.blake2b(digest_size=16)
     with file.open("rb") as stream:
-        while data := stream.read(_PIECE):
+        while data := stream.read(_CHUNK_BYTES):
             found.update(data)
     return f"{found.hexdigest()} {file.suffix}"
 
 
-def _tokenizer(tokenizer: "PreTrainedTokenizerBase") -> str:
+def _tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     words = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    said = [type(tokenizer).__name__, words, str(tokenizer.chat_template), str(tokenizer.special_tokens_map)]
-    return hashlib.sha256("\0".join(said).encode()).hexdigest()
+    metadata = [
+        type(tokenizer).__name__,
+        words,
+        str(tokenizer.chat_template),
+        str(tokenizer.special_tokens_map),
+    ]
+    return hashlib.sha256("\0".join(metadata).encode()).hexdigest()
 
 
 @contextlib.contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """A block that one process is in at a time, where the file system has locks."""
+def _locked(lock: Path) -> Iterator[None]:
+    """Context of an exclusive file lock, where the file system supports locks."""
     with lock.open("a") as file:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -135,29 +146,27 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _listening() -> Iterator[list[str]]:
-    """A block whose warnings are kept as well."""
-    handler, room = KeptWarnings(), logging.getLogger("mca_train.data")
-    level, propagates = room.level, room.propagate
-    if not room.isEnabledFor(
-        logging.WARNING
-    ):  # a rank that prints nothing; what it finds is kept all the same
-        room.setLevel(logging.WARNING)
-        room.propagate = False
-    room.addHandler(handler)
+def _record_warnings() -> Iterator[list[str]]:
+    """Context that also records warnings."""
+    handler, data_logger = WarningRecorder(), logging.getLogger("mca_train.data")
+    level, propagates = data_logger.level, data_logger.propagate
+    if not data_logger.isEnabledFor(logging.WARNING):  # a rank that does not log still records warnings
+        data_logger.setLevel(logging.WARNING)
+        data_logger.propagate = False
+    data_logger.addHandler(handler)
     try:
         yield handler.lines
     finally:
-        room.removeHandler(handler)
-        room.setLevel(level)
-        room.propagate = propagates
+        data_logger.removeHandler(handler)
+        data_logger.setLevel(level)
+        data_logger.propagate = propagates
 
 
-def _read(place: Path, images: Images) -> Made | None:
-    """What is there; None: nothing that can be used."""
+def _load(place: Path, images: Images) -> Samples | None:
+    """Load an entry; None: it is missing or unusable."""
     try:
-        said = json.loads((place / "told.json").read_text())
-        arrays = {name: np.load(place / f"{name}.npy", mmap_mode="r") for name in said["arrays"]}
+        metadata = json.loads((place / "metadata.json").read_text())
+        arrays = {name: np.load(place / f"{name}.npy", mmap_mode="r") for name in metadata["arrays"]}
         sequences = TokenDataset(
             arrays["tokens"], arrays["offsets"], arrays.get("is_target"), arrays.get("values")
         )
@@ -166,31 +175,33 @@ def _read(place: Path, images: Images) -> Made | None:
         if "starts" in arrays:
             rows, read, key = images()
             table = ImageTable(**{name: arrays[name] for name in _TABLE})
-            sequences.images = ImagesOfRows(rows=rows, table=table, read=read, key=key, sides=said["sides"])
+            sequences.images = DatasetImages(
+                rows=rows, table=table, read=read, key=key, sides=metadata["sides"]
+            )
     except (OSError, ValueError, KeyError, IndexError):
         return None
-    for line in said["told"]:
+    for line in metadata["warnings"]:
         logger.warning("%s", line)
-    logger.info("tokenized before: %s", place)
-    return PairDataset(sequences) if said["pairs"] else sequences
+    logger.info("loaded tokenized samples from %s", place)
+    return PairDataset(sequences) if metadata["pairs"] else sequences
 
 
-def _write(place: Path, made: Made, told: Sequence[str]) -> None:
+def _write(place: Path, made: Samples, warnings: Sequence[str]) -> None:
     pairs = isinstance(made, PairDataset)
     sequences = made.sequences if isinstance(made, PairDataset) else made
-    beside = place.with_name(f"{place.name}.partial-{secrets.token_hex(4)}")
-    beside.mkdir()
+    temporary = place.with_name(f"{place.name}.partial-{secrets.token_hex(4)}")
+    temporary.mkdir()
     try:
         kept = [name for name in _ARRAYS if getattr(sequences, name) is not None]
         for name in kept:
-            np.save(beside / f"{name}.npy", getattr(sequences, name))
-        said = {"arrays": kept, "pairs": pairs, "told": list(told)}
-        if isinstance(images := sequences.images, ImagesOfRows):
+            np.save(temporary / f"{name}.npy", getattr(sequences, name))
+        metadata = {"arrays": kept, "pairs": pairs, "warnings": list(warnings)}
+        if isinstance(images := sequences.images, DatasetImages):
             for name in _TABLE:
-                np.save(beside / f"{name}.npy", getattr(images.table, name))
-            said |= {"arrays": [*kept, *_TABLE], "sides": images.sides}
-        (beside / "told.json").write_text(json.dumps(said))
-        shutil.rmtree(place, ignore_errors=True)  # what is there could not be read
-        beside.rename(place)
+                np.save(temporary / f"{name}.npy", getattr(images.table, name))
+            metadata |= {"arrays": [*kept, *_TABLE], "sides": images.sides}
+        (temporary / "metadata.json").write_text(json.dumps(metadata))
+        shutil.rmtree(place, ignore_errors=True)  # the existing entry is unusable
+        temporary.rename(place)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)

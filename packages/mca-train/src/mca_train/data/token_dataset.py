@@ -1,6 +1,6 @@
-"""`TokenDataset` holds tokenized samples in flat arrays, which forked ranks share.
+"""Tokenized samples in flat arrays, which forked ranks share.
 
-It does not pad, pack or shift: that comes later, in ``batching``.
+The package ``batching`` pads, packs and shifts them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,45 +18,45 @@ if TYPE_CHECKING:
 
     from mca_train.data.sample_images import SampleImages
 
-IGNORED = -100  # the label of a token that is not a target, as in Hugging Face
+IGNORED = -100  # label of tokens that are not targets, as in Hugging Face
 VALUES = "values"
-"""The key of a sample's numbers, ``[numbers]`` fp64, such as its class; of a preference pair each side has some."""
+"""Key of a sample's extra numbers, ``[numbers]`` fp64, such as its class; each side of a preference pair has some."""
 
 Sample = JsonObject
-"""``input_ids`` and, unless every token is a target, ``labels``; of a preference pair both of each answer.
+"""Sample with ``input_ids`` and, unless every token is a target, ``labels``; preference pairs have both per side.
 
-All are tensors but ``images`` (`SampleImages`), which samples of text do not have."""
+All values are tensors except ``images`` (`SampleImages`), which text samples do not have."""
 Samples = Union[Dataset[Sample], Sequence[Sample], "datasets.Dataset", "datasets.IterableDataset"]
-"""The samples of a run, in memory or made as they are iterated (torch's ``IterableDataset`` is a ``Dataset``)."""
+"""Samples of a run, in memory or streamed (torch's ``IterableDataset`` is a ``Dataset``)."""
 
 
-class ImagesOfSamples(Protocol):
-    """The images of the samples of a dataset."""
+class ImageSource(Protocol):
+    """Source of the images of a dataset's samples."""
 
-    def of(self, index: int, tokens: NDArray[np.int32]) -> "SampleImages | None":
-        """Those of the sample ``index``, which has these ``tokens``; None: it has none."""
+    def get(self, index: int, tokens: NDArray[np.int32]) -> "SampleImages | None":
+        """Return the images of sample ``index`` with these ``tokens``; None: it has none."""
 
 
-def order_of(dataset: object) -> str:
-    """What decides in which order ``dataset`` has its samples, in words; empty: it does not say that."""
-    return str(getattr(dataset, "order_in_words", ""))
+def describe_order(dataset: object) -> str:
+    """Return the description of the order of ``dataset``; empty: unknown."""
+    return str(getattr(dataset, "order_description", ""))
 
 
 class TokenDataset(Dataset[Sample]):
-    """Samples of tokens, with the positions that count in the loss.
+    """Dataset of tokens with a mask of targets.
 
     Each item is ``{"input_ids": [length], "labels": [length]}``; labels are *not* shifted (the label of a
     position is the token at that position), as in Hugging Face.
 
     Args:
-        tokens: All samples one after another.
-        offsets: Where each sample begins, and the end of the last: ``[num_samples + 1]``.
-        is_target: Which of ``tokens`` count; None: all.
-        values: Numbers of each sample, ``[num_samples, numbers]``; None: there are none.
-        images: Of the samples; None: they are text.
+        tokens: Tokens of all samples, concatenated.
+        offsets: Index of each sample's first token, and the total: ``[num_samples + 1]``.
+        is_target: Mask of the targets in ``tokens``; None: all are targets.
+        values: Extra numbers of each sample, ``[num_samples, numbers]``; None: there are none.
+        images: Images of the samples; None: text only.
 
     Attributes:
-        order_in_words: What decides in which order the samples come; empty: nobody knows.
+        order_description: Description of the order of the samples; empty: unknown.
     """
 
     def __init__(
@@ -65,18 +65,18 @@ class TokenDataset(Dataset[Sample]):
         offsets: NDArray[np.int64],
         is_target: NDArray[np.bool_] | None = None,
         values: NDArray[np.float64] | None = None,
-        images: ImagesOfSamples | None = None,
+        images: ImageSource | None = None,
     ) -> None:
         self.tokens = tokens
         self.offsets = offsets
         self.is_target = is_target
         self.values = values
         self.images = images
-        self.order_in_words = ""
+        self.order_description = ""
 
     @classmethod
     def from_samples(cls, samples: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> "TokenDataset":
-        """From ``(tokens, is_target)`` of each sample."""
+        """Build a dataset from ``(tokens, is_target)`` of each sample."""
         tokens, targets, lengths = [], [], [0]
         for ids, mask in samples:
             tokens.append(np.asarray(ids, dtype=np.int32))
@@ -88,7 +88,7 @@ class TokenDataset(Dataset[Sample]):
 
     @classmethod
     def in_blocks(cls, tokens: NDArray[np.int32], length: int) -> "TokenDataset":
-        """``tokens`` cut every ``length``; the last block holds what is left, if it can have a target."""
+        """Split ``tokens`` into blocks of ``length``; a shorter last block is kept if it has a target."""
         offsets = np.arange(0, len(tokens), length, dtype=np.int64)
         tail = len(tokens) - int(offsets[-1]) if len(tokens) else 0
         if tail < 2:
@@ -100,12 +100,12 @@ class TokenDataset(Dataset[Sample]):
 
     @property
     def has_images(self) -> bool:
-        """Whether any sample has."""
+        """True if any sample has images."""
         return self.images is not None
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens in each sample."""
+        """Tokens of each sample."""
         return np.diff(self.offsets)
 
     def __getitem__(self, index: int) -> Sample:
@@ -117,7 +117,7 @@ class TokenDataset(Dataset[Sample]):
         sample: Sample = {"input_ids": ids, "labels": labels}
         if self.values is not None:
             sample[VALUES] = torch.from_numpy(self.values[index].copy())
-        found = None if self.images is None else self.images.of(index, self.tokens[start:end])
+        found = None if self.images is None else self.images.get(index, self.tokens[start:end])
         return sample if found is None else {**sample, "images": found}
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:

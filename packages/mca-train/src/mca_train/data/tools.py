@@ -1,6 +1,6 @@
-"""Tools that a row names, and calls of them, in the form that chat templates are written for.
+"""Tools and tool calls of rows, in the form that chat templates expect.
 
-Rows may have either as JSON text: OpenAI's arguments of a call always are, and ShareGPT's calls as a whole.
+Rows may have either as JSON text: OpenAI always uses it for arguments, and ShareGPT for whole calls.
 """
 
 import json
@@ -12,11 +12,11 @@ from mca_config.types import JsonObject
 Tools = list[JsonObject]
 
 
-def tools_from(found: object, column: str) -> Tools | None:
-    """A list of mappings, or that as JSON text; None: there are none.
+def parse_tools(found: object, column: str) -> Tools | None:
+    """Parse a list of mappings, or its JSON text; None: there are no tools.
 
     Raises:
-        McaError: It is something else.
+        McaError: The value has another type.
     """
     if isinstance(found, str) and found:
         try:
@@ -31,7 +31,7 @@ def tools_from(found: object, column: str) -> Tools | None:
 
 
 def as_functions(tools: Tools | None) -> Tools | None:
-    """``tools`` of which those that are only a function's name and parameters say so, as OpenAI's do."""
+    """Return ``tools`` in OpenAI's form, with bare function definitions wrapped."""
     if tools is None:
         return None
     return [
@@ -40,11 +40,11 @@ def as_functions(tools: Tools | None) -> Tools | None:
     ]
 
 
-def calls_from(text: object) -> list[JsonObject]:
-    """``{"name": ..., "arguments": ...}``, or several, as JSON text or as they are: OpenAI's ``tool_calls``.
+def parse_calls(text: object) -> list[JsonObject]:
+    """Parse one or several ``{"name": ..., "arguments": ...}``, or their JSON text, into OpenAI's ``tool_calls``.
 
     Raises:
-        McaError: It is something else.
+        McaError: The value has another type.
     """
     found = _parsed(text)
     calls = found if isinstance(found, list) else [found]
@@ -57,12 +57,12 @@ def calls_from(text: object) -> list[JsonObject]:
 
 
 def with_parsed_arguments(message: JsonObject, turn: int) -> JsonObject:
-    """``message`` whose calls have mappings as arguments: templates write them as JSON, or one by one.
+    """Return ``message`` with mappings as arguments of tool calls, which templates print as JSON or item by item.
 
-    An empty list of calls is left out.
+    An empty list of calls is removed.
 
     Raises:
-        McaError: They are something else.
+        McaError: The calls have another type.
     """
     calls = message.get("tool_calls")
     if not calls:
@@ -70,18 +70,24 @@ def with_parsed_arguments(message: JsonObject, turn: int) -> JsonObject:
     place = f"messages, turn {turn} ({message['role']})"
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise McaError(f"{place}: tool_calls is {calls!r:.80}; expected a list of mappings")
-    return {**message, "tool_calls": [_changed(call, lambda given: _mapping(given, place)) for call in calls]}
+    return {
+        **message,
+        "tool_calls": [_changed(call, lambda arguments: _mapping(arguments, place)) for call in calls],
+    }
 
 
 def with_arguments_as_text(message: JsonObject) -> JsonObject:
-    """``message`` whose calls have JSON text as arguments, for templates that print them or add them to other text."""
+    """Return ``message`` with JSON text as arguments of tool calls, for templates that concatenate them."""
     if not message.get("tool_calls"):
         return message
-    return {"content": "", **with_arguments(message, lambda given: json.dumps(given, ensure_ascii=False))}
+    return {
+        "content": "",
+        **with_arguments(message, lambda arguments: json.dumps(arguments, ensure_ascii=False)),
+    }
 
 
 def with_arguments(message: JsonObject, change: Callable[[object], object]) -> JsonObject:
-    """``message`` with what ``change`` makes of the arguments of each of its calls."""
+    """Return ``message`` with ``change`` applied to the arguments of each tool call."""
     calls = message.get("tool_calls")
     return {**message, "tool_calls": [_changed(call, change) for call in calls]} if calls else message
 
@@ -92,24 +98,24 @@ def _changed(call: JsonObject, change: Callable[[object], object]) -> JsonObject
     return {**call, "arguments": change(call["arguments"])} if "arguments" in call else call
 
 
-def mapping_from(value: object) -> JsonObject | None:
-    """A mapping, or that as JSON text; None: it is something else."""
+def parse_mapping(value: object) -> JsonObject | None:
+    """Parse a mapping, or its JSON text; None: the value has another type."""
     found = _parsed(value)
     return found if isinstance(found, dict) else None
 
 
-def _mapping(given: object, place: str) -> JsonObject:
-    is_nothing = given == "" or _parsed(given) is None
-    found = {} if is_nothing else mapping_from(given)
+def _mapping(arguments: object, place: str) -> JsonObject:
+    is_nothing = arguments == "" or _parsed(arguments) is None
+    found = {} if is_nothing else parse_mapping(arguments)
     if found is None:
         raise McaError(
-            f"{place}: arguments of a call are {given!r:.80}; expected a mapping, or that as JSON text"
+            f"{place}: arguments of a call are {arguments!r:.80}; expected a mapping, or that as JSON text"
         )
     return found
 
 
 def _parsed(value: object) -> object:
-    """What JSON text says; anything else, and text that is no JSON, stays."""
+    """Return the value of JSON text; return other values and invalid JSON unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError:

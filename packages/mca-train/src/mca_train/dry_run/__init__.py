@@ -1,1 +1,1 @@
-"""A step of a run on tensors without memory and ranks that are not there: what it needs, before it is started."""
+"""Dry run: one training step on fake tensors with fake process groups, to measure its needs before the run."""

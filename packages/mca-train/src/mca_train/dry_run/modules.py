@@ -1,4 +1,4 @@
-"""Which module an operation belongs to, in forward passes and in backward passes."""
+"""Attribution of operations to modules, in forward and backward passes."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,25 +13,25 @@ from mca_train.types import Upstream
 
 
 class ModuleNames:
-    """Follows the modules that run.
+    """Tracer of the module that is running.
 
-    A backward pass has no modules; its operations belong to those whose forward made the autograd node that runs. A
-    node knows its number, and numbers go up with the operations of a forward pass.
+    A backward pass runs no modules. Its operations belong to the module whose forward created the running autograd
+    node, found by the node's sequence number, which increases with the operations of a forward pass.
     """
 
     def __init__(self) -> None:
         self._names: dict[torch.nn.Module, str] = {}
         self._stack: list[str] = []
-        self._of_node: dict[int, str] = {}
+        self._name_by_node: dict[int, str] = {}
 
-    def name(self, chunks: Iterable[torch.nn.Module]) -> None:
-        """Takes the names of the modules in ``chunks``."""
+    def add_names(self, chunks: Iterable[torch.nn.Module]) -> None:
+        """Add the names of all modules in ``chunks``."""
         for chunk in chunks:
             self._names |= {module: name for name, module in chunk.named_modules()}
 
     @contextmanager
-    def following(self) -> Iterator[None]:
-        """A block in which the modules that run are known."""
+    def trace(self) -> Iterator[None]:
+        """Context in which the running module is traced."""
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)
         try:
@@ -40,13 +40,15 @@ class ModuleNames:
             before.remove()
             after.remove()
 
-    def here(self) -> tuple[str, bool]:
-        """The module that runs, and whether it is its backward."""
+    def current(self) -> tuple[str, bool]:
+        """Return the name of the running module, and True in its backward pass."""
         node: Upstream = torch._C._current_autograd_node()
         if node is not None and not self._stack:
-            return self._of_node.get(node._sequence_nr(), ""), True
+            return self._name_by_node.get(node._sequence_nr(), ""), True
         name = self._stack[-1] if self._stack else ""
-        self._of_node[torch._C._autograd._get_sequence_nr() - 1] = name  # the node of this operation is made
+        self._name_by_node[torch._C._autograd._get_sequence_nr() - 1] = (
+            name  # the node of this operation exists already
+        )
         return name, False
 
     def _enter(self, module: torch.nn.Module, _: object) -> None:

@@ -1,4 +1,4 @@
-"""What a dry run found, as text."""
+"""Text and JSON reports of a dry run."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,13 +17,13 @@ SCHEMA, VERSION = "mca-train/dry-run", 1
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """A step of a run on tensors without memory.
+    """Result of a dry run.
 
     Args:
-        stages: One rank of each.
-        accumulated: Micro-batches of a step of the run.
-        implementation: Whose layers ran.
-        note: How they differ from those of the device that is planned for; None: they do not.
+        stages: Needs of one rank per pipeline stage.
+        accumulated: Micro-batches per step of the run.
+        implementation: Implementation of the layers that ran.
+        note: How the layers differ from those on the planned device; None: they do not differ.
     """
 
     stages: Sequence[StepNeeds]
@@ -33,39 +33,43 @@ class DryRun:
 
     @property
     def fullest(self) -> StepNeeds:
-        """The stage that needs most."""
+        """Stage with the highest peak."""
         return max(self.stages, key=lambda stage: stage.peak)
 
 
 def render_dry_run(dry_run: DryRun) -> str:
-    """The needs of each stage, and what the one with the most sends."""
+    """Render the needs of each stage, and the messages of the stage with the highest peak."""
     stages, accumulated, fullest = dry_run.stages, dry_run.accumulated, dry_run.fullest
     ran = [stage.micro_batches for stage in stages]
     count = f"{min(ran)} to {max(ran)}" if len(set(ran)) > 1 else str(ran[0])
-    more = "" if set(ran) == {accumulated} else f" of {accumulated}, as more need no more memory"
+    more = (
+        ""
+        if set(ran) == {accumulated}
+        else f" of {accumulated}, because more micro-batches need no more memory"
+    )
     columns = [name for name in _COLUMNS if name != "reference" or any(s.reference for s in stages)]
     lines = [
-        f"dry run      one step by the run's own engine on tensors without memory; micro-batches: {count}{more}",
+        f"dry run      one step by the run's own engine on fake tensors; micro-batches: {count}{more}",
         *([f"             {dry_run.note}"] if dry_run.note else []),
         "",
         f"{'stage':>5}{'rank':>7}" + "".join(f"{name:>13}" for name in columns) + "   at the peak",
     ]
     for stage in stages:
         cells = "".join(f"{getattr(stage, name) / GIB:>13.3f}" for name in columns)
-        lines.append(f"{stage.stage:>5}{stage.rank:>7}{cells}   {_where(stage)}")
+        lines.append(f"{stage.stage:>5}{stage.rank:>7}{cells}   {_peak_location(stage)}")
     lines += [
         "",
         "GiB at the peak of a rank of each stage; kernels, allocators and communication buffers come on top",
         f"computed     {_flops(stages, accumulated) / 1e12:,.3g} TFLOP a step by these ranks",
-        f"messages     of rank {fullest.rank}, stage {fullest.stage}, in {in_a_step(fullest, accumulated)}:",
+        f"messages     of rank {fullest.rank}, stage {fullest.stage}, in {describe_step(fullest, accumulated)}:",
     ]
-    messages = sorted(fullest.messages_of(accumulated), key=lambda message: -message.bytes)
-    lines += [f"  {_told(message)}" for message in messages[:_SHOWN] if message.bytes]
+    messages = sorted(fullest.messages_in_step(accumulated), key=lambda message: -message.bytes)
+    lines += [f"  {_format_message(message)}" for message in messages[:_SHOWN] if message.bytes]
     return "\n".join(lines) + "\n"
 
 
-def in_a_step(stage: StepNeeds, accumulated: int) -> str:
-    """Of how many micro-batches, and how many of them were run."""
+def describe_step(stage: StepNeeds, accumulated: int) -> str:
+    """Return the number of micro-batches in a step, and how many of them ran."""
     ran = "" if stage.micro_batches == accumulated else f", {stage.micro_batches} of which were run"
     return f"a step of {accumulated} micro-batch{'es' * (accumulated != 1)}{ran}"
 
@@ -74,20 +78,20 @@ def _flops(stages: Sequence[StepNeeds], accumulated: int) -> float:
     return sum(stage.flops / stage.micro_batches * accumulated for stage in stages)
 
 
-def _where(stage: StepNeeds) -> str:
+def _peak_location(stage: StepNeeds) -> str:
     module = stage.module or "loss and schedule"
     return f"{'backward of ' if stage.backward else ''}{module} ({stage.operation})"
 
 
-def _told(message: Message) -> str:
+def _format_message(message: Message) -> str:
     ranks = message.ranks
     shown = ", ".join(map(str, ranks[:4])) + (", ..." if len(ranks) > 4 else "")
     over = f"{counted(len(ranks), 'rank')} ({shown})"
     return f"{message.operation:<34}{message.count:>8} times{message.bytes / GIB:>12.3f} GiB   over {over}"
 
 
-def document_of_dry_run(dry_run: DryRun) -> JsonObject:
-    """The same as a JSON object: ``mca-train/dry-run``, version 1; sizes in bytes."""
+def dry_run_document(dry_run: DryRun) -> JsonObject:
+    """Return the dry run as a JSON object of schema ``mca-train/dry-run``, version 1; sizes in bytes."""
     return {
         "schema": SCHEMA,
         "version": VERSION,
@@ -99,7 +103,7 @@ def document_of_dry_run(dry_run: DryRun) -> JsonObject:
 
 
 def _messages(stage: StepNeeds, accumulated: int) -> list[JsonObject]:
-    both = zip(stage.messages, stage.messages_of(accumulated), strict=True)
+    both = zip(stage.messages, stage.messages_in_step(accumulated), strict=True)
     return [
         {
             "operation": ran.operation,

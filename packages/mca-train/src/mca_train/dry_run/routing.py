@@ -1,4 +1,4 @@
-"""Experts in a dry run: every one of them is sent as many tokens as every other."""
+"""Even MoE routing for dry runs: every expert receives the same number of tokens."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -9,38 +9,38 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from mca_train.dry_run.answers import Answers
+from mca_train.dry_run.fake_values import FakeValues
 from mca_train.losses.moe_aux import routers
 
 Routing = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-def route_evenly(chunks: Iterable[torch.nn.Module], answers: Answers | None = None) -> None:
-    """Has the routers of ``chunks`` send token t to experts k t, ..., k t + k - 1, counted round.
+def route_evenly(chunks: Iterable[torch.nn.Module], answers: FakeValues | None = None) -> None:
+    """Make the routers of ``chunks`` send token t to experts k t, ..., k t + k - 1, modulo the number of experts.
 
     Args:
         chunks: Megatron models.
-        answers: Is told of it, where tensors have no memory; None: they have.
+        answers: Known values of fake tensors, which receive the routing; None: the tensors are real.
     """
     for router in routers(chunks):
         router.routing = _even(router.routing, answers, router.topk)
 
 
-def _even(routing: Routing, answers: Answers | None, topk: int) -> Routing:
+def _even(routing: Routing, answers: FakeValues | None, topk: int) -> Routing:
     def routed(*args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
         probabilities, chosen = routing(*args, **kwargs)
-        even = even_choice(chosen.shape[0], chosen.shape[1], topk)
+        even = even_routing_map(chosen.shape[0], chosen.shape[1], topk)
         if answers is not None:
-            answers.know(chosen, even)
+            answers.set_value(chosen, even)
         else:
-            chosen.data.copy_(even)  # which the backward pass may have kept
+            chosen.data.copy_(even)  # the backward pass may have saved this tensor
         return probabilities, chosen
 
     return routed
 
 
-def even_choice(tokens: int, experts: int, topk: int) -> torch.Tensor:
-    """``[tokens, experts]`` bool: who is sent where."""
+def even_routing_map(tokens: int, experts: int, topk: int) -> torch.Tensor:
+    """Return the routing map ``[tokens, experts]`` bool."""
     choice = np.zeros((tokens, experts), dtype=np.bool_)
     first = np.arange(tokens)[:, None] * topk
     choice[np.arange(tokens)[:, None], (first + np.arange(topk)) % experts] = True
@@ -56,22 +56,22 @@ def _real(array: object) -> torch.Tensor:
 
 
 @contextmanager
-def known_as_arrays(answers: Answers) -> Iterator[None]:
-    """A block in which tensors whose values are known can be made arrays of."""
+def convert_known_values(answers: FakeValues) -> Iterator[None]:
+    """Context in which ``Tensor.numpy`` returns the known values of fake tensors."""
     plain = torch.Tensor.numpy
 
     def either(tensor: torch.Tensor, **options: bool) -> object:
-        return plain(tensor, **options) if type(tensor) is torch.Tensor else np.array(answers.listed(tensor))
+        return plain(tensor, **options) if type(tensor) is torch.Tensor else np.array(answers.to_list(tensor))
 
     with patch.object(torch.Tensor, "numpy", either):
         yield
 
 
 @contextmanager
-def no_rounds_of_sinkhorn() -> Iterator[None]:
-    """A block in which sinkhorn's rounds, which end by a value that nothing knows, are left out.
+def skip_sinkhorn_iterations() -> Iterator[None]:
+    """Context in which Sinkhorn routing stops after one iteration, as its tolerance test needs real values.
 
-    Each needs the memory that is needed behind the last.
+    Each iteration needs the same memory.
     """
     from megatron.core.transformer.moe import router
 

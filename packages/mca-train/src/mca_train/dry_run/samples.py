@@ -1,4 +1,4 @@
-"""Samples as long as they may be, without data: what a plan trains on."""
+"""Samples of maximum length without data, for dry runs."""
 
 from collections.abc import Sequence
 
@@ -8,21 +8,21 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from mca_config.types import JsonObject
-from mca_models.images import ImagePlace
+from mca_models.images import ImageSpan
 from mca_train.data.sample_images import SampleImages
 from mca_train.data.token_dataset import VALUES
-from mca_train.plan.towers import Images
+from mca_train.plan.vision_memory import Images
 
 
 class LongestSamples(Dataset[JsonObject]):
-    """Samples of ``length`` tokens, all of which count.
+    """Dataset of samples of ``length`` tokens, all of which count.
 
     Args:
-        count: Samples.
-        length: Tokens of each of their sequences.
-        sides: Names of the sequences of a sample, as of a task; none: it is one sequence.
-        numbers: That each sequence carries.
-        images: In each of them; None: there are none.
+        count: Number of samples.
+        length: Tokens of each sequence.
+        sides: Prefixes of the sequences of a sample; empty: a sample is one sequence.
+        numbers: Extra numbers per sequence.
+        images: Images of each sequence; None: there are none.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class LongestSamples(Dataset[JsonObject]):
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each sample; of its sequences in columns, if it has several."""
+        """Tokens of each sample, ``[samples]`` or ``[samples, sequences per sample]``."""
         shape = (self._count, len(self._prefixes)) if len(self._prefixes) > 1 else (self._count,)
         return np.full(shape, self._length, dtype=np.int64)
 
@@ -56,9 +56,9 @@ class LongestSamples(Dataset[JsonObject]):
 
 
 def _blank(images: Images) -> SampleImages:
-    """Images without anything on them, one after another with a token between."""
+    """Return blank images, one text token apart."""
     step, side = images.tokens + 1, images.side
-    places = tuple(ImagePlace(number * step, side, side) for number in range(images.count))
+    places = tuple(ImageSpan(number * step, side, side) for number in range(images.count))
     return SampleImages(places, lambda: _PIXELS[images.tower.form](images))
 
 

@@ -1,4 +1,4 @@
-"""The dry run of every pipeline stage: one rank of each, in processes of their own."""
+"""Dry runs of all pipeline stages, one rank of each, in separate processes."""
 
 import multiprocessing
 import os
@@ -14,16 +14,16 @@ import torch
 
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout, RankGrid
-from mca_train.dry_run.step import StepNeeds, step_needs
+from mca_train.dry_run.step import StepNeeds, measure_step
 
 if TYPE_CHECKING:
     from mca_config.model_config import McaModelConfig
     from mca_train.config.run_config import Settings
-    from mca_train.plan.towers import Images
+    from mca_train.plan.vision_memory import Images
     from mca_train.tasks.task import Task
 
 
-def needs_of_stages(
+def measure_stages(
     task: "Task",
     settings: "Settings",
     model: "McaModelConfig",
@@ -33,20 +33,20 @@ def needs_of_stages(
     ordered: bool = False,
     images: "Images | None" = None,
 ) -> list[StepNeeds]:
-    """What the first rank of each pipeline stage needs for a step.
+    """Measure the needs of the first rank of each pipeline stage in one step.
 
     Args:
         task: The kind of run.
-        settings: The run.
-        model: The architecture.
-        layout: How the ranks stand.
-        world_size: Their number.
-        ordered: Whether to put the micro-batches of the first stage in order on all of them, for one timeline.
-        images: In each sequence; None: there are none.
+        settings: Configuration of the run.
+        model: Configuration of the model.
+        layout: Parallel layout.
+        world_size: Number of ranks.
+        ordered: Return the schedule of the first stage's micro-batches on all stages, for a common timeline.
+        images: Images of each sequence; None: there are none.
     """
     from mca_models.megatron import platform
 
-    platform.prepare()  # here and below: what the processes would each import
+    platform.prepare()  # here and below: imports that every process would repeat
     import_module("mca_train.trainer.trainer")
     accumulated = settings.training.gradient_accumulation_steps
     group = settings.training.microbatch_group_size_per_vp_stage
@@ -54,28 +54,28 @@ def needs_of_stages(
     return _in_processes(
         [
             partial(
-                step_needs,
+                measure_step,
                 task,
                 settings,
                 model,
                 rank,
                 world_size,
-                micro_batches_to_run(accumulated, layout, stage, group),
+                count_micro_batches(accumulated, layout, stage, group),
                 images,
-                micro_batches_to_run(accumulated, layout, 0, group) if ordered else 0,
+                count_micro_batches(accumulated, layout, 0, group) if ordered else 0,
             )
             for stage, rank in enumerate(_first_ranks(grid))
         ]
     )
 
 
-def micro_batches_to_run(
+def count_micro_batches(
     accumulated: int, layout: ParallelLayout, stage: int, group: int | None = None
 ) -> int:
-    """As many as a stage has at once, and one more; those after them need no more memory.
+    """Return the number of micro-batches a stage holds at once, plus one; more need no more memory.
 
-    With virtual stages the schedule hands out micro-batches in groups, of the pipeline's size unless a ``group`` is
-    set, and takes whole ones: at least two of the pipeline's size.
+    The interleaved schedule runs whole groups of micro-batches (``group``, or pp), so at least two times pp are rounded
+    up to whole groups.
     """
     if layout.vpp == 1:
         return min(accumulated, layout.pp - stage + 1)
@@ -84,32 +84,32 @@ def micro_batches_to_run(
 
 
 def _in_processes(work: Sequence[Callable[[], StepNeeds]]) -> list[StepNeeds]:
-    """The results of ``work``, each done in a fork of this thread, as many at once as there are cores."""
+    """Run each item of ``work`` in a forked process, one per core at a time, and return the results."""
     waiting, running, found = deque(enumerate(work)), dict[Connection, int](), dict[int, StepNeeds]()
     try:
         while waiting or running:
             while waiting and len(running) < len(os.sched_getaffinity(0)):
                 number, task = waiting.popleft()
-                running[_started(task)] = number
+                running[_start(task)] = number
             for connection in wait(list(running)):
                 assert isinstance(connection, Connection)
-                found[running.pop(connection)] = _received(connection)
+                found[running.pop(connection)] = _receive(connection)
     finally:
         for process in multiprocessing.active_children():
             process.kill()
     return [found[number] for number in range(len(work))]
 
 
-def _started(task: Callable[[], StepNeeds]) -> Connection:
+def _start(task: Callable[[], StepNeeds]) -> Connection:
     context = multiprocessing.get_context("fork")
     mine, its = context.Pipe(duplex=False)
-    context.Process(target=_answer, args=(task, its), daemon=True).start()
+    context.Process(target=_run_and_send, args=(task, its), daemon=True).start()
     its.close()
     return mine
 
 
-def _answer(task: Callable[[], StepNeeds], connection: Connection) -> None:
-    # a fork has its parent's pool made anew when it is first asked for; autograd's threads would ask at once, and abort
+def _run_and_send(task: Callable[[], StepNeeds], connection: Connection) -> None:
+    # a fork recreates its thread pool at first use; if autograd's threads do so first, the process aborts
     torch.set_num_threads(torch.get_num_threads())
     try:
         result: StepNeeds | BaseException = task()
@@ -119,7 +119,7 @@ def _answer(task: Callable[[], StepNeeds], connection: Connection) -> None:
 
 
 def _sendable(error: Exception) -> Exception:
-    """``error``, or what it says where it refers to something that cannot leave the process."""
+    """Return ``error`` if it can be pickled, else a `McaError` with its message."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -127,7 +127,7 @@ def _sendable(error: Exception) -> Exception:
     return error
 
 
-def _received(connection: Connection) -> StepNeeds:
+def _receive(connection: Connection) -> StepNeeds:
     try:
         result = connection.recv()
     except EOFError:

@@ -1,8 +1,7 @@
-"""One rank's step of a run, with the run's own engine and trainer, on tensors without memory.
+"""Dry run of one rank: a training step with the run's engine and trainer on fake tensors.
 
-It reads no weights and no data, and starts no ranks. What the layers, the schedule, data parallelism and the optimizer
-allocate, compute and send is what they do in the run on this kind of device, with samples that are as long as they
-may be.
+It reads neither weights nor data and starts no ranks. The layers, the schedule, data parallelism and the optimizer
+allocate, compute and send what they would in a run on this type of device, with samples of maximum length.
 """
 
 import copy
@@ -18,20 +17,30 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mca_train.batching.loaders import steps_of
+from mca_train.batching.loaders import iterate_steps
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
-from mca_train.config.model import adapter_of, model_config
-from mca_train.config.parts import trained_parts
-from mca_train.dry_run.answers import Answers
-from mca_train.dry_run.messages import in_step, told_apart
+from mca_train.config.model import make_adapter, model_config
+from mca_train.config.model_parts import trained_parts
+from mca_train.dry_run.fake_process_group import fake_process_group, replace_moved_parameters
+from mca_train.dry_run.fake_values import FakeValues
 from mca_train.dry_run.modules import ModuleNames
-from mca_train.dry_run.passes import Passes, order_of
-from mca_train.dry_run.routing import known_as_arrays, no_rounds_of_sinkhorn, route_evenly
+from mca_train.dry_run.passes import PassTracer, schedule_order
+from mca_train.dry_run.routing import convert_known_values, route_evenly, skip_sinkhorn_iterations
 from mca_train.dry_run.samples import LongestSamples
-from mca_train.dry_run.tracker import GRADIENTS, KEPT, OPTIMIZER, REFERENCE, STEP, WEIGHTS, Message, Tracker
-from mca_train.dry_run.world import fake_world, moving_anew
+from mca_train.dry_run.tracker import (
+    GRADIENTS,
+    KEPT,
+    OPTIMIZER,
+    REFERENCE,
+    STEP,
+    WEIGHTS,
+    Message,
+    Tracker,
+    add_micro_batches,
+    split_per_micro_batch,
+)
 from mca_train.plan.schedule import Pass
-from mca_train.plan.towers import Images
+from mca_train.plan.vision_memory import Images
 
 if TYPE_CHECKING:
     from mca_config.model_config import McaModelConfig
@@ -40,7 +49,7 @@ if TYPE_CHECKING:
     from mca_train.config.run_config import Settings
     from mca_train.engine.engine import Engine
     from mca_train.tasks.task import Task
-    from mca_train.trainer.parts import TrainerOptions
+    from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.trainer import McaTrainer
 
 _POINTS = 1000
@@ -48,43 +57,45 @@ _POINTS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class StepNeeds:
-    """What one rank needs for a step, in bytes unless said otherwise."""
+    """Needs of one rank in a step, in bytes unless noted otherwise."""
 
     rank: int
     stage: int
     micro_batches: int
-    """How many were run."""
+    """Micro-batches that ran."""
     weights: int
     gradients: int
     optimizer: int
     reference: int
     activations: int
-    """At the peak: what was kept from one pass for another."""
+    """Bytes at the peak that one pass keeps for another."""
     temporaries: int
-    """At the peak: what the running pass made for itself."""
+    """Bytes at the peak that the running pass allocated for itself."""
     peak: int
     operation: str
     module: str
     backward: bool
-    """Whether the peak is in a backward pass."""
+    """True if the peak is in a backward pass."""
     curve: tuple[int, ...]
-    """Over the step, at most a thousand points."""
+    """Allocated bytes over the step, at most 1,000 points."""
     flops: int
     messages: tuple[Message, ...]
-    """Of as many micro-batches as were run."""
+    """Messages of the micro-batches that ran."""
     passes: tuple[Pass, ...]
-    """In the order in which they ran."""
+    """Passes in the order in which they ran."""
     order: tuple[Pass, ...] = ()
-    """Of as many micro-batches as were asked for, in the order in which the engine's schedule runs them."""
+    """Passes of the requested number of micro-batches, in the order of the engine's schedule."""
     synchronisations: int
-    """How often the host read a value."""
+    """Number of values that the host read."""
 
-    def messages_of(self, micro_batches: int) -> tuple[Message, ...]:
-        """Those of a step of so many."""
-        return tuple(in_step(message, micro_batches - self.micro_batches) for message in self.messages)
+    def messages_in_step(self, micro_batches: int) -> tuple[Message, ...]:
+        """Return the messages of a step of ``micro_batches``."""
+        return tuple(
+            add_micro_batches(message, micro_batches - self.micro_batches) for message in self.messages
+        )
 
 
-def step_needs(
+def measure_step(
     task: "Task",
     settings: "Settings",
     model: "McaModelConfig",
@@ -94,38 +105,44 @@ def step_needs(
     images: Images | None = None,
     ordered: int = 0,
 ) -> StepNeeds:
-    """What ``rank`` of a run needs for a step of ``micro_batches``, with ``images`` in each sequence.
+    """Measure the needs of ``rank`` in a step of ``micro_batches``, with ``images`` in each sequence.
 
-    To be called in a process of its own, as Megatron's groups are the process's. ``ordered`` micro-batches are only
-    put in order.
+    Call it in a separate process, because Megatron's process groups are global. ``ordered`` micro-batches are scheduled
+    without computation.
     """
     from mca_models import AutoModel
     from mca_models.megatron import platform
 
     platform.prepare()
     with ExitStack() as stack:
-        settings = _short(settings, stack.enter_context(tempfile.TemporaryDirectory()), micro_batches)
-        for context in (fake_world(rank, world_size), moving_anew(), _blind_optimizer()):
+        settings = _reduced_settings(
+            settings, stack.enter_context(tempfile.TemporaryDirectory()), micro_batches
+        )
+        for context in (
+            fake_process_group(rank, world_size),
+            replace_moved_parameters(),
+            _skip_optimizer_value_checks(),
+        ):
             stack.enter_context(context)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        answers = Answers(fake)
+        answers = FakeValues(fake)
         modes = Modes(Tracker(ModuleNames()), fake, answers)
-        stack.enter_context(known_as_arrays(answers))
-        stack.enter_context(no_rounds_of_sinkhorn())
+        stack.enter_context(convert_known_values(answers))
+        stack.enter_context(skip_sinkhorn_iterations())
         trainer, engine = build(task, settings, model, modes, AutoModel.unfilled, images)
         route_evenly(engine.models, answers)
-        batch = next(steps_of(trainer.get_train_dataloader()))
+        batch = next(iterate_steps(trainer.get_train_dataloader()))
         needs = measure(trainer, engine, modes, batch)
         if not ordered:
             return needs
-        with fake, answers:  # nothing is counted
-            return replace(needs, order=order_of(engine, batch, ordered, modes.tracker))
+        with fake, answers:  # outside of the tracker
+            return replace(needs, order=schedule_order(engine, batch, ordered, modes.tracker))
 
 
-def _short(settings: "Settings", folder: str, micro_batches: int) -> "Settings":
-    """The same run with another number of micro-batches, elsewhere, without what is evaluated in between.
+def _reduced_settings(settings: "Settings", folder: str, micro_batches: int) -> "Settings":
+    """Return the settings with ``micro_batches``, another output directory, and no evaluation.
 
-    Also without what needs no memory and cannot be had here: processes that load data, and looks at values.
+    Also disable loader workers and checks of values, which need no memory and do not work with fake tensors.
     """
     args = copy.copy(settings.training)
     args.output_dir, args.gradient_accumulation_steps = folder, micro_batches
@@ -137,15 +154,15 @@ def _short(settings: "Settings", folder: str, micro_batches: int) -> "Settings":
 
 @dataclass(frozen=True)
 class Modes:
-    """What operations go through: the tracker, and below it what stands for memory, if there is none."""
+    """Dispatch modes of a dry run: the tracker, and below it fake tensors, if tensors are fake."""
 
     tracker: Tracker
     fake: FakeTensorMode | None = None
-    answers: Answers | None = None
+    answers: FakeValues | None = None
 
     @contextmanager
-    def entered(self, phase: str) -> Iterator[None]:
-        """A block of operations, in a phase of the tracker."""
+    def enter(self, phase: str) -> Iterator[None]:
+        """Context that enters all modes, in a phase of the tracker."""
         with ExitStack() as stack:
             for mode in (self.fake, self.answers):
                 if mode is not None:
@@ -163,55 +180,55 @@ def build(
     make: "Callable[[McaModelConfig, TrainingArguments], VirtualModels]",
     images: Images | None = None,
 ) -> "tuple[McaTrainer, Engine]":
-    """The trainer and the engine of a run on this rank, as they are before the second step; collective.
+    """Build the trainer and the engine of this rank in their state before the second step; collective.
 
     Args:
         task: The kind of run.
-        settings: The run.
-        config: The architecture.
-        modes: What operations go through.
-        make: Makes the model.
-        images: In each sequence; None: there are none.
+        settings: Configuration of the run.
+        config: Configuration of the model.
+        modes: Dispatch modes.
+        make: Function that creates the model.
+        images: Images of each sequence; None: there are none.
     """
     args, length = settings.training, settings.data.seq_length
     reference = None
     if (path := task.reference(settings)) is not None:
-        with modes.entered(REFERENCE):
+        with modes.enter(REFERENCE):
             reference = make(model_config(path), args)
             reference.requires_grad_(False)
-    with modes.entered(WEIGHTS):
+    with modes.enter(WEIGHTS):
         model = _with_adapter(make(config, args), settings)
     samples = args.gradient_accumulation_steps * args.per_device_train_batch_size
-    samples *= model.place.grid.data_parallel_size
+    samples *= model.rank_context.grid.data_parallel_size
     options: TrainerOptions = {
         "model": model,
         "args": args,
         "train_dataset": LongestSamples(samples, length, task.sides, config.num_labels or 1, images),
         "pack_length": length * task.sequences_per_sample,
     }
-    with modes.entered(STEP):
+    with modes.enter(STEP):
         trainer = task.trainer(settings, reference, options)
         trainer.release_first()
-    with modes.entered(OPTIMIZER), _wrapping_in(modes.tracker):
+    with modes.enter(OPTIMIZER), _count_wrapping_as_gradients(modes.tracker):
         engine = trainer.new_engine()
-        engine.optimizer_step()  # which makes its state
+        engine.optimizer_step()  # allocates the optimizer state
     for parameter in model.parameters():
         modes.tracker.assign(parameter, WEIGHTS)
-    modes.tracker.names.name(engine.models)
+    modes.tracker.names.add_names(engine.models)
     return trainer, engine
 
 
 def _with_adapter(model: "VirtualModels", settings: "Settings") -> "VirtualModels":
-    """The same, with an adapter whose values nobody needs."""
+    """Return the model with an adapter whose values are not initialised."""
     from mca_models.megatron.peft import attach_adapter
 
-    adapter = adapter_of(settings.lora, model.config, trained_parts(settings.training))
+    adapter = make_adapter(settings.lora, model.config, trained_parts(settings.training))
     return model if adapter is None else attach_adapter(model, *adapter)
 
 
 @contextmanager
-def _wrapping_in(tracker: Tracker) -> Iterator[None]:
-    """A block in which what data parallelism allocates is counted as gradients."""
+def _count_wrapping_as_gradients(tracker: Tracker) -> Iterator[None]:
+    """Context in which allocations of the data-parallel wrapper count as gradients."""
     from mca_train.engine.engine import Engine
 
     wrap = Engine._wrap
@@ -225,31 +242,31 @@ def _wrapping_in(tracker: Tracker) -> Iterator[None]:
 
 
 def measure(trainer: "McaTrainer", engine: "Engine", modes: Modes, batch: StepBatch) -> StepNeeds:
-    """Runs one step and says what it needed; collective."""
+    """Run one step and return its needs; collective."""
     tracker = modes.tracker
-    passes = Passes(tracker)
-    gc.collect()  # an offloaded optimizer is made twice, and the first is a circle
+    passes = PassTracer(tracker)
+    gc.collect()  # an offloaded optimizer is created twice, and the first is a reference cycle
     with (
-        modes.entered(STEP),
-        passes.followed(),
-        tracker.names.following(),
-        tracker.following_storages(),
+        modes.enter(STEP),
+        passes.trace(),
+        tracker.names.trace(),
+        tracker.track_storages(),
     ):
         tracker.restart()
-        given = batch if modes.answers is None else _without_memory(batch, modes.answers)
-        for tensor in chain.from_iterable(each.tensors() for each in given.micro_batches):
+        fake_batch = batch if modes.answers is None else _to_fake_batch(batch, modes.answers)
+        for tensor in chain.from_iterable(each.tensors() for each in fake_batch.micro_batches):
             tracker.add(tensor)
-        trainer.before_forward(given)
+        trainer.before_forward(fake_batch)
         before = {kind: replace(message) for kind, message in tracker.tally.messages.items()}
-        passes.forget()  # those of a reference
-        engine.forward_backward(given)
+        passes.clear()  # passes of the reference model
+        engine.forward_backward(fake_batch)
         tracker.next_pass()
         engine.optimizer_step()
-    tally, place = tracker.tally, trainer.model.place
+    tally, place = tracker.tally, trainer.model.rank_context
     sizes = tally.peak.sizes()
     return StepNeeds(
         rank=place.rank,
-        stage=place.at.pp,
+        stage=place.coordinates.pp,
         micro_batches=len(batch.micro_batches),
         weights=sizes[WEIGHTS],
         gradients=sizes[GRADIENTS],
@@ -261,24 +278,24 @@ def measure(trainer: "McaTrainer", engine: "Engine", modes: Modes, batch: StepBa
         operation=tally.peak.operation,
         module=tally.peak.module,
         backward=tally.peak.backward,
-        curve=_thinned(tally.curve),
+        curve=_downsample(tally.curve),
         flops=tally.flops,
-        messages=told_apart(tally, before, passes.of_a_micro_batch(), len(batch.micro_batches)),
+        messages=split_per_micro_batch(tally, before, passes.micro_batch_passes(), len(batch.micro_batches)),
         passes=tuple(passes.ran),
         synchronisations=sum(tally.synchronisations.values()),
     )
 
 
-def _without_memory(batch: StepBatch, answers: Answers) -> StepBatch:
+def _to_fake_batch(batch: StepBatch, answers: FakeValues) -> StepBatch:
     def converted(micro_batch: MicroBatch) -> MicroBatch:
         values = {f.name: getattr(micro_batch, f.name) for f in fields(micro_batch)}
         tensors: dict[str, Any] = {
-            k: answers.fake_of(v, known=k == "cu_seqlens")
+            k: answers.to_fake(v, known=k == "cu_seqlens")
             for k, v in values.items()
             if isinstance(v, torch.Tensor)
         }
         images = micro_batch.images and {
-            k: answers.fake_of(v, known=not v.is_floating_point()) for k, v in micro_batch.images.items()
+            k: answers.to_fake(v, known=not v.is_floating_point()) for k, v in micro_batch.images.items()
         }
         return replace(micro_batch, **tensors, images=images)
 
@@ -286,26 +303,26 @@ def _without_memory(batch: StepBatch, answers: Answers) -> StepBatch:
 
 
 @contextmanager
-def _blind_optimizer() -> Iterator[None]:
-    """A block in which Megatron's optimizers do not look at values: their norms, and whether fp16 has overflown.
+def _skip_optimizer_value_checks() -> Iterator[None]:
+    """Context in which Megatron's optimizers skip gradient norms and fp16 overflow checks.
 
-    From 0.19 on they also ask all ranks whether some of their parameters have a norm apart.
+    From 0.19 on they also reduce over all ranks whether parameters have a separate gradient norm group.
     """
     from megatron.core.optimizer import clip_grads
     from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionOptimizer
 
     unscale = "_unscale_main_grads_and_check_for_nan"
-    finite = _finite(getattr(MixedPrecisionOptimizer, unscale))
+    finite = _without_inf_check(getattr(MixedPrecisionOptimizer, unscale))
     with ExitStack() as stack:
-        stack.enter_context(patch.object(clip_grads, "l2_norm_impl", _norm))
+        stack.enter_context(patch.object(clip_grads, "l2_norm_impl", _l2_norm))
         stack.enter_context(patch.object(MixedPrecisionOptimizer, unscale, finite))
         if hasattr(MegatronOptimizer, "has_grad_norm_group"):
-            stack.enter_context(patch.object(MegatronOptimizer, "has_grad_norm_group", _has_norm_apart))
+            stack.enter_context(patch.object(MegatronOptimizer, "has_grad_norm_group", _has_grad_norm_group))
         yield
 
 
-def _finite(unscale: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """``unscale``, which finds no infinity."""
+def _without_inf_check(unscale: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Wrap ``unscale`` so that it reports no overflow."""
 
     def unscaled(optimizer: Any) -> bool:
         unscale(optimizer)
@@ -314,17 +331,17 @@ def _finite(unscale: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return unscaled
 
 
-def _has_norm_apart(optimizer: Any, group: str) -> bool:
+def _has_grad_norm_group(optimizer: Any, group: str) -> bool:
     return any(
         getattr(parameter, "grad_norm_group", None) == group for parameter in optimizer.get_parameters()
     )
 
 
-def _norm(_: int, __: object, lists: list[list[torch.Tensor]], *___: object) -> tuple[torch.Tensor, None]:
+def _l2_norm(_: int, __: object, lists: list[list[torch.Tensor]], *___: object) -> tuple[torch.Tensor, None]:
     return torch.stack([torch.norm(tensor) for tensor in lists[0]]).norm().float().reshape(1), None
 
 
-def _thinned(curve: Sequence[int]) -> tuple[int, ...]:
-    """At most a thousand points, of each stretch the highest."""
+def _downsample(curve: Sequence[int]) -> tuple[int, ...]:
+    """Return the maxima of at most 1,000 equal segments."""
     width = -(-len(curve) // _POINTS) or 1
     return tuple(max(curve[start : start + width]) for start in range(0, len(curve), width))

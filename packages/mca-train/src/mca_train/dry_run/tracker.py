@@ -1,14 +1,14 @@
-"""Counts what a step allocates, computes and sends, operation by operation, on real tensors or on fake ones.
+"""Tracker of a step's allocations, FLOPs and messages, per operation, on real or fake tensors.
 
-A storage is counted from the operation that makes it until nothing refers to it. What allocators add (rounding,
-fragments) and what kernels and libraries take inside is not counted, even if a view of it is seen.
+A storage counts from the operation that creates it until its last reference is gone. The overhead of allocators
+(rounding, fragmentation) and the workspaces of kernels and libraries are not counted, even if a view of one is visible.
 """
 
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,83 +21,84 @@ from torch.utils.flop_counter import flop_registry
 from mca_train.dry_run.modules import ModuleNames
 
 WEIGHTS, GRADIENTS, OPTIMIZER, REFERENCE, STEP = "weights", "gradients", "optimizer", "reference", "step"
-"""Phases in which something is allocated."""
+"""Phases of allocations."""
+_BETWEEN_STAGES = ("send", "recv", "recv_any_source")
 KEPT = "kept"
-"""Of a step: what one pass leaves for another."""
+"""Category of tensors of a step that one pass keeps for another."""
 
 
 @dataclass
 class Allocation:
-    """One storage."""
+    """A storage."""
 
     bytes: int
     phase: str
     made_in: int
-    """The pass (forward or backward of a micro-batch) in which it was made."""
+    """Number of the pass (forward or backward of a micro-batch) that allocated it."""
     ended_in: int | None = None
-    """That in which it was freed; None: it is still there."""
+    """Number of the pass that freed it; None: it is still allocated."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment with the most bytes."""
+    """Moment with the most allocated bytes."""
 
     bytes: int = 0
     operation: str = ""
     module: str = ""
     backward: bool = False
-    held: tuple[Allocation, ...] = ()
+    allocations: tuple[Allocation, ...] = ()
 
     def sizes(self) -> Counter[str]:
-        """Bytes by phase; of a step what another pass than its own ended is `KEPT`."""
+        """Return the bytes per phase, with those of a step that outlive their pass under `KEPT`."""
         sizes = Counter[str]()
-        for found in self.held:
+        for found in self.allocations:
             kept = found.phase == STEP and found.ended_in != found.made_in
             sizes[KEPT if kept else found.phase] += found.bytes
         return sizes
 
 
 MessageKind = tuple[str, tuple[int, ...]]
-"""An operation, and the ranks of its group."""
+"""Operation, and ranks of its process group."""
 
 
 @dataclass
 class Message:
-    """Collectives, or messages between pipeline stages, of one kind in one group."""
+    """Collectives or point-to-point messages of one operation in one process group."""
 
     operation: str
     ranks: tuple[int, ...]
     count: int = 0
     bytes: int = 0
-    """Of this rank's largest buffer in each."""
+    """Sum of this rank's largest buffer in each message."""
     each_count: float = 0.0
     each_bytes: float = 0.0
-    """What every micro-batch adds; the rest is of a step, whatever their number."""
+    """Increase per micro-batch; the rest is sent once per step."""
 
     def add(self, size: int) -> None:
-        """Counts one more."""
+        """Count one more message of ``size`` bytes."""
         self.count += 1
         self.bytes += size
 
 
 @dataclass
 class Tally:
-    """What was counted."""
+    """Counters of a step."""
 
     live: int = 0
     peak: Peak = field(default_factory=Peak)
     flops: int = 0
     curve: list[int] = field(default_factory=list)
-    """Bytes after each operation that changed them."""
+    """Allocated bytes after each change."""
     messages: dict[MessageKind, Message] = field(default_factory=dict)
     messages_in: dict[int, dict[MessageKind, Message]] = field(default_factory=dict)
-    """The same of each pass, and what follows it."""
+    """Messages of each pass, including those sent between it and the next pass."""
     synchronisations: Counter[str] = field(default_factory=Counter)
-    """Reads of a value by the host, by module: a GPU would be waited for."""
+    """Values read by the host, per module; on a GPU each read is a synchronisation."""
 
 
 class Tracker(TorchDispatchMode):
-    """Counts in a block; `phase` says what for, `in_pass` tells forward and backward passes apart."""
+    """Dispatch mode that counts operations, per `phase` and per pass."""
 
     def __init__(self, names: ModuleNames) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -108,28 +109,28 @@ class Tracker(TorchDispatchMode):
         self._known: dict[int, tuple[Allocation, weakref.ref[Any]]] = {}
 
     @contextmanager
-    def following_storages(self) -> Iterator[None]:
-        """A block in which storages that Megatron empties and fills in place are followed: no operation tells of it.
+    def track_storages(self) -> Iterator[None]:
+        """Context that tracks storages that Megatron resizes and refills in place, without a dispatched operation.
 
-        What has no memory is not filled: torch's fakes would keep both storages as a key of their cache.
+        Copies into meta storages are skipped, because fake tensors would keep both storages alive in their cache.
         """
         resize, copy = torch.UntypedStorage.resize_, torch.UntypedStorage.copy_
 
-        def told(storage: torch.UntypedStorage, size: int) -> None:
+        def tracked_resize(storage: torch.UntypedStorage, size: int) -> None:
             resize(storage, size)
-            self.resized(storage)
+            self.recount(storage)
 
         def filled(storage: torch.UntypedStorage, source: Any, *rest: Any) -> Any:
             return storage if storage.device.type == "meta" else copy(storage, source, *rest)
 
         with ExitStack() as stack:
-            stack.enter_context(patch.object(torch.UntypedStorage, "resize_", told))
+            stack.enter_context(patch.object(torch.UntypedStorage, "resize_", tracked_resize))
             stack.enter_context(patch.object(torch.UntypedStorage, "copy_", filled))
             yield
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A block whose allocations are of ``name``."""
+        """Context in which allocations belong to phase ``name``."""
         before, self._phase = self._phase, name
         try:
             yield
@@ -138,20 +139,20 @@ class Tracker(TorchDispatchMode):
 
     @property
     def number(self) -> int:
-        """Of the pass that runs."""
+        """Number of the running pass."""
         return self._pass
 
     def next_pass(self) -> None:
-        """From here on another pass runs."""
+        """Start the next pass."""
         self._pass += 1
 
     def restart(self) -> None:
-        """Forgets all but what is there now."""
+        """Reset all counters except the allocated bytes."""
         self.tally = Tally(live=self.tally.live)
         self._note("", False)
 
     def assign(self, tensor: torch.Tensor, phase: str) -> None:
-        """Counts the storage of ``tensor`` as of ``phase``, whenever it was made."""
+        """Move the storage of ``tensor`` to ``phase``."""
         self.add(tensor)
         if (known := self._known.get(tensor.untyped_storage()._cdata)) is not None:
             known[0].phase = phase
@@ -159,26 +160,26 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs ``func`` and counts what it did."""
-        if func is torch.ops.prim.device.default:  # two in three calls, if tensors have no memory
+        """Run ``func`` and count its effects."""
+        if func is torch.ops.prim.device.default:  # two thirds of all calls with fake tensors
             return args[0].device
         options = dict(kwargs or {})
         if func is torch.ops.aten._local_scalar_dense.default:
-            self.tally.synchronisations[self.names.here()[0]] += 1
+            self.tally.synchronisations[self.names.current()[0]] += 1
         out = func(*args, **options)
         if (flops := flop_registry.get(func._overloadpacket)) is not None:
             self.tally.flops += flops(*args, **options, out_val=out)
         if func.namespace == "c10d":
-            self._send(func, args)
+            self._count_message(func, args)
         self._count(func, out, (args, options))
         return out
 
-    def _count(self, func: Any, out: Any, given: Any) -> None:
+    def _count(self, func: Any, out: Any, inputs: Any) -> None:
         made = [tensor for tensor in _tensors(out) if self._is_new(tensor)]
         if not made:
             return
-        if func is not torch.ops.aten.lift_fresh.default:  # which gives what no operation made
-            before = {tensor.untyped_storage()._cdata for tensor in _tensors(given)}
+        if func is not torch.ops.aten.lift_fresh.default:  # its result was created outside of the dispatcher
+            before = {tensor.untyped_storage()._cdata for tensor in _tensors(inputs)}
             made = [tensor for tensor in made if tensor.untyped_storage()._cdata not in before]
         for tensor in made:
             self.add(tensor)
@@ -186,30 +187,30 @@ class Tracker(TorchDispatchMode):
             self._note(str(func._overloadpacket), torch._C._current_autograd_node() is not None)
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Counts the storage of ``tensor``, if it is new."""
+        """Count the storage of ``tensor``, unless it is counted already."""
         if self._is_new(tensor):
-            self._take(tensor.untyped_storage())
+            self._add_storage(tensor.untyped_storage())
 
     def _is_new(self, tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage()
         return storage._cdata not in self._known and storage.nbytes() > 0
 
-    def _take(self, storage: torch.UntypedStorage) -> None:
+    def _add_storage(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         found = Allocation(storage.nbytes(), self._phase, self._pass)
-        self._known[key] = found, weakref.ref(storage, lambda _: self._drop(key))
+        self._known[key] = found, weakref.ref(storage, lambda _: self._remove_storage(key))
         self.tally.live += found.bytes
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """Counts ``storage`` anew, whose memory was given back or taken again in place."""
+    def recount(self, storage: torch.UntypedStorage) -> None:
+        """Count ``storage`` again after it was freed or reallocated in place."""
         key = storage._cdata
         if key not in self._known:
             return
-        self._drop(key)
-        self._take(storage)
+        self._remove_storage(key)
+        self._add_storage(storage)
         self._note("resize", torch._C._current_autograd_node() is not None)
 
-    def _drop(self, key: int) -> None:
+    def _remove_storage(self, key: int) -> None:
         found, _ = self._known.pop(key)
         found.ended_in = self._pass
         self.tally.live -= found.bytes
@@ -219,16 +220,50 @@ class Tracker(TorchDispatchMode):
         tally = self.tally
         tally.curve.append(tally.live)
         if tally.live > tally.peak.bytes:
-            held = tuple(found for found, _ in self._known.values())
-            tally.peak = Peak(tally.live, operation, self.names.here()[0], backward, held)
+            allocations = tuple(found for found, _ in self._known.values())
+            tally.peak = Peak(tally.live, operation, self.names.current()[0], backward, allocations)
 
-    def _send(self, func: Any, args: Sequence[Any]) -> None:
+    def _count_message(self, func: Any, args: Sequence[Any]) -> None:
         sizes = [tensor.numel() * tensor.element_size() for tensor in _tensors(args)]
         group = next((found for arg in args if (found := _group(arg)) is not None), None)
         ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else ()
         name = str(func._overloadpacket).removeprefix("c10d.").rstrip("_")
-        for told in (self.tally.messages, self.tally.messages_in.setdefault(self._pass, {})):
-            told.setdefault((name, ranks), Message(name, ranks)).add(max(sizes, default=0))
+        for messages in (self.tally.messages, self.tally.messages_in.setdefault(self._pass, {})):
+            messages.setdefault((name, ranks), Message(name, ranks)).add(max(sizes, default=0))
+
+
+def split_per_micro_batch(
+    tally: Tally, reference: Mapping[MessageKind, Message], passes: Sequence[int], micro_batches: int
+) -> tuple[Message, ...]:
+    """Return the messages of a step, each with its count and bytes per micro-batch.
+
+    Args:
+        tally: Counts of a step.
+        reference: Messages of the reference model, which runs all micro-batches before the first is trained.
+        passes: Numbers of one forward and one backward pass of each chunk, without the messages that are sent once
+            per step.
+        micro_batches: Number of micro-batches in the step.
+    """
+    messages = []
+    for kind, message in tally.messages.items():
+        shared = reference.get(kind, Message(*kind))
+        per_pass = [tally.messages_in.get(number, {}) for number in passes]
+        if message.operation in _BETWEEN_STAGES:  # sent after another pass than the one that they belong to
+            shared, per_pass = message, []
+        sent = [messages_in[kind] for messages_in in per_pass if kind in messages_in]
+        count = shared.count / micro_batches + sum(item.count for item in sent)
+        size = shared.bytes / micro_batches + sum(item.bytes for item in sent)
+        messages.append(replace(message, each_count=count, each_bytes=size))
+    return tuple(messages)
+
+
+def add_micro_batches(message: Message, micro_batches: int) -> Message:
+    """Return ``message`` of a step with ``micro_batches`` more micro-batches."""
+    return replace(
+        message,
+        count=message.count + round(micro_batches * message.each_count),
+        bytes=message.bytes + round(micro_batches * message.each_bytes),
+    )
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -11,16 +11,16 @@ from mca_config.errors import McaError
 from mca_config.types import JsonObject
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
-from mca_train.engine.finite import telling_nan
-from mca_train.engine.late_buckets import reduce_vision_late
+from mca_train.engine.ddp_wrappers import ddp_wrapper, register_wrapper, unwrap
+from mca_train.engine.deferred_grad_sync import defer_vision_grad_sync
+from mca_train.engine.finite import name_nan_gradient
 from mca_train.engine.loss_scale import share_loss_scale
-from mca_train.engine.offload import rebuild_hybrids, take_weights
-from mca_train.engine.own_heads import split_own_heads
-from mca_train.engine.part_rates import rates_of_parts
+from mca_train.engine.muon_qkv import set_muon_qkv_shapes
+from mca_train.engine.offload import rebuild_hybrids, reload_main_params
+from mca_train.engine.param_groups import param_group_overrides
 from mca_train.engine.pipeline import Pipeline
-from mca_train.engine.rng import kept_rng
-from mca_train.engine.wrapping import remember, unwrap, wrapper_of
-from mca_train.losses import moe_aux, prediction
+from mca_train.engine.rng import preserved_rng
+from mca_train.losses import moe_aux, mtp
 from mca_train.losses.step_counts import ItemCount, count_step
 from mca_train.losses.token_loss import LossFunction, StepLoss, num_targets
 from mca_train.types import Chunk, MegatronOptimizer, TrainingArguments, Upstream, Wrapper
@@ -28,17 +28,17 @@ from mca_train.types import Chunk, MegatronOptimizer, TrainingArguments, Upstrea
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an optimizer step did."""
+    """Result of an optimizer step."""
 
     updated: bool
     """False if the step was skipped: fp16 overflowed, or it had no target."""
     grad_norm: float | None
     had_targets: bool = True
-    """False if the number that the loss of the global batch is over is 0."""
+    """False if the loss count of the global batch is 0."""
 
 
 def optimizer_settings(args: TrainingArguments, params_dtype: torch.dtype) -> JsonObject:
-    """Megatron's ``OptimizerConfig`` from HF's names and what was given under Megatron's."""
+    """Return the fields of Megatron's ``OptimizerConfig`` from HF's and Megatron's argument names."""
     settings: JsonObject = {
         "optimizer": "adam",
         "lr": args.learning_rate,
@@ -49,7 +49,7 @@ def optimizer_settings(args: TrainingArguments, params_dtype: torch.dtype) -> Js
         "sgd_momentum": 0.0,
         "optimizer_offload_fraction": 1.0,
         "initial_loss_scale": 2.0**16,
-        "store_param_remainders": False,  # of masters: in a checkpoint they are whole
+        "store_param_remainders": False,  # checkpoints hold full main parameters
         "clip_grad": args.max_grad_norm or 0.0,
         "bf16": params_dtype == torch.bfloat16,
         "fp16": params_dtype == torch.float16,
@@ -57,59 +57,59 @@ def optimizer_settings(args: TrainingArguments, params_dtype: torch.dtype) -> Js
     }
     settings |= args.optimizer_config_overrides()
     if settings.get("decoupled_lr") == args.learning_rate:
-        # the rate of all the rest: groups that differ in nothing cannot be told apart in a checkpoint
-        own = settings.get("decoupled_min_lr")
-        if own in (None, settings.get("min_lr")):
+        # identical parameter groups cannot be distinguished in a checkpoint
+        decoupled_min = settings.get("decoupled_min_lr")
+        if decoupled_min in (None, settings.get("min_lr")):
             del settings["decoupled_lr"]
     return settings
 
 
 _FIXED = ("freeze", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon")
-_OF_PARTS = ("vision_learning_rate", "projector_learning_rate")
-_OWN_RATES = (*_OF_PARTS, "decoupled_lr")
-_LEAST = "min_lr"
+_VISION_RATES = ("vision_learning_rate", "projector_learning_rate")
+_SEPARATE_RATES = (*_VISION_RATES, "decoupled_lr")
+_MIN_LR = "min_lr"
 
 
-def _decided(args: TrainingArguments) -> JsonObject:
-    """The arguments that an engine and its optimizer are made with and do not look at again."""
-    own = {name: getattr(args, name) for name in (*_FIXED, *_OF_PARTS)}
-    given = own | args.optimizer_config_overrides() | args.ddp_config_overrides()
-    return {name: value for name, value in given.items() if name != _LEAST}
+def _fixed_arguments(args: TrainingArguments) -> JsonObject:
+    """Return the arguments that are read only when the engine and its optimizer are built."""
+    values = {name: getattr(args, name) for name in (*_FIXED, *_VISION_RATES)}
+    values |= args.optimizer_config_overrides() | args.ddp_config_overrides()
+    return {name: value for name, value in values.items() if name != _MIN_LR}
 
 
-def _like_the_rest(args: TrainingArguments) -> list[str]:
-    """The rates of parts that are those of all the rest."""
-    return [name for name in _OWN_RATES if getattr(args, name) == args.learning_rate]
+def _default_rate_keys(args: TrainingArguments) -> list[str]:
+    """Return the separate learning rates that equal ``learning_rate``."""
+    return [name for name in _SEPARATE_RATES if getattr(args, name) == args.learning_rate]
 
 
-def _following(args: TrainingArguments, parts: Sequence[JsonObject]) -> dict[str, list[int]]:
-    """The places of groups whose highest and whose least rate are the run's, of which a later one may be given."""
-    own = {"max_lr": args.learning_rate, "min_lr": args.min_lr}
-    following = {
-        name: [place for place, group in enumerate(parts) if group.get(name) == value]
-        for name, value in own.items()
+def _default_rate_groups(args: TrainingArguments, groups: Sequence[JsonObject]) -> dict[str, list[int]]:
+    """Return the indices of parameter groups whose ``max_lr`` and ``min_lr`` are the run's and may change later."""
+    rates = {"max_lr": args.learning_rate, "min_lr": args.min_lr}
+    indices = {
+        name: [index for index, group in enumerate(groups) if group.get(name) == value]
+        for name, value in rates.items()
     }
     if args.decoupled_min_lr is not None and args.decoupled_lr != args.learning_rate:
-        following["min_lr"] = [
-            place for place in following["min_lr"] if parts[place]["max_lr"] != args.decoupled_lr
+        indices["min_lr"] = [
+            index for index in indices["min_lr"] if groups[index]["max_lr"] != args.decoupled_lr
         ]
-    return following
+    return indices
 
 
-def _none(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """The loss of a pass that is made for something else."""
+def _no_loss(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Return a zero loss, for a forward pass that only counts the experts' load."""
     return output.new_zeros(()), batch.loss_mask.new_zeros(())
 
 
 class Engine(Pipeline):
-    """A pipeline that is trained: wrapped for data parallelism, with Megatron's optimizer.
+    """Pipeline that is trained: wrapped in Megatron's DDP, with Megatron's optimizer.
 
     Args:
         chunks: Megatron models of this rank, one per virtual stage.
         args: Training arguments.
-        loss: What the last stage makes of its output.
+        loss: Function from the last stage's output to the loss.
         wants_logits: The output is logits instead of the cross entropy of each token.
-        num_items: The number that ``loss`` returns for a micro-batch.
+        num_items: Function that returns the count that ``loss`` is going to return for a micro-batch.
     """
 
     def __init__(
@@ -122,22 +122,22 @@ class Engine(Pipeline):
         num_items: ItemCount = num_targets,
     ) -> None:
         super().__init__(chunks, loss, wants_logits=wants_logits)
-        # Megatron's split optimizer looks at .grad of its views of the parameters, on purpose
+        # Megatron's distributed optimizer reads .grad of its parameter views on purpose
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
         self._args = args
         self._num_items = num_items
-        self.weighed_by: list[float] = []
-        """For each step since the last log, what losses beside the model's own take for the number that its is over."""
-        self._number: Tensor | None = None  # that the loss of the last step is over, on all ranks
-        self._balances_globally = moe_aux.balances_globally(self.configs[0])
+        self.assumed_counts: list[float] = []
+        """Loss count that the MoE and MTP losses of each step since the last log were scaled by."""
+        self._loss_count: Tensor | None = None  # of the last step, over all ranks
+        self._needs_global_load = moe_aux.needs_global_load(self.configs[0])
         self.params_dtype: torch.dtype = self.configs[0].params_dtype
         self.chunks = self._wrap(chunks)
         self.optimizer = self._build_optimizer()
         self.optimizer_name = args.optimizer or "adam"
-        self._decided = _decided(args)
-        self._trained = self._trains()
-        self._shared = _like_the_rest(args)
-        self._following = _following(args, self.optimizer.param_groups)
+        self._fixed_arguments = _fixed_arguments(args)
+        self._trained = self._requires_grad()
+        self._default_rates = _default_rate_keys(args)
+        self._default_rate_groups = _default_rate_groups(args, self.optimizer.param_groups)
         self._wire()
         for chunk in self.chunks:
             chunk.train()
@@ -150,68 +150,73 @@ class Engine(Pipeline):
         config = DistributedDataParallelConfig(**settings)
         unwrap(chunks)
         wrapped = [
-            DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=number > 0)
-            for number, chunk in enumerate(chunks)
+            DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(chunks)
         ]
-        for one, chunk in zip(wrapped, chunks, strict=True):
-            remember(chunk, one)
+        for wrapper, chunk in zip(wrapped, chunks, strict=True):
+            register_wrapper(chunk, wrapper)
             if self._args.overlap_grad_reduce:
-                reduce_vision_late(one, chunk)
+                defer_vision_grad_sync(wrapper, chunk)
         return wrapped
 
     def _build_optimizer(self) -> MegatronOptimizer:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         config = OptimizerConfig(**optimizer_settings(self._args, self.params_dtype))
-        optimizer = get_megatron_optimizer(config, self.chunks, **rates_of_parts(self._args, config))
-        _leave_out_empty(optimizer)
+        optimizer = get_megatron_optimizer(config, self.chunks, **param_group_overrides(self._args, config))
+        _drop_stub_optimizers(optimizer)
         share_loss_scale(optimizer)
         rebuild_hybrids(optimizer)
         if self._args.optimizer == "muon":
-            split_own_heads(self.chunks)
+            set_muon_qkv_shapes(self.chunks)
         return optimizer
 
-    def take_rates(self, args: TrainingArguments) -> None:
-        """Goes on with the rates of ``args``, which may have changed since the engine was made.
+    def update_learning_rates(self, args: TrainingArguments) -> None:
+        """Use the learning rates of ``args``, which may have changed since the engine was built.
 
         Raises:
-            McaError: What cannot be followed any more has changed too.
+            McaError: An argument changed that cannot be followed any more.
         """
-        now = _decided(args)
-        changed = [name for name in {**self._decided, **now} if now.get(name) != self._decided.get(name)]
+        current = _fixed_arguments(args)
+        changed = [
+            name
+            for name in {**self._fixed_arguments, **current}
+            if current.get(name) != self._fixed_arguments.get(name)
+        ]
         if changed:
             raise McaError(
-                f"{', '.join(changed)} changed after the first train(), which made the optimizer; make a new trainer, "
-                "or change learning_rate, min_lr and weight_decay alone"
+                f"{', '.join(changed)} changed after the first train(), which built the optimizer; create a new "
+                "trainer, or change only learning_rate, min_lr and weight_decay"
             )
-        if self._trains() != self._trained:
+        if self._requires_grad() != self._trained:
             raise McaError(
-                "parameters were frozen or thawed after the first train(), which made the optimizer; make a new trainer"
+                "requires_grad of parameters changed after the first train(), which built the optimizer; create a new "
+                "trainer"
             )
-        alike = _like_the_rest(args)
-        if parted := [name for name in self._shared if name not in alike]:
+        equal = _default_rate_keys(args)
+        if split := [name for name in self._default_rates if name not in equal]:
             raise McaError(
-                f"{', '.join(parted)}: learning_rate was the same at the first train(), which made one group of both; "
-                "make a new trainer to train them at different rates"
+                f"{', '.join(split)}: equal to learning_rate at the first train(), which put both into one parameter "
+                "group; create a new trainer to use different rates"
             )
-        own_end = args.decoupled_min_lr not in (None, args.min_lr)
-        merged = [name for name in alike if name not in self._shared]
-        if merged and not (merged == ["decoupled_lr"] and own_end):
+        has_decoupled_min = args.decoupled_min_lr not in (None, args.min_lr)
+        merged = [name for name in equal if name not in self._default_rates]
+        if merged and not (merged == ["decoupled_lr"] and has_decoupled_min):
             raise McaError(
-                f"{', '.join(merged)}: learning_rate is the same now, it was not at the first train(), and groups of "
-                "one rate cannot be told apart in a checkpoint; make a new trainer, or choose a rate beside it"
+                f"{', '.join(merged)}: now equal to learning_rate, different at the first train(), and groups "
+                "with the same rate cannot be distinguished in a checkpoint; create a new trainer, or set another rate"
             )
         groups = self.optimizer.param_groups
         for name, value in (("max_lr", args.learning_rate), ("min_lr", args.min_lr)):
-            for place in self._following[name]:
-                groups[place][name] = value
+            for index in self._default_rate_groups[name]:
+                groups[index][name] = value
 
-    def _trains(self) -> list[bool]:
-        """Of each parameter whether it is trained."""
+    def _requires_grad(self) -> list[bool]:
+        """Return ``requires_grad`` of every parameter."""
         return [param.requires_grad for chunk in self.chunks for param in chunk.parameters()]
 
     def _wire(self) -> None:
-        """Gives the schedule what it calls: gradient scale, synchronisation, and the end of a step."""
+        """Set the schedule's callbacks: gradient scale, gradient and parameter synchronization, end of the step."""
         calls: JsonObject = {
             "grad_scale_func": self.optimizer.scale_loss,
             "finalize_model_grads_func": self._finalize,
@@ -226,12 +231,12 @@ class Engine(Pipeline):
                 setattr(config, name, call)
 
     def _finalize(self, chunks: list[Chunk], _: Tensor | None = None, **options: Upstream) -> None:
-        """Reduces the gradients, and divides them by the number that the loss is over, which need not be whole."""
+        """Reduce the gradients and divide them by the loss count, which may be a fraction."""
         from megatron.core.distributed import finalize_model_grads
 
-        self._number = number = groups.sum_over_data(self._added_up().targets)
+        self._loss_count = number = groups.sum_over_data(self._added_up().targets)
         if self.configs[0].moe_router_enable_expert_bias:
-            moe_aux.keep_counts(self.models, number != 0)
+            moe_aux.mask_expert_counts(self.models, number != 0)
         finalize_model_grads(chunks, **options)
         scale = torch.where(number > 0, 1 / number, 1.0).float()
         for chunk in chunks:
@@ -241,57 +246,61 @@ class Engine(Pipeline):
         calls = [getattr(chunk, method) for chunk in self.chunks]
         return calls if len(calls) > 1 else calls[0]
 
-    def require_model(self) -> None:
-        """Raises if the model trains with another engine by now, which has its gradients.
+    def require_active_engine(self) -> None:
+        """Raise if another engine has wrapped the model since.
 
         Raises:
-            McaError: It does.
+            McaError: The model has the gradients of another engine.
         """
-        if any(wrapper_of(model) is not chunk for model, chunk in zip(self.models, self.chunks, strict=True)):
+        if any(
+            ddp_wrapper(model) is not chunk for model, chunk in zip(self.models, self.chunks, strict=True)
+        ):
             raise McaError(
-                "another trainer has trained this model since, with an optimizer of its own, so this trainer cannot "
-                "go on; train with one trainer, or make a new one each time"
+                "another trainer has trained this model since with its own optimizer, so this trainer cannot "
+                "continue; use one trainer, or create a new one for each train()"
             )
 
     def forward_backward(self, batch: StepBatch) -> StepLoss:
-        """Gradients of all micro-batches, reduced over the ranks, and the step's loss on this rank."""
-        self.require_model()
+        """Compute the reduced gradients of all micro-batches and return the step's loss on this rank."""
+        self.require_active_engine()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        with telling_nan():
+        with name_nan_gradient():
             if self.configs[0].num_moe_experts or self.configs[0].mtp_num_layers:
                 self._begin_step(batch)
             return self.run(batch, forward_only=False)
 
     def _begin_step(self, batch: StepBatch) -> None:
-        """Tells the losses beside the model's own what they are the means of."""
+        """Give the MoE and MTP losses the counts that they are averaged over."""
         counts = count_step(batch, self.configs[0].mtp_num_layers or 0, self._num_items)
         if moe_aux.has_losses(self.configs[0]) or self.configs[0].mtp_num_layers:
-            self.weighed_by.append(counts.targets[0])
+            self.assumed_counts.append(counts.targets[0])
         moe_aux.begin_step(self.models, counts)
-        prediction.begin_step(self.models, counts)
-        if len(batch.micro_batches) > 1 and self._balances_globally:
-            with kept_rng(), self.at_rest():
+        mtp.begin_step(self.models, counts)
+        if len(batch.micro_batches) > 1 and self._needs_global_load:
+            with preserved_rng(), self.params_gathered():
                 for chunk in self.chunks:
-                    chunk.train()  # experts are chosen as in training
-                moe_aux.count_load(self.models, lambda: self.run(batch, forward_only=True, loss=_none))
+                    chunk.train()  # route as in training
+                moe_aux.count_expert_load(
+                    self.models, lambda: self.run(batch, forward_only=True, loss=_no_loss)
+                )
 
     def optimizer_step(self) -> StepResult:
-        """Clips, and updates the parameters; after a step without a target nothing moves, all ranks alike."""
-        if self._number is not None and float(self._number) == 0:
+        """Clip the gradients and update the parameters; a step without targets updates nothing, on any rank."""
+        if self._loss_count is not None and float(self._loss_count) == 0:
             return StepResult(updated=False, grad_norm=None, had_targets=False)
         updated, grad_norm, _ = self.optimizer.step()
         return StepResult(bool(updated), None if grad_norm is None else float(grad_norm))
 
-    def take_weights(self) -> None:
-        """The optimizer goes on from the model's weights, which others than it have changed."""
-        take_weights(self.optimizer)
+    def reload_main_params(self) -> None:
+        """Copy the model's weights into the optimizer's main parameters after something else has changed them."""
+        reload_main_params(self.optimizer)
 
-    def share_weights(self) -> None:
-        """Every rank has the weights in fp32 that others have changed in their shares of a split optimizer.
+    def sync_params(self) -> None:
+        """All-gather fp32 weights after a change to their shards in a distributed optimizer; collective.
 
-        With ``overlap_param_gather`` they arrive in the next forward pass anyway. Collective.
+        With ``overlap_param_gather`` the next forward pass gathers them.
         """
         args = self._args
         views = args.use_distributed_optimizer and self.params_dtype == torch.float32
@@ -299,10 +308,10 @@ class Engine(Pipeline):
             chunk.start_param_sync()
 
 
-def _leave_out_empty(optimizer: MegatronOptimizer) -> None:
-    """Megatron chains an optimizer without an inner one before that of experts, if only experts are trained.
+def _drop_stub_optimizers(optimizer: MegatronOptimizer) -> None:
+    """Remove optimizers without parameters from a chain, for example the dense one if only experts are trained.
 
-    It has nothing to save, and its loss scale, which is the one that losses get, never sees an overflow.
+    A stub has nothing to save. Its loss scale, which the losses use, never sees an overflow.
     """
     singles = getattr(optimizer, "chained_optimizers", [])
     trained = [single for single in singles if not getattr(single, "is_stub_optimizer", False)]

@@ -1,8 +1,8 @@
 """One loss scale for all optimizers of a chain.
 
-In fp16 Megatron gives the optimizer of experts a scale beside that of the rest (megatron-core 0.16.1 and 0.19.2).
-Losses are multiplied by the first one's, and each divides its own gradients by its own: once a gradient overflows in
-one of them alone, those of the other are wrong by the quotient of the two, and stay so.
+In fp16 Megatron gives the experts' optimizer a loss scale separate from that of the dense parameters (megatron-core
+0.16.1 and 0.19.2). Losses are multiplied by the first scale, and each optimizer divides its gradients by its own. After
+an overflow in one optimizer alone, the gradients of the other are wrong by the quotient of the two scales.
 """
 
 from functools import partial
@@ -11,11 +11,11 @@ from mca_train.types import MegatronOptimizer
 
 
 def share_loss_scale(optimizer: MegatronOptimizer) -> None:
-    """Makes the optimizers of a chain have the scale of the first, which moves once a step, by what all found."""
+    """Give all optimizers of a chain the first one's loss scale, updated once a step from all overflow checks."""
     singles = getattr(optimizer, "chained_optimizers", [])
     if (
         len(singles) < 2 or getattr(singles[0], "grad_scaler", None) is None
-    ):  # whole ones in fp32 have no attribute
+    ):  # a non-distributed fp32 optimizer has no scaler
         return
     for single in singles[1:]:
         single.grad_scaler = singles[0].grad_scaler
@@ -23,12 +23,12 @@ def share_loss_scale(optimizer: MegatronOptimizer) -> None:
 
 
 def _prepare_grads(optimizer: MegatronOptimizer) -> bool:
-    """Divides all gradients by the scale; whether one of them is no number."""
+    """Divide all gradients by the scale; return True if one is not finite."""
     scaler = optimizer.chained_optimizers[0].grad_scaler
-    scaler.update = lambda found: None
+    scaler.update = lambda overflowed: None
     try:
-        found = [bool(single.prepare_grads()) for single in optimizer.chained_optimizers]
+        overflowed = [bool(single.prepare_grads()) for single in optimizer.chained_optimizers]
     finally:
         del scaler.update
-    scaler.update(any(found))
-    return any(found)
+    scaler.update(any(overflowed))
+    return any(overflowed)

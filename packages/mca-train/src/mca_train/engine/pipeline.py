@@ -1,4 +1,4 @@
-"""Megatron's forward pipeline schedule over the chunks of a rank, for evaluating. Training is in `engine`."""
+"""Megatron's forward pipeline schedule over the chunks of a rank, for evaluation. Training is in `engine`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -9,14 +9,14 @@ from torch import Tensor
 
 from mca_config.types import JsonObject
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.layers.attention import tell_lengths
-from mca_models.megatron.layers.rope import ropes_by_length, tell_longest
+from mca_models.megatron.layers.attention import set_packed_lengths
+from mca_models.megatron.layers.rope import length_dependent_ropes, set_longest_sequence
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
+from mca_train.engine.ddp_wrappers import gathered_params
 from mca_train.engine.stopwatch import Stopwatch
-from mca_train.engine.wrapping import all_gathered
-from mca_train.losses import moe_aux, prediction
-from mca_train.losses.moe_tokens import hand_tokens
-from mca_train.losses.token_loss import LossFunction, StepLoss, add_up, megatron_loss
+from mca_train.losses import moe_aux, mtp
+from mca_train.losses.moe_sequence_ids import pass_sequence_ids
+from mca_train.losses.token_loss import LossFunction, StepLoss, megatron_loss, sum_micro_batches
 from mca_train.types import Chunk, Upstream
 
 
@@ -24,8 +24,8 @@ class Pipeline:
     """Runs Megatron's schedule over the chunks of this rank.
 
     Args:
-        chunks: One per virtual stage; Megatron models, or those wrapped for data parallelism.
-        loss: What the last stage makes of its output.
+        chunks: One per virtual stage; Megatron models, or their DDP wrappers.
+        loss: Function from the last stage's output to the loss.
         wants_logits: The output is logits instead of the cross entropy of each token.
     """
 
@@ -34,27 +34,29 @@ class Pipeline:
         self._loss = loss
         self._wants_logits = wants_logits
         self._kept: list[Tensor] = []
-        """Of each micro-batch that the running step has done: the loss's sum, and the number that it is over."""
-        self.measured: Stopwatch | None = None
-        """Measures the forward passes of training steps, where it is set."""
+        """Loss sum and loss count of each micro-batch done in the running step."""
+        self.stopwatch: Stopwatch | None = None
+        """Measures the forward passes of training steps, if set."""
         self.configs = list({id(chunk.config): chunk.config for chunk in chunks}.values())
         for config in self.configs:
             config.calculate_per_token_loss = True
         self.models = self.chunks
         self._ropes: dict[int, tuple[Chunk, ...]] = {}
-        moe_aux.balance_experts(self.models)
-        prediction.predict(self.models)
+        moe_aux.install_aux_losses(self.models)
+        mtp.install_mtp_loss(self.models)
 
     def run(self, batch: StepBatch, *, forward_only: bool, loss: LossFunction | None = None) -> StepLoss:
-        """All micro-batches of ``batch``; the loss on this rank, or another ``loss``."""
+        """Run all micro-batches of ``batch``; return this rank's loss, computed by ``loss`` if given."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        parallel.use_groups_of(self.models)
+        parallel.activate_process_groups(self.models)
         iterators = [iter(batch.micro_batches) for _ in self.chunks]
         self._kept = []
         get_forward_backward_func()(
             forward_step_func=partial(
-                self._forward_step, loss=loss or self._loss, measured=None if forward_only else self.measured
+                self._forward_step,
+                loss=loss or self._loss,
+                stopwatch=None if forward_only else self.stopwatch,
             ),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
@@ -65,22 +67,22 @@ class Pipeline:
             forward_only=forward_only,
         )
         for ropes in self._ropes.values():
-            tell_longest(ropes, 0)
+            set_longest_sequence(ropes, 0)
         return self._added_up()
 
     def _added_up(self) -> StepLoss:
-        return add_up(self._kept, self._device)
+        return sum_micro_batches(self._kept, self._device)
 
     def evaluate(self, batch: StepBatch) -> StepLoss:
-        """The loss of ``batch`` on this rank; nothing is trained."""
+        """Return the loss of ``batch`` on this rank, without gradients."""
         with torch.no_grad():
             return self.run(batch, forward_only=True)
 
     @contextmanager
-    def at_rest(self) -> Iterator[None]:
-        """A block in which dropout is off and all parameters are whole: for evaluation and saving. May be nested."""
+    def params_gathered(self) -> Iterator[None]:
+        """Turn dropout off and gather all parameters, for evaluation and saving. Blocks may be nested."""
         modes = [chunk.training for chunk in self.chunks]
-        with all_gathered(self.models):
+        with gathered_params(self.models):
             try:
                 for chunk in self.chunks:
                     chunk.eval()
@@ -95,34 +97,34 @@ class Pipeline:
         model: Chunk,
         *,
         loss: LossFunction,
-        measured: Stopwatch | None = None,
+        stopwatch: Stopwatch | None = None,
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor | JsonObject, ...]]]:
-        given = next(batches)
-        batch = given.to(self._device)
-        tell_longest(ropes := self._ropes_of(model), batch.longest)
-        with nullcontext() if measured is None else measured.running():
+        on_host = next(batches)
+        batch = on_host.to(self._device)
+        set_longest_sequence(ropes := self._length_dependent_ropes(model), batch.longest)
+        with nullcontext() if stopwatch is None else stopwatch.running():
             output = model(
                 input_ids=batch.input_ids,
                 position_ids=batch.position_ids if batch.sections is None else batch.sections,
                 attention_mask=None,
                 labels=None if self._wants_logits else batch.labels,
                 loss_mask=batch.loss_mask,
-                padding_mask=hand_tokens(batch, model),
-                packed_seq_params=_packed_params(batch, given.cu_seqlens),
+                padding_mask=pass_sequence_ids(batch, model),
+                packed_seq_params=_packed_params(batch, on_host.cu_seqlens),
                 **self._images(batch),
             )
-        if ropes and output.requires_grad:  # what is computed again comes after other micro-batches' passes
-            output.register_hook(lambda gradient: tell_longest(ropes, batch.longest))
+        if ropes and output.requires_grad:  # recomputation runs after other micro-batches' passes
+            output.register_hook(lambda gradient: set_longest_sequence(ropes, batch.longest))
         return output, megatron_loss(loss, batch, self._kept)
 
-    def _ropes_of(self, model: Chunk) -> tuple[Chunk, ...]:
-        """Those of a chunk that depend on the length of sequences."""
+    def _length_dependent_ropes(self, model: Chunk) -> tuple[Chunk, ...]:
+        """Return the chunk's rotary embeddings that depend on the sequence length."""
         if id(model) not in self._ropes:
-            self._ropes[id(model)] = ropes_by_length(model)
+            self._ropes[id(model)] = length_dependent_ropes(model)
         return self._ropes[id(model)]
 
     def _images(self, batch: MicroBatch) -> JsonObject:
-        """What chunks take of images, on the first stage pixels in the weights' dtype."""
+        """Return a chunk's image inputs, with pixels in the weights' dtype."""
         ends = {} if batch.attention_ends is None else {"attention_ends": batch.attention_ends}
         if batch.images is None:
             return ends
@@ -137,11 +139,11 @@ class Pipeline:
 
 
 def _packed_params(batch: MicroBatch, on_host: Tensor | None) -> Upstream:
-    """What keeps packed sequences apart; None for padded ones.
+    """Return Megatron's ``PackedSeqParams``; None for padded sequences.
 
     Args:
         batch: On the device.
-        on_host: Its ``cu_seqlens`` before it was moved, so that no layer waits for the device to read them.
+        on_host: Its ``cu_seqlens`` on the host, so that no layer waits for the device to read them.
     """
     if batch.cu_seqlens is None or on_host is None:
         return None
@@ -154,5 +156,5 @@ def _packed_params(batch: MicroBatch, on_host: Tensor | None) -> Upstream:
         max_seqlen_q=batch.max_seqlen,
         max_seqlen_kv=batch.max_seqlen,
     )
-    tell_lengths(params, on_host)
+    set_packed_lengths(params, on_host)
     return params

@@ -1,4 +1,4 @@
-"""The random states of a rank, in files that hold no pickle."""
+"""Random states of a rank, in files without pickle."""
 
 import json
 import random
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from mca_config.errors import McaError
-from mca_config.files import reading
+from mca_config.files import naming_read_errors
 from mca_config.types import JsonObject, Typed
 from mca_models.megatron.distributed import parallel
 from mca_models.storage.safetensors import read_header
@@ -22,20 +22,19 @@ _LAYOUT = "layout"
 
 
 def seed_dropout(model: VirtualModels, seed: int) -> None:
-    """Has this rank drop other values than ranks with other layers or other tokens, where ``model`` drops any.
+    """Seed dropout differently on ranks with other layers or other tokens, if ``model`` has any dropout.
 
-    Hugging Face's Trainer has just given all ranks one seed. Without anything to draw they keep it, for what collates
-    samples.
+    Hugging Face's Trainer has just given all ranks one seed. Without dropout they keep it, for the collator.
     """
     config, adapter = model.megatron, getattr(model, "adapter", None)
     drawn = [config.hidden_dropout, config.attention_dropout, config.moe_input_jitter_eps]
     drawn += [model.config.sparse_mixer_jitter is not None, model.config.input_jitter_noise]
     if any(drawn) or (adapter is not None and adapter.dropout):
-        parallel.seed_device(seed, model.place)
+        parallel.seed_device(seed, model.rank_context)
 
 
 def save_rng(folder: Path, ranks: Ranks) -> None:
-    """Writes every generator's state of this rank to ``folder/rng_<rank>.safetensors``, and of which layout it is."""
+    """Write every generator's state and the layout to ``folder/rng_<rank>.safetensors``."""
     from megatron.core import tensor_parallel
 
     tensors = {f"megatron.{k}": v for k, v in tensor_parallel.get_cuda_rng_tracker().get_states().items()}
@@ -45,14 +44,14 @@ def save_rng(folder: Path, ranks: Ranks) -> None:
     state: Typed = np.random.get_state(legacy=True)
     kind, keys, position, has_gauss, gauss = state
     tensors["numpy"] = torch.from_numpy(keys.astype(np.int64))
-    words = {
+    metadata = {
         "python": json.dumps(random.getstate()),
         "numpy": json.dumps([kind, int(position), int(has_gauss), float(gauss)]),
         _LAYOUT: json.dumps(_sizes(ranks)),
     }
     folder.mkdir(parents=True, exist_ok=True)
     copies = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
-    save_file(copies, _file(folder, ranks.rank), metadata=words)
+    save_file(copies, _file(folder, ranks.rank), metadata=metadata)
 
 
 def _file(folder: Path, rank: int) -> Path:
@@ -60,17 +59,17 @@ def _file(folder: Path, rank: int) -> Path:
 
 
 def _sizes(ranks: Ranks) -> JsonObject:
-    """What says which ranks draw alike: those that differ in their place along the tensor axis alone."""
+    """Return the sizes that decide which ranks draw alike: those that differ only in their tensor rank."""
     layout = ranks.layout
     sizes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp}
     return {"ranks": ranks.world_size} | sizes
 
 
 @contextmanager
-def kept_rng() -> Iterator[None]:
-    """A block after which the generators of dropout are where they were before.
+def preserved_rng() -> Iterator[None]:
+    """Restore the dropout generators after the block.
 
-    Transformer Engine's fused attention moves them in evaluation too, and loaders draw a seed.
+    Transformer Engine's fused attention advances them in evaluation too, and loaders draw a seed.
     """
     from megatron.core import tensor_parallel
 
@@ -83,27 +82,27 @@ def kept_rng() -> Iterator[None]:
         tracker.set_states(states)
 
 
-def is_of_layout(folder: Path, ranks: Ranks) -> bool:
-    """Whether `save_rng` wrote this rank's file on the layout of this run, so that the state fits its place."""
+def matches_layout(folder: Path, ranks: Ranks) -> bool:
+    """Return True if `save_rng` wrote this rank's file on the layout of this run."""
     path = _file(folder, ranks.rank)
-    with reading(path):
+    with naming_read_errors(path):
         return path.is_file() and json.loads(read_header(path).metadata.get(_LAYOUT, "null")) == _sizes(ranks)
 
 
 def load_rng(folder: Path, ranks: Ranks) -> None:
-    """Restores what `save_rng` wrote."""
+    """Restore the state that `save_rng` wrote."""
     from megatron.core import tensor_parallel
 
     path = _file(folder, ranks.rank)
-    with reading(path):
+    with naming_read_errors(path):
         header = read_header(path)
         tensors = {name: torch.from_numpy(tensor.read()) for name, tensor in header.tensors.items()}
-        words: JsonObject = {key: json.loads(text) for key, text in header.metadata.items()}
-    if not {"torch", "numpy"} <= tensors.keys() or not {"python", "numpy"} <= words.keys():
-        raise McaError(f"{path}: is not a file of random states; the checkpoint is damaged")
-    version, state, gauss = words["python"]
+        values: JsonObject = {key: json.loads(text) for key, text in header.metadata.items()}
+    if not {"torch", "numpy"} <= tensors.keys() or not {"python", "numpy"} <= values.keys():
+        raise McaError(f"{path}: holds no random states; the checkpoint is damaged")
+    version, state, gauss = values["python"]
     random.setstate((version, tuple(state), gauss))
-    kind, position, has_gauss, cached = words["numpy"]
+    kind, position, has_gauss, cached = values["numpy"]
     np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(tensors["torch"])
     if "cuda" in tensors and torch.cuda.is_available():

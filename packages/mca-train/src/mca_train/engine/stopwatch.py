@@ -1,4 +1,4 @@
-"""How long blocks of a step take on this rank's device, measured without waiting for it."""
+"""Timing of blocks of a step on this rank's device, without synchronizing with it."""
 
 import time
 from collections.abc import Iterator
@@ -8,10 +8,10 @@ import torch
 
 
 class Stopwatch:
-    """Adds up the time of blocks until it is read.
+    """Sums up the time of blocks until it is read.
 
-    On a GPU an event before and one after each block are all that a step costs; they are read where the host waits for
-    the device anyway. Only the blocks of the last step are known there.
+    On a GPU it records an event before and after each block. They are read where the host waits for the device anyway.
+    Only the blocks of the last step are known there.
 
     Args:
         device: Where the blocks are computed.
@@ -24,7 +24,7 @@ class Stopwatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A block that is measured."""
+        """Measure the block."""
         if self._on_host:
             start = time.perf_counter()
             yield
@@ -37,14 +37,14 @@ class Stopwatch:
         self._events.append((before, after))
 
     def begin_step(self) -> None:
-        """The blocks to come belong to another step."""
+        """Discard the blocks of the step before."""
         self._events.clear()
 
     def read(self, steps: int) -> float:
-        """Seconds of a step, and begins anew.
+        """Return the seconds per step and reset.
 
         Args:
-            steps: How many there were since the last time.
+            steps: Number of steps since the last call.
         """
         if self._on_host:
             seconds, self._seconds = self._seconds / max(steps, 1), 0.0

@@ -1,1 +1,1 @@
-"""Starting the local ranks of a run."""
+"""Launcher of the local ranks of a run."""

@@ -1,4 +1,4 @@
-"""What local ranks know of one another, and who started this process. It starts nothing itself."""
+"""Environment variables of local ranks: rank numbers, rendezvous, threads."""
 
 import os
 import socket
@@ -8,19 +8,19 @@ from mca_train.launch.rendezvous import LISTENER
 
 
 def started_by_launcher(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun (or SLURM, or this module) started this process as one of several ranks."""
+    """Return whether torchrun (or SLURM, or this module) started this process as one of several ranks."""
     return "RANK" in environment and "WORLD_SIZE" in environment
 
 
 def is_first() -> bool:
-    """Whether this process speaks for all ranks: it starts them, or is the first of them."""
+    """Return whether this process is the launcher or rank 0, which log for all ranks."""
     return not started_by_launcher() or os.environ["RANK"] == "0"
 
 
 def one_thread_until_forked() -> None:
-    """Keeps torch to one thread in the launcher: a pool of threads does not survive a fork.
+    """Limit torch to one thread in the launcher, because a thread pool does not survive a fork.
 
-    To be called before torch is imported. What the user asked for (OMP_NUM_THREADS) holds in the ranks.
+    Call it before torch is imported. The user's OMP_NUM_THREADS applies in the ranks.
     """
     os.environ.setdefault("MCA_THREADS", os.environ.get("OMP_NUM_THREADS", ""))
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -28,26 +28,26 @@ def one_thread_until_forked() -> None:
 
 
 def threads_per_rank(ranks: int) -> int:
-    """Threads for a rank on a machine without a GPU: what the user asked for, else its share of the cores.
+    """Return the threads of a rank on a machine without a GPU: the user's number, else its share of the cores.
 
-    A share of two or three gains nothing on small models and costs up to 30 times on a busy machine.
+    Two or three threads do not help small models and are up to 30 times slower on a busy machine.
     """
-    asked = os.environ.get("MCA_THREADS", "")
+    requested = os.environ.get("MCA_THREADS", "")
     share = len(os.sched_getaffinity(0)) // ranks
-    return int(asked) if asked.isdigit() else share if share >= 4 else 1
+    return int(requested) if requested.isdigit() else share if share >= 4 else 1
 
 
-def threads_beside_gpu(ranks: int) -> int:
-    """Threads for a rank that has a GPU: what the user asked for, else its share of the cores.
+def threads_per_gpu_rank(ranks: int) -> int:
+    """Return the threads of a rank that has a GPU: the user's number, else its share of the cores.
 
-    They are for what the host does: the optimizer of offloaded parameters, tokens, checksums of files.
+    They run the work of the host: the optimizer of offloaded parameters, tokenization, checksums of files.
     """
-    asked = os.environ.get("MCA_THREADS", "")
-    return int(asked) if asked.isdigit() else max(1, len(os.sched_getaffinity(0)) // ranks)
+    requested = os.environ.get("MCA_THREADS", "")
+    return int(requested) if requested.isdigit() else max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def rank_environment(rank: int, num_ranks: int, listener: socket.socket) -> dict[str, str]:
-    """The variables by which a rank finds the others, at the port of ``listener``."""
+    """Return the environment variables for the rendezvous of a rank at the port of ``listener``."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -1,4 +1,4 @@
-"""What a rank that fails leaves for the launcher to print, and how its end is explained. It ends no process."""
+"""Reports of failed ranks for the launcher, and the explanation that it prints."""
 
 import json
 import signal
@@ -12,19 +12,19 @@ from pathlib import Path
 
 from mca_config.errors import McaError, UsageError
 from mca_config.redaction import redacted
-from mca_train.launch.stopping import Stopped
+from mca_train.launch.stop_signals import Stopped
 
 _LOST = (
     "closed by peer",
     "reset by peer",
     "remote process exited",
     "Broken pipe",
-)  # gloo's words, and nccl's
+)  # messages of gloo and NCCL
 
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank said when it failed."""
+    """Error text of a failed rank."""
 
     time: float
     rank: int
@@ -33,7 +33,7 @@ class _Report:
 
 @dataclass(frozen=True)
 class End:
-    """How a rank's process ended, seen at most `POLL` later."""
+    """Exit of a rank's process, observed at most `POLL` seconds later."""
 
     time: float
     rank: int
@@ -41,7 +41,7 @@ class End:
 
 
 def report_failure(target: Callable[[], None], folder: Path | None, rank: int) -> int:
-    """Runs ``target``; a failure goes to ``folder`` for the launcher to print, or to stderr. The exit code."""
+    """Run ``target``, write a failure to ``folder`` for the launcher, or to stderr, and return the exit code."""
     code = 1
     try:
         target()
@@ -58,35 +58,35 @@ def report_failure(target: Callable[[], None], folder: Path | None, rank: int) -
         text = f"error: {error}"
     except BaseException as error:
         lost = any(words in str(error) for words in _LOST)
-        told = traceback.format_exception_only(error)[0] if lost else traceback.format_exc()
-        text = f"rank {rank} lost another rank: {told}" if lost else f"rank {rank} failed:\n{told}"
+        trace = traceback.format_exception_only(error)[0] if lost else traceback.format_exc()
+        text = f"rank {rank} lost another rank: {trace}" if lost else f"rank {rank} failed:\n{trace}"
     else:
         sys.stdout.flush()
         sys.stderr.flush()
         if folder is not None:
             done_mark(folder, rank).touch()
         return 0
-    _say(folder, _Report(time.time(), rank, redacted(text)))
+    _publish_report(folder, _Report(time.time(), rank, redacted(text)))
     return code
 
 
-def _say(folder: Path | None, report: _Report) -> None:
-    """For the launcher to print; without its ``folder`` to stderr, where each thing is said once."""
+def _publish_report(folder: Path | None, report: _Report) -> None:
+    """Write the report for the launcher, or without its ``folder`` to stderr, where equal texts are printed once."""
     if folder is not None:
         _write_report(folder, report)
-    elif _is_first_to_say(report.text):
+    elif _claim_text(report.text):
         sys.stderr.write(report.text.rstrip() + "\n")
 
 
-def _is_first_to_say(text: str) -> bool:
-    """Whether no rank has said the same before: all find what is wrong with a configuration, one reports it."""
+def _claim_text(text: str) -> bool:
+    """Return whether this rank is the first with ``text``, because all ranks find the same error of a configuration."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_initialized():
         return True
     try:
         store = distributed.distributed_c10d._get_default_store()
         return bool(store.add(f"mca/said/{zlib.crc32(text.encode())}", 1) == 1)
-    except Exception:  # the store is gone with the rank or the launcher that kept it
+    except Exception:  # the store ended with the rank or launcher that served it
         return True
 
 
@@ -97,12 +97,12 @@ def _write_report(folder: Path, report: _Report) -> None:
 
 
 def done_mark(folder: Path, rank: int) -> Path:
-    """A file that says that a rank's work was done before its process ended."""
+    """Return the path of the file that marks a rank's work as complete."""
     return folder / f"done_{rank}"
 
 
 def explain(folder: Path, ended: Sequence[End], received: Sequence[int]) -> int:
-    """Prints why the rank failed that pulled down the others, and returns the launcher's exit code."""
+    """Print the failure of the rank that made the others fail, and return the launcher's exit code."""
     if received:
         name = signal.Signals(received[0]).name
         sys.stderr.write(f"stopped by {name}\n")
@@ -111,7 +111,7 @@ def explain(folder: Path, ended: Sequence[End], received: Sequence[int]) -> int:
         (_Report(*json.loads(path.read_text())) for path in folder.glob("report_*.json")),
         key=lambda report: report.time,
     )
-    cause = _silent(folder, ended, reports)
+    cause = _find_silent_failure(folder, ended, reports)
     if cause is None:
         sys.stderr.write(reports[0].text.rstrip() + "\n")
         return next((end.code for end in ended if end.rank == reports[0].rank and end.code > 0), 1)
@@ -123,17 +123,17 @@ def explain(folder: Path, ended: Sequence[End], received: Sequence[int]) -> int:
     return code if code > 0 else 1
 
 
-def _silent(folder: Path, ended: Sequence[End], reports: Sequence[_Report]) -> End | None:
-    """The first rank that died without a word, unless it did so because another one had failed.
+def _find_silent_failure(folder: Path, ended: Sequence[End], reports: Sequence[_Report]) -> End | None:
+    """Return the first rank that ended without a report, unless another failed rank was the cause.
 
-    A rank whose peer is gone fails with a report of that, or is aborted by the communication library.
+    A rank that loses its peer fails with a report, or the communication library aborts it.
     """
-    told = {report.rank for report in reports}
+    reported = {report.rank for report in reports}
     failed = [end for end in ended if end.code or not done_mark(folder, end.rank).exists()]
-    silent = [end for end in failed if end.rank not in told]
+    silent = [end for end in failed if end.rank not in reported]
     aborted = [end for end in silent if end.code == -signal.SIGABRT]
-    own = [end for end in silent if end not in aborted]
-    return next(iter(own or ([] if reports else aborted)), None)
+    causes = [end for end in silent if end not in aborted]
+    return next(iter(causes or ([] if reports else aborted)), None)
 
 
 def _tail(folder: Path, rank: int, lines: int = 20) -> str:

@@ -1,8 +1,8 @@
-"""Starts the local ranks of a run and looks after them.
+"""Start and supervision of the local ranks of a run.
 
-Without a GPU the ranks are forked from a process that has imported everything and read the data, so that
+Without a GPU the ranks are forked from a process that has imported all modules and read the data, so that
 four ranks start as fast as one. With GPUs each rank is a new process, because CUDA does not survive a fork.
-One failing rank brings all down; what it said is printed once.
+If one rank fails, all ranks are ended and its error is printed once.
 """
 
 import atexit
@@ -18,26 +18,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from mca_train.launch.environment import rank_environment, threads_beside_gpu
+from mca_train.launch.environment import rank_environment, threads_per_gpu_rank
 from mca_train.launch.failures import End, done_mark, explain, report_failure
 from mca_train.launch.rendezvous import LISTENER, listening
 
-_GRACE = 1.0  # seconds in which the rank that failed first can be told from those that it pulled down
-POLL = 0.02
-_LAST_WORDS = (
-    10.0  # seconds in which a rank that failed may write what it still holds: the others wait for it
+_GRACE = (
+    1.0  # seconds to collect the exits that distinguish the first failed rank from those that it made fail
 )
+POLL = 0.02
+_LAST_WORDS = 10.0  # seconds in which a failed rank may flush buffers, while the others wait for it
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def fork_ranks(target: Callable[[], None], num_ranks: int, folder: Path) -> int:
-    """Runs ``target`` in ``num_ranks`` forks of this process; 0 if all succeed, else an exit code.
+    """Run ``target`` in ``num_ranks`` forks of this process; return 0 if all succeed, else an exit code.
 
     Args:
         target: The work of a rank.
-        num_ranks: How many.
-        folder: For what they say; empty.
+        num_ranks: Number of ranks.
+        folder: Empty folder for their output and reports.
     """
     launcher = os.getpid()
 
@@ -48,13 +48,13 @@ def fork_ranks(target: Callable[[], None], num_ranks: int, folder: Path) -> int:
         code = 1
         try:
             _die_with(launcher)
-            _become_rank(rank, environment, folder)
+            _set_up_rank(rank, environment, folder)
             code = report_failure(target, folder, rank)
             if code:
                 timer = threading.Timer(_LAST_WORDS, os._exit, (code,))
                 timer.daemon = True
                 timer.start()
-            atexit._run_exitfuncs()  # wandb and others write what they still hold
+            atexit._run_exitfuncs()  # wandb and others flush their buffers
         finally:
             os._exit(code)
 
@@ -62,12 +62,12 @@ def fork_ranks(target: Callable[[], None], num_ranks: int, folder: Path) -> int:
 
 
 def spawn_ranks(command: Sequence[str], num_ranks: int, folder: Path) -> int:
-    """Runs ``command`` as ``num_ranks`` new processes; each must call its work through `report_failure`."""
+    """Run ``command`` as ``num_ranks`` new processes; each must call its work through `report_failure`."""
     launcher = os.getpid()
 
     def start(rank: int, environment: dict[str, str]) -> int:
         variables = {**os.environ, **environment, "MCA_TRAIN_REPORTS": str(folder)}
-        variables["OMP_NUM_THREADS"] = str(threads_beside_gpu(num_ranks))  # the launcher has one
+        variables["OMP_NUM_THREADS"] = str(threads_per_gpu_rank(num_ranks))  # the launcher has one
         with (folder / f"output_{rank}.log").open("wb") as log:
             output = None if rank == 0 else log
             process = subprocess.Popen(
@@ -85,16 +85,16 @@ def spawn_ranks(command: Sequence[str], num_ranks: int, folder: Path) -> int:
 
 
 def _die_with(launcher: int) -> None:
-    """Asks Linux to kill this process when its launcher ends, however it ends; it may have ended already."""
+    """Ask Linux to kill this process when its launcher ends; exit if it has ended already."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
         os._exit(1)
 
 
-def _become_rank(rank: int, environment: dict[str, str], folder: Path) -> None:
-    """In a fresh fork: a process group of its own, the rank's variables, and silence unless rank 0."""
-    atexit._clear()  # what the launcher does when it ends
-    os.setpgid(0, 0)  # Ctrl-C reaches the launcher only, which passes it on once
+def _set_up_rank(rank: int, environment: dict[str, str], folder: Path) -> None:
+    """Set up a new fork: a separate process group, the rank's variables, and output to a file unless rank 0."""
+    atexit._clear()  # exit handlers of the launcher
+    os.setpgid(0, 0)  # Ctrl-C reaches only the launcher, which forwards it once
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
@@ -132,7 +132,7 @@ def _wait(
     is_failure: Callable[[End], bool] = lambda _: False,
     seconds: float = float("inf"),
 ) -> list[End]:
-    """Reaps ranks for up to ``seconds`` or until one failed; drops them from ``pids`` and says how they ended."""
+    """Reap ranks for up to ``seconds`` or until one fails; remove them from ``pids`` and return their exits."""
     ended: list[End] = []
     last = time.monotonic() + seconds
     while pids and time.monotonic() < last and not any(is_failure(end) for end in ended):
@@ -146,7 +146,7 @@ def _wait(
 
 @contextlib.contextmanager
 def _forward_signals(pids: Sequence[int]):  # type: ignore[no-untyped-def]
-    """SIGTERM goes on to every rank, and SIGHUP as SIGTERM; SIGINT ends them. Yields the list of signals that came."""
+    """Forward SIGTERM, and SIGHUP as SIGTERM, to every rank; SIGINT kills them. Yield the list of received signals."""
     received: list[int] = []
 
     def handle(number: int, _: FrameType | None) -> None:
@@ -155,8 +155,8 @@ def _forward_signals(pids: Sequence[int]):  # type: ignore[no-untyped-def]
             _signal_group(pid, signal.SIGKILL if number == signal.SIGINT else signal.SIGTERM)
 
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup
-    heard = [signal.SIGTERM, signal.SIGINT, *([] if ignored else [signal.SIGHUP])]
-    before = {number: signal.signal(number, handle) for number in heard}
+    handled = [signal.SIGTERM, signal.SIGINT, *([] if ignored else [signal.SIGHUP])]
+    before = {number: signal.signal(number, handle) for number in handled}
     try:
         yield received
     finally:

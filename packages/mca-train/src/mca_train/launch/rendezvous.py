@@ -1,7 +1,7 @@
-"""Where the ranks of one machine meet: at a port that the launcher holds from the moment it is chosen.
+"""Rendezvous of the ranks of one machine, at a port on which the launcher listens from the start.
 
-A port that is only looked up can be taken by another program before the first rank opens it. Ranks of another launcher
-(torchrun) meet where that says.
+Another program could open a port that is only looked up before the first rank opens it. Ranks of another launcher
+(torchrun) use its rendezvous.
 """
 
 import os
@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mca_models.megatron.distributed.attempts import Attempt
+    from mca_models.megatron.distributed.rendezvous import Attempt
 
 LISTENER = "MCA_TRAIN_LISTENER"
 """The variable with the first rank's descriptor of the listening socket."""
@@ -20,25 +20,25 @@ LISTENER = "MCA_TRAIN_LISTENER"
 
 @contextmanager
 def listening() -> Iterator[socket.socket]:
-    """A socket that listens at a free port of this machine, until the first rank has its own descriptor of it."""
+    """Yield a socket that listens at a free port of this machine, for the block in which rank 0 inherits it."""
     with socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN) as listener:
         yield listener
 
 
 def join(backend: str, timeout: timedelta) -> "Attempt | None":
-    """Starts the default process group, with the ranks of this launcher or of another one (torchrun).
+    """Start the default process group, with the ranks of this launcher or of another one (torchrun).
 
     Returns:
-        Which start of all ranks this is, if the launcher may start them again.
+        The attempt, if the launcher can restart the ranks.
     """
     import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore
 
-    from mca_models.megatron.distributed import attempts
+    from mca_models.megatron.distributed import rendezvous
 
     listener = os.environ.get(LISTENER)
     if listener is None:
-        return attempts.join(backend, timeout)
+        return rendezvous.join(backend, timeout)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = TCPStore(
         os.environ["MASTER_ADDR"],

@@ -1,6 +1,6 @@
-"""A run's folder for temporary files: removed with the run or, where that was killed, by the next one of the user.
+"""A run's folder for temporary files: removed at the end or, after a SIGKILL, by the user's next run.
 
-It carries the marker and the lock of `PartialFolder`, so that only what a dead run left is ever taken for left behind.
+The folder has the marker and the lock of `PartialFolder`, so that only folders of ended runs are removed.
 """
 
 import importlib
@@ -14,21 +14,21 @@ from pathlib import Path
 from mca_config.errors import McaError
 from mca_models.storage.partial_folder import PartialFolder, remove_leftovers
 
-_LONGEST = 107 - len("/listener-xxxxxxxx")  # bytes of a folder with sockets in it
+_LONGEST = 107 - len("/listener-xxxxxxxx")  # bytes of a path of a folder for sockets
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder in the temporary directory, where the sockets of ``multiprocessing`` are too.
+    """Yield a new folder in the temporary directory, also for the sockets of ``multiprocessing``.
 
     Raises:
-        McaError: It cannot be made.
+        McaError: The folder cannot be created.
     """
     try:
-        place, name = Path(tempfile.gettempdir()), f"mca-train-{os.getuid()}"
-        remove_leftovers(place / name)
-        folder = PartialFolder(place, name)
+        parent, name = Path(tempfile.gettempdir()), f"mca-train-{os.getuid()}"
+        remove_leftovers(parent / name)
+        folder = PartialFolder(parent, name)
         folder.path.chmod(0o700)
     except OSError as error:
         where = tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")
@@ -47,9 +47,9 @@ def scratch_folder() -> Iterator[Path]:
 
 @contextmanager
 def _sockets_in(folder: Path) -> Iterator[None]:
-    """Has managers and queues of this process, and of its forks, use ``folder``: else each makes a ``pymp-*``.
+    """Make managers and queues of this process and its forks use ``folder`` instead of a ``pymp-*`` folder.
 
-    A process that is killed does not remove that; ``multiprocess`` is what `datasets` uses in its place.
+    A killed process does not remove its ``pymp-*`` folder. `datasets` uses ``multiprocess``.
     """
     if len(os.fsencode(folder)) > _LONGEST:
         yield

@@ -1,1 +1,1 @@
-"""From what the last pipeline stage computes to the loss of a step."""
+"""Losses: from the last pipeline stage's output to the loss of a step."""

@@ -1,6 +1,6 @@
-"""Training on answers that are good or bad, each alone: KTO.
+"""KTO: preference tuning on unpaired answers that are good or bad.
 
-With ``r`` the log-probability of an answer minus the reference's, and ``kl`` how far the model has moved from the
+With ``r`` the log-probability of an answer minus the reference's, and ``kl`` the estimated KL divergence from the
 reference, measured on answers to other prompts (a mean, at least 0):
 
     good answers    desirable_weight   (1 - sigmoid(beta (r - kl)))
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class KtoLoss:
-    """What answers are trained on.
+    """KTO loss.
 
     Args:
-        beta: How strongly the model is kept near the reference.
-        desirable_weight: Of good answers.
-        undesirable_weight: Of bad ones.
+        beta: Strength of the KL penalty.
+        desirable_weight: Weight of good answers.
+        undesirable_weight: Weight of bad answers.
     """
 
     beta: float = 0.1
@@ -47,29 +47,29 @@ class KtoLoss:
                 raise McaError(f"{name} is {getattr(self, name)}; expected 0 or more")
 
     def __call__(self, gain: Tensor, good: Tensor, kl: Tensor) -> Tensor:
-        """The loss of each answer.
+        """Return the loss of each answer.
 
         Args:
-            gain: Its log-probability minus the reference's.
-            good: Whether it is.
-            kl: Of the step.
+            gain: Log-probability of each answer minus the reference's.
+            good: True for good answers.
+            kl: Estimate of the step.
         """
-        away = self.beta * (gain - kl)
-        liked = self.desirable_weight * (1 - torch.sigmoid(away))
-        return torch.where(good, liked, self.undesirable_weight * (1 - torch.sigmoid(-away)))
+        shifted = self.beta * (gain - kl)
+        desirable = self.desirable_weight * (1 - torch.sigmoid(shifted))
+        return torch.where(good, desirable, self.undesirable_weight * (1 - torch.sigmoid(-shifted)))
 
 
 def key_problems(training: "TrainingArguments") -> Iterator[str]:
-    """Keys of the arguments that are not followed for such answers."""
+    """Yield an error for each argument that KTO does not support."""
     yield from preference.key_problems(training)
     if training.overlap_param_gather:
         yield (
-            "overlap_param_gather cannot be combined with kto, which runs the model before a step; set it to false"
+            "overlap_param_gather is not supported with kto, which runs the model before a step; set it to false"
         )
 
 
 def model_problems(megatron: "TransformerConfig") -> Iterator[str]:
-    """What Megatron would add to the loss of such answers, or not do with them, by its configuration of the model."""
+    """Yield an error for each field of Megatron's configuration that KTO does not support."""
     yield from preference.model_problems(megatron)
     if megatron.moe_token_dispatcher_type == "allgather":
         yield "moe_token_dispatcher_type allgather needs samples of one length, which kto does not have; use alltoall"
@@ -78,14 +78,14 @@ def model_problems(megatron: "TransformerConfig") -> Iterator[str]:
 
 
 def step_problems(samples: int) -> Iterator[str]:
-    """What is wrong with steps of so many samples."""
+    """Yield an error if a step has too few samples."""
     if samples < 2:
         yield (
-            "kto needs the answers of other samples in a step, but a step has only one sample; raise "
+            "kto needs other samples in a step for the KL estimate, but a step has one sample; raise "
             "gradient_accumulation_steps"
         )
 
 
 def divergence(gains: Tensor) -> Tensor:
-    """The ``kl`` of a step, from the sum of the mismatched answers' gains and their number."""
+    """Return the ``kl`` of a step from the summed gains of mismatched answers and their count."""
     return (gains[0] / gains[1].clamp(min=1)).clamp(min=0).float()

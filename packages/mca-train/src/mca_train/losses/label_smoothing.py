@@ -1,9 +1,9 @@
-"""Label smoothing over a vocabulary that is cut over tensor-parallel ranks.
+"""Label smoothing over a vocabulary that is split over tensor-parallel ranks.
 
 Smoothed by ``e``, the loss of a token is ``(1 - e) * nll(target) + e * mean over the vocabulary of nll``, as in
-Hugging Face. With ``nll(v) = log sum exp(z) - z_v`` that is ``nll(target) + e * (z_target - mean z)``: two linear
-terms beside the cross entropy. Megatron's own smoothing takes its mean over one rank's part of the vocabulary and
-counts the padding in it.
+Hugging Face. With ``nll(v) = log sum exp(z) - z_v`` that is ``nll(target) + e * (z_target - mean z)``: the cross
+entropy plus two linear terms. Megatron's own smoothing takes the mean over one rank's part of the vocabulary and
+includes the padding.
 """
 
 from collections.abc import Iterable
@@ -16,11 +16,11 @@ from mca_train.types import Chunk, Upstream
 
 
 def smooth_labels(chunks: Iterable[Chunk], epsilon: float, vocab_size: int) -> None:
-    """Has the chunk with the loss return the smoothed cross entropy, of prediction layers' too.
+    """Make the chunk with the loss return the smoothed cross entropy, for MTP layers too.
 
     Args:
         chunks: Megatron models of this rank.
-        epsilon: ``label_smoothing_factor``; 0 takes away what another trainer of the model set.
+        epsilon: ``label_smoothing_factor``; 0 removes the setting of another trainer of the model.
         vocab_size: Without padding.
     """
     for chunk in chunks:
@@ -29,7 +29,7 @@ def smooth_labels(chunks: Iterable[Chunk], epsilon: float, vocab_size: int) -> N
             continue
         if chunk.config.cross_entropy_loss_fusion and chunk.config.cross_entropy_fusion_impl == "te":
             raise McaError(
-                "label_smoothing_factor does not work with cross_entropy_fusion_impl te, which overwrites the "
+                "label_smoothing_factor is not supported with cross_entropy_fusion_impl te, which overwrites the "
                 "logits with their gradients; set cross_entropy_fusion_impl to native"
             )
         chunk.compute_language_model_loss = _Smoothed(chunk.compute_language_model_loss, epsilon, vocab_size)
@@ -40,14 +40,14 @@ class _Smoothed:
         self._plain, self._epsilon, self._vocab_size = plain, epsilon, vocab_size
 
     def __call__(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """``labels [b, s]`` and ``logits [s, b, vocab / tp]`` to ``[b, s]``."""
+        """Return the losses ``[b, s]`` from ``labels [b, s]`` and ``logits [s, b, vocab / tp]``."""
         extra = target_over_mean(logits, labels.transpose(0, 1), self._vocab_size)  # before logits are reused
         losses: Tensor = self._plain(labels, logits)
         return losses + self._epsilon * extra.transpose(0, 1)
 
 
 def target_over_mean(logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
-    """The target's logit minus the mean of all, fp32.
+    """Return the target's logit minus the mean of all, fp32.
 
     Args:
         logits: ``[..., vocab / tp]`` of this tensor-parallel rank.
@@ -65,7 +65,7 @@ def target_over_mean(logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
 
 
 class _Share(torch.autograd.Function):
-    """One rank's part of `target_over_mean`; keeps no logits, which Megatron's cross entropy overwrites."""
+    """This rank's share of `target_over_mean`; saves no logits, which Megatron's cross entropy overwrites."""
 
     @staticmethod
     def forward(ctx: Upstream, logits: Tensor, local: Tensor, true: int, vocab_size: int) -> Tensor:

@@ -1,23 +1,22 @@
-"""Experts' auxiliary losses as they are defined, on every layout, and what is counted for experts' biases.
+"""MoE auxiliary losses that are the same on every layout, and the token counts for expert biases.
 
-The loss of a step is ``cross entropy + sum over layers of coefficient x auxiliary loss``, where the cross entropy is
-the mean over the targets of the global batch (a custom loss: over what that counts) and the auxiliary loss of a layer
-that over its tokens, padding left out. With E experts of which each token is sent to k, ``c_e`` tokens that are sent
-to expert e, ``p_e`` the mean of the routers' scores for it, of T tokens, the balancing loss of these tokens is
-``E / (k T) x sum over e of c_e p_e``:
+The loss of a step is ``cross entropy + sum over layers of coefficient x auxiliary loss``. The cross entropy is the mean
+over the targets of the global batch (a custom loss: over its own count). A layer's auxiliary loss is the mean over its
+tokens without padding. With E experts, k experts per token, ``c_e`` tokens routed to expert e, ``p_e`` the mean router
+score of expert e, and T tokens, the load balancing loss is ``E / (k T) x sum over e of c_e p_e``:
 
 - ``aux_loss``: of each micro-batch,
 - ``seq_aux_loss``: of each sequence, in packed rows too,
 - ``global_aux_loss``: of the global batch.
 
-Scores are Megatron's, which sum to 1 for a token; with the coefficient of ``config.json`` they are Hugging Face's: a
-softmax of the logits, also where the router itself takes sigmoids.
+Scores are Megatron's, which sum to 1 for a token. With the coefficient of ``config.json`` they are Hugging Face's: a
+softmax of the logits, also for sigmoid routers.
 
-A micro-batch and a sequence weigh as much as their tokens. The z-loss is the mean of ``logsumexp(logits)^2``.
+A micro-batch and a sequence are weighted by their tokens. The z-loss is the mean of ``logsumexp(logits)^2``.
 
-Megatron's own (0.16.1 and 0.19.2) depend on the layout: they weigh a rank by its own tokens, take a packed row for one
-sequence, all sequences for equally long, for the global batch that which has come so far, and prediction layers'
-padding for tokens. Routers of a trained model compute with the functions below instead.
+Megatron's own losses (0.16.1 and 0.19.2) depend on the layout. They weight a rank by its own tokens, treat a packed row
+as one sequence and all sequences as equally long, use the part of the global batch seen so far, and count the padding
+of MTP layers as tokens. Routers of a trained model use the functions below instead.
 """
 
 import copy
@@ -28,30 +27,30 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mca_models.megatron.factory.transformer_config import BALANCES_CHANCES
+from mca_models.megatron.factory.transformer_config import HF_AUX_LOSS
 from mca_train import groups
-from mca_train.losses.moe_tokens import carry_tokens, numbers_of, prediction_routers
+from mca_train.losses.moe_sequence_ids import decode_sequence_ids, mtp_router_depths, propagate_sequence_ids
 from mca_train.losses.step_counts import StepCounts
 from mca_train.types import Chunk, Router, Upstream
 
 
 @dataclass
-class Balance:
-    """What a router is told of the running step, and what it finds out.
+class AuxLossState:
+    """A router's inputs for the running step, and its losses.
 
     Args:
-        depth: How many tokens further ahead than one its layer predicts; 0 in the decoder.
+        depth: Number of tokens that its layer predicts further ahead than the next one; 0 in the decoder.
     """
 
     depth: int
     items_per_token: float = 1.0
-    """What the model's loss is divided by, over `tokens`."""
+    """The model's loss count divided by `tokens`."""
     tokens: float = 1.0
-    """That count for this router, of the step on all ranks."""
+    """Tokens of the step that this router routes, on all ranks, without padding."""
     num_segments: int = 1
-    """Sequences of a micro-batch at most."""
+    """Largest number of sequences in a micro-batch."""
     load: Tensor | None = None
-    """``[experts]``: tokens of the step that are sent to each, if it was counted before; else None."""
+    """``[experts]``: tokens of the step routed to each, if counted before the step; else None."""
     counting: bool = False
     """The running pass only counts `load`."""
     capacity: float | None = None
@@ -59,260 +58,265 @@ class Balance:
     logits: Tensor | None = None
     """``[tokens, experts]`` of the running call."""
     segments: Tensor | None = None
-    """``[tokens]`` of the running call: whose tokens these are."""
-    found: dict[str, Tensor] = field(default_factory=dict)
-    """The losses of the step, this rank's share, without their coefficients."""
+    """``[tokens]`` of the running call: sequence ids."""
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    """This rank's share of the step's losses, without coefficients."""
 
     def attach(self, carrier: Tensor, name: str, value: Tensor, coefficient: float) -> Tensor:
-        """``carrier``, which now brings the gradient of a loss.
+        """Return ``carrier`` with the gradient of an auxiliary loss attached.
 
         Args:
-            carrier: Something on the way from the router to the model's loss.
-            name: Of the loss.
-            value: This rank's share of it, times the tokens that it is the mean of.
-            coefficient: Of the loss.
+            carrier: Tensor between the router and the model's loss.
+            name: Name of the loss.
+            value: This rank's share of the loss, times the tokens that it is averaged over.
+            coefficient: Coefficient of the loss.
         """
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
         share = value.detach().double() / self.tokens
-        self.found[name] = self.found[name] + share if name in self.found else share
+        self.losses[name] = self.losses[name] + share if name in self.losses else share
         result: Tensor = MoEAuxLossAutoScaler.apply(carrier, value * (coefficient * self.items_per_token))
         return result
 
 
-def balance_experts(chunks: Iterable[torch.nn.Module]) -> None:
-    """Has every router in ``chunks`` compute its losses by this module; a second time changes nothing."""
+def install_aux_losses(chunks: Iterable[torch.nn.Module]) -> None:
+    """Make every router in ``chunks`` compute its losses with this module; idempotent."""
     for chunk in chunks:
         modules = list(routers((chunk,)))
-        if not modules or "mca_balance" in vars(modules[0]):
+        if not modules or "mca_aux_loss" in vars(modules[0]):
             continue
-        carry_tokens(chunk)
-        depths = prediction_routers(chunk)
+        propagate_sequence_ids(chunk)
+        depths = mtp_router_depths(chunk)
         for router in modules:
-            router.mca_balance = Balance(
+            router.mca_aux_loss = AuxLossState(
                 depths.get(router, 0), capacity=router.config.moe_expert_capacity_factor
             )
-            if router.mca_balance.capacity is not None:  # `_route` drops tokens, once they are counted
+            if router.mca_aux_loss.capacity is not None:  # `_route` drops tokens after counting
                 router.config = copy.copy(router.config)
                 router.config.moe_expert_capacity_factor = None
-            for name, function in _OWN.items():
+            for name, function in _ROUTER_METHODS.items():
                 setattr(router, name, partial(function, router))
             router.sinkhorn_load_balancing = partial(_sinkhorn, router, router.sinkhorn_load_balancing)
             router.routing = partial(_route, router, router.routing)
 
 
 def routers(chunks: Iterable[torch.nn.Module]) -> Iterable[Chunk]:
-    """All routers of experts."""
+    """Return all MoE routers."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter))
 
 
 def begin_step(chunks: Iterable[torch.nn.Module], counts: StepCounts) -> None:
-    """Tells the routers of ``chunks`` what the coming step has."""
+    """Set the counts of the coming step in the routers of ``chunks``."""
     for router in routers(chunks):
-        balance: Balance = router.mca_balance
-        balance.tokens = max(counts.tokens[balance.depth], 1.0)
-        balance.items_per_token = counts.targets[0] / balance.tokens
-        balance.num_segments = counts.num_segments
-        balance.load = None
-        balance.found.clear()
+        state: AuxLossState = router.mca_aux_loss
+        state.tokens = max(counts.tokens[state.depth], 1.0)
+        state.items_per_token = counts.targets[0] / state.tokens
+        state.num_segments = counts.num_segments
+        state.load = None
+        state.losses.clear()
 
 
 def has_losses(config: Upstream) -> bool:
-    """Whether routers add losses to the model's, by Megatron's configuration of the whole model."""
-    return bool(config.num_moe_experts) and bool(_balanced_by(config) or config.moe_z_loss_coeff)
+    """Return True if routers add auxiliary losses, from Megatron's configuration of the full model."""
+    return bool(config.num_moe_experts) and bool(_balancing_kinds(config) or config.moe_z_loss_coeff)
 
 
-def balances_globally(config: Upstream) -> bool:
-    """Whether routers need to know all of a step before its first micro-batch.
+def needs_global_load(config: Upstream) -> bool:
+    """Return True if routers need the expert load of the whole step before its first micro-batch.
 
     Args:
-        config: Megatron's, of the whole model: a pipeline stage without routers takes part as well.
+        config: Megatron's, of the full model: a pipeline stage without routers takes part as well.
     """
-    return bool(config.num_moe_experts) and "global_aux_loss" in _balanced_by(config)
+    return bool(config.num_moe_experts) and "global_aux_loss" in _balancing_kinds(config)
 
 
-def _balanced_by(config: Upstream) -> set[str]:
+def _balancing_kinds(config: Upstream) -> set[str]:
     kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     if isinstance(kinds, str):
         kinds, coefficients = [kinds], [coefficients]
-    found = {kind for kind, each in zip(kinds, coefficients, strict=True) if each}
-    return found & {"aux_loss", "seq_aux_loss", "global_aux_loss"}
+    enabled = {kind for kind, value in zip(kinds, coefficients, strict=True) if value}
+    return enabled & {"aux_loss", "seq_aux_loss", "global_aux_loss"}
 
 
-def count_load(chunks: Iterable[torch.nn.Module], forward: Callable[[], object]) -> None:
-    """Counts over all ranks what each expert is sent in the passes that ``forward`` makes; collective."""
-    found = list(routers(chunks))
-    for router in found:
-        router.mca_balance.counting = True
-        router.mca_balance.load = torch.zeros(router.num_experts, device=router.weight.device)
+def count_expert_load(chunks: Iterable[torch.nn.Module], forward: Callable[[], object]) -> None:
+    """Count the tokens routed to each expert on all ranks in the passes of ``forward``; collective."""
+    all_routers = list(routers(chunks))
+    for router in all_routers:
+        router.mca_aux_loss.counting = True
+        router.mca_aux_loss.load = torch.zeros(router.num_experts, device=router.weight.device)
     try:
         with torch.no_grad():
             forward()
     finally:
-        for router in found:
-            router.mca_balance.counting = False
-    for router in found:
-        router.mca_balance.load = groups.sum_over(router.mca_balance.load, router.tp_dp_cp_group)
+        for router in all_routers:
+            router.mca_aux_loss.counting = False
+    for router in all_routers:
+        router.mca_aux_loss.load = groups.sum_over(router.mca_aux_loss.load, router.tp_dp_cp_group)
 
 
 def _route(router: Router, plain: Upstream, logits: Tensor, padding_mask: Tensor | None = None) -> Upstream:
-    balance: Balance = router.mca_balance
-    balance.segments = numbers_of(padding_mask, logits)
-    padding = None if padding_mask is None else (balance.segments < 0).view(logits.shape[:2])
-    if balance.counting:
-        balance.load += _sent(router, logits.flatten(0, 1)).sum(0)  # type: ignore[operator]
-    balance.logits = logits.flatten(0, 1)
+    state: AuxLossState = router.mca_aux_loss
+    state.segments = decode_sequence_ids(padding_mask, logits)
+    padding = None if padding_mask is None else (state.segments < 0).view(logits.shape[:2])
+    if state.counting:
+        state.load += _routing_map(router, logits.flatten(0, 1)).sum(0)  # type: ignore[operator]
+    state.logits = logits.flatten(0, 1)
     routed = plain(logits, padding)
-    balance.logits = None
-    return routed if balance.capacity is None else _within_capacity(router, *routed)
+    state.logits = None
+    return routed if state.capacity is None else _drop_over_capacity(router, *routed)
 
 
-def _within_capacity(router: Router, weights: Tensor, sent: Tensor) -> Upstream:
-    """What is left, both ``[tokens, experts]``, where experts take a limited number; padding takes nobody's place."""
+def _drop_over_capacity(router: Router, weights: Tensor, routing_map: Tensor) -> Upstream:
+    """Drop tokens over the experts' capacity, both ``[tokens, experts]``; padding uses no capacity."""
     from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping
 
-    real = _segments(router.mca_balance) >= 0
-    counts = (real | ~real.any()).unsqueeze(-1)  # padding alone is sent: not every kernel takes no tokens
+    real = _sequence_ids(router.mca_aux_loss) >= 0
+    counts = (real | ~real.any()).unsqueeze(
+        -1
+    )  # padding alone is routed: some kernels need at least one token
     return apply_router_token_dropping(
         weights * counts,
-        sent & counts,
+        routing_map & counts,
         router_topk=router.topk,
-        capacity_factor=router.mca_balance.capacity,
+        capacity_factor=router.mca_aux_loss.capacity,
         drop_policy=router.config.moe_token_drop_policy,
         pad_to_capacity=router.config.moe_pad_expert_input_to_capacity,
     )
 
 
 def _sinkhorn(router: Router, plain: Upstream, logits: Tensor) -> Upstream:
-    """``sinkhorn_load_balancing``; in training, which distributes tokens evenly, padding is no part of them."""
-    weights, sent = plain(logits)
-    counted = _segments(router.mca_balance) >= 0
+    """Apply ``sinkhorn_load_balancing``; in training, which distributes tokens evenly, without padding."""
+    weights, routing_map = plain(logits)
+    counted = _sequence_ids(router.mca_aux_loss) >= 0
     if not router.training or counted.all() or not counted.any():
-        return weights, sent
+        return weights, routing_map
     counting = counted.nonzero().squeeze(-1)
-    own_weights, own_sent = plain(logits[counting])
-    return weights.index_copy(0, counting, own_weights), sent.index_copy(0, counting, own_sent)
+    real_weights, real_map = plain(logits[counting])
+    return weights.index_copy(0, counting, real_weights), routing_map.index_copy(0, counting, real_map)
 
 
-def _sent(router: Router, logits: Tensor) -> Tensor:
+def _routing_map(router: Router, logits: Tensor) -> Tensor:
     from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
 
-    sent, _ = compute_routing_scores_for_aux_loss(
+    routing_map, _ = compute_routing_scores_for_aux_loss(
         logits,
         router.topk,
         router.score_function,
         fused=router.config.moe_router_fusion,
-        padding_mask=router.mca_balance.segments < 0,
+        padding_mask=router.mca_aux_loss.segments < 0,
     )
-    result: Tensor = sent
+    result: Tensor = routing_map
     return result
 
 
-def _of_micro_batch(router: Router, probs: Tensor, scores: Tensor, sent: Tensor, **_: object) -> Tensor:
-    """``aux_loss``. Scores and what is sent: ``[tokens, experts]``, 0 for padding."""
+def _aux_loss(router: Router, probs: Tensor, scores: Tensor, routing_map: Tensor, **_: object) -> Tensor:
+    """Attach ``aux_loss``. Scores and routing map: ``[tokens, experts]``, 0 for padding."""
     coefficient = router.get_aux_loss_coeff("aux_loss")
     if not coefficient:
         return probs
-    load = groups.sum_over(sent.sum(0), router.tp_cp_group)
-    return _attached(router, probs, "load_balancing_loss", _balance(router, scores, load), coefficient)
+    load = groups.sum_over(routing_map.sum(0), router.tp_cp_group)
+    return _attach(router, probs, "load_balancing_loss", _balance(router, scores, load), coefficient)
 
 
-def _of_sequences(
-    router: Router, probs: Tensor, scores: Tensor, sent: Tensor, *_: object, **__: object
+def _seq_aux_loss(
+    router: Router, probs: Tensor, scores: Tensor, routing_map: Tensor, *_: object, **__: object
 ) -> Tensor:
-    """``seq_aux_loss``."""
+    """Attach ``seq_aux_loss``."""
     coefficient = router.get_aux_loss_coeff("seq_aux_loss")
     if not coefficient:
         return probs
-    balance: Balance = router.mca_balance
-    whose = _segments(balance).clamp(min=0)
-    empty = torch.zeros(balance.num_segments, sent.shape[1], device=sent.device)
-    load = groups.sum_over(empty.index_add(0, whose, sent.float()), router.tp_cp_group)
-    value = _balance(router, scores, load, whose)
-    return _attached(router, probs, "seq_load_balancing_loss", value, coefficient)
+    state: AuxLossState = router.mca_aux_loss
+    sequences = _sequence_ids(state).clamp(min=0)
+    empty = torch.zeros(state.num_segments, routing_map.shape[1], device=routing_map.device)
+    load = groups.sum_over(empty.index_add(0, sequences, routing_map.float()), router.tp_cp_group)
+    value = _balance(router, scores, load, sequences)
+    return _attach(router, probs, "seq_load_balancing_loss", value, coefficient)
 
 
-def _of_step(router: Router, probs: Tensor, scores: Tensor, sent: Tensor, **_: object) -> Tensor:
-    """``global_aux_loss``."""
+def _global_aux_loss(
+    router: Router, probs: Tensor, scores: Tensor, routing_map: Tensor, **_: object
+) -> Tensor:
+    """Attach ``global_aux_loss``."""
     coefficient = router.get_aux_loss_coeff("global_aux_loss")
     if not coefficient:
         return probs
-    load = router.mca_balance.load
+    load = router.mca_aux_loss.load
     if load is None:
-        load = groups.sum_over(sent.sum(0), router.tp_dp_cp_group)
-    return _attached(router, probs, "global_load_balancing_loss", _balance(router, scores, load), coefficient)
+        load = groups.sum_over(routing_map.sum(0), router.tp_dp_cp_group)
+    return _attach(router, probs, "global_load_balancing_loss", _balance(router, scores, load), coefficient)
 
 
-def _balance(router: Router, scores: Tensor, load: Tensor, whose: Tensor | None = None) -> Tensor:
-    """This rank's share of the balancing loss, times the tokens that it is of.
+def _balance(router: Router, scores: Tensor, load: Tensor, sequences: Tensor | None = None) -> Tensor:
+    """Return this rank's share of the balancing loss, times the tokens that it is averaged over.
 
     Args:
-        router: Whose.
+        router: The router.
         scores: ``[tokens, experts]``
-        load: How many tokens are sent to each expert, ``[experts]``, or of each sequence, ``[sequences, experts]``.
-        whose: Sequence of each token.
+        load: Tokens routed to each expert, ``[experts]``, or per sequence, ``[sequences, experts]``.
+        sequences: Sequence of each token.
     """
-    scores = _chances(router) if getattr(router.config, BALANCES_CHANCES, False) else scores
+    scores = _softmax_scores(router) if getattr(router.config, HF_AUX_LOSS, False) else scores
     share = load.float() * (router.num_experts / router.topk)
     share = share / (load.sum(-1, keepdim=True) / router.topk).clamp(min=1)
-    value: Tensor = (scores * (share if whose is None else share[whose])).sum()
+    value: Tensor = (scores * (share if sequences is None else share[sequences])).sum()
     return value
 
 
-def _segments(balance: Balance) -> Tensor:
-    """``[tokens]``: whose they are, padding below 0."""
-    if balance.segments is None:
-        raise RuntimeError("a loss of a router without its call")
-    return balance.segments
+def _sequence_ids(state: AuxLossState) -> Tensor:
+    """Return the sequence id of each token, ``[tokens]``, negative for padding."""
+    if state.segments is None:
+        raise RuntimeError("router loss outside of a router call")
+    return state.segments
 
 
-def _chances(router: Router) -> Tensor:
-    """``[tokens, experts]``: the softmax of logits, of which HF's loss is whatever the router's scores are."""
-    balance: Balance = router.mca_balance
-    if balance.logits is None:
-        raise RuntimeError("a balancing loss without its router's call")
-    counts = (_segments(balance) >= 0).unsqueeze(-1)
-    return balance.logits.softmax(-1, dtype=torch.float32) * counts
+def _softmax_scores(router: Router) -> Tensor:
+    """Return the softmax of the logits, ``[tokens, experts]``, which HF's loss uses with any router scores."""
+    state: AuxLossState = router.mca_aux_loss
+    if state.logits is None:
+        raise RuntimeError("balancing loss outside of a router call")
+    counts = (_sequence_ids(state) >= 0).unsqueeze(-1)
+    return state.logits.softmax(-1, dtype=torch.float32) * counts
 
 
-def _attached(router: Router, probs: Tensor, name: str, value: Tensor, coefficient: float) -> Tensor:
-    balance: Balance = router.mca_balance
-    return balance.attach(probs, name, value, coefficient)
+def _attach(router: Router, probs: Tensor, name: str, value: Tensor, coefficient: float) -> Tensor:
+    state: AuxLossState = router.mca_aux_loss
+    return state.attach(probs, name, value, coefficient)
 
 
 def _z_loss(router: Router, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
     coefficient = router.config.moe_z_loss_coeff
     if coefficient is None or not router.training or not torch.is_grad_enabled():
         return logits
-    squares = torch.logsumexp(logits, -1).square() * (router.mca_balance.segments >= 0)
-    return _attached(router, logits, "z_loss", squares.sum(), coefficient)
+    squares = torch.logsumexp(logits, -1).square() * (router.mca_aux_loss.segments >= 0)
+    return _attach(router, logits, "z_loss", squares.sum(), coefficient)
 
 
 def _count_for_bias(router: Router, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-    """Megatron takes the mask ``[tokens]`` beside ``[tokens, experts]``; in evaluation nothing is counted.
+    """Count tokens for expert biases, in training only.
 
-    Nor is it for a router that is frozen: biases without counts stay as they are.
+    Megatron applies a mask ``[tokens]`` to ``[tokens, experts]``, which fails. A frozen router counts nothing, so its
+    biases stay as they are.
     """
     if router.enable_expert_bias and torch.is_grad_enabled() and router.weight.requires_grad:
         with torch.no_grad():
-            counts = routing_map & (router.mca_balance.segments >= 0).unsqueeze(-1)
+            counts = routing_map & (router.mca_aux_loss.segments >= 0).unsqueeze(-1)
             router.local_tokens_per_expert += counts.sum(0)
 
 
-def keep_counts(chunks: Iterable[torch.nn.Module], kept: Tensor) -> None:
-    """What was counted for experts' biases in the running step moves them only if ``kept``."""
+def mask_expert_counts(chunks: Iterable[torch.nn.Module], kept: Tensor) -> None:
+    """Zero the counts for expert biases of the running step unless ``kept``."""
     for router in routers(chunks):
         if router.enable_expert_bias:
             router.local_tokens_per_expert.mul_(kept)
 
 
-_OWN: Mapping[str, Callable[..., Tensor | None]] = {
-    "_apply_aux_loss": _of_micro_batch,
-    "_apply_seq_aux_loss": _of_sequences,
-    "_apply_global_aux_loss": _of_step,
+_ROUTER_METHODS: Mapping[str, Callable[..., Tensor | None]] = {
+    "_apply_aux_loss": _aux_loss,
+    "_apply_seq_aux_loss": _seq_aux_loss,
+    "_apply_global_aux_loss": _global_aux_loss,
     "apply_z_loss": _z_loss,
     "_apply_expert_bias": _count_for_bias,
 }
-"""Methods of Megatron's router by name, and what stands for them."""
+"""Methods of Megatron's router and their replacements."""

@@ -1,4 +1,4 @@
-"""Training on preferences: DPO's losses over pairs of answers, against a reference model or without one.
+"""Preference tuning: DPO losses over pairs of answers, with or without a reference model.
 
 With ``c`` and ``r`` the log-probabilities of the chosen and the rejected answer (sums over its tokens), ``c0`` and
 ``r0`` those of the reference, ``C = beta (c - c0)``, ``R = beta (r - r0)``, ``M = C - R`` and ``s`` the sigmoid:
@@ -18,7 +18,7 @@ With ``c`` and ``r`` the log-probabilities of the chosen and the rejected answer
     simpo         -log sigmoid(beta (c - r) - gamma), means too, no reference     gamma: simpo_gamma
     orpo          -c - beta log sigmoid(log odds(c) - log odds(r)), means too, no reference
 
-``rpo_alpha`` adds that many times the chosen answer's cross entropy, a mean over its tokens.
+``rpo_alpha`` is the weight of the chosen answer's cross entropy (a mean over its tokens), added to the loss.
 The loss of a step is the mean over all pairs of the global batch.
 """
 
@@ -34,16 +34,16 @@ from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch
-from mca_train.losses.compared import COMPARED, Gains
+from mca_train.losses.dpo import REFERENCE_LOSSES, LogRatios
+from mca_train.losses.dpo_loss_types import REFUSED, LossType
 from mca_train.losses.moe_aux import has_losses
-from mca_train.losses.pair_kinds import REFUSED, LossType
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
     from mca_config.training import TrainingArguments
 
-SIGNAL_NAMES = (
+METRIC_NAMES = (
     "rewards/chosen",
     "rewards/rejected",
     "rewards/accuracies",
@@ -51,40 +51,42 @@ SIGNAL_NAMES = (
     "logps/chosen",
     "logps/rejected",
 )
-"""What is logged of pairs, beside the loss."""
+"""Logged metrics of pairs, in addition to the loss."""
 
-_MEANS = ("ipo", "sigmoid_norm", "simpo", "orpo")
-_ALONE = ("simpo", "orpo")
+_LENGTH_NORMALIZED = ("ipo", "sigmoid_norm", "simpo", "orpo")
+_REFERENCE_FREE = ("simpo", "orpo")
 _SMOOTHED = ("sigmoid", "robust", "exo_pair")
 _SIMPO_GAMMA = 0.5  # as in TRL
 
 
 @dataclass(frozen=True)
-class Answers:
+class PairLogps:
     """Log-probabilities of the chosen and the rejected answers, ``[pairs]`` each."""
 
     chosen: Tensor
     rejected: Tensor
 
-    def minus(self, other: "Answers") -> "Answers":
-        """Differences to those of ``other``."""
-        return Answers(self.chosen - other.chosen, self.rejected - other.rejected)
+    def minus(self, other: "PairLogps") -> "PairLogps":
+        """Return the differences to ``other``."""
+        return PairLogps(self.chosen - other.chosen, self.rejected - other.rejected)
 
-    def per_token(self, tokens: "Answers") -> "Answers":
-        """Means over ``tokens`` of each answer."""
-        return Answers(self.chosen / tokens.chosen.clamp(min=1), self.rejected / tokens.rejected.clamp(min=1))
+    def per_token(self, tokens: "PairLogps") -> "PairLogps":
+        """Return means over the ``tokens`` of each answer."""
+        return PairLogps(
+            self.chosen / tokens.chosen.clamp(min=1), self.rejected / tokens.rejected.clamp(min=1)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceLoss:
-    """What pairs are trained on.
+    """Loss of preference pairs.
 
     Args:
-        kind: See the module.
-        beta: How strongly the model is kept near the reference; orpo: weight of the odds.
-        label_smoothing: Share of pairs that are taken to be the wrong way round (sigmoid, robust, exo_pair).
-        simpo_gamma: By how much the chosen answer shall be better (simpo).
-        rpo_alpha: Weight of the chosen answer's cross entropy; None: it does not count.
+        kind: ``dpo_loss``; the module lists the formulas.
+        beta: Strength of the KL penalty; orpo: weight of the odds.
+        label_smoothing: Assumed fraction of pairs in the wrong order (sigmoid, robust, exo_pair).
+        simpo_gamma: Margin by which the chosen answer should be better (simpo).
+        rpo_alpha: Weight of the chosen answer's cross entropy; None: not added.
     """
 
     kind: LossType = "sigmoid"
@@ -94,8 +96,8 @@ class PreferenceLoss:
     rpo_alpha: float | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in COMPARED and self.kind not in _ALONE:
-            why = REFUSED.get(self.kind, f"expected {', '.join((*COMPARED, *_ALONE))}")
+        if self.kind not in REFERENCE_LOSSES and self.kind not in _REFERENCE_FREE:
+            why = REFUSED.get(self.kind, f"expected {', '.join((*REFERENCE_LOSSES, *_REFERENCE_FREE))}")
             raise McaError(f"dpo_loss is {self.kind!r}; {why}")
         if self.beta <= 0:
             raise McaError(f"dpo_beta is {self.beta}; expected a positive number")
@@ -123,35 +125,35 @@ class PreferenceLoss:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether answers are compared with a reference model's."""
-        return self.kind not in _ALONE
+        """Return True if the loss needs a reference model."""
+        return self.kind not in _REFERENCE_FREE
 
-    def seen(self, sums: Answers, tokens: Answers) -> Answers:
-        """What is logged: sums where there is a reference, means over tokens where there is none, as in TRL."""
+    def seen(self, sums: PairLogps, tokens: PairLogps) -> PairLogps:
+        """Return the logged log-probabilities: sums with a reference, token means without one, as in TRL."""
         return sums if self.needs_reference else sums.per_token(tokens)
 
-    def rewards(self, policy: Answers, reference: Answers | None) -> Answers:
-        """Implicit rewards, of what is `seen`."""
-        found = policy if reference is None else policy.minus(reference)
-        return Answers(self.beta * found.chosen, self.beta * found.rejected)
+    def rewards(self, policy: PairLogps, reference: PairLogps | None) -> PairLogps:
+        """Return implicit rewards of the log-probabilities that `seen` returned."""
+        gain = policy if reference is None else policy.minus(reference)
+        return PairLogps(self.beta * gain.chosen, self.beta * gain.rejected)
 
-    def __call__(self, policy: Answers, tokens: Answers, reference: Answers | None = None) -> Tensor:
-        """The loss of each pair.
+    def __call__(self, policy: PairLogps, tokens: PairLogps, reference: PairLogps | None = None) -> Tensor:
+        """Return the loss of each pair.
 
         Args:
-            policy: Log-probabilities of whole answers.
-            tokens: Of each answer.
-            reference: As ``policy``.
+            policy: Log-probabilities of full answers.
+            tokens: Token counts of the answers.
+            reference: Log-probabilities of the reference.
         """
         if reference is None:
-            loss = self._alone(policy.per_token(tokens))
+            loss = self._reference_free_loss(policy.per_token(tokens))
         else:
-            loss = self._compared(policy.minus(reference), tokens)
+            loss = self._reference_loss(policy.minus(reference), tokens)
         if self.rpo_alpha is not None:
             loss = loss - self.rpo_alpha * policy.per_token(tokens).chosen
         return loss
 
-    def _alone(self, mean: Answers) -> Tensor:
+    def _reference_free_loss(self, mean: PairLogps) -> Tensor:
         if self.kind == "orpo":
             odds = _log_odds(mean.chosen) - _log_odds(mean.rejected)
             return -mean.chosen - self.beta * logsigmoid(odds)
@@ -160,60 +162,62 @@ class PreferenceLoss:
             return -logsigmoid(self.beta * (mean.chosen - mean.rejected) - gamma)
         raise McaError(f"dpo_loss {self.kind} needs a reference")
 
-    def _compared(self, gain: Answers, tokens: Answers) -> Tensor:
-        if self.kind in _MEANS:
+    def _reference_loss(self, gain: PairLogps, tokens: PairLogps) -> Tensor:
+        if self.kind in _LENGTH_NORMALIZED:
             gain = gain.per_token(tokens)
-        return COMPARED[self.kind](Gains(gain.chosen, gain.rejected, self.beta, self.label_smoothing))
+        return REFERENCE_LOSSES[self.kind](
+            LogRatios(gain.chosen, gain.rejected, self.beta, self.label_smoothing)
+        )
 
 
 def key_problems(training: "TrainingArguments") -> Iterator[str]:
-    """Keys of the arguments that are not followed for pairs."""
+    """Yield an error for each argument that preference pairs do not support."""
     if training.label_smoothing_factor:
-        yield "label_smoothing_factor is not for preference pairs; use dpo_label_smoothing"
+        yield "label_smoothing_factor is not supported for preference pairs; set dpo_label_smoothing"
 
 
-def unadapted_problems(training: "TrainingArguments") -> Iterator[str]:
-    """Keys that a reference excludes which is the trained model without its adapter."""
+def adapter_reference_problems(training: "TrainingArguments") -> Iterator[str]:
+    """Yield an error for each argument that excludes the model without its adapter as the reference."""
     if training.overlap_param_gather:
         yield (
-            "overlap_param_gather cannot be combined with a reference that is the model without its adapter; set it "
+            "overlap_param_gather is not supported with the model without its adapter as reference; set it "
             "to false"
         )
 
 
 def reference_problems(reference: McaModelConfig, model: McaModelConfig) -> Iterator[str]:
-    """What keeps a model from being the frozen one beside ``model``, by their configurations."""
+    """Yield an error if ``reference`` cannot be the reference of ``model``, from their configurations."""
     if reference.num_labels is not None:
         yield (
-            f"the reference has a head for {reference.head}, not the vocabulary's, so it has no log-probabilities; "
-            "name a language model"
+            f"the reference has a {reference.head} head and no log-probabilities of tokens; "
+            "set a language model"
         )
     if model.vision is not None and reference.vision is None:
-        yield "the reference takes no images, as the trained model does; name one that does"
+        yield "the reference takes no images, but the trained model does; set one that takes images"
 
 
 def model_problems(megatron: "TransformerConfig") -> Iterator[str]:
-    """What Megatron would add to the loss of pairs, by Megatron's configuration of the model."""
+    """Yield an error for each field of Megatron's configuration that preference pairs do not support."""
     if megatron.mtp_num_layers:
-        yield "preference pairs cannot train prediction layers; set mtp_num_layers to 0"
+        yield "MTP layers are not supported with preference pairs; set mtp_num_layers to 0"
     if has_losses(megatron):
         yield (
-            "the experts' auxiliary losses are weighed by tokens, preference pairs by pairs; set "
+            "MoE auxiliary losses are weighted by tokens, preference losses by pairs; set "
             "moe_aux_loss_coeff to 0 and remove moe_z_loss_coeff"
         )
 
 
 def _log_odds(log_probability: Tensor) -> Tensor:
-    below = log_probability.clamp(max=-1e-6)  # the odds of a certain answer have no bound
-    return below - torch.log(-torch.expm1(below))
+    bounded = log_probability.clamp(max=-1e-6)  # the odds are infinite at probability 1
+    return bounded - torch.log(-torch.expm1(bounded))
 
 
 def sequence_logps(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Log-probability of the targets of every sequence, and their number: ``[sequences]`` over all context ranks.
+    """Return log-probability and target count of every sequence, ``[sequences]``, over all context ranks.
 
     Args:
         output: ``[b, s]`` cross entropy of each token.
-        batch: Whose segments are the sequences.
+        batch: Micro-batch with segment ids.
     """
     mask, segments = batch.loss_mask.flatten(), batch.segments.flatten()
     zeros = torch.zeros(batch.num_segments, dtype=torch.float32, device=output.device)
@@ -223,16 +227,16 @@ def sequence_logps(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
 
 
 def counted_sequences(batch: MicroBatch) -> Tensor:
-    """Which sequences of the micro-batch have a token that counts, ``[sequences]`` bool, over all context ranks."""
+    """Return which sequences of the micro-batch have a target, ``[sequences]`` bool, over all context ranks."""
     zeros = torch.zeros(batch.num_segments, dtype=torch.float32, device=batch.segments.device)
-    counts = zeros.index_add(0, batch.segments.flatten(), (batch.following >= 0).float().flatten())
+    counts = zeros.index_add(0, batch.segments.flatten(), (batch.tokens_remaining >= 0).float().flatten())
     return groups.sum_over_context(counts) > 0
 
 
-def pairs_of(values: Tensor) -> Answers:
-    """``values`` of the sequences of a micro-batch, which are the chosen and the rejected answer in turn.
+def split_pairs(values: Tensor) -> PairLogps:
+    """Split ``values`` of a micro-batch's sequences, alternating chosen and rejected answers.
 
-    A pack may end in a sequence of nothing.
+    A pack may end in an empty sequence.
     """
     both = values[: len(values) // 2 * 2]
-    return Answers(both[0::2], both[1::2])
+    return PairLogps(both[0::2], both[1::2])

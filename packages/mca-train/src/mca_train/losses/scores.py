@@ -1,7 +1,7 @@
-"""Training on scores of whole sequences: rewards of pairs, classes, numbers.
+"""Losses of sequence-classification heads: reward models, classification, regression.
 
-A sequence's score is that of its last token, as Hugging Face's ``...ForSequenceClassification`` has it. The loss of a
-step is the mean over all samples of the global batch:
+A sequence's score is that of its last token, as in Hugging Face's ``...ForSequenceClassification``. The loss of a step
+is the mean over all samples of the global batch:
 
     reward        -log sigmoid(chosen - rejected - margin) + coefficient (chosen + rejected)^2
     single label  cross entropy
@@ -27,44 +27,44 @@ ProblemType = Literal["single_label_classification", "multi_label_classification
 
 
 def sequence_scores(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Scores of every sequence ``[sequences, labels]``, and which count ``[sequences]``, over all context ranks.
+    """Return scores of every sequence ``[sequences, labels]`` and a mask ``[sequences]``, over all context ranks.
 
     Args:
         output: ``[b, s, labels]`` of each token.
-        batch: Whose segments are the sequences.
+        batch: Micro-batch with segment ids.
     """
-    is_last = (batch.following == 0).flatten().float()
+    is_last = (batch.tokens_remaining == 0).flatten().float()
     segments = batch.segments.flatten()
     zeros = torch.zeros(batch.num_segments, output.shape[-1], dtype=torch.float32, device=output.device)
-    found = zeros.index_add(0, segments, output.float().flatten(0, 1) * is_last[:, None])
+    scores = zeros.index_add(0, segments, output.float().flatten(0, 1) * is_last[:, None])
     real = zeros[:, 0].index_add(0, segments, is_last)
-    return groups.sum_over_context(found), groups.sum_over_context(real)
+    return groups.sum_over_context(scores), groups.sum_over_context(real)
 
 
 def reward_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float, centering: float) -> Tensor:
-    """Of each pair."""
+    """Return the loss of each pair."""
     loss = -functional.logsigmoid(chosen - rejected - margin)
     return loss + centering * (chosen + rejected) ** 2 if centering else loss
 
 
-def _of_classes(scores: Tensor, values: Tensor) -> Tensor:
+def _single_label(scores: Tensor, values: Tensor) -> Tensor:
     return functional.cross_entropy(scores, values[:, 0].long(), reduction="none")
 
 
-def _of_labels(scores: Tensor, values: Tensor) -> Tensor:
+def _multi_label(scores: Tensor, values: Tensor) -> Tensor:
     return functional.binary_cross_entropy_with_logits(scores, values, reduction="none").mean(1)
 
 
-def _of_numbers(scores: Tensor, values: Tensor) -> Tensor:
+def _squared_error(scores: Tensor, values: Tensor) -> Tensor:
     return ((scores - values) ** 2).mean(1)
 
 
 LOSSES: dict[ProblemType, Callable[[Tensor, Tensor], Tensor]] = {
-    "single_label_classification": _of_classes,
-    "multi_label_classification": _of_labels,
-    "regression": _of_numbers,
+    "single_label_classification": _single_label,
+    "multi_label_classification": _multi_label,
+    "regression": _squared_error,
 }
-"""Of each sequence, from its scores and its values."""
+"""Loss of each sequence, from its scores and its values."""
 
 
 METRICS: dict[ProblemType, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
@@ -72,12 +72,12 @@ METRICS: dict[ProblemType, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "multi_label_classification": ("accuracy", lambda s, v: ((s > 0) == (v > 0)).float().mean(1)),
     "regression": ("mean_absolute_error", lambda s, v: (s - v).abs().mean(1)),
 }
-"""What is logged beside the loss."""
+"""Logged metric, in addition to the loss."""
 
 
 def key_problems(training: "TrainingArguments") -> Iterator[str]:
-    """Keys of the arguments that say nothing of scores."""
+    """Yield an error for each argument that does not apply to sequence classification."""
     if training.label_smoothing_factor:
-        yield "label_smoothing_factor is not for scores; remove it"
+        yield "label_smoothing_factor is not supported with a sequence-classification head; remove it"
     if training.loss_chunk_size:
-        yield "loss_chunk_size does nothing where there are no logits of a vocabulary; remove it"
+        yield "loss_chunk_size is not supported with a sequence-classification head; remove it"

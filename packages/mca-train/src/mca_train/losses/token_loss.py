@@ -1,9 +1,9 @@
-"""From what the last pipeline stage computes to the loss of a step.
+"""Loss of a step from the last pipeline stage's output.
 
-The loss of a step is the mean over all target tokens of the global batch. Every micro-batch hands on
-its *sum* and its number of targets; both are added over micro-batches, data- and context-parallel ranks, and the
-gradients are divided once. So the result does not depend on the layout. A custom loss may count something else than
-targets, and what it counts need not be whole, as the sum of tokens' weights.
+The loss of a step is the mean over all target tokens of the global batch. Every micro-batch returns its *sum* and its
+loss count. Both are summed over micro-batches, data- and context-parallel ranks, and the gradients are divided once.
+The result does not depend on the layout. A custom loss may count something else than targets, and its count may be a
+fraction, such as a sum of token weights.
 """
 
 from collections.abc import Callable
@@ -29,36 +29,38 @@ class StepLoss:
     targets: Tensor
 
 
-def require_sums(made: Upstream, trainer: str) -> tuple[Tensor, Tensor]:
-    """What ``trainer``'s ``compute_loss`` returned; of a view a copy, as Megatron frees what a stage gives.
+def require_sums(result: Upstream, trainer: str) -> tuple[Tensor, Tensor]:
+    """Return the checked result of ``trainer``'s ``compute_loss``.
+
+    A view is copied, because Megatron frees a stage's output.
 
     Raises:
-        McaError: It is not a sum and a number.
+        McaError: It is not a sum and a count.
     """
-    if isinstance(made, tuple) and len(made) == 2 and all(isinstance(value, Tensor) for value in made):
-        loss, number = made
+    if isinstance(result, tuple) and len(result) == 2 and all(isinstance(value, Tensor) for value in result):
+        loss, number = result
         return loss.clone() if loss._is_view() else loss, number
     raise McaError(
-        f"{trainer}.compute_loss returned {made!r:.80}; expected two tensors: the sum over the targets, and "
+        f"{trainer}.compute_loss returned {result!r:.80}; expected two tensors: the sum over the targets, and "
         "their number"
     )
 
 
 def token_loss(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """The default loss: ``output [b, s]`` is the cross entropy of each token."""
+    """Return the default loss: ``output [b, s]`` is the cross entropy of each token."""
     losses = output.float() * batch.loss_mask
     return losses.sum(), batch.loss_mask.sum().int()
 
 
-def of_sequences(losses: Tensor, real: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """The sum over sequences (or pairs) that count, and their number, where context-parallel ranks all know them.
+def sequence_loss(losses: Tensor, real: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """Return the loss sum over sequences (or pairs) and their count, from values that all context ranks share.
 
-    Every context rank has the whole loss, and the gradient of its own tokens.
+    Every context rank has the full loss and the gradient of its tokens.
 
     Args:
-        losses: Of each.
-        real: 1 for those that count, else 0.
-        ranks: This one among the others.
+        losses: Loss of each sequence.
+        real: 1 for sequences that count, else 0.
+        ranks: This rank.
     """
     total, size = (losses * real).sum(), ranks.layout.cp
     shared = total + (total / size - total).detach()
@@ -66,25 +68,25 @@ def of_sequences(losses: Tensor, real: Tensor, ranks: Ranks) -> tuple[Tensor, Te
 
 
 def num_targets(batch: MicroBatch) -> Tensor:
-    """What `token_loss` counts."""
+    """Return the count of `token_loss`."""
     return batch.loss_mask.sum()
 
 
 def megatron_loss(
-    function: LossFunction, batch: MicroBatch, kept: list[Tensor]
+    function: LossFunction, batch: MicroBatch, sums: list[Tensor]
 ) -> Callable[[Tensor], tuple[Upstream, ...]]:
-    """``function`` as Megatron's schedules call it; ``kept`` gets the sum and the number."""
+    """Return ``function`` in the form that Megatron's schedules call; append its sum and count to ``sums``."""
 
     def loss(output: Tensor) -> tuple[Upstream, ...]:
         loss_sum, targets = function(output, batch)
         both = torch.stack([loss_sum.detach().double(), targets.double()])
-        kept.append(both)
+        sums.append(both)
         return loss_sum, targets.to(torch.int), both
 
     return loss
 
 
-def add_up(kept: list[Tensor], device: torch.device) -> StepLoss:
-    """The sums of a step from those of its micro-batches; zeros on stages without the loss."""
-    total = torch.stack(kept).sum(0) if kept else torch.zeros(2, dtype=torch.float64, device=device)
+def sum_micro_batches(sums: list[Tensor], device: torch.device) -> StepLoss:
+    """Return the sums of a step from those of its micro-batches; zeros on stages without the loss."""
+    total = torch.stack(sums).sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=device)
     return StepLoss(total[0], total[1])

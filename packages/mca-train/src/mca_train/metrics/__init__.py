@@ -1,1 +1,1 @@
-"""Numbers that a run reports."""
+"""Metrics of a run: losses, speed and the files and lines that report them."""

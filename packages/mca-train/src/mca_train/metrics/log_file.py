@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from mca_config.files import replacing
+from mca_config.files import atomic_write
 from mca_config.types import JsonObject
 from mca_train.types import TrainerControl, TrainerState, TrainingArguments
 
@@ -18,13 +18,14 @@ logger = logging.getLogger(__name__)
 
 
 class JsonlLog(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """Every log as a line of ``<output_dir>/train_log.jsonl``: step, time, and what was logged.
+    """Callback that writes every log as a line of ``<output_dir>/train_log.jsonl``: step, time and values.
 
-    On a resumed run, lines that were written after the checkpoint, or are not whole, are taken out first. A log that
-    cannot be written (a full disk) is reported once and does not end a run.
+    A resumed run first removes lines after its checkpoint and incomplete lines. A log that cannot be written (a full
+    disk)
+    is reported once and does not end the run.
 
     Attributes:
-        rounds_before: How many times the trainer has begun anew before; lines of later rounds than the first say it.
+        rounds_before: Number of earlier calls of ``train`` from step 0; lines of later rounds record it.
     """
 
     name = "train_log.jsonl"
@@ -32,31 +33,33 @@ class JsonlLog(TrainerCallback, ExportableState):  # type: ignore[misc]
     def __init__(self) -> None:
         self.rounds_before = 0
         self._begun = False
-        self._told = False
+        self._has_warned = False
 
     def state(self) -> JsonObject:
-        """For checkpoints: which round they are of."""
+        """Return the round, for checkpoints."""
         return {"args": {}, "attributes": {"rounds_before": self.rounds_before}}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Keeps the lines up to the step that the run starts from, and those of earlier rounds."""
-        anew, again = not state.global_step, self._begun
-        self.rounds_before += anew and again
+        """Keep the lines up to the step that the run starts from, and those of earlier rounds."""
+        starts_over, is_repeated = not state.global_step, self._begun
+        self.rounds_before += starts_over and is_repeated
         self._begun = True
         if not state.is_world_process_zero:
             return
         path = Path(args.output_dir) / self.name
-        with self._told_if_not_written(path):
+        with self._warn_once_on_error(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            lines = path.read_bytes().splitlines() if path.exists() and (again or not anew) else []
+            lines = (
+                path.read_bytes().splitlines() if path.exists() and (is_repeated or not starts_over) else []
+            )
             kept = _lines_before(lines, self.rounds_before, state)
-            with replacing(path) as beside:
-                beside.write_bytes(b"".join(line + b"\n" for line in kept))
-            broken = sum(_place_of(line) is None for line in lines)
+            with atomic_write(path) as temporary:
+                temporary.write_bytes(b"".join(line + b"\n" for line in kept))
+            broken = sum(_parse_position(line) is None for line in lines)
             if broken:
-                logger.warning("%s: %d incomplete lines are removed (was a run killed?)", path, broken)
+                logger.warning("%s: removed %d incomplete lines (was a run killed?)", path, broken)
 
     def on_log(
         self,
@@ -66,48 +69,48 @@ class JsonlLog(TrainerCallback, ExportableState):  # type: ignore[misc]
         logs: JsonObject | None = None,
         **_: object,
     ) -> None:
-        """Appends a line."""
+        """Append a line."""
         if not state.is_world_process_zero or not logs:
             return
         path = Path(args.output_dir) / self.name
-        place = {
+        position = {
             "step": state.global_step,
             **({"rounds_before": self.rounds_before} if self.rounds_before else {}),
         }
-        line = json.dumps({**place, "time": round(time.time(), 3), **logs}) + "\n"
-        with self._told_if_not_written(path):
+        line = json.dumps({**position, "time": round(time.time(), 3), **logs}) + "\n"
+        with self._warn_once_on_error(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a") as file:
                 file.write(line)
 
     @contextlib.contextmanager
-    def _told_if_not_written(self, path: Path) -> Iterator[None]:
+    def _warn_once_on_error(self, path: Path) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            if not self._told:
+            if not self._has_warned:
                 logger.warning(
                     "%s: cannot be written (%s); logs are lost until it can be written again",
                     path,
                     error.strerror,
                 )
-            self._told = True
+            self._has_warned = True
 
 
 def _lines_before(lines: Sequence[bytes], rounds: int, state: TrainerState) -> Iterator[bytes]:
-    """Those that had been written when ``state`` of a round was saved: at its last step others may have followed."""
+    """Yield the lines written before ``state`` of a round was saved; later lines may have the same step."""
     logs = getattr(state, "log_history", None)
     left = len(lines) if logs is None else sum(log["step"] == state.global_step for log in logs)
     last = (rounds, state.global_step)
     for line in lines:
-        place = _place_of(line)
-        left -= place == last
-        if place is not None and (place < last or (place == last and left >= 0)):
+        position = _parse_position(line)
+        left -= position == last
+        if position is not None and (position < last or (position == last and left >= 0)):
             yield line
 
 
-def _place_of(line: bytes) -> tuple[int, int] | None:
-    """Rounds before, and step."""
+def _parse_position(line: bytes) -> tuple[int, int] | None:
+    """Return the number of earlier rounds and the step of a line."""
     try:
         entry = json.loads(line)
         return int(entry.get("rounds_before", 0)), int(entry["step"])

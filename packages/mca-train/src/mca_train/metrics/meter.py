@@ -1,4 +1,4 @@
-"""The losses and counts between two logs, summed over ranks when a log is due."""
+"""Losses and counts between two logs, summed over ranks for each log."""
 
 import time
 from dataclasses import dataclass, field
@@ -8,17 +8,18 @@ import torch
 from mca_config.types import JsonObject, Values
 from mca_train import groups
 from mca_train.batching.micro_batch import StepBatch
-from mca_train.batching.same_samples import joined
+from mca_train.batching.sample_consistency import combine_checksums
 from mca_train.losses.token_loss import StepLoss
 from mca_train.metrics.step_rows import StepRows
 
 
 @dataclass
 class LossMeter:
-    """Collects the steps' losses; ranks talk only when a log is due.
+    """Collects the steps' losses; ranks communicate only for a log.
 
-    The loss of a log is the mean of its steps' losses, each a mean over all targets of the global batch. A step
-    without a target has none.
+    The loss of a log is the mean of its steps' losses, each a mean over all targets of the global batch. A step without
+    a
+    target is left out.
     """
 
     context_parallel_rank: int
@@ -27,16 +28,16 @@ class LossMeter:
     _checksum: int = 0
 
     def add(self, loss: StepLoss, batch: StepBatch) -> None:
-        """One step of this rank. Ranks that share samples count them once."""
+        """Add one step of this rank. Ranks that share samples count them once."""
         once = self.context_parallel_rank == 0
         counts = (batch.num_tokens, batch.num_samples, batch.squares, batch.image_tokens)
         self._steps.add(
             torch.stack([loss.loss_sum.double(), loss.targets.double()]), [count * once for count in counts]
         )
-        self._checksum = joined(self._checksum, batch.checksum)
+        self._checksum = combine_checksums(self._checksum, batch.checksum)
 
     def flush(self) -> "LossReport":
-        """Sums over all ranks, and begins anew. Every rank calls this at the same step."""
+        """Return the sums over all ranks and reset. Every rank calls this at the same step."""
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         steps = self._steps.flush(groups.sum_over_data)
@@ -58,15 +59,15 @@ class LossMeter:
 
     @property
     def samples_before(self) -> int:
-        """Samples of steps that a checkpoint brought along."""
+        """Return the number of samples of steps from a checkpoint."""
         return int(self._steps.before[:, 3].sum())
 
     def state(self) -> JsonObject:
-        """What was collected since the last log, for a checkpoint. Every rank calls this at the same step."""
-        return {"steps": self._steps.of_all_ranks(groups.sum_over_data).tolist(), "seconds": self._seconds()}
+        """Return the sums since the last log, for a checkpoint. Every rank calls this at the same step."""
+        return {"steps": self._steps.all_ranks(groups.sum_over_data).tolist(), "seconds": self._seconds()}
 
     def restore(self, state: Values) -> None:
-        """Goes on from `state`, on whatever layout it was made."""
+        """Continue from `state`, saved on any layout."""
         self._steps.restore(state["steps"])
         self._since = time.perf_counter() - float(state["seconds"])
 
@@ -74,7 +75,7 @@ class LossMeter:
         return time.perf_counter() - self._since
 
     def pause(self) -> "_Pause":
-        """A ``with`` block whose time (evaluation, saving) does not count as training."""
+        """Return a ``with`` block whose time (evaluation, saving) does not count as training."""
         return _Pause(self)
 
 
@@ -91,32 +92,32 @@ class _Pause:
 
 @dataclass(frozen=True, kw_only=True)
 class LossReport:
-    """What happened since the last log, over all ranks."""
+    """Sums since the last log, over all ranks."""
 
     losses: list[float]
-    """Of each step with a target."""
+    """Loss of each step with a target."""
     num_steps: int
-    """With a target or without."""
+    """Steps with and without a target."""
     loss_sum: float
     targets: list[float]
-    """Of each step, what its loss is over: the number of targets, or what else a custom loss counts."""
+    """Loss count of each step: the number of targets, or the count of a custom loss."""
     num_tokens: int
     num_samples: int
     squares: int
-    """Of the lengths of all sequences, summed."""
+    """Sum of squared sequence lengths."""
     image_tokens: int
-    """Placeholders of images; they are among ``num_tokens``."""
+    """Image placeholder tokens, included in ``num_tokens``."""
     seconds: float
     checksum: int
-    """Of the samples that this rank was given in those of these steps that this process has made."""
+    """Checksum of this rank's samples in the steps that this process has done."""
 
     @property
     def mean(self) -> float:
-        """The mean loss; 0 without a target."""
+        """Return the mean loss; 0 without a target."""
         return sum(self.losses) / max(len(self.losses), 1)
 
     def speed(self) -> dict[str, float]:
-        """Tokens and samples per second, all ranks together, and seconds per step."""
+        """Return tokens and samples per second over all ranks, and seconds per step."""
         if not self.num_steps or self.seconds <= 0:
             return {}
         return {

@@ -1,4 +1,4 @@
-"""``loss.png``: the losses of a run by step, drawn when it ends, where matplotlib is there (the extra ``plots``)."""
+"""``loss.png``: the losses of a run by step, drawn at its end if matplotlib is installed (the extra ``plots``)."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ NAME = "loss.png"
 
 
 def plot_losses(history: Iterable[Mapping[str, float]], folder: Path) -> Path | None:
-    """Draws ``loss``, ``eval_loss`` and the losses of sources; the file, or None where nothing can be drawn."""
+    """Draw ``loss``, ``eval_loss`` and the losses of sources; return the file, or None if nothing can be drawn."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for log in history:
         for name, value in log.items():

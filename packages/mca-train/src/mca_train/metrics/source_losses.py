@@ -1,35 +1,35 @@
-"""The loss of each source of a mixture, as means over its targets between two logs."""
+"""Loss of each source of a mixture, as means over its targets between two logs."""
 
 import torch
 from torch import Tensor
 
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch
-from mca_train.metrics.signals import Signals
+from mca_train.metrics.metric_accumulator import MetricAccumulator
 
 
-class SourceLosses(Signals):
+class SourceLosses(MetricAccumulator):
     """``loss/<source>`` of the sources that had targets since the last log.
 
     Args:
         sources: Their names, the same on every rank.
-        device: Where sums are kept.
+        device: Device of the sums.
     """
 
     def __init__(self, sources: tuple[str, ...], device: torch.device) -> None:
         super().__init__(tuple(f"loss/{name}" for name in sources), device)
 
     def add_tokens(self, losses: Tensor, batch: MicroBatch) -> None:
-        """The cross entropies ``[b, s]`` of a micro-batch."""
+        """Add the cross entropies ``[b, s]`` of a micro-batch."""
         if batch.sources is None:
             return
-        of_token = batch.sources[batch.segments.clamp(max=len(batch.sources) - 1)].flatten()
+        token_sources = batch.sources[batch.segments.clamp(max=len(batch.sources) - 1)].flatten()
         mask = batch.loss_mask.flatten().double()
         for column, values in enumerate((losses.detach().flatten().double() * mask, mask)):
-            self._sums[:, column].index_add_(0, of_token, values)
+            self._sums[:, column].index_add_(0, token_sources, values)
 
     def flush(self) -> dict[str, float]:
-        """The means, and begins anew; collective."""
+        """Return the means and reset; collective."""
         if not self.names:
             return {}
         self.end_step()

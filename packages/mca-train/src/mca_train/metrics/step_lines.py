@@ -1,6 +1,6 @@
-"""`StepLines` prints what a person follows of a run: one line for each log, evaluation and checkpoint.
+"""`StepLines` prints one line for each log, evaluation and checkpoint.
 
-The numbers with all their keys are in ``train_log.jsonl`` (`log_file`). A progress bar is drawn on a terminal only.
+``train_log.jsonl`` (`log_file`) has all keys. A progress bar is drawn only on a terminal.
 """
 
 import sys
@@ -23,21 +23,21 @@ _SHOWN = {
     "slowest_rank",
     "slowest_rank_behind",
 }
-"""What has a place of its own in a step's line."""
+"""Keys with a fixed position in a step's line."""
 _IN_THE_FILE_ONLY = {
     *("samples_per_second", "pipeline_bubble", "model_tflops", "total_flos", "step"),
     *(f"{what}/{side}" for what in ("rewards", "logps") for side in ("chosen", "rejected")),
     *("min_reward", "max_reward"),
 }
-"""What a line would be too long with; of evaluations too."""
+"""Keys left out of the lines, of evaluations too."""
 _TIMES = ("_runtime", "_samples_per_second", "_steps_per_second")
 
 
 class StepLines(ProgressCallback):  # type: ignore[misc]
-    """Stands where Hugging Face's progress bar and printer stand, and is removed as they are.
+    """Replacement of Hugging Face's progress bar and printer, removable like them.
 
     Args:
-        bar: Whether a progress bar is drawn as well.
+        bar: Also draw a progress bar.
     """
 
     def __init__(self, *, bar: bool) -> None:
@@ -45,19 +45,19 @@ class StepLines(ProgressCallback):  # type: ignore[misc]
         self._draws = bar
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: object
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Begins the bar at the step that the run goes on from."""
+        """Start the bar at the step that the run resumes from."""
         if self._draws:
-            super().on_train_begin(args, state, control, **others)
-            super().on_step_end(args, state, control, **others)
+            super().on_train_begin(args, state, control, **kwargs)
+            super().on_step_end(args, state, control, **kwargs)
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: object
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Moves the bar."""
+        """Advance the bar."""
         if self._draws:
-            super().on_step_end(args, state, control, **others)
+            super().on_step_end(args, state, control, **kwargs)
 
     def on_prediction_step(
         self,
@@ -65,18 +65,18 @@ class StepLines(ProgressCallback):  # type: ignore[misc]
         state: TrainerState,
         control: TrainerControl,
         eval_dataloader: object = None,
-        **others: object,
+        **kwargs: object,
     ) -> None:
-        """Moves the evaluation's bar."""
+        """Advance the evaluation's bar."""
         if self._draws:
-            super().on_prediction_step(args, state, control, eval_dataloader=eval_dataloader, **others)
+            super().on_prediction_step(args, state, control, eval_dataloader=eval_dataloader, **kwargs)
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: object
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Takes the bar away."""
+        """Remove the bar."""
         if self._draws:
-            super().on_train_end(args, state, control, **others)
+            super().on_train_end(args, state, control, **kwargs)
 
     def on_log(
         self,
@@ -86,22 +86,22 @@ class StepLines(ProgressCallback):  # type: ignore[misc]
         logs: JsonObject | None = None,
         **_: object,
     ) -> None:
-        """Prints the line of a log, if it has one."""
+        """Print the line of a log, if it has one."""
         if (
             state.is_world_process_zero
             and logs
-            and (line := line_of(logs, state.global_step, state.max_steps))
+            and (line := format_log_line(logs, state.global_step, state.max_steps))
         ):
-            self._say(line)
+            self._print(line)
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Says that a checkpoint is complete."""
+        """Print that a checkpoint is complete."""
         if state.is_world_process_zero:
-            self._say(f"saved {Path(args.output_dir) / f'checkpoint-{state.global_step}'}")
+            self._print(f"saved {Path(args.output_dir) / f'checkpoint-{state.global_step}'}")
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         if self.training_bar is not None:
             self.training_bar.write(line)
         else:
@@ -109,18 +109,20 @@ class StepLines(ProgressCallback):  # type: ignore[misc]
             sys.stdout.flush()
 
 
-def line_of(logs: Mapping[str, object], step: int, steps: int) -> str | None:
-    """The line of a log; None: the log ends the run, which the summary describes."""
+def format_log_line(logs: Mapping[str, object], step: int, steps: int) -> str | None:
+    """Return the line of a log; None for the last log, which the summary covers."""
     if "train_runtime" in logs:
         return None
     parts = list(
-        _of_step(logs, steps - step) if logs.keys() & {"loss", "learning_rate"} else _of_evaluation(logs)
+        _step_parts(logs, steps - step)
+        if logs.keys() & {"loss", "learning_rate"}
+        else _evaluation_parts(logs)
     )
-    place = [f"step {step:>{len(str(steps))}}/{steps}"] if steps else []  # none where nothing is trained
-    return "  ".join([*place, *parts]) if parts else None
+    prefix = [f"step {step:>{len(str(steps))}}/{steps}"] if steps else []  # empty without training
+    return "  ".join([*prefix, *parts]) if parts else None
 
 
-def _of_step(logs: Mapping[str, object], left: int) -> Iterator[str]:
+def _step_parts(logs: Mapping[str, object], left: int) -> Iterator[str]:
     values = {name: value for name, value in logs.items() if isinstance(value, int | float)}
     for name, form in _FIRST.items():
         if name in values:
@@ -140,8 +142,8 @@ def _of_step(logs: Mapping[str, object], left: int) -> Iterator[str]:
         yield f"{duration(values['step_time'] * left)} left"
 
 
-def _of_evaluation(logs: Mapping[str, object]) -> Iterator[str]:
-    """Losses and what is computed beside them; how long it took."""
+def _evaluation_parts(logs: Mapping[str, object]) -> Iterator[str]:
+    """Yield losses, other metrics and the duration of an evaluation."""
     seconds = 0.0
     for name, value in logs.items():
         known = name in _SHOWN or name.removeprefix("eval_") in _IN_THE_FILE_ONLY
@@ -156,7 +158,7 @@ def _of_evaluation(logs: Mapping[str, object]) -> Iterator[str]:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: ``12 s``, ``3 min 20 s``, ``5 h 03 min``."""
+    """Format seconds: ``12 s``, ``3 min 20 s``, ``5 h 03 min``."""
     whole = round(seconds)
     if whole < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"

@@ -1,4 +1,4 @@
-"""`StepProfile` records some steps of a run with torch's profiler: a trace of each rank, and where the time went."""
+"""`StepProfile` records some steps of a run with torch's profiler: a trace of each rank, and a table of operations."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
-from mca_config.files import replacing
+from mca_config.files import atomic_write
 from mca_config.printable import counted
 from mca_train.types import TrainerControl, TrainerState, TrainingArguments
 
@@ -18,13 +18,13 @@ _ROWS = 20
 
 
 class StepProfile(TrainerCallback):  # type: ignore[misc]
-    """Writes ``<output_dir>/profile/rank_<5 digits>.json.gz``, a trace, and ``.txt`` beside it, a table of operations.
+    """Writes ``<output_dir>/profile/rank_<5 digits>.json.gz``, a trace, and ``.txt``, a table of operations.
 
-    Steps are counted from where this run begins, so that a resumed run is profiled as a new one is. The first rank
-    prints its table.
+    Steps are counted from the start of this run, so a resumed run is profiled like a new one. The first rank prints its
+    table.
 
     Args:
-        rank: Of the world.
+        rank: Global rank.
     """
 
     def __init__(self, rank: int) -> None:
@@ -36,7 +36,7 @@ class StepProfile(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Notes where the run begins."""
+        """Record the first step of the run."""
         self._began = state.global_step
         steps = state.max_steps - self._began
         if self._rank == 0 and 0 < steps < args.profile_step_start:
@@ -49,30 +49,28 @@ class StepProfile(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Starts recording."""
+        """Start recording."""
         ranks = args.profile_ranks
         here = ranks is None or self._rank in ranks
         if here and not self._done and state.global_step - self._began + 1 == args.profile_step_start:
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 activities.append(ProfilerActivity.CUDA)
-            os.environ.setdefault(
-                "KINETO_LOG_LEVEL", "99"
-            )  # it looks for GPUs and says loudly that there are none
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences its message about missing GPUs
             self._profile = profile(activities=activities, record_shapes=True)
             self._profile.start()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Stops behind the last step that is wanted."""
+        """Stop after the last selected step."""
         if state.global_step - self._began >= args.profile_step_end:
             self._write(Path(args.output_dir) / "profile")
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Writes what there is, if the run ended before."""
+        """Write a partial profile if the run ended early."""
         self._write(Path(args.output_dir) / "profile")
 
     def _write(self, folder: Path) -> None:
@@ -90,8 +88,8 @@ class StepProfile(TrainerCallback):  # type: ignore[misc]
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{name}.txt").write_text(table, encoding="utf-8")
-            with replacing(folder / f"{name}.json.gz") as beside:
-                recorded.export_chrome_trace(str(beside))
+            with atomic_write(folder / f"{name}.json.gz") as temporary:
+                recorded.export_chrome_trace(str(temporary))
         except OSError as error:
             logger.warning(
                 "%s: the profile cannot be written (%s); the run continues", folder, error.strerror

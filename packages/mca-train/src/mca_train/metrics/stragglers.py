@@ -1,8 +1,8 @@
-"""Which rank holds up the others: each rank's own time for its batches and its forward passes.
+"""Stragglers: each rank's own time for its batches and its forward passes.
 
-A step lasts equally long on all ranks, as they wait for each other; what a rank does before it needs the others does
-not. Ranks talk only when a log is due. Tensor- and context-parallel neighbours wait for each other within the layers,
-so that in forward passes they are slow together, and are named together.
+A step takes equally long on all ranks, as they wait for each other; the work before a rank needs the others does not.
+Ranks communicate only for a log. Tensor- and context-parallel ranks wait for each other within the layers, so they are
+slow together in forward passes, and are reported together.
 """
 
 import logging
@@ -20,8 +20,8 @@ from mca_train.groups import Ranks
 
 logger = logging.getLogger(__name__)
 
-_TIMES = 1.3  # of the others' time
-_SHARE = 0.1  # of a step's time that is lost
+_TIMES = 1.3  # times the others' time
+_SHARE = 0.1  # of the step time
 _LEAST = 0.005  # seconds; less is noise
 _WHAT = ("to read its batches", "in its forward passes")
 
@@ -31,36 +31,36 @@ class Straggler:
     """A rank that is slower than the others.
 
     Args:
-        rank: Which.
-        what: The number of its work in `_WHAT`.
-        seconds: Of that work in a step.
-        usual: The same of the others.
-        alike: How many more are as slow.
+        rank: The rank.
+        what: Index of the slow work in `_WHAT`.
+        seconds: Time of that work per step.
+        typical: Median time of the other ranks.
+        alike: Number of other ranks that are as slow.
     """
 
     rank: int
     what: int
     seconds: float
-    usual: float
+    typical: float
     alike: int
 
 
 class Stragglers:
-    """Measures this rank, and compares all of them when a log is due.
+    """Timer of this rank that compares all ranks for each log.
 
     Args:
-        ranks: This rank among the others.
+        ranks: This rank.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._reading = 0.0
-        self._told: int | None = None
+        self._reported: int | None = None
         self.forward = Stopwatch(ranks.device)
-        """For the forward passes."""
+        """Measures the forward passes."""
 
     def reading(self, batches: Iterable[StepBatch]) -> Iterator[StepBatch]:
-        """``batches``; the time that each takes to come is measured."""
+        """Iterate over ``batches`` and measure the time to read each."""
         iterator = iter(batches)
         while True:
             start = time.perf_counter()
@@ -72,69 +72,69 @@ class Stragglers:
             yield batch
 
     def report(self, steps: int, step_time: float, step: int) -> dict[str, float]:
-        """Keys of a log: the slowest rank, if it is slower than the others, and how far it is behind in a step.
+        """Return log keys of the slowest rank, if it is slower than the others, and its delay per step.
 
-        Every rank calls this at the same step; the first one reports it, once for each rank in a row.
+        Every rank calls this at the same step. The first rank warns, once for consecutive reports of the same rank.
 
         Args:
-            steps: Since the last time.
+            steps: Steps since the last call.
             step_time: Seconds of a step, by this rank's clock.
-            step: The last one.
+            step: The last step.
         """
-        mine = [self._reading / max(steps, 1), self.forward.read(steps), step_time]
+        local = [self._reading / max(steps, 1), self.forward.read(steps), step_time]
         self._reading = 0.0
         if self._ranks.world_size == 1 or not steps:
             return {}
         box = torch.zeros(self._ranks.world_size, 3, dtype=torch.float64, device=self._ranks.device)
-        box[self._ranks.rank] = torch.tensor(mine, dtype=torch.float64)
+        box[self._ranks.rank] = torch.tensor(local, dtype=torch.float64)
         dist.all_reduce(box)
-        times = box.cpu()  # clocks differ: all ranks must find the same one, as it speaks to the others
-        found = slowest(times[:, :2], self._ranks.layout.pp, float(times[:, 2].max()))
-        if found is None:
-            self._told = None
+        times = box.cpu()  # all ranks must select the same one, although clocks differ
+        slow = slowest(times[:, :2], self._ranks.layout.pp, float(times[:, 2].max()))
+        if slow is None:
+            self._reported = None
             return {}
-        if found.rank != self._told:
-            self._tell(found, step)
-        return {"slowest_rank": found.rank, "slowest_rank_behind": round(found.seconds - found.usual, 4)}
+        if slow.rank != self._reported:
+            self._warn(slow, step)
+        return {"slowest_rank": slow.rank, "slowest_rank_behind": round(slow.seconds - slow.typical, 4)}
 
-    def _tell(self, found: Straggler, step: int) -> None:
-        self._told = found.rank
+    def _warn(self, straggler: Straggler, step: int) -> None:
+        self._reported = straggler.rank
         host = [platform.node()]
-        dist.broadcast_object_list(host, src=found.rank, device=self._ranks.device)
-        more = f" (and {found.alike} more)" if found.alike else ""
+        dist.broadcast_object_list(host, src=straggler.rank, device=self._ranks.device)
+        more = f" (and {straggler.alike} more)" if straggler.alike else ""
         if self._ranks.is_first:
             logger.warning(
                 "step %d: rank %d on %s%s holds up the others: it takes %.3g s %s, they %.3g s",
                 step,
-                found.rank,
+                straggler.rank,
                 host[0],
                 more,
-                found.seconds,
-                _WHAT[found.what],
-                found.usual,
+                straggler.seconds,
+                _WHAT[straggler.what],
+                straggler.typical,
             )
 
 
 def slowest(times: torch.Tensor, stages: int, step_time: float) -> Straggler | None:
-    """The rank that costs the others most, if any does.
+    """Return the rank that costs the others most time, if any.
 
     Args:
-        times: ``[ranks, 2]`` seconds of a step: for its batches, which ranks of all stages read alike, and in forward
-            passes, in which only ranks of one stage do the same.
-        stages: Of the pipeline; ranks of one are neighbours.
+        times: ``[ranks, 2]`` seconds per step: for batches, which ranks of all stages read alike, and for forward
+            passes, which only ranks of one stage share.
+        stages: Pipeline stages; ranks of one are neighbors.
         step_time: Seconds of a step.
     """
-    found: list[tuple[float, Straggler]] = []
+    candidates: list[tuple[float, Straggler]] = []
     for what, groups in enumerate((1, stages)):
         by_group = times[:, what].reshape(groups, -1)
-        usual = by_group.median(dim=1, keepdim=True).values  # the lower one of two
-        behind = by_group - usual
-        slow = (behind > max(_SHARE * step_time, _LEAST)) & (by_group > _TIMES * usual)
+        typical = by_group.median(dim=1, keepdim=True).values  # the lower one of two
+        behind = by_group - typical
+        slow = (behind > max(_SHARE * step_time, _LEAST)) & (by_group > _TIMES * typical)
         if not slow.any():
             continue
         worst = int(torch.where(slow, behind, 0.0).argmax())
         lost = float(behind.flatten()[worst])
         alike = int((slow & (behind > lost / 2)).sum()) - 1
         seconds = float(by_group.flatten()[worst])
-        found.append((lost, Straggler(worst, what, seconds, seconds - lost, alike)))
-    return max(found, key=lambda item: item[0])[1] if found else None
+        candidates.append((lost, Straggler(worst, what, seconds, seconds - lost, alike)))
+    return max(candidates, key=lambda item: item[0])[1] if candidates else None

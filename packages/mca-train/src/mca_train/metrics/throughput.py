@@ -1,12 +1,12 @@
-"""How well a run uses its devices: model FLOP/s, MFU, memory, and the pipeline's bubble.
+"""Device utilization of a run: model FLOP/s, MFU, memory, and the pipeline bubble.
 
 Model FLOP, forward and backward: ``6 x weights`` for each token and ``6 x layers x heads x head size x length^2`` for
-each sequence. The weights are all matrices that multiply a token: not the embedding, of the experts the share that the
-router picks, the output layer once more for each prediction layer. The second part is causal attention, which looks at
-half the sequence on average; each layer counts with its own heads, whose size is the mean of keys' and values'. Frozen
-weights, of an adapter's run or by ``freeze``, count 4 times, as they get no gradient. Recomputation does not count, nor
-does the reference of preferences; sliding windows and linear attention count as whole attention, state space layers by
-their weights alone.
+each sequence. The weights are all matrices that multiply a token: without the embedding, with the experts' share that
+the router picks, and the output layer again for each MTP layer. The second part is causal attention, which attends to
+half the sequence on average; each layer counts its own heads, whose size is the mean of keys' and values'. Frozen
+weights, with an adapter or ``freeze``, count 4 times, as they get no gradient. Recomputation and the reference model of
+preference tuning do not count. Sliding windows and linear attention count as full attention, state space layers only by
+their weights.
 MFU is model FLOP/s divided by ranks x peak.
 """
 
@@ -21,7 +21,7 @@ import torch
 from mca_config.model_config import DtypeName, McaModelConfig, MlaMcaModelConfig
 from mca_models.weights import Param, Stage
 from mca_train import groups
-from mca_train.config.parts import trained_parts
+from mca_train.config.model_parts import trained_parts
 from mca_train.groups import Ranks
 from mca_train.metrics.meter import LossReport
 from mca_train.types import TrainingArguments, VirtualModels
@@ -49,7 +49,7 @@ PEAK_TFLOPS = {
     "A10G": 70.0,
     "V100": 125.0,
 }
-"""Dense bf16 (V100: fp16) peaks by NVIDIA's data sheets, by whole words of the device's name; the first holds."""
+"""Dense bf16 (V100: fp16) peaks from NVIDIA's data sheets, by words of the device name; the first match wins."""
 
 _TERA = 1e12
 _GIB = 1024**3
@@ -68,23 +68,23 @@ class ModelFlops:
     per_square: float
 
     @classmethod
-    def of(
+    def from_config(
         cls, config: McaModelConfig, adapter: "AdapterRules | None" = None, *, frozen: bool = False
     ) -> "ModelFlops":
-        """Counted from the model's own parameters.
+        """Count the FLOP from the model's parameters.
 
         Args:
             config: The model.
-            adapter: What is trained instead of the whole model.
-            frozen: Whether only the vision model is trained.
+            adapter: Rules of the adapter that is trained instead of the full model.
+            frozen: True if only the vision model is trained.
         """
-        from mca_train.plan.counts import adapter_shapes, params_of, shape_of
+        from mca_train.plan.counts import adapter_shapes, model_params, param_shape
 
         saved = () if adapter is None else adapter.saved
         trained = {param.mca_name() for param in saved} if frozen or adapter is not None else None
         per_token, depth = 0.0, config.mtp_num_layers or 0
-        for param in params_of(config):
-            shape, name = shape_of(param, config), param.mca_name()
+        for param in model_params(config):
+            shape, name = param_shape(param, config), param.mca_name()
             table = name.startswith("embedding.") and name.endswith("_embeddings.weight")
             if len(shape) < 2 or table or param.stage is Stage.VISION:
                 continue
@@ -94,35 +94,35 @@ class ModelFlops:
         for param, shape in () if adapter is None else adapter_shapes(config, adapter.factors):
             per_token += 6 * prod(shape) * _share(param, config)
         squared = [
-            config.of_layer(layer)
+            config.layer_config(layer)
             for layer in range(config.num_layers)
             if config.has_attention(layer) and not config.is_mamba_layer(layer)
         ]
         squared += [config] * depth
-        return cls(per_token, 6.0 * sum(own.num_attention_heads * _width(own) for own in squared))
+        return cls(per_token, 6.0 * sum(layer.num_attention_heads * _width(layer) for layer in squared))
 
-    def of_tokens(self, tokens: int, squares: int) -> float:
-        """FLOP of ``tokens`` in sequences, the squares of whose lengths are ``squares`` together."""
+    def for_tokens(self, tokens: int, squares: int) -> float:
+        """Return the FLOP of ``tokens`` in sequences whose squared lengths sum to ``squares``."""
         return tokens * self.per_token + squares * self.per_square
 
 
 def _share(param: Param, config: McaModelConfig) -> float:
-    """How many of the tokens a weight multiplies."""
+    """Return the fraction of tokens that a weight multiplies."""
     return 1.0 if param.expert is None else config.moe_router_topk / max(config.num_router_choices, 1)
 
 
 def _width(config: McaModelConfig) -> float:
-    """Of a head, the mean of keys and values."""
+    """Return the size of a head, the mean of keys and values."""
     if isinstance(config, MlaMcaModelConfig):
         return (config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim) / 2
     return (config.kv_channels + config.value_width) / 2
 
 
 def peak_flops(args: TrainingArguments, dtype: DtypeName, device: torch.device) -> float | None:
-    """Of one device: what ``peak_tflops`` says, else a known GPU's in half precision, else unknown."""
-    given = getattr(args, "peak_tflops", None)
-    if given:
-        return float(given) * _TERA
+    """Return the peak of one device: ``peak_tflops``, else a known GPU's in half precision, else None."""
+    configured = getattr(args, "peak_tflops", None)
+    if configured:
+        return float(configured) * _TERA
     if device.type != "cuda" or dtype == "float32":
         return None
     name = torch.cuda.get_device_name(device)
@@ -132,38 +132,40 @@ def peak_flops(args: TrainingArguments, dtype: DtypeName, device: torch.device) 
 
 
 def peak_memory(device: torch.device) -> float:
-    """GiB that this rank has held at most: of the GPU, or without one of the process."""
+    """Return the peak GiB of this rank's GPU, or of the process without a GPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / _GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
 
 
 class Throughput:
-    """What a log says about speed besides tokens and samples per second.
+    """Log entries about speed besides tokens and samples per second.
 
     Args:
         args: Training arguments.
-        model: `VirtualModels`, with an adapter or without.
+        model: `VirtualModels`, with or without an adapter.
         ranks: This rank.
     """
 
     def __init__(self, args: TrainingArguments, model: VirtualModels, ranks: Ranks) -> None:
         frozen = model.config.vision is not None and "language" not in trained_parts(args)
-        self._flops = ModelFlops.of(model.config, getattr(model, "rules", None), frozen=frozen)
+        self._flops = ModelFlops.from_config(model.config, getattr(model, "rules", None), frozen=frozen)
         self._peak = peak_flops(args, model.config.dtype, ranks.device)
         self._ranks = ranks
         self._bubble = ranks.layout.bubble(args.gradient_accumulation_steps)
 
     def report(self, report: LossReport) -> dict[str, float]:
-        """Since the last log; every rank calls this, as memory is that of the fullest."""
-        found = {
-            "peak_memory_gib": round(groups.largest(peak_memory(self._ranks.device), self._ranks.device), 3)
+        """Return the entries since the last log; every rank calls this, as memory is the maximum over ranks."""
+        logs = {
+            "peak_memory_gib": round(
+                groups.max_over_ranks(peak_memory(self._ranks.device), self._ranks.device), 3
+            )
         }
         if self._bubble:
-            found["pipeline_bubble"] = round(self._bubble, 4)
+            logs["pipeline_bubble"] = round(self._bubble, 4)
         if report.num_tokens and report.seconds > 0:
-            rate = self._flops.of_tokens(report.num_tokens, report.squares) / report.seconds
-            found["model_tflops"] = float(f"{rate / _TERA:.4g}")
+            rate = self._flops.for_tokens(report.num_tokens, report.squares) / report.seconds
+            logs["model_tflops"] = float(f"{rate / _TERA:.4g}")
             if self._peak:
-                found["mfu"] = float(f"{rate / (self._peak * self._ranks.world_size):.4g}")
-        return found
+                logs["mfu"] = float(f"{rate / (self._peak * self._ranks.world_size):.4g}")
+        return logs

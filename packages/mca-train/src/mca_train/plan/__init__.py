@@ -1,1 +1,1 @@
-"""What a run needs is computed in this room, by arithmetic. Whether it is possible is checked in ``run``."""
+"""Planner: memory and time of a run, by arithmetic. The package ``run`` checks whether the run is possible."""

@@ -1,4 +1,4 @@
-"""What one micro-batch leaves on a chunk, and what its passes need beside, for each kind of recomputation."""
+"""Activation memory of one micro-batch on a pipeline chunk, for each kind of recomputation."""
 
 from dataclasses import dataclass
 from types import ModuleType
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
 from mca_train.plan import local_layers, te_layers
-from mca_train.plan.sizes import SINGLE, Line, Sizes
-from mca_train.plan.towers import Images
+from mca_train.plan.sizes import SINGLE, SavedTensor, Sizes
+from mca_train.plan.vision_memory import Images
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 Implementation = Literal["local", "transformer_engine"]
 _LAYERS: dict[Implementation, ModuleType] = {"local": local_layers, "transformer_engine": te_layers}
 _SELECTED = ("core_attn",)
-"""What Megatron recomputes selectively by default."""
+"""Megatron's default modules of selective recomputation."""
 
 
 @dataclass(frozen=True)
-class Bytes:
-    """Of one micro-batch on one layer or chunk.
+class PassMemory:
+    """Memory of one micro-batch on a layer or a chunk, in bytes.
 
     Args:
-        kept: From its forward pass to its backward pass.
-        forward: More at the worst moment of the forward pass; measured from the end of that pass.
-        backward: More at the worst moment of the backward pass; measured from its beginning.
+        kept: Saved from the forward pass for the backward pass.
+        forward: Additional bytes at the peak of the forward pass, relative to its end.
+        backward: Additional bytes at the peak of the backward pass, relative to its start.
     """
 
     kept: float = 0.0
@@ -35,16 +35,16 @@ class Bytes:
 
 
 @dataclass(frozen=True)
-class Model:
-    """What the bytes of a chunk depend on.
+class ChunkSpec:
+    """Everything that the memory of a chunk depends on.
 
     Args:
-        config: The architecture on its layout.
+        config: Model configuration with its layout.
         training: Training arguments.
-        sizes: Of a micro-batch.
-        implementation: Whose layers.
-        on_gpu: Whether outputs are freed once they are sent, where Megatron waits for that.
-        images: Of each sequence; None: there are none.
+        sizes: Sizes of a micro-batch.
+        implementation: Implementation of the layers.
+        on_gpu: Outputs are freed after they are sent, if Megatron waits for the send.
+        images: Images of each sequence; None: there are none.
     """
 
     config: McaModelConfig
@@ -54,102 +54,104 @@ class Model:
     on_gpu: bool
     images: Images | None = None
 
-    def lines(self, number: int, *, worst: bool = False) -> list[Line]:
-        """What decoder layer ``number`` keeps, nothing recomputed."""
-        found: list[Line] = _LAYERS[self.implementation].layer(self.config, self.sizes, number, worst=worst)
+    def lines(self, number: int, *, worst: bool = False) -> list[SavedTensor]:
+        """Return the tensors that decoder layer ``number`` saves without recomputation."""
+        found: list[SavedTensor] = _LAYERS[self.implementation].layer(
+            self.config, self.sizes, number, worst=worst
+        )
         return found
 
     def norm(self, channels: float, *, output: bool = True) -> float:
-        """What a norm of ``channels`` keeps."""
+        """Return the bytes that a norm of ``channels`` saves."""
         norm = _LAYERS[self.implementation].norm
-        lines: list[Line] = norm(self.sizes.split, channels, self.sizes, output=output)
+        lines: list[SavedTensor] = norm(self.sizes.split, channels, self.sizes, output=output)
         return sum(line.bytes for line in lines)
 
     @property
-    def between(self) -> float:
-        """What goes from layer to layer."""
+    def hidden_bytes(self) -> float:
+        """Bytes of the hidden states between layers."""
         return self.sizes.split * self.config.hidden_size * self.sizes.width
 
     @property
     def per_layer(self) -> float:
-        """The embeddings that all layers take beside the hidden states, or their gradient."""
+        """Bytes of the per-layer embeddings of all layers, or of their gradient."""
         return self.sizes.split * _per_layer_channels(self.config) * self.sizes.width
 
-    def layer(self, number: int, *, worst: bool = False) -> Bytes:
-        """Of decoder layer ``number``, with selective recomputation if that is on."""
-        again = recomputed(self.training)
+    def layer(self, number: int, *, worst: bool = False) -> PassMemory:
+        """Return the memory of decoder layer ``number``, with selective recomputation if it is enabled."""
+        again = recomputed_modules(self.training)
         lines = self.lines(number, worst=worst)
         kept = sum(line.bytes for line in lines if line.module not in again)
         dropped = sum(line.bytes for line in lines if line.module in again)
         if "core_attn" in again:
             kept += _LAYERS[self.implementation].recomputed_core(self.config, self.sizes, number)
         if "layernorm" in again and self.implementation == "local" and self.sizes.width < SINGLE:
-            kept += 2 * self.between  # what both norms take, which else is kept in fp32 alone
+            kept += 2 * self.hidden_bytes  # inputs of both norms, which otherwise are saved only in fp32
         forward, backward = _LAYERS[self.implementation].running(self.config, self.sizes, number)
-        return Bytes(kept, forward, backward + dropped + 2 * self.per_layer)
+        return PassMemory(kept, forward, backward + dropped + 2 * self.per_layer)
 
 
-def recomputed(training: "TrainingArguments") -> frozenset[str]:
-    """The modules that selective recomputation runs again."""
+def recomputed_modules(training: "TrainingArguments") -> frozenset[str]:
+    """Return the modules of selective recomputation."""
     if training.recompute_granularity != "selective":
         return frozenset()
     names = {*(training.recompute_modules or _SELECTED)}
     return frozenset(names | ({"moe_act", "shared_experts"} if "moe" in names else set()))
 
 
-def of_chunk(model: Model, chunk: PipelineChunk, *, worst: bool = False) -> Bytes:
-    """Of all that stands on ``chunk``."""
+def chunk_memory(model: ChunkSpec, chunk: PipelineChunk, *, worst: bool = False) -> PassMemory:
+    """Return the memory of everything on ``chunk``."""
     layers = [model.layer(number, worst=worst) for number in chunk.layers]
-    parts = _in_full(model, layers) if model.training.recompute_granularity == "full" else layers
+    parts = _recomputed_blocks(model, layers) if model.training.recompute_granularity == "full" else layers
     if chunk.has_embedding and model.images is not None:
         kept = sum(line.bytes for line in model.images.lines(model.sizes))
-        parts = [Bytes(kept, 0.0 if kept else model.images.running(model.sizes)), *parts]
+        parts = [PassMemory(kept, 0.0 if kept else model.images.running(model.sizes)), *parts]
     if chunk.has_embedding and model.per_layer:
         channels = _per_layer_channels(model.config)
-        parts = [Bytes(model.per_layer + model.norm(channels, output=False)), *parts]
-    parts = [*parts, *([_ends(model, chunk)] if chunk.has_loss or chunk.mtp_layers else [])]
-    kept = sum(part.kept for part in parts) + _passed(model, chunk)
+        parts = [PassMemory(model.per_layer + model.norm(channels, output=False)), *parts]
+    parts = [*parts, *([_output_memory(model, chunk)] if chunk.has_loss or chunk.mtp_layers else [])]
+    kept = sum(part.kept for part in parts) + _boundary_tensors(model, chunk)
     if not parts:
-        return Bytes(kept)
-    forward = max(_after(parts, index) for index in range(len(parts)))
+        return PassMemory(kept)
+    forward = max(_forward_excess(parts, index) for index in range(len(parts)))
     backward = max(part.backward - sum(p.kept for p in parts[i + 1 :]) for i, part in enumerate(parts))
     if chunk.has_embedding and not model.sizes.frozen:
         widest = max(model.config.hidden_size, _per_layer_channels(model.config))
         backward = max(backward, _rows(model) * widest * model.sizes.width - kept)
-    return Bytes(kept, max(forward, 0.0), backward)
+    return PassMemory(kept, max(forward, 0.0), backward)
 
 
-def forward_alone(model: Model, chunk: PipelineChunk) -> float:
-    """Bytes of a forward pass that nothing is kept of, as in evaluation: at most what one part of it makes."""
+def forward_only_memory(model: ChunkSpec, chunk: PipelineChunk) -> float:
+    """Return the bytes of a forward pass without a backward pass: the peak over the chunk's parts."""
     parts = [
-        Bytes(sum(line.bytes for line in model.lines(number)), model.layer(number).forward)
+        PassMemory(sum(line.bytes for line in model.lines(number)), model.layer(number).forward)
         for number in chunk.layers
     ]
     if chunk.has_loss or chunk.mtp_layers:
-        parts.append(_ends(model, chunk))
-    images = [Bytes(model.images.running(model.sizes))] if chunk.has_embedding and model.images else []
-    return model.between + max((part.kept + part.forward for part in (*images, *parts)), default=0.0)
+        parts.append(_output_memory(model, chunk))
+    images = [PassMemory(model.images.running(model.sizes))] if chunk.has_embedding and model.images else []
+    return model.hidden_bytes + max((part.kept + part.forward for part in (*images, *parts)), default=0.0)
 
 
 def _per_layer_channels(config: McaModelConfig) -> int:
     return config.num_layers * config.per_layer_input_size
 
 
-def _after(parts: list[Bytes], index: int) -> float:
-    """What the forward pass of a part needs, less what later parts will keep."""
+def _forward_excess(parts: list[PassMemory], index: int) -> float:
+    """Return what the forward pass of a part needs, minus what later parts save."""
     return parts[index].forward - sum(part.kept for part in parts[index + 1 :])
 
 
-def _passed(model: Model, chunk: PipelineChunk) -> float:
-    """Inputs and outputs of the chunk that the schedule holds, and nobody else does."""
+def _boundary_tensors(model: ChunkSpec, chunk: PipelineChunk) -> float:
+    """Return the bytes of the chunk's inputs and outputs that only the schedule references."""
     outputs = not chunk.has_loss and not (model.on_gpu and model.sizes.waits_for_sends)
     copied = model.implementation == "local" and model.training.recompute_granularity != "full"
     inputs = not chunk.has_embedding and copied and model.sizes.width < SINGLE
-    return model.between * (outputs + inputs)
+    return model.hidden_bytes * (outputs + inputs)
 
 
-def _in_full(model: Model, layers: list[Bytes]) -> list[Bytes]:
-    """Blocks of layers of which only the input is kept, and with method block the layers after so many."""
+def _recomputed_blocks(model: ChunkSpec, layers: list[PassMemory]) -> list[PassMemory]:
+    """Group layers into blocks that save only their input; method block leaves later layers as they are."""
     training, count = model.training, model.training.recompute_num_layers or 1
     share = model.sizes.layout.tp if training.distribute_saved_activations else 1
     if training.recompute_method == "block":
@@ -157,56 +159,58 @@ def _in_full(model: Model, layers: list[Bytes]) -> list[Bytes]:
     else:
         firsts, rest = range(0, len(layers), count), []
         blocks = [layers[i : i + count] for i in firsts]
-    within_pairs = model.config.moe_shortcut  # what experts of the first layer give is an input of the second
-    inputs = [model.between / share + model.between * (within_pairs and i % 2) for i in firsts]
+    within_pairs = (
+        model.config.moe_shortcut
+    )  # the experts' output of the first layer is an input of the second
+    inputs = [model.hidden_bytes / share + model.hidden_bytes * (within_pairs and i % 2) for i in firsts]
     return [_block(kept, block) for kept, block in zip(inputs, blocks, strict=False)] + rest
 
 
-def _block(kept: float, block: list[Bytes]) -> Bytes:
+def _block(kept: float, block: list[PassMemory]) -> PassMemory:
     again = sum(layer.kept for layer in block)
-    return Bytes(kept, max(layer.forward for layer in block), again + block[-1].backward)
+    return PassMemory(kept, max(layer.forward for layer in block), again + block[-1].backward)
 
 
-def _rows(model: Model) -> float:
+def _rows(model: ChunkSpec) -> float:
     """Rows of the output layer on this rank."""
     return model.config.num_labels or model.config.padded_vocab_size / model.sizes.layout.tp
 
 
-def _ends(model: Model, chunk: PipelineChunk) -> Bytes:
-    """The final norm, prediction layers, logits and loss."""
+def _output_memory(model: ChunkSpec, chunk: PipelineChunk) -> PassMemory:
+    """Return the memory of the final norm, MTP layers, logits and loss."""
     config, depth = model.config, len(chunk.mtp_layers)
     logits = _chunked if model.training.loss_chunk_size else _whole_logits
-    loss = logits(model) if chunk.has_loss else Bytes()
+    loss = logits(model) if chunk.has_loss else PassMemory()
     hidden = config.hidden_size
     kept = model.norm(hidden, output=not model.sizes.frozen) if chunk.has_loss else 0.0
     if depth:
-        of_layer = model.layer(config.num_layers - 1)
-        kept += depth * (of_layer.kept + 3 * model.norm(hidden) + 4 * model.between)
+        layer_config = model.layer(config.num_layers - 1)
+        kept += depth * (layer_config.kept + 3 * model.norm(hidden) + 4 * model.hidden_bytes)
     kept += loss.kept * (depth + 1)
-    return Bytes(kept, loss.forward, loss.backward)
+    return PassMemory(kept, loss.forward, loss.backward)
 
 
-def _whole_logits(model: Model) -> Bytes:
-    """Of logits in the model's precision, and their softmax in fp32, which the backward pass needs."""
+def _whole_logits(model: ChunkSpec) -> PassMemory:
+    """Return the memory of the logits in the model's precision and of their fp32 softmax, saved for backward."""
     sizes, training = model.sizes, model.training
     logits, matrix = sizes.tokens * _rows(model), _rows(model) * model.config.hidden_size * sizes.width
     matrix = 0.0 if sizes.frozen else matrix
     inputs = sizes.tokens * model.config.hidden_size * sizes.width
     capped = logits * sizes.width if model.config.final_logit_softcapping else 0.0
     if training.cross_entropy_loss_fusion and training.cross_entropy_fusion_impl == "te":
-        return Bytes(capped + logits * sizes.width, 0.0, matrix + inputs)
+        return PassMemory(capped + logits * sizes.width, 0.0, matrix + inputs)
     if sizes.width == SINGLE:
-        return Bytes(capped + logits * SINGLE, 0.0, matrix + inputs)
+        return PassMemory(capped + logits * SINGLE, 0.0, matrix + inputs)
     half = logits * sizes.width
-    return Bytes(capped + logits * SINGLE, half, max(half, half - logits * SINGLE + matrix + inputs))
+    return PassMemory(capped + logits * SINGLE, half, max(half, half - logits * SINGLE + matrix + inputs))
 
 
-def _chunked(model: Model) -> Bytes:
-    """A chunk of logits at a time; gradients of the output matrix come one for each chunk and are added."""
+def _chunked(model: ChunkSpec) -> PassMemory:
+    """Return the memory of chunked logits, whose weight gradients are added chunk by chunk."""
     sizes = model.sizes
     tokens = min(model.training.loss_chunk_size or 0, sizes.tokens)
     matrix = 0.0 if sizes.frozen else _rows(model) * model.config.hidden_size * sizes.width
     capped = sizes.width if model.config.final_logit_softcapping else 0
     logits = tokens * _rows(model) * (sizes.width + capped + (SINGLE if sizes.width < SINGLE else 0))
     several = tokens < sizes.tokens
-    return Bytes(0.0, logits, max(matrix + logits, matrix * (3 if several else 1)))
+    return PassMemory(0.0, logits, max(matrix + logits, matrix * (3 if several else 1)))

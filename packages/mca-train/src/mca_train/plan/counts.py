@@ -1,6 +1,6 @@
-"""How many parameters each rank of a stage holds: the model's, an adapter's, and those whose state is here.
+"""Parameter counts per rank of a pipeline stage: model, adapter, and optimizer state.
 
-They are counted once for a model (`ModelCounts`), by where in the model they stand; a layout then only adds up.
+`ModelCounts` counts once per model, by position in the model; each layout only sums these counts.
 """
 
 from collections import Counter
@@ -14,18 +14,18 @@ from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelinePlan
 
 if TYPE_CHECKING:
-    from mca_models.lora.rules import AdapterRules, Factors
+    from mca_models.lora.rules import AdapterRules, LoraFactors
     from mca_models.weights import Param
 
 Shape = tuple[int, ...]
 _LAYERS = ("layer", "mtp")
 ModelPart = tuple[str, int]
-"""``("first" | "norm" | "last" | "layer" | "mtp", layer)``."""
+"""Position of a parameter: ``("first" | "norm" | "last" | "layer" | "mtp", layer)``."""
 
 
 @dataclass(frozen=True)
 class Count:
-    """Of experts' parameters, and of all others."""
+    """Number of expert parameters and of all other parameters."""
 
     dense: int = 0
     experts: int = 0
@@ -37,33 +37,35 @@ class Count:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What decides over how many ranks a parameter is cut."""
+class ShardKind:
+    """Properties of a parameter that determine its sharding."""
 
     cut: bool
     expert: bool
     row: int = 0
-    """Of a vocabulary matrix the elements of a row, as rows are padded; else 0."""
+    """Elements of a row of a vocabulary matrix, whose rows are padded; 0 for other parameters."""
     tied: bool = False
-    """A head that is a copy of the embedding: not there on a rank that embeds."""
+    """Tied output head, which ranks with the embedding do not store."""
 
 
-def params_of(config: McaModelConfig) -> "list[Param]":
-    """The rules of every parameter of a model."""
-    from mca_models.templates import family_of
+def model_params(config: McaModelConfig) -> "list[Param]":
+    """Return all parameters of a model."""
+    from mca_models.templates import get_family
 
-    return family_of(config.model_type).params(config)
-
-
-def shape_of(param: "Param", config: McaModelConfig) -> Shape:
-    """The shape of the whole parameter."""
-    from mca_models.templates.shapes import whole_shape
-
-    return whole_shape(param, config)
+    return get_family(config.model_type).params(config)
 
 
-def adapter_shapes(config: McaModelConfig, factors: "Iterable[Factors]") -> "Iterator[tuple[Param, Shape]]":
-    """The tensors of an adapter's ``factors``, and their shapes."""
+def param_shape(param: "Param", config: McaModelConfig) -> Shape:
+    """Return the shape of the full parameter."""
+    from mca_models.templates.shapes import full_shape
+
+    return full_shape(param, config)
+
+
+def adapter_shapes(
+    config: McaModelConfig, factors: "Iterable[LoraFactors]"
+) -> "Iterator[tuple[Param, Shape]]":
+    """Yield the tensors of an adapter's ``factors`` with their shapes."""
     from mca_models.lora.adapter import expected_shapes
 
     for pair in factors:
@@ -71,48 +73,48 @@ def adapter_shapes(config: McaModelConfig, factors: "Iterable[Factors]") -> "Ite
 
 
 class ModelCounts:
-    """Parameters of a model, or of an adapter on it, by where they stand and how they are cut."""
+    """Parameter counts of a model or an adapter, by position and sharding."""
 
     def __init__(self, config: McaModelConfig, sized: "Iterable[tuple[Param, Shape]]") -> None:
         self.config = config
-        self._elements = Counter[tuple[ModelPart, Kind]]()
+        self._elements = Counter[tuple[ModelPart, ShardKind]]()
         self._by_stage: dict[tuple[ParallelLayout, bool], list[Count]] = {}
         self.total = 0
-        """Parameters of the whole model; a tied head is not counted again."""
+        """Parameters of the full model; a tied head is not counted."""
         for param, shape in sized:
             row = prod(shape[1:]) if param.vocab else 0
             tied = param.alias_of is not None
-            kind = Kind(param.shard.axis is not None, param.expert is not None, row, tied)
+            kind = ShardKind(param.shard.axis is not None, param.expert is not None, row, tied)
             self._elements[_model_part(param), kind] += prod(shape)
             self.total += 0 if tied else prod(shape)
 
     @classmethod
-    def of(cls, config: McaModelConfig) -> "ModelCounts":
-        """The model's own."""
-        return cls(config, ((param, shape_of(param, config)) for param in params_of(config)))
+    def for_model(cls, config: McaModelConfig) -> "ModelCounts":
+        """Count all parameters of a model."""
+        return cls(config, ((param, param_shape(param, config)) for param in model_params(config)))
 
     @classmethod
-    def of_adapter(cls, config: McaModelConfig, rules: "AdapterRules") -> "ModelCounts":
-        """Those of an adapter that are trained."""
-        saved = [(param, shape_of(param, config)) for param in rules.saved]
+    def for_adapter(cls, config: McaModelConfig, rules: "AdapterRules") -> "ModelCounts":
+        """Count the trained parameters of an adapter."""
+        saved = [(param, param_shape(param, config)) for param in rules.saved]
         return cls(config, [*adapter_shapes(config, rules.factors), *saved])
 
     @classmethod
-    def of_frozen(cls, config: McaModelConfig, trained: Collection[str]) -> "ModelCounts | None":
-        """Those of the parts of a vision-language model that are not ``trained``; None: it has no parts."""
+    def for_frozen(cls, config: McaModelConfig, trained: Collection[str]) -> "ModelCounts | None":
+        """Count the parameters of a vision-language model that are not in ``trained`` parts; None for other models."""
         if config.vision is None:
             return None
-        from mca_models.megatron.families.vision_model import part_of
+        from mca_models.megatron.families.vision_tower import model_part
 
-        frozen = [param for param in params_of(config) if part_of(param, config) not in trained]
-        return cls(config, ((param, shape_of(param, config)) for param in frozen))
+        frozen = [param for param in model_params(config) if model_part(param, config) not in trained]
+        return cls(config, ((param, param_shape(param, config)) for param in frozen))
 
     def by_stage(self, layout: ParallelLayout, *, layers_only: bool = False) -> list[Count]:
-        """On the fullest rank of each pipeline stage, vocabulary padding included.
+        """Return the count on the fullest rank of each pipeline stage, including vocabulary padding.
 
         Args:
-            layout: How the ranks stand.
-            layers_only: Leave out what stands before, behind and beside the layers.
+            layout: Parallel layout.
+            layers_only: Count only decoder and MTP layers.
         """
         if (layout, layers_only) not in self._by_stage:
             self._by_stage[layout, layers_only] = self._counted(layout, layers_only)
@@ -133,8 +135,8 @@ class ModelCounts:
         return [Count(*both) for both in zip(dense, (size // layout.ep for size in experts), strict=True)]
 
 
-def shares(distributed_optimizer: bool | None, grid: RankGrid) -> Count:
-    """Over how many ranks the optimizer state of a dense parameter, and of an expert's, is split."""
+def optimizer_shards(distributed_optimizer: bool | None, grid: RankGrid) -> Count:
+    """Return the number of ranks that share the optimizer state of dense and of expert parameters."""
     if not distributed_optimizer:
         return Count(1, 1)
     return Count(grid.data_parallel_size * grid.layout.cp, grid.expert_data_parallel_size)
@@ -144,11 +146,11 @@ def _model_part(param: "Param") -> ModelPart:
     return param.stage.name.lower(), param.layer or 0
 
 
-def _stages(part: ModelPart, kind: Kind, plan: PipelinePlan) -> tuple[int, ...]:
-    """The pipeline ranks that hold it: of an embedding also that of the prediction layers, which embed too."""
+def _stages(part: ModelPart, kind: ShardKind, plan: PipelinePlan) -> tuple[int, ...]:
+    """Return the pipeline ranks with the parameter; the stage of the MTP layers also has the embedding."""
     name, layer = part
     if name in _LAYERS:
-        return ((plan.chunk_of_mtp if name == "mtp" else plan.chunk_of_layer)(layer).pp,)
+        return ((plan.mtp_chunk if name == "mtp" else plan.layer_chunk)(layer).pp,)
     if name == "first" and kind.row:
         return plan.embedding_ranks
     if kind.tied and plan.last.pp in plan.embedding_ranks:

@@ -1,4 +1,4 @@
-"""A plan as one JSON object: ``mca-train/plan``, version 1. What its keys mean is in docs/planning.md."""
+"""JSON object of a plan: ``mca-train/plan``, version 1. docs/planning.md explains its keys."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -6,19 +6,19 @@ from dataclasses import asdict
 from mca_config.layout import SIZE_FIELDS
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_train.plan.fitting import Remedy
 from mca_train.plan.hardware import Device
 from mca_train.plan.memory import GIB, Plan
-from mca_train.plan.towers import Images
+from mca_train.plan.remedies import Remedy
+from mca_train.plan.vision_memory import Images
 
 SCHEMA = "mca-train/plan"
 VERSION = 1
 
 
-def document_of(
+def plan_document(
     plan: Plan, model: McaModelConfig, device: Device | None = None, remedies: Sequence[Remedy] = ()
 ) -> JsonObject:
-    """The object of ``plan``; sizes in bytes."""
+    """Return the JSON object of ``plan``; sizes in bytes."""
     layout = plan.layout
     stages = [asdict(stage) | {"total": stage.total} for stage in plan.stages]
     if device is not None:
@@ -43,7 +43,7 @@ def document_of(
         "global_batch": plan.global_batch,
         "tokens_per_step": plan.tokens_per_step,
         "bubble": plan.bubble,
-        "images": _of_images(plan.images),
+        "images": _images_document(plan.images),
         "device": asdict(device) | {"usable_bytes": int(device.usable_gib * GIB)} if device else None,
         "stages": stages,
         "remedies": [
@@ -52,12 +52,12 @@ def document_of(
     }
 
 
-def _of_images(images: Images | None) -> JsonObject | None:
+def _images_document(images: Images | None) -> JsonObject | None:
     if images is None:
         return None
     return {"in_each_sequence": images.count, "pixels": images.pixels, "tokens_of_each": images.tokens}
 
 
-def impossible(problems: Sequence[str]) -> JsonObject:
-    """The object of a run that no machine could make."""
+def impossible_document(problems: Sequence[str]) -> JsonObject:
+    """Return the JSON object of a run that no hardware can run."""
     return {"schema": SCHEMA, "version": VERSION, "possible": False, "problems": list(problems)}

@@ -1,4 +1,4 @@
-"""The table of devices that a plan is made for: `hardware.toml`, and what a user's file adds to it."""
+"""Table of devices: ``hardware.toml``, extended by a user's file."""
 
 import tomllib
 from collections.abc import Collection
@@ -13,7 +13,7 @@ from mca_config.files import read_text
 from mca_config.types import JsonObject
 
 RESERVED_GIB = 4.0
-"""Of a device's memory: its context, communication buffers and workspaces of kernels."""
+"""Memory reserved on a device for the CUDA context, communication buffers and kernel workspaces."""
 T = TypeVar("T")
 _BARE = "gib:"
 _MAY_BE_ZERO = ("link_us", "network_us", "launch_us", "overlapped")
@@ -22,7 +22,7 @@ _REFERENCE = "h100-80"
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator; rates in 10^9 bytes a second of one direction."""
+    """Accelerator; rates in 10^9 bytes per second in one direction."""
 
     name: str
     memory_gib: float
@@ -38,13 +38,13 @@ class Device:
 
     @property
     def usable_gib(self) -> float:
-        """Memory that a run's tensors may take."""
+        """Memory available to tensors of a run."""
         return self.memory_gib - RESERVED_GIB
 
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """Shares of what data sheets say that are reached; see ``hardware.toml``."""
+    """Fractions of the data-sheet rates that are achieved; see ``hardware.toml``."""
 
     products: float
     fp8_products: float
@@ -59,28 +59,28 @@ class Efficiency:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A device and how well it is used."""
+    """Device with its efficiencies."""
 
     device: Device
     efficiency: Efficiency
 
 
-def hardware_of(name: str, table: Path | None = None) -> Hardware:
-    """The device that ``--device`` names, of the own table or of ``table``.
+def load_hardware(name: str, table: Path | None = None) -> Hardware:
+    """Load the device that ``--device`` names.
 
     Args:
-        name: A device of the table, or ``gib:N``: as fast as an H100 with N GiB.
-        table: A user's file: whole devices, or keys of those that are known.
+        name: Name of a device in the table, or ``gib:N``: an H100 with N GiB.
+        table: User's file with new devices, or with keys of known ones.
 
     Raises:
-        UsageError: There is no such device, or the file is wrong.
+        UsageError: The device is unknown, or the file is invalid.
     """
-    own, given = _sections(None), _sections(table) if table is not None else {}
-    known = own["devices"] | {
-        section: own["devices"].get(section, {}) | _table(values, f"devices.{section}", table)
-        for section, values in given.get("devices", {}).items()
+    defaults, custom = _sections(None), _sections(table) if table is not None else {}
+    known = defaults["devices"] | {
+        section: defaults["devices"].get(section, {}) | _table(values, f"devices.{section}", table)
+        for section, values in custom.get("devices", {}).items()
     }
-    efficiency = _made(Efficiency, own["efficiency"] | given.get("efficiency", {}), "efficiency", table)
+    efficiency = _made(Efficiency, defaults["efficiency"] | custom.get("efficiency", {}), "efficiency", table)
     devices = {
         section: _made(Device, values, f"devices.{section}", table, name=section)
         for section, values in known.items()
@@ -124,8 +124,8 @@ def _table(values: object, section: str, table: Path | None) -> JsonObject:
 
 def _only_known(values: JsonObject, known: Collection[str], where: str, table: Path | None) -> None:
     if wrong := sorted(values.keys() - known):
-        told = ", ".join(sorted(known))
-        raise UsageError(f"--hardware {table}: {where} has unknown keys: {', '.join(wrong)}; expected {told}")
+        text = ", ".join(sorted(known))
+        raise UsageError(f"--hardware {table}: {where} has unknown keys: {', '.join(wrong)}; expected {text}")
 
 
 def _made(kind: type[T], values: JsonObject, section: str, table: Path | None, **more: str) -> T:
@@ -141,7 +141,7 @@ def _made(kind: type[T], values: JsonObject, section: str, table: Path | None, *
 
 
 def _expected(name: str, value: object, *, share: bool) -> str | None:
-    """What ``name`` may be; None: it is."""
+    """Return what is expected for ``name``; None: the value is valid."""
     least = RESERVED_GIB if name == "memory_gib" else 0.0
     most = 1.0 if share and name != "launch_us" else inf
     known = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
@@ -151,5 +151,5 @@ def _expected(name: str, value: object, *, share: bool) -> str | None:
         return None if known and isinstance(value, int) and value else "a whole number of at least 1"
     if known and value != inf and (value != least or name in _MAY_BE_ZERO):
         return None
-    told = "a number of at least 0" if name in _MAY_BE_ZERO else f"a number above {least:g}"
-    return told + (f" and at most {most:g}" if most < inf else "")
+    text = "a number of at least 0" if name in _MAY_BE_ZERO else f"a number above {least:g}"
+    return text + (f" and at most {most:g}" if most < inf else "")

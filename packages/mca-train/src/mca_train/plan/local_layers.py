@@ -1,58 +1,57 @@
-"""What a decoder layer of Megatron's local implementation keeps for its backward pass, and needs while it runs.
+"""Activation memory of a decoder layer in Megatron's local implementation: saved tensors and peaks.
 
-Each line was read off the dry run, which counts what the engine allocates; `test_plan_truth.py` holds
-the two together.
+The lines are taken from dry runs, which count what the engine allocates; `test_plan_truth.py` compares the two.
 """
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
-from mca_train.plan.sizes import SINGLE, Line, Sizes
+from mca_train.plan.sizes import SINGLE, SavedTensor, Sizes
 
 _NORM = "mca_models/megatron/layers/norm.py: Norm.forward"
 _SDPA = "mca_models/megatron/layers/sdpa.py: scaled_dot_product_attention"
 CHUNK = 64
-"""Tokens of a chunk of the delta rule, and of a state space layer."""
-_NEAR = 16
-"""Tokens of a chunk that are taken pair by pair where channels fade by themselves."""
-_BLOCK = 512
-"""Queries of a block of it."""
+"""Tokens per chunk of the gated delta rule and of Mamba."""
+_DECAY_BLOCK = 16
+"""Tokens of a chunk that are processed pairwise with per-channel decay."""
+_QUERY_BLOCK = 512
+"""Queries per block of local attention."""
 _DROP = "megatron/core/fusions/fused_bias_dropout.py"
 _ROPE = "megatron/core/models/common/embeddings/rope_utils.py: apply_rotary_pos_emb"
 _MLP = "megatron/core/transformer/mlp.py: MLP.forward (glu)"
-_MOVE = "megatron/core/transformer/moe/token_dispatcher.py: dispatch"
+_DISPATCH = "megatron/core/transformer/moe/token_dispatcher.py: dispatch"
 _ROUTER = "megatron/core/transformer/moe/router.py: routing"
-_PER_LAYER = "mca_models/megatron/families/per_layer_inputs.py: _add_input"
-_LATENT = "megatron/core/transformer/multi_latent_attention.py: get_query_key_value_tensors"
+_PER_LAYER = "mca_models/megatron/families/per_layer_embedding.py: _add_input"
+_MLA = "megatron/core/transformer/multi_latent_attention.py: get_query_key_value_tensors"
 
 
 def norm(
     tokens: float, channels: float, sizes: Sizes, *, output: bool = True, module: str = ""
-) -> list[Line]:
-    """Of one norm: it computes in fp32, so a half-precision input is kept as a copy."""
+) -> list[SavedTensor]:
+    """Return the saved tensors of a norm, which computes in fp32 and so saves a copy of a half-precision input."""
     trained, half = not sizes.frozen, sizes.width < SINGLE
-    lines = [Line("norm: input in fp32", tokens * channels * SINGLE, _NORM, module if half else "")]
+    lines = [SavedTensor("norm: input in fp32", tokens * channels * SINGLE, _NORM, module if half else "")]
     if trained and sizes.rms:
-        lines.append(Line("norm: normalised in fp32", tokens * channels * SINGLE, _NORM, module))
+        lines.append(SavedTensor("norm: normalised in fp32", tokens * channels * SINGLE, _NORM, module))
     if output:
-        lines.append(Line("norm: output", tokens * channels * sizes.width, _NORM, module))
+        lines.append(SavedTensor("norm: output", tokens * channels * sizes.width, _NORM, module))
     return lines
 
 
-def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = False) -> list[Line]:
-    """All lines of decoder layer ``number``."""
-    config = config.of_layer(number)
+def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = False) -> list[SavedTensor]:
+    """Return all saved tensors of decoder layer ``number``."""
+    config = config.layer_config(number)
     hidden = config.hidden_size
     halves = range(config.has_attention(number) + config.has_mlp(number))
     lines = [line for _ in halves for line in norm(sizes.split, hidden, sizes, module="layernorm")]
-    if config.experts_beside_mlp:  # two norms around each, and the router's, for the one before both
+    if config.experts_beside_mlp:  # each has a norm before and after it, and the router has one
         lines += [line for _ in range(3) for line in norm(sizes.split, hidden, sizes)]
-        lines.append(Line("router: what it sees", sizes.split * hidden * (SINGLE + 2 * sizes.width), _ROUTER))
+        lines.append(SavedTensor("router: input", sizes.split * hidden * (SINGLE + 2 * sizes.width), _ROUTER))
     if config.norm_placement == "sandwich":
         lines += [line for _ in halves for line in norm(sizes.split, hidden, sizes)]
     if config.has_attention(number):
         lines += attention(config, sizes, number)
     lines += per_layer_input(config, sizes)
     if config.hidden_dropout:
-        lines.append(Line("what was dropped", 2.0 * sizes.split * hidden, _DROP))
+        lines.append(SavedTensor("dropout mask", 2.0 * sizes.split * hidden, _DROP))
     if config.is_moe_layer(number):
         return lines + experts(config, sizes, worst=worst)
     if not config.has_mlp(number):
@@ -60,49 +59,51 @@ def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = Fa
     return lines + gated(config, config.ffn_hidden_size / sizes.layout.tp, sizes.tokens, sizes, "mlp")
 
 
-def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[Line]:
-    """Of the attention of decoder layer ``number``."""
+def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTensor]:
+    """Return the saved tensors of the attention of decoder layer ``number``."""
     if config.is_linear_layer(number):
-        return _linear(config, sizes)
+        return gated_delta_net(config, sizes)
     if config.is_mamba_layer(number):
-        return state_space(config, sizes)
+        return mamba(config, sizes)
     if isinstance(config, MlaMcaModelConfig):
         ranks = (rank for rank in (config.q_lora_rank, config.kv_lora_rank) if rank)
         norms = [line for rank in ranks for line in norm(sizes.split, rank, sizes)]
-        return latent_core(config, sizes) + norms
-    beside = state_space(config, sizes) if config.mamba_beside_attention else []
+        return mla_core(config, sizes) + norms
+    lines = mamba(config, sizes) if config.mamba_beside_attention else []
     query, key = _channels(config, sizes)
     if config.qk_layernorm:
-        taken = query + (0 if config.takes_keys else key)
-        beside += norm(sizes.tokens, taken, sizes, output=False)
-    return beside + core(config, sizes, number)
+        normalised = query + (0 if config.takes_keys else key)
+        lines += norm(sizes.tokens, normalised, sizes, output=False)
+    return lines + core(config, sizes, number)
 
 
 def _channels(config: McaModelConfig, sizes: Sizes) -> tuple[float, float]:
-    """Of queries, and of keys or values, on this rank."""
+    """Return the channels of queries, and of keys or values, on this rank."""
     tp = sizes.layout.tp
     query = config.num_attention_heads * config.kv_channels / tp
     return query, max(config.num_query_groups / tp, 1) * config.kv_channels
 
 
-def core(config: McaModelConfig, sizes: Sizes, number: int) -> list[Line]:
-    """Of mca's own attention behind the norms of queries and keys."""
+def core(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTensor]:
+    """Return the saved tensors of mca's core attention, after the query and key norms."""
     width, tokens = sizes.width, sizes.tokens
     query, key = _channels(config, sizes)
-    lines = [Line("queries", tokens * query * width, _ROPE)]
+    lines = [SavedTensor("queries", tokens * query * width, _ROPE)]
     if key < query:  # a copy of each key and value for each head of its group
-        copies = _seen(sizes) * query * 2 * width
-        lines.append(Line("keys and values of every head", copies, _SDPA, "core_attn"))
+        copies = _num_keys(sizes) * query * 2 * width
+        lines.append(SavedTensor("keys and values of every head", copies, _SDPA, "core_attn"))
     else:
-        lines.append(Line("keys, and q, k, v as projected", tokens * (2 * key + query + key) * width, _SDPA))
+        lines.append(
+            SavedTensor("keys, and q, k, v as projected", tokens * (2 * key + query + key) * width, _SDPA)
+        )
     if config.attention_output_gate:
-        lines.append(Line("output gate", tokens * query * 2 * width, _SDPA))
-    return lines + _scores(config, sizes, query) + _window(config, sizes, number)
+        lines.append(SavedTensor("output gate", tokens * query * 2 * width, _SDPA))
+    return lines + _scores(config, sizes, query) + _sliding_window_mask(config, sizes, number)
 
 
 def recomputed_core(config: McaModelConfig, sizes: Sizes, number: int) -> float:
-    """Bytes that stay where core attention is computed again: keys before they were copied, and what values are of."""
-    config = config.of_layer(number)
+    """Return the bytes that recomputed core attention still saves: unexpanded keys, and the source of values."""
+    config = config.layer_config(number)
     states = config.is_linear_layer(number) or config.is_mamba_layer(number)
     query, key = _channels(config, sizes)
     latent = isinstance(config, MlaMcaModelConfig)
@@ -111,159 +112,169 @@ def recomputed_core(config: McaModelConfig, sizes: Sizes, number: int) -> float:
     return sizes.tokens * (query + 3 * key) * sizes.width
 
 
-def per_layer_input(config: McaModelConfig, sizes: Sizes) -> list[Line]:
-    """Of the embedding that a layer takes beside the hidden states; that itself is kept for all layers together."""
+def per_layer_input(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
+    """Return the saved tensors of a layer's per-layer embedding; the embedding itself is saved once for all layers."""
     if not config.per_layer_input_size:
         return []
-    own = sizes.split * config.per_layer_input_size * sizes.width
+    embedding = sizes.split * config.per_layer_input_size * sizes.width
     return [
-        Line("what the gate looks at", sizes.split * config.hidden_size * sizes.width, _PER_LAYER),
-        Line("gate, activated, and what it lets through", 3 * own, _PER_LAYER),
+        SavedTensor("input of the gate", sizes.split * config.hidden_size * sizes.width, _PER_LAYER),
+        SavedTensor("gate, its activation, and the gated embedding", 3 * embedding, _PER_LAYER),
         *norm(sizes.split, config.hidden_size, sizes, output=False),
     ]
 
 
-def _seen(sizes: Sizes) -> float:
-    """Keys that are copied: those of all slices before a slice, of its two on a context rank."""
+def _num_keys(sizes: Sizes) -> float:
+    """Number of keys that are expanded: those before each of the two slices of a context-parallel rank."""
     cp = sizes.layout.cp
     return sizes.tokens if cp == 1 else sizes.tokens * cp * (2 * cp + 1) / (2 * cp)
 
 
-def _scores(config: McaModelConfig, sizes: Sizes, output: float) -> list[Line]:
+def _scores(config: McaModelConfig, sizes: Sizes, output: float) -> list[SavedTensor]:
     tokens, cp = sizes.tokens, sizes.layout.cp
     heads = config.num_attention_heads / sizes.layout.tp
-    lines = [Line("attention's output", tokens * output * sizes.width * (1 if cp == 1 else 2), _SDPA)]
-    lines.append(Line("sums of attention", tokens * heads * SINGLE, _SDPA, "core_attn"))
+    lines = [SavedTensor("attention's output", tokens * output * sizes.width * (1 if cp == 1 else 2), _SDPA)]
+    lines.append(SavedTensor("log-sum-exp of attention", tokens * heads * SINGLE, _SDPA, "core_attn"))
     if cp > 1:
         mask = (sizes.length / 2) ** 2 * 2 * cp * sizes.width
-        lines.append(Line("mask of a slice", mask, _SDPA, "core_attn"))
-    if sizes.materialised:
+        lines.append(SavedTensor("mask of a slice", mask, _SDPA, "core_attn"))
+    if sizes.has_attention_matrix:
         weights = sizes.tokens * sizes.length * heads  # softmax, mask and product, in fp32
-        lines.append(Line("weights of attention, dropped", weights * 3 * SINGLE, _SDPA, "core_attn"))
+        lines.append(SavedTensor("attention weights and dropout", weights * 3 * SINGLE, _SDPA, "core_attn"))
     return lines
 
 
-def _window(config: McaModelConfig, sizes: Sizes, number: int) -> list[Line]:
-    """The mask of a block of queries, which all blocks share."""
+def _sliding_window_mask(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTensor]:
+    """Return the mask of a block of queries, shared by all blocks."""
     sliding = config.layer_types is None or config.layer_types[number] == "sliding_attention"
     if not sliding or config.window_size is None or config.window_size >= sizes.length:
         return []
-    rows = min(_BLOCK, sizes.length)
+    rows = min(_QUERY_BLOCK, sizes.length)
     columns = min(sizes.length, rows + config.window_size - 1)
-    return [Line("mask of a window", float(rows * columns * sizes.width), _SDPA, "core_attn")]
+    return [SavedTensor("sliding-window mask", float(rows * columns * sizes.width), _SDPA, "core_attn")]
 
 
-def latent_core(config: MlaMcaModelConfig, sizes: Sizes) -> list[Line]:
-    """Of mca's own attention behind latent queries and keys."""
+def mla_core(config: MlaMcaModelConfig, sizes: Sizes) -> list[SavedTensor]:
+    """Return the saved tensors of mca's core attention with MLA."""
     tokens, width, tp = sizes.tokens, sizes.width, sizes.layout.tp
     heads = config.num_attention_heads / tp
     key = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
     value = heads * config.v_head_dim
     return [
-        Line("queries and keys", tokens * key * 2 * width, _LATENT, "mla_up_proj"),
-        Line("values, padded to the keys", tokens * key * width, _SDPA, "core_attn"),
-        Line("attention's output, padded", tokens * key * width, _SDPA, "core_attn"),
-        Line("attention's output", tokens * value * width, _SDPA),
-        Line("sums of attention", tokens * heads * SINGLE, _SDPA, "core_attn"),
+        SavedTensor("queries and keys", tokens * key * 2 * width, _MLA, "mla_up_proj"),
+        SavedTensor("values, padded to the keys", tokens * key * width, _SDPA, "core_attn"),
+        SavedTensor("attention's output, padded", tokens * key * width, _SDPA, "core_attn"),
+        SavedTensor("attention's output", tokens * value * width, _SDPA),
+        SavedTensor("log-sum-exp of attention", tokens * heads * SINGLE, _SDPA, "core_attn"),
     ]
 
 
-def _linear(config: McaModelConfig, sizes: Sizes) -> list[Line]:
-    """A gated delta net: its recurrence runs in fp32, chunk by chunk, with keys repeated for every head of values."""
+def gated_delta_net(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
+    """Return the saved tensors of a gated delta net: a chunked fp32 recurrence with keys per value head."""
     tp, tokens, width = sizes.layout.tp, sizes.tokens, sizes.width
     key, value = config.linear_key_head_dim or 0, config.linear_value_head_dim or 0
     heads = (config.linear_num_value_heads or 0) / tp
     projected = 2 * (config.linear_num_key_heads or 0) * key / tp
     keys, values = heads * key, heads * value
     rule = "mca_models/megatron/families/delta_rule.py: gated_delta_rule"
-    pairs = _NEAR * key if config.linear_channel_decay else 0  # channels fade by themselves
+    pairs = _DECAY_BLOCK * key if config.linear_channel_decay else 0  # per-channel decay
     net = "mca_models/megatron/families/gated_delta_net.py: forward"
     return [
-        Line("convolution: padded, and its output", tokens * (projected + values) * 2 * width, net),
-        Line("queries and keys in fp32", tokens * projected * SINGLE, net),
-        Line("gate, activated, and output", tokens * values * (2 * SINGLE + 2 * width), net),
+        SavedTensor("convolution: padded, and its output", tokens * (projected + values) * 2 * width, net),
+        SavedTensor("queries and keys in fp32", tokens * projected * SINGLE, net),
+        SavedTensor("gate, activated, and output", tokens * values * (2 * SINGLE + 2 * width), net),
         *norm(tokens, values, sizes, output=False),
-        Line("queries, keys and values of chunks", tokens * (2 * keys + values) * SINGLE, rule),
-        Line("tokens of a chunk by one another", tokens * heads * (CHUNK * 6 + 3 * pairs) * SINGLE, rule),
-        Line("solved, and corrections", tokens * (keys + 2 * values) * SINGLE, rule),
-        Line("faded queries and keys", tokens * 2 * keys * SINGLE, rule),
-        Line("states", tokens / CHUNK * keys * value * SINGLE, rule),
+        SavedTensor("queries, keys and values of chunks", tokens * (2 * keys + values) * SINGLE, rule),
+        SavedTensor(
+            "token-by-token matrices of a chunk", tokens * heads * (CHUNK * 6 + 3 * pairs) * SINGLE, rule
+        ),
+        SavedTensor("solved, and corrections", tokens * (keys + 2 * values) * SINGLE, rule),
+        SavedTensor("decayed queries and keys", tokens * 2 * keys * SINGLE, rule),
+        SavedTensor("states", tokens / CHUNK * keys * value * SINGLE, rule),
     ]
 
 
-def state_space(config: McaModelConfig, sizes: Sizes) -> list[Line]:
-    """A state space layer: what it takes up and reads is a group's, all else each head's, in fp32, chunk by chunk."""
+def mamba(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
+    """Return the saved tensors of a Mamba layer: B and C per group, all others per head, in fp32 chunks."""
     tp, tokens, width = sizes.layout.tp, sizes.tokens, sizes.width
     heads, state = (config.mamba_num_heads or 0) / tp, config.mamba_state_dim or 0
     inside = heads * (config.mamba_head_dim or 0)
     groups = (config.mamba_num_groups or 0) / tp
-    states, own = max(groups, 1) * state, groups * state
+    states, local_states = max(groups, 1) * state, groups * state
     net = "mca_models/megatron/families/mamba.py: forward"
     space = "mca_models/megatron/families/state_space.py: state_space"
-    beside = tokens * (inside + 4 * own + heads) * SINGLE if width == SINGLE else 0.0
+    projected = tokens * (inside + 4 * local_states + heads) * SINGLE if width == SINGLE else 0.0
     singles = 3 if config.mamba_norm == "none" else 5
     return [
-        Line("convolution: padded, and its output", tokens * (inside + 2 * own) * 2 * width, net),
-        Line("inputs, and inputs times steps", tokens * inside * 2 * SINGLE, net),
-        Line("what lies beside gate and inputs, of which no copies are made", beside, net),
-        Line("gate, activated and not, and output", tokens * inside * (singles * SINGLE + width), net),
-        Line("what goes into states, and what reads them", tokens * 2 * states * SINGLE, space),
-        Line("tokens of a chunk by one another", tokens * heads * CHUNK * 2 * SINGLE, space),
-        Line("faded readings and inputs", tokens * heads * 2 * state * SINGLE, space),
-        Line("states", 2 * tokens / CHUNK * inside * state * SINGLE, space),
+        SavedTensor(
+            "convolution: padded, and its output", tokens * (inside + 2 * local_states) * 2 * width, net
+        ),
+        SavedTensor("inputs, and inputs times steps", tokens * inside * 2 * SINGLE, net),
+        SavedTensor("B, C and dt of the projection, without copies", projected, net),
+        SavedTensor("gate, activated and not, and output", tokens * inside * (singles * SINGLE + width), net),
+        SavedTensor("B and C", tokens * 2 * states * SINGLE, space),
+        SavedTensor("token-by-token matrices of a chunk", tokens * heads * CHUNK * 2 * SINGLE, space),
+        SavedTensor("decayed B and C", tokens * heads * 2 * state * SINGLE, space),
+        SavedTensor("states", 2 * tokens / CHUNK * inside * state * SINGLE, space),
     ]
 
 
-def gated(config: McaModelConfig, inner: float, tokens: float, sizes: Sizes, module: str) -> list[Line]:
-    """Of an MLP with ``inner`` channels on this rank: its projection, both factors, and their product."""
+def gated(
+    config: McaModelConfig, inner: float, tokens: float, sizes: Sizes, module: str
+) -> list[SavedTensor]:
+    """Return the saved tensors of an MLP with ``inner`` channels on this rank."""
     if not config.gated_linear_unit:
-        own = own_activation(config, tokens * inner, sizes, module)
+        activation = custom_activation(config, tokens * inner, sizes, module)
         return [
-            Line("first projection and its activation", tokens * inner * 2 * sizes.width, _MLP, module),
-            *own,
+            SavedTensor(
+                "first projection and its activation", tokens * inner * 2 * sizes.width, _MLP, module
+            ),
+            *activation,
         ]
     return [
-        Line("gate and up as projected", tokens * inner * 2 * sizes.width, _MLP, module),
-        Line("activated gate, up, and their product", tokens * inner * 3 * sizes.width, _MLP, module),
-        *own_activation(config, tokens * inner, sizes, module),
+        SavedTensor("gate and up as projected", tokens * inner * 2 * sizes.width, _MLP, module),
+        SavedTensor("activated gate, up, and their product", tokens * inner * 3 * sizes.width, _MLP, module),
+        *custom_activation(config, tokens * inner, sizes, module),
     ]
 
 
-def own_activation(config: McaModelConfig, elements: float, sizes: Sizes, module: str) -> list[Line]:
-    """Between both projections of an MLP whose activation is not one of torch's: both branches, and which it is."""
+def custom_activation(
+    config: McaModelConfig, elements: float, sizes: Sizes, module: str
+) -> list[SavedTensor]:
+    """Return the saved tensors of an MLP activation that torch does not provide."""
     if config.mlp_multipliers is not None:
         scaled = "mca_models/megatron/families/scales.py: scaled_activation"
-        return [Line("gate times its factor", elements * sizes.width, scaled, module)]
+        return [SavedTensor("gate times its factor", elements * sizes.width, scaled, module)]
     if config.hidden_act != "xielu":
         return []
     source = "mca_models/megatron/families/xielu.py: forward"
-    return [Line("both branches of xIELU", elements * (3 * sizes.width + 1), source, module)]
+    return [SavedTensor("both branches of xIELU", elements * (3 * sizes.width + 1), source, module)]
 
 
-def experts(config: McaModelConfig, sizes: Sizes, *, worst: bool = False) -> list[Line]:
-    """Of a layer's experts, run one after the other."""
+def experts(config: McaModelConfig, sizes: Sizes, *, worst: bool = False) -> list[SavedTensor]:
+    """Return the saved tensors of a layer's experts, run sequentially."""
     sent = sizes.dispatched(worst=worst)
     inner = (config.moe_ffn_hidden_size or config.ffn_hidden_size) / sizes.layout.etp
-    lines = [Line("router", sizes.split * config.num_router_choices * 10.0, _ROUTER, "moe")]
+    lines = [SavedTensor("router", sizes.split * config.num_router_choices * 10.0, _ROUTER, "moe")]
     if config.activation_func_clamp_value is not None:
-        lines.append(Line("clamped, and moved by an offset", 2 * sent * inner * sizes.width, _MLP, "moe"))
+        lines.append(SavedTensor("clamped, with an offset", 2 * sent * inner * sizes.width, _MLP, "moe"))
     lines.append(
-        Line(
+        SavedTensor(
             "tokens sent to experts",
             sent * (config.moe_latent_size or config.hidden_size) * sizes.width,
-            _MOVE,
+            _DISPATCH,
             "moe",
         )
     )
     lines += gated(config, inner, sent, sizes, "moe")
-    lines.append(Line("product times probability", sent * inner * sizes.width, _MLP, "moe"))
+    lines.append(SavedTensor("product times probability", sent * inner * sizes.width, _MLP, "moe"))
     if shared := config.moe_shared_expert_intermediate_size:
         lines += gated(config, shared / sizes.layout.tp, sizes.tokens, sizes, "shared_experts")
     return lines
 
 
 def running(config: McaModelConfig, sizes: Sizes, number: int) -> tuple[float, float]:
-    """Bytes that the worst moment of the layer's forward and of its backward takes above all that is kept."""
+    """Return the peak bytes of the layer's forward and backward passes, in addition to all saved tensors."""
     hidden, width = config.hidden_size, sizes.width
     between = sizes.split * hidden * width
     gathered = sizes.tokens * hidden * width if sizes.is_split else 0.0

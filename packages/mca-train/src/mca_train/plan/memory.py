@@ -1,7 +1,7 @@
-"""`make_plan` computes what a run needs on each rank, by arithmetic alone.
+"""Memory plan of a run on each rank, by arithmetic alone.
 
-It reads no weight and prints nothing: `plan.report` makes the text. Whether the run is possible at all is decided
-before, in `run.checks`. The search over layouts asks the same functions.
+It reads no weights and prints nothing: `plan.report` renders the text. `run.checks` decides before whether the run is
+possible. The layout search uses the same functions.
 """
 
 from dataclasses import dataclass, field, replace
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
-from mca_train.config.model import layout_of
-from mca_train.config.parts import trained_parts
-from mca_train.plan.chunks import Bytes, Implementation, Model, forward_alone, of_chunk
-from mca_train.plan.counts import Count, ModelCounts, shares
-from mca_train.plan.schedule import Order, passes_of
-from mca_train.plan.sizes import EIGHTH, HALF, SINGLE, Sizes, width_of
-from mca_train.plan.towers import Images
+from mca_train.config.model import resolve_layout
+from mca_train.config.model_parts import trained_parts
+from mca_train.plan.chunks import ChunkSpec, Implementation, PassMemory, chunk_memory, forward_only_memory
+from mca_train.plan.counts import Count, ModelCounts, optimizer_shards
+from mca_train.plan.schedule import Order, rank_passes
+from mca_train.plan.sizes import EIGHTH, HALF, SINGLE, Sizes, element_bytes
+from mca_train.plan.vision_memory import Images
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
@@ -24,41 +24,41 @@ if TYPE_CHECKING:
 
 GIB = 1024**3
 _ADAM_MOMENTS = 2
-"""Numbers in fp32 that Adam keeps of a parameter; muon, which keeps fewer, is taken for it."""
+"""fp32 moments of a parameter in Adam; muon, which has fewer, is planned as Adam."""
 PARTS = ("weights", "gradients", "optimizer", "activations", "temporaries")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageNeeds:
-    """What each rank of one pipeline stage holds at its fullest moment, in bytes unless said otherwise."""
+    """Needs of a rank of one pipeline stage at its peak, in bytes unless noted otherwise."""
 
     layers: str
     parameters: int
-    """How many, not bytes."""
+    """Number of parameters."""
     weights: int
     gradients: int
     optimizer: int
     activations: int
-    """What passes that have run keep for passes to come."""
+    """Activations that earlier passes saved for later ones."""
     temporaries: int
-    """What the pass that runs takes for itself."""
+    """Peak of the running pass itself."""
     reference: int = 0
-    """Weights of the frozen model that preferences are compared with."""
+    """Weights of the frozen reference model."""
     host: int = 0
-    """In host memory: what of the optimizer is offloaded, with its copies of weights and gradients. Not in `total`."""
+    """Host memory of the offloaded optimizer, with its copies of weights and gradients. Not in `total`."""
     in_flight: int = 0
-    """Passes at most whose activations are kept: micro-batches, times chunks that each has run through."""
+    """Maximum number of passes whose activations are saved: micro-batches times chunks."""
     evaluation: int = 0
-    """What a forward pass of evaluation takes in place of activations and temporaries."""
+    """Peak of an evaluation pass, in place of activations and temporaries."""
     beforehand: int = 0
-    """What the reference takes whose log-probabilities are computed first, when there are weights alone: its own, if
-    it is another model, and a forward pass."""
+    """Memory for computing reference log-probabilities before training: the reference model's weights, if it is a
+    separate model, and a forward pass."""
     worst_routing: int = 0
-    """More if all tokens that could be sent to this rank's experts were."""
+    """Additional bytes if the experts of this rank received all tokens that could be routed to them."""
 
     @property
     def total(self) -> int:
-        """All of it; without what kernels, allocators and communication buffers take."""
+        """Peak of all categories, without kernels, allocators and communication buffers."""
         running = max(self.activations + self.temporaries, self.evaluation)
         training = self.gradients + self.optimizer + self.reference + running
         return self.weights + max(training, self.beforehand)
@@ -66,46 +66,46 @@ class StageNeeds:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The whole run."""
+    """Memory plan of all stages."""
 
     layout: ParallelLayout
     world_size: int
     data_parallel_size: int
     implementation: Implementation
-    """Whose layers were counted."""
+    """Implementation of the planned layers."""
     stages: tuple[StageNeeds, ...]
     total_parameters: int
     trained_parameters: int | None
-    """Of an adapter, or of the parts that are not frozen; None: all."""
+    """Parameters of an adapter, or of the parts that are not frozen; None: all are trained."""
     global_batch: int
     tokens_per_step: int
     bubble: float
     images: Images | None = None
-    """That each sequence was counted with."""
+    """Images of each sequence in the plan."""
     fp8_copies: int = 0
-    """Copies of layers' weights in fp8; 0: products are not in fp8."""
+    """fp8 copies of each weight; 0: GEMMs are not in fp8."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
-    """What is planned, whatever the layout: the model and what is trained of it, counted once.
+class PlanInput:
+    """Layout-independent input of a plan, with parameters counted once.
 
     Args:
-        config: The architecture.
+        config: Model configuration.
         seq_length: Tokens of a sequence.
-        model: Its parameters.
-        sequences: In a sample.
-        adapter: Parameters of what is trained instead of the whole model.
-        frozen: Of the model that are not trained; None: there are none.
-        reference: Of a frozen model that stands beside it.
-        implementation: Whose layers.
-        on_gpu: Whether it runs there.
-        images: Of each sequence; None: there are none.
-        evaluated: Whether rows are evaluated too, in micro-batches of their own size.
-        precomputed: Whether log-probabilities of the reference are computed before training, in such micro-batches;
-            it is gone by then.
-        forwards: Forward passes of all samples of a step beside training, as of a reference.
-        fp8_transposed: Whether the device's products in fp8 take a transposed copy of a weight.
+        model: Parameter counts of the model.
+        sequences: Sequences per sample.
+        adapter: Parameter counts of an adapter; None: full fine-tuning.
+        frozen: Parameter counts of frozen parts; None: there are none.
+        reference: Parameter counts of a separate reference model.
+        implementation: Implementation of the layers.
+        on_gpu: The run is on a GPU.
+        images: Images of each sequence; None: there are none.
+        evaluated: The run evaluates, in micro-batches of ``per_device_eval_batch_size``.
+        precomputed: Reference log-probabilities are computed before training in evaluation micro-batches, after which
+            the reference model is freed.
+        forwards: Additional forward passes per sample of a step, such as those of a reference model.
+        fp8_transposed: fp8 GEMMs of the device need transposed copies of weights.
     """
 
     config: McaModelConfig
@@ -127,18 +127,18 @@ class Subject:
     )
 
     def on(self, layout: ParallelLayout) -> McaModelConfig:
-        """The architecture on a layout."""
+        """Return the model configuration with ``layout``."""
         if layout not in self._on:
             self._on[layout] = replace(self.config, layout=layout)
         return self._on[layout]
 
     @property
     def runs_forward_alone(self) -> bool:
-        """Whether there are forward passes without backward passes, in micro-batches of their own size."""
+        """True if forward passes run without backward passes, in evaluation micro-batches."""
         return self.evaluated or self.precomputed
 
     def trained_by_stage(self, layout: ParallelLayout) -> list[Count]:
-        """Parameters that have gradients, on the fullest rank of each pipeline stage."""
+        """Return the parameters with gradients on the fullest rank of each pipeline stage."""
         whole = (self.adapter or self.model).by_stage(layout)
         if self.adapter is not None or self.frozen is None:
             return whole
@@ -147,7 +147,7 @@ class Subject:
 
     @property
     def trained(self) -> int | None:
-        """Parameters that are trained; None: all."""
+        """Number of trained parameters; None: all."""
         if self.adapter is not None:
             return self.adapter.total
         return None if self.frozen is None else self.model.total - self.frozen.total
@@ -165,99 +165,103 @@ def make_plan(
     implementation: Implementation = "local",
     on_gpu: bool = False,
 ) -> Plan:
-    """The plan of training ``config`` as ``training`` says.
+    """Plan the training of ``config`` with the arguments ``training``.
 
     Args:
-        config: The architecture; its weights are not read.
+        config: Model configuration; weights are not read.
         training: Training arguments.
         seq_length: Tokens of a sequence.
-        world_size: Ranks.
-        sequences: In a sample: 2 of preferences.
-        adapter: What is trained instead of the whole model.
-        reference: A second model that stands beside it.
-        implementation: Whose layers.
-        on_gpu: Whether it runs there.
+        world_size: Number of ranks.
+        sequences: Sequences per sample: 2 for preference pairs.
+        adapter: Adapter to train; None: full fine-tuning.
+        reference: Configuration of a separate reference model.
+        implementation: Implementation of the layers.
+        on_gpu: The run is on a GPU.
     """
     from mca_models.lora import rules_for_training
 
-    layout = layout_of(training, config)
+    layout = resolve_layout(training, config)
     config = replace(config, layout=layout)
-    subject = Subject(
+    plan_input = PlanInput(
         config=config,
         seq_length=seq_length,
         sequences=sequences,
-        model=ModelCounts.of(config),
-        adapter=ModelCounts.of_adapter(config, rules_for_training(config, adapter)) if adapter else None,
-        frozen=ModelCounts.of_frozen(config, trained_parts(training)),
-        reference=ModelCounts.of(replace(reference, layout=layout)) if reference else None,
+        model=ModelCounts.for_model(config),
+        adapter=ModelCounts.for_adapter(config, rules_for_training(config, adapter)) if adapter else None,
+        frozen=ModelCounts.for_frozen(config, trained_parts(training)),
+        reference=ModelCounts.for_model(replace(reference, layout=layout)) if reference else None,
         implementation=implementation,
         on_gpu=on_gpu,
     )
-    return plan_of(subject, training, layout, world_size)
+    return plan_layout(plan_input, training, layout, world_size)
 
 
-def plan_of(subject: Subject, training: "TrainingArguments", layout: ParallelLayout, world_size: int) -> Plan:
-    """The plan of ``subject`` on a layout."""
-    config, grid = subject.on(layout), RankGrid(layout, world_size)
+def plan_layout(
+    plan_input: PlanInput, training: "TrainingArguments", layout: ParallelLayout, world_size: int
+) -> Plan:
+    """Plan ``plan_input`` on a layout."""
+    config, grid = plan_input.on(layout), RankGrid(layout, world_size)
     accumulation = training.gradient_accumulation_steps
     batch = training.per_device_train_batch_size * accumulation * grid.data_parallel_size
-    model = _model(subject, training, config, training.per_device_train_batch_size)
+    model = _chunk_spec(plan_input, training, config, training.per_device_train_batch_size)
     evaluating = None
-    if subject.runs_forward_alone:
-        evaluating = _model(subject, training, config, training.per_device_eval_batch_size)
+    if plan_input.runs_forward_alone:
+        evaluating = _chunk_spec(plan_input, training, config, training.per_device_eval_batch_size)
     return Plan(
         layout=layout,
         world_size=world_size,
         data_parallel_size=grid.data_parallel_size,
-        implementation=subject.implementation,
-        stages=tuple(_stages(subject, model, grid, evaluating)),
-        total_parameters=subject.model.total,
-        trained_parameters=subject.trained,
+        implementation=plan_input.implementation,
+        stages=tuple(_stages(plan_input, model, grid, evaluating)),
+        total_parameters=plan_input.model.total,
+        trained_parameters=plan_input.trained,
         global_batch=batch,
-        tokens_per_step=batch * subject.seq_length * subject.sequences,
+        tokens_per_step=batch * plan_input.seq_length * plan_input.sequences,
         bubble=layout.bubble(accumulation),
-        images=subject.images,
-        fp8_copies=_fp8_copies(subject, training),
+        images=plan_input.images,
+        fp8_copies=_fp8_copies(plan_input, training),
     )
 
 
-def _model(
-    subject: Subject, training: "TrainingArguments", config: McaModelConfig, micro_batch: int
-) -> Model:
-    sizes = Sizes.of(
+def _chunk_spec(
+    plan_input: PlanInput, training: "TrainingArguments", config: McaModelConfig, micro_batch: int
+) -> ChunkSpec:
+    sizes = Sizes.for_training(
         config,
         training,
-        subject.seq_length,
+        plan_input.seq_length,
         micro_batch=micro_batch,
-        sequences=subject.sequences,
-        frozen=subject.adapter is not None,
-        on_gpu=subject.on_gpu,
+        sequences=plan_input.sequences,
+        frozen=plan_input.adapter is not None,
+        on_gpu=plan_input.on_gpu,
     )
-    return Model(config, training, sizes, subject.implementation, subject.on_gpu, subject.images)
+    return ChunkSpec(config, training, sizes, plan_input.implementation, plan_input.on_gpu, plan_input.images)
 
 
-def least_of(subject: Subject, training: "TrainingArguments", layout: ParallelLayout, world_size: int) -> int:
-    """Bytes of the fullest stage without any pass: less than a plan's, and sooner known."""
-    width, grid = width_of(subject.config, training), RankGrid(layout, world_size)
-    held = [_held(training, width, counts) for counts in _counted(subject, training, grid)]
-    return max(stage.total - (stage.reference if subject.precomputed else 0) for stage in held)
+def minimum_memory(
+    plan_input: PlanInput, training: "TrainingArguments", layout: ParallelLayout, world_size: int
+) -> int:
+    """Return the bytes of the fullest stage without activations, a fast lower bound of the plan."""
+    width, grid = element_bytes(plan_input.config, training), RankGrid(layout, world_size)
+    held = [_static_memory(training, width, counts) for counts in _stage_counts(plan_input, training, grid)]
+    return max(stage.total - (stage.reference if plan_input.precomputed else 0) for stage in held)
 
 
-def _counted(subject: Subject, training: "TrainingArguments", grid: RankGrid) -> "list[_Counts]":
-    """Of each stage."""
+def _stage_counts(plan_input: PlanInput, training: "TrainingArguments", grid: RankGrid) -> "list[_Counts]":
+    """Return the counts of each stage."""
     layout = grid.layout
     none = [Count()] * layout.pp
-    adapter = subject.adapter.by_stage(layout) if subject.adapter else none
-    beside = subject.reference.by_stage(layout) if subject.reference else none
-    beside_width = width_of(subject.reference.config, training) if subject.reference else 0
-    copies = _fp8_copies(subject, training)
-    copied = subject.model.by_stage(layout, layers_only=True) if copies else none
-    share = shares(training.use_distributed_optimizer, grid)
+    adapter = plan_input.adapter.by_stage(layout) if plan_input.adapter else none
+    reference_counts = plan_input.reference.by_stage(layout) if plan_input.reference else none
+    beside_width = element_bytes(plan_input.reference.config, training) if plan_input.reference else 0
+    copies = _fp8_copies(plan_input, training)
+    copied = plan_input.model.by_stage(layout, layers_only=True) if copies else none
+    share = optimizer_shards(training.use_distributed_optimizer, grid)
     by_stage = zip(
-        subject.model.by_stage(layout),
+        plan_input.model.by_stage(layout),
         adapter,
-        subject.trained_by_stage(layout),
-        beside,
+        plan_input.trained_by_stage(layout),
+        reference_counts,
         copied,
         strict=True,
     )
@@ -273,26 +277,28 @@ def _counted(subject: Subject, training: "TrainingArguments", grid: RankGrid) ->
     ]
 
 
-def _fp8_copies(subject: Subject, training: "TrainingArguments") -> int:
+def _fp8_copies(plan_input: PlanInput, training: "TrainingArguments") -> int:
     """Return the number of copies in fp8 of a weight, which are kept for all micro-batches of a step.
 
     Forward passes take one and backward passes its transpose. With one scale for a whole tensor, devices whose
     products need no transpose take the same copy in both (Transformer Engine: `is_non_tn_fp8_gemm_supported`).
     """
     scale_of_tensor = training.fp8_recipe in (None, "delayed", "tensorwise")
-    return 0 if not training.fp8 else 1 if scale_of_tensor and not subject.fp8_transposed else 2
+    return 0 if not training.fp8 else 1 if scale_of_tensor and not plan_input.fp8_transposed else 2
 
 
-def _stages(subject: Subject, model: Model, grid: RankGrid, evaluating: Model | None) -> list[StageNeeds]:
+def _stages(
+    plan_input: PlanInput, model: ChunkSpec, grid: RankGrid, evaluating: ChunkSpec | None
+) -> list[StageNeeds]:
     plan = model.config.pipeline_plan()
-    share = shares(model.training.use_distributed_optimizer, grid)
+    share = optimizer_shards(model.training.use_distributed_optimizer, grid)
     found = []
-    for pp, counts in enumerate(_counted(subject, model.training, grid)):
+    for pp, counts in enumerate(_stage_counts(plan_input, model.training, grid)):
         needs = _needs(model, plan.chunks[pp], pp, counts, share)
         if evaluating is not None:
-            alone = int(max(forward_alone(evaluating, chunk) for chunk in plan.chunks[pp]))
-            needs = replace(needs, evaluation=alone if subject.evaluated else 0)
-            if subject.precomputed:
+            alone = int(max(forward_only_memory(evaluating, chunk) for chunk in plan.chunks[pp]))
+            needs = replace(needs, evaluation=alone if plan_input.evaluated else 0)
+            if plan_input.precomputed:
                 needs = replace(needs, beforehand=needs.reference + alone, reference=0)
         found.append(needs)
     return found
@@ -300,22 +306,22 @@ def _stages(subject: Subject, model: Model, grid: RankGrid, evaluating: Model | 
 
 @dataclass(frozen=True)
 class _Counts:
-    """Parameters on a rank: those held, those trained, those whose optimizer state is here."""
+    """Parameters on a rank: stored, trained, and with optimizer state on this rank."""
 
     held: int
     trained: int
     stepped: int
     reference: int
-    """Bytes of the frozen model beside it."""
+    """Bytes of the separate reference model."""
     quantized: int
-    """Bytes of the copies in fp8 of those held."""
+    """Bytes of the fp8 copies of stored weights."""
 
 
-def _held(training: "TrainingArguments", width: int, counts: _Counts) -> StageNeeds:
-    """What is there without any pass."""
+def _static_memory(training: "TrainingArguments", width: int, counts: _Counts) -> StageNeeds:
+    """Return the needs of a stage without activations."""
     half = width == HALF
     moments = SINGLE * (bool(training.sgd_momentum) if training.optimizer == "sgd" else _ADAM_MOMENTS)
-    main = SINGLE if half else 0  # the fp32 weights that the optimizer steps
+    main = SINGLE if half else 0  # fp32 main parameters
     moved = training.optimizer_offload_fraction if training.optimizer_cpu_offload else 0
     moved = 1.0 if moved is None else moved
     main_moved = moved if training.use_precision_aware_optimizer else 0
@@ -323,36 +329,36 @@ def _held(training: "TrainingArguments", width: int, counts: _Counts) -> StageNe
         layers="",
         parameters=counts.held,
         weights=counts.held * width + counts.quantized,
-        gradients=counts.trained * _of_gradient(training, width),
+        gradients=counts.trained * _gradient_bytes(training, width),
         optimizer=int(counts.stepped * (moments * (1 - moved) + main * (1 - main_moved))),
-        host=int(counts.stepped * moved * (moments + 2 * SINGLE)),  # with weights and gradients in fp32
+        host=int(counts.stepped * moved * (moments + 2 * SINGLE)),  # including fp32 weights and gradients
         reference=counts.reference,
         activations=0,
         temporaries=0,
     )
 
 
-def _of_gradient(training: "TrainingArguments", width: int) -> int:
+def _gradient_bytes(training: "TrainingArguments", width: int) -> int:
     """Bytes."""
     return HALF if width == HALF and training.accumulate_allreduce_grads_in_fp32 is False else SINGLE
 
 
 def _needs(
-    model: Model, chunks: tuple[PipelineChunk, ...], pp: int, counts: _Counts, share: Count
+    model: ChunkSpec, chunks: tuple[PipelineChunk, ...], pp: int, counts: _Counts, share: Count
 ) -> StageNeeds:
     training, width = model.training, model.sizes.width
     peak = _peak(model, chunks, pp)
     stepping = 0.0
-    if _of_gradient(training, width) == HALF and not training.use_precision_aware_optimizer:
-        stepping += SINGLE * counts.stepped  # copies of gradients, by which the optimizer steps
-    if not model.on_gpu and counts.stepped:  # there the optimizer is one kernel
+    if _gradient_bytes(training, width) == HALF and not training.use_precision_aware_optimizer:
+        stepping += SINGLE * counts.stepped  # fp32 copies of gradients for the optimizer step
+    if not model.on_gpu and counts.stepped:  # on a GPU the optimizer is one fused kernel
         largest = model.config.padded_vocab_size * model.config.hidden_size // model.sizes.layout.tp
         stepping += SINGLE * min(largest / share.dense, counts.stepped)
     peak = max(peak, Peak(0.0, stepping, 0), key=Peak.total)
     worst = _peak(model, chunks, pp, worst=True).total() - peak.total() if model.sizes.experts else 0.0
     return replace(
-        _held(training, width, counts),
-        layers=" | ".join(layers_of(chunk) for chunk in chunks),
+        _static_memory(training, width, counts),
+        layers=" | ".join(describe_chunk(chunk) for chunk in chunks),
         activations=int(peak.kept),
         temporaries=int(peak.running),
         in_flight=peak.in_flight,
@@ -360,8 +366,8 @@ def _needs(
     )
 
 
-def layers_of(chunk: PipelineChunk) -> str:
-    """``embedding 0-3 head``."""
+def describe_chunk(chunk: PipelineChunk) -> str:
+    """Describe the content of a chunk, such as ``embedding 0-3 head``."""
     words = ["embedding"] if chunk.has_embedding else []
     if chunk.layers:
         first, last = chunk.layers[0], chunk.layers[-1]
@@ -372,37 +378,37 @@ def layers_of(chunk: PipelineChunk) -> str:
 
 @dataclass(frozen=True)
 class Peak:
-    """The fullest moment: bytes that are kept, bytes that the pass takes, and passes kept of at most."""
+    """Peak of a rank: saved bytes, bytes of the running pass, and the maximum number of saved passes."""
 
     kept: float
     running: float
     in_flight: int
 
     def total(self) -> float:
-        """All bytes."""
+        """Return the total bytes."""
         return self.kept + self.running
 
 
-def _peak(model: Model, chunks: tuple[PipelineChunk, ...], pp: int, *, worst: bool = False) -> Peak:
-    """Of a pipeline rank that runs through its passes in the schedule's order."""
-    bytes_of = [of_chunk(model, chunk, worst=worst) for chunk in chunks]
+def _peak(model: ChunkSpec, chunks: tuple[PipelineChunk, ...], pp: int, *, worst: bool = False) -> Peak:
+    """Return the peak of a pipeline rank over its passes in schedule order."""
+    bytes_of = [chunk_memory(model, chunk, worst=worst) for chunk in chunks]
     layout, accumulated = model.sizes.layout, model.training.gradient_accumulation_steps
     group = model.training.microbatch_group_size_per_vp_stage
     order = Order(layout.pp, layout.vpp, accumulated, group)
-    return walk(bytes_of, replace(order, micro_batches=min(accumulated, order.filling)), pp)
+    return find_peak(bytes_of, replace(order, micro_batches=min(accumulated, order.filling)), pp)
 
 
-def walk(bytes_of: list[Bytes], order: Order, pp: int) -> Peak:
-    """The fullest moment of the passes of rank ``pp``, whose chunks need ``bytes_of``."""
+def find_peak(bytes_of: list[PassMemory], order: Order, pp: int) -> Peak:
+    """Return the peak over the passes of rank ``pp``, whose chunks need ``bytes_of``."""
     best, running, kept, count, most = 0.0, 0.0, 0.0, 0, 0
-    for step in passes_of(order, pp):
+    for step in rank_passes(order, pp):
         chunk = bytes_of[step.chunk]
-        taken = chunk.forward if step.forward else chunk.backward
+        needed = chunk.forward if step.forward else chunk.backward
         if step.forward:
             kept, count = kept + chunk.kept, count + 1
             most = max(most, count)
-        if kept + taken > best + running:
-            best, running = kept, taken
+        if kept + needed > best + running:
+            best, running = kept, needed
         if not step.forward:
             kept, count = kept - chunk.kept, count - 1
     return Peak(best, running, most)

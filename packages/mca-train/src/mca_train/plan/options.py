@@ -1,4 +1,4 @@
-"""The flags that only ``mca-train plan`` has; all others are the run's."""
+"""Options of ``mca-train plan`` in addition to those of the run."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,12 +12,12 @@ def _flag(value: str, text: str) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What to plan and how to say it; each field is a flag, and says its meaning itself."""
+    """Options of ``mca-train plan``; each field is a flag with its help text."""
 
     gpus: int | None = field(
         default=None,
         metadata=_flag(
-            "N", "number of ranks to plan for; default: local_ranks, or the fewest that the layout needs"
+            "N", "number of ranks to plan for; default: nproc_per_node, or the fewest that the layout needs"
         ),
     )
     device: str | None = field(
@@ -39,7 +39,7 @@ class PlanOptions:
     dry_run: bool = field(
         default=False,
         metadata=_flag(
-            "", "run one step with the run's own engine on tensors without memory, for one rank of each stage"
+            "", "run one step with the run's own engine on fake tensors, for one rank of each stage"
         ),
     )
     plot: Path | None = field(
@@ -51,7 +51,8 @@ class PlanOptions:
         default=None,
         metadata=_flag(
             "N",
-            "number of images in each sequence of a model with a vision tower; default: one, if the run takes images",
+            "number of images in each sequence of a model with a vision tower; default: one, if the run supports "
+            "images",
         ),
     )
     image_size: int | None = field(

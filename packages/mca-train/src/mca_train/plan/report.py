@@ -1,23 +1,23 @@
-"""`render` makes the text of a plan. It computes nothing: the numbers are those of `plan.memory`."""
+"""Text report of a plan, with the numbers of `plan.memory`."""
 
 from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
 from mca_train.config.run_config import Settings
-from mca_train.plan.fitting import Remedy
 from mca_train.plan.hardware import Device
 from mca_train.plan.memory import GIB, PARTS, Plan, StageNeeds
+from mca_train.plan.remedies import Remedy
 
 _FP8 = "fp8          counted: {} of layers' weights, inputs of products; not counted: their scales"
 _LAYERS = {"local": "Megatron's own", "transformer_engine": "Transformer Engine's"}
 
 
 def render(plan: Plan, settings: Settings, model: McaModelConfig, device: Device | None = None) -> str:
-    """The plan as text; with ``device`` what does not fit there is marked."""
+    """Render the plan as text, and mark the stages that exceed the memory of ``device``."""
     training = settings.training
-    told = " (LoRA)" if settings.lora.wanted else ""
+    suffix = " (LoRA)" if settings.lora.is_enabled else ""
     lines = [
         f"model        {model.model_type}, {plan.total_parameters:,} parameters, {counted(model.num_layers, 'layer')}"
-        + ("" if plan.trained_parameters is None else f"; {plan.trained_parameters:,} trained{told}"),
+        + ("" if plan.trained_parameters is None else f"; {plan.trained_parameters:,} trained{suffix}"),
         f"ranks        {plan.world_size} = {plan.layout}, data parallel {plan.data_parallel_size}",
         f"global batch {counted(plan.global_batch, 'sample')}, {plan.tokens_per_step:,} tokens = micro-batch "
         f"{training.per_device_train_batch_size} x accumulated {training.gradient_accumulation_steps} x data "
@@ -43,7 +43,8 @@ def render(plan: Plan, settings: Settings, model: McaModelConfig, device: Device
     if first:
         most = max(stage.beforehand for stage in first) / GIB
         lines.append(
-            f"beforehand   precompute_ref_log_probs: {most:.3f} GiB for the reference beside the weights, before there "
+            f"beforehand   precompute_ref_log_probs: {most:.3f} GiB for the reference in addition to the weights, "
+            "before there "
             "are gradients and an optimizer; counted in the total"
         )
     if any(stage.worst_routing for stage in plan.stages):
@@ -76,7 +77,7 @@ def _mark(stage: StageNeeds, device: Device | None) -> str:
 
 
 def render_remedies(remedies: list[Remedy], device: Device) -> str:
-    """What would make a plan fit."""
+    """Render the changes that make a plan fit."""
     if not remedies:
         return f"no single change makes it fit on {device.name}; try --search --gpus N\n"
     fits = remedies[0].fits

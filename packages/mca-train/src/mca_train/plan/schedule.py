@@ -1,4 +1,4 @@
-"""The order in which a pipeline rank runs micro-batches through its chunks, as Megatron's schedules have it."""
+"""Order of the passes of a pipeline rank in Megatron's schedules."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Pass(NamedTuple):
-    """A forward or backward pass of one micro-batch through one chunk."""
+    """Forward or backward pass of one micro-batch through one chunk."""
 
     forward: bool
     chunk: int
@@ -16,13 +16,13 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Order:
-    """What decides it.
+    """Parameters of a pipeline schedule.
 
     Args:
-        pp: Pipeline ranks.
-        vpp: Chunks on each.
-        micro_batches: Of a step.
-        group: With several chunks, how many micro-batches one runs before the next does; None: as many as ``pp``.
+        pp: Pipeline-parallel size.
+        vpp: Chunks per pipeline rank.
+        micro_batches: Micro-batches per step.
+        group: Micro-batches that a chunk runs before the next chunk, with several chunks; None: ``pp``.
     """
 
     pp: int
@@ -32,16 +32,16 @@ class Order:
 
     @property
     def period(self) -> int:
-        """So many micro-batches show every moment of a step; with more of them those in the middle repeat."""
+        """Number of micro-batches that cover all phases of a step; more only repeat the middle."""
         return max(4 * self.pp, 2 * (self.group or self.pp))
 
     @property
     def filling(self) -> int:
-        """So many micro-batches, or all, show the fullest moment of every rank."""
+        """Number of micro-batches, at most all, that cover the peak of every rank."""
         return self.pp + 1 if self.vpp == 1 else self.period
 
-    def of_rank(self, rank: int) -> Iterator[Pass]:
-        """The passes of pipeline rank ``rank``, one after another."""
+    def passes(self, rank: int) -> Iterator[Pass]:
+        """Yield the passes of pipeline rank ``rank`` in order."""
         forward, backward = _passes(self)
         ahead = min(self._ahead(rank), len(forward))
         yield from forward[:ahead]
@@ -50,13 +50,13 @@ class Order:
         yield from backward[len(forward) - ahead :]
 
     def _ahead(self, rank: int) -> int:
-        """Forward passes before the first that a backward pass follows."""
+        """Return the number of warm-up forward passes."""
         if self.vpp == 1:
             return self.pp - rank - 1
         return (self.pp - rank - 1) * 2 + (self.vpp - 1) * (self.group or self.pp)
 
     def table(self) -> Iterator[tuple[int, int]]:
-        """Micro-batch and chunk of each forward pass."""
+        """Yield the micro-batch and the chunk of each forward pass."""
         size = (self.group or self.pp) if self.vpp > 1 else self.micro_batches
         for first in range(0, self.micro_batches, size):
             for chunk in range(self.vpp):
@@ -66,15 +66,15 @@ class Order:
 
 @lru_cache(maxsize=2)
 def _passes(order: Order) -> tuple[list[Pass], list[Pass]]:
-    """All forward passes and all backward passes in their order, which is the same on every rank."""
+    """Return all forward and all backward passes in order, which is the same on every rank."""
     forward = [Pass(True, chunk, micro_batch) for micro_batch, chunk in order.table()]
     return forward, [Pass(False, order.vpp - 1 - chunk, micro_batch) for _, chunk, micro_batch in forward]
 
 
 @lru_cache(maxsize=128)
-def passes_of(order: Order, rank: int) -> tuple[Pass, ...]:
-    """All of `Order.of_rank`.
+def rank_passes(order: Order, rank: int) -> tuple[Pass, ...]:
+    """Return all passes of `Order.passes`, cached.
 
-    They are walked with balanced and with the worst routing, and again by layouts that differ elsewhere.
+    Plans walk them with balanced and with worst-case routing, and again for other layouts with the same schedule.
     """
-    return tuple(order.of_rank(rank))
+    return tuple(order.passes(rank))

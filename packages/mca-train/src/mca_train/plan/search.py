@@ -1,4 +1,4 @@
-"""Looks for layouts of a number of devices on which a run fits and is fast."""
+"""Search for fast layouts that fit on a number of devices."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from mca_config.errors import McaError
 from mca_config.layout import SIZE_FIELDS, ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_train.plan.chunks import Model
-from mca_train.plan.counts import shares
-from mca_train.plan.fitting import FULL, changed, fullest, over
+from mca_train.plan.chunks import ChunkSpec
+from mca_train.plan.counts import optimizer_shards
 from mca_train.plan.hardware import Hardware
-from mca_train.plan.memory import GIB, Subject, least_of, plan_of
+from mca_train.plan.memory import GIB, PlanInput, minimum_memory, plan_layout
+from mca_train.plan.remedies import FULL, largest_stage, stages_over_limit, with_changes
 from mca_train.plan.sizes import Sizes
-from mca_train.plan.speed import Speed, StepTime
+from mca_train.plan.speed import StepTime, StepTimeModel
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
@@ -29,17 +29,17 @@ _MICRO_BATCHES = (1, 2, 4, 8)
 _REDUCE: JsonObject = {"overlap_grad_reduce": True}
 _SPLIT: JsonObject = {"use_distributed_optimizer": True} | _REDUCE
 OVERLAPS: tuple[JsonObject, ...] = (_SPLIT | {"overlap_param_gather": True}, _SPLIT, _REDUCE)
-"""What a layout may be searched with, the best first; a run may exclude some of it."""
+"""Overlap options of a search, best first; a run may not support all of them."""
 LAYOUT_KEYS = frozenset(
     {*ParallelLayout.__dataclass_fields__, *OVERLAPS[0], *FULL, "recompute_modules", "sequence_parallel"}
     | {"per_device_train_batch_size", "gradient_accumulation_steps", "distribute_saved_activations"}
 )
-"""What a search replaces."""
+"""Arguments that a search replaces."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A layout that fits: keys to set, the arguments with them, bytes of the fullest stage, tokens of a step."""
+    """Layout that fits: keys to set, arguments with them, bytes of the fullest stage, and tokens per step."""
 
     changes: JsonObject
     layout: ParallelLayout
@@ -49,8 +49,8 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class Found:
-    """The same, with its step's time on so many devices."""
+class TimedLayout:
+    """Layout that fits, with its predicted step time on ``gpus`` devices."""
 
     changes: JsonObject
     layout: ParallelLayout
@@ -61,56 +61,56 @@ class Found:
 
     @property
     def speed(self) -> float:
-        """Tokens a second and device."""
+        """Tokens per second and device."""
         return self.tokens / self.time.total / self.gpus
 
 
-def fitting(
-    subject: Subject,
+def fitting_layouts(
+    plan_input: PlanInput,
     training: "TrainingArguments",
     batch: int,
     gpus: int,
     hardware: Hardware,
     allowed: Callable[[ParallelLayout], bool] = lambda _: True,
 ) -> Iterator[Fit]:
-    """Those that fit, by a rough prediction the fastest first.
+    """Yield layouts that fit, fastest first by a rough prediction.
 
     Args:
-        subject: What is trained.
-        training: Training arguments, of which layout, micro-batch and recomputation are replaced. What they have of
-            `OVERLAPS` is written down with each layout.
-        batch: Samples of a step, which stay as many.
-        gpus: Devices.
-        hardware: What they are.
-        allowed: Says of a layout that the model fits whether the run may stand on it.
+        plan_input: Input of the plans.
+        training: Training arguments; layout, micro-batch and recomputation are replaced. Its options of `OVERLAPS` are
+            listed with each layout.
+        batch: Global batch size, which stays the same.
+        gpus: Number of devices.
+        hardware: Device and its efficiencies.
+        allowed: Function that returns False for layouts that the run does not support.
     """
     tried = []
     overlap = {name: True for name in OVERLAPS[0] if getattr(training, name)}
-    again = recomputations(subject, training)
-    for layout, keys in _candidates(subject, batch, gpus, hardware.device.node, again):
+    again = recomputations(plan_input, training)
+    for layout, keys in _candidates(plan_input, batch, gpus, hardware.device.node, again):
         if not allowed(layout):
             continue
         changes = overlap | keys
-        args = changed(training, changes)
-        if least_of(subject, args, layout, gpus) > hardware.device.usable_gib * GIB:
+        args = with_changes(training, changes)
+        if minimum_memory(plan_input, args, layout, gpus) > hardware.device.usable_gib * GIB:
             continue
-        rough = predicted(subject, args, layout, gpus, hardware, roughly=True)
+        rough = predict_step_time(plan_input, args, layout, gpus, hardware, roughly=True)
         tried.append((rough, layout, changes, args))
     tried.sort(key=lambda one: one[0].total)
     for _, layout, changes, args in tried:
-        plan = plan_of(subject, args, layout, gpus)
-        if not over(plan, hardware.device):
-            yield Fit(changes, layout, args, fullest(plan), plan.tokens_per_step)
+        plan = plan_layout(plan_input, args, layout, gpus)
+        if not stages_over_limit(plan, hardware.device):
+            yield Fit(changes, layout, args, largest_stage(plan), plan.tokens_per_step)
 
 
-def timed(subject: Subject, fit: Fit, gpus: int, hardware: Hardware) -> Found:
-    """`fit` with the predicted time of its step."""
-    time = predicted(subject, fit.training, fit.layout, gpus, hardware)
-    return Found(fit.changes, fit.layout, time, fit.needs, fit.tokens, gpus)
+def with_step_time(plan_input: PlanInput, fit: Fit, gpus: int, hardware: Hardware) -> TimedLayout:
+    """Return ``fit`` with the predicted time of its step."""
+    time = predict_step_time(plan_input, fit.training, fit.layout, gpus, hardware)
+    return TimedLayout(fit.changes, fit.layout, time, fit.needs, fit.tokens, gpus)
 
 
-def predicted(
-    subject: Subject,
+def predict_step_time(
+    plan_input: PlanInput,
     training: "TrainingArguments",
     layout: ParallelLayout,
     gpus: int,
@@ -118,30 +118,34 @@ def predicted(
     *,
     roughly: bool = False,
 ) -> StepTime:
-    """The time of a step on a layout; ``roughly``: without walking through its passes."""
-    config, grid = subject.on(layout), RankGrid(layout, gpus)
-    sizes = Sizes.of(
+    """Predict the step time on a layout; ``roughly`` skips the simulation of the schedule."""
+    config, grid = plan_input.on(layout), RankGrid(layout, gpus)
+    sizes = Sizes.for_training(
         config,
         training,
-        subject.seq_length,
-        sequences=subject.sequences,
-        frozen=subject.adapter is not None,
-        on_gpu=subject.on_gpu,
+        plan_input.seq_length,
+        sequences=plan_input.sequences,
+        frozen=plan_input.adapter is not None,
+        on_gpu=plan_input.on_gpu,
     )
-    model = Model(config, training, sizes, subject.implementation, subject.on_gpu, subject.images)
-    trained = subject.trained_by_stage(layout)
-    share = shares(training.use_distributed_optimizer, grid)
-    return Speed(model, grid, hardware).step(trained, share, forwards=subject.forwards, roughly=roughly)
+    model = ChunkSpec(
+        config, training, sizes, plan_input.implementation, plan_input.on_gpu, plan_input.images
+    )
+    trained = plan_input.trained_by_stage(layout)
+    share = optimizer_shards(training.use_distributed_optimizer, grid)
+    return StepTimeModel(model, grid, hardware).step(
+        trained, share, forwards=plan_input.forwards, roughly=roughly
+    )
 
 
-def recomputations(subject: Subject, training: "TrainingArguments") -> tuple[JsonObject, ...]:
-    """Nothing, what saves most for its time, and everything."""
-    config = subject.config
+def recomputations(plan_input: PlanInput, training: "TrainingArguments") -> tuple[JsonObject, ...]:
+    """Return the recomputation options: none, the best saving for its time, and full."""
+    config = plan_input.config
     kinds = {config.is_moe_layer(number) for number in range(config.num_layers) if config.has_mlp(number)}
     modules = ["mlp"] if False in kinds else []
     if True in kinds:
         scaled_late = training.fp8 and training.fp8_recipe in (None, "delayed")
-        grouped = subject.implementation == "transformer_engine" and not scaled_late
+        grouped = plan_input.implementation == "transformer_engine" and not scaled_late
         modules += ["moe_act"] if grouped else ["moe"]
         if grouped and config.parallel_block == "none" and not config.moe_shortcut:
             modules.append("layernorm")
@@ -150,9 +154,9 @@ def recomputations(subject: Subject, training: "TrainingArguments") -> tuple[Jso
 
 
 def _candidates(
-    subject: Subject, batch: int, gpus: int, node: int, recomputations: tuple[JsonObject, ...]
+    plan_input: PlanInput, batch: int, gpus: int, node: int, recomputations: tuple[JsonObject, ...]
 ) -> Iterator[tuple[ParallelLayout, JsonObject]]:
-    for layout in _layouts(subject, gpus, node):
+    for layout in _layouts(plan_input, gpus, node):
         data = gpus // layout.model_parallel_size
         for size in _MICRO_BATCHES:
             accumulated, rest = divmod(batch, data * size)
@@ -161,9 +165,9 @@ def _candidates(
             if layout.pp > 1 and accumulated < layout.pp:
                 continue
             for recompute in recomputations:
-                changes = _keys(subject.config, layout) | recompute
+                changes = _keys(plan_input.config, layout) | recompute
                 changes |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulated}
-                if subject.runs_forward_alone:
+                if plan_input.runs_forward_alone:
                     changes["per_device_eval_batch_size"] = size
                 yield layout, changes
 
@@ -172,9 +176,9 @@ _SIZES = ("tp", "pp", "cp", "ep")
 
 
 def _keys(config: McaModelConfig, layout: ParallelLayout) -> JsonObject:
-    """What to write for a layout; sizes of 1 too, as leaving them out means those of the checkpoint.
+    """Return the keys of a layout, including sizes of 1, because a missing key means the size of the checkpoint.
 
-    So an MCA checkpoint's split of the pipeline and of experts is replaced too, by the sizes of both.
+    They also replace the pipeline and expert sizes of an MCA checkpoint.
     """
     keys: JsonObject = {SIZE_FIELDS[short]: getattr(layout, short) for short in _SIZES}
     keys |= {
@@ -189,18 +193,18 @@ def _keys(config: McaModelConfig, layout: ParallelLayout) -> JsonObject:
     return keys | ({"sequence_parallel": True} if layout.tp > 1 else {})
 
 
-def _layouts(subject: Subject, gpus: int, node: int) -> Iterator[ParallelLayout]:
-    config = subject.config
+def _layouts(plan_input: PlanInput, gpus: int, node: int) -> Iterator[ParallelLayout]:
+    config = plan_input.config
     for tp in _powers(min(node, gpus)):
         for pp in _powers(min(gpus // tp, config.num_layers)):
-            for cp in _powers(min(8, gpus // tp // pp)) if subject.seq_length >= 8192 else (1,):
+            for cp in _powers(min(8, gpus // tp // pp)) if plan_input.seq_length >= 8192 else (1,):
                 for ep in _powers(config.num_moe_experts or 1):
-                    yield from _legal(subject, gpus, {"tp": tp, "pp": pp, "cp": cp, "ep": ep})
+                    yield from _legal(plan_input, gpus, {"tp": tp, "pp": pp, "cp": cp, "ep": ep})
 
 
-def _legal(subject: Subject, gpus: int, sizes: dict[str, int]) -> Iterator[ParallelLayout]:
-    """All ways to stand on such sizes that the one check lets pass."""
-    config = subject.config
+def _legal(plan_input: PlanInput, gpus: int, sizes: dict[str, int]) -> Iterator[ParallelLayout]:
+    """Yield all valid layouts with the given sizes."""
+    config = plan_input.config
     per_rank = -(-config.num_layers // sizes["pp"])
     divisors = [v for v in range(1, per_rank + 1) if per_rank % v == 0]
     for vpp in divisors if sizes["pp"] > 1 else [1]:
@@ -221,7 +225,7 @@ def _legal(subject: Subject, gpus: int, sizes: dict[str, int]) -> Iterator[Paral
                 except McaError:
                     continue
                 parallel = sizes["tp"] > 1
-                if not check_layout(config, layout, gpus, subject.seq_length, sequence_parallel=parallel):
+                if not check_layout(config, layout, gpus, plan_input.seq_length, sequence_parallel=parallel):
                     yield layout
 
 

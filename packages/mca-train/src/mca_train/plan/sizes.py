@@ -1,32 +1,32 @@
-"""`Sizes` are the extents of what one rank computes for one micro-batch, and `Line` is a tensor that is kept of it."""
+"""Sizes of one rank's computation for one micro-batch, and the tensors that it saves."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mca_config.layout import ParallelLayout
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig, trained_dtype
+from mca_config.model_config import McaModelConfig, MlaMcaModelConfig, training_dtype
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
 
 EIGHTH, HALF, SINGLE = 1, 2, 4
-"""Bytes of a number in fp8, in bf16 or fp16, and in fp32."""
+"""Bytes per element in fp8, in bf16 or fp16, and in fp32."""
 
 
-def width_of(config: McaModelConfig, training: "TrainingArguments") -> int:
-    """Bytes of a number of what is trained, or stands beside it frozen."""
-    return SINGLE if trained_dtype(config, training) == "float32" else HALF
+def element_bytes(config: McaModelConfig, training: "TrainingArguments") -> int:
+    """Return the bytes per element of model weights, trained or frozen."""
+    return SINGLE if training_dtype(config, training) == "float32" else HALF
 
 
 @dataclass(frozen=True)
-class Line:
-    """What the backward pass of a layer needs of its forward pass.
+class SavedTensor:
+    """Tensor that the forward pass of a layer saves for its backward pass.
 
     Args:
-        what: In words.
-        bytes: On this rank, of one micro-batch.
-        source: Whose code keeps it: file and function.
-        module: The name in ``recompute_modules`` that does away with it; empty: only full recomputation does.
+        what: Description.
+        bytes: Bytes of one micro-batch on this rank.
+        source: File and function that save it.
+        module: Name in ``recompute_modules`` that avoids it; empty: only full recomputation does.
     """
 
     what: str
@@ -37,45 +37,45 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of one micro-batch on one rank; numbers of elements, not bytes."""
+    """Sizes of one micro-batch on one rank, in elements unless noted otherwise."""
 
     width: int
-    """Bytes of a number."""
-    operand: int
-    """Those of a number that a product of Transformer Engine takes, as it is kept: fewer in fp8."""
-    projected: int
-    """Those that the projection behind attention keeps of its input: its own copy in fp8 with delayed scaling alone."""
+    """Bytes per element."""
+    gemm_input_width: int
+    """Bytes per element of a saved input of a Transformer Engine GEMM: 1 in fp8."""
+    projection_input_width: int
+    """Bytes per element of the output projection's saved input: a separate fp8 copy only with delayed scaling."""
     sequences: int
     length: int
-    """Tokens of a sequence on this context rank."""
+    """Tokens of a sequence on this context-parallel rank."""
     tokens: int
     """`sequences` x `length`."""
     split: int
-    """Those of them that stand on this tensor rank between the layers: fewer with sequence parallelism."""
+    """Tokens on this tensor-parallel rank between layers: fewer with sequence parallelism."""
     layout: ParallelLayout
     frozen: bool
-    """Whether the base weights are, as under an adapter."""
+    """Base weights are frozen, as with an adapter."""
     topk: int
     experts: int
     choices: int
-    """What a token can be sent to: experts, and those without weights, to which it is not moved."""
+    """Number of router choices: experts and identity experts, which receive no tokens."""
     capacity: float | None
     """``moe_expert_capacity_factor``."""
     rms: bool
-    """Whether norms only divide by a root mean square."""
+    """Norms are RMSNorm."""
     padded: bool
-    """Whether each expert gets exactly its capacity, filled up."""
-    own_attention: bool
-    """Whether mca computes attention itself, also within Transformer Engine's layers."""
+    """Experts are padded to their exact capacity."""
+    mca_attention: bool
+    """mca computes core attention, also within Transformer Engine layers."""
     fused_activation: bool
-    """Whether Megatron has a kernel for what every MLP computes, where there is a GPU."""
+    """Megatron has a fused kernel for the MLP activation on a GPU."""
     waits_for_sends: bool
-    """Whether Megatron has sent an output before it frees it."""
-    materialised: bool
-    """Whether attention makes the whole matrix of its weights: on a CPU with dropout."""
+    """Megatron waits for a send before it frees the output."""
+    has_attention_matrix: bool
+    """Attention creates the full matrix of weights: on a CPU with dropout."""
 
     @classmethod
-    def of(
+    def for_training(
         cls,
         config: McaModelConfig,
         training: "TrainingArguments",
@@ -86,31 +86,33 @@ class Sizes:
         frozen: bool = False,
         on_gpu: bool = False,
     ) -> "Sizes":
-        """Of a model that stands on its ``layout``.
+        """Return the sizes of a model with its ``layout``.
 
         Args:
-            config: The architecture.
+            config: Model configuration.
             training: Training arguments.
             seq_length: Tokens of a sequence.
-            micro_batch: Samples; None: as many as are trained at once.
-            sequences: In a sample.
-            frozen: Whether only an adapter is trained.
-            on_gpu: Whether it runs there.
+            micro_batch: Samples per micro-batch; None: ``per_device_train_batch_size``.
+            sequences: Sequences per sample.
+            frozen: Only an adapter is trained.
+            on_gpu: The run is on a GPU.
         """
         layout = config.layout
         length = seq_length // layout.cp
         count = (micro_batch or training.per_device_train_batch_size) * sequences
         tokens = count * length
-        width = width_of(config, training)
-        quantised = training.fp8 and not frozen  # an adapter takes what no cast has changed
+        width = element_bytes(config, training)
+        quantised = training.fp8 and not frozen  # an adapter takes inputs that are not cast
         return cls(
             width=width,
-            operand=EIGHTH if quantised else width,
-            projected=EIGHTH if quantised and training.fp8_recipe in (None, "delayed") else width,
+            gemm_input_width=EIGHTH if quantised else width,
+            projection_input_width=EIGHTH
+            if quantised and training.fp8_recipe in (None, "delayed")
+            else width,
             sequences=count,
             length=length,
             tokens=tokens,
-            split=tokens // layout.tp if cuts_sequences(config, training) else tokens,
+            split=tokens // layout.tp if has_sequence_parallel(config, training) else tokens,
             layout=layout,
             frozen=frozen,
             topk=config.moe_router_topk,
@@ -118,32 +120,32 @@ class Sizes:
             choices=config.num_router_choices,
             capacity=training.moe_expert_capacity_factor,
             padded=bool(training.moe_pad_expert_input_to_capacity),
-            own_attention=training.attention_backend == "local" or _has_own_core(config),
+            mca_attention=training.attention_backend == "local" or _has_mca_core_attention(config),
             fused_activation=training.bias_activation_fusion is not False and _is_fused(config),
             waits_for_sends=_waits_for_sends(layout),
             rms=config.normalization == "RMSNorm",
-            materialised=config.attention_dropout > 0 and not on_gpu,
+            has_attention_matrix=config.attention_dropout > 0 and not on_gpu,
         )
 
     @property
-    def moved(self) -> float:
-        """How many experts a token is sent to, in the mean."""
+    def experts_per_token(self) -> float:
+        """Mean number of experts that a token is sent to."""
         return self.topk * self.experts / max(self.choices, 1)
 
     @property
     def is_split(self) -> bool:
-        """Whether sequences are cut over tensor ranks between the layers."""
+        """True if sequences are sharded over tensor-parallel ranks between layers."""
         return self.split < self.tokens
 
     def dispatched(self, *, worst: bool = False) -> float:
-        """Tokens (once for each of their experts) that this rank's experts get of all ranks of their group.
+        """Return the number of token-expert pairs that this rank's experts receive from all ranks of their group.
 
         Args:
-            worst: All that could be sent here, not an equal share.
+            worst: Count all pairs that could be routed here, not an equal share.
         """
         layout = self.layout
-        here = self.split * self.moved
-        if self.capacity is not None:  # each expert of each rank gets at most so many
+        here = self.split * self.experts_per_token
+        if self.capacity is not None:  # limits the tokens per expert and rank
             always = self.padded or worst
             here = here * self.capacity if always else min(here, here * self.capacity)
             return here * layout.etp
@@ -152,18 +154,18 @@ class Sizes:
         return here * layout.etp
 
 
-def cuts_sequences(config: McaModelConfig, training: "TrainingArguments") -> bool:
-    """Whether sequence parallelism is on: as asked, else where experts or latent attention need it."""
+def has_sequence_parallel(config: McaModelConfig, training: "TrainingArguments") -> bool:
+    """Return True if sequence parallelism is enabled, explicitly or because MoE or MLA needs it."""
     layout = config.layout
     if training.sequence_parallel is not None or layout.tp == 1:
         return bool(training.sequence_parallel) and layout.tp > 1
     return config.num_moe_experts is not None or isinstance(config, MlaMcaModelConfig)
 
 
-def _has_own_core(config: McaModelConfig) -> bool:
-    from mca_models.megatron.families.core_attention import own_core
+def _has_mca_core_attention(config: McaModelConfig) -> bool:
+    from mca_models.megatron.families.core_attention import custom_core_attention
 
-    return own_core(config) is not None
+    return custom_core_attention(config) is not None
 
 
 def _is_fused(config: McaModelConfig) -> bool:

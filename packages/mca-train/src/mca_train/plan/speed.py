@@ -1,6 +1,6 @@
-"""How long a step takes: products by a roofline, messages by latency and bandwidth, the bubble by the schedule's order.
+"""Step time: GEMMs by a roofline, messages by latency and bandwidth, and the bubble by the schedule.
 
-A prediction, for comparing layouts. Efficiencies and rates are those of the hardware's table.
+The prediction is meant for comparing layouts. Efficiencies and rates come from the table of hardware.
 """
 
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from math import log2
 from mca_config.layout import RankGrid
 from mca_config.model_config import MlaMcaModelConfig
 from mca_config.pipeline import PipelineChunk
-from mca_train.plan.chunks import Model, recomputed
+from mca_train.plan.chunks import ChunkSpec, recomputed_modules
 from mca_train.plan.counts import Count
 from mca_train.plan.hardware import Hardware
 from mca_train.plan.local_layers import CHUNK
@@ -19,43 +19,43 @@ from mca_train.plan.sizes import SINGLE
 from mca_train.plan.timeline import timeline
 
 _KERNELS = 45
-"""Of a layer's forward pass, those of each expert aside; its backward pass has twice as many."""
+"""Kernels of a layer's forward pass, except those per expert; the backward pass has twice as many."""
 _QUANTISING = {"tensorwise": 4, "blockwise": 1, "mxfp8": 1}
-"""Kernels that bring an expert's operand into fp8 (largest value, scale, cast); of delayed scales one does all experts.
+"""Kernels that quantize an expert's input to fp8 (amax, scale, cast); with delayed scaling one serves all experts.
 
 Transformer Engine, pytorch/csrc/extensions/cast.cpp: multi_tensor_quantize_impl.
 """
 _CAST = 6
-"""Bytes read and written for a number that is brought into fp8: its largest value is found, it is cast and turned."""
+"""Bytes read and written per element that is quantized to fp8: amax, cast and transpose."""
 _PADDED = 4
-"""How often tokens of experts are copied so that each has a number of them that fp8 products take."""
+"""Number of copies of experts' tokens for padding to the alignment of fp8 GEMMs."""
 _REARRANGED = 16
-"""How often the hidden states of tokens sent to experts are read or written: sorted, sent, and all that back."""
+"""Number of reads and writes of the hidden states of dispatched tokens: sort, all-to-all, and back."""
 _MOVED_AGAIN = frozenset({"moe_act", "layernorm"})
 _STEPPED = 30
-"""Bytes that the optimizer reads and writes for a parameter: weight, gradient and two moments."""
+"""Bytes that the optimizer reads and writes per parameter: weight, gradient and two moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step, and what they are spent on."""
+    """Seconds of a step, in total and per cause."""
 
     total: float
     passes: float
-    """Of the slowest pipeline rank, without waiting."""
+    """Passes of the slowest pipeline rank, without the bubble."""
     waiting: float
     gradients: float
-    """Sums over data ranks, and weights gathered, as far as nothing runs meanwhile."""
+    """Gradient reduction and weight all-gather over data-parallel ranks that nothing overlaps."""
     optimizer: float
     of_messages: float
-    """The part of `passes` that is messages of tensor, expert and context ranks."""
+    """Part of `passes` spent in messages of tensor, expert and context parallelism."""
     beside: float = 0.0
-    """Forward passes that nothing is trained with: of a reference, and of kto's mismatched answers."""
+    """Forward passes without training: of a reference model, and of KTO's KL pairs."""
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """Seconds of one micro-batch through one layer."""
+    """Seconds of one micro-batch in one layer."""
 
     forward: float
     backward: float
@@ -63,23 +63,23 @@ class _Layer:
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Predicts the steps of a model on a layout and hardware."""
+class StepTimeModel:
+    """Predictor of the step time of a model on a layout and hardware."""
 
-    model: Model
+    model: ChunkSpec
     grid: RankGrid
     hardware: Hardware
 
     def step(
         self, trained: list[Count], share: Count, *, forwards: int = 0, roughly: bool = False
     ) -> StepTime:
-        """Of a step.
+        """Predict the time of a step.
 
         Args:
             trained: Parameters with a gradient on each pipeline rank.
-            share: Over how many ranks optimizer state is split.
-            forwards: Forward passes of all samples beside training.
-            roughly: By the formula of the bubble, not by the order of passes.
+            share: Number of ranks that share the optimizer state.
+            forwards: Additional forward passes per sample.
+            roughly: Use the closed formula of the bubble in place of the simulated schedule.
         """
         layout, training = self.grid.layout, self.model.training
         plan = self.model.config.pipeline_plan()
@@ -101,31 +101,33 @@ class Speed:
         ) / (self.hardware.device.memory_gb_s * 1e9 * self.hardware.efficiency.memory)
         messages = max(sum(t.messages for t in of_rank) for of_rank in times) * order.micro_batches
         forward = max(sum(t.forward for t in of_rank) for of_rank in times) * order.micro_batches
-        beside = forwards * forward * filled
+        extra_forward = forwards * forward * filled
         return StepTime(
-            total=end + gradients + optimizer + beside,
+            total=end + gradients + optimizer + extra_forward,
             passes=passes,
             waiting=end - passes,
             gradients=gradients,
             optimizer=optimizer,
             of_messages=messages,
-            beside=beside,
+            beside=extra_forward,
         )
 
     def _pipeline(self, order: Order, times: list[list[_Layer]]) -> float:
-        """Seconds until the last pass of any rank ends; of many micro-batches those in the middle repeat."""
+        """Return the seconds until the last pass of any rank ends; the middle of many micro-batches is extrapolated."""
         shown = min(order.micro_batches, order.period)
         shown -= shown % (order.group or order.pp) if order.vpp > 1 else 0
         shown = shown or order.micro_batches
         few = replace(order, micro_batches=shown)
-        orders = [list(few.of_rank(rank)) for rank in range(order.pp)]
+        orders = [list(few.passes(rank)) for rank in range(order.pp)]
 
         def duration(rank: int, step: Pass) -> float:
             time = times[rank][step.chunk]
             return time.forward if step.forward else time.backward
 
         overlaps = order.vpp > 1
-        message = self._message(self.model.between, self._far(self.grid.world_size // order.pp))
+        message = self._message_time(
+            self.model.hidden_bytes, self._crosses_nodes(self.grid.world_size // order.pp)
+        )
         ran = timeline(orders, order.vpp, duration, message * (0.3 if overlaps else 1.0))
         slowest = max(sum(t.forward + t.backward for t in of_rank) for of_rank in times)
         return max(run.end for run in ran) + slowest * (order.micro_batches - shown)
@@ -141,28 +143,28 @@ class Speed:
         images, of_images = self._images() if chunk.has_embedding else (0.0, 0.0)
         return _Layer(
             forward + head + images,
-            backward + self._gradients_of_products * head + of_images,
+            backward + self._backward_ratio * head + of_images,
             sum(layer.messages for layer in layers),
         )
 
     @property
-    def _gradients_of_products(self) -> float:
-        """What a product's backward pass takes of its forward pass: a frozen weight has no gradient, its input has."""
+    def _backward_ratio(self) -> float:
+        """Ratio of GEMM time in backward to forward: a frozen weight needs only the gradient of its input."""
         return 1.0 if self.model.sizes.frozen else 2.0
 
     def _images(self) -> tuple[float, float]:
-        """Seconds of the tower's forward and backward passes; tensor ranks share its images."""
+        """Return the forward and backward seconds of the vision tower; tensor-parallel ranks share its images."""
         images, sizes = self.model.images, self.model.sizes
         if images is None:
             return 0.0, 0.0
-        forward = self._products(images.flops(sizes.sequences) / sizes.layout.tp, half=True)
+        forward = self._gemm_time(images.flops(sizes.sequences) / sizes.layout.tp, half=True)
         return forward, 2 * forward if "vision" in images.trained else 0.0
 
     def _head(self) -> float:
-        """The output layer and the loss, forward."""
+        """Return the forward seconds of the output layer and the loss."""
         config, sizes = self.model.config, self.model.sizes
         rows = config.num_labels or config.padded_vocab_size / sizes.layout.tp
-        return self._products(2 * sizes.tokens * rows * config.hidden_size, half=True) + self._moved(
+        return self._gemm_time(2 * sizes.tokens * rows * config.hidden_size, half=True) + self._memory_time(
             sizes.tokens * rows * 12
         )
 
@@ -170,51 +172,51 @@ class Speed:
         config = self.model.config
         known = self._known
         named = config.layer_types[number] if config.layer_types else None
-        kind = (named, config.is_moe_layer(number), config.keys_from(number) is not None)
+        kind = (named, config.is_moe_layer(number), config.kv_source_layer(number) is not None)
         if kind not in known:
-            known[kind] = self._measured(number)
+            known[kind] = self._layer_time(number)
         return known[kind]
 
     @cached_property
     def _known(self) -> dict[tuple[str | None, bool, bool], _Layer]:
         return {}
 
-    def _measured(self, number: int) -> _Layer:
+    def _layer_time(self, number: int) -> _Layer:
         config, sizes = self.model.config, self.model.sizes
         moe = config.is_moe_layer(number)
-        attention, scores = self._before_mlp(number)
-        inner = self._mlp(config.of_layer(number).ffn_hidden_size) / sizes.layout.tp
-        mlp = 0.0 if moe or not config.has_mlp(number) else self._products(2 * sizes.tokens * inner)
-        # a gate, a projection, and a share of what makes the embeddings of all layers
-        beside = 3 * config.per_layer_input_size * config.hidden_size
-        products = self._products(2 * (sizes.tokens * attention + sizes.split * beside)) + mlp
-        moved = self._moved(2.5 * sum(line.bytes for line in self.model.lines(number)))
+        attention, scores = self._mixer_time(number)
+        inner = self._mlp(config.layer_config(number).ffn_hidden_size) / sizes.layout.tp
+        mlp = 0.0 if moe or not config.has_mlp(number) else self._gemm_time(2 * sizes.tokens * inner)
+        # a gate, a projection, and a share of the projection to the embeddings of all layers
+        per_layer = 3 * config.per_layer_input_size * config.hidden_size
+        products = self._gemm_time(2 * (sizes.tokens * attention + sizes.split * per_layer)) + mlp
+        moved = self._memory_time(2.5 * sum(line.bytes for line in self.model.lines(number)))
         launch = _KERNELS * (2 if moe else 1) * self.hardware.efficiency.launch_us * 1e-6
         experts = self._experts() if moe else _Layer(0.0, 0.0, 0.0)
         halves = config.has_attention(number) + config.has_mlp(number)
         messages = self._tensor_messages() * halves / 2
         rest = self._context_messages(number, scores) if config.has_attention(number) else 0.0
-        again = self._again(
+        again = self._recompute_time(
             number, {"core_attn": scores, "mlp": mlp, "moe": experts.forward + experts.messages}
         )
         forward = max(products + scores + moved, launch) + experts.forward
-        gradients = self._gradients_of_products * products
+        gradients = self._backward_ratio * products
         backward = max(gradients + 2.5 * scores + moved, 2 * launch) + again + experts.backward
         spent = messages + experts.messages
         return _Layer(forward + spent + rest, backward + spent + 2 * rest, 2 * spent + 3 * rest)
 
-    def _again(self, number: int, seconds: dict[str, float]) -> float:
-        """What selective recomputation adds to a backward pass; `_MOVED_AGAIN` takes the time of what it makes."""
-        modules = recomputed(self.model.training)
+    def _recompute_time(self, number: int, seconds: dict[str, float]) -> float:
+        """Return the seconds that selective recomputation adds to a backward pass."""
+        modules = recomputed_modules(self.model.training)
         made = set() if "moe" in modules else modules & _MOVED_AGAIN
         moved = sum(line.bytes for line in self.model.lines(number) if line.module in made) if made else 0.0
-        return self._moved(2.5 * moved) + sum(time for name, time in seconds.items() if name in modules)
+        return self._memory_time(2.5 * moved) + sum(time for name, time in seconds.items() if name in modules)
 
     def _mlp(self, inner: float) -> float:
         return (3 if self.model.config.gated_linear_unit else 2) * inner * self.model.config.hidden_size
 
-    def _before_mlp(self, number: int) -> tuple[float, float]:
-        """See `_attention`, of what stands there."""
+    def _mixer_time(self, number: int) -> tuple[float, float]:
+        """Return the weights of GEMMs and the seconds of scores or scans of everything before the MLP."""
         config = self.model.config
         if not config.has_attention(number):
             return 0.0, 0.0
@@ -227,32 +229,32 @@ class Speed:
         return weights, seconds
 
     def _states(self) -> tuple[float, float]:
-        """Weights of a state space model's products on this rank, and seconds of its scan."""
+        """Return the weights of a Mamba layer's GEMMs on this rank, and the seconds of its scan."""
         config, sizes = self.model.config, self.model.sizes
         heads, tp = config.mamba_num_heads or 0, sizes.layout.tp
         width, state = config.mamba_head_dim or 0, config.mamba_state_dim or 0
         inside, states = heads * width, (config.mamba_num_groups or 0) * state
         weights = config.hidden_size * (3 * inside + 2 * states + heads) / tp
-        shared = max(states, tp * state)  # ranks with heads of one group compute the same
+        shared = max(states, tp * state)  # ranks whose heads share a group repeat its computation
         flops = 2 * sizes.tokens * (CHUNK * (inside + shared) + 2 * inside * state) / tp
         return weights, flops / (self.hardware.device.tflops * 1e12 * self.hardware.efficiency.attention)
 
     def _delta_rule(self) -> tuple[float, float]:
-        """Weights of a delta net's products on this rank, and seconds of its recurrence, chunk by chunk."""
+        """Return the weights of a gated delta net's GEMMs on this rank, and the seconds of its chunked recurrence."""
         config, sizes = self.model.config, self.model.sizes
         heads, tp = config.linear_num_value_heads or 0, sizes.layout.tp
         key, value = config.linear_key_head_dim or 0, config.linear_value_head_dim or 0
         projected = 2 * (config.linear_num_key_heads or 0) * key + 3 * heads * value + 2 * heads
         each = (
             CHUNK * (3 * key + 2 * value) + 3 * key * value
-        )  # of a chunk's tokens by one another, and of states
+        )  # token-by-token matrices of a chunk, and states
         flops = 2 * sizes.tokens * heads * each / tp
         rate = self.hardware.device.tflops * 1e12 * self.hardware.efficiency.attention
         return config.hidden_size * projected / tp, flops / rate
 
     def _attention(self, number: int) -> tuple[float, float]:
-        """Weights of its products on this rank, and seconds of its scores, of which half are masked."""
-        config, sizes = self.model.config.of_layer(number), self.model.sizes
+        """Return the weights of attention GEMMs on this rank, and the seconds of its causal scores."""
+        config, sizes = self.model.config.layer_config(number), self.model.sizes
         heads, hidden, tp = config.num_attention_heads, config.hidden_size, sizes.layout.tp
         if isinstance(config, MlaMcaModelConfig):
             query, value = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
@@ -271,76 +273,76 @@ class Speed:
         return weights, flops / rate
 
     def _experts(self) -> _Layer:
-        """What a layer's experts add: tokens sent and sorted, their products, and shared experts.
+        """Return the seconds of a layer's experts: dispatch, sorting, GEMMs, and shared experts.
 
-        The host waits for how many tokens each expert has, so that it is not ahead of the device when it begins with
-        their products: these take at least what launching them one by one takes.
+        The host waits for the number of tokens per expert, so it is not ahead of the device when it launches the GEMMs.
+        Their time is at least that of launching them one by one.
         """
         config, sizes = self.model.config, self.model.sizes
         routed = config.moe_latent_size or config.hidden_size
         inner = (config.moe_ffn_hidden_size or config.ffn_hidden_size) / sizes.layout.etp
         sent, share = sizes.dispatched(), self.hardware.efficiency.experts / self.hardware.efficiency.products
-        products = self._products(2 * sent * self._mlp(inner) * routed / config.hidden_size) / share
+        products = self._gemm_time(2 * sent * self._mlp(inner) * routed / config.hidden_size) / share
         copied, cast = _REARRANGED * sizes.width, 0.0
         if self.model.training.fp8:
             copied += _PADDED * sizes.width if sizes.capacity is None else 0
             cast = _CAST * (routed + inner)
-        moved = self._moved(sent * (copied * routed + cast))
+        moved = self._memory_time(sent * (copied * routed + cast))
         once, twice = self._launches()
         shared = config.moe_shared_expert_intermediate_size or 0
-        beside = self._products(2 * sizes.tokens * self._mlp(shared) / sizes.layout.tp)
+        shared_experts = self._gemm_time(2 * sizes.tokens * self._mlp(shared) / sizes.layout.tp)
         messages = self._expert_messages()
         if self.model.training.overlap_moe_expert_parallel_comm:
             messages *= 1 - self.hardware.efficiency.overlapped
         return _Layer(
-            max(products, once) + moved + beside,
-            max(self._gradients_of_products * products, twice) + moved + self._gradients_of_products * beside,
+            max(products, once) + moved + shared_experts,
+            max(self._backward_ratio * products, twice) + moved + self._backward_ratio * shared_experts,
             messages,
         )
 
     def _launches(self) -> tuple[float, float]:
-        """Seconds of the host for the products of a layer's experts here, forward and backward."""
+        """Return the host seconds for launching the experts' GEMMs on this rank, forward and backward."""
         experts = (self.model.config.num_moe_experts or 0) / self.grid.layout.ep
         casts = _QUANTISING.get(self.model.training.fp8_recipe or "", 0) if self.model.training.fp8 else 0
         each = 2 * experts * self.hardware.efficiency.launch_us * 1e-6
         return each * (1 + casts), each * (2 + casts)
 
-    def _products(self, flops: float, *, half: bool = False) -> float:
+    def _gemm_time(self, flops: float, *, half: bool = False) -> float:
         device, efficiency = self.hardware.device, self.hardware.efficiency
         if self.model.training.fp8 and not half:
             return flops / (device.fp8_tflops * 1e12 * efficiency.fp8_products)
         return flops / (device.tflops * 1e12 * efficiency.products)
 
-    def _moved(self, size: float) -> float:
+    def _memory_time(self, size: float) -> float:
         return size / (self.hardware.device.memory_gb_s * 1e9 * self.hardware.efficiency.memory)
 
-    def _far(self, distance: int) -> bool:
-        """Whether ranks ``distance`` apart stand on different machines."""
+    def _crosses_nodes(self, distance: int) -> bool:
+        """Return True if ranks ``distance`` apart are on different nodes."""
         return distance >= self.hardware.device.node
 
-    def _message(self, size: float, far: bool, ranks: int = 2) -> float:
+    def _message_time(self, size: float, far: bool, ranks: int = 2) -> float:
         device, efficiency = self.hardware.device, self.hardware.efficiency
         rate = (device.network_gb_s * efficiency.network if far else device.link_gb_s * efficiency.link) * 1e9
         latency = (device.network_us if far else device.link_us) * 1e-6
         return latency * max(log2(max(ranks, 2)), 1.0) + size / rate
 
     def _tensor_messages(self) -> float:
-        """Of a layer's forward pass: two gathers and two scattered sums, or two sums, of all hidden states."""
+        """Return the seconds of two all-gathers and two reduce-scatters, or two all-reduces, of the hidden states."""
         sizes, tp = self.model.sizes, self.grid.layout.tp
         if tp == 1:
             return 0.0
         whole = sizes.tokens * self.model.config.hidden_size * sizes.width * (tp - 1) / tp
-        return 4 * self._message(whole, self._far(tp - 1), tp)
+        return 4 * self._message_time(whole, self._crosses_nodes(tp - 1), tp)
 
     def _expert_messages(self) -> float:
-        """Of a forward pass: tokens to their experts and back."""
+        """Return the seconds of one forward pass's all-to-all of tokens to experts and back."""
         layout, sizes = self.grid.layout, self.model.sizes
         group = layout.ep * layout.etp
         if group == 1:
             return 0.0
         sent = (
             sizes.split
-            * sizes.moved
+            * sizes.experts_per_token
             * (self.model.config.moe_latent_size or self.model.config.hidden_size)
             * sizes.width
             * (layout.ep - 1)
@@ -348,22 +350,24 @@ class Speed:
         )
         node = self.hardware.device.node
         if group <= node:
-            return 2 * self._message(sent, False, group)
+            return 2 * self._message_time(sent, False, group)
         outside = 1 - node / group
-        return 2 * self._message(sent * outside, True, group)
+        return 2 * self._message_time(sent * outside, True, group)
 
     def _context_messages(self, number: int, scores: float) -> float:
-        """Keys and values round the ring, as far as scores do not hide them."""
-        layout, config, sizes = self.grid.layout, self.model.config.of_layer(number), self.model.sizes
+        """Return the seconds of the key-value ring that attention scores do not hide."""
+        layout, config, sizes = self.grid.layout, self.model.config.layer_config(number), self.model.sizes
         if layout.cp == 1:
             return 0.0
         value = config.v_head_dim if isinstance(config, MlaMcaModelConfig) else config.value_width
         keys = max(config.num_query_groups / layout.tp, 1) * (config.kv_channels + value)
-        once = self._message(sizes.tokens * keys * sizes.width, self._far(layout.tp * layout.cp - 1))
+        once = self._message_time(
+            sizes.tokens * keys * sizes.width, self._crosses_nodes(layout.tp * layout.cp - 1)
+        )
         return max((layout.cp - 1) * once - scores * self.hardware.efficiency.overlapped, 0.0)
 
     def _gradients(self, count: Count) -> float:
-        """Sums of gradients over data ranks and gathers of weights, less what overlaps with passes."""
+        """Return the seconds of gradient reduction and weight all-gather that passes do not hide."""
         training, layout = self.model.training, self.grid.layout
         seconds = 0.0
         groups = (
@@ -375,8 +379,8 @@ class Speed:
             if ranks > 1 and parameters:
                 far = ranks * stride > self.hardware.device.node
                 summed = SINGLE if training.accumulate_allreduce_grads_in_fp32 is not False else width
-                reduced = self._message(parameters * summed * (ranks - 1) / ranks, far, ranks)
-                gathered = self._message(parameters * width * (ranks - 1) / ranks, far, ranks)
+                reduced = self._message_time(parameters * summed * (ranks - 1) / ranks, far, ranks)
+                gathered = self._message_time(parameters * width * (ranks - 1) / ranks, far, ranks)
                 seconds += reduced * (1 - overlapped if training.overlap_grad_reduce else 1)
                 seconds += gathered * (1 - overlapped if training.overlap_param_gather else 1)
         return seconds

@@ -1,13 +1,13 @@
-"""What a decoder layer of Transformer Engine's modules keeps for its backward pass, by what those modules save.
+"""Activation memory of a decoder layer with Transformer Engine modules: the tensors that they save.
 
-Each line names the file and what is saved there (Transformer Engine 2.20): `test_te_saved.py` reads
-the installed source. Nothing here could be measured without a GPU.
+Each line names the file and the saved tensor (Transformer Engine 2.20); `test_te_saved.py` reads the installed source.
+Nothing here was measured without a GPU.
 """
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_train.plan import local_layers
-from mca_train.plan.local_layers import own_activation, per_layer_input, state_space
-from mca_train.plan.sizes import SINGLE, Line, Sizes
+from mca_train.plan.local_layers import custom_activation, mamba, per_layer_input
+from mca_train.plan.sizes import SINGLE, SavedTensor, Sizes
 
 _NORM_LINEAR = (
     "transformer_engine/pytorch/module/layernorm_linear.py: _LayerNormLinear (inputmat, ln_out_to_save)"
@@ -24,67 +24,67 @@ _SWIGLU = "megatron/core/fusions/fused_bias_swiglu.py: SwiGLUFunction (input)"
 _WEIGHTED = "megatron/core/fusions/fused_bias_swiglu.py: WeightedSwiGLUFunction (input, weights)"
 _GLU = "megatron/core/transformer/mlp.py: forward (glu)"
 _GATE = "megatron/core/transformer/attention.py: _apply_output_gate (x, gate)"
-_MOVE = "megatron/core/transformer/moe/token_dispatcher.py: dispatch"
+_DISPATCH = "megatron/core/transformer/moe/token_dispatcher.py: dispatch"
 _ROUTER = "megatron/core/transformer/moe/router.py: routing"
 
 
 def norm(
     tokens: float, channels: float, sizes: Sizes, *, output: bool = True, module: str = ""
-) -> list[Line]:
-    """Of a norm that is not fused with the linear behind it: its input, and its output as that linear's input.
+) -> list[SavedTensor]:
+    """Return the saved tensors of a norm that is not fused with the next linear layer.
 
-    What is computed again is the output; the input stays, as that of the computation.
+    Recomputation avoids saving the output; the input is still saved.
     """
-    lines = [Line("norm: input", tokens * channels * sizes.width, _NORM)]
+    lines = [SavedTensor("norm: input", tokens * channels * sizes.width, _NORM)]
     if output:
-        lines.append(Line("norm: output", tokens * channels * sizes.width, _NORM, module))
+        lines.append(SavedTensor("norm: output", tokens * channels * sizes.width, _NORM, module))
     return lines
 
 
-def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = False) -> list[Line]:
-    """All lines of decoder layer ``number``."""
-    config = config.of_layer(number)
+def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = False) -> list[SavedTensor]:
+    """Return all saved tensors of decoder layer ``number``."""
+    config = config.layer_config(number)
     hidden = config.hidden_size
     lines = per_layer_input(config, sizes)
     if config.norm_placement == "sandwich":
         lines += [line for _ in range(2) for line in norm(sizes.split, hidden, sizes)]
     if config.has_attention(number):
-        both = sizes.split * hidden * (sizes.width + sizes.operand)
-        lines.append(Line("input of attention, and normalised", both, _NORM_LINEAR))
+        both = sizes.split * hidden * (sizes.width + sizes.gemm_input_width)
+        lines.append(SavedTensor("input of attention, and normalised", both, _NORM_LINEAR))
         lines += attention(config, sizes, number)
     if config.is_moe_layer(number):
         before = norm(sizes.split, hidden, sizes, module="layernorm")
         return [*lines, *before, *experts(config, sizes, worst=worst)]
     if not config.has_mlp(number):
         return lines
-    lines.append(Line("input of the MLP", sizes.split * hidden * sizes.width, _NORM_LINEAR))
-    normalised = sizes.split * hidden * sizes.operand
-    lines.append(Line("input of the MLP, normalised", normalised, _NORM_LINEAR, "mlp"))
+    lines.append(SavedTensor("input of the MLP", sizes.split * hidden * sizes.width, _NORM_LINEAR))
+    normalised = sizes.split * hidden * sizes.gemm_input_width
+    lines.append(SavedTensor("input of the MLP, normalised", normalised, _NORM_LINEAR, "mlp"))
     return lines + gated(config, config.ffn_hidden_size / sizes.layout.tp, sizes.tokens, sizes, "mlp")
 
 
-def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[Line]:
-    """Of the attention of decoder layer ``number``, or of what stands in its place, which is mca's own."""
+def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTensor]:
+    """Return the saved tensors of the attention of decoder layer ``number``, or of mca's mixer in its place."""
     if config.is_linear_layer(number) or config.is_mamba_layer(number):
         return local_layers.attention(config, sizes, number)
-    beside = state_space(config, sizes) if config.mamba_beside_attention else []
+    mamba_lines = mamba(config, sizes) if config.mamba_beside_attention else []
     if isinstance(config, MlaMcaModelConfig):
-        return beside + _latent(config, sizes)
+        return mamba_lines + _mla(config, sizes)
     query, key = _channels(config, sizes)
-    lines: list[Line] = []
-    if config.qk_layernorm:  # which copies what it takes out of the projection
-        taken = query + (0 if config.takes_keys else key)
-        lines = norm(sizes.tokens, taken, sizes, output=False)
-    if sizes.own_attention:
-        return beside + lines + local_layers.core(config, sizes, number)
+    lines: list[SavedTensor] = []
+    if config.qk_layernorm:  # copies its input out of the projection
+        normalised = query + (0 if config.takes_keys else key)
+        lines = norm(sizes.tokens, normalised, sizes, output=False)
+    if sizes.mca_attention:
+        return mamba_lines + lines + local_layers.core(config, sizes, number)
     if config.attention_output_gate:
-        gate = sizes.tokens * query * (sizes.width + sizes.projected)
-        lines.append(Line("output gate, and its input", gate, _GATE))
-    return beside + lines + _core(config, sizes, query + key, key, query)
+        gate = sizes.tokens * query * (sizes.width + sizes.projection_input_width)
+        lines.append(SavedTensor("output gate, and its input", gate, _GATE))
+    return mamba_lines + lines + _core(config, sizes, query + key, key, query)
 
 
 def _channels(config: McaModelConfig, sizes: Sizes) -> tuple[float, float]:
-    """Of queries, and of keys or values, on this rank."""
+    """Return the channels of queries, and of keys or values, on this rank."""
     tp = sizes.layout.tp
     query = config.num_attention_heads * config.kv_channels / tp
     return query, max(config.num_query_groups / tp, 1) * config.kv_channels
@@ -92,87 +92,99 @@ def _channels(config: McaModelConfig, sizes: Sizes) -> tuple[float, float]:
 
 def _core(
     config: McaModelConfig, sizes: Sizes, rotated: float, value: float, out: float, module: str = ""
-) -> list[Line]:
-    """Of the kernel; values are copied for it out of the projection, so it has them to itself."""
+) -> list[SavedTensor]:
+    """Return the saved tensors of the attention kernel, for which values are copied out of the projection."""
     tokens, width = sizes.tokens, sizes.width
     heads = config.num_attention_heads / sizes.layout.tp
     lines = [
-        Line("queries and keys", tokens * rotated * width, _ATTENTION, module),
-        Line("values", tokens * value * width, _ATTENTION, module or "core_attn"),
-        Line("sums of attention", tokens * heads * SINGLE, _ATTENTION, "core_attn"),
-        Line("attention's output", tokens * out * width, _ATTENTION),
+        SavedTensor("queries and keys", tokens * rotated * width, _ATTENTION, module),
+        SavedTensor("values", tokens * value * width, _ATTENTION, module or "core_attn"),
+        SavedTensor("log-sum-exp of attention", tokens * heads * SINGLE, _ATTENTION, "core_attn"),
+        SavedTensor("attention's output", tokens * out * width, _ATTENTION),
     ]
-    if sizes.projected < width and not config.attention_output_gate:  # else it is the same tensor
-        lines.append(Line("attention's output in fp8", tokens * out * sizes.projected, _PROJECTION))
+    if (
+        sizes.projection_input_width < width and not config.attention_output_gate
+    ):  # otherwise it is the same tensor
+        lines.append(
+            SavedTensor("attention's output in fp8", tokens * out * sizes.projection_input_width, _PROJECTION)
+        )
     return lines
 
 
 def recomputed_core(config: McaModelConfig, sizes: Sizes, number: int) -> float:
-    """Bytes that stay in place of values where core attention is computed again: the projection that they are of."""
-    config = config.of_layer(number)
+    """Return the bytes that recomputed core attention saves in place of values: the projection that contains them."""
+    config = config.layer_config(number)
     states = config.is_linear_layer(number) or config.is_mamba_layer(number)
     if not config.has_attention(number) or states or isinstance(config, MlaMcaModelConfig):
         return 0.0
-    if sizes.own_attention:
+    if sizes.mca_attention:
         return local_layers.recomputed_core(config, sizes, number)
     query, key = _channels(config, sizes)
     gate = query if config.attention_output_gate else 0.0
     return sizes.tokens * (query + gate + 2 * key) * sizes.width
 
 
-def _latent(config: MlaMcaModelConfig, sizes: Sizes) -> list[Line]:
-    """Of latent attention: what is projected up is copied into queries, keys and values, and not kept."""
+def _mla(config: MlaMcaModelConfig, sizes: Sizes) -> list[SavedTensor]:
+    """Return the saved tensors of MLA: up-projections are copied into queries, keys and values and not saved."""
     ranks = sizes.split * ((config.q_lora_rank or 0) + config.kv_lora_rank)
     lines = [
-        Line("latent q and kv", ranks * sizes.width, _NORM_LINEAR),
-        Line("latent q and kv, normalised", ranks * sizes.operand, _NORM_LINEAR, "mla_up_proj"),
+        SavedTensor("latent q and kv", ranks * sizes.width, _NORM_LINEAR),
+        SavedTensor(
+            "latent q and kv, normalised", ranks * sizes.gemm_input_width, _NORM_LINEAR, "mla_up_proj"
+        ),
     ]
-    if sizes.own_attention:
-        return lines + local_layers.latent_core(config, sizes)
+    if sizes.mca_attention:
+        return lines + local_layers.mla_core(config, sizes)
     heads = config.num_attention_heads / sizes.layout.tp
     query = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
     value = heads * config.v_head_dim
     return lines + _core(config, sizes, 2 * query, value, value, "mla_up_proj")
 
 
-def gated(config: McaModelConfig, inner: float, tokens: float, sizes: Sizes, module: str) -> list[Line]:
-    """Of an MLP with ``inner`` channels on this rank; without a fused activation both factors are kept too."""
+def gated(
+    config: McaModelConfig, inner: float, tokens: float, sizes: Sizes, module: str
+) -> list[SavedTensor]:
+    """Return the saved tensors of an MLP with ``inner`` channels on this rank."""
     elements, first = tokens * inner, 2 if config.gated_linear_unit else 1
     lines = [
-        Line("gate and up as projected", elements * first * sizes.width, _SWIGLU, module),
-        Line("input of the second product", elements * sizes.operand, _LINEAR, module),
+        SavedTensor("gate and up as projected", elements * first * sizes.width, _SWIGLU, module),
+        SavedTensor("input of the second product", elements * sizes.gemm_input_width, _LINEAR, module),
     ]
     if config.gated_linear_unit and not sizes.fused_activation:
-        lines.append(Line("activated gate, and up", elements * 2 * sizes.width, _GLU, module))
-    return lines + own_activation(config, elements, sizes, module)
+        lines.append(SavedTensor("activated gate, and up", elements * 2 * sizes.width, _GLU, module))
+    return lines + custom_activation(config, elements, sizes, module)
 
 
-def experts(config: McaModelConfig, sizes: Sizes, *, worst: bool = False) -> list[Line]:
-    """Of a layer's experts in grouped products."""
+def experts(config: McaModelConfig, sizes: Sizes, *, worst: bool = False) -> list[SavedTensor]:
+    """Return the saved tensors of a layer's experts with grouped GEMMs."""
     sent, width = sizes.dispatched(worst=worst), sizes.width
     inner = (config.moe_ffn_hidden_size or config.ffn_hidden_size) / sizes.layout.etp
     first = 2 if config.gated_linear_unit else 1
     lines = [
-        Line("router", sizes.split * config.num_router_choices * 10.0, _ROUTER, "moe"),
-        Line(
+        SavedTensor("router", sizes.split * config.num_router_choices * 10.0, _ROUTER, "moe"),
+        SavedTensor(
             "tokens sent to experts",
-            sent * (config.moe_latent_size or config.hidden_size) * sizes.operand,
-            f"{_MOVE}; {_GROUPED}",
+            sent * (config.moe_latent_size or config.hidden_size) * sizes.gemm_input_width,
+            f"{_DISPATCH}; {_GROUPED}",
             "moe",
         ),
-        Line("gate and up as projected", sent * inner * first * width, _WEIGHTED, "moe"),
-        Line("input of the second products", sent * inner * sizes.operand, _GROUPED, "moe_act"),
+        SavedTensor("gate and up as projected", sent * inner * first * width, _WEIGHTED, "moe"),
+        SavedTensor(
+            "input of the second products", sent * inner * sizes.gemm_input_width, _GROUPED, "moe_act"
+        ),
     ]
-    if not sizes.fused_activation:  # of each factor one, and their product before its probability
+    if not sizes.fused_activation:  # both factors, and their product before probabilities
         kept = (2 if config.gated_linear_unit else 0) + 1
-        lines.append(Line("activated, before probabilities", sent * inner * kept * width, _GLU, "moe_act"))
+        lines.append(
+            SavedTensor("activated, before probabilities", sent * inner * kept * width, _GLU, "moe_act")
+        )
     if shared := config.moe_shared_expert_intermediate_size:
         lines += gated(config, shared / sizes.layout.tp, sizes.tokens, sizes, "shared_experts")
     return lines
 
 
 def running(config: McaModelConfig, sizes: Sizes, number: int) -> tuple[float, float]:
-    """Bytes that the worst moment of the layer's forward and of its backward takes above all that is kept."""
+    """Return the peak bytes of the layer's forward and backward passes, in addition to all saved tensors."""
     hidden, width = config.hidden_size, sizes.width
     between = sizes.split * hidden * width
     gathered = sizes.tokens * hidden * width if sizes.is_split else 0.0

@@ -1,4 +1,4 @@
-"""When each pass of a pipeline runs: passes wait for what they take from other ranks and for their own rank."""
+"""Simulated timeline of a pipeline: passes wait for their inputs and for earlier passes of their rank."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -8,8 +8,8 @@ from mca_train.plan.schedule import Pass
 Duration = Callable[[int, Pass], float]
 
 
-class Ran(NamedTuple):
-    """A pass on a rank, with its beginning and end."""
+class TimedPass(NamedTuple):
+    """Pass on a rank with its start and end."""
 
     rank: int
     step: Pass
@@ -19,19 +19,19 @@ class Ran(NamedTuple):
 
 def timeline(
     orders: Sequence[Sequence[Pass]], chunks: int, duration: Duration, message: float = 0.0
-) -> list[Ran]:
-    """Every pass of every pipeline rank.
+) -> list[TimedPass]:
+    """Return all passes of all pipeline ranks with their times.
 
     Args:
-        orders: Of each rank.
-        chunks: On each rank.
-        duration: Of a pass on a rank.
-        message: Time from the end of a pass until another rank has what it gives.
+        orders: Passes of each rank in order.
+        chunks: Chunks per rank.
+        duration: Function from a rank and a pass to seconds.
+        message: Seconds until another rank has the output of a pass.
     """
     ranks = len(orders)
     ends: list[dict[Pass, float]] = [{} for _ in orders]
     clocks, places = [0.0] * ranks, [0] * ranks
-    ran: list[Ran] = []
+    ran: list[TimedPass] = []
     waiting = sum(map(len, orders))
     while waiting:
         moved = False
@@ -43,7 +43,7 @@ def timeline(
                     break
                 start = max(clocks[rank], ready)
                 end = start + duration(rank, step)
-                ran.append(Ran(rank, step, start, end))
+                ran.append(TimedPass(rank, step, start, end))
                 ends[rank][step] = clocks[rank] = end
                 places[rank] += 1
                 waiting -= 1
@@ -55,7 +55,7 @@ def timeline(
 def _ready(
     rank: int, step: Pass, ranks: int, chunks: int, ends: list[dict[Pass, float]], message: float
 ) -> float | None:
-    """When the pass has what it takes; None: not yet known."""
+    """Return when the inputs of the pass are available; None: not known yet."""
     before = _before(rank, step, ranks, chunks)
     if before is None:
         return 0.0
@@ -66,7 +66,7 @@ def _ready(
 
 
 def _before(rank: int, step: Pass, ranks: int, chunks: int) -> tuple[int, Pass] | None:
-    """The pass that this one takes its input from."""
+    """Return the rank and the pass that produce the input of this pass."""
     forward, chunk, micro_batch = step
     if forward:
         if rank:

@@ -1,1 +1,1 @@
-"""Pictures of a plan and its dry run. What they show is computed elsewhere."""
+"""Figures of a plan and its dry run."""

@@ -1,4 +1,4 @@
-"""How every picture is made: matplotlib without a screen, one style, an SVG and a PNG."""
+"""Style and files of all figures: matplotlib without a display, an SVG and a PNG."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,15 +16,15 @@ COLOURS = {
     "temporaries": "#e45756",
 }
 CHUNKS = ("#4c78a8", "#9ecae9", "#54a24b", "#b4e197", "#72b7b2", "#b279a2", "#d6a5c9", "#9d755d")
-"""Of forward passes, by chunk."""
+"""Colours of forward passes, by chunk."""
 BACKWARD = ("#f58518", "#ffbf79", "#e45756", "#ff9d98", "#d8b5a5", "#bab0ac", "#eeca3b", "#d67195")
 
 
-def ready(folder: Path) -> None:
-    """Makes ``folder``, before what is drawn into it is computed.
+def prepare_folder(folder: Path) -> None:
+    """Create ``folder`` before the figures are computed.
 
     Raises:
-        UsageError: It cannot be written, or matplotlib is not installed.
+        UsageError: The folder cannot be written, or matplotlib is not installed.
     """
     if find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib; install mca-train[plots] or leave --plot out")
@@ -37,22 +37,22 @@ def ready(folder: Path) -> None:
         ) from None
 
 
-def axes(width: float, height: float, title: str, note: str | None = None) -> tuple[Any, Any]:
-    """A figure and its axes; ``note`` stands small below."""
+def make_axes(width: float, height: float, title: str, note: str | None = None) -> tuple[Any, Any]:
+    """Return a figure and its axes, with ``note`` in small print below."""
     from matplotlib.figure import Figure
 
     figure: Any = Figure(figsize=(width, height), layout="constrained")
-    found = figure.subplots()
-    found.set_title(title, loc="left", fontsize=11)
+    axes = figure.subplots()
+    axes.set_title(title, loc="left", fontsize=11)
     if note is not None:
         figure.supxlabel(note, x=0.01, ha="left", fontsize=8)
     for side in ("top", "right"):
-        found.spines[side].set_visible(False)
-    return figure, found
+        axes.spines[side].set_visible(False)
+    return figure, axes
 
 
 def save(figure: Any, folder: Path, name: str) -> list[Path]:
-    """Writes ``name.svg`` and ``name.png`` into ``folder``."""
+    """Write ``name.svg`` and ``name.png`` into ``folder``."""
     paths = [folder / f"{name}.{kind}" for kind in ("svg", "png")]
     from matplotlib import rc_context
 

@@ -1,4 +1,4 @@
-"""``mca-train schema``, ``init`` and ``completion``: what they print or write."""
+"""The commands ``mca-train schema``, ``init`` and ``completion``."""
 
 import json
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mca_config.errors import UsageError
-from mca_config.files import cannot_write
+from mca_config.files import write_error
 from mca_config.suggestions import suggestion
 from mca_train.reference.program import program
 from mca_train.tasks.table import TASKS
@@ -14,10 +14,10 @@ from mca_train.tasks.task import Task
 
 
 def print_schema(words: Sequence[str]) -> int:
-    """``schema [KIND]``: the JSON schema of a configuration file."""
+    """Run ``schema [KIND]``: print the JSON schema of a configuration file."""
     from mca_train.reference.schema import schema
 
-    tasks = [kind_of(words[0])] if words else list(TASKS.values())
+    tasks = [parse_kind(words[0])] if words else list(TASKS.values())
     if len(words) > 1:
         raise UsageError(f"unexpected argument '{words[1]}'; write mca-train schema [KIND] > schema.json")
     sys.stdout.write(json.dumps(schema(tasks), indent=2) + "\n")
@@ -25,12 +25,12 @@ def print_schema(words: Sequence[str]) -> int:
 
 
 def write_starter(words: Sequence[str]) -> int:
-    """``init KIND MODEL [FILE]``: a commented configuration, printed or written to a new file."""
+    """Run ``init KIND MODEL [FILE]``: print a commented configuration, or write it to a new file."""
     if not 2 <= len(words) <= 3:
         raise UsageError(
             "mca-train init needs a kind and a model: mca-train init sft models/qwen3 [run.yaml]"
         )
-    task, path = kind_of(words[0]), Path(words[2]) if len(words) > 2 else None
+    task, path = parse_kind(words[0]), Path(words[2]) if len(words) > 2 else None
     note = _model_problem(words[1])
     if path is not None and path.exists():
         raise UsageError(f"{path} exists; name another file")
@@ -56,18 +56,18 @@ def _write_new(path: Path, text: str) -> None:
     except FileExistsError:
         raise UsageError(f"{path} exists; name another file") from None
     except OSError as error:
-        raise cannot_write(path, error) from error
+        raise write_error(path, error) from error
 
 
 def _model_problem(model: str) -> str:
-    """What to know about a model that is not on this machine; empty: it is here.
+    """Return a note about a model that is not on this machine; empty: it is.
 
     Raises:
-        UsageError: It is not here, and cannot be a model of the Hub.
+        UsageError: There is no such directory, and the name is not a Hub id.
     """
-    from mca_models.hub import is_id
+    from mca_models.hub import is_hub_id
 
-    if is_id(model):
+    if is_hub_id(model):
         return f"there is no directory {model} here, so a run would download the model {model} from the Hub"
     folder = Path(model)
     if not folder.exists():
@@ -80,14 +80,14 @@ def _model_problem(model: str) -> str:
 
 
 def print_completion(words: Sequence[str]) -> int:
-    """``completion SHELL``: the script that completes this command's words."""
+    """Run ``completion SHELL``: print the completion script of this command."""
     from mca_config.completion import SHELLS, completion
-    from mca_train.reference.keys import keys_of
+    from mca_train.reference.keys import task_keys
 
     if len(words) != 1:
         raise UsageError(f"mca-train completion needs a shell: {', '.join(SHELLS)}")
     known = program()
-    keys = {name: [f"--{key.name}" for key in keys_of(task)] for name, task in TASKS.items()}
+    keys = {name: [f"--{key.name}" for key in task_keys(task)] for name, task in TASKS.items()}
     keys |= {name: sorted({flag for some in keys.values() for flag in some}) for name in ("plan", "data")}
     keys["tokenize"] = keys["pretrain"]
     flags = {name: [*known.parser(name).flags, *keys.get(name, ())] for name in known.commands}
@@ -95,11 +95,11 @@ def print_completion(words: Sequence[str]) -> int:
     return 0
 
 
-def kind_of(name: str) -> Task:
-    """The kind of run of that name.
+def parse_kind(name: str) -> Task:
+    """Return the kind of run with this name.
 
     Raises:
-        UsageError: There is none.
+        UsageError: The name is unknown.
     """
     if name not in TASKS:
         known = f"it is one of {', '.join(TASKS)}"

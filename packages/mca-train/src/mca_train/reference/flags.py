@@ -1,21 +1,21 @@
-"""`help_of` makes the text of ``mca-train KIND --help``: every key of that kind with its value, default and meaning."""
+"""The text of ``mca-train KIND --help``: every key of that kind with its value, default and meaning."""
 
 import textwrap
 import typing
 from collections.abc import Iterator
 from itertools import groupby
 
-from mca_config.fields import TypeHint, alternatives, is_enum, origin_of
+from mca_config.fields import TypeHint, alternatives, hint_origin, is_enum
 from mca_config.types import Typed
-from mca_train.reference.keys import REQUIRED, Key, keys_of
+from mca_train.reference.keys import REQUIRED, Key, task_keys
 from mca_train.tasks.task import Task
 
 _WIDTH = 90
 _LONGEST = 400  # characters of a key's text; Hugging Face's are pages
 
 
-def help_of(task: Task) -> str:
-    """The help of one kind of run."""
+def task_help(task: Task) -> str:
+    """Return the help of one kind of run."""
     lines = [
         f"usage: mca-train {task.name} [CONFIG.yaml] [--key value ...]",
         "",
@@ -26,10 +26,10 @@ def help_of(task: Task) -> str:
         f"Required: {', '.join(REQUIRED)}.",
         f"`mca-train init {task.name} MODEL` writes a file to start from.",
     ]
-    for group, keys in groupby(keys_of(task), key=lambda key: key.group):
+    for group, keys in groupby(task_keys(task), key=lambda key: key.group):
         lines += ["", f"{group}:"]
         for key in keys:
-            lines += _of_key(key)
+            lines += _key_help(key)
     examples = (
         f"{task.name} run.yaml",
         f"{task.name} run.yaml --learning_rate 1e-5",
@@ -40,21 +40,21 @@ def help_of(task: Task) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _of_key(key: Key) -> Iterator[str]:
-    default = "" if key.default in (None, "", [], {}) else f" (default: {shown(key.default)})"
-    yield f"  --{key.name} {value_of(key.hint)}"
+def _key_help(key: Key) -> Iterator[str]:
+    default = "" if key.default in (None, "", [], {}) else f" (default: {format_default(key.default)})"
+    yield f"  --{key.name} {value_placeholder(key.hint)}"
     text = textwrap.shorten(key.help, _LONGEST, placeholder=" ...") + default
     yield from textwrap.wrap(text, _WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8)
 
 
-def shown(value: Typed) -> str:
-    """A default, as it is written in a file."""
+def format_default(value: Typed) -> str:
+    """Return a default value in the spelling of a file."""
     plain = getattr(value, "value", value)
     return str(plain).lower() if isinstance(plain, bool) else str(plain)
 
 
-def value_of(hint: TypeHint) -> str:
-    """What stands for a value of this type: ``N``, ``{sum,mean}``, ``TEXT ...``."""
+def value_placeholder(hint: TypeHint) -> str:
+    """Return the placeholder of a type: ``N``, ``{sum,mean}``, ``TEXT ...``."""
     members = [member for member in alternatives(hint) if member is not type(None)]
     return _value(members[0]) if members else "VALUE"
 
@@ -62,9 +62,9 @@ def value_of(hint: TypeHint) -> str:
 def _value(member: TypeHint) -> str:
     if is_enum(member):
         return "{" + ",".join(str(choice.value) for choice in member) + "}"
-    if origin_of(member) is typing.Literal:
+    if hint_origin(member) is typing.Literal:
         return "{" + ",".join(map(str, typing.get_args(member))) + "}"
-    if (origin_of(member) or member) is list:
+    if (hint_origin(member) or member) is list:
         return "TEXT ..."
     words = {bool: "[true|false]", int: "N", float: "X", dict: "JSON"}
-    return words.get(origin_of(member) or member, "TEXT")
+    return words.get(hint_origin(member) or member, "TEXT")

@@ -1,6 +1,6 @@
-"""`hf_arguments` has the fields of Hugging Face's ``TrainingArguments`` without its import, which takes seconds.
+"""The fields of Hugging Face's ``TrainingArguments`` without its import, which takes seconds.
 
-They are read from the source of the transformers that is installed, with the words that some of them choose from.
+They are read from the source of the installed transformers, with the enumerations of their choices.
 """
 
 import ast
@@ -16,13 +16,13 @@ _FILES = ("debug_utils.py", "trainer_utils.py", "training_args.py")
 
 
 def hf_arguments() -> type:
-    """A dataclass with those fields: their names, types, defaults and texts.
+    """Return a dataclass with the fields: names, types, defaults and help texts.
 
-    Where the source cannot be read so, it is the class itself.
+    If the source cannot be read in this way, return the class itself.
     """
     try:
         return _read()
-    except Exception:  # whatever another version's source has
+    except Exception:  # the source of another version may differ in any way
         from mca_config.training import TrainingArguments
 
         return TrainingArguments
@@ -35,7 +35,7 @@ def _read() -> type:
     classes = [node for text in texts for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
     kept = [node for node in classes if node.name == _CLASS or _WORDS in map(ast.unparse, node.bases)]
     for node in kept:
-        node.body = [each for part in node.body for each in _kept(part)]
+        node.body = [each for part in node.body for each in _fields_and_constants(part)]
         node.decorator_list = []
     known = {_WORDS: enum.Enum, "field": dataclasses.field, "Any": object, "Literal": typing.Literal}
     known |= {"ParallelismConfig": object, "trainer_log_levels": {}}
@@ -43,8 +43,8 @@ def _read() -> type:
     return dataclasses.dataclass(typing.cast(type, known[_CLASS]))
 
 
-def _kept(node: ast.stmt) -> Iterator[ast.stmt]:
-    """Fields and constants of a class; of a constant that depends on the machine the last value."""
+def _fields_and_constants(node: ast.stmt) -> Iterator[ast.stmt]:
+    """Yield the fields and constants of a class; all values of a constant that depends on the machine."""
     if isinstance(node, ast.AnnAssign):
         yield node
     elif isinstance(node, ast.Assign | ast.If):

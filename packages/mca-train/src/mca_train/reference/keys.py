@@ -1,4 +1,4 @@
-"""`keys_of` lists every key that a kind of run understands, from the dataclasses that the run itself is parsed with."""
+"""The keys of each kind of run, from the dataclasses that parse a run."""
 
 import dataclasses
 import typing
@@ -9,11 +9,11 @@ from mca_config.fields import TypeHint
 from mca_config.suggestions import suggestion
 from mca_config.types import Typed
 from mca_train.config.arguments import LaunchArguments, LoraArguments
-from mca_train.config.renamed import RENAMED
+from mca_train.config.renamed_options import RENAMED
 from mca_train.tasks.task import Task
 
 REQUIRED = ("model_name_or_path", "train_file", "output_dir")
-"""Keys that every run needs, in the order in which people think of them."""
+"""Keys that every run needs, in display order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,11 +21,11 @@ class Key:
     """One key of a configuration.
 
     Args:
-        name: As it is written in the file; the flag is ``--name``.
+        name: Name in the file; the flag is ``--name``.
         hint: The type of its value.
-        default: What holds without it.
-        help: What it does, in one paragraph.
-        group: The heading that it stands under.
+        default: Default value.
+        help: Meaning, in one paragraph.
+        group: Heading in the help.
     """
 
     name: str
@@ -35,15 +35,15 @@ class Key:
     group: str
 
 
-def keys_of(task: Task) -> tuple[Key, ...]:
-    """All keys of ``task``, group by group; those that are always refused are left out."""
+def task_keys(task: Task) -> tuple[Key, ...]:
+    """Return all supported keys of ``task``, group by group."""
     from mca_config._hf_arguments import REFUSED
     from mca_config.arguments import MegatronArguments
     from mca_train.reference.hf_fields import hf_arguments
 
     groups = [
         ("model and data", task.data_arguments),
-        *([(f"{task.name} alone", task.own_arguments)] if task.own_arguments else []),
+        *([(f"{task.name} alone", task.task_arguments)] if task.task_arguments else []),
         ("ranks of this machine", LaunchArguments),
         ("LoRA", LoraArguments),
         ("Megatron: parallelism, experts, optimizer, checkpoints", MegatronArguments),
@@ -51,25 +51,25 @@ def keys_of(task: Task) -> tuple[Key, ...]:
     ]
     found: dict[str, Key] = {}
     for group, cls in groups:
-        for key in declared(cls, group):
+        for key in declared_keys(cls, group):
             if key.name not in REFUSED:
                 found.setdefault(key.name, key)
     return tuple(found.values())
 
 
 def unknown_flags(tasks: Iterable[Task], flags: Sequence[str], words: Iterable[str]) -> list[str]:
-    """What is wrong with the flags among ``words`` that name no key.
+    """Return messages about the flags among ``words`` that are not keys.
 
     Args:
-        tasks: Whose keys are meant.
-        flags: Of the command itself, one of which can be meant.
-        words: Of the command line, but those of ``flags``.
+        tasks: Kinds of run with the known keys.
+        flags: Flags of the command itself, for suggestions.
+        words: Words of the command line, without those of ``flags``.
     """
     from mca_config._hf_arguments import REFUSED
 
     tasks = list(tasks)
     kind = tasks[0].name if len(tasks) == 1 else "KIND"
-    known = [f"--{name}" for name in dict.fromkeys(key.name for task in tasks for key in keys_of(task))]
+    known = [f"--{name}" for name in dict.fromkeys(key.name for task in tasks for key in task_keys(task))]
     problems = []
     for flag in dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--")):
         name = flag.removeprefix("--")
@@ -81,12 +81,12 @@ def unknown_flags(tasks: Iterable[Task], flags: Sequence[str], words: Iterable[s
     return problems
 
 
-def declared(cls: type, group: str) -> Iterator[Key]:
-    """The keys that a class of arguments declares.
+def declared_keys(cls: type, group: str) -> Iterator[Key]:
+    """Yield the keys that a class of arguments declares.
 
     Args:
         cls: A dataclass.
-        group: The heading that they stand under.
+        group: Heading in the help.
     """
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):

@@ -1,6 +1,6 @@
-"""The tables of keys in the documentation, made from the classes that a run is parsed with.
+"""Tables of keys in the documentation, generated from the classes that parse a run.
 
-Run as ``python -m mca_train.reference.pages docs/*.md``; a test says when that is due. A table stands between
+Run ``python -m mca_train.reference.pages docs/*.md``; a test fails when that is needed. A table is between
 ``<!-- NAME -->`` and ``<!-- end NAME -->``, where NAME is one of `TABLES`.
 """
 
@@ -10,23 +10,25 @@ from dataclasses import fields
 
 from mca_config import page_tables
 from mca_train.config.arguments import DataArguments, LaunchArguments, LoraArguments
-from mca_train.config.renamed import RENAMED
+from mca_train.config.renamed_options import RENAMED
 from mca_train.plan.options import PlanOptions
-from mca_train.reference.flags import shown, value_of
-from mca_train.reference.keys import Key, declared
+from mca_train.reference.flags import format_default, value_placeholder
+from mca_train.reference.keys import Key, declared_keys
 from mca_train.tasks.table import TASKS
 from mca_train.tasks.task import Task
 
 _VALUES = {"N": "integer", "X": "number", "TEXT": "text", "TEXT ...": "list", "JSON": "mapping"}
 
 
-def _renamed() -> str:
-    """Keys of other programs; those that are called the same here stand in one row."""
+def _renamed_table() -> str:
+    """Return the table of keys of other programs; keys with the same replacement share a row."""
     rows: dict[str, list[str]] = {}
-    for key, told in RENAMED.items():
-        words = told.split()
-        rows.setdefault(f"`{words[2]}`" if told.startswith("is called ") else told, []).append(f"`{key}`")
-    lines = [f"| {', '.join(keys)} | {told} |" for told, keys in rows.items()]
+    for key, message in RENAMED.items():
+        words = message.split()
+        rows.setdefault(f"`{words[2]}`" if message.startswith("is called ") else message, []).append(
+            f"`{key}`"
+        )
+    lines = [f"| {', '.join(keys)} | {message} |" for message, keys in rows.items()]
     return "\n".join(["| elsewhere | here |", "|---|---|", *lines])
 
 
@@ -37,16 +39,16 @@ def _plan_flags() -> str:
 
 
 def _keys(*classes: type) -> Callable[[], str]:
-    return lambda: _rows(key for cls in classes for key in declared(cls, ""))
+    return lambda: _rows(key for cls in classes for key in declared_keys(cls, ""))
 
 
-def _own(task: Task) -> Callable[[], str]:
-    """The keys that ``task`` has and plain text has not: its columns, and its own arguments."""
+def _task_table(task: Task) -> Callable[[], str]:
+    """Return the generator of the table of keys that only ``task`` has: its columns and arguments."""
 
     def table() -> str:
         common = {one.name for one in fields(DataArguments)}
-        classes = [task.data_arguments, *([task.own_arguments] if task.own_arguments else [])]
-        return _rows(key for cls in classes for key in declared(cls, "") if key.name not in common)
+        classes = [task.data_arguments, *([task.task_arguments] if task.task_arguments else [])]
+        return _rows(key for cls in classes for key in declared_keys(cls, "") if key.name not in common)
 
     return table
 
@@ -54,8 +56,8 @@ def _own(task: Task) -> Callable[[], str]:
 def _rows(keys: Iterable[Key]) -> str:
     lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
     for key in keys:
-        default = "" if key.default in (None, "", [], {}) else f"`{shown(key.default)}`"
-        value = value_of(key.hint).replace("|", " or ").strip("[]{}").replace(",", ", ")
+        default = "" if key.default in (None, "", [], {}) else f"`{format_default(key.default)}`"
+        value = value_placeholder(key.hint).replace("|", " or ").strip("[]{}").replace(",", ", ")
         value = _VALUES.get(value, value)
         text = re.sub(r"\bNone:", "unset:", key.help).replace("|", r"\|").replace("<", "&lt;")
         lines.append(f"| `{key.name}` | {value} | {default} | {text} |")
@@ -63,11 +65,11 @@ def _rows(keys: Iterable[Key]) -> str:
 
 
 TABLES: page_tables.Tables = {
-    "renamed": _renamed,
+    "renamed": _renamed_table,
     "flags of plan": _plan_flags,
     "keys of data": _keys(DataArguments, LaunchArguments),
     "keys of lora": _keys(LoraArguments),
-    **{f"keys of {name}": _own(task) for name, task in TASKS.items()},
+    **{f"keys of {name}": _task_table(task) for name, task in TASKS.items()},
 }
 
 

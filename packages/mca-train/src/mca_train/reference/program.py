@@ -1,6 +1,6 @@
-"""`program` is the table of what ``mca-train`` can do: its commands, their help, and flags that are no keys of a run.
+"""The table of the commands of ``mca-train``: their help, and flags that are not keys of a run.
 
-It imports no torch, so that help comes at once; the keys of a kind are looked up when they are asked for.
+It imports no torch, so that help is fast; the keys of a kind are loaded on demand.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mca_config.parser import Parser
 
 _KEYS = "Keys of the configuration can follow as --key value; `mca-train KIND --help` lists them."
-_KIND = "Without KIND it is the first kind that has a key of its own in the file, else sft. "
+_KIND = "Without KIND it is the first kind that has a kind-specific key in the file, else sft. "
 _TEXT = (
     "Trains a Hugging Face or MCA checkpoint with Megatron, over tensor, pipeline, virtual pipeline, context, expert "
     "and data parallel ranks. Starts its own local ranks, unless torchrun did."
@@ -29,8 +29,8 @@ Keys are those of Hugging Face's TrainingArguments, the parallel arguments of mc
   tokenizer_name_or_path   of the tokenizer, if it is elsewhere
   train_file, eval_file    .jsonl .json .parquet .txt
   seq_length               tokens per block or sample
-  local_ranks              ranks to start on this machine
-  lora_rank                train a LoRA adapter instead of the whole model
+  nproc_per_node           ranks to start on this machine
+  lora_rank                train a LoRA adapter instead of full fine-tuning
   sequence_packing         several samples in a row
 
 `mca-train KIND --help` lists all keys with their meaning. The kinds of run are
@@ -58,7 +58,7 @@ _EXAMPLES = (
 
 
 def program() -> Program:
-    """All commands of ``mca-train``."""
+    """Return the table of all commands of ``mca-train``."""
     kinds = {name: _kind(task) for name, task in TASKS.items()}
     return Program(
         name="mca-train",
@@ -71,12 +71,12 @@ def program() -> Program:
 
 def _kind(task: Task) -> Command:
     def help_() -> str:
-        from mca_train.reference.flags import help_of
+        from mca_train.reference.flags import task_help
 
-        return help_of(task)
+        return task_help(task)
 
     return Command(
-        usage="[CONFIG.yaml] [--key value ...]", summary=task.summary, flags=_operands, whole_help=help_
+        usage="[CONFIG.yaml] [--key value ...]", summary=task.summary, flags=_operands, full_help=help_
     )
 
 
@@ -118,11 +118,11 @@ def _files() -> dict[str, Command]:
     )
     report = Command(
         usage="RUN_DIR [--compare OTHER_DIR] [--output FILE | --json]",
-        summary="writes one page of HTML about a run, or about two beside each other",
+        summary="writes one page of HTML about a run, or about two side by side",
         text="Writes one page of HTML about a run, which needs no network: curves of all that was logged, memory "
         "planned and measured, checkpoints, configuration, versions. docs/planning.md lists the keys of --json.",
         flags=_flags(
-            compare=("OTHER_DIR", "another run to show beside it"),
+            compare=("OTHER_DIR", "another run for comparison"),
             output=("FILE", "where to write the page; default: RUN_DIR/report.html"),
             json=("", "print one JSON object instead of writing a page"),
         ),
@@ -149,15 +149,14 @@ def _reference() -> dict[str, Command]:
     )
     completion = Command(
         usage="|".join(SHELLS),
-        summary="prints a script with which a shell completes words",
-        text="Prints the script with which a shell completes the words of mca-train. Keep it in a file: it takes "
-        "seconds to make.",
+        summary="prints a shell completion script",
+        text="Prints the shell completion script of mca-train. Keep it in a file: it takes seconds to generate.",
         flags=_operands,
         examples=("completion bash > ~/.local/share/bash-completion/completions/mca-train",),
     )
     client = Command(
         usage="mcore_adapter",
-        summary="prints the directory with which another program finds mca under a name that it imports",
+        summary="prints the directory that makes mca importable as mcore_adapter",
         text="Prints a directory for PYTHONPATH. With that of mcore_adapter, LLaMA-Factory (USE_MCA=1) trains on mca.",
         flags=_operands,
         examples=("client mcore_adapter",),
@@ -188,5 +187,5 @@ def _add(meanings: dict[str, tuple[str, str]], parser: "Parser") -> None:
 
     _operands(parser)
     for name, (value, text) in meanings.items():
-        how: dict[str, str] = {"metavar": value} if value else {"action": "store_true"}
-        add_flag(parser, name, help=text, **how)
+        settings: dict[str, str] = {"metavar": value} if value else {"action": "store_true"}
+        add_flag(parser, name, help=text, **settings)

@@ -1,4 +1,4 @@
-"""`starter` writes a configuration to begin with: the keys that most runs set, each with what it does."""
+"""Starter configuration: the keys that most runs set, with comments."""
 
 from mca_train.tasks.task import Task
 
@@ -69,7 +69,7 @@ def starter(task: Task, model: str, *, gpu: bool) -> str:
         "bf16_text": "false: in the dtype of config.json"
         if gpu
         else "in the dtype of config.json; true on a GPU",
-        "own": example.own,
+        "own": example.task_lines,
         "lora": "" if example.lora is None else _LORA + example.lora,
     }
     return (_HEAD + _BODY).format(**values)

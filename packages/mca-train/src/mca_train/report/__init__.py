@@ -1,1 +1,1 @@
-"""A finished or running run as one page that needs no network."""
+"""Report of a finished or running run as one HTML page without external files."""

@@ -1,17 +1,17 @@
-"""Charts as SVG that stands in a page."""
+"""Charts as inline SVG of a page."""
 
 import math
 from collections.abc import Sequence
 from html import escape
 
-from mca_train.report.reading import Points
+from mca_train.report.run_files import Points
 
 COLOURS = ("#1f5fa8", "#d9720b")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 460, 210, 58, 26, 10
 
 
 def lines(name: str, curves: Sequence[tuple[str, Points]]) -> str:
-    """One curve for each run, over steps; values that are not finite are left out."""
+    """Return a chart with one curve for each run, over steps, without non-finite values."""
     kept = [(label, [(x, y) for x, y in points if math.isfinite(y)]) for label, points in curves]
     points = [point for _, some in kept for point in some]
     if not points:
@@ -20,19 +20,19 @@ def lines(name: str, curves: Sequence[tuple[str, Points]]) -> str:
     first, last = min(x for x, _ in points), max(x for x, _ in points)
     high, last = (high if high > low else low + (abs(low) or 1.0)), (last if last > first else first + 1)
 
-    def place(x: float, y: float) -> str:
+    def point(x: float, y: float) -> str:
         across = _LEFT + (x - first) / (last - first) * (_WIDTH - _LEFT - 10)
         down = _TOP + (high - y) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
         return f"{across:.1f},{down:.1f}"
 
-    marks = [_mark(value, place(first, value)) for value in (low, (low + high) / 2, high)]
+    marks = [_mark(value, point(first, value)) for value in (low, (low + high) / 2, high)]
     for number, (label, some) in enumerate(kept):
         colour = COLOURS[number % len(COLOURS)]
-        path = " ".join(place(x, y) for x, y in some)
+        path = " ".join(point(x, y) for x, y in some)
         marks.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
         if len(some) < 40:
             marks += [
-                f'<circle cx="{place(x, y).split(",")[0]}" cy="{place(x, y).split(",")[1]}" r="2.2" fill="{colour}">'
+                f'<circle cx="{point(x, y).split(",")[0]}" cy="{point(x, y).split(",")[1]}" r="2.2" fill="{colour}">'
                 f"<title>{escape(label)}, step {x:g}: {y:g}</title></circle>"
                 for x, y in some
             ]
@@ -51,13 +51,13 @@ def _mark(value: float, at: str) -> str:
 
 
 def bars(title: str, parts: dict[str, str], rows: Sequence[tuple[str, dict[str, float]]], unit: str) -> str:
-    """A stacked bar for each row.
+    """Return a chart with a stacked bar for each row.
 
     Args:
-        title: Above it.
-        parts: Names and colours of what is stacked.
+        title: Title of the chart.
+        parts: Names and colours of the stacked parts.
         rows: Names, and sizes by part.
-        unit: Of the sizes.
+        unit: Unit of the sizes.
     """
     most = max((sum(sizes.values()) for _, sizes in rows), default=0.0) or 1.0
     marks = []

@@ -1,18 +1,18 @@
-"""One page of HTML about a run, or about two beside each other."""
+"""One page of HTML about a run, or about two runs side by side."""
 
 import json
 from collections.abc import Sequence
 from html import escape
 
 from mca_config.types import JsonObject
-from mca_train.plots.drawing import COLOURS as OF_A_STEP
+from mca_train.plots.drawing import COLOURS as STEP_COLOURS
 from mca_train.report.charts import COLOURS, bars, lines
-from mca_train.report.reading import RunFiles
+from mca_train.report.run_files import RunFiles
 
 GIB = 1024**3
-_BEYOND = "evaluation, or a reference computed first"
-_PARTS = OF_A_STEP | {_BEYOND: "#9d755d"}
-"""Of planned memory; the last is what more is needed than in a step, as the total of a plan counts."""
+_OUTSIDE_STEP = "evaluation, or a reference computed first"
+_PARTS = STEP_COLOURS | {_OUTSIDE_STEP: "#9d755d"}
+"""Colours of planned memory; the last part is the memory beyond that of a step in the plan's total."""
 _FIRST = (
     "loss",
     "eval_loss",
@@ -39,7 +39,7 @@ td{border-top:1px solid #eee}code{white-space:pre-wrap}"""
 
 
 def page(runs: Sequence[RunFiles]) -> str:
-    """The whole document."""
+    """Return the HTML document."""
     title = " and ".join(run.name for run in runs)
     key = "".join(
         f'<span style="color:{COLOURS[number]}">&#9632;</span> {escape(run.name)} &nbsp;'
@@ -55,9 +55,9 @@ def page(runs: Sequence[RunFiles]) -> str:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    told = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><tr>{told}</tr>{lines}</table>"
+    return f"<table><tr>{head}</tr>{lines}</table>"
 
 
 def _overview(runs: Sequence[RunFiles]) -> str:
@@ -106,10 +106,10 @@ def _memory(runs: Sequence[RunFiles]) -> str:
 
 
 def _planned(stage: JsonObject) -> dict[str, float]:
-    """GiB by part, which add up to the stage's total."""
-    of_a_step = {part: stage.get(part, 0) / GIB for part in OF_A_STEP}
-    beyond = stage.get("total", 0) / GIB - sum(of_a_step.values())
-    return of_a_step | {_BEYOND: max(beyond, 0.0)}
+    """Return GiB by part, which add up to the stage's total."""
+    sizes = {part: stage.get(part, 0) / GIB for part in STEP_COLOURS}
+    rest = stage.get("total", 0) / GIB - sum(sizes.values())
+    return sizes | {_OUTSIDE_STEP: max(rest, 0.0)}
 
 
 def _checkpoints(runs: Sequence[RunFiles]) -> str:

@@ -1,34 +1,34 @@
-"""A rank makes here what it trains: the model, its adapter, the model that stands beside it, and the trainer.
+"""Construction of the model, adapter, reference model and trainer on a rank.
 
-The kind of run says which trainer that is and whether there is a second model.
+The kind of run decides the trainer and whether there is a reference model.
 """
 
 import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mca_config.errors import checking_usage
+from mca_config.errors import raising_usage_errors
 from mca_train.config.model import peft_task
-from mca_train.config.parts import trained_parts
+from mca_train.config.model_parts import trained_parts
 from mca_train.config.run_config import Settings
-from mca_train.data.scored import padding_of
+from mca_train.data.scoring import padding_token
 from mca_train.run.inputs import Inputs
 
 if TYPE_CHECKING:
     from mca_models import VirtualModels
-    from mca_models.templates.heads import Head
-    from mca_train.trainer.parts import TrainerOptions
+    from mca_models.templates.classification_head import Head
+    from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.trainer import McaTrainer
 
 logger = logging.getLogger(__name__)
 
 
 def make_trainer(inputs: Inputs) -> "McaTrainer":
-    """The trainer of a run on this rank; collective."""
+    """Return the trainer of a run on this rank; collective."""
     run, settings = inputs.run, inputs.run.settings
     reference, head = None, run.task.head(settings)
     if head is not None:
-        head = replace(head, pad_token_id=padding_of(inputs.tokenizer))
+        head = replace(head, pad_token_id=padding_token(inputs.tokenizer))
     if (path := run.task.reference(settings)) is not None:
         assert run.reference is not None, "it has been read with the run"
         # the reference first, as building a model seeds the random states
@@ -37,7 +37,7 @@ def make_trainer(inputs: Inputs) -> "McaTrainer":
     path = settings.data.model_name_or_path
     model = _base(settings, path, run.model.vocab_size, len(inputs.tokenizer), head)
     if any(getattr(samples, "has_images", False) for samples in (inputs.train, inputs.evaluation)):
-        with checking_usage():
+        with raising_usage_errors():
             model.require_images()
     options: TrainerOptions = {
         "model": _with_adapter(model, settings),
@@ -47,14 +47,14 @@ def make_trainer(inputs: Inputs) -> "McaTrainer":
         "processing_class": inputs.tokenizer,
         "pack_length": settings.data.seq_length * run.task.sequences_per_sample,
     }
-    with checking_usage():
+    with raising_usage_errors():
         return run.task.trainer(settings, reference, options)
 
 
 def _base(
     settings: Settings, path: str, rows: int, tokens: int, head: "Head | None" = None
 ) -> "VirtualModels":
-    """The model at ``path``, its vocabulary of ``rows`` grown to ``tokens`` if these are more, with a ``head``."""
+    """Load the model at ``path`` with ``head``, and extend its vocabulary from ``rows`` to ``tokens`` if larger."""
     from mca_models import AutoModel
 
     seed = settings.training.seed
@@ -66,11 +66,11 @@ def _base(
 
 def _with_adapter(model: "VirtualModels", settings: Settings) -> "VirtualModels":
     lora = settings.lora
-    if not lora.wanted:
+    if not lora.is_enabled:
         return model
     from mca_models.megatron.peft import get_peft_model, load_adapter
 
-    with checking_usage():
+    with raising_usage_errors():
         if lora.adapter_name_or_path is not None:
             adapted = load_adapter(model, lora.adapter_name_or_path)
         else:

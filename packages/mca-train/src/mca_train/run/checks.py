@@ -1,6 +1,6 @@
-"""`check` finds everything that is wrong with a run at once, before any model, file or rank is touched.
+"""`check` finds all problems of a run at once, before it loads a model, reads data or starts ranks.
 
-The run and ``mca-train plan`` call it. What a file holds is known only when it is read, so that is not looked for here.
+The run and ``mca-train plan`` call it. It does not check the contents of data files.
 """
 
 import contextlib
@@ -11,50 +11,50 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mca_config.arguments import of_float16
+from mca_config.arguments import float16_problems
 from mca_config.checks import check_layout
-from mca_config.errors import McaError, UsageError, problems_of, raise_problems
+from mca_config.errors import McaError, UsageError, list_problems, raise_problems
 from mca_config.layout import ParallelLayout, RankGrid
-from mca_config.model_config import McaModelConfig, trained_dtype
+from mca_config.model_config import McaModelConfig, training_dtype
 from mca_config.redaction import redacted
 from mca_config.types import Values
 from mca_models.checkpoint.side_files import side_files
-from mca_train.checkpoint.output_dir import require_own
+from mca_train.checkpoint.output_dir import require_usable
 from mca_train.config.adapters import adapter_problems
 from mca_train.config.arguments import LaunchArguments
 from mca_train.config.checks import contradictions
-from mca_train.config.model import layout_of, model_config, num_local_ranks
-from mca_train.config.parts import part_problems
+from mca_train.config.model import local_world_size, model_config, resolve_layout
+from mca_train.config.model_parts import part_problems
 from mca_train.config.run_config import Settings, parse
 from mca_train.plan.options import PlanOptions
 from mca_train.run.vocabulary import tokenizer_problems, vocabulary_problems
 from mca_train.tasks.columns import column_problems
-from mca_train.tasks.table import keys_of_others
+from mca_train.tasks.table import other_task_keys
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
     from mca_models.megatron.factory.target import Target
 
-_OF_PLANS = {
+_PLAN_FLAGS = {
     flag.name: f"is a flag of mca-train plan (--{flag.name}), no key of a run; remove it"
     for flag in fields(PlanOptions)
 }
 TIMES = ("runtime", "samples_per_second", "steps_per_second")
-"""What every evaluation measures beside the loss."""
+"""Metrics of every evaluation in addition to the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run as its user asked for it.
+    """A checked run.
 
     Args:
-        task: Its kind.
-        settings: Its arguments.
-        stored: The architecture of the model's checkpoint; read once.
-        model: The same with the head that is trained.
-        reference: The architecture of the model that stands beside it; None: there is none.
-        layout: How the ranks stand.
-        world_size: Their number.
+        task: Kind of run.
+        settings: Arguments.
+        stored: Architecture of the model's checkpoint.
+        model: Architecture of the trained model, with its head.
+        reference: Architecture of the reference model; None: there is none.
+        layout: Parallel layout.
+        world_size: Number of ranks.
     """
 
     task: Task
@@ -68,13 +68,13 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What is wrong with a run.
+    """Problems of a run.
 
     Args:
         where: The file, or the file and the command line.
-        run: None if there is no architecture to speak of.
-        impossible: What no machine could do.
-        missing: What this machine lacks to begin: files, directories, packages.
+        run: The run; None if its architecture cannot be read.
+        impossible: Problems on any machine.
+        missing: Problems of this machine: missing files, directories, packages.
     """
 
     where: str
@@ -83,18 +83,18 @@ class Findings:
     missing: tuple[str, ...]
 
     def require(self) -> Run:
-        """The run, with which nothing is wrong.
+        """Return the run if it has no problems.
 
         Raises:
-            UsageError: Something is: all of it.
+            UsageError: All problems.
         """
         raise_problems([*self.impossible, *self.missing], self.where, kind=UsageError)
-        assert self.run is not None, "without an architecture something is wrong"
+        assert self.run is not None, "a run without an architecture has problems"
         return self.run
 
 
-def settings_of(task: Task, values: Values, where: str, flags: Iterable[str] = ()) -> Settings:
-    """The arguments that ``values`` give for ``task``; ``flags`` of the command are no keys.
+def make_settings(task: Task, values: Values, where: str, flags: Iterable[str] = ()) -> Settings:
+    """Convert ``values`` to the arguments of ``task``; ``flags`` are flags of the command, which are not keys.
 
     Raises:
         UsageError: Keys or values are wrong.
@@ -104,8 +104,8 @@ def settings_of(task: Task, values: Values, where: str, flags: Iterable[str] = (
         where,
         kind=task.name,
         data=task.data_arguments,
-        own=task.own_arguments,
-        elsewhere=_OF_PLANS | keys_of_others(task),
+        own=task.task_arguments,
+        elsewhere=_PLAN_FLAGS | other_task_keys(task),
         flags=flags,
     )
 
@@ -113,16 +113,16 @@ def settings_of(task: Task, values: Values, where: str, flags: Iterable[str] = (
 def check(
     task: Task,
     settings: Settings,
-    ranks: Callable[[LaunchArguments, ParallelLayout], int] = num_local_ranks,
+    ranks: Callable[[LaunchArguments, ParallelLayout], int] = local_world_size,
     target: "Target | None" = None,
 ) -> Findings:
-    """Looks for everything that is wrong with a run, as far as no weight and no row is read.
+    """Find all problems of a run without reading weights or rows.
 
     Args:
         task: The kind of run.
         settings: Its arguments.
-        ranks: How many there are of them; by default those that would be started here.
-        target: What they run on; None: this machine.
+        ranks: Function that returns the number of ranks; by default that of a start on this machine.
+        target: Hardware of the ranks; None: this machine.
     """
     from mca_models.megatron import platform
 
@@ -135,10 +135,10 @@ def check(
     try:
         stored = model_config(settings.data.model_name_or_path)
         model = _with_head(task, settings, stored)
-        settings = replace(settings, data=task.data_of(settings.data, model))
-        layout = layout_of(settings.training, model)
+        settings = replace(settings, data=task.resolve_labels(settings.data, model))
+        layout = resolve_layout(settings.training, model)
         world_size = ranks(settings.launch, layout)
-        reference, of_reference = _reference(task, settings, model)
+        reference, reference_problems = _reference(task, settings, model)
         run = Run(
             task=task,
             settings=settings,
@@ -149,9 +149,9 @@ def check(
             world_size=world_size,
         )
     except McaError as error:
-        impossible += problems_of(error)
+        impossible += list_problems(error)
     if run is not None:
-        impossible += [*_architecture(run, target), *of_reference, *_images(run)]
+        impossible += [*_architecture(run, target), *reference_problems, *_images(run)]
         impossible += vocabulary_problems(settings, model.vocab_size)
     return Findings(
         where=settings.where,
@@ -162,8 +162,8 @@ def check(
 
 
 def _with_head(task: Task, settings: Settings, model: McaModelConfig) -> McaModelConfig:
-    """``model`` as the kind trains it."""
-    from mca_models.templates.heads import with_head
+    """Return ``model`` with the head that the kind of run trains."""
+    from mca_models.templates.classification_head import with_head
 
     if (head := task.head(settings)) is not None:
         return with_head(model, head)
@@ -176,20 +176,20 @@ def _with_head(task: Task, settings: Settings, model: McaModelConfig) -> McaMode
 
 
 def _images(run: Run) -> Iterator[str]:
-    """Where images are, for a model that sees none."""
+    """Report an ``image_folder`` for a model without a vision tower."""
     if run.model.vision is None and run.settings.data.image_folder is not None:
-        yield f"image_folder: a {run.model.model_type} model sees no images; remove the key"
+        yield f"image_folder: a {run.model.model_type} model takes no images; remove the key"
 
 
 def _metric(task: Task, settings: Settings) -> Iterator[str]:
     metric = (settings.training.metric_for_best_model or "loss").removeprefix("eval_")
-    known = ("loss", *TIMES, *task.signal_names)
+    known = ("loss", *TIMES, *task.metric_names)
     if metric not in known:
         yield f"metric_for_best_model is {metric!r}; mca-train {task.name} evaluates {', '.join(known)}"
 
 
 def _architecture(run: Run, target: "Target | None") -> list[str]:
-    """What the ranks cannot hold; if they can, what Megatron would not do with the model."""
+    """Return the problems of the layout; without any, those of the model with Megatron."""
     from mca_models.megatron.factory.transformer_config import transformer_config
     from mca_models.megatron.families.image_limits import image_problems
 
@@ -197,54 +197,53 @@ def _architecture(run: Run, target: "Target | None") -> list[str]:
     if problems := check_layout(config, run.layout, run.world_size):
         return problems
     try:
-        megatron = transformer_config(config, args, run.layout, trained_dtype(config, args), target)
+        megatron = transformer_config(config, args, run.layout, training_dtype(config, args), target)
     except McaError as error:
-        return list(problems_of(error))
-    of_dtype = of_float16(args) if megatron.fp16 else []
+        return list(list_problems(error))
+    problems = float16_problems(args) if megatron.fp16 else []
     samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
     samples *= RankGrid(run.layout, run.world_size).data_parallel_size
-    of_steps = run.task.problems_in_steps(samples)
     config = replace(config, layout=run.layout)
     new_head = config.num_labels is not None and run.stored.num_labels is None
-    of_adapter = list(adapter_problems(run.settings, config, new_head=new_head))
+    problems += (of_adapter := list(adapter_problems(run.settings, config, new_head=new_head)))
     of_parts = [] if of_adapter else [*part_problems(args, run.settings.lora, config, megatron)]
     if not of_parts and config.vision is not None and run.settings.data.image_folder is not None:
         of_parts = [f"image_folder: {problem}" for problem in image_problems(config, run.layout, megatron)]
-    of_task = [*run.task.problems_in_megatron(run.settings, megatron), *of_steps]
-    return [*of_dtype, *of_adapter, *of_parts, *of_task]
+    problems += [*of_parts, *run.task.problems_in_megatron(run.settings, megatron)]
+    return [*problems, *run.task.problems_in_steps(samples)]
 
 
 def _reference(
     task: Task, settings: Settings, model: McaModelConfig
 ) -> tuple[McaModelConfig | None, list[str]]:
-    """The model that stands beside the trained one, and what keeps it from being its reference."""
+    """Return the architecture of the reference model, and its problems."""
     from mca_train.losses.preference import reference_problems
 
     path, reference = task.reference(settings), None
     if path is None or path == settings.data.model_name_or_path:
         return None if path is None else model, []
     if not Path(path).is_dir():
-        return None, []  # which is told with the other directories
+        return None, []  # reported with the other directories
     try:
         reference = model_config(path)
         problems = [*reference_problems(reference, model)]
     except McaError as error:
-        problems = [*problems_of(error)]
+        problems = [*list_problems(error)]
     return reference, [f"reference_model_name_or_path: {problem}" for problem in problems]
 
 
 def data_problems(settings: Settings) -> Iterator[str]:
-    """Files that are not set, not there or not readable, and entries of ``datasets`` that are wrong."""
-    from mca_train.data.addresses import is_address, require_client
+    """Yield problems of data files (unset, missing, unreadable) and of entries of ``datasets``."""
     from mca_train.data.files import check_file
-    from mca_train.data.sources import sources_of
+    from mca_train.data.sources import parse_sources
+    from mca_train.data.urls import is_url, require_client
 
     data = settings.data
     if not data.train_file and not data.datasets:
         yield "train_file is not set"
-    yield from _messages(sources_of, data.datasets)
+    yield from _messages(parse_sources, data.datasets)
     for path in (str(entry.get("path")) for entry in data.datasets):
-        if is_address(path):
+        if is_url(path):
             yield from _messages(require_client, path, "datasets")
     for key, files in (("train_file", data.train_file), ("eval_file", data.eval_file)):
         for file in files:
@@ -268,48 +267,46 @@ def _packages(settings: Settings) -> Iterable[str]:
 def _output_dir(settings: Settings) -> Iterator[str]:
     output_dir, data = Path(settings.training.output_dir), settings.data
     read = (data.model_name_or_path, data.tokenizer_name_or_path, settings.lora.adapter_name_or_path)
-    problems = list(_messages(require_own, output_dir, read))
+    problems = list(_messages(require_usable, output_dir, read))
     if not problems and os.environ.get("RANK", "0") == "0":
         problems += _messages(require_writable, output_dir)
     yield from problems
 
 
 def _side_files(settings: Settings) -> Iterator[str]:
-    """What stands beside the model's weights and cannot go along with each checkpoint."""
+    """Report side files of the model that cannot be copied into checkpoints."""
     model, lora = Path(settings.data.model_name_or_path), settings.lora
-    adapts = lora.wanted or lora.adapter_name_or_path is not None
+    adapts = lora.is_enabled or lora.adapter_name_or_path is not None
     if model.is_dir() and not adapts and os.environ.get("RANK", "0") == "0":
         yield from _messages(side_files, model)
 
 
 def _start(settings: Settings) -> Iterator[str]:
-    """A ``resume_from_checkpoint`` that is not there, and an ``output_dir`` of another run."""
+    """Report a missing ``resume_from_checkpoint``, and an ``output_dir`` of another run."""
     yield from _messages(require_start, settings)
 
 
 def require_start(settings: Settings) -> None:
-    """Refuses an ``output_dir`` of another run, and a ``resume_from_checkpoint`` that is not there.
-
-    What a checkpoint holds is checked by the ranks together.
+    """Check ``output_dir`` and ``resume_from_checkpoint``; the ranks check the contents of a checkpoint.
 
     Raises:
-        McaError: It is so.
+        McaError: ``output_dir`` is of another run, or the checkpoint does not exist.
     """
-    from mca_train.checkpoint import lineage
+    from mca_train.checkpoint import output_dir_guard
     from mca_train.checkpoint.directory import resolve
 
     args, output_dir = settings.training, Path(settings.training.output_dir)
     start = resolve(args.resume_from_checkpoint, output_dir)
-    lineage.require_free(output_dir, start, overwrite=args.overwrite_output_dir)
+    output_dir_guard.require_free(output_dir, start, overwrite=args.overwrite_output_dir)
 
 
 def require_writable(folder: Path) -> None:
-    """Tries ``output_dir`` before anything is read; what was made for that is taken away again.
+    """Create and write ``output_dir`` as a check, and remove it again if it did not exist.
 
     Raises:
-        McaError: Nothing can be written there.
+        McaError: The directory cannot be written.
     """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -320,7 +317,7 @@ def require_writable(folder: Path) -> None:
             f"output_dir: {folder} cannot be written ({reason}); name another directory"
         ) from error
     finally:
-        for path in made:
+        for path in created:
             with contextlib.suppress(OSError):
                 path.rmdir()
 
@@ -329,4 +326,4 @@ def _messages(check: Callable[..., object], *arguments: object) -> Iterator[str]
     try:
         check(*arguments)
     except McaError as error:
-        yield from problems_of(error)
+        yield from list_problems(error)

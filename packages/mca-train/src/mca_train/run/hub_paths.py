@@ -1,10 +1,10 @@
-"""Keys that name models of the Hub become directories here, before a run or a plan looks at them."""
+"""Replacement of Hub ids in a configuration by local directories."""
 
 from collections.abc import Mapping
 
 from mca_config.errors import UsageError
 from mca_config.types import JsonObject, Values
-from mca_models.hub import Needed, directory_of, is_id
+from mca_models.hub import Needed, is_hub_id, resolve_directory
 
 _KEYS: Mapping[str, Needed] = {
     "model_name_or_path": "all",
@@ -14,28 +14,28 @@ _KEYS: Mapping[str, Needed] = {
 }
 
 
-def named_on_the_hub(values: Values) -> bool:
-    """Whether a key names a model of the Hub."""
-    return any(isinstance(values.get(key), str) and is_id(values[key]) for key in _KEYS)
+def has_hub_ids(values: Values) -> bool:
+    """Return whether a value is the id of a Hub model."""
+    return any(isinstance(values.get(key), str) and is_hub_id(values[key]) for key in _KEYS)
 
 
 def with_directories(values: Values, *, only: Needed = "all") -> JsonObject:
-    """``values`` with directories for ids.
+    """Return ``values`` with local directories for Hub ids.
 
     Args:
-        values: Of a configuration.
-        only: What is fetched of models; with ``config`` tokenizers stay as they are.
+        values: Values of a configuration.
+        only: Files of models to download; with ``config`` the ids of tokenizers are kept.
 
     Raises:
-        UsageError: The Hub has no such model, refuses it, or cannot be reached.
+        UsageError: The Hub has no such model, denies access, or cannot be reached.
     """
-    found = dict(values)
+    result = dict(values)
     for key, needed in _KEYS.items():
         name = values.get(key)
-        if not isinstance(name, str) or not is_id(name) or (only == "config" and needed == "tokenizer"):
+        if not isinstance(name, str) or not is_hub_id(name) or (only == "config" and needed == "tokenizer"):
             continue
         try:
-            found[key] = str(directory_of(name, needed if only == "all" else only))
+            result[key] = str(resolve_directory(name, needed if only == "all" else only))
         except ValueError as error:
             raise UsageError(f"{key}: {error}") from error
-    return found
+    return result

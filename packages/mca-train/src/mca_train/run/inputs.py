@@ -1,6 +1,6 @@
-"""The tokenizer and the samples, which all ranks of a run share, are made here once.
+"""Tokenizer and samples of a run, which are created once for all ranks.
 
-The model is not among them: each rank makes its own part in `build`.
+`build` creates the model on each rank.
 """
 
 import logging
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mca_config.checks import positions_exceeded
-from mca_config.errors import UsageError, checking_usage
+from mca_config.checks import position_problem
+from mca_config.errors import UsageError, raising_usage_errors
 from mca_config.files import read_json
 from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Inputs:
-    """What ranks share: made once before they are forked."""
+    """Objects that all ranks share, created once before the fork."""
 
     run: Run
     tokenizer: "PreTrainedTokenizerBase"
@@ -42,29 +42,29 @@ class Inputs:
 
 
 def prepare_inputs(run: Run, lock: OutputLock) -> Inputs:
-    """The lock of ``output_dir``, tokenizer and data."""
+    """Lock ``output_dir`` and read tokenizer and data."""
     if os.environ.get("RANK", "0") == "0":
         lock.take()
-    with lock.kept():
+    with lock.heartbeat():
         return read_inputs(run, lock)
 
 
 def read_inputs(run: Run, lock: OutputLock) -> Inputs:
-    """Tokenizer and samples of a run whose ``output_dir`` is locked."""
+    """Read tokenizer and samples of a run whose ``output_dir`` is locked."""
     data = run.settings.data
-    with checking_usage():
+    with raising_usage_errors():
         require_start(run.settings)  # again: another run may have ended there before the lock was taken
         tokenizer = load_tokenizer(run.settings)
-        if told := growth_problem(run.settings, len(tokenizer), run.model.vocab_size):
-            raise UsageError(told)  # `check` counts the tokens of tokenizer.json alone
+        if problem := growth_problem(run.settings, len(tokenizer), run.model.vocab_size):
+            raise UsageError(problem)  # `check` counts only the tokens of tokenizer.json
     paths = data.train_file or [str(entry.get("path")) for entry in data.datasets]
     logger.info("reading %s", ", ".join(map(redacted, paths)))
     images = image_reader(run.settings, run.model)
     train, longest = _training_data(run, tokenizer, images)
-    if told := positions_exceeded(run.model, longest):
+    if problem := position_problem(run.model, longest):
         if run.model.learned_positions:
-            raise UsageError(f"seq_length {data.seq_length}: {told}")
-        logger.warning("seq_length %d: %s", data.seq_length, told)
+            raise UsageError(f"seq_length {data.seq_length}: {problem}")
+        logger.warning("seq_length %d: %s", data.seq_length, problem)
     evaluation = None
     if data.eval_file:
         evaluation = load_tokenized(run.task, data.eval_file, tokenizer, data, evaluation=True, images=images)
@@ -72,7 +72,7 @@ def read_inputs(run: Run, lock: OutputLock) -> Inputs:
 
 
 def image_reader(settings: Settings, config: McaModelConfig) -> "ImageReader":
-    """What reads images for the model."""
+    """Return the image reader of the model."""
     from mca_train.data.image_rows import ImageReader
 
     data = settings.data
@@ -83,7 +83,7 @@ def image_reader(settings: Settings, config: McaModelConfig) -> "ImageReader":
 def _training_data(
     run: Run, tokenizer: "PreTrainedTokenizerBase", images: "ImageReader"
 ) -> "tuple[Samples, int]":
-    """The samples, and the tokens of the longest sequence."""
+    """Return the samples, and the length of the longest sequence in tokens."""
     data, args = run.settings.data, run.settings.training
     if data.streaming:
         seed = args.seed if args.data_seed is None else args.data_seed
@@ -94,7 +94,7 @@ def _training_data(
     if data.datasets:
         seed = args.seed if args.data_seed is None else args.data_seed
         mixture = load_mixture(run.task, tokenizer, data, seed=seed, images=images)
-        logger.info("%s", mixture.described())
+        logger.info("%s", mixture.describe())
         return mixture, int(mixture.lengths.max())
     train = load_tokenized(run.task, data.train_file, tokenizer, data, images=images)
     logger.info("%s of %d tokens", counted(len(train), "training sample"), int(train.lengths.sum()))
@@ -102,10 +102,10 @@ def _training_data(
 
 
 def load_tokenizer(settings: Settings) -> "PreTrainedTokenizerBase":
-    """The tokenizer that the settings name.
+    """Load the tokenizer of the settings.
 
     Raises:
-        UsageError: There is none.
+        UsageError: The tokenizer cannot be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -115,10 +115,10 @@ def load_tokenizer(settings: Settings) -> "PreTrainedTokenizerBase":
     except (OSError, ValueError, KeyError) as error:
         reason = redacted(" ".join(str(error).split()))[:200]
         raise UsageError(f"no tokenizer in {path} (set tokenizer_name_or_path): {reason}") from error
-    beside = Path(path) / "chat_template.json"  # of processors, which tokenizers do not read
-    if tokenizer.chat_template is None and beside.is_file():
-        template = read_json(beside, "a processor's chat template").get("chat_template")
+    file = Path(path) / "chat_template.json"  # of processors, which tokenizers do not read
+    if tokenizer.chat_template is None and file.is_file():
+        template = read_json(file, "a processor's chat template").get("chat_template")
         if not isinstance(template, str):
-            raise UsageError(f"{beside}: 'chat_template' is {template!r:.80}; expected a template's text")
+            raise UsageError(f"{file}: 'chat_template' is {template!r:.80}; expected a template's text")
         tokenizer.chat_template = template
     return tokenizer

@@ -1,4 +1,4 @@
-"""`LastEvaluation` evaluates the model that a run ends with, while those that the run reports to still listen."""
+"""`LastEvaluation`: evaluation of the final model, before reporting callbacks end their runs."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -16,17 +16,17 @@ logger = logging.getLogger(__name__)
 
 
 class _Stopped(Exception):
-    """SIGTERM came during the evaluation; on all ranks after the same step."""
+    """SIGTERM during the evaluation, raised on all ranks after the same step."""
 
 
 class LastEvaluation(TrainerCallback):  # type: ignore[misc]
-    """Evaluates once training has ended, unless that model was evaluated.
+    """Callback that evaluates the final model at the end of training, unless it was evaluated.
 
-    mlflow, trackio and others end their runs in ``on_train_end``, and what is logged later begins another run; so
-    this callback must be called before theirs.
+    mlflow, trackio and others end their runs in ``on_train_end``, and later logs start another run. So this callback
+    must be called before theirs.
 
     Args:
-        trainer: Whose model it is.
+        trainer: The trainer of the model.
     """
 
     def __init__(self, trainer: "McaTrainer") -> None:
@@ -36,14 +36,14 @@ class LastEvaluation(TrainerCallback):  # type: ignore[misc]
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Evaluates, if the run was not told to stop; told so meanwhile, it goes on when the run continues."""
+        """Evaluate unless the run was stopped; after a stop during the evaluation, a resumed run repeats it."""
         if self._trainer.watch.stopped or self._is_done(state):
             return
         self._is_running = True
         try:
             self._trainer.evaluate()
         except _Stopped:
-            logger.warning("SIGTERM: the last evaluation is left out until the run continues")
+            logger.warning("SIGTERM: the last evaluation is skipped until the run is resumed")
             self._trainer.complete_checkpoint()
         finally:
             self._is_running = False
@@ -51,7 +51,7 @@ class LastEvaluation(TrainerCallback):  # type: ignore[misc]
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Asks whether to stop."""
+        """Raise `_Stopped` if all ranks agree to stop."""
         if self._is_running and self._trainer.watch.signal.agreed():
             raise _Stopped
 

@@ -1,7 +1,4 @@
-"""The levels of the loggers are set here, those of this project and those of the libraries.
-
-The log of losses and speeds is something else: it is written in ``metrics``.
-"""
+"""Log levels of mca and of libraries; ``metrics`` writes the log of losses and speeds."""
 
 import logging
 import warnings
@@ -16,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def set_log_levels(training: "TrainingArguments") -> None:
-    """Sets what this project says to ``log_level``, on ranks but the first to ``log_level_replica``, where asked."""
+    """Set the loggers of mca to ``log_level`` on rank 0 and to ``log_level_replica`` on other ranks, if set."""
     from transformers.training_args import trainer_log_levels
 
     first = is_first()
@@ -28,7 +25,7 @@ def set_log_levels(training: "TrainingArguments") -> None:
 
 
 def quiet_libraries(*, first: bool) -> None:
-    """One voice: rank 0 logs what this project says; the libraries only warn, and not about themselves."""
+    """Log mca's messages on rank 0 only, and from libraries only warnings of the logging module."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING if first else logging.ERROR)
     for name in ("mca_train", "mca_models", "mca_config"):
         logging.getLogger(name).setLevel(logging.INFO if first else logging.ERROR)
@@ -37,7 +34,7 @@ def quiet_libraries(*, first: bool) -> None:
 
 @contextmanager
 def silent_arguments() -> Iterator[None]:
-    """Keep `mca_config` from logging again what it has logged about the same arguments."""
+    """Suppress repeated log lines of `mca_config` about the same arguments."""
     log = logging.getLogger("mca_config")
     level = log.level
     log.setLevel(max(level, logging.WARNING))

@@ -1,6 +1,6 @@
-"""``run.json`` in the ``output_dir``: what ran, how it was configured, by which versions, and what was planned.
+"""``run.json`` in the ``output_dir``: kind, configuration, versions and plan of a run.
 
-``mca-train report`` reads it. A run that cannot write it, or be planned, goes on.
+``mca-train report`` reads it. A failure to write it, or to plan the run, does not end the run.
 """
 
 import json
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from mca_config.redaction import redacted_values
 from mca_config.types import JsonObject
-from mca_train.plan.document import document_of
-from mca_train.plan.memory import plan_of
-from mca_train.plan.towers import Images
+from mca_train.plan.document import plan_document
+from mca_train.plan.memory import plan_layout
+from mca_train.plan.vision_memory import Images
 from mca_train.run.checks import Run
-from mca_train.run.subject import image_check, images_of_run, subject_of
+from mca_train.run.plan_input import make_image_check, make_plan_input, planned_images
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +23,8 @@ SCHEMA, VERSION = "mca-train/run", 1
 _PACKAGES = ("mca-train", "mca-models", "megatron-core", "torch", "transformers", "transformer-engine")
 
 
-def record_of(run: Run) -> JsonObject:
-    """The contents of ``run.json``."""
+def make_record(run: Run) -> JsonObject:
+    """Return the contents of ``run.json``."""
     return {
         "schema": SCHEMA,
         "version": VERSION,
@@ -39,21 +39,21 @@ def record_of(run: Run) -> JsonObject:
 
 
 def _plan(run: Run) -> JsonObject | None:
-    from mca_models.megatron.factory.transformer_config import implementation_of
+    from mca_models.megatron.factory.transformer_config import choose_implementation
 
     training = run.settings.training
     try:
-        subject = subject_of(run, implementation_of(training), images=_images(run))
-        return document_of(plan_of(subject, training, run.layout, run.world_size), run.model)
-    except Exception as error:  # nothing else of the run depends on it
+        subject = make_plan_input(run, choose_implementation(training), images=_images(run))
+        return plan_document(plan_layout(subject, training, run.layout, run.world_size), run.model)
+    except Exception as error:  # the run does not depend on it
         logger.warning("run.json has no plan of this run: %s: %s", type(error).__name__, error)
         return None
 
 
 def _images(run: Run) -> Images | None:
-    """Those that ``mca-train plan`` counts of the run by default."""
-    images = images_of_run(run)
-    return None if images is None or image_check(run, None)(run.layout) else images
+    """Return the images that ``mca-train plan`` counts for the run by default."""
+    images = planned_images(run)
+    return None if images is None or make_image_check(run, None)(run.layout) else images
 
 
 def _version(package: str) -> str | None:
@@ -64,10 +64,10 @@ def _version(package: str) -> str | None:
 
 
 def write_record(run: Run) -> None:
-    """Writes ``run.json``."""
+    """Write ``run.json``."""
     path = Path(run.settings.training.output_dir) / "run.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record_of(run), indent=2, default=str) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(make_record(run), indent=2, default=str) + "\n", encoding="utf-8")
     except OSError as error:
         logger.warning("%s: cannot be written (%s)", path, error.strerror)

@@ -1,7 +1,7 @@
-"""What a run does whose ranks torchrun starts anew: it goes on from the last checkpoint that it wrote itself.
+"""Restart of a run by torchrun: the run resumes from the last checkpoint that it wrote itself.
 
-The first attempt notes what stood in ``output_dir`` when it began to train, where the next one finds it. So an
-attempt that died before its first checkpoint begins as the first one did, from wherever that was to start.
+The first attempt records the checkpoints in ``output_dir`` at its start for later attempts. So an attempt that ended
+before its first checkpoint starts from the same state as the first attempt.
 """
 
 import json
@@ -15,83 +15,84 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from mca_config.types import JsonObject, Values
-from mca_models.megatron.distributed.collectives import told_by_first
+from mca_models.megatron.distributed.collectives import run_on_first_rank_unwrapped
 from mca_train.checkpoint import integrity
 from mca_train.checkpoint.directory import checkpoints
 from mca_train.types import TrainerControl, TrainerState, TrainingArguments
 
 if TYPE_CHECKING:
-    from mca_models.megatron.distributed.attempts import Attempt
+    from mca_models.megatron.distributed.rendezvous import Attempt
 
 logger = logging.getLogger(__name__)
 
 _BEFORE = "mca/checkpoints_before"
 
 
-def is_started_again() -> bool:
-    """Whether torchrun starts ranks anew that end with a failure.
+def can_restart() -> bool:
+    """Return whether torchrun restarts failed ranks.
 
-    Then a run that was stopped before its end is one: another machine may be about to take the place of the one that
-    was told to end, and torchrun would take the others for done.
+    Then a stopped run exits with a failure: another machine may replace the stopped one, and after exit code 0 torchrun
+    would treat the other ranks as finished.
     """
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
-def continued(values: Values, attempt: "Attempt | None") -> JsonObject:
-    """The values of a run in this attempt: after the first one it resumes from its own last checkpoint.
+def resume_values(values: Values, attempt: "Attempt | None") -> JsonObject:
+    """Return the values of this attempt, which after the first one resume from the run's last checkpoint.
 
-    That is what ``auto`` means, unless the run had gone back and died before it set later ones aside. Collective.
+    Usually that is ``auto``, unless the run had resumed from an earlier checkpoint and ended before it moved the later
+    ones away. Collective.
 
     Args:
-        values: As the user gave them.
-        attempt: Which start of all ranks this is; None: the only one.
+        values: Values of the user.
+        attempt: The attempt; None: the launcher does not restart ranks.
     """
     if attempt is None or attempt.number == 1:
         return dict(values)
     output_dir = Path(str(values.get("output_dir", "")))
-    own = told_by_first(lambda: _own_checkpoints(output_dir, attempt))
-    if not own:
+    written = run_on_first_rank_unwrapped(lambda: _list_written_checkpoints(output_dir, attempt))
+    if not written:
         logger.warning(
             "attempt %d: there is no complete checkpoint, so it starts like the first attempt", attempt.number
         )
         return dict(values)
     logger.warning("attempt %d: resuming from the last complete checkpoint", attempt.number)
-    is_last = told_by_first(lambda: own[-1] == checkpoints(output_dir)[-1])
-    return {**values, "resume_from_checkpoint": "auto" if is_last else str(_last_whole(own))}
+    is_last = run_on_first_rank_unwrapped(lambda: written[-1] == checkpoints(output_dir)[-1])
+    return {**values, "resume_from_checkpoint": "auto" if is_last else str(_last_undamaged(written))}
 
 
-def _last_whole(own: Sequence[Path]) -> Path:
-    """The last of the run's own checkpoints that is not damaged, as `auto` would choose; collective.
+def _last_undamaged(written: Sequence[Path]) -> Path:
+    """Return the last undamaged checkpoint of the run, like `auto`; collective.
 
-    If all are, the last, which is then refused with what is wrong.
+    If all are damaged, return the last one, whose load then reports the damage.
     """
-    for checkpoint in reversed(own):
+    for checkpoint in reversed(written):
         faults = integrity.faults(checkpoint, dist.get_rank(), dist.get_world_size())
         if not faults:
             return checkpoint
         logger.warning("%s is damaged: %s; trying the checkpoint before it", checkpoint, "; ".join(faults))
-    return own[-1]
+    return written[-1]
 
 
-def _own_checkpoints(output_dir: Path, attempt: "Attempt") -> list[Path]:
-    """Those that earlier attempts of this run wrote, oldest step first."""
+def _list_written_checkpoints(output_dir: Path, attempt: "Attempt") -> list[Path]:
+    """Return the checkpoints of earlier attempts of this run, oldest step first."""
     if not attempt.store.check([_BEFORE]):
         return []
     before = set(json.loads(attempt.store.get(_BEFORE)))
-    return [path for path in checkpoints(output_dir) if _told_apart(path) not in before]
+    return [path for path in checkpoints(output_dir) if _checkpoint_identity(path) not in before]
 
 
-def _told_apart(checkpoint: Path) -> str:
-    """A complete checkpoint in words that no other one of the same name has."""
-    found = checkpoint.stat()
-    return f"{checkpoint.name} {found.st_ino} {found.st_mtime_ns}"
+def _checkpoint_identity(checkpoint: Path) -> str:
+    """Return a text that identifies a complete checkpoint among those with the same name."""
+    status = checkpoint.stat()
+    return f"{checkpoint.name} {status.st_ino} {status.st_mtime_ns}"
 
 
-class NotesStart(TrainerCallback):  # type: ignore[misc]
-    """Notes on the first rank what stands in ``output_dir`` when the first attempt begins to train.
+class StartRecorder(TrainerCallback):  # type: ignore[misc]
+    """Callback that records on rank 0 the checkpoints in ``output_dir`` at the start of the first attempt.
 
     Args:
-        attempt: The first one, or a later one, which finds that noted already.
+        attempt: This attempt; a later one keeps the record of the first.
     """
 
     def __init__(self, attempt: "Attempt") -> None:
@@ -100,8 +101,9 @@ class NotesStart(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Notes it, once."""
+        """Record the checkpoints, once."""
         if state.is_world_process_zero and not self._store.check([_BEFORE]):
             self._store.set(
-                _BEFORE, json.dumps([_told_apart(path) for path in checkpoints(Path(args.output_dir))])
+                _BEFORE,
+                json.dumps([_checkpoint_identity(path) for path in checkpoints(Path(args.output_dir))]),
             )

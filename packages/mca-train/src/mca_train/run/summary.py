@@ -1,4 +1,4 @@
-"""`summary` makes the text that ends a run of ``mca-train``. It prints nothing."""
+"""The summary text at the end of a run of ``mca-train``."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def summary(trainer: "McaTrainer", result: "TrainOutput") -> str:
-    """What was done, how fast, and where it is."""
+    """Return the text with steps, speed, losses and output paths."""
     output = Path(trainer.args.output_dir)
     history = trainer.state.log_history
     evaluated = _evaluation(trainer)
@@ -42,21 +42,21 @@ def summary(trainer: "McaTrainer", result: "TrainOutput") -> str:
 
 
 def _steps(before: int, last: int) -> str:
-    """How many this run made, and which, if others were made before."""
+    """Return the number of steps of this run, with their range after a resume."""
     if not before:
         return str(last)
     return f"{last - before} ({before + 1} to {last})" if last - before > 1 else f"1 (step {last})"
 
 
 def best_step(trainer: "McaTrainer") -> int | None:
-    """The step of the model that the run ends with if that is the best one, which was loaded; None: it is the last."""
+    """Return the step of the best model if it was loaded at the end; None: the final model is the last one."""
     if not trainer.args.load_best_model_at_end or trainer.state.best_model_checkpoint is None:
         return None
     return int(trainer.state.best_global_step)
 
 
 def _evaluation(trainer: "McaTrainer") -> str | None:
-    """The loss of the model that the run ends with; None: it was not evaluated."""
+    """Return the loss of the final model; None: it was not evaluated."""
     best = best_step(trainer)
     logs = [log for log in trainer.state.log_history if "eval_loss" in log]
     if best is not None:
@@ -72,7 +72,7 @@ def _flops(speed: Mapping[str, float]) -> str:
 
 
 def averages(history: Iterable[Mapping[str, float]], since: int = 0) -> dict[str, float]:
-    """Means over the time of training of what the logs after step ``since`` say about speed; empty without any."""
+    """Return time-weighted means of the speeds in logs after step ``since``; empty without such logs."""
     totals: dict[str, float] = {}
     seconds, before, steps = 0.0, since, 0
     for log in history:

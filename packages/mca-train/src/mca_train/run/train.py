@@ -1,6 +1,6 @@
-"""`run` takes a configuration file to a trained model, whatever the kind of run, and starts the ranks for it.
+"""`run` trains from a configuration: it checks the run, starts the ranks and writes the model.
 
-It decides the order of things. What is wrong is found in `checks`; model and trainer are made in `build`.
+`checks` has the checks; `build` creates model and trainer.
 """
 
 import logging
@@ -19,15 +19,15 @@ from mca_config.printable import counted
 from mca_config.types import Values
 from mca_train.checkpoint.directory import PREFIX, STATE_FILE
 from mca_train.checkpoint.output_lock import OutputLock
-from mca_train.config.model import given_ranks
-from mca_train.config.run_config import Settings, given_values
+from mca_train.config.model import launcher_world_size
+from mca_train.config.run_config import Settings, load_values
 from mca_train.launch import environment, failures, launcher
 from mca_train.launch.rendezvous import LISTENER, join
 from mca_train.launch.scratch import scratch_folder
-from mca_train.launch.stopping import raising_stopped
+from mca_train.launch.stop_signals import raising_on_signals
 from mca_train.metrics.plot import plot_losses
-from mca_train.run.checks import check, settings_of
-from mca_train.run.hub_paths import named_on_the_hub, with_directories
+from mca_train.run.checks import check, make_settings
+from mca_train.run.hub_paths import has_hub_ids, with_directories
 from mca_train.run.inputs import Inputs, prepare_inputs
 from mca_train.run.logs import quiet_libraries, set_log_levels, silent_arguments
 from mca_train.run.record import write_record
@@ -35,24 +35,24 @@ from mca_train.run.summary import summary
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
-    from mca_models.megatron.distributed.attempts import Attempt
+    from mca_models.megatron.distributed.rendezvous import Attempt
     from mca_train.trainer.trainer import McaTrainer
 
 logger = logging.getLogger(__name__)
 
 
 def run(task: Task, config: Path | None, overrides: list[str], command: list[str]) -> int:
-    """Trains; starts local ranks unless a launcher already did. The exit code.
+    """Train, on new local ranks unless a launcher started this process, and return the exit code.
 
     Args:
-        task: What is trained.
+        task: The kind of run.
         config: The YAML file; None: the overrides are all.
         overrides: ``--key value`` words.
         command: Starts this same program, for ranks that cannot be forked (CUDA).
     """
     quiet_libraries(first=environment.is_first())
-    values, where = given_values(config, overrides)
-    with raising_stopped():
+    values, where = load_values(config, overrides)
+    with raising_on_signals():
         if not environment.started_by_launcher():
             return _launch(task, values, where, command)
         from mca_models.megatron import platform
@@ -61,7 +61,7 @@ def run(task: Task, config: Path | None, overrides: list[str], command: list[str
         folder = os.environ.get("MCA_TRAIN_REPORTS")
         rank = int(os.environ["RANK"])
         return failures.report_failure(
-            lambda: _launched_rank(task, values, where),
+            lambda: _run_launched_rank(task, values, where),
             Path(folder) if folder else None,
             rank,
         )
@@ -69,12 +69,12 @@ def run(task: Task, config: Path | None, overrides: list[str], command: list[str
 
 def _launch(task: Task, values: Values, where: str, command: list[str]) -> int:
     values = _without_device(values)
-    on_the_hub = named_on_the_hub(values)
-    if on_the_hub:  # what is wrong is found before weights are fetched
-        check(task, settings_of(task, with_directories(values, only="config"), where)).require()
+    on_the_hub = has_hub_ids(values)
+    if on_the_hub:  # check before the download of weights
+        check(task, make_settings(task, with_directories(values, only="config"), where)).require()
         values = with_directories(values)
     with silent_arguments() if on_the_hub else nullcontext():
-        settings = settings_of(task, values, where)
+        settings = make_settings(task, values, where)
     set_log_levels(settings.training)
     run = check(task, settings).require()
     ranks = run.world_size
@@ -89,71 +89,72 @@ def _launch(task: Task, values: Values, where: str, command: list[str]) -> int:
             inputs = prepare_inputs(run, lock)
             import mca_train.trainer.trainer  # noqa: F401  (imported before the fork, so that ranks need not)
 
-            return launcher.fork_ranks(lambda: _forked_rank(inputs), ranks, folder)
+            return launcher.fork_ranks(lambda: _run_forked_rank(inputs), ranks, folder)
         finally:
             lock.release()
 
 
 def _without_device(values: Values) -> Values:
-    """``values`` for the process that starts ranks: Hugging Face's set-up would hold memory of the first rank's GPU.
+    """Return ``values`` with ``use_cpu`` for the launcher, whose set-up would otherwise use memory of the first GPU.
 
     Raises:
-        UsageError: They ask for a CPU themselves.
+        UsageError: ``use_cpu`` is set on a machine with a GPU.
     """
     from mca_models.megatron import platform
-    from mca_train.trainer.unsupported import BESIDE_A_GPU
+    from mca_train.trainer.unsupported import USE_CPU_WITH_GPU
 
     if platform.device_type() != "cuda":
         return values
     if cast("use_cpu", values.get("use_cpu", False), bool, words=True):
-        raise UsageError(BESIDE_A_GPU)
+        raise UsageError(USE_CPU_WITH_GPU)
     return {**values, "use_cpu": True}
 
 
 def settings_on_rank(task: Task, values: Values, where: str) -> tuple[Settings, "Attempt | None"]:
-    """The settings on a rank: its process group stands first, so that Hugging Face starts none of its own.
+    """Return the settings on a rank, and the attempt if torchrun can restart the ranks.
 
-    Where torchrun has started the ranks anew they say to go on; which attempt it is comes with them.
+    The process group is started first, so that Hugging Face does not start another one. After a restart the settings
+    resume from the last checkpoint.
     """
     import torch.distributed as dist
 
     from mca_models.megatron import platform
-    from mca_train.run.restarts import continued
+    from mca_train.run.restarts import resume_values
 
     attempt = None
     if not dist.is_initialized():
-        platform.use_own_device()
+        platform.set_device()
         seconds = cast("ddp_timeout", values.get("ddp_timeout", 1800), int, words=True)
         attempt = join(platform.backend(), timedelta(seconds=seconds))
     with silent_arguments() if LISTENER in os.environ else nullcontext():  # the launcher has logged it
-        return settings_of(task, continued(values, attempt), where), attempt
+        return make_settings(task, resume_values(values, attempt), where), attempt
 
 
-def _launched_rank(task: Task, values: Values, where: str) -> None:
-    """In a process that a launcher started."""
-    values = with_directories(values)  # ranks of a machine wait for the one that downloads
+def _run_launched_rank(task: Task, values: Values, where: str) -> None:
+    """Run a rank in a process that a launcher started."""
+    values = with_directories(values)  # one rank of each machine downloads, the others wait
     settings, attempt = settings_on_rank(task, values, where)
-    run = check(task, settings, given_ranks).require()
+    run = check(task, settings, launcher_world_size).require()
     lock = OutputLock(Path(settings.training.output_dir))
     with scratch_folder():
         try:
-            if told := _tokenized_by_each(settings):
-                logger.info("%s", told)
+            if hint := _tokenized_cache_hint(settings):
+                logger.info("%s", hint)
             _train_rank(prepare_inputs(run, lock), attempt)
         finally:
             lock.release()
 
 
-def _tokenized_by_each(settings: Settings) -> str | None:
-    """What to say where ranks of a machine that are no forks of one process each make all samples."""
+def _tokenized_cache_hint(settings: Settings) -> str | None:
+    """Return a hint about ``tokenized_cache`` if several ranks of a machine each tokenize all rows."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if ranks == 1 or settings.data.streaming or settings.data.tokenized_cache is not None:
         return None
     return f"each of the {ranks} ranks here tokenizes all rows; with tokenized_cache DIR one rank does it for all"
 
 
-def _forked_rank(inputs: Inputs) -> None:
-    """In a fork: the settings are made again, as they know their process."""
+def _run_forked_rank(inputs: Inputs) -> None:
+    """Run a rank in a fork, with new settings because they depend on the process."""
     import torch
 
     quiet_libraries(first=os.environ["RANK"] == "0")
@@ -164,11 +165,11 @@ def _forked_rank(inputs: Inputs) -> None:
 
 
 def _train_rank(inputs: Inputs, attempt: "Attempt | None") -> None:
-    """One rank's whole run, or an attempt at it."""
+    """Run all of the training on one rank."""
     from mca_models.megatron.distributed import parallel
 
     set_log_levels(inputs.run.settings.training)
-    with inputs.lock.kept() if os.environ["RANK"] == "0" else nullcontext():
+    with inputs.lock.heartbeat() if os.environ["RANK"] == "0" else nullcontext():
         _train(inputs, attempt)
     parallel.stop()
 
@@ -177,12 +178,12 @@ def _train(inputs: Inputs, attempt: "Attempt | None") -> None:
     from mca_train import groups
     from mca_train.run.build import make_trainer
     from mca_train.run.last_evaluation import LastEvaluation
-    from mca_train.run.restarts import NotesStart, is_started_again
+    from mca_train.run.restarts import StartRecorder, can_restart
 
     args = inputs.run.settings.training
     trainer = make_trainer(inputs)
     if attempt is not None:
-        trainer.add_callback(NotesStart(attempt))
+        trainer.add_callback(StartRecorder(attempt))
     if inputs.evaluation is not None:
         trainer.callback_handler.callbacks.insert(0, LastEvaluation(trainer))
     trainer.output_lock = inputs.lock
@@ -191,9 +192,9 @@ def _train(inputs: Inputs, attempt: "Attempt | None") -> None:
     result = trainer.train(args.resume_from_checkpoint)
     if trainer.watch.stopped:
         if trainer.is_world_process_zero():
-            sys.stdout.write(_stopped(trainer) + "\n")
+            sys.stdout.write(_stop_message(trainer) + "\n")
         groups.barrier()
-        if is_started_again():
+        if can_restart():
             sys.exit(128 + signal.SIGTERM)
         return
     logger.info("writing the model to %s", args.output_dir)
@@ -205,11 +206,11 @@ def _train(inputs: Inputs, attempt: "Attempt | None") -> None:
     groups.barrier()
 
 
-def _stopped(trainer: "McaTrainer") -> str:
-    """How a run that was asked to stop can be continued."""
+def _stop_message(trainer: "McaTrainer") -> str:
+    """Return the text that tells how to continue a stopped run."""
     step, steps = trainer.state.global_step, trainer.state.max_steps
-    if not steps:  # while the reference was run; what it begins with need not be in its own directory
-        return "stopped by SIGTERM before the first step\nstart it again as it was"
+    if not steps:  # during the reference's forward passes, before the first checkpoint
+        return "stopped by SIGTERM before the first step\nstart it again with the same command"
     checkpoint = Path(trainer.args.output_dir) / f"{PREFIX}-{step}"
     return (
         f"stopped by SIGTERM after step {step} of {steps}; complete checkpoint: {checkpoint}\n"

@@ -1,16 +1,13 @@
-"""What a run needs of its tokenizer: that there is one, and that its tokens have a place in what is trained.
-
-Nothing is tokenized here, and the tokenizer itself is loaded in `inputs`.
-"""
+"""Checks of the tokenizer's files and of its vocabulary size; `inputs` loads the tokenizer."""
 
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from mca_config.errors import McaError, problems_of
+from mca_config.errors import McaError, list_problems
 from mca_config.files import read_json
 from mca_config.types import JsonObject
-from mca_models.hub import is_id
+from mca_models.hub import is_hub_id
 from mca_train.config.arguments import DataArguments
 from mca_train.config.run_config import Settings
 
@@ -18,16 +15,16 @@ _FILE = "tokenizer.json"
 _BEGINNINGS = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
 _ENDINGS = (".model", ".spm", ".tiktoken")
 _ALONE = {"config.json", "generation_config.json", "mca_config.json", "latest_checkpointed_iteration.txt"}
-"""What a plan fetches of a model of the Hub."""
+"""Files of a Hub model that a plan downloads."""
 
 
 def tokenizer_problems(data: DataArguments) -> Iterator[str]:
-    """What keeps the tokenizer from being loaded, as far as the names of files and ``tokenizer.json`` show it."""
+    """Yield problems of the tokenizer that file names and ``tokenizer.json`` show."""
     folder = _folder(data)
     if not folder.is_dir():
-        if data.tokenizer_name_or_path is not None and not is_id(folder):
+        if data.tokenizer_name_or_path is not None and not is_hub_id(folder):
             yield f"tokenizer_name_or_path: directory {folder} does not exist"
-        return  # an id stands there in plans; a model's directory is told of with the architecture
+        return  # a Hub id in plans; a missing model directory is reported with the architecture
     names = {entry.name for entry in folder.iterdir()}
     if data.tokenizer_name_or_path is None and names <= _ALONE:
         return
@@ -36,26 +33,26 @@ def tokenizer_problems(data: DataArguments) -> Iterator[str]:
     try:
         _count(folder)
     except McaError as error:
-        yield from problems_of(error)
+        yield from list_problems(error)
 
 
 def vocabulary_problems(settings: Settings, rows: int) -> Iterator[str]:
-    """Why an adapter cannot learn the tokens, of a model whose vocabulary has ``rows``."""
+    """Report tokens beyond the model's ``rows`` vocabulary rows, which an adapter cannot train."""
     try:
-        tokens = _count(_folder(settings.data)) if settings.lora.wanted else None
+        tokens = _count(_folder(settings.data)) if settings.lora.is_enabled else None
     except McaError:
-        return  # which `tokenizer_problems` tells
-    if tokens is not None and (told := growth_problem(settings, tokens, rows)):
-        yield told
+        return  # reported by `tokenizer_problems`
+    if tokens is not None and (problem := growth_problem(settings, tokens, rows)):
+        yield problem
 
 
 def growth_problem(settings: Settings, tokens: int, rows: int) -> str | None:
-    """What stands against a vocabulary of ``rows`` that grows to as many as the tokenizer has ``tokens``."""
-    if tokens <= rows or not settings.lora.wanted:
+    """Return the problem of extending a vocabulary of ``rows`` to the tokenizer's ``tokens``; None: there is none."""
+    if tokens <= rows or not settings.lora.is_enabled:
         return None
     path = settings.data.model_name_or_path
     return (
-        f"the tokenizer has {tokens} tokens, the model's vocabulary {rows}, and an adapter does not hold the new "
+        f"the tokenizer has {tokens} tokens, the model's vocabulary {rows}, and an adapter does not contain the new "
         f"rows; write a larger base model first: AutoModel.from_pretrained({path!r}, vocab_size={tokens})"
         ".save_pretrained_as_hf(...)"
     )
@@ -66,18 +63,18 @@ def _folder(data: DataArguments) -> Path:
 
 
 def _count(folder: Path) -> int | None:
-    """The tokens of ``tokenizer.json`` in ``folder``; None: there is none, or of a form that is not known here.
+    """Return the number of tokens in ``tokenizer.json`` of ``folder``; None: no such file, or an unknown format.
 
     Raises:
-        McaError: The file is no JSON document.
+        McaError: The file is not valid JSON.
     """
     file = folder / _FILE
-    return _count_of(file, file.stat().st_mtime_ns) if file.is_file() else None
+    return _count_tokens(file, file.stat().st_mtime_ns) if file.is_file() else None
 
 
 @cache
-def _count_of(file: Path, changed: int) -> int | None:
-    """The same, once for each time that the file has ``changed``: a search of layouts asks often."""
+def _count_tokens(file: Path, changed: int) -> int | None:
+    """Return the number of tokens, cached by the file's time of change because a layout search needs it often."""
     document = read_json(file, "a tokenizer")
     vocabulary = (document.get("model") or {}).get("vocab")
     added = document.get("added_tokens") or []

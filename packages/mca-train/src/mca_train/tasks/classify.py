@@ -1,4 +1,4 @@
-"""``mca-train classify`` trains on texts with a class, with labels, or with numbers (`losses.scores`)."""
+"""``mca-train classify``: texts with a class, with labels, or with numbers (`losses.scores`)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
     from mca_config.model_config import McaModelConfig
     from mca_models import VirtualModels
-    from mca_models.templates.heads import Head
+    from mca_models.templates.classification_head import Head
     from mca_train.config.run_config import Settings
     from mca_train.data.encoding import RowEncoder, RowNumbers
-    from mca_train.trainer.parts import TrainerOptions
+    from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.scores import ClassificationTrainer
 
 
 @dataclass(kw_only=True)
 class Labels(ClassifyArguments):
-    """Which labels there are."""
+    """Labels of the classification head."""
 
     problem_type: Literal["single_label_classification", "multi_label_classification", "regression"] = field(
         default="single_label_classification",
@@ -41,7 +41,9 @@ class Labels(ClassifyArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.labels and self.num_labels not in (None, len(self.labels)):
-            raise McaError(f"num_labels is {self.num_labels} beside {len(self.labels)} labels; remove one")
+            raise McaError(
+                f"num_labels is {self.num_labels} but there are {len(self.labels)} labels; remove one"
+            )
         if len(set(self.labels)) < len(self.labels):
             raise McaError(f"labels are {', '.join(self.labels)}; expected every name once")
         count = len(self.names)
@@ -51,75 +53,77 @@ class Labels(ClassifyArguments):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all labels."""
+        """Return the names of all labels."""
         count = self.num_labels or (1 if self.problem_type == "regression" else 0)
         return tuple(self.labels) or tuple(f"LABEL_{number}" for number in range(count))
 
 
 class Classify(ScoreTask):
-    """A text with a class, with labels, or with numbers."""
+    """Classification or regression of texts."""
 
     name = "classify"
     summary = "on texts with a class, labels or numbers: text (or messages) and label"
     data_arguments = Labels
-    unread = ("prompt_column", "completion_column", "image_folder")
-    wanted = "two tokens"
+    unused_columns = ("prompt_column", "completion_column", "image_folder")
+    required_content = "two tokens"
     example = Example(
         rows="rows with `text` and `label`",
-        own="labels: [negative, positive]            # or num_labels: 2; problem_type: regression, ...\n",
+        task_lines="labels: [negative, positive]            # or num_labels: 2; problem_type: regression, ...\n",
     )
-    signal_names = ("accuracy", "mean_absolute_error")
+    metric_names = ("accuracy", "mean_absolute_error")
 
     def encoder(
         self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
     ) -> "RowEncoder":
-        """See `AnswerTask`."""
-        from mca_train.data.scored import text_encoder
+        """Return the row encoder, as `AnswerTask.encoder`."""
+        from mca_train.data.scoring import text_encoder
 
         return text_encoder(names, tokenizer, cast("Labels", data), key)
 
     def numbers(self, names: Sequence[str], data: DataArguments, key: str) -> "RowNumbers":
-        """See `AnswerTask`."""
-        from mca_train.data.scored import targets
+        """Return the values of a row, as `AnswerTask.numbers`."""
+        from mca_train.data.scoring import label_reader
 
-        own = cast("Labels", data)
-        return targets(names, own, own.names, own.problem_type, key)
+        arguments = cast("Labels", data)
+        return label_reader(names, arguments, arguments.names, arguments.problem_type, key)
 
     def problems(self, settings: "Settings") -> Iterator[str]:
-        """Those of scores, and a metric that this problem does not have."""
+        """Yield errors of sequence classification, and a metric that this problem type does not have."""
         from mca_train.losses.scores import METRICS
 
         yield from super().problems(settings)
         yield from data_format_problems(self.name, settings)
         metric = (settings.training.metric_for_best_model or "").removeprefix("eval_")
-        kind = _own(settings).problem_type
-        if metric in self.signal_names and metric != METRICS[kind][0]:
+        kind = _arguments(settings).problem_type
+        if metric in self.metric_names and metric != METRICS[kind][0]:
             yield f"metric_for_best_model is {metric!r}; {kind} has {METRICS[kind][0]}"
 
     def head(self, settings: "Settings") -> "Head":
-        """A score for each label."""
-        from mca_models.templates.heads import Head
+        """Return a head with one output for each label."""
+        from mca_models.templates.classification_head import Head
 
-        own = _own(settings)
-        return Head(kind="sequence_classification", labels=own.names, problem_type=own.problem_type)
+        arguments = _arguments(settings)
+        return Head(
+            kind="sequence_classification", labels=arguments.names, problem_type=arguments.problem_type
+        )
 
-    def data_of(self, data: DataArguments, model: "McaModelConfig") -> DataArguments:
-        """The names of labels that have none, if the model has them."""
-        from mca_models.templates.heads import label_names
+    def resolve_labels(self, data: DataArguments, model: "McaModelConfig") -> DataArguments:
+        """Return ``data`` with the model's label names, if it has none."""
+        from mca_models.templates.classification_head import label_names
 
-        own, names = cast("Labels", data), label_names(model)
-        if own.labels or names == own.names or len(names) != len(own.names):
-            return own
-        return replace(own, labels=list(names))
+        labels, names = cast("Labels", data), label_names(model)
+        if labels.labels or names == labels.names or len(names) != len(labels.names):
+            return labels
+        return replace(labels, labels=list(names))
 
     def trainer(
         self, settings: "Settings", reference: "VirtualModels | None", options: "TrainerOptions"
     ) -> "ClassificationTrainer":
-        """See `Task`."""
+        """Return the trainer, as `Task.trainer`."""
         from mca_train.trainer.scores import ClassificationTrainer
 
-        return ClassificationTrainer(problem_type=_own(settings).problem_type, **options)
+        return ClassificationTrainer(problem_type=_arguments(settings).problem_type, **options)
 
 
-def _own(settings: "Settings") -> Labels:
+def _arguments(settings: "Settings") -> Labels:
     return cast("Labels", settings.data)

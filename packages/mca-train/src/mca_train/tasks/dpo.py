@@ -1,6 +1,6 @@
-"""``mca-train dpo`` trains on preference pairs, by DPO's losses and ORPO's.
+"""``mca-train dpo``: preference tuning on pairs, with DPO's losses, SimPO and ORPO.
 
-This file names its keys and what does not go with them. The losses are computed in `losses.preference`.
+This module has the keys and their checks; `losses.preference` computes the losses.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, cast
 from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import PairArguments
-from mca_train.losses.pair_kinds import REFUSED, LossType
-from mca_train.tasks.reference import ReferenceArguments, no_reference_left
+from mca_train.losses.dpo_loss_types import REFUSED, LossType
+from mca_train.tasks.reference import ReferenceArguments, adapter_reference_problems
 from mca_train.tasks.task import AnswerTask, Example, pair_format_problems
 
 if TYPE_CHECKING:
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from mca_train.data.encoding import RowEncoder
     from mca_train.data.file_rows import Row
     from mca_train.losses.preference import PreferenceLoss
+    from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.dpo import DpoTrainer
-    from mca_train.trainer.parts import TrainerOptions
 
 
 @dataclass(kw_only=True)
 class DpoArguments(ReferenceArguments):
-    """How ``mca-train dpo`` compares answers."""
+    """Options of ``mca-train dpo``."""
 
     dpo_loss: LossType = field(
         default="sigmoid",
@@ -67,7 +67,7 @@ class DpoArguments(ReferenceArguments):
                 raise McaError(f"{key}: dpo_loss {self.dpo_loss} has no reference; remove it")
 
     def loss(self) -> "PreferenceLoss":
-        """The loss that these describe."""
+        """Return the loss with these options."""
         from mca_train.losses.preference import PreferenceLoss
 
         return PreferenceLoss(
@@ -80,37 +80,39 @@ class DpoArguments(ReferenceArguments):
 
 
 _KEYS = """\
-dpo_beta: 0.1                           # how strongly answers are held to the reference
+dpo_beta: 0.1                           # strength of the KL penalty
 # dpo_loss: sigmoid                     # or hinge, ipo, orpo
 """
 
 
 class Dpo(AnswerTask):
-    """A prompt with a better and a worse answer, compared with what a reference model thinks of them."""
+    """Preference tuning on a prompt with a better and a worse answer."""
 
     name = "dpo"
     takes_images = True
-    unread = ("messages_column", "completion_column", "text_column")
+    unused_columns = ("messages_column", "completion_column", "text_column")
     summary = (
         "on preferences: prompt, chosen and rejected; losses sigmoid, ipo, simpo, orpo and more (dpo_loss)"
     )
     data_arguments = PairArguments
-    own_arguments = DpoArguments
+    task_arguments = DpoArguments
     sides = ("chosen", "rejected")
-    wanted = "both answers"
-    example = Example(rows="rows with `prompt`, `chosen` and `rejected`", learning_rate="5.0e-7", own=_KEYS)
+    required_content = "both answers"
+    example = Example(
+        rows="rows with `prompt`, `chosen` and `rejected`", learning_rate="5.0e-7", task_lines=_KEYS
+    )
 
     @property
-    def signal_names(self) -> tuple[str, ...]:
-        """Rewards and log-probabilities of the two answers."""
-        from mca_train.losses.preference import SIGNAL_NAMES
+    def metric_names(self) -> tuple[str, ...]:
+        """Return rewards and log-probabilities of the two answers."""
+        from mca_train.losses.preference import METRIC_NAMES
 
-        return SIGNAL_NAMES
+        return METRIC_NAMES
 
     def encoder(
         self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
     ) -> "RowEncoder":
-        """See `AnswerTask`."""
+        """Return the row encoder, as `AnswerTask.encoder`."""
         from mca_train.data.preferences import pair_encoder
 
         return pair_encoder(names, tokenizer, cast("PairArguments", data), key)
@@ -118,57 +120,57 @@ class Dpo(AnswerTask):
     def surely_has_target(
         self, tokenizer: "PreTrainedTokenizerBase", data: DataArguments
     ) -> "Callable[[Row], bool]":
-        """See `AnswerTask`."""
-        from mca_train.data.answered import surely_compared
+        """Return the quick check for targets, as `AnswerTask.surely_has_target`."""
+        from mca_train.data.target_filter import pair_target_check
 
-        return surely_compared(cast("PairArguments", data))
+        return pair_target_check(cast("PairArguments", data))
 
     def problems(self, settings: "Settings") -> Iterator[str]:
-        """Keys that say nothing of pairs, or that leave no reference."""
+        """Yield an error for each setting that pairs do not support, or that leaves no reference."""
         from mca_train.losses.preference import key_problems
 
-        own = _own(settings)
+        arguments = _arguments(settings)
         yield from key_problems(settings.training)
         yield from pair_format_problems(self.name, settings)
-        if own.precompute_ref_log_probs and settings.data.streaming:
+        if arguments.precompute_ref_log_probs and settings.data.streaming:
             yield "precompute_ref_log_probs needs all rows before training; set streaming to false"
-        if own.loss().needs_reference:
-            yield from no_reference_left(settings, own)
+        if arguments.loss().needs_reference:
+            yield from adapter_reference_problems(settings, arguments)
 
     def problems_in_megatron(self, settings: "Settings", megatron: "TransformerConfig") -> Iterator[str]:
-        """Losses that Megatron adds by tokens."""
+        """Yield an error for each loss that Megatron adds per token."""
         from mca_train.losses.preference import model_problems
 
         return model_problems(megatron)
 
-    def forwards_beside(self, settings: "Settings") -> int:
-        """One of the reference, unless it was run before."""
-        own = _own(settings)
-        return int(own.loss().needs_reference and not own.precompute_ref_log_probs)
+    def extra_forward_passes(self, settings: "Settings") -> int:
+        """Return 1 for the reference, unless it is precomputed."""
+        arguments = _arguments(settings)
+        return int(arguments.loss().needs_reference and not arguments.precompute_ref_log_probs)
 
     def reference(self, settings: "Settings") -> str | None:
-        """The model named as such, or the model itself as it begins; with an adapter, that without it serves."""
-        own = _own(settings)
-        if not own.loss().needs_reference:
+        """Return the configured reference or the initial model; None if the adapter's base model serves."""
+        arguments = _arguments(settings)
+        if not arguments.loss().needs_reference:
             return None
-        path = own.reference_model_name_or_path
-        itself = settings.lora.wanted or own.precompute_ref_log_probs
+        path = arguments.reference_model_name_or_path
+        itself = settings.lora.is_enabled or arguments.precompute_ref_log_probs
         return settings.data.model_name_or_path if path is None and not itself else path
 
     def trainer(
         self, settings: "Settings", reference: "VirtualModels | None", options: "TrainerOptions"
     ) -> "DpoTrainer":
-        """See `Task`."""
+        """Return the trainer, as `Task.trainer`."""
         from mca_train.trainer.dpo import DpoTrainer
 
-        own = _own(settings)
+        arguments = _arguments(settings)
         return DpoTrainer(
             reference=reference,
-            preference=own.loss(),
-            precompute_ref_log_probs=own.precompute_ref_log_probs,
+            preference=arguments.loss(),
+            precompute_ref_log_probs=arguments.precompute_ref_log_probs,
             **options,
         )
 
 
-def _own(settings: "Settings") -> DpoArguments:
+def _arguments(settings: "Settings") -> DpoArguments:
     return cast("DpoArguments", settings.own)

@@ -1,4 +1,4 @@
-"""``mca-train kto`` trains on answers that are good or bad, each alone (`losses.kto`)."""
+"""``mca-train kto``: preference tuning on unpaired answers that are good or bad (`losses.kto`)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 from mca_config.errors import McaError, UsageError
 from mca_train.config.arguments import DataArguments
 from mca_train.config.columns import ClassifyArguments
-from mca_train.tasks.reference import ReferenceArguments, no_reference_left
+from mca_train.tasks.reference import ReferenceArguments, adapter_reference_problems
 from mca_train.tasks.sft import Sft
 from mca_train.tasks.task import Example
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from mca_train.config.run_config import Settings
     from mca_train.data.encoding import RowNumbers
     from mca_train.losses.kto import KtoLoss
+    from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.kto import KtoTrainer
-    from mca_train.trainer.parts import TrainerOptions
 
 
 @dataclass(kw_only=True)
 class KtoArguments(ReferenceArguments):
-    """How ``mca-train kto`` weighs answers."""
+    """Options of ``mca-train kto``."""
 
     kto_beta: float = field(
         default=0.1, metadata={"help": "How strongly the model is kept near the reference."}
@@ -37,7 +37,7 @@ class KtoArguments(ReferenceArguments):
         self.loss()
 
     def loss(self) -> "KtoLoss":
-        """The loss that these describe."""
+        """Return the loss with these options."""
         from mca_train.losses.kto import KtoLoss
 
         return KtoLoss(
@@ -48,16 +48,16 @@ class KtoArguments(ReferenceArguments):
 
 
 class Kto(Sft):
-    """Rows as of sft that also say whether the answer is good."""
+    """Preference tuning on sft rows with a label, good or bad."""
 
     name = "kto"
     summary = "on answers that are good or bad: prompt, completion and label"
     data_arguments = ClassifyArguments
-    own_arguments = KtoArguments
+    task_arguments = KtoArguments
     example = Example(
         rows="rows with `prompt`, `completion` and `label`, true or false", learning_rate="5.0e-7"
     )
-    signal_names = (
+    metric_names = (
         "kl",
         "rewards/chosen",
         "rewards/rejected",
@@ -67,7 +67,7 @@ class Kto(Sft):
     )
 
     def numbers(self, names: Sequence[str], data: DataArguments, key: str) -> "RowNumbers":
-        """See `AnswerTask`."""
+        """Return the values of a row, as `AnswerTask.numbers`."""
         column = cast("ClassifyArguments", data).label_column
         if column not in names:
             raise UsageError(f"{key}: no column '{column}' (columns: {', '.join(names)}); set label_column")
@@ -80,44 +80,44 @@ class Kto(Sft):
         return good
 
     def problems(self, settings: "Settings") -> Iterator[str]:
-        """Keys that say nothing of answers, or that leave no reference or nothing to measure on."""
+        """Yield an error for each setting that KTO does not support, or that leaves no reference."""
         from mca_train.losses.kto import key_problems
 
-        own, training = _own(settings), settings.training
+        arguments, training = _arguments(settings), settings.training
         yield from key_problems(training)
-        yield from no_reference_left(settings, own)
+        yield from adapter_reference_problems(settings, arguments)
         if settings.data.streaming:
             yield "kto needs all rows before training; set streaming to false"
 
     def problems_in_megatron(self, settings: "Settings", megatron: "TransformerConfig") -> Iterator[str]:
-        """Losses that Megatron adds by tokens, and what needs samples of one length."""
+        """Yield an error for each loss per token and each setting for samples of one length."""
         from mca_train.losses.kto import model_problems
 
         return model_problems(megatron)
 
     def problems_in_steps(self, samples: int) -> Iterator[str]:
-        """A sample's answer is measured on others of its step."""
+        """Yield an error if a step has no other samples for the KL estimate."""
         from mca_train.losses.kto import step_problems
 
         return step_problems(samples)
 
-    def forwards_beside(self, settings: "Settings") -> int:
-        """Of the reference with the answers; of both models with the mismatched ones."""
+    def extra_forward_passes(self, settings: "Settings") -> int:
+        """Return 3: the reference on the answers, both models on the mismatched answers."""
         return 3
 
     def reference(self, settings: "Settings") -> str | None:
-        """The model named as such, or the model itself as it begins; with an adapter, that without it serves."""
-        path = _own(settings).reference_model_name_or_path
-        return settings.data.model_name_or_path if path is None and not settings.lora.wanted else path
+        """Return the configured reference or the initial model; None if the adapter's base model serves."""
+        path = _arguments(settings).reference_model_name_or_path
+        return settings.data.model_name_or_path if path is None and not settings.lora.is_enabled else path
 
     def trainer(
         self, settings: "Settings", reference: "VirtualModels | None", options: "TrainerOptions"
     ) -> "KtoTrainer":
-        """See `Task`."""
+        """Return the trainer, as `Task.trainer`."""
         from mca_train.trainer.kto import KtoTrainer
 
-        return KtoTrainer(reference=reference, loss=_own(settings).loss(), **options)
+        return KtoTrainer(reference=reference, loss=_arguments(settings).loss(), **options)
 
 
-def _own(settings: "Settings") -> KtoArguments:
+def _arguments(settings: "Settings") -> KtoArguments:
     return cast("KtoArguments", settings.own)

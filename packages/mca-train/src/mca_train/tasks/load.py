@@ -1,6 +1,6 @@
-"""The files of a run become the samples of its kind here, in memory or as they are iterated.
+"""Samples of a run's files, in memory or streamed.
 
-Files are read in ``data``, and the kind says what a row means; this file brings the two together.
+``data`` reads the files, and the kind of run interprets the rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,19 +35,19 @@ def load_tokenized(
     evaluation: bool = False,
     images: "ImageReader | None" = None,
 ) -> "TokenDataset | PairDataset":
-    """The samples of ``files``, tokenized.
+    """Return the tokenized samples of ``files``.
 
     Args:
-        task: What a sample is made of.
+        task: The kind of run.
         files: Paths.
         tokenizer: Hugging Face tokenizer.
         arguments: Columns, lengths and limits.
-        evaluation: Whether these are the evaluation files.
-        images: Of the model; None: rows have none.
+        evaluation: True for the evaluation files.
+        images: Image reader of the model; None: rows have no images.
     """
-    from mca_train.data.files import check_file, load_rows, local, reader_of
-    from mca_train.data.files import named as named_files
-    from mca_train.data.sources import arguments_of_evaluation
+    from mca_train.data.files import check_file, load_rows, local_copy, reader_name
+    from mca_train.data.files import translate_read_errors as named_files
+    from mca_train.data.sources import evaluation_arguments
 
     key = "eval_file" if evaluation else "train_file"
     limit = arguments.max_eval_samples if evaluation else arguments.max_train_samples
@@ -55,80 +55,80 @@ def load_tokenized(
     own = _with_paths(images, arguments, files)
     for file in files:
         check_file(file, key)
-    # once, so that the key and the rows are of the same content
-    copies = [local(file, key) for file in files]
+    # once, so that the key and the rows have the same content
+    copies = [local_copy(file, key) for file in files]
 
     def load() -> "datasets.Dataset":
         return load_rows(
             files, key, arguments, limit, task.required_column(arguments), copies, _vision(images)
         )
 
-    def of_rows(rows: "datasets.Dataset") -> DataArguments:
-        return arguments_of_evaluation(arguments, rows.column_names) if evaluation else arguments
+    def row_arguments(rows: "datasets.Dataset") -> DataArguments:
+        return evaluation_arguments(arguments, rows.column_names) if evaluation else arguments
 
     def make() -> "TokenDataset | PairDataset":
-        # parquet's is decoded when looked at
+        # parquet is decoded on access
         with named_files(key, ", ".join(files), "text", UnicodeDecodeError):
             rows = load()
-            return task.samples(rows, tokenizer, of_rows(rows), key, own)
+            return task.samples(rows, tokenizer, row_arguments(rows), key, own)
 
     if arguments.tokenized_cache is None:
-        return _in_order_of(files, make())
-    from mca_train.data.token_cache import cached, digest_of, key_of
+        return _set_order(files, make())
+    from mca_train.data.token_cache import cache_key, file_digest, load_or_build
 
-    rows = [f"{digest_of(copy)} {reader_of(file)}" for file, copy in zip(files, copies, strict=True)]
+    rows = [f"{file_digest(copy)} {reader_name(file)}" for file, copy in zip(files, copies, strict=True)]
     contents = [key, *rows, *_processors(own)]
-    found = cached(
+    found = load_or_build(
         Path(arguments.tokenized_cache),
-        key_of(task.name, contents, tokenizer, arguments, limit),
+        cache_key(task.name, contents, tokenizer, arguments, limit),
         make,
-        _again(task, load, tokenizer, of_rows, key, own),
+        _image_source(task, load, tokenizer, row_arguments, key, own),
     )
-    return _in_order_of(files, found)
+    return _set_order(files, found)
 
 
 def _vision(images: "ImageReader | None") -> "Values | None":
-    """What the model's configuration says of images; None: it sees none."""
+    """Return the vision part of the model's configuration; None without one."""
     return None if images is None else images.config.vision
 
 
-def _in_order_of(files: Sequence[str], samples: "TokenDataset | PairDataset") -> "TokenDataset | PairDataset":
-    """``samples``, which say that they come in the order of ``files``."""
-    from mca_train.data.addresses import called
+def _set_order(files: Sequence[str], samples: "TokenDataset | PairDataset") -> "TokenDataset | PairDataset":
+    """Return ``samples``, marked as in the order of ``files``."""
+    from mca_train.data.urls import describe_files
 
-    samples.order_in_words = f"rows of {called(files)}"
+    samples.order_description = f"rows of {describe_files(files)}"
     return samples
 
 
 def _processors(images: "ImageReader | None") -> list[str]:
-    """What the image processors are, by which images become tokens."""
-    from mca_train.data.token_cache import digest_of
+    """Return cache keys of the image processors."""
+    from mca_train.data.token_cache import file_digest
 
     if images is None or _vision(images) is None:
         return []
     names = ("preprocessor_config.json", "processor_config.json")
     found = (directory / name for directory in images.directories for name in names)
-    return [str(images.config.vision), *(digest_of(file) for file in found if file.is_file())]
+    return [str(images.config.vision), *(file_digest(file) for file in found if file.is_file())]
 
 
-def _again(
+def _image_source(
     task: Task,
     load: "Callable[[], datasets.Dataset]",
     tokenizer: "PreTrainedTokenizerBase",
-    of_rows: "Callable[[datasets.Dataset], DataArguments]",
+    row_arguments: "Callable[[datasets.Dataset], DataArguments]",
     key: str,
     images: "ImageReader | None",
 ) -> "Images":
-    """What reads the pixels of samples that were tokenized before."""
+    """Return the function that reads the pixels of cached samples."""
 
-    def again() -> "tuple[datasets.Dataset, ImageRows, str]":
-        from mca_train.data.image_rows import undecoded
+    def read() -> "tuple[datasets.Dataset, ImageRows, str]":
+        from mca_train.data.image_rows import without_decoding
 
         assert images is not None, "samples with images are cached for a model with a vision part"
-        rows = undecoded(load())
-        return rows, task.image_rows(rows.column_names, images, of_rows(rows), tokenizer, key), key
+        rows = without_decoding(load())
+        return rows, task.image_rows(rows.column_names, images, row_arguments(rows), tokenizer, key), key
 
-    return again
+    return read
 
 
 def _with_paths(
@@ -148,49 +148,49 @@ def load_mixture(
     seed: int,
     images: "ImageReader | None" = None,
 ) -> "Mixture":
-    """The samples of the sources in ``datasets``, tokenized.
+    """Return the tokenized samples of the sources in ``datasets``.
 
     Args:
-        task: What a sample is made of.
+        task: The kind of run.
         tokenizer: Hugging Face tokenizer.
         arguments: The sources; columns and lengths.
-        seed: Of what is taken of a source of which not all is.
-        images: Of the model; None: rows have none.
+        seed: Seed of the selection from sources that are used in part.
+        images: Image reader of the model; None: rows have no images.
     """
-    from mca_train.data.indexed import prefix_of
+    from mca_train.data.indexed import find_prefix
     from mca_train.data.mixture import Mixture
-    from mca_train.data.sources import arguments_of, rows_of, sources_of
+    from mca_train.data.sources import load_source, parse_sources, source_arguments
 
-    sources, parts = sources_of(arguments.datasets), []
-    keys = [f"datasets, {source.called}" for source in sources]
-    prefixes = [prefix_of(source.path) for source in sources]
+    sources, parts = parse_sources(arguments.datasets), []
+    keys = [f"datasets, {source.display_name}" for source in sources]
+    prefixes = [find_prefix(source.path) for source in sources]
     found = [
-        rows_of(source, key, arguments) if prefix is None else None
+        load_source(source, key, arguments) if prefix is None else None
         for source, key, prefix in zip(sources, keys, prefixes, strict=True)
     ]
     columns = {name for rows in found if rows is not None for name in rows.column_names}
     for source, key, prefix, rows in zip(sources, keys, prefixes, found, strict=True):
         if prefix is not None:
             _require_plain(source, key)
-            parts.append(_in_order_of([prefix.name], task.indexed(prefix, tokenizer, arguments)))
+            parts.append(_set_order([prefix.name], task.indexed(prefix, tokenizer, arguments)))
         if rows is not None:
-            own = arguments_of(source, arguments, rows.column_names, columns, key)
+            own = source_arguments(source, arguments, rows.column_names, columns, key)
             reader = _with_paths(images, own, [source.path], source.revision)
-            parts.append(_samples_of(task, source, rows, tokenizer, own, key, reader))
+            parts.append(_source_samples(task, source, rows, tokenizer, own, key, reader))
     weights = [source.weight for source in sources if source.weight is not None]
-    return Mixture(parts, [source.called for source in sources], weights or None, seed)
+    return Mixture(parts, [source.display_name for source in sources], weights or None, seed)
 
 
 def _require_plain(source: "Source", key: str) -> None:
-    """Refuses what has no meaning for one of Megatron's indexed datasets."""
-    names = ("max_samples", "columns", "subset", "revision", "kind")
+    """Raise if an option has no meaning for a Megatron indexed dataset."""
+    names = ("max_samples", "columns", "subset", "revision", "format")
     ignored = [name for name in names if getattr(source, name)]
     ignored += ["split"] * (source.split != "train")
     if ignored:
         raise UsageError(f"{key}: {', '.join(ignored)}: an indexed dataset has only tokens; remove it")
 
 
-def _samples_of(
+def _source_samples(
     task: Task,
     source: "Source",
     rows: "datasets.Dataset",
@@ -199,23 +199,23 @@ def _samples_of(
     key: str,
     images: "ImageReader | None",
 ) -> "TokenDataset | PairDataset":
-    from mca_train.data.files import named
-    from mca_train.data.token_cache import cached, key_of
+    from mca_train.data.files import translate_read_errors
+    from mca_train.data.token_cache import cache_key, load_or_build
 
     def make() -> "TokenDataset | PairDataset":
-        with named(key, source.path, "text", UnicodeDecodeError):
+        with translate_read_errors(key, source.path, "text", UnicodeDecodeError):
             return task.samples(rows, tokenizer, arguments, key, images)
 
     if arguments.tokenized_cache is None:
-        return _in_order_of([source.path], make())
+        return _set_order([source.path], make())
     contents = [key, rows._fingerprint, str(len(rows)), *_processors(images)]
-    found = cached(
+    found = load_or_build(
         Path(arguments.tokenized_cache),
-        key_of(task.name, contents, tokenizer, arguments, None),
+        cache_key(task.name, contents, tokenizer, arguments, None),
         make,
-        _again(task, lambda: rows, tokenizer, lambda _: arguments, key, images),
+        _image_source(task, lambda: rows, tokenizer, lambda _: arguments, key, images),
     )
-    return _in_order_of([source.path], found)
+    return _set_order([source.path], found)
 
 
 def load_stream(
@@ -227,15 +227,15 @@ def load_stream(
     seed: int | None,
     images: "ImageReader | None" = None,
 ) -> "IterableDataset[Sample]":
-    """The samples of ``files``, read as they are iterated. Rows without a target are left out.
+    """Return the samples of ``files``, read during iteration. Rows without a target are left out.
 
     Args:
-        task: What a sample is made of.
+        task: The kind of run.
         files: Paths.
         tokenizer: Hugging Face tokenizer.
         arguments: Columns, lengths and limits.
-        seed: Of the order, drawn from a buffer of ``shuffle_buffer_size`` rows; None: the files' own.
-        images: Of the model; None: rows have none.
+        seed: Seed of the order, drawn from a buffer of ``shuffle_buffer_size`` rows; None: the files' own order.
+        images: Image reader of the model; None: rows have no images.
     """
     from mca_train.data.streams import open_rows
 
@@ -253,19 +253,19 @@ def load_first(
     *,
     images: "ImageReader | None" = None,
 ) -> "TokenDataset | PairDataset":
-    """The samples of the first ``max_train_samples`` rows of a stream, of which no more is read.
+    """Return the samples of the first ``max_train_samples`` rows of a stream; no more rows are read.
 
     Args:
-        task: What a sample is made of.
+        task: The kind of run.
         files: Paths.
         tokenizer: Hugging Face tokenizer.
         arguments: Columns, lengths and limits.
-        images: Of the model; None: rows have none.
+        images: Image reader of the model; None: rows have no images.
     """
     import datasets
 
-    from mca_train.data.call_arguments import as_json
     from mca_train.data.streams import open_rows
+    from mca_train.data.tool_arguments import json_features
 
     key = "train_file"
     column = task.required_column(arguments)
@@ -273,6 +273,6 @@ def load_first(
     datasets.disable_progress_bars()
     first = [{**row} for row in found]
     rows = datasets.Dataset.from_list(first, on_mixed_types="use_json")
-    if (features := as_json(rows.features)) is not None:
+    if (features := json_features(rows.features)) is not None:
         rows = datasets.Dataset.from_list(first, features=features)
     return task.samples(rows, tokenizer, arguments, key, _with_paths(images, arguments, files))

@@ -1,4 +1,4 @@
-"""``mca-train pretrain`` trains on the next tokens of plain text. The texts are cut into blocks in ``data``."""
+"""``mca-train pretrain``: next-token prediction on plain text, which ``data`` splits into blocks."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
 
 
 class Pretrain(Task):
-    """All texts one after another, cut into blocks of ``seq_length`` tokens, of which every token counts."""
+    """Pretraining on concatenated texts in blocks of ``seq_length`` tokens, all of them targets."""
 
     name = "pretrain"
     summary = "on plain text: all texts one after another, cut into blocks of seq_length tokens"
-    unread = ("messages_column", "prompt_column", "completion_column", "tools_column")
+    unused_columns = ("messages_column", "prompt_column", "completion_column", "tools_column")
     example = Example(rows="rows with `text`", length="tokens of a block", learning_rate="3.0e-4", lora=None)
 
     def problems(self, settings: "Settings") -> Iterator[str]:
-        """Shapes of rows, which it does not read."""
+        """Yield an error for row formats, which this kind does not read."""
         return data_format_problems(self.name, settings)
 
     def required_column(self, data: DataArguments) -> str | None:
-        """The column with text: a file without it would add nothing."""
+        """Return the text column, which every file must have."""
         return data.text_column
 
     def indexed(
         self, prefix: "Path", tokenizer: "PreTrainedTokenizerBase", data: DataArguments
     ) -> "TokenDataset":
-        """See `Task`."""
+        """Return the samples of an indexed dataset, as `Task.indexed`."""
         from mca_train.data.indexed import indexed_blocks
 
         return indexed_blocks(prefix, data.seq_length, len(tokenizer), data.tokenized_cache)
@@ -52,15 +52,15 @@ class Pretrain(Task):
         key: str,
         images: "ImageReader | None" = None,
     ) -> "TokenDataset":
-        """See `Task`."""
+        """Return the tokenized samples, as `Task.samples`."""
         from mca_train.data.image_blocks import image_blocks
-        from mca_train.data.image_rows import undecoded
+        from mca_train.data.image_rows import without_decoding
         from mca_train.data.samples import pretrain_blocks
 
         vision = None if images is None else images.config.vision
         if images is not None and _has_images(vision, rows.column_names, data):
             known = self.image_rows(rows.column_names, images, data, tokenizer, key)
-            return image_blocks(undecoded(rows), known, data, key)
+            return image_blocks(without_decoding(rows), known, data, key)
         return pretrain_blocks(rows, tokenizer, data, key, vision)
 
     def image_rows(
@@ -71,7 +71,7 @@ class Pretrain(Task):
         tokenizer: "PreTrainedTokenizerBase",
         key: str,
     ) -> "ImageRows":
-        """See `Task`."""
+        """Return the reader of rows with images, as `Task.image_rows`."""
         from mca_train.data.image_rows import ImageRows
 
         return ImageRows(names, images, data, tokenizer, key, texts=True)
@@ -85,7 +85,7 @@ class Pretrain(Task):
         key: str,
         images: "ImageReader | None" = None,
     ) -> "IterableDataset[Sample]":
-        """See `Task`."""
+        """Return the streamed samples, as `Task.stream`."""
         from mca_train.data.encoding import block_tokenizer
         from mca_train.data.image_stream import ImageBlockStream
         from mca_train.data.streams import BlockStream
@@ -98,7 +98,7 @@ class Pretrain(Task):
 
 
 def _has_images(vision: "Values | None", names: Sequence[str], data: DataArguments) -> bool:
-    """Whether rows with the columns ``names`` may have images, which the model sees, or what it does not."""
-    from mca_train.data.formats import image_columns, other_columns
+    """Return True if rows with the columns ``names`` may have images or other media and the model has vision."""
+    from mca_train.data.formats import image_columns, media_columns
 
-    return vision is not None and not {*image_columns(vision, data), *other_columns(vision)}.isdisjoint(names)
+    return vision is not None and not {*image_columns(vision, data), *media_columns(vision)}.isdisjoint(names)

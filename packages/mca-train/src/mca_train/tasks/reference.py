@@ -1,4 +1,4 @@
-"""What kinds of run share that hold the model to a frozen reference. The model that stands beside is the trainer's."""
+"""Arguments of the kinds of run with a frozen reference model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class ReferenceArguments:
-    """Which model is the reference."""
+    """Reference model."""
 
     reference_model_name_or_path: str | None = field(
         default=None,
@@ -20,15 +20,15 @@ class ReferenceArguments:
     )
 
 
-def no_reference_left(settings: "Settings", own: ReferenceArguments) -> Iterator[str]:
-    """What keeps the model without its adapter, which is to be the reference, from being one."""
-    if own.reference_model_name_or_path is not None or not settings.lora.wanted:
+def adapter_reference_problems(settings: "Settings", arguments: ReferenceArguments) -> Iterator[str]:
+    """Yield an error for each setting that excludes the model without its adapter as the reference."""
+    if arguments.reference_model_name_or_path is not None or not settings.lora.is_enabled:
         return
-    from mca_train.losses.preference import unadapted_problems
+    from mca_train.losses.preference import adapter_reference_problems
 
-    yield from unadapted_problems(settings.training)
+    yield from adapter_reference_problems(settings.training)
     if settings.lora.lora_modules_to_save:
         yield (
-            "lora_modules_to_save trains parts of the base model, which is then no reference any more; set "
+            "lora_modules_to_save trains parts of the base model, which then cannot be the reference; set "
             "reference_model_name_or_path, or remove it"
         )

@@ -1,4 +1,4 @@
-"""``mca-train reward`` trains a reward model on preference pairs, by Bradley and Terry's loss (`losses.scores`)."""
+"""``mca-train reward``: a reward model on preference pairs, with the Bradley-Terry loss (`losses.scores`)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mca_models import VirtualModels
-    from mca_models.templates.heads import Head
+    from mca_models.templates.classification_head import Head
     from mca_train.config.run_config import Settings
     from mca_train.data.encoding import RowEncoder, RowNumbers
-    from mca_train.trainer.parts import TrainerOptions
+    from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.scores import RewardTrainer
 
 
 @dataclass(kw_only=True)
 class RewardRunArguments:
-    """How ``mca-train reward`` compares answers."""
+    """Options of ``mca-train reward``."""
 
     center_rewards_coefficient: float | None = field(
         default=None,
@@ -40,51 +40,51 @@ class RewardRunArguments:
 
 
 class Reward(ScoreTask):
-    """Two answers of which one is better; the model gives each a number."""
+    """Reward model on pairs of answers of which one is better."""
 
     name = "reward"
     summary = "a reward model on preferences: chosen and rejected, with prompt and margin or without"
     data_arguments = RewardArguments
-    own_arguments = RewardRunArguments
-    unread = ("messages_column", "completion_column", "text_column", "image_folder")
+    task_arguments = RewardRunArguments
+    unused_columns = ("messages_column", "completion_column", "text_column", "image_folder")
     sides = ("chosen", "rejected")
-    wanted = "both answers whole, of two tokens or more,"
+    required_content = "both answers whole, of two tokens or more,"
     example = Example(
         rows="rows with `prompt`, `chosen` and `rejected`, and perhaps `margin`",
-        own="# center_rewards_coefficient: 0.01      # keeps rewards around 0\n",
+        task_lines="# center_rewards_coefficient: 0.01      # keeps rewards around 0\n",
     )
-    signal_names = ("accuracy", "margin", "mean_reward", "min_reward", "max_reward")
+    metric_names = ("accuracy", "margin", "mean_reward", "min_reward", "max_reward")
 
     def encoder(
         self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
     ) -> "RowEncoder":
-        """See `AnswerTask`."""
-        from mca_train.data.scored import scored_pair_encoder
+        """Return the row encoder, as `AnswerTask.encoder`."""
+        from mca_train.data.scoring import scored_pair_encoder
 
         return scored_pair_encoder(names, tokenizer, cast("RewardArguments", data), key)
 
     def numbers(self, names: Sequence[str], data: DataArguments, key: str) -> "RowNumbers | None":
-        """See `AnswerTask`."""
-        from mca_train.data.scored import margins
+        """Return the values of a row, as `AnswerTask.numbers`."""
+        from mca_train.data.scoring import margin_reader
 
-        return margins(names, cast("RewardArguments", data), key)
+        return margin_reader(names, cast("RewardArguments", data), key)
 
     def problems(self, settings: "Settings") -> Iterator[str]:
-        """Those of scores, and shapes of rows that are no pairs."""
+        """Yield errors of sequence classification, and of row formats that are no pairs."""
         yield from super().problems(settings)
         yield from pair_format_problems(self.name, settings)
 
     def head(self, settings: "Settings") -> "Head":
-        """One number."""
-        from mca_models.templates.heads import Head
+        """Return a head with one label."""
+        from mca_models.templates.classification_head import Head
 
         return Head(kind="sequence_classification", labels=("LABEL_0",))
 
     def trainer(
         self, settings: "Settings", reference: "VirtualModels | None", options: "TrainerOptions"
     ) -> "RewardTrainer":
-        """See `Task`."""
+        """Return the trainer, as `Task.trainer`."""
         from mca_train.trainer.scores import RewardTrainer
 
-        own = cast("RewardRunArguments", settings.own)
-        return RewardTrainer(center_rewards_coefficient=own.center_rewards_coefficient, **options)
+        arguments = cast("RewardRunArguments", settings.own)
+        return RewardTrainer(center_rewards_coefficient=arguments.center_rewards_coefficient, **options)

@@ -1,4 +1,4 @@
-"""What kinds of run share that train a model with a head for sequences."""
+"""Base of the kinds of run with a sequence-classification head."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 
 class ScoreTask(AnswerTask):
-    """A kind whose model scores sequences."""
+    """Kind whose model has a sequence-classification head."""
 
     def surely_has_target(
         self, tokenizer: "PreTrainedTokenizerBase", data: DataArguments
     ) -> "Callable[[Row], bool]":
-        """See `AnswerTask`."""
-        return lambda row: False  # a text of one token is none
+        """Return False for every row: a text of one token has no target."""
+        return lambda row: False
 
     def problems(self, settings: "Settings") -> Iterator[str]:
-        """Keys that say nothing of scores."""
+        """Yield an error for each key that does not apply to sequence classification."""
         from mca_train.losses.scores import key_problems
 
         yield from key_problems(settings.training)
 
     def problems_in_megatron(self, settings: "Settings", megatron: "TransformerConfig") -> Iterator[str]:
-        """Losses that Megatron adds by tokens."""
+        """Yield an error for each loss that Megatron adds per token."""
         from mca_train.losses.preference import model_problems
 
         return model_problems(megatron)

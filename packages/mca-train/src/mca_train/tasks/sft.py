@@ -1,4 +1,4 @@
-"""``mca-train sft`` is supervised fine-tuning on answers. Which tokens are an answer is decided in ``data``."""
+"""``mca-train sft``: supervised fine-tuning on answers, whose tokens ``data`` selects."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 
 class Sft(AnswerTask):
-    """Conversations, prompts with their completions, or text; only what the model shall say counts."""
+    """Supervised fine-tuning on conversations, prompts with completions, or text."""
 
     name = "sft"
     takes_images = True
     example = Example(
         rows="rows with `messages`, or `prompt` and `completion`",
-        own="sequence_packing: true                  # several samples in one row instead of padding\n",
+        task_lines="sequence_packing: true                  # several samples in one row instead of padding\n",
     )
     summary = "on answers: messages, prompt and completion, or text; only answers count in the loss"
 
     def encoder(
         self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
     ) -> "RowEncoder":
-        """See `AnswerTask`."""
+        """Return the row encoder, as `AnswerTask.encoder`."""
         from mca_train.data.encoding import row_encoder
 
         return row_encoder(names, tokenizer, data, key)
@@ -35,7 +35,7 @@ class Sft(AnswerTask):
     def surely_has_target(
         self, tokenizer: "PreTrainedTokenizerBase", data: DataArguments
     ) -> "Callable[[Row], bool]":
-        """See `AnswerTask`."""
-        from mca_train.data.answered import surely_answered
+        """Return the quick check for targets, as `AnswerTask.surely_has_target`."""
+        from mca_train.data.target_filter import sft_target_check
 
-        return surely_answered(tokenizer, data)
+        return sft_target_check(tokenizer, data)

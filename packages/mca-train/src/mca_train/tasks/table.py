@@ -1,7 +1,4 @@
-"""`TASKS` has the kinds of run that ``mca-train`` knows, by name, and a new kind is one line of it.
-
-What a kind is made of stands in its own file.
-"""
+"""`TASKS` maps the names of ``mca-train``'s kinds of run to their tasks; a new kind adds one line."""
 
 from collections.abc import Iterable
 
@@ -16,16 +13,16 @@ from mca_train.tasks.task import Task
 TASKS: dict[str, Task] = {task.name: task for task in (Pretrain(), Sft(), Dpo(), Kto(), Reward(), Classify())}
 
 
-def keys_of_others(task: Task) -> dict[str, str]:
-    """What to say of the keys that ``task`` does not understand and another kind does."""
+def other_task_keys(task: Task) -> dict[str, str]:
+    """Return an error for each key that another kind has and ``task`` does not."""
     return {
         key: f"for mca-train {other.name}, not {task.name}; remove the key"
-        for other in reversed(TASKS.values())  # the first that knows a key is named
-        for key in other.own_keys - task.own_keys
+        for other in reversed(TASKS.values())  # the first kind with a key wins
+        for key in other.task_keys - task.task_keys
     }
 
 
-def task_of(keys: Iterable[str]) -> Task:
-    """The kind that is meant by a configuration with ``keys``: the one that has some of its own there, else sft."""
-    given = set(keys)
-    return next((task for task in TASKS.values() if task.own_keys & given), TASKS["sft"])
+def infer_task(keys: Iterable[str]) -> Task:
+    """Return the kind whose own keys are among ``keys``, else sft."""
+    present = set(keys)
+    return next((task for task in TASKS.values() if task.task_keys & present), TASKS["sft"])

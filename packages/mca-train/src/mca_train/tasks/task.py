@@ -1,7 +1,7 @@
-"""`Task` is what a kind of run is made of; `AnswerTask` is for kinds that learn answers row by row.
+"""`Task` describes a kind of run; `AnswerTask` is for kinds that train on rows with answers.
 
-A kind is a subclass in a file of this room and one line of `table`. How a row is tokenized is in ``data``, the loss in
-``losses``, the trainer in ``trainer``; a kind says which of them belong together.
+A kind is a subclass in a module of this package and one line of `table`. ``data`` tokenizes rows, ``losses`` and
+``trainer`` train; a kind selects among them.
 """
 
 from abc import ABC, abstractmethod
@@ -22,33 +22,33 @@ if TYPE_CHECKING:
 
     from mca_config.model_config import McaModelConfig
     from mca_models import VirtualModels
-    from mca_models.templates.heads import Head
+    from mca_models.templates.classification_head import Head
     from mca_train.config.run_config import Settings
     from mca_train.data.encoding import RowEncoder, RowNumbers
     from mca_train.data.file_rows import FileRows, Row
     from mca_train.data.image_rows import ImageReader, ImageRows
     from mca_train.data.preferences import PairDataset
     from mca_train.data.token_dataset import Sample, TokenDataset
-    from mca_train.trainer.parts import TrainerOptions
+    from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.trainer import McaTrainer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """What a configuration to begin with says of one kind, as ``mca-train init`` writes it.
+    """Parts of the starter configuration that ``mca-train init`` writes for one kind.
 
     Attributes:
-        rows: What the rows of its files have.
-        length: What ``seq_length`` is to it.
+        rows: Description of the rows of its files.
+        length: Meaning of ``seq_length``.
         learning_rate: A common one.
-        own: Lines of its own keys.
-        lora: Lines beside those of an adapter; None: an adapter is no good to it.
+        task_lines: Lines of the kind's own keys.
+        lora: Lines added to those of an adapter; None: no adapter.
     """
 
     rows: str = "the rows"
     length: str = "longest sequence; longer ones are cut"
     learning_rate: str = "1.0e-5"
-    own: str = ""
+    task_lines: str = ""
     lora: str | None = ""
 
 
@@ -56,44 +56,44 @@ class Task(ABC):
     """One kind of run.
 
     Attributes:
-        name: The word after ``mca-train``.
+        name: Subcommand of ``mca-train``.
         summary: Its line in ``mca-train --help``.
-        data_arguments: The keys of its model and files: `DataArguments`, or a subclass with more columns.
-        own_arguments: A dataclass of the keys that this kind alone understands; None: there are none.
-        takes_images: Whether its rows may have images.
-        unread: Keys of rows that every kind knows and this one does not read.
-        example: What a configuration to begin with says of it.
-        sides: Names of the sequences of a sample, each of up to ``seq_length`` tokens, which its tensors begin with;
-            none: it is one sequence.
+        data_arguments: Keys of its model and files: `DataArguments`, or a subclass with more columns.
+        task_arguments: Dataclass of keys that only this kind has; None: there are none.
+        takes_images: True if its rows may have images.
+        unused_columns: Column keys that this kind does not read.
+        example: Parts of its starter configuration.
+        sides: Names of the sequences of a sample, each of up to ``seq_length`` tokens, which are the prefixes of its
+            tensors; empty: a sample is one sequence.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     data_arguments: ClassVar[type[DataArguments]] = DataArguments
-    own_arguments: ClassVar[type | None] = None
+    task_arguments: ClassVar[type | None] = None
     takes_images: ClassVar[bool] = False
-    unread: ClassVar[tuple[str, ...]] = ()
+    unused_columns: ClassVar[tuple[str, ...]] = ()
     example: ClassVar[Example] = Example()
     sides: ClassVar[tuple[str, ...]] = ()
 
     @property
     def sequences_per_sample(self) -> int:
-        """Sequences that are compared with one another, or 1."""
+        """Return the number of sequences that are compared with one another, or 1."""
         return max(1, len(self.sides))
 
     @property
-    def own_keys(self) -> frozenset[str]:
-        """The keys that this kind understands and not every other does."""
+    def task_keys(self) -> frozenset[str]:
+        """Return the keys that not every kind has."""
         columns = {*self.data_arguments.__dataclass_fields__} - {*DataArguments.__dataclass_fields__}
-        return frozenset(columns | set(getattr(self.own_arguments, "__dataclass_fields__", ())))
+        return frozenset(columns | set(getattr(self.task_arguments, "__dataclass_fields__", ())))
 
     @property
-    def signal_names(self) -> tuple[str, ...]:
-        """What its evaluation computes beside the loss."""
+    def metric_names(self) -> tuple[str, ...]:
+        """Return the names of its evaluation metrics besides the loss."""
         return ()
 
     def required_column(self, data: DataArguments) -> str | None:
-        """The column that every file must have; None: the rows of each may be of another form."""
+        """Return the column that every file must have; None: files may differ in form."""
         return None
 
     @abstractmethod
@@ -105,14 +105,14 @@ class Task(ABC):
         key: str,
         images: "ImageReader | None" = None,
     ) -> "TokenDataset | PairDataset":
-        """The samples of ``rows``, tokenized.
+        """Return the tokenized samples of ``rows``.
 
         Args:
-            rows: Of the files, one after another.
+            rows: Rows of the files, one file after another.
             tokenizer: The model's.
             data: Columns, lengths and limits.
             key: The argument that named the files, for errors.
-            images: Of the model; None: there are none.
+            images: Image reader of the model; None: no images.
         """
 
     def image_rows(
@@ -123,7 +123,7 @@ class Task(ABC):
         tokenizer: "PreTrainedTokenizerBase",
         key: str,
     ) -> "ImageRows":
-        """What rows with the columns ``names`` mean, of which some have images."""
+        """Return the reader of rows with the columns ``names``, some of which have images."""
         from mca_train.data.image_rows import ImageRows
 
         return ImageRows(names, images, data, tokenizer, key)
@@ -138,57 +138,57 @@ class Task(ABC):
         key: str,
         images: "ImageReader | None" = None,
     ) -> "IterableDataset[Sample]":
-        """The same, made as it is iterated; ``names`` are the rows' columns."""
+        """Return the same samples, made during iteration; ``names`` are the rows' columns."""
 
     def indexed(
         self, prefix: "Path", tokenizer: "PreTrainedTokenizerBase", data: DataArguments
     ) -> "TokenDataset":
-        """The samples of one of Megatron's indexed datasets, which holds tokens of plain text.
+        """Return the samples of a Megatron indexed dataset, which holds tokens of plain text.
 
         Raises:
-            UsageError: This kind learns something else.
+            UsageError: This kind does not train on plain text.
         """
         raise UsageError(
             f"datasets: {prefix} is an indexed dataset, which only mca-train pretrain reads, not {self.name}"
         )
 
     def problems(self, settings: "Settings") -> Iterator[str]:
-        """What this kind cannot train with, as far as the configuration shows it."""
+        """Yield an error for each setting that this kind does not support."""
         yield from ()
 
     def problems_in_megatron(self, settings: "Settings", megatron: "TransformerConfig") -> Iterator[str]:
-        """The same, as far as Megatron's configuration of the model shows it."""
+        """Yield an error for each field of Megatron's configuration that this kind does not support."""
         yield from ()
 
     def problems_in_steps(self, samples: int) -> Iterator[str]:
-        """The same, of steps of so many samples."""
+        """Yield an error for steps of ``samples`` samples that this kind does not support."""
         yield from ()
 
     def head(self, settings: "Settings") -> "Head | None":
-        """What the model scores; None: it is a language model."""
+        """Return the model's classification head; None: it is a language model."""
         return None
 
-    def data_of(self, data: DataArguments, model: "McaModelConfig") -> DataArguments:
-        """``data`` with what it leaves to the model, which has the head of this kind."""
+    def resolve_labels(self, data: DataArguments, model: "McaModelConfig") -> DataArguments:
+        """Return ``data`` with the label names that the model has."""
         return data
 
-    def forwards_beside(self, settings: "Settings") -> int:
-        """Forward passes of all samples of a step that nothing is trained with."""
+    def extra_forward_passes(self, settings: "Settings") -> int:
+        """Return the number of forward passes over a step's samples without a backward pass."""
         return 0
 
     def reference(self, settings: "Settings") -> str | None:
-        """The directory of a frozen model that stands beside the trained one; None: none does."""
+        """Return the directory of the frozen reference model; None: there is none."""
         return None
 
     def trainer(
         self, settings: "Settings", reference: "VirtualModels | None", options: "TrainerOptions"
     ) -> "McaTrainer":
-        """The trainer of a run on this rank; collective.
+        """Return the trainer of a run on this rank; collective.
 
         Args:
             settings: The run.
             reference: The model of `reference`.
-            options: What every trainer takes: the model, the arguments, the samples.
+            options: Options of every trainer: the model, the arguments, the samples.
         """
         from mca_train.trainer.trainer import McaTrainer
 
@@ -196,47 +196,50 @@ class Task(ABC):
 
 
 def data_format_problems(kind: str, settings: "Settings") -> Iterator[str]:
-    """What a kind that reads columns alone says of shapes of rows."""
-    if shapes := _asked_shapes(settings, ("text",)):
-        yield f"{shapes}: mca-train {kind} reads columns, not shapes of rows; remove it"
+    """Yield an error if a kind that reads only columns has a row format set."""
+    if shapes := _named_formats(settings, ("text",)):
+        yield f"{shapes}: mca-train {kind} reads columns, not row formats; remove it"
 
 
 def pair_format_problems(kind: str, settings: "Settings") -> Iterator[str]:
-    """What a kind that reads pairs says of shapes that have one answer."""
-    if shapes := _asked_shapes(settings, ("alpaca", "sharegpt")):
+    """Yield an error if a kind that reads pairs has a format with one answer set."""
+    if shapes := _named_formats(settings, ("alpaca", "sharegpt")):
         yield f"{shapes}: mca-train {kind} reads the columns of pairs, or alpaca or sharegpt; remove it"
 
 
-def _asked_shapes(settings: "Settings", known: Sequence[str]) -> str:
-    """What ``data_format`` and the ``kind`` of entries name beside ``known``, with the key."""
+def _named_formats(settings: "Settings", known: Sequence[str]) -> str:
+    """Return the keys and values of row formats that are set, except those in ``known``."""
     data = settings.data
-    asked = [("data_format", data.data_format), *(("kind", entry.get("kind")) for entry in data.datasets)]
-    return ", ".join(sorted({f"{key} {each}" for key, each in asked if each not in (None, *known)}))
+    formats = [
+        ("data_format", data.data_format),
+        *(("format", entry.get("format")) for entry in data.datasets),
+    ]
+    return ", ".join(sorted({f"{key} {value}" for key, value in formats if value not in (None, *known)}))
 
 
 class AnswerTask(Task):
-    """A kind whose samples are rows with answers: only answers count, and rows without one are left out.
+    """Kind whose samples are rows with answers: only answers are targets, and rows without one are left out.
 
     Attributes:
-        wanted: What a row without a target lacks, in a warning.
+        required_content: Content that a row without a target lacks, for a warning.
     """
 
-    wanted: ClassVar[str] = "an answer"
+    required_content: ClassVar[str] = "an answer"
 
     @abstractmethod
     def encoder(
         self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
     ) -> "RowEncoder":
-        """The function from a row with the columns ``names`` to tokens and targets of each of its sequences."""
+        """Return the function from a row with the columns ``names`` to tokens and targets of its sequences."""
 
     @abstractmethod
     def surely_has_target(
         self, tokenizer: "PreTrainedTokenizerBase", data: DataArguments
     ) -> "Callable[[Row], bool]":
-        """The function that says, without tokenizing a row, whether it surely has a target."""
+        """Return the function that decides without tokenizing that a row surely has a target."""
 
     def numbers(self, names: Sequence[str], data: DataArguments, key: str) -> "RowNumbers | None":
-        """The function from a row to the numbers that its sequences carry, such as its class; None: there are none."""
+        """Return the function from a row to its sequences' values, such as a class; None: there are none."""
         return None
 
     def samples(
@@ -247,21 +250,23 @@ class AnswerTask(Task):
         key: str,
         images: "ImageReader | None" = None,
     ) -> "TokenDataset | PairDataset":
-        """See `Task`."""
-        from mca_train.data.image_rows import require_none, undecoded
+        """Return the tokenized samples, as `Task.samples`."""
+        from mca_train.data.image_rows import reject_images, without_decoding
         from mca_train.data.preferences import PairDataset
         from mca_train.data.samples import answer_sequences
 
         if images is None or not self.takes_images:
-            require_none(rows.column_names, data, f"{key}: mca-train {self.name}")
+            reject_images(rows.column_names, data, f"{key}: mca-train {self.name}")
             encode = self.encoder(rows.column_names, tokenizer, data, key)
             numbers = self.numbers(rows.column_names, data, key)
-            sequences = answer_sequences(rows, encode, data, key, self.wanted, numbers)
+            sequences = answer_sequences(rows, encode, data, key, self.required_content, numbers)
             return PairDataset(sequences) if self.sides else sequences
-        known = self.image_rows(rows.column_names, images, data, tokenizer, key)
-        encode = self.encoder(known.names, known.tokenizer, known.arguments, key)
-        numbers = self.numbers(rows.column_names, data, key)  # read of the row itself, whatever its shape
-        sequences = answer_sequences(undecoded(rows), encode, data, key, self.wanted, numbers, known)
+        reader = self.image_rows(rows.column_names, images, data, tokenizer, key)
+        encode = self.encoder(reader.names, reader.tokenizer, reader.arguments, key)
+        numbers = self.numbers(rows.column_names, data, key)  # read from the row itself, in any format
+        sequences = answer_sequences(
+            without_decoding(rows), encode, data, key, self.required_content, numbers, reader
+        )
         return PairDataset(sequences) if self.sides else sequences
 
     def stream(
@@ -273,27 +278,27 @@ class AnswerTask(Task):
         key: str,
         images: "ImageReader | None" = None,
     ) -> "IterableDataset[Sample]":
-        """See `Task`."""
-        from mca_train.data.image_rows import require_none
+        """Return the streamed samples, as `Task.stream`."""
+        from mca_train.data.image_rows import reject_images
         from mca_train.data.streams import AnswerStream
 
-        known = None
+        reader = None
         numbers = self.numbers(names, data, key)
         is_sure = self.surely_has_target(tokenizer, data)
         if images is None or images.config.vision is None or not self.takes_images:
-            require_none(names, data, f"{key}: mca-train {self.name}")
+            reject_images(names, data, f"{key}: mca-train {self.name}")
         else:
-            known = self.image_rows(names, images, data, tokenizer, key)
-            names, tokenizer, data = known.names, known.tokenizer, known.arguments
+            reader = self.image_rows(names, images, data, tokenizer, key)
+            names, tokenizer, data = reader.names, reader.tokenizer, reader.arguments
         encode = self.encoder(names, tokenizer, data, key)
         return AnswerStream(
             rows,
             encode,
-            lambda row: is_sure(row) and not (known and known.has_images(row)),  # it is longer than its text
+            lambda row: is_sure(row) and not (reader and reader.has_images(row)),  # images add tokens
             data.seq_length,
             key,
-            wanted=self.wanted,
+            wanted=self.required_content,
             sides=self.sides,
             numbers=numbers,
-            images=known,
+            images=reader,
         )

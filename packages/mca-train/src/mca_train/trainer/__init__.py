@@ -1,4 +1,4 @@
 """The trainers: Hugging Face's lifecycle of a run over Megatron's engine.
 
-This room says when a step, a log, an evaluation or a checkpoint comes. What each of them does is in the rooms below.
+This package decides when steps, logs, evaluations and checkpoints happen. The other packages implement them.
 """

@@ -1,6 +1,6 @@
-"""A trainer's arguments may not ask for another model than the one that it is given: nothing would come of that.
+"""Check that the trainer's arguments match those that the model was built with.
 
-What shapes a model is said when it is made. What a trainer's arguments leave out stays as it was said there.
+Arguments that shape a model are read when it is built. Those that the trainer's arguments omit stay as they were.
 """
 
 import copy
@@ -12,7 +12,7 @@ from mca_config.arguments.distributing import LAYOUT_FIELDS
 from mca_config.errors import McaError
 from mca_config.layout import SIZE_FIELDS, ParallelLayout
 from mca_config.types import Typed, Values
-from mca_train.trainer.without_effect import without_effect
+from mca_train.trainer.unused_options import unused_option_names
 from mca_train.types import VirtualModels
 
 if TYPE_CHECKING:
@@ -23,36 +23,38 @@ _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
 _SHORT = {name: short for short, name in SIZE_FIELDS.items()}
 
 
-def require_made_with(model: VirtualModels, args: "TrainingArguments") -> None:
-    """Refuses arguments that ask for what ``model`` was not made with.
+def require_matching_model(model: VirtualModels, args: "TrainingArguments") -> None:
+    """Raise if ``args`` ask for another model than ``model``.
 
     Raises:
-        McaError: They do; all of it is named.
+        McaError: They do; names every difference.
     """
     if args is model.args:
         return
-    found = [*_layout(model, args), *_precision(model, args), *_settings(model, args)]
-    if found:
+    differences = [*_layout(model, args), *_precision(model, args), *_settings(model, args)]
+    if differences:
         raise McaError(
-            f"args ask for what the model was not made with: {', '.join(found)}; give AutoModel the same args, or "
-            "leave that out here"
+            f"args differ from those that the model was built with: {', '.join(differences)}; pass the same args to "
+            "AutoModel, or remove them here"
         )
 
 
-def _differs(name: str, asked: Typed, made: Typed) -> str:
-    return f"{name} {getattr(asked, 'name', asked)} (the model: {getattr(made, 'name', made)})"
+def _differs(name: str, requested: Typed, current: Typed) -> str:
+    return (
+        f"{name} {getattr(requested, 'name', requested)} (the model has {getattr(current, 'name', current)})"
+    )
 
 
 def _layout(model: VirtualModels, args: "TrainingArguments") -> Iterator[str]:
-    made = model.config.layout
-    asked = args.layout(made)
+    current = model.config.layout
+    requested = args.layout(current)
     for name in LAYOUT_FIELDS:
-        if getattr(args, name) is not None and _entry(asked, name) != _entry(made, name):
-            yield _differs(name, _entry(asked, name), _entry(made, name))
+        if getattr(args, name) is not None and _entry(requested, name) != _entry(current, name):
+            yield _differs(name, _entry(requested, name), _entry(current, name))
 
 
 def _entry(layout: ParallelLayout, name: str) -> Typed:
-    """A field of ``layout``; a size in full, where None stands for one."""
+    """Return a field of ``layout``; a size of None reads as 1."""
     return getattr(layout, _SHORT.get(name, name))
 
 
@@ -63,25 +65,25 @@ def _precision(model: VirtualModels, args: "TrainingArguments") -> Iterator[str]
 
 
 def _settings(model: VirtualModels, args: "TrainingArguments") -> Iterator[str]:
-    """Of Megatron's configuration, as far as this would be another one, and compute otherwise."""
+    """Yield differences of Megatron's configuration that would change the computation."""
     from mca_models.megatron.factory.transformer_config import transformer_config
 
-    config, made = model.config, model.args.transformer_config_overrides()
-    asked = {
+    config, current = model.config, model.args.transformer_config_overrides()
+    requested = {
         name: value
         for name, value in args.transformer_config_overrides().items()
-        if name not in made or made[name] != value
+        if name not in current or current[name] != value
     }
-    if not asked:
+    if not requested:
         return
-    is_one, would_be = (
-        transformer_config(config, each, config.layout, config.dtype)
-        for each in (model.args, _with(model.args, asked))
+    before, after = (
+        transformer_config(config, arguments, config.layout, config.dtype)
+        for arguments in (model.args, _with(model.args, requested))
     )
-    idle = {_ALWAYS_ON, *without_effect(args, config, would_be)}
-    for name in asked:
-        if name not in idle and getattr(would_be, name) != getattr(is_one, name):
-            yield _differs(name, getattr(would_be, name), getattr(is_one, name))
+    idle = {_ALWAYS_ON, *unused_option_names(args, config, after)}
+    for name in requested:
+        if name not in idle and getattr(after, name) != getattr(before, name):
+            yield _differs(name, getattr(after, name), getattr(before, name))
 
 
 def _with(args: DistributingParallelArguments, changes: Values) -> DistributingParallelArguments:

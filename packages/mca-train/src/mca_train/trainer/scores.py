@@ -1,6 +1,6 @@
-"""``RewardTrainer`` and ``ClassificationTrainer`` train models with a head for sequences.
+"""``RewardTrainer`` and ``ClassificationTrainer`` train models with a sequence-classification head.
 
-The losses are in `losses.scores`; samples say in ``values`` what is right.
+The losses are in `losses.scores`; the samples' ``values`` are the targets.
 """
 
 from types import MappingProxyType
@@ -13,17 +13,17 @@ from mca_config.errors import McaError
 from mca_train.batching.micro_batch import MicroBatch
 from mca_train.losses.preference import model_problems
 from mca_train.losses.scores import LOSSES, METRICS, ProblemType, key_problems, reward_loss, sequence_scores
-from mca_train.losses.token_loss import of_sequences
-from mca_train.trainer.parts import TrainerOptions
-from mca_train.trainer.reference import tell_differences
+from mca_train.losses.token_loss import sequence_loss
+from mca_train.trainer.base import TrainerOptions
+from mca_train.trainer.reference import warn_trl_differences
 from mca_train.trainer.trainer import McaTrainer
 
 
 class ScoreTrainer(McaTrainer):
-    """What trainers on scores of sequences share.
+    """Base of the trainers for sequence-classification heads.
 
     Args:
-        options: As of `McaTrainer`; the model has a head for sequences.
+        options: Options of `McaTrainer`; the model has a sequence-classification head.
     """
 
     wants_logits = True
@@ -32,7 +32,7 @@ class ScoreTrainer(McaTrainer):
         super().__init__(**options)
         if self.model.config.head != "sequence_classification":
             raise McaError(
-                f"{type(self).__name__} needs a model that scores sequences, not {self.model.config.head}; make it "
+                f"{type(self).__name__} needs a sequence-classification head, not {self.model.config.head}; build it "
                 "with AutoModel.from_pretrained(..., head=Head(...))"
             )
         for problem in (*key_problems(self.args), *model_problems(self.model.megatron)):
@@ -41,37 +41,38 @@ class ScoreTrainer(McaTrainer):
     def _add_means(self, values: dict[str, Tensor], real: Tensor) -> None:
         ranks = self.ranks.layout.cp
         sums = {name: (value.detach() * real).sum() / ranks for name, value in values.items()}
-        self.signals.add(sums, real.sum() / ranks)
+        self.metrics.add(sums, real.sum() / ranks)
 
 
 class RewardTrainer(ScoreTrainer):
-    """Trains a reward model on preference pairs, whose ``values`` are by how much the chosen one is better, if known.
+    """Trainer for a reward model on preference pairs, whose ``values`` are the margins, if known.
 
-    Logs ``accuracy``, ``margin``, ``mean_reward``, ``min_reward`` and ``max_reward`` beside the loss, in evaluation
+    Logs ``accuracy``, ``margin``, ``mean_reward``, ``min_reward`` and ``max_reward`` in addition to the loss, in
+    evaluation
     too.
 
     Args:
         center_rewards_coefficient: Weight of the squared sum of a pair's rewards, which keeps them around 0.
-        options: As of `McaTrainer`.
+        options: Options of `McaTrainer`.
     """
 
     run_kind = "reward"
-    signal_names = ("accuracy", "margin", "mean_reward")
-    signal_extremes = MappingProxyType({"min_reward": "smallest", "max_reward": "largest"})
+    metric_names = ("accuracy", "margin", "mean_reward")
+    metric_extremes = MappingProxyType({"min_reward": "smallest", "max_reward": "largest"})
 
     def __init__(
         self, *, center_rewards_coefficient: float | None = None, **options: Unpack[TrainerOptions]
     ) -> None:
         super().__init__(**options)
         if self.model.config.num_labels != 1:
-            raise McaError(f"a reward model has one label, this one {self.model.config.num_labels}")
-        tell_differences(self.model)
+            raise McaError(f"num_labels is {self.model.config.num_labels}; a reward model needs 1")
+        warn_trl_differences(self.model)
         self._centering = center_rewards_coefficient or 0.0
 
     def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
-        """The sum over this micro-batch's pairs, and their number."""
+        """Return the loss sum over this micro-batch's pairs and their count."""
         scores, counts = sequence_scores(output, batch)
-        both = len(scores) // 2 * 2  # a pack may end in a sequence of nothing
+        both = len(scores) // 2 * 2  # a pack may end in an empty sequence
         chosen, rejected = scores[0:both:2, 0], scores[1:both:2, 0]
         real = counts[0:both:2] * counts[1:both:2]
         margin = 0.0 if batch.values is None else batch.values[0:both:2, 0].float()
@@ -82,18 +83,18 @@ class RewardTrainer(ScoreTrainer):
             "mean_reward": (chosen + rejected) / 2,
         }
         self._add_means(means, real)
-        self.signals.look_at(torch.stack([chosen, rejected]), real.expand(2, -1))
-        return of_sequences(losses, real, self.ranks)
+        self.metrics.add_extremes(torch.stack([chosen, rejected]), real.expand(2, -1))
+        return sequence_loss(losses, real, self.ranks)
 
 
 class ClassificationTrainer(ScoreTrainer):
-    """Trains on sequences whose ``values`` are a class, 0 or 1 for each label, or numbers.
+    """Trainer for sequences whose ``values`` are a class, 0 or 1 for each label, or numbers.
 
-    Logs ``accuracy`` beside the loss, of numbers ``mean_absolute_error``, in evaluation too.
+    Logs ``accuracy``, or ``mean_absolute_error`` for regression, in addition to the loss, in evaluation too.
 
     Args:
-        problem_type: Which of these.
-        options: As of `McaTrainer`.
+        problem_type: Hugging Face's name of the problem.
+        options: Options of `McaTrainer`.
     """
 
     run_kind = "classify"
@@ -104,16 +105,16 @@ class ClassificationTrainer(ScoreTrainer):
         problem_type: ProblemType = "single_label_classification",
         **options: Unpack[TrainerOptions],
     ) -> None:
-        self.signal_names = (METRICS[problem_type][0],)
+        self.metric_names = (METRICS[problem_type][0],)
         super().__init__(**options)
         self._problem_type = problem_type
 
     def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
-        """The sum over this micro-batch's sequences, and their number."""
+        """Return the loss sum over this micro-batch's sequences and their count."""
         if batch.values is None:
             raise McaError("a sample of the dataset has no 'values'; expected its class, labels or numbers")
         scores, real = sequence_scores(output, batch)
         values = batch.values.float()
         name, metric = METRICS[self._problem_type]
         self._add_means({name: metric(scores, values)}, real)
-        return of_sequences(LOSSES[self._problem_type](scores, values), real, self.ranks)
+        return sequence_loss(LOSSES[self._problem_type](scores, values), real, self.ranks)

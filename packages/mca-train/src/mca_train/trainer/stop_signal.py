@@ -1,6 +1,6 @@
-"""`StopSignal` notices SIGTERM, by which schedulers end a job, and makes all ranks agree on the step to stop after.
+"""`StopSignal` handles SIGTERM, by which schedulers end a job: all ranks agree on the step to stop after.
 
-It does not save and does not end the run: `monitor` tells the trainer's control to do so.
+`monitor` then saves and ends the run.
 """
 
 import contextlib
@@ -27,20 +27,22 @@ if TYPE_CHECKING:
 
 _AGAIN = 1.0  # seconds; launchers and schedulers may both deliver the same signal
 _EVERY = 1.0  # seconds between the exchanges of steps that are shorter
-_LONGEST = 1000  # steps, in case that a step takes no time
+_LONGEST = 1000  # steps, if a step takes no time
 _made = itertools.count()  # groups
 _WIDEST = 64  # ranks of a group: gloo connects each with each, and keeps a list of all for every rank
 
 
 class StopSignal:
-    """Listens for SIGTERM between ``__enter__`` and ``__exit__``, on every rank.
+    """Handles SIGTERM between ``__enter__`` and ``__exit__``, on every rank.
 
-    The first one asks for a stop; one that comes a second or more later ends the process at once, as does SIGINT.
-    Ranks tell each other in the background: what a step began to exchange, the next step reads, so that no step
-    waits for it and all ranks stop after the same one. Many ranks stand in a grid and exchange along one axis after
-    the other, a step for each. Steps that take less than a second do so about once a second: each exchange also settles
-    how many steps go by before the next; `other_steps` says where those of another length begin. Only the main
-    thread can listen.
+    The first signal requests a stop. One that comes a second or more later ends the process at once, as does SIGINT.
+    Ranks
+    exchange the request in the background: the next step reads the result of an exchange, so no step waits and all
+    ranks
+    stop after the same one. Many ranks form a grid and exchange along one axis per step. Steps shorter than a second
+    exchange about once a second: each exchange also sets the number of steps before the next. `other_steps` marks steps
+    of
+    another length. Only the main thread can handle signals.
     """
 
     def __init__(self) -> None:
@@ -55,13 +57,15 @@ class StopSignal:
         self._steps = 0
         self._since = 0.0
         self.stopped = False
-        """Whether the ranks agreed to stop."""
+        """True if the ranks agreed to stop."""
 
     def __enter__(self) -> "StopSignal":
         self._received, self.stopped = None, False
         self._begin_steps()
         if dist.get_world_size() > 1 and not self._groups:
-            self._groups = [_own_group(ranks) for ranks in lines_of(dist.get_rank(), dist.get_world_size())]
+            self._groups = [
+                _new_group(ranks) for ranks in axis_groups(dist.get_rank(), dist.get_world_size())
+            ]
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._handle)
         return self
@@ -75,9 +79,9 @@ class StopSignal:
 
     @contextlib.contextmanager
     def other_steps(self) -> Iterator[None]:
-        """A block whose steps take another time than those around it; every rank enters it after the same step.
+        """Mark a block of steps with another duration; every rank enters it after the same step.
 
-        Many short steps may pass between two exchanges, which many long ones must not.
+        Otherwise the number of short steps between two exchanges would apply to long ones.
         """
         self._begin_steps()
         try:
@@ -86,12 +90,12 @@ class StopSignal:
             self._begin_steps()
 
     def _begin_steps(self) -> None:
-        """Forgets how long steps took, also in an exchange that is under way."""
+        """Reset the measured step time, also for a pending exchange."""
         self._pause, self._steps, self._since = 0, 0, time.monotonic()
         self._is_outdated = True
 
     def agreed(self) -> bool:
-        """Whether all ranks stop after this step; every rank asks after every step."""
+        """Return True if all ranks stop after this step; every rank calls this after every step."""
         if not self._groups:
             self.stopped = self._received is not None
             return self.stopped
@@ -100,7 +104,7 @@ class StopSignal:
             self._work.wait()
             self._work = None
             if self._left:
-                self._tell()
+                self._start_exchange()
                 return self.stopped
             stop, pause = self._box.tolist()
             self.stopped, self._pause = stop > 0, 0 if self._is_outdated else -int(pause)
@@ -111,17 +115,17 @@ class StopSignal:
         return self.stopped
 
     def _exchange(self) -> None:
-        """Begins to tell the others whether to stop, and how many steps may go by before the next exchange."""
+        """Start to exchange the stop request and the number of steps before the next exchange."""
         now = time.monotonic()
         step_time = max((now - self._since) / self._steps, 1e-6)
         pause = min(max(int(_EVERY / step_time) - len(self._groups), 0), _LONGEST)
         self._steps, self._since, self._is_outdated = 0, now, False
-        self._box = torch.tensor([float(self._received is not None), -float(pause)])  # the shortest wins
+        self._box = torch.tensor([float(self._received is not None), -float(pause)])  # the smallest wins
         self._left = list(self._groups)
-        self._tell()
+        self._start_exchange()
 
-    def _tell(self) -> None:
-        """Begins to exchange along the next axis."""
+    def _start_exchange(self) -> None:
+        """Start the exchange along the next axis."""
         group = self._left.pop(0)
         self._work = dist.all_reduce(self._box, dist.ReduceOp.MAX, group=group, async_op=True)
 
@@ -133,11 +137,12 @@ class StopSignal:
             self._received = now
 
 
-def _own_group(ranks: list[int]) -> dist.ProcessGroup:
-    """A group that its members alone create; each rank creates as many.
+def _new_group(ranks: list[int]) -> dist.ProcessGroup:
+    """Create a group from its members alone; each rank creates the same number.
 
-    Torch below 2.15 names it after the number of groups that a rank is in. Ranks of other pipeline stages are in more
-    or fewer, so that they would wait for each other under two names (seen with 2.11).
+    Torch below 2.15 names a group after the number of groups that a rank is in. Ranks of other pipeline stages are in
+    more
+    or fewer, so they would wait for each other under two names (seen with 2.11).
     """
     name = hashlib.sha1(f"mca {next(_made)} {ranks}".encode(), usedforsecurity=False).hexdigest()
     with mock.patch.object(distributed_c10d, "_hash_ranks_to_str", lambda _: name):
@@ -147,10 +152,10 @@ def _own_group(ranks: list[int]) -> dist.ProcessGroup:
     return cast("dist.ProcessGroup", group)
 
 
-def lines_of(rank: int, size: int) -> list[list[int]]:
-    """The ranks with which ``rank`` stands in a line, along each axis of a grid of ``size`` ranks.
+def axis_groups(rank: int, size: int) -> list[list[int]]:
+    """Return the ranks in line with ``rank`` along each axis of a grid of ``size`` ranks.
 
-    Axes are as few as there can be with none longer than 64, or than the largest prime in ``size``.
+    The number of axes is minimal with none longer than 64, or than the largest prime factor of ``size``.
     """
     lines, stride = [], 1
     for length in _axes(size):
@@ -172,10 +177,10 @@ def _axes(size: int) -> list[int]:
 
 
 def _primes(size: int) -> list[int]:
-    found, divisor = [], 2
+    primes, divisor = [], 2
     while divisor <= math.isqrt(size):
         while size % divisor == 0:
-            found.append(divisor)
+            primes.append(divisor)
             size //= divisor
         divisor += 1
-    return found + [size] * (size > 1)
+    return primes + [size] * (size > 1)

@@ -1,1 +1,1 @@
-"""Process groups, and what ranks say to one another."""
+"""Process groups and collectives of Python objects."""

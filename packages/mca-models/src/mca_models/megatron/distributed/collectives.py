@@ -1,6 +1,6 @@
-"""Ranks that write together: when one fails, all say so at once, and nothing stays where the result would be.
+"""Collectives for work that can fail: if one rank fails, all ranks raise, and no partial result stays on disk.
 
-Only Python objects are exchanged here. Tensors go through torch's own collectives.
+Only Python objects are exchanged here. Tensors use torch's collectives.
 """
 
 import errno
@@ -14,19 +14,19 @@ from typing import TypeVar, cast
 import torch.distributed
 
 from mca_config.errors import DiskFull, McaError, RankFailed
-from mca_models.storage.atomic import PartialDirectory, in_place
+from mca_models.storage.atomic import PartialDirectory, error_at_destination
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _SHOWN = 4
-"""Ranks of a value that an error names."""
+"""Maximum number of ranks that an error lists for one value."""
 
 _FULL = ("no space left on device", "pytorchstreamwriter failed", "unexpected pos", "disk quota exceeded")
-"""How torch's writers, which keep no error number, say in their texts that a disk is full."""
+"""Texts of a full disk in errors of torch's writers, which carry no errno."""
 
 
 def all_gather(value: Result, group: torch.distributed.ProcessGroup | None = None) -> list[Result]:
-    """``value`` of every rank of ``group`` (None: of all), which may be any object; collective."""
+    """Gather ``value``, any Python object, from every rank of ``group`` (None: all ranks); collective."""
     size = torch.distributed.get_world_size(group)
     values: list[Result] = [value] * size
     torch.distributed.all_gather_object(values, value, group=group)
@@ -39,12 +39,12 @@ def require_same_arguments(method: str, **arguments: object) -> None:
     Raises:
         McaError: Names the argument and the values of all ranks, on every rank.
     """
-    found = all_gather((method, arguments))
-    methods = [each for each, _ in found]
+    calls = all_gather((method, arguments))
+    methods = [called for called, _ in calls]
     if set(methods) != {method}:
         raise McaError(f"ranks called different methods: {_by_rank(methods)}; call the same one on all ranks")
     for name in arguments:
-        values = [repr(each[name]) for _, each in found]
+        values = [repr(given[name]) for _, given in calls]
         if len(set(values)) > 1:
             raise McaError(
                 f"{method}: {name} differs between ranks: {_by_rank(values)}; give all ranks the same value"
@@ -52,7 +52,7 @@ def require_same_arguments(method: str, **arguments: object) -> None:
 
 
 def _by_rank(values: Sequence[str]) -> str:
-    """Each of ``values``, one of each rank, with its ranks."""
+    """Format ``values``, one per rank, each with its ranks."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -66,14 +66,14 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {shown}" + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
 
 
-def together(work: Callable[[], Result]) -> list[Result]:
-    """What ``work`` returns on every rank; if it fails on one, all raise its error. Collective.
+def run_on_all_ranks(work: Callable[[], Result]) -> list[Result]:
+    """Run ``work`` on every rank and return all results; if one rank fails, all raise its error. Collective.
 
     Args:
-        work: Without collectives in it: a rank that fails would leave the others waiting.
+        work: Must not contain collectives: a failing rank would leave the others waiting.
 
     Raises:
-        RankFailed: Names the first rank that failed, and why.
+        RankFailed: The first rank that failed, with its error.
     """
     outcomes = all_gather(_outcome(work))
     for rank, (_, failed) in enumerate(outcomes):
@@ -83,7 +83,6 @@ def together(work: Callable[[], Result]) -> list[Result]:
 
 
 def _outcome(work: Callable[[], Result]) -> tuple[Result | None, McaError | None]:
-    """What ``work`` returns, or why it failed."""
     try:
         return work(), None
     except Exception as error:
@@ -92,53 +91,53 @@ def _outcome(work: Callable[[], Result]) -> tuple[Result | None, McaError | None
 
 
 def as_mca_error(error: BaseException) -> McaError:
-    """Why something failed, in a line: what a user is told already as it is, a full disk as `DiskFull`."""
+    """Convert ``error`` to a one-line McaError: user errors unchanged, a full disk as `DiskFull`."""
     first = next(iter(str(error).splitlines()), "")
     if isinstance(error, McaError) and first:
         return error
     return (DiskFull if is_disk_full(error) else McaError)(f"{type(error).__name__}: {first}".rstrip(": "))
 
 
-def room_for(error: BaseException) -> str:
-    """Return what is known of the room on the disk that `is_disk_full` finds full."""
-    return next((cause.room for cause in _led_to(error) if isinstance(cause, DiskFull) and cause.room), "")
+def disk_space_hint(error: BaseException) -> str:
+    """Return the free space that a `DiskFull` in the causes of ``error`` reports, else an empty text."""
+    return next((cause.room for cause in _causes(error) if isinstance(cause, DiskFull) and cause.room), "")
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether ``error``, or what led to it, is that a disk has no room."""
-    for cause in _led_to(error):
+    """Return whether ``error`` or one of its causes is a full disk."""
+    for cause in _causes(error):
         if isinstance(cause, DiskFull):
             return True
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
-    return not isinstance(error, McaError) and _says_full(error)
+    return not isinstance(error, McaError) and _mentions_full_disk(error)
 
 
-def _led_to(error: BaseException) -> list[BaseException]:
-    """``error`` and what led to it, each once: `told_by_first` raises a cause from the error that holds it."""
-    found: list[BaseException] = []
+def _causes(error: BaseException) -> list[BaseException]:
+    """List ``error`` and its causes, each once: `run_on_first_rank_unwrapped` chains a cause to its own wrapper."""
+    causes: list[BaseException] = []
     cause: BaseException | None = error
-    while cause is not None and not any(cause is known for known in found):
-        found.append(cause)
+    while cause is not None and not any(cause is known for known in causes):
+        causes.append(cause)
         cause = cause.cause if isinstance(cause, RankFailed) else cause.__cause__ or cause.__context__
-    return found
+    return causes
 
 
-def _says_full(error: BaseException) -> bool:
+def _mentions_full_disk(error: BaseException) -> bool:
     text = "".join(traceback.format_exception(error)).lower()
     return any(words in text for words in _FULL)
 
 
-def on_first(work: Callable[[], Result]) -> Result:
-    """What ``work`` returns on rank 0, where alone it runs; if it fails, all raise. Collective.
+def run_on_first_rank(work: Callable[[], Result]) -> Result:
+    """Run ``work`` on rank 0 and return its result on all ranks; if it fails, all raise. Collective.
 
     Raises:
-        RankFailed: Says why.
+        RankFailed: Rank 0 failed, with its error.
     """
     box: list[tuple[Result | None, McaError | None]] = [(None, None)]
     if torch.distributed.get_rank() == 0:
         box = [_outcome(work)]
-    torch.distributed.broadcast_object_list(box, src=0)  # to gather would send it once for every rank
+    torch.distributed.broadcast_object_list(box, src=0)  # a gather would send it once per rank
     torch.distributed.barrier()
     result, fault = box[0]
     if fault is not None:
@@ -146,31 +145,31 @@ def on_first(work: Callable[[], Result]) -> Result:
     return cast("Result", result)
 
 
-def told_by_first(work: Callable[[], Result]) -> Result:
-    """`on_first` whose error is the one of rank 0 and does not name that rank. Collective."""
+def run_on_first_rank_unwrapped(work: Callable[[], Result]) -> Result:
+    """`run_on_first_rank`, but raise the error of rank 0 without naming that rank. Collective."""
     try:
-        return on_first(work)
+        return run_on_first_rank(work)
     except RankFailed as error:
         raise error.cause from error
 
 
-def told_by_one(work: Callable[[], Result]) -> list[Result]:
-    """`together` whose error is the one of the first rank that failed and does not name that rank. Collective."""
+def run_on_all_ranks_unwrapped(work: Callable[[], Result]) -> list[Result]:
+    """`run_on_all_ranks`, but raise the error of the first failed rank without naming that rank. Collective."""
     try:
-        return together(work)
+        return run_on_all_ranks(work)
     except RankFailed as error:
         raise error.cause from error
 
 
 class SharedDirectory:
-    """A directory beside its destination that rank 0 owns and all ranks write into; collective.
+    """Staging directory next to ``destination``: rank 0 creates it, all ranks write into it; collective.
 
     Args:
-        destination: What it becomes when it is published.
-        overwrite: Replaces what stands there.
+        destination: Final path.
+        overwrite: Replace an existing ``destination``.
 
     Raises:
-        McaError: It cannot be made, or a rank does not see it.
+        McaError: The directory cannot be created, or a rank does not see it.
     """
 
     def __init__(self, destination: Path, *, overwrite: bool = False) -> None:
@@ -182,9 +181,9 @@ class SharedDirectory:
             self._owned = PartialDirectory(destination, overwrite=overwrite)
             return str(self._owned.path)
 
-        self.path = Path(told_by_first(make))
+        self.path = Path(run_on_first_rank_unwrapped(make))
         with self.discarded_on_error():
-            together(self._see)
+            run_on_all_ranks(self._see)
 
     def _see(self) -> None:
         if not self.path.is_dir():
@@ -193,25 +192,25 @@ class SharedDirectory:
             )
 
     def publish(self) -> None:
-        """Puts it in place; every rank has written and synced its files. Collective."""
+        """Rename it to ``destination`` once every rank has written and synced its files. Collective."""
         with self.discarded_on_error():
-            on_first(lambda: self._owned.publish() if self._owned else None)
+            run_on_first_rank(lambda: self._owned.publish() if self._owned else None)
         self._open = False
 
     def discard(self) -> None:
-        """Removes it, unless it is published."""
+        """Remove it, unless it is published."""
         if self._owned is not None and self._open:
             self._owned.discard()
         self._open = False
 
     @contextmanager
     def discarded_on_error(self) -> Iterator[Path]:
-        """Its path; an error inside the block removes it, and calls files as they would be in place."""
+        """Yield the path; on an error remove the directory and name files as in ``destination``."""
         try:
             yield self.path
         except RankFailed as error:
             self.discard()
-            if (cause := in_place(error.cause, self.path, self._destination)) is not None:
+            if (cause := error_at_destination(error.cause, self.path, self._destination)) is not None:
                 raise RankFailed(error.rank, cause) from error
             raise
         except BaseException:
@@ -221,7 +220,7 @@ class SharedDirectory:
 
 @contextmanager
 def shared_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
-    """A `SharedDirectory` that is published when the block ends on every rank."""
+    """Yield the path of a `SharedDirectory` that is published when the block ends on every rank."""
     shared = SharedDirectory(destination, overwrite=overwrite)
     with shared.discarded_on_error() as path:
         yield path

@@ -1,7 +1,7 @@
 """Process groups: torch.distributed from the environment, Megatron's from a layout.
 
-The launcher's environment is read here alone, and Megatron's global parallel state for all that stands above. Layers
-and patches, which stand below, ask Megatron for their groups themselves.
+Only this module reads the launcher's environment, and Megatron's global parallel state for all higher modules. Layers
+and patches, which are below it, ask Megatron for their groups.
 """
 
 import logging
@@ -18,47 +18,47 @@ from torch.distributed import ProcessGroup
 from mca_config.errors import McaError
 from mca_config.layout import Coordinates, ParallelLayout, RankGrid
 from mca_models.megatron import platform
-from mca_models.megatron.distributed import attempts
+from mca_models.megatron.distributed import rendezvous
 from mca_models.megatron.types import GptModel
 
 _log = logging.getLogger(__name__)
 _RANK, _WORLD_SIZE = "RANK", "WORLD_SIZE"
 _TIMEOUT = timedelta(minutes=30)
-_FEW = 256  # ranks; over gloo each is connected with each of its groups
+_FEW = 256  # ranks; gloo connects each rank with all ranks of its groups
 
 _SEEDS_OF_A_RANK = 2**20
-"""More than all that Megatron adds to a seed: 2718 + tp, and 1024 + 100 ep + etp."""
+"""Above every offset that Megatron adds to a seed: 2718 + tp, and 1024 + 100 ep + etp."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where this process stands.
+class RankContext:
+    """Layout, rank and coordinates of this process.
 
     Args:
         layout: The parallel sizes of all ranks.
         rank: Global rank.
         world_size: Number of ranks.
-        at: This rank's coordinates in the grid.
+        coordinates: This rank's coordinates in the grid.
     """
 
     layout: ParallelLayout
     rank: int
     world_size: int
-    at: Coordinates
+    coordinates: Coordinates
 
     @property
     def grid(self) -> RankGrid:
-        """All ranks' coordinates."""
+        """Grid of all ranks' coordinates."""
         return RankGrid(self.layout, self.world_size)
 
 
 @dataclass(frozen=True)
 class _Groups:
-    """Megatron's groups, and beside them one for every embedding that models on them share otherwise.
+    """Megatron's groups, and one embedding group for each set of pipeline ranks that models use.
 
     Args:
-        pipeline: This rank's pipeline group, which tells these groups from others that stood before or after.
-        embedding: By pipeline ranks, this rank's group of those; None where it is none of them.
+        pipeline: This rank's pipeline group, which identifies one initialization of Megatron's groups.
+        embedding: This rank's embedding group by pipeline ranks; None if this rank is not in it.
     """
 
     pipeline: ProcessGroup
@@ -66,21 +66,21 @@ class _Groups:
 
 
 _started: list[_Groups] = []
-"""The groups that were started last, if any were."""
+"""The groups that were started last; empty before the first start."""
 
 
 def start(
     layout: ParallelLayout, seed: int = 1234, *, embedding_ranks: tuple[int, ...] | None = None
-) -> Place:
-    """Starts what is missing of torch.distributed and Megatron's groups for ``layout``.
+) -> RankContext:
+    """Start torch.distributed and Megatron's groups for ``layout``, as far as they are missing.
 
-    Without a launcher's environment the world is this one process. Groups that stand already with the same sizes
-    are used; those of another layout are replaced, and models that were built on them cannot be used any more.
+    Without a launcher's environment the world is this one process. Existing groups of the same sizes are reused. Groups
+    of another layout are replaced, and models that were built on them cannot be used any more.
 
     Args:
         layout: The parallel sizes.
-        seed: Of Megatron's random states.
-        embedding_ranks: The pipeline ranks that share the gradient of the vocabulary's rows; None: first and last.
+        seed: Seed of Megatron's random states.
+        embedding_ranks: Pipeline ranks that share the gradient of the embedding; None: first and last.
 
     Raises:
         McaError: The layout does not fit the number of ranks.
@@ -90,18 +90,18 @@ def start(
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if world_size > _FEW:
         _allow_connections()
-    place = Place(layout, rank, world_size, RankGrid(layout, world_size).coordinates(rank))
-    _start_megatron(place, tuple(sorted({*(embedding_ranks or (0, layout.pp - 1))})))
-    _seed(seed, place)
-    return place
+    rank_context = RankContext(layout, rank, world_size, RankGrid(layout, world_size).coordinates(rank))
+    _start_megatron(rank_context, tuple(sorted({*(embedding_ranks or (0, layout.pp - 1))})))
+    _seed(seed, rank_context)
+    return rank_context
 
 
 def _start_torch() -> None:
-    platform.use_own_device()
+    platform.set_device()
     if torch.distributed.is_initialized():
         return
     if _RANK in os.environ and _WORLD_SIZE in os.environ:
-        attempts.join(platform.backend(), _TIMEOUT)
+        rendezvous.join(platform.backend(), _TIMEOUT)
         return
     from torch._C._distributed_c10d import HashStore
 
@@ -110,18 +110,18 @@ def _start_torch() -> None:
 
 
 def _allow_connections() -> None:
-    """Lets this process open as many files as it may; many systems allow 1,024 until they are asked."""
+    """Raise the limit of open files to the maximum; many systems allow 1,024 by default."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _start_megatron(place: Place, embedding_ranks: tuple[int, ...]) -> None:
+def _start_megatron(rank_context: RankContext, embedding_ranks: tuple[int, ...]) -> None:
     from megatron.core import parallel_state
 
-    layout = place.layout
+    layout = rank_context.layout
     if parallel_state.model_parallel_is_initialized():
-        if _megatron_sizes() == _wanted_sizes(layout):
-            _start_embedding(place, embedding_ranks)
+        if _megatron_sizes() == _layout_sizes(layout):
+            _start_embedding(rank_context, embedding_ranks)
             return
         _log.info("replacing Megatron's process groups by those of %s", layout)
         _end_megatron()
@@ -139,33 +139,33 @@ def _start_megatron(place: Place, embedding_ranks: tuple[int, ...]) -> None:
     _started[:] = [_Groups(pipeline_group(), {embedding_ranks: group})]
 
 
-def _start_embedding(place: Place, embedding_ranks: tuple[int, ...]) -> None:
-    """Puts the group of an embedding in place, beside groups that stand; collective where it is new."""
+def _start_embedding(rank_context: RankContext, embedding_ranks: tuple[int, ...]) -> None:
+    """Set the embedding group of ``embedding_ranks`` on existing groups; collective if it is new."""
     from megatron.core import parallel_state
 
-    if place.layout.pp == 1:
+    if rank_context.layout.pp == 1:
         return
-    if not _started or _started[0].pipeline is not pipeline_group():  # others have started these
+    if not _started or _started[0].pipeline is not pipeline_group():  # started by other code
         _started[:] = [_Groups(pipeline_group(), {})]
     known = _started[0].embedding
     if embedding_ranks not in known:
         known[embedding_ranks] = None
-        for pipeline in place.grid.groups("pp"):
+        for pipeline in rank_context.grid.groups("pp"):
             ranks = [pipeline[rank] for rank in embedding_ranks]
-            made = parallel_state.create_group(ranks, timeout=timeout(), group_desc="EMBEDDING_GROUP")
-            if place.rank in ranks:
-                known[embedding_ranks] = made
+            group = parallel_state.create_group(ranks, timeout=timeout(), group_desc="EMBEDDING_GROUP")
+            if rank_context.rank in ranks:
+                known[embedding_ranks] = group
     parallel_state._EMBEDDING_GROUP = known[embedding_ranks]
 
 
-def use_groups_of(chunks: Iterable[GptModel]) -> None:
-    """Puts in place those groups that Megatron looks up anew in each step and that another model may have changed.
+def activate_process_groups(chunks: Iterable[GptModel]) -> None:
+    """Set the global groups that Megatron looks up in each step to those of ``chunks``.
 
     Args:
         chunks: Megatron models of this rank, not wrapped.
 
     Raises:
-        McaError: The groups that they were built on do not stand any more.
+        McaError: The groups that they were built on were replaced.
     """
     from megatron.core import parallel_state
 
@@ -173,18 +173,18 @@ def use_groups_of(chunks: Iterable[GptModel]) -> None:
         built_on = chunk.pg_collection
         if built_on.pp is not pipeline_group():
             raise McaError(
-                "the process groups of this model were replaced when a model on another layout was made; models that "
-                "are used side by side need equal parallel sizes (tensor_model_parallel_size and the others)"
+                "the process groups of this model were replaced when a model with another layout was built; models "
+                "that are used at the same time need equal parallel sizes (tensor_model_parallel_size, ...)"
             )
         parallel_state._EMBEDDING_GROUP = built_on.embd
 
 
 def _end_megatron() -> None:
-    """Ends Megatron's groups, which it only forgets: their threads would go on."""
+    """Destroy Megatron's groups, which Megatron only forgets: their threads would go on."""
     from megatron.core import parallel_state
 
-    torch.distributed.barrier()  # no rank still receives in a group that another one ends
-    _, *groups = parallel_state._global_process_group_list  # the first stands for all ranks
+    torch.distributed.barrier()  # no rank still receives in a group that another rank destroys
+    _, *groups = parallel_state._global_process_group_list  # the first is the group of all ranks
     for group in groups:
         torch.distributed.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
@@ -192,14 +192,14 @@ def _end_megatron() -> None:
 
 
 def timeout() -> timedelta:
-    """How long ranks wait for each other: what torch.distributed was started with."""
+    """Return the timeout that torch.distributed was started with."""
     world: ProcessGroup = torch.distributed.distributed_c10d._get_default_group()
     backend = world._get_backend(torch.device(platform.device_type()))
-    options = getattr(backend, "options", None)  # torch's fake backend has none, or none with a time
+    options = getattr(backend, "options", None)  # torch's fake backend has no options, or no timeout
     return getattr(options, "_timeout", _TIMEOUT)
 
 
-def _wanted_sizes(layout: ParallelLayout) -> tuple[int, ...]:
+def _layout_sizes(layout: ParallelLayout) -> tuple[int, ...]:
     return (layout.tp, layout.pp, layout.vpp, layout.cp, layout.ep, layout.etp)
 
 
@@ -216,32 +216,33 @@ def _megatron_sizes() -> tuple[int, ...]:
     )
 
 
-def _seed(seed: int, place: Place) -> None:
-    """Megatron's random states; once for each process."""
+def _seed(seed: int, rank_context: RankContext) -> None:
+    """Seed Megatron's random states, once per process."""
     from megatron.core import tensor_parallel
 
     if not tensor_parallel.get_cuda_rng_tracker().is_initialized():
-        tensor_parallel.model_parallel_cuda_manual_seed(seed_at(seed, place))
+        tensor_parallel.model_parallel_cuda_manual_seed(rank_seed(seed, rank_context))
 
 
-def seed_at(seed: int, place: Place) -> int:
-    """The seed of one rank's random states: that of the run on the first, another on all that draw for themselves.
+def rank_seed(seed: int, rank_context: RankContext) -> int:
+    """Return the seed of a rank's random states, which depends on its pipeline, context and data rank.
 
-    Ranks that hold other layers or other tokens drop other ones. Tensor ranks share a seed, because what they hold
-    twice must be dropped alike; Megatron adds their offset where they hold parts.
+    Ranks with other layers or other tokens draw other dropout masks. Tensor-parallel ranks share a seed, because
+    replicated activations must be dropped alike; Megatron adds their offset for sharded ones.
     """
-    grid, at = place.grid, place.at
-    number = (at.pp * grid.layout.cp + at.cp) * grid.data_parallel_size + at.dp
+    grid, coordinates = rank_context.grid, rank_context.coordinates
+    number = (coordinates.pp * grid.layout.cp + coordinates.cp) * grid.data_parallel_size + coordinates.dp
     return seed + _SEEDS_OF_A_RANK * number
 
 
-def seed_device(seed: int, place: Place) -> None:
-    """Sets the device's generator, from which dropout outside of cut tensors draws, to `seed_at`."""
-    torch.cuda.manual_seed(seed_at(seed, place))  # on a CPU the platform has made that torch's generator
+def seed_device(seed: int, rank_context: RankContext) -> None:
+    """Set the device's generator, from which dropout outside of sharded tensors draws, to `rank_seed`."""
+    # on a CPU the platform redirects this to torch's generator
+    torch.cuda.manual_seed(rank_seed(seed, rank_context))
 
 
 def stop() -> None:
-    """Ends all process groups and the platform's helpers."""
+    """Destroy all process groups and end the platform's helper processes."""
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
@@ -253,7 +254,7 @@ def stop() -> None:
 
 
 def context_group() -> ProcessGroup:
-    """The context-parallel group of this rank."""
+    """Return the context-parallel group of this rank."""
     from megatron.core import parallel_state
 
     group: ProcessGroup = parallel_state.get_context_parallel_group()
@@ -261,7 +262,7 @@ def context_group() -> ProcessGroup:
 
 
 def pipeline_group() -> ProcessGroup:
-    """The pipeline-parallel group of this rank."""
+    """Return the pipeline-parallel group of this rank."""
     from megatron.core import parallel_state
 
     group: ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
@@ -269,7 +270,7 @@ def pipeline_group() -> ProcessGroup:
 
 
 def tensor_group() -> ProcessGroup:
-    """The tensor-parallel group of this rank."""
+    """Return the tensor-parallel group of this rank."""
     from megatron.core import parallel_state
 
     group: ProcessGroup = parallel_state.get_tensor_model_parallel_group()
@@ -277,7 +278,7 @@ def tensor_group() -> ProcessGroup:
 
 
 def replica_group(expert: bool) -> ProcessGroup:
-    """The ranks that hold the same piece of a parameter as this one; context ranks are among them."""
+    """Return the ranks with the same shard of a parameter as this one, context-parallel ranks included."""
     from megatron.core import parallel_state
 
     if expert:
@@ -288,12 +289,12 @@ def replica_group(expert: bool) -> ProcessGroup:
 
 
 def replicas(expert: bool) -> list[int]:
-    """Global ranks of `replica_group`, the one that speaks for all first."""
+    """Return the global ranks of `replica_group`, the first replica first."""
     return sorted(torch.distributed.get_process_group_ranks(replica_group(expert)))
 
 
 def whole_model_group() -> ProcessGroup:
-    """Ranks that hold all stages, and all experts, between them: with this one, as few as there can be."""
+    """Return the smallest group with this rank that has all pipeline stages and all experts."""
     from megatron.core import parallel_state
 
     group: ProcessGroup = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
@@ -301,7 +302,7 @@ def whole_model_group() -> ProcessGroup:
 
 
 def expert_tensor_group() -> ProcessGroup:
-    """The expert-tensor-parallel group of this rank."""
+    """Return the expert-tensor-parallel group of this rank."""
     from megatron.core import parallel_state
 
     group: ProcessGroup = parallel_state.get_expert_tensor_parallel_group()

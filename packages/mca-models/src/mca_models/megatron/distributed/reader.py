@@ -1,8 +1,7 @@
-"""Reads what `writer` wrote, on any layout, and executes nothing of it.
+"""Read a checkpoint of `writer` on any layout, without executing anything in it.
 
-The index of such a folder, ``.metadata``, is a pickle, and may name entries that are pickles again. Torch would run
-them. Here the index is read by `mca_models.torch_checkpoint.dcp`, and torch gets one that is made of the tensors in
-it alone.
+The index of such a folder, ``.metadata``, is a pickle, and may name entries that are pickles too; torch would execute
+them. Here `mca_models.torch_checkpoint.dcp` reads the index, and torch gets an index with its tensors only.
 """
 
 from pathlib import Path
@@ -18,7 +17,7 @@ from mca_models.torch_checkpoint.dcp import METADATA, DcpDirectory, TensorEntry
 
 
 def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Whole shapes of the tensors in ``folder``, by global name.
+    """Return the full shapes of the tensors in ``folder`` by global name.
 
     Raises:
         McaError: Its index is missing, damaged, or not what PyTorch writes.
@@ -27,14 +26,14 @@ def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_state(state: Values, folder: Path) -> Settings:
-    """The tensors that ``state`` asks for; collective.
+    """Read the tensors of ``state``; collective.
 
     Args:
-        state: Sharded tensors, or factories of them, by any names.
+        state: Sharded tensors, or factories of them; any names.
         folder: Written by `write_state`; every rank sees it.
 
     Returns:
-        This rank's parts, by the names of ``state``.
+        This rank's shards by the names of ``state``.
 
     Raises:
         McaError: The index is damaged, or a tensor has another shape there.
@@ -65,18 +64,18 @@ def _reader(folder: Path, index: DcpObject) -> DcpObject:
 
 
 def _index(directory: DcpDirectory) -> DcpObject:
-    """Torch's own form of what was read."""
+    """Convert the index to torch's ``Metadata``."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
     tensors = directory.tensors
-    places = {
+    storage = {
         MetadataIndex(name, torch.Size(offset)): _StorageInfo(blob.file, blob.start, blob.length)
         for name, entry in tensors.items()
         for offset, (_, blob) in entry.blobs.items()
     }
-    where = directory.path / METADATA
-    return Metadata({name: _tensor(entry, where) for name, entry in tensors.items()}, None, places)
+    index_file = directory.path / METADATA
+    return Metadata({name: _tensor(entry, index_file) for name, entry in tensors.items()}, None, storage)
 
 
 def _tensor(entry: TensorEntry, where: Path) -> DcpObject:

@@ -1,6 +1,7 @@
-"""Megatron's fully parallel writer of sharded state dicts, at once or in the background, so that all ranks fail alike.
+"""Write sharded state dicts with Megatron's fully parallel strategy, synchronously or in the background.
 
-``torch_dist`` saves models with it; a trainer may save its optimizer's state beside them.
+If one rank fails, all ranks raise the same error. ``torch_dist`` saves models with it; a trainer may save its optimizer
+state with it too.
 """
 
 import contextlib
@@ -27,101 +28,105 @@ from mca_models.megatron.distributed.collectives import (
     all_gather,
     as_mca_error,
     is_disk_full,
-    on_first,
-    together,
+    run_on_all_ranks,
+    run_on_first_rank,
 )
-from mca_models.megatron.platform.children import children_die_with_us
+from mca_models.megatron.platform.child_processes import kill_children_with_parent
 from mca_models.megatron.types import DcpObject, SaveRequest, ShardedState, Upstream
 from mca_models.storage.atomic import write_file
 
 logger = logging.getLogger(__name__)
 
 METADATA: ShardedState = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-"""How what is written was cut, as Megatron keeps it in the checkpoint."""
+"""Content metadata: how optimizer state is sharded and named in the checkpoint."""
 
 
-class Writing:
-    """A state dict that Megatron's writer is writing into a folder; every method is collective.
+class PendingWrite:
+    """State dict that Megatron's writer is writing into a folder; every method is collective.
 
     Made by `write_state`. The folder is complete only when ``finish`` has returned.
     """
 
     def __init__(self, request: SaveRequest, folder: Path, *, background: bool) -> None:
         if request.async_fn is not None:
-            request = request._replace(async_fn=partial(_written, request.async_fn))
+            request = request._replace(async_fn=partial(_write_with_reason, request.async_fn))
         self._request, self._folder = request, folder
         self._process: BaseProcess | None = None
         if background:
             self._start()
         else:
-            together(lambda: _run(request))
+            run_on_all_ranks(lambda: _run(request))
 
     def _start(self) -> None:
         from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
 
         caller: DcpObject = TemporalAsyncCaller()
         try:
-            with children_die_with_us():
-                together(lambda: caller.schedule_async_call(self._request))
+            with kill_children_with_parent():
+                run_on_all_ranks(lambda: caller.schedule_async_call(self._request))
         except McaError:
             if caller.process is not None:
                 caller.process.kill()
             raise
-        self._process = caller.process  # None where a rank has nothing to write
+        self._process = caller.process  # None if a rank has nothing to write
 
     def done(self) -> bool:
-        """Whether every rank's bytes are on disk, so that ``finish`` need not wait. The same on every rank."""
+        """Return whether all ranks' bytes are on disk, so that ``finish`` need not wait; the same on every rank."""
         busy = self._process is not None and self._process.is_alive()
         count = torch.tensor([int(busy)], device=platform.current_device())
         torch.distributed.all_reduce(count)
         return int(count) == 0
 
     def finish(self) -> None:
-        """Waits for the bytes and writes the index of the checkpoint.
+        """Wait for the bytes and write the index of the checkpoint.
 
         Raises:
             McaError: A rank could not write; all raise the same.
         """
-        together(self._join)
+        run_on_all_ranks(self._join)
         write_index, *_ = self._request.finalize_fns
-        with _held_back(_filesystem_writer(), "finish") as faults:
-            _all_fail_alike(write_index, faults)
-        on_first(lambda: _write_format(self._folder))
-        self._request = None  # and with it the copies
+        with _collect_errors(_filesystem_writer(), "finish") as faults:
+            _raise_on_all_ranks(write_index, faults)
+        run_on_first_rank(lambda: _write_format(self._folder))
+        self._request = None  # releases the copies of the weights
 
     def _join(self) -> None:
         if self._process is None:
             return
         self._process.join()
         if code := self._process.exitcode:
-            how = f"was ended by signal {-code}" if code < 0 else f"failed with status {code}"
+            how = f"was killed by signal {-code}" if code < 0 else f"failed with status {code}"
             raise McaError(f"the process that wrote the checkpoint {how}")
 
 
-def write_state(state: ShardedState, folder: Path, *, background: bool = False) -> Writing:
-    """Begins to write ``state`` through Megatron's fully parallel strategy; collective.
+def write_state(state: ShardedState, folder: Path, *, background: bool = False) -> PendingWrite:
+    """Begin to write ``state`` with Megatron's fully parallel strategy; collective.
 
     Args:
-        state: Sharded tensors and objects, and what all ranks have alike.
-        folder: Existing and empty; every rank sees it.
+        state: Sharded tensors and objects, and values that are equal on all ranks.
+        folder: Existing, empty, and visible to every rank.
         background: Return once the tensors are copied; else once the bytes are written.
 
     Raises:
-        McaError: A rank could not.
+        McaError: A rank could not write.
     """
     from megatron.core import dist_checkpointing
 
     options = {"async_sharded_save": True, "content_metadata": METADATA}
-    options["validate_access_integrity"] = False  # the same; torch compares the plans on the first rank
+    options["validate_access_integrity"] = False  # torch compares the plans on the first rank too
     if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
-        options["async_strategy"] = "mcore"  # the other one is a package of its own
+        options["async_strategy"] = "mcore"  # the default is in a separate package
     strategy = _strategy()
-    with quiet(), _taken_for_empty(), _held_back(_common_writer(), "save_common") as faults:
+    with (
+        suppress_writer_warnings(),
+        _skip_folder_checks(),
+        _collect_errors(_common_writer(), "save_common") as faults,
+    ):
         made: list[SaveRequest] = []
-        _all_fail_alike(
+        _raise_on_all_ranks(
             lambda: made.append(dist_checkpointing.save(state, str(folder), strategy, **options)), faults
         )
-    return Writing(made[0], folder, background=background)
+    return PendingWrite(made[0], folder, background=background)
 
 
 def _strategy() -> DcpObject:
@@ -131,9 +136,7 @@ def _strategy() -> DcpObject:
     strategy: DcpObject = FullyParallelSaveStrategyWrapper(
         TorchDistSaveShardedStrategy("torch_dist", 1), parallel.replica_group(expert=False)
     )
-    strategy.cached_distribution = (
-        False  # of None it would send what each rank holds to every rank, to compare it
-    )
+    strategy.cached_distribution = False  # None: all ranks exchange and compare their shards
     return strategy
 
 
@@ -144,7 +147,7 @@ def _filesystem_writer() -> Upstream:
 
 
 def _common_writer() -> Upstream:
-    """What has ``save_common``, which writes ``common.pt``: a class in 0.16, later a module; 0.19 has none."""
+    """Return the owner of ``save_common``, which writes ``common.pt``: a class in 0.16, later a module."""
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import common
 
@@ -152,7 +155,7 @@ def _common_writer() -> Upstream:
 
 
 class _Empty:
-    """A folder with nothing in it, whatever its path."""
+    """Path that looks like an empty folder."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -166,11 +169,10 @@ def _unchanged(writer: DcpObject, plan: DcpObject) -> DcpObject:
 
 
 @contextlib.contextmanager
-def _taken_for_empty() -> Iterator[None]:
-    """Has Megatron take its folder to be as it was made, there and empty.
+def _skip_folder_checks() -> Iterator[None]:
+    """Skip Megatron's checks that the folder exists and is empty.
 
-    The first rank would look whether it is empty, every rank whether it is there: alone, so that an error would leave
-    the others waiting in a collective.
+    Each rank would make them on its own, so that an error would leave the others waiting in a collective.
     """
     from megatron.core.dist_checkpointing import serialization
 
@@ -184,18 +186,18 @@ def _taken_for_empty() -> Iterator[None]:
 
 
 def _run(request: SaveRequest) -> None:
-    """Writes this rank's part before it returns."""
+    """Write this rank's shards before returning."""
     if request.async_fn is None:
         return
     arguments = list(request.async_fn_args)
     if request.preload_fn is not None:
         arguments[1] = request.preload_fn()
-    with children_die_with_us():
+    with kill_children_with_parent():
         request.async_fn(*arguments, **request.async_fn_kwargs)
 
 
 class _Errors(logging.Handler):
-    """What was logged as an error."""
+    """Log handler that collects error messages."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -206,7 +208,7 @@ class _Errors(logging.Handler):
 
 
 class _Outcome:
-    """Takes what Megatron's writer puts into its queue of results."""
+    """Receiver of the result that Megatron's writer puts into its queue."""
 
     def __init__(self) -> None:
         self.value: object = RuntimeError("the writer ended without a result")
@@ -215,10 +217,10 @@ class _Outcome:
         self.value = value
 
 
-def _written(
+def _write_with_reason(
     write: Callable[..., None], rank: int, buckets: object, results: "_Outcome", **options: object
 ) -> None:
-    """Megatron's writer, but its result always has the reason of a failure, which 0.19 only logs."""
+    """Run Megatron's writer and add the reason of a failure to its result, which 0.19 only logs."""
     outcome, errors = _Outcome(), _Errors()
     logger = logging.getLogger(_filesystem_writer().__module__)
     logger.addHandler(errors)
@@ -234,10 +236,10 @@ def _written(
 
 
 @contextlib.contextmanager
-def _held_back(owner: Upstream, method: str) -> Iterator[list[Exception]]:
-    """Errors of a step that Megatron has one rank do alone while the others wait in a collective.
+def _collect_errors(owner: Upstream, method: str) -> Iterator[list[Exception]]:
+    """Collect the errors of a step that Megatron runs on one rank while the others wait in a collective.
 
-    Raised there, they would leave the others waiting; the list that is yielded takes them instead.
+    Raised there, they would leave the others waiting; they are appended to the yielded list instead.
     """
     faults: list[Exception] = []
     original: Upstream = getattr(owner, method, None)
@@ -256,10 +258,10 @@ def _held_back(owner: Upstream, method: str) -> Iterator[list[Exception]]:
         yield faults
 
 
-def _all_fail_alike(work: Callable[[], object], faults: list[Exception]) -> None:
-    """Runs ``work``, which is collective and fails on all ranks or none, or fills ``faults``.
+def _raise_on_all_ranks(work: Callable[[], object], faults: list[Exception]) -> None:
+    """Run ``work``, which is collective, and raise on all ranks if it fails or ``faults`` is filled.
 
-    Megatron reports only to the first rank what went wrong.
+    Megatron reports the error to the first rank only.
     """
     failed: list[RankFailed] = []
     try:
@@ -269,13 +271,13 @@ def _all_fail_alike(work: Callable[[], object], faults: list[Exception]) -> None
             raise
         failed.append(_cause(error))
     failed += [RankFailed(torch.distributed.get_rank(), as_mca_error(error)) for error in faults]
-    told = [each for of_rank in all_gather(failed) for each in of_rank]
-    if told:
-        raise told[0]
+    failures = [failure for by_rank in all_gather(failed) for failure in by_rank]
+    if failures:
+        raise failures[0]
 
 
 def _cause(error: BaseException) -> RankFailed:
-    """Which rank failed, and why, of an error of torch's checkpoint writer."""
+    """Return which rank failed, and why, from an error of torch's checkpoint writer."""
     failures = getattr(error, "failures", None)
     if failures:
         rank, (first, _) = sorted(failures.items())[0]
@@ -285,7 +287,7 @@ def _cause(error: BaseException) -> RankFailed:
 
 
 def _write_format(folder: Path) -> None:
-    """What Megatron writes last; with it the folder is a checkpoint."""
+    """Write the file that Megatron writes last and that makes the folder a checkpoint."""
     from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
 
     for file in folder.glob("common.pt"):
@@ -295,8 +297,8 @@ def _write_format(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Megatron's writer warns of parts of torch, and of its own, that later versions will replace."""
+def suppress_writer_warnings() -> Iterator[None]:
+    """Suppress warnings of Megatron's writer about deprecated parts of torch and Megatron."""
     logger = logging.getLogger("megatron.core.dist_checkpointing.strategies.torch")
     level = logger.level
     logger.setLevel(logging.ERROR)

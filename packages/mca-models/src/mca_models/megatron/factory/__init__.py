@@ -1,4 +1,4 @@
-"""From a configuration to the live chunks of a rank.
+"""Build and fill the live chunks of a rank from a configuration.
 
-What happens to a built model (saving, adapters) is above it.
+Saving and adapters are in higher modules.
 """

@@ -1,35 +1,37 @@
-"""Builds the GPT model of one virtual pipeline stage.
+"""Build the GPT model of one virtual pipeline stage.
 
-Its weights are not filled here (`fill`), and no process group is made.
+Its weights are filled in `fill`; process groups are made in `distributed.parallel`.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from mca_config.checks import fp8_token_multiple
 from mca_config.errors import McaError, raise_problems
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
 from mca_models.megatron import families, platform
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.factory.fp8_sizes import require_sizes
 from mca_models.megatron.factory.fused_limits import FIXED_IN_0_17
 from mca_models.megatron.factory.kernel_choice import kernel_choice
-from mca_models.megatron.layers.score import Score
+from mca_models.megatron.layers.classification_head import ClassificationHead
 from mca_models.megatron.layers.spec import block_spec, mtp_spec
-from mca_models.megatron.names import Held, Implementation
-from mca_models.megatron.types import GptModel, MegatronConfig, WithBias
+from mca_models.megatron.names import Implementation, LocalParam
+from mca_models.megatron.types import GptModel, MegatronConfig, Upstream, WithBias
 
 
 def build_chunk(
     config: McaModelConfig, megatron: MegatronConfig, chunk: PipelineChunk, implementation: Implementation
 ) -> torch.nn.Module:
-    """Megatron's ``GPTModel`` for ``chunk``, its parameters not yet filled.
+    """Build Megatron's ``GPTModel`` for ``chunk``; its parameters are not filled.
 
     Args:
         config: The model, with the layout that is built.
         megatron: Its ``TransformerConfig``.
-        chunk: What the virtual stage holds.
-        implementation: Whose layers.
+        chunk: Contents of the virtual stage.
+        implementation: Layer implementation.
     """
     from megatron.core.models.gpt import GPTModel
 
@@ -56,23 +58,25 @@ def build_chunk(
             mtp_block_spec=families.adapted_prediction(prediction, config, implementation),
             vp_stage=vp_stage,
         )
-    require_sizes(model, megatron)
+    _require_fp8_sizes(model, megatron)
     rotary = families.rotary(config, parallel.context_group())
     if rotary is not None:
         model.rotary_pos_emb = rotary
     families.finish(model, config)
     if chunk.has_loss and config.num_labels is not None:
-        model.output_layer = Score(megatron, config.num_labels, bias=config.head == "token_classification")
+        model.output_layer = ClassificationHead(
+            megatron, config.num_labels, bias=config.head == "token_classification"
+        )
     elif chunk.has_loss:
         _mask_padding(model.output_layer, config)
     if chunk.has_loss and config.mtp_num_layers and config.layout.cp > 1:
-        model.register_forward_pre_hook(_refuse_own_prediction, with_kwargs=True)
+        model.register_forward_pre_hook(_reject_megatron_mtp_loss, with_kwargs=True)
     module: torch.nn.Module = model.to(platform.current_device())
     return module
 
 
 def _mask_padding(output_layer: torch.nn.Module, config: McaModelConfig) -> None:
-    """Sets the logits of padded vocabulary rows to the least number, so that softmax and loss ignore them."""
+    """Set the logits of padded vocabulary rows to the lowest number, so that softmax and loss ignore them."""
     group = parallel.tensor_group()
     padded = config.padded_vocab_size
     if padded == config.vocab_size:
@@ -91,30 +95,63 @@ def _mask_padding(output_layer: torch.nn.Module, config: McaModelConfig) -> None
     output_layer.register_forward_hook(mask)
 
 
-def _refuse_own_prediction(model: GptModel, args: tuple[object, ...], options: dict[str, object]) -> None:
-    """Before a chunk's forward on several context ranks: Megatron's own loss of prediction layers is not trained.
+def _reject_megatron_mtp_loss(model: GptModel, args: tuple[object, ...], options: dict[str, object]) -> None:
+    """Reject Megatron's MTP loss with context parallelism; a hook before a chunk's forward pass.
 
-    It is divided by each context rank's own tokens: since megatron-core 0.17 always, before that unless
+    Megatron divides it by the context rank's token count: since 0.17 always, before that unless
     ``calculate_per_token_loss`` is on.
     """
     divided = platform.megatron_version() >= FIXED_IN_0_17 or not model.config.calculate_per_token_loss
-    own = model.config.mtp_num_layers and "mca_prediction" not in vars(model)  # mca_train computes it
-    if divided and own and torch.is_grad_enabled() and options.get("labels") is not None:
+    megatron_loss = model.config.mtp_num_layers and "mca_mtp_loss" not in vars(
+        model
+    )  # else mca_train computes it
+    if divided and megatron_loss and torch.is_grad_enabled() and options.get("labels") is not None:
         raise McaError(
-            "Megatron's own loss of prediction layers is wrong on several context ranks; train with McaTrainer, which "
-            "computes it, or set context_parallel_size to 1 or mtp_num_layers to 0"
+            "Megatron's MTP loss is wrong with context_parallel_size above 1; train with McaTrainer, which computes "
+            "it, or set context_parallel_size to 1 or mtp_num_layers to 0"
         )
 
 
-def live_tensors(model: torch.nn.Module, held: list[Held]) -> dict[str, Tensor]:
-    """The chunk's tensors by live name, found to be exactly those that ``held`` names.
+def _require_fp8_sizes(model: torch.nn.Module, megatron: MegatronConfig) -> None:
+    """Raise if fp8 is on and a matrix of this rank has sizes that Transformer Engine's kernels do not support."""
+    if not megatron.fp8:
+        return
+    multiple = fp8_token_multiple(megatron.fp8, megatron.fp8_recipe)
+    problems = [
+        f"{name} is {' x '.join(map(str, shape))} on each tensor rank, and fp8 needs multiples of {multiple}; change "
+        "tensor_model_parallel_size or fp8_recipe, or remove fp8"
+        for name, shape in _matrices(model, megatron)
+        if any(size % multiple for size in shape)
+    ]
+    raise_problems(problems, "this model cannot be computed in fp8", shown=5)
+
+
+def _matrices(model: torch.nn.Module, megatron: MegatronConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield name and shape of the matrices that Transformer Engine multiplies in fp8."""
+    from megatron.core.fp8_utils import is_first_last_bf16_layer
+
+    plain: set[str] = set()
+    modules: Iterator[tuple[str, Upstream]] = model.named_modules()
+    for name, module in modules:
+        parent = name.rpartition(".")[0]
+        layer = getattr(module, "layer_number", 0) - 1 if parent.endswith("decoder.layers") else -1
+        if parent in plain or is_first_last_bf16_layer(megatron, layer):
+            plain.add(name)
+        elif hasattr(module, "fp8_meta"):
+            for of, tensor in module.named_parameters(recurse=False):
+                if tensor.dim() == 2:
+                    yield f"{name}.{of}", tuple(tensor.shape)
+
+
+def live_tensors(model: torch.nn.Module, params: list[LocalParam]) -> dict[str, Tensor]:
+    """Return the chunk's tensors by live name, after checking that they are exactly those of ``params``.
 
     Raises:
         McaError: A tensor has no rule, or a rule no tensor.
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
-    expected = [item.live for item in held]
+    expected = [item.live for item in params]
     tensors |= {name: buffers[name] for name in expected if name in buffers}
     problems = [f"no rule for the live tensor {name}" for name in sorted(tensors.keys() - set(expected))]
     problems += [f"no live tensor {name}" for name in expected if name not in tensors]

@@ -1,6 +1,6 @@
-"""The settings of Megatron's ``TransformerConfig`` that say how a model runs, not what it computes.
+"""Settings of Megatron's ``TransformerConfig`` for execution: layout, precision, kernels, point-to-point communication.
 
-These are its layout, precision, kernels and sends. Settings of the architecture are made in `transformer_config`.
+Settings of the architecture are in `transformer_config`.
 """
 
 import functools
@@ -27,29 +27,29 @@ _TRAINED_EXPERTS = "training a model with experts"
 
 
 def _needs_sequence_parallel(config: McaModelConfig, args: DistributingParallelArguments) -> str | None:
-    """What of the model needs it with more than one tensor rank; None: nothing."""
+    """Return which part of the model needs sequence parallelism at tp > 1; None: no part."""
     if config.num_moe_experts is not None and isinstance(args, MegatronArguments):
         return _TRAINED_EXPERTS
-    return "latent attention" if isinstance(config, MlaMcaModelConfig) else None
+    return "MLA" if isinstance(config, MlaMcaModelConfig) else None
 
 
 def layout_settings(
     config: McaModelConfig, args: DistributingParallelArguments, layout: ParallelLayout
 ) -> Settings:
-    """The parallel sizes. Sequence parallelism is turned on where the model needs it.
+    """Return the parallel sizes; turn sequence parallelism on if the model needs it.
 
     Raises:
-        McaError: It was turned off there.
+        McaError: ``sequence_parallel`` is off although the model needs it.
     """
     sequence_parallel = args.sequence_parallel_for(layout)
     why = _needs_sequence_parallel(config, args) if layout.tp > 1 and not sequence_parallel else None
     if why and args.sequence_parallel is None:
-        _say(f"sequence_parallel is on: {why} on several tensor ranks needs it")
+        _log_once(f"sequence_parallel is on: {why} on several tensor ranks needs it")
         sequence_parallel = True
     elif why == _TRAINED_EXPERTS:
         raise McaError(
-            f"sequence_parallel cannot be off: {why} on several tensor ranks needs it (Megatron refuses to run "
-            "without it); remove sequence_parallel"
+            f"sequence_parallel cannot be off: {why} on several tensor ranks needs it (Megatron rejects it "
+            "otherwise); remove sequence_parallel"
         )
     return {
         "tensor_model_parallel_size": layout.tp,
@@ -68,7 +68,7 @@ def layout_settings(
 
 
 def precision_settings(dtype: str) -> Settings:
-    """The dtype of parameters and of what stages send."""
+    """Return the dtypes of parameters and of point-to-point communication."""
     return {
         "params_dtype": DTYPES[dtype],
         "pipeline_dtype": DTYPES[dtype],
@@ -78,7 +78,7 @@ def precision_settings(dtype: str) -> Settings:
 
 
 def kernel_settings(implementation: Implementation) -> Settings:
-    """Fusions need CUDA kernels; weights are always filled by us, from a file or from a seed."""
+    """Return the fusions, which need CUDA kernels; weights are always filled by mca, from a file or a seed."""
     fused = implementation == "transformer_engine"
     return {
         "perform_initialization": False,
@@ -93,9 +93,10 @@ def kernel_settings(implementation: Implementation) -> Settings:
 
 
 def pipeline_settings(layout: ParallelLayout, version: tuple[int, ...], device: str) -> Settings:
-    """Point-to-point sends overlap under virtual pipelining, where batched ones give wrong numbers.
+    """Return the settings of point-to-point communication between pipeline stages.
 
-    Outputs are freed after sending on CUDA only, as gloo reads them later, and where Megatron waits for its sends.
+    With virtual pipelining sends overlap, because batched ones give wrong numbers. Outputs are freed after sending only
+    on CUDA, as gloo reads them later, and only where Megatron waits for its sends.
     """
     interleaved = layout.vpp > 1
     frees = device == "cuda" and waits_for_sends(layout, version)
@@ -107,21 +108,21 @@ def pipeline_settings(layout: ParallelLayout, version: tuple[int, ...], device: 
 
 
 def waits_for_sends(layout: ParallelLayout, version: tuple[int, ...]) -> bool:
-    """Whether megatron-core of that version has sent an output before it frees it."""
+    """Return whether megatron-core of ``version`` waits for the send of an output before it frees the output."""
     return layout.vpp == 1 or version >= (0, 18)
 
 
 def grouped_experts(settings: Settings, implementation: Implementation) -> bool:
-    """Grouped expert products: Transformer Engine's, unless refused; the local spec has none."""
-    wanted = settings.get("moe_grouped_gemm")
+    """Return whether experts use grouped GEMM: with Transformer Engine unless turned off, never locally."""
+    requested = settings.get("moe_grouped_gemm")
     if implementation == "local":
-        if wanted and settings.get("num_moe_experts"):
-            _say("moe_grouped_gemm is off: the local layers run experts one after the other")
+        if requested and settings.get("num_moe_experts"):
+            _log_once("moe_grouped_gemm is off: the local layers run experts one after the other")
         return False
-    return wanted is not False
+    return requested is not False
 
 
 @functools.cache
-def _say(line: str) -> None:
-    """Logs ``line`` once: a configuration is made to be checked, and again for the model."""
+def _log_once(line: str) -> None:
+    """Log ``line`` once: a configuration is made for checks, and again for the model."""
     _log.info(line)

@@ -1,7 +1,7 @@
-"""Fills the live tensors of a model: from a checkpoint, or from a seed.
+"""Fill the live tensors of a model from a checkpoint or from a seed.
 
-Both ways give every layout the same model: a file's slices, or slices of whole parameters that are drawn from a
-generator of their own.
+Both give the same model on every layout: slices of a file, or slices of full parameters, each drawn from its own
+generator.
 """
 
 import math
@@ -17,17 +17,17 @@ from mca_config.errors import McaError
 from mca_config.layout import Coordinates, ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.factory.vocabulary import Growth, grown_piece
-from mca_models.megatron.names import Held
+from mca_models.megatron.factory.vocabulary import VocabularyGrowth, grown_piece
+from mca_models.megatron.names import LocalParam
 from mca_models.megatron.tensors import copy_finite, seeded_generator, to_torch
-from mca_models.storage.source import ModelSource, different_names, gather_piece, read_piece
-from mca_models.templates import family_of
+from mca_models.storage.source import ModelSource, name_differences, plan_shard, read_shard
+from mca_models.templates import get_family
 from mca_models.weights import Param, Stage
 
 _NORMS = ("layernorm.weight", "layer_norm_weight", "norm.weight")
 
 _ONES = ("out_norm.weight", "dt_bias", "layer_scalar", "router_scale", "expert_scale", "k_norm_weight")
-"""Of gated delta nets and indexers, whose own norms are never zero-centred, and factors."""
+"""Norms of gated delta nets and indexers, which are never zero-centred, and factors."""
 
 _XIELU = {
     "alpha_p": math.log(math.expm1(0.8)),
@@ -35,30 +35,32 @@ _XIELU = {
     "beta": 0.5,
     "eps": -1e-6,
 }
-"""What an activation xIELU begins with, by its weights' names."""
+"""Initial weights of the activation xIELU by name."""
 
 _ZERO = ("bias",)
 _DECAY = "A_log"
 _AHEAD = 8
-"""Parameters that are drawn at once at most, as each of them is held whole in fp32."""
+"""Maximum number of parameters drawn at once, each as a full fp32 tensor."""
 
 
-def cut_of(param: Param, layout: ParallelLayout, at: Coordinates) -> tuple[int, int]:
-    """(rank, size) by which ``param`` is cut: etp for experts, else tp; (0, 1) if it is replicated."""
+def shard_rank_and_size(param: Param, layout: ParallelLayout, coordinates: Coordinates) -> tuple[int, int]:
+    """Return (rank, size) of the sharding of ``param``: etp for experts, else tp; (0, 1) if replicated."""
     if param.shard.axis is None:
         return 0, 1
-    return (at.tp, layout.tp) if param.expert is None else (at.etp, layout.etp)
+    return (coordinates.tp, layout.tp) if param.expert is None else (coordinates.etp, layout.etp)
 
 
-def speaks(param: Param, at: Coordinates) -> bool:
-    """Whether the rank at ``at`` is the first of those that hold the same piece of ``param``."""
+def is_first_replica(param: Param, coordinates: Coordinates) -> bool:
+    """Return whether the rank at ``coordinates`` is the first replica of its shard of ``param``."""
     if param.expert is not None:
-        return at.edp == 0 and (param.shard.axis is not None or at.etp == 0)
-    return at.dp == 0 and at.cp == 0 and (param.shard.axis is not None or at.tp == 0)
+        return coordinates.edp == 0 and (param.shard.axis is not None or coordinates.etp == 0)
+    return (
+        coordinates.dp == 0 and coordinates.cp == 0 and (param.shard.axis is not None or coordinates.tp == 0)
+    )
 
 
-def whole_shape(param: Param, live: Tensor, config: McaModelConfig) -> tuple[int, ...]:
-    """Shape of the whole parameter, without vocabulary padding."""
+def full_shape(param: Param, live: Tensor, config: McaModelConfig) -> tuple[int, ...]:
+    """Return the shape of the full parameter, without vocabulary padding."""
     shape = list(live.shape)
     if param.shard.axis is not None:
         shape[param.shard.axis] *= config.layout.tp if param.expert is None else config.layout.etp
@@ -68,123 +70,125 @@ def whole_shape(param: Param, live: Tensor, config: McaModelConfig) -> tuple[int
 
 
 def require_same_names(source: ModelSource, config: McaModelConfig, where: str) -> None:
-    """Raises unless the checkpoint has every parameter of a model, and no other.
+    """Raise unless the checkpoint has exactly the parameters of the model.
 
     Args:
         source: The checkpoint.
         config: The model.
         where: Names the checkpoint in errors.
     """
-    built = (param for param in source.params if param.stage is not Stage.CARRIED)
+    built = (param for param in source.params if param.stage is not Stage.PASSTHROUGH)
     there = {param.mca_name() for param in built if param.alias_of is None}
-    here = {p.mca_name() for p in family_of(config.model_type).params(config) if p.alias_of is None}
-    if faults := different_names(there, here):
+    here = {p.mca_name() for p in get_family(config.model_type).params(config) if p.alias_of is None}
+    if faults := name_differences(there, here):
         raise McaError(f"{where}: holds another model than this one: {faults}")
 
 
 @torch.no_grad()
 def from_source(
     source: ModelSource,
-    held: Sequence[tuple[Held, Tensor]],
+    params: Sequence[tuple[LocalParam, Tensor]],
     layout: ParallelLayout,
-    at: Coordinates,
+    coordinates: Coordinates,
     *,
-    growth: Growth | None = None,
+    growth: VocabularyGrowth | None = None,
     broadcast: bool = False,
 ) -> int:
-    """Copies each live tensor's slice out of the checkpoint, which is open and complete.
+    """Copy each live tensor's slice out of an open, complete checkpoint.
 
     Args:
         source: The checkpoint.
-        held: What to fill.
+        params: The tensors to fill.
         layout: The parallel sizes.
-        at: Where this rank stands.
+        coordinates: This rank's coordinates.
         growth: The vocabulary rows that the checkpoint lacks.
-        broadcast: The first data-parallel replica reads and sends to the others; collective then.
+        broadcast: The first data-parallel replica reads and broadcasts; makes the call collective.
 
     Returns:
-        Bytes that this rank took out of the checkpoint.
+        Bytes that this rank read from the checkpoint.
     """
     known = stored_in(source)
     nbytes = 0
-    for item, live in held:
+    for item, live in params:
         stored = known(item.param)
         group = parallel.replica_group(item.param.expert is not None) if broadcast else None
         if group is None or group.rank() == 0:
-            rank, size = cut_of(item.param, layout, at)
+            rank, size = shard_rank_and_size(item.param, layout, coordinates)
             if growth is not None and stored.vocab:
                 live.copy_(grown_piece(source, stored, growth, live, rank))
             else:
                 read_into(live, source, stored, (rank, size))
-            nbytes += _bytes_of(source, stored, rank, size)
+            nbytes += _piece_bytes(source, stored, rank, size)
         if group is not None and group.size() > 1:
             torch.distributed.broadcast(live, torch.distributed.get_global_rank(group, 0), group=group)
     return nbytes
 
 
 def stored_in(source: ModelSource) -> Callable[[Param], Param]:
-    """From a parameter of a model to what a checkpoint stores of it."""
+    """Return a function from a model's parameter to the checkpoint's parameter."""
     by_name = {param.mca_name(): param for param in source.params}
     return lambda param: by_name[param.alias_of or param.mca_name()]
 
 
 def read_into(live: Tensor, source: ModelSource, stored: Param, cut: tuple[int, int]) -> None:
-    """Copies one piece of a parameter out of a checkpoint.
+    """Copy one shard of a parameter out of a checkpoint.
 
     Args:
-        live: Where it goes.
+        live: The tensor to fill.
         source: The checkpoint.
-        stored: The parameter, as it is stored.
-        cut: From `cut_of`.
+        stored: The checkpoint's parameter.
+        cut: (rank, size) from `shard_rank_and_size`.
     """
-    copy_finite(live, to_torch(read_piece(source, stored, *cut)), stored.mca_name())
+    copy_finite(live, to_torch(read_shard(source, stored, *cut)), stored.mca_name())
 
 
-def _bytes_of(source: ModelSource, param: Param, rank: int, size: int) -> int:
-    """What ``read_piece`` takes out of the files; an estimate for grown vocabularies."""
-    gather, parts = gather_piece(source, param, rank, size)
+def _piece_bytes(source: ModelSource, param: Param, rank: int, size: int) -> int:
+    """Return the bytes that ``read_shard`` reads from the files; an estimate for grown vocabularies."""
+    gather, parts = plan_shard(source, param, rank, size)
     return sum(move.run * move.repeat * parts[move.part].info.itemsize for move in gather.moves)
 
 
 @torch.no_grad()
 def from_seed(
-    seed: int, held: Sequence[tuple[Held, Tensor]], config: McaModelConfig, at: Coordinates
+    seed: int, params: Sequence[tuple[LocalParam, Tensor]], config: McaModelConfig, coordinates: Coordinates
 ) -> None:
-    """Draws each whole parameter as HF initialises it and keeps this rank's piece.
+    """Draw each full parameter as Hugging Face initialises it and keep this rank's shard.
 
     Matrices are normal with ``init_method_std``, norms one (zero if zero-centred), biases zero.
     """
-    for (item, live), whole in zip(held, _wholes(seed, held, config), strict=True):
-        rank, size = cut_of(item.param, config.layout, at)
+    for (item, live), whole in zip(params, _draw_params(seed, params, config), strict=True):
+        rank, size = shard_rank_and_size(item.param, config.layout, coordinates)
         if item.param.vocab and size > 1:
             padding = config.padded_vocab_size - config.vocab_size
             whole = torch.cat([whole, whole.new_zeros(padding, *whole.shape[1:])])
         live.copy_(item.param.shard.take(whole, rank, size))
 
 
-def _wholes(seed: int, held: Sequence[tuple[Held, Tensor]], config: McaModelConfig) -> Iterator[Tensor]:
-    """The whole parameters in their order.
+def _draw_params(
+    seed: int, params: Sequence[tuple[LocalParam, Tensor]], config: McaModelConfig
+) -> Iterator[Tensor]:
+    """Yield the full parameters in order.
 
-    A generator draws in one thread, and always on the CPU: numbers of a GPU's depend on its kind, and replicas must
-    begin with the same. Each parameter has one of its own, so that as many are drawn at once as torch has threads.
+    Generators run on the CPU, because a GPU's numbers depend on its model and replicas must start equal. A generator
+    uses one thread; each parameter has its own generator, so that several are drawn at once.
     """
-    shapes = [whole_shape(item.param, live, config) for item, live in held]
+    shapes = [full_shape(item.param, live, config) for item, live in params]
     threads = min(torch.get_num_threads(), _AHEAD)
     if threads == 1:
-        for (item, _), shape in zip(held, shapes, strict=True):
-            yield _drawn(seed, item.param, shape, config)
+        for (item, _), shape in zip(params, shapes, strict=True):
+            yield _draw_param(seed, item.param, shape, config)
         return
     with ThreadPoolExecutor(threads) as pool:
         drawn: deque[Future[Tensor]] = deque()
-        for (item, _), shape in zip(held, shapes, strict=True):
-            drawn.append(pool.submit(_drawn, seed, item.param, shape, config))
+        for (item, _), shape in zip(params, shapes, strict=True):
+            drawn.append(pool.submit(_draw_param, seed, item.param, shape, config))
             if len(drawn) == threads:
                 yield drawn.popleft().result()
         while drawn:
             yield drawn.popleft().result()
 
 
-def _drawn(seed: int, param: Param, shape: tuple[int, ...], config: McaModelConfig) -> Tensor:
+def _draw_param(seed: int, param: Param, shape: tuple[int, ...], config: McaModelConfig) -> Tensor:
     name = param.alias_of or param.mca_name()
     if config.mamba_num_heads and (start := _state_space_start(seed, name, shape)) is not None:
         return start
@@ -205,7 +209,7 @@ def _drawn(seed: int, param: Param, shape: tuple[int, ...], config: McaModelConf
 
 
 def _state_space_start(seed: int, name: str, shape: tuple[int, ...]) -> Tensor | None:
-    """What belongs to the heads of a state space layer: steps in time of 0.001 to 0.1, and rates of decay."""
+    """Return initial values of Mamba's per-head parameters: time steps of 0.001 to 0.1, and decay rates."""
     if name.endswith("dt_bias"):
         drawn = torch.empty(shape).uniform_(0.0, 1.0, generator=seeded_generator(f"{seed}/{name}"))
         steps = (drawn * (math.log(0.1) - math.log(0.001)) + math.log(0.001)).exp()

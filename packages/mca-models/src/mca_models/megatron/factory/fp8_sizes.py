@@ -1,22 +1,23 @@
 """Whether Transformer Engine can compute the products of a built model in fp8: its kernels want multiples in all sizes.
 
-Tokens are padded to them (`mca_config.checks.tokens_of_fp8`), matrices are what the model and the layout make them.
+Tokens are padded to them (`mca_config.checks.fp8_token_multiple`);
+the sizes of matrices follow from the model and the layout.
 """
 
 from collections.abc import Iterator
 
 import torch
 
-from mca_config.checks import tokens_of_fp8
+from mca_config.checks import fp8_token_multiple
 from mca_config.errors import raise_problems
 from mca_models.megatron.types import MegatronConfig, Upstream
 
 
-def require_sizes(model: torch.nn.Module, megatron: MegatronConfig) -> None:
-    """Raises one error with all matrices of this rank that cannot be multiplied in fp8, if that is asked for."""
+def require_fp8_sizes(model: torch.nn.Module, megatron: MegatronConfig) -> None:
+    """Raise one error with all matrices of this rank that cannot be multiplied in fp8, if that is asked for."""
     if not megatron.fp8:
         return
-    multiple = tokens_of_fp8(megatron.fp8, megatron.fp8_recipe)
+    multiple = fp8_token_multiple(megatron.fp8, megatron.fp8_recipe)
     problems = [
         f"{name} is {' x '.join(map(str, shape))} on each tensor rank, and fp8 needs multiples of {multiple}; change "
         "tensor_model_parallel_size or fp8_recipe, or remove fp8"

@@ -1,4 +1,4 @@
-"""Fused kernels that compute something else than the model does, refused by name like all of `limits`."""
+"""Limits of fused kernels, which compute something else than some models do; part of `limits`."""
 
 from collections.abc import Iterator
 
@@ -10,19 +10,19 @@ from mca_models.megatron.layers.rope import attention_factor
 Version = tuple[int, ...]
 FIXED_IN_0_17: Version = (0, 17)
 _ENGINE_WITH_STRIDES: Version = (2, 11)
-"""Transformer Engine's first whose cross entropy takes gradients that are not in one piece."""
+"""First version of Transformer Engine whose cross entropy accepts non-contiguous gradients."""
 
 
 def fused_problems(
     config: McaModelConfig, settings: Values, version: Version, engine: Version | None
 ) -> Iterator[str]:
-    """What cannot be run.
+    """Yield the fused kernels that cannot run this model.
 
     Args:
         config: The model.
-        settings: What goes into Megatron's ``TransformerConfig``.
-        version: megatron-core's.
-        engine: Transformer Engine's; None: it is not there.
+        settings: Arguments of Megatron's ``TransformerConfig``.
+        version: Version of megatron-core.
+        engine: Version of Transformer Engine; None: not installed.
     """
     yield from _activation(config, settings)
     yield from _rope(config, settings, version)
@@ -31,35 +31,35 @@ def fused_problems(
 
 
 def has_altered_glu(config: McaModelConfig) -> bool:
-    """Whether a gated MLP computes more than its activation times the other half."""
+    """Return whether a gated MLP computes more than its activation times the other half."""
     clamped = config.activation_func_clamp_value is not None
     return clamped or bool(config.glu_linear_offset) or config.mlp_multipliers is not None
 
 
 def _activation(config: McaModelConfig, settings: Values) -> Iterator[str]:
-    """Transformer Engine's gelu is an approximation, and Megatron takes its ReLU for an ungated silu."""
+    """Yield problems of fused activations: Transformer Engine approximates gelu and treats ungated silu as ReLU."""
     if settings.get("bias_activation_fusion") and not has_fused_activation(config):
-        yield "bias_activation_fusion has no kernel for what every MLP of this model computes; remove it"
+        yield "bias_activation_fusion has no kernel for the MLPs of this model; remove it"
     swiglu = config.hidden_act == "silu" and config.gated_linear_unit and not has_altered_glu(config)
     for name in ("use_te_activation_func", "use_transformer_engine_op_fuser"):
         if settings.get(name) and not swiglu:
             yield f"{name} computes another activation than this model, whose MLPs are not plain gated silu; remove it"
     if settings.get("use_transformer_engine_op_fuser") and (
-        config.norm_placement == "post" or config.has_own_norms
+        config.norm_placement == "post" or config.has_custom_norms
     ):
         yield (
-            "use_transformer_engine_op_fuser needs a norm of Transformer Engine's before each MLP, which this model "
-            "does not have; remove it"
+            "use_transformer_engine_op_fuser needs Transformer Engine's norm before each MLP, which this model does "
+            "not have; remove it"
         )
 
 
 def _rope(config: McaModelConfig, settings: Values, version: Version) -> Iterator[str]:
-    """Megatron's call of the fused kernel for packed rows omits what the plain one receives."""
+    """Yield problems of fused RoPE, to which Megatron passes fewer arguments for packed rows."""
     if not settings.get("apply_rope_fusion"):
         return
     kind = (config.rope_scaling or {}).get("rope_type", "yarn")
     if isinstance(config, MlaMcaModelConfig) and kind != "yarn":
-        yield f"apply_rope_fusion has no rope_type {kind} in latent attention; remove it"
+        yield f"apply_rope_fusion is not supported for MLA with rope_type {kind}; remove it"
     if not isinstance(config, MlaMcaModelConfig) and attention_factor(config) != 1.0:
         yield f"apply_rope_fusion omits the factor of rope_type {kind} on packed rows; remove it"
     if config.rotary_interleaved and version < FIXED_IN_0_17:

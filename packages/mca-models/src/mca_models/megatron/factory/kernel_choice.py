@@ -1,4 +1,4 @@
-"""The environment variables by which Transformer Engine chooses an attention kernel, which Megatron writes."""
+"""Environment variables that Megatron writes and by which Transformer Engine chooses an attention kernel."""
 
 import os
 from collections.abc import Iterator
@@ -7,22 +7,22 @@ from contextlib import contextmanager
 from mca_config.errors import McaError
 
 DETERMINISM = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
-"""What Transformer Engine's attention asks, when it is built, for whether its gradients may differ from run to run."""
+"""Read by Transformer Engine's attention when it is built: whether gradients may differ from run to run."""
 NAMES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 @contextmanager
 def kernel_choice(backend: str | None, *, engine: bool, deterministic: bool = False) -> Iterator[None]:
-    """A block in which Megatron builds a model and says in the environment which kernels it is to use.
+    """Set the variables while Megatron builds a model.
 
     Args:
         backend: The model's ``attention_backend``.
-        engine: It has Transformer Engine's attention, which reads the variables in every forward pass, so they stay.
-            Without it they mean nothing to the model, and are afterwards as before: the next one may choose another.
+        engine: Whether the model has Transformer Engine's attention, which reads the variables in every forward pass:
+            then they stay set. Else they are restored, so that the next model may choose another kernel.
         deterministic: The model's ``deterministic_mode``, which the engine's attention reads in the environment too.
 
     Raises:
-        McaError: The environment says otherwise, by the user's will or for another model of this process.
+        McaError: The variables contradict ``backend``, set by the user or for another model of this process.
     """
     before = {} if engine else {name: os.environ.pop(name) for name in NAMES if name in os.environ}
     allowed = os.environ.get(DETERMINISM)

@@ -1,12 +1,12 @@
-"""What the installed megatron-core, or this machine, would compute wrongly or not at all: refused by name.
+"""Limits: what the installed megatron-core, or this machine, computes wrongly or not at all.
 
-Each was found by comparing losses and gradients over layouts; each has a test.
+Each was measured by comparing losses and gradients over layouts, and has a test.
 """
 
 import math
 from collections.abc import Iterator
 
-from mca_config.arguments import needing_engine
+from mca_config.arguments import transformer_engine_problems
 from mca_config.errors import raise_problems
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
@@ -16,9 +16,9 @@ from mca_config.rope import require_rope
 from mca_config.types import Values
 from mca_models.megatron.factory.execution import waits_for_sends
 from mca_models.megatron.factory.fused_limits import FIXED_IN_0_17, Version, fused_problems, has_altered_glu
-from mca_models.megatron.families.core_attention import own_core
-from mca_models.megatron.families.group_router import own_groups
-from mca_models.megatron.families.router import own_router
+from mca_models.megatron.families.core_attention import custom_core_attention
+from mca_models.megatron.families.group_router import custom_group_router
+from mca_models.megatron.families.router import custom_router
 
 
 def require_supported(
@@ -32,23 +32,23 @@ def require_supported(
     engine: Version | None,
     packed: bool = False,
 ) -> None:
-    """Raises one error with all that cannot be run.
+    """Raise one error with everything that cannot run.
 
     Args:
         config: The model.
         layout: The parallel sizes.
-        settings: What goes into Megatron's ``TransformerConfig``.
+        settings: Arguments of Megatron's ``TransformerConfig``.
         device: ``cpu`` or ``cuda``.
-        version: megatron-core's.
+        version: Version of megatron-core.
         implementation: ``local`` or ``transformer_engine``.
-        engine: Transformer Engine's version; None: it is not there.
-        packed: Whether rows hold several sequences.
+        engine: Version of Transformer Engine; None: not installed.
+        packed: Whether rows have several sequences.
     """
     require_rope(config.rope_scaling)
     problems = [
         *_pipeline(config, layout, settings),
         *_sends(layout, settings, device, version),
-        *_latent_gradients(config, layout, settings),
+        *_mla_gradients(config, layout, settings),
         *_recomputation(config, layout, settings, version),
         *_machine(settings, device, implementation),
         *_routing(config, settings),
@@ -63,8 +63,8 @@ def _pipeline(config: McaModelConfig, layout: ParallelLayout, settings: Values) 
     middle = range(1, layout.pp - 1)
     if layout.vpp > 1 and config.tie_word_embeddings and {*middle} & {*_plan(config, layout).embedding_ranks}:
         yield (
-            "megatron-core cannot tie the embedding to prediction layers on a pipeline rank between the first and "
-            "the last with virtual stages; move m of pipeline_model_parallel_layout into the stage of L"
+            "megatron-core cannot tie the embedding to MTP layers on a pipeline rank between the first and the last "
+            "with virtual stages; move m of pipeline_model_parallel_layout into the stage of L"
         )
     overlaps, batched = settings.get("overlap_p2p_comm"), settings.get("batch_p2p_comm")
     if layout.pp > 1 and layout.vpp == 1 and overlaps:
@@ -97,14 +97,15 @@ def _plan(config: McaModelConfig, layout: ParallelLayout) -> PipelinePlan:
     return pipeline_plan(layout, config.num_layers, config.mtp_num_layers)
 
 
-def _latent_gradients(config: McaModelConfig, layout: ParallelLayout, settings: Values) -> Iterator[str]:
-    """On the local layers Megatron adds up whole gradients of the queries' norm, once for each tensor rank.
+def _mla_gradients(config: McaModelConfig, layout: ParallelLayout, settings: Values) -> Iterator[str]:
+    """Yield the limit of MLA with tensor parallelism but without sequence parallelism.
 
-    In Transformer Engine's layers the ranks do not add up theirs of the rotary key that all heads share.
+    On the local layers Megatron sums full gradients of the query norm once per tensor rank. With Transformer Engine the
+    gradient of the rotary key that all heads share is not summed over tensor ranks.
     """
     if isinstance(config, MlaMcaModelConfig) and layout.tp > 1 and not settings.get("sequence_parallel"):
         yield (
-            "megatron-core computes wrong gradients of latent attention with tensor_model_parallel_size above 1 and no "
+            "megatron-core computes wrong gradients of MLA with tensor_model_parallel_size above 1 and no "
             "sequence_parallel; set sequence_parallel to true"
         )
 
@@ -112,14 +113,14 @@ def _latent_gradients(config: McaModelConfig, layout: ParallelLayout, settings: 
 def _recomputation(
     config: McaModelConfig, layout: ParallelLayout, settings: Values, version: Version
 ) -> Iterator[str]:
-    """Megatron takes so many layers of a stage at a time, of prediction layers one; 0.16 runs past the stage's last."""
+    """Yield limits of activation recomputation."""
     yield from _selective(config, settings)
     count = settings.get("recompute_num_layers") or 1
     if settings.get("recompute_method") != "uniform" or count == 1:
         return
     if settings.get("mtp_num_layers"):
         yield (
-            f"megatron-core cannot recompute prediction layers {count} layers at a time; change recompute_num_layers "
+            f"megatron-core cannot recompute MTP layers {count} layers at a time; change recompute_num_layers "
             "to 1, or use recompute_method block"
         )
     if version >= FIXED_IN_0_17:
@@ -134,63 +135,65 @@ def _recomputation(
 
 
 def _selective(config: McaModelConfig, settings: Values) -> Iterator[str]:
-    """Parts that look at what another part of the layer was given, which is gone when they are computed again."""
+    """Yield modules that cannot be recomputed alone, because they read inputs that are gone by then."""
     if settings.get("recompute_granularity") != "selective":
         return
     modules = settings.get("recompute_modules") or ["core_attn"]
     indexed = isinstance(config, MlaMcaModelConfig) and config.index_topk is not None
     if "core_attn" in modules and (indexed or config.index_blocks is not None):
         yield (
-            "attention to chosen keys cannot be recomputed on its own; remove core_attn from "
+            "top-k attention cannot be recomputed alone; remove core_attn from "
             "recompute_modules, or set recompute_granularity to full"
         )
     if "mlp" in modules and (settings.get("mlp_chunks_for_training") or 1) > 1:
         yield (
-            "MLPs that are computed again are not cut into chunks; remove mlp from recompute_modules, or "
+            "recomputed MLPs are not split into chunks; remove mlp from recompute_modules, or "
             "mlp_chunks_for_training"
         )
     if "layernorm" in modules and (config.parallel_block != "none" or config.moe_shortcut):
         yield (
-            "norms cannot be recomputed on their own if attention and MLP, or MLP and experts, are side by side; "
+            "norms cannot be recomputed alone if attention and MLP, or MLP and experts, are parallel; "
             "remove layernorm from recompute_modules, or set recompute_granularity to full"
         )
 
 
-_OF_CUDA = ("gradient_accumulation_fusion", "fp8", "tp_comm_overlap", "masked_softmax_fusion")
+_CUDA_ONLY = ("gradient_accumulation_fusion", "fp8", "tp_comm_overlap", "masked_softmax_fusion")
 
 
 def _machine(settings: Values, device: str, implementation: str) -> Iterator[str]:
     if device != "cuda":
-        yield from (f"{name} needs CUDA; remove it" for name in _OF_CUDA if settings.get(name))
+        yield from (f"{name} needs CUDA; remove it" for name in _CUDA_ONLY if settings.get(name))
         if settings.get("moe_token_dispatcher_type") == "flex":
             yield "moe_token_dispatcher_type flex needs CUDA; use alltoall or allgather"
-        settings = {name: value for name, value in settings.items() if name not in _OF_CUDA}
+        settings = {name: value for name, value in settings.items() if name not in _CUDA_ONLY}
     elif settings.get("tp_comm_overlap"):
         yield "tp_comm_overlap needs buffers that mca does not create (Transformer Engine's initialize_ub); remove it"
     if settings.get("fp8_param"):
         yield "fp8_param is not supported: gradient buffers and optimizer do not support weights in fp8; remove it"
     if implementation == "local":
-        yield from needing_engine(settings)
+        yield from transformer_engine_problems(settings)
 
 
 def _routing(config: McaModelConfig, settings: Values) -> Iterator[str]:
     if settings.get("moe_apply_probs_on_input") and settings.get("moe_router_topk") != 1:
         yield "moe_apply_probs_on_input needs num_experts_per_tok 1; remove it"
     if settings.get("moe_shared_expert_overlap") and config.moe_latent_size:
-        yield "shared experts cannot overlap where routed ones take a projection; remove moe_shared_expert_overlap"
+        yield "moe_shared_expert_overlap is not supported with moe_latent_size; remove moe_shared_expert_overlap"
     if settings.get("moe_shared_expert_overlap") and has_altered_glu(config):
         yield (
             "shared experts that overlap omit what the model adds to or clamps in its gated MLPs; remove "
             "moe_shared_expert_overlap"
         )
-    if settings.get("moe_router_fusion") and own_router(config) is not None:
+    if settings.get("moe_router_fusion") and custom_router(config) is not None:
         topk, groups = config.moe_router_topk, config.moe_router_group_topk
-        sizes = f" with num_experts_per_tok {topk} and topk_group {groups}" if own_groups(config) else ""
+        sizes = (
+            f" with num_experts_per_tok {topk} and topk_group {groups}" if custom_group_router(config) else ""
+        )
         yield f"the fused router chooses other experts than {config.model_type}{sizes}; remove moe_router_fusion"
     if settings.get("moe_shared_expert_overlap") and (config.experts_beside_mlp or config.moe_shortcut):
         yield (
-            "an MLP beside experts cannot be computed while tokens are sent to these, as its norms would be left out, "
-            "or both would be added at once; remove moe_shared_expert_overlap"
+            "moe_shared_expert_overlap skips the norms of an MLP parallel to experts, or adds both outputs at once; "
+            "remove moe_shared_expert_overlap"
         )
     if config.experts_beside_mlp and settings.get("moe_token_dispatcher_type") == "flex":
         yield (
@@ -218,13 +221,13 @@ def _routing(config: McaModelConfig, settings: Values) -> Iterator[str]:
 
 
 def _sinkhorn(config: McaModelConfig, settings: Values) -> Iterator[str]:
-    """Megatron's own weights, in evaluation too: chances among all experts, of a single one by sigmoid."""
+    """Yield limits of Megatron's Sinkhorn weights: softmax over all experts, sigmoid for topk 1, also in evaluation."""
     if settings.get("moe_aux_loss_coeff"):
         yield "moe_router_load_balancing_type sinkhorn has no auxiliary loss; set moe_aux_loss_coeff to 0"
     score, single = config.moe_router_score_function, config.moe_router_topk == 1
     alike = score == "sigmoid" if single else score == "softmax" and config.moe_router_pre_softmax
     changed = (
-        config.moe_router_enable_expert_bias or config.moe_router_topk_scaling_factor or own_router(config)
+        config.moe_router_enable_expert_bias or config.moe_router_topk_scaling_factor or custom_router(config)
     )
     if not alike or changed or config.moe_router_num_groups:
         yield (
@@ -234,27 +237,24 @@ def _sinkhorn(config: McaModelConfig, settings: Values) -> Iterator[str]:
 
 
 def _identity_experts(config: McaModelConfig, settings: Values) -> Iterator[str]:
-    """A token is not sent to as many experts as another one."""
+    """Yield limits of identity experts, with which tokens are sent to different numbers of experts."""
     if not config.moe_identity_experts:
         return
     if settings.get("moe_expert_capacity_factor") is not None:
-        yield (
-            "experts that give a token back as it is have no capacity that would be met; remove "
-            "moe_expert_capacity_factor"
-        )
+        yield ("identity experts have no capacity; remove moe_expert_capacity_factor")
     if settings.get("moe_token_dispatcher_type") == "flex":
         yield (
-            "moe_token_dispatcher_type flex sends each token to equally many experts, of which some here have no "
-            "weights; use alltoall or allgather"
+            "moe_token_dispatcher_type flex is not supported with identity experts, because it sends each token to the "
+            "same number of experts; use alltoall or allgather"
         )
 
 
 def _attention(
     config: McaModelConfig, layout: ParallelLayout, settings: Values, implementation: str
 ) -> Iterator[str]:
-    """Kinds of attention that the kernel in use has no context parallelism for."""
+    """Yield attention variants for which the kernel in use has no context parallelism."""
     kind = settings.get("cp_comm_type")
-    if _is_own(config, settings, implementation):
+    if _uses_local_attention(config, settings, implementation):
         if kind not in (None, "all_gather"):
             yield _gathered(config, str(kind))
         return
@@ -278,7 +278,7 @@ def _attention(
         )
     if isinstance(config, MlaMcaModelConfig) and not ring:
         yield (
-            f"Transformer Engine has no latent attention with cp_comm_type {kind}; set it to p2p, or "
+            f"Transformer Engine does not support MLA with cp_comm_type {kind}; set it to p2p, or "
             "attention_backend to local"
         )
     if kind == "a2a":
@@ -286,7 +286,7 @@ def _attention(
 
 
 _PACKS_SINCE: dict[str, Version] = {"all_gather": (2, 18), "a2a": (2, 10)}
-"""Transformer Engine's first versions whose attention over context ranks takes packed rows, read in its sources."""
+"""First versions of Transformer Engine whose context-parallel attention takes packed rows, from its sources."""
 
 
 def packed_problems(
@@ -296,33 +296,33 @@ def packed_problems(
     implementation: str,
     engine: Version | None,
 ) -> Iterator[str]:
-    """What rows of several sequences cannot be computed with; see `require_supported`."""
+    """Yield why packed rows cannot be computed; arguments as in `require_supported`."""
     kind = str(settings.get("cp_comm_type"))
-    if layout.cp == 1 or engine is None or _is_own(config, settings, implementation):
+    if layout.cp == 1 or engine is None or _uses_local_attention(config, settings, implementation):
         return
     since = _PACKS_SINCE.get(kind, engine)
     if engine < since:
         here, first = (".".join(map(str, version[:2])) for version in (engine, since))
         yield (
             f"Transformer Engine {here} takes no packed rows with cp_comm_type {kind}; install {first} or later, set "
-            "attention_backend to local, or do without packing"
+            "attention_backend to local, or turn packing off"
         )
 
 
 def _gathered(config: McaModelConfig, kind: str) -> str:
-    if own_core(config) is not None:
+    if custom_core_attention(config) is not None:
         return (
-            f"cp_comm_type {kind} is not for {config.model_type}, whose attention is always mca's own and gathers keys "
-            "and values; set it to all_gather or remove it"
+            f"cp_comm_type {kind} is not supported for {config.model_type}, whose attention is always mca's and "
+            "gathers keys and values; set it to all_gather or remove it"
         )
     return (
         f"cp_comm_type {kind} needs Transformer Engine's attention (transformer_impl transformer_engine, "
-        "attention_backend other than local); mca's own attention gathers keys and values (all_gather)"
+        "attention_backend other than local); mca's attention gathers keys and values (all_gather)"
     )
 
 
 def _shared_heads(config: McaModelConfig, layout: ParallelLayout) -> Iterator[str]:
-    """Context ranks that share heads need whole ones, and Transformer Engine's fused kernel an even number of them."""
+    """Yield the limit of a2a: each context rank needs full heads, and the fused kernel an even number of them."""
     multiple = math.lcm(2, layout.cp)
     for kind in config.kinds():
         heads, groups = (max(n // layout.tp, 1) for n in (kind.num_attention_heads, kind.num_query_groups))
@@ -335,8 +335,8 @@ def _shared_heads(config: McaModelConfig, layout: ParallelLayout) -> Iterator[st
             return
 
 
-def _is_own(config: McaModelConfig, settings: Values, implementation: str) -> bool:
-    """Whether attention is computed by our own core attention."""
+def _uses_local_attention(config: McaModelConfig, settings: Values, implementation: str) -> bool:
+    """Return whether mca's own core attention computes attention."""
     backend = settings.get("attention_backend")
     chosen = backend is not None and getattr(backend, "name", backend) == "local"
-    return implementation == "local" or chosen or own_core(config) is not None
+    return implementation == "local" or chosen or custom_core_attention(config) is not None

@@ -1,4 +1,4 @@
-"""`Target` is what a model is to run on: this machine, or a GPU that is planned for on any machine."""
+"""`Target`: the device and implementation that a model runs on."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ from mca_models.megatron.names import Implementation
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What decides which settings a run can have.
+    """Device and implementation: this machine, or a GPU that a plan is for.
 
     Args:
         device: ``cpu`` or ``cuda``.
-        implementation: Whose layers.
-        is_here: Whether it is this machine, of which more can be asked.
+        implementation: Layer implementation.
+        is_here: Whether it is this machine, whose kernels can be checked.
     """
 
     device: str
@@ -22,10 +22,10 @@ class Target:
 
     @classmethod
     def here(cls, implementation: Implementation) -> "Target":
-        """This machine."""
+        """Return this machine."""
         return cls(device=platform.device_type(), implementation=implementation, is_here=True)
 
     @classmethod
     def planned(cls, implementation: Implementation) -> "Target":
-        """A GPU that need not be here."""
+        """Return a GPU that need not be in this machine."""
         return cls(device="cuda", implementation=implementation, is_here=False)

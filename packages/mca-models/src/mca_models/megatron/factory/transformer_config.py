@@ -1,6 +1,6 @@
-"""``McaModelConfig`` and arguments to Megatron's ``TransformerConfig``.
+"""Convert ``McaModelConfig`` and arguments to Megatron's ``TransformerConfig``.
 
-How the model runs is said in `execution`. What cannot be computed rightly is refused in `limits`, not here.
+Settings of execution are in `execution`, limits in `limits`.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ _ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = {
     "gelu_pytorch_tanh": _TANH_GELU,
     "gelu_new": _TANH_GELU,
     "gelu_fast": _TANH_GELU,
-    "xielu": functional.silu,  # exchanged once the layers stand
+    "xielu": functional.silu,  # replaced once the layers are built
 }
 
 _SAME_NAME = (
@@ -81,22 +81,22 @@ _SAME_NAME_MOE = (
     "moe_router_load_balancing_type",
 )
 
-BALANCES_CHANCES = "mca_balances_chances"
-"""Whether the load-balancing loss has HF's coefficient, and is then of the softmax of logits, whatever scores are."""
+HF_AUX_LOSS = "mca_hf_aux_loss"
+"""Attribute: the load-balancing loss has HF's coefficient, and uses the softmax of the logits."""
 
-_OF_ENGINE = ("fp8", "fp8_recipe", "apply_rope_fusion", "moe_permute_fusion")
-"""What Megatron's configuration refuses on a machine without Transformer Engine."""
+_ENGINE_ONLY = ("fp8", "fp8_recipe", "apply_rope_fusion", "moe_permute_fusion")
+"""Settings that Megatron rejects on a machine without Transformer Engine."""
 
 _SAME_NAME_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
-def implementation_of(args: DistributingParallelArguments) -> Implementation:
-    """The layer spec to build: as asked, else Transformer Engine where it is installed and a GPU is there.
+def choose_implementation(args: DistributingParallelArguments) -> Implementation:
+    """Return the layer spec to build: as set, else Transformer Engine if it is installed and there is a GPU.
 
     Raises:
-        McaError: Transformer Engine was asked for and is missing.
+        McaError: ``transformer_impl`` is ``transformer_engine``, which is not available.
     """
-    missing = platform.no_engine()
+    missing = platform.engine_problem()
     if args.transformer_impl == "transformer_engine" and missing is not None:
         raise McaError(
             "transformer_impl transformer_engine needs a GPU and the package transformer-engine (mca-models[te]), but "
@@ -112,19 +112,19 @@ def transformer_config(
     dtype: str,
     target: Target | None = None,
 ) -> MegatronConfig:
-    """Megatron's configuration of the model.
+    """Return Megatron's configuration of the model.
 
     Args:
         config: The architecture.
-        args: What the user asked for.
+        args: The user's arguments.
         layout: The resolved parallel sizes.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
-        target: What it is to run on; None: this machine.
+        target: Device and implementation; None: this machine.
 
     Raises:
-        McaError: Something that Megatron would compute wrongly or not at all.
+        McaError: Megatron would compute something wrongly or not at all.
     """
-    target = target or Target.here(implementation_of(args))
+    target = target or Target.here(choose_implementation(args))
     overrides = _converted(args.transformer_config_overrides())
     settings = {
         **_architecture(config),
@@ -152,12 +152,12 @@ def transformer_config(
     if settings.get("gradient_accumulation_fusion") and target.is_here:
         _require_accumulation()
     megatron = _with_attention_factor(_construct_for(target, config, settings), config)
-    setattr(megatron, BALANCES_CHANCES, "moe_aux_loss_coeff" not in overrides)
+    setattr(megatron, HF_AUX_LOSS, "moe_aux_loss_coeff" not in overrides)
     return megatron
 
 
 def _require_accumulation() -> None:
-    """Megatron's output layer has no other kernel for it, whatever the layers are."""
+    """Raise unless Apex is installed: Megatron's output layer has no other kernel for it."""
     if find_spec("fused_weight_gradient_mlp_cuda") is None:
         raise McaError(
             "gradient_accumulation_fusion needs NVIDIA Apex with its CUDA extensions (fused_weight_gradient_mlp_cuda) "
@@ -166,7 +166,7 @@ def _require_accumulation() -> None:
 
 
 def _require_fp8(recipe: str) -> None:
-    reason = platform.no_fp8(recipe)
+    reason = platform.fp8_problem(recipe)
     if reason is not None:
         raise McaError(
             f"fp8 with fp8_recipe {recipe} cannot run on this GPU ({reason}); use another fp8_recipe, or remove fp8"
@@ -174,12 +174,12 @@ def _require_fp8(recipe: str) -> None:
 
 
 def _construct_for(target: Target, config: McaModelConfig, settings: Settings) -> MegatronConfig:
-    """As `_construct`; elsewhere there is what Megatron would miss here."""
+    """Construct the configuration; for a planned GPU set afterwards what Megatron checks on this machine."""
     if target.is_here:
         return _construct(config, settings)
-    held_back = {name: settings[name] for name in _OF_ENGINE if settings.get(name)}
-    megatron = _construct(config, {**settings, **dict.fromkeys(held_back)})
-    for name, value in held_back.items():
+    postponed = {name: settings[name] for name in _ENGINE_ONLY if settings.get(name)}
+    megatron = _construct(config, {**settings, **dict.fromkeys(postponed)})
+    for name, value in postponed.items():
         setattr(megatron, name, value)
     return megatron
 
@@ -199,10 +199,10 @@ def _construct(config: McaModelConfig, settings: Settings) -> MegatronConfig:
         )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Megatron speaks of the default of a setting nobody touched
+            warnings.simplefilter("ignore")  # Megatron warns of the default of a setting that is not set
             return cls(**{name: value for name, value in settings.items() if name in known})
     except (AssertionError, ValueError) as error:
-        raise McaError(f"Megatron refuses the configuration of {config.model_type}: {error}") from error
+        raise McaError(f"Megatron rejects the configuration of {config.model_type}: {error}") from error
 
 
 def _architecture(config: McaModelConfig) -> Settings:
@@ -210,7 +210,7 @@ def _architecture(config: McaModelConfig) -> Settings:
     activation = _activation(config.hidden_act)
     settings["activation_func"] = families.scaled_activation(activation, config.mlp_multipliers)
     settings["mtp_num_layers"] = config.mtp_num_layers or None
-    settings["moe_token_dispatcher_type"] = "alltoall"  # Megatron looks at it without experts too
+    settings["moe_token_dispatcher_type"] = "alltoall"  # Megatron reads it without experts too
     settings |= _window(config)
     if config.num_moe_experts is not None:
         settings |= {name: getattr(config, name) for name in _SAME_NAME_MOE}
@@ -219,14 +219,14 @@ def _architecture(config: McaModelConfig) -> Settings:
         settings["moe_router_dtype"] = "fp32"
     if isinstance(config, MlaMcaModelConfig):
         settings |= {name: getattr(config, name) for name in _SAME_NAME_MLA}
-        settings |= _latent_rope(config)
+        settings |= _mla_rope(config)
     return settings
 
 
 def aux_loss_coefficient(config: McaModelConfig) -> float:
-    """HF's coefficient as Megatron's.
+    """Convert HF's coefficient of the load-balancing loss to Megatron's.
 
-    Where experts get equal shares HF's loss of all layers together is ``topk``, Megatron's is 1 for each layer.
+    With balanced experts HF's loss over all layers is ``topk``, Megatron's is 1 per layer.
     """
     layers = sum(config.is_moe_layer(layer) for layer in range(config.num_layers))
     return config.moe_aux_loss_coeff * config.moe_router_topk / max(layers, 1)
@@ -238,7 +238,7 @@ def _activation(name: str) -> Callable[..., Tensor]:
 
         squared: Callable[..., Tensor] = squared_relu
         return squared
-    if name == "quick_gelu":  # Megatron compares with its own
+    if name == "quick_gelu":  # Megatron compares with its own function
         from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
         function: Callable[..., Tensor] = quick_gelu
@@ -251,7 +251,7 @@ def _activation(name: str) -> Callable[..., Tensor]:
 
 
 def _window(config: McaModelConfig) -> Settings:
-    """A query sees ``window_size`` keys, itself included: Megatron counts those to its left."""
+    """Return the sliding window: mca counts the query itself, Megatron the keys to its left."""
     if config.window_size is None:
         return {}
     kinds = config.layer_types or ("sliding_attention",) * config.num_layers
@@ -261,17 +261,16 @@ def _window(config: McaModelConfig) -> Settings:
     }
 
 
-def _latent_rope(config: MlaMcaModelConfig) -> Settings:
+def _mla_rope(config: MlaMcaModelConfig) -> Settings:
     rope = config.rope_scaling
     settings: Settings = {"rotary_base": config.rotary_base, "rotary_percent": config.rotary_percent}
     if rope is not None and rope["rope_type"] != "yarn" and rope.get("mscale_all_dim"):
         raise McaError(
-            f"mscale_all_dim with rope_type {rope['rope_type']!r} in latent attention is not supported; use "
-            "yarn"
+            f"mscale_all_dim with rope_type {rope['rope_type']!r} with MLA is not supported; use yarn"
         )
-    if rope is None or rope["rope_type"] != "yarn":  # ours is put in the place of others
+    if rope is None or rope["rope_type"] != "yarn":  # `families.mla` sets the rope of other types
         return settings | {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
-    factor, of_scores = yarn_factor(config, rope), rope.get("mscale_all_dim") or 0.0
+    factor, score_scale = yarn_factor(config, rope), rope.get("mscale_all_dim") or 0.0
     return settings | {
         "rope_type": "yarn",
         "rotary_scaling_factor": factor,
@@ -279,29 +278,29 @@ def _latent_rope(config: MlaMcaModelConfig) -> Settings:
         or config.max_position_embeddings,
         "beta_fast": rope.get("beta_fast") or 32,
         "beta_slow": rope.get("beta_slow") or 1,
-        "mscale": _latent_mscale(attention_factor(config), factor, of_scores),
-        "mscale_all_dim": of_scores,
+        "mscale": _mla_mscale(attention_factor(config), factor, score_scale),
+        "mscale_all_dim": score_scale,
     }
 
 
-def _latent_mscale(on_rope: float, factor: float, of_scores: float) -> float:
-    """The ``mscale`` with which Megatron computes the factor ``on_rope`` on cosine and sine.
+def _mla_mscale(on_rope: float, factor: float, score_scale: float) -> float:
+    """Return the ``mscale`` with which Megatron computes the factor ``on_rope`` on cosine and sine.
 
-    It computes ``(0.1 mscale ln factor + 1) / (0.1 mscale_all_dim ln factor + 1)``; ``mscale_all_dim`` is what the
-    model multiplies scores by, whatever stands on cosine and sine.
+    It computes ``(0.1 mscale ln factor + 1) / (0.1 mscale_all_dim ln factor + 1)``; ``mscale_all_dim`` also scales the
+    attention scores.
     """
     if factor > 1:
-        return (on_rope * yarn_scale(factor, of_scores) - 1) / (0.1 * math.log(factor))
+        return (on_rope * yarn_scale(factor, score_scale) - 1) / (0.1 * math.log(factor))
     if on_rope != 1.0:
         raise McaError(
-            f"yarn with latent attention, attention_factor {on_rope} and factor {factor} is not supported; "
+            f"yarn with MLA, attention_factor {on_rope} and factor {factor} is not supported; "
             "supported: a factor above 1"
         )
     return 1.0
 
 
 def _converted(overrides: Values) -> Settings:
-    """User's settings with strings made into Megatron's objects; zero prediction layers mean none."""
+    """Convert strings to Megatron's objects, and zero MTP layers to None."""
     from megatron.core.transformer.enums import AttnBackend
 
     settings = dict(overrides)
@@ -313,14 +312,14 @@ def _converted(overrides: Values) -> Settings:
 
 
 def _with_attention_factor(megatron: MegatronConfig, config: McaModelConfig) -> MegatronConfig:
-    """Tells Megatron yarn's factor on cosine and sine, whatever its value, where all layers have it.
+    """Set yarn's factor on cosine and sine, for any value, if all layers have it.
 
     Megatron computes it as ``(0.1 m ln s + 1) / (0.1 a ln s + 1)`` from three attributes that its
     ``TransformerConfig`` does not declare; with s = e^10, m = factor - 1 and a = 0 that is the factor itself.
     """
     factor = attention_factor(config)
-    of_all_layers = config.rotary_base_local is None and not isinstance(config, MlaMcaModelConfig)
-    if factor != 1.0 and of_all_layers:
+    in_all_layers = config.rotary_base_local is None and not isinstance(config, MlaMcaModelConfig)
+    if factor != 1.0 and in_all_layers:
         megatron.yarn_rotary_scaling_factor = math.exp(10)
         megatron.yarn_mscale = factor - 1
         megatron.yarn_mscale_all_dim = 0.0

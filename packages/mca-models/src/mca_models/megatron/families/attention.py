@@ -1,4 +1,4 @@
-"""Attention whose queries, keys and values are clipped, or whose linears have biases where others have none."""
+"""Attention with clipped queries, keys and values, or with biases that differ from those of other linears."""
 
 from functools import cache
 
@@ -8,10 +8,10 @@ from mca_models.megatron.types import MegatronConfig
 
 
 @cache
-def with_clipped_heads(attention: type, size: float) -> type:
-    """An attention class whose queries, keys and values are clipped to ``size``, after their norms, before the rope."""
+def with_clipped_qkv(attention: type, size: float) -> type:
+    """Return an attention class that clips queries, keys and values to ``size``, after their norms, before RoPE."""
 
-    class ClippedHeads(attention):  # type: ignore[misc]
+    class ClippedQkv(attention):  # type: ignore[misc]
         """Megatron's attention."""
 
         def get_query_key_value_tensors(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
@@ -19,14 +19,14 @@ def with_clipped_heads(attention: type, size: float) -> type:
             query, key, value, *gate = super().get_query_key_value_tensors(*args, **kwargs)
             return *(x.clamp(-size, size) for x in (query, key, value)), *gate
 
-    return ClippedHeads
+    return ClippedQkv
 
 
 @cache
 def with_biases(attention: type, *, biased: bool) -> type:
-    """An attention class whose linears have biases or none, whatever those of the MLP have."""
+    """Return an attention class whose linears have biases or none, independent of the MLP's."""
 
-    class OwnBiases(attention):  # type: ignore[misc]
+    class AttentionBiases(attention):  # type: ignore[misc]
         """Megatron's attention."""
 
         def __init__(self, config: MegatronConfig, *args: object, **kwargs: object) -> None:
@@ -34,4 +34,4 @@ def with_biases(attention: type, *, biased: bool) -> type:
             super().__init__(config, *args, **kwargs)
             config.add_bias_linear = before
 
-    return OwnBiases
+    return AttentionBiases

@@ -1,14 +1,14 @@
-"""Experts with output biases, one module for each, where Megatron goes wrong twice.
+"""Fixes for experts with output biases, one module per expert.
 
-It adds the bias in place to a view, which autograd refuses: the output of each last projection is copied first.
-And it marks the bias for the gradient sum of sequence parallelism, over tensor ranks that hold other experts.
+Megatron adds the bias in place to a view, which autograd rejects: the output of each last projection is copied first.
+It also marks the bias for the gradient sum of sequence parallelism, over tensor ranks with other experts.
 """
 
 from mca_models.megatron.types import GptModel, MegatronModule, WithBias
 
 
-def own_expert_outputs(model: GptModel) -> None:
-    """Mends every expert module of a chunk."""
+def fix_expert_biases(model: GptModel) -> None:
+    """Fix every expert module of a chunk."""
     for layer in model.decoder.layers:
         for expert in getattr(getattr(layer.mlp, "experts", None), "local_experts", ()):
             expert.linear_fc2.register_forward_hook(_copied)

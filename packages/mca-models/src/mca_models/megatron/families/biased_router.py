@@ -1,4 +1,4 @@
-"""Softmax routing with a bias that only chooses experts (ERNIE 4.5, LongCat Flash); Megatron has it with sigmoids only.
+"""Softmax routing with an expert bias (ERNIE 4.5, LongCat Flash), which Megatron supports for sigmoid scores only.
 
 The softmax is over the chosen experts, or over all.
 """
@@ -14,16 +14,16 @@ from mca_models.megatron.types import MegatronModule
 
 
 def has_biased_softmax(config: McaModelConfig) -> bool:
-    """Whether experts are chosen by a bias on chances that are weighed by a softmax."""
+    """Return whether experts are chosen by softmax scores plus a bias."""
     return config.moe_router_enable_expert_bias and config.moe_router_score_function == "softmax"
 
 
 @dataclass
-class BiasedChoice:
-    """Chooses experts in the place of Megatron's ``RouterReplay``, as `group_router.GroupChoice` does.
+class BiasedTopK:
+    """Top-k choice by score plus bias, in place of Megatron's ``RouterReplay``; see `group_router.GroupLimitedTopK`.
 
     Args:
-        router: Whose bias counts.
+        router: The router with the bias.
         layer_number: Set by Megatron.
     """
 
@@ -31,26 +31,26 @@ class BiasedChoice:
     layer_number: int | None = None
 
     def get_replay_topk(self, logits: Tensor, topk: int, *_: object) -> tuple[Tensor, Tensor]:
-        """Of ``logits`` ``[tokens, experts]`` those whose chance and bias are highest together, and whose they are.
+        """Return logits and indices ``[tokens, topk]`` of the experts with the highest score plus bias.
 
-        With the softmax over all experts Megatron gives the chances themselves.
+        With the softmax over all experts Megatron passes the scores instead of logits.
         """
-        chances = logits.detach()
+        scores = logits.detach()
         if not self.router.config.moe_router_pre_softmax:
-            chances = chances.softmax(-1, dtype=torch.float32)
-        chosen = (chances + self.router.expert_bias).topk(topk, dim=1).indices
+            scores = scores.softmax(-1, dtype=torch.float32)
+        chosen = (scores + self.router.expert_bias).topk(topk, dim=1).indices
         return logits.gather(1, chosen), chosen
 
 
 @cache
 def biased_router(router: type) -> type:
-    """A router class whose bias helps to choose experts."""
+    """Return a router class that adds its bias for the choice of experts."""
 
     class BiasedRouter(router):  # type: ignore[misc]
         """Megatron's router."""
 
         def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, **kwargs)
-            self.router_replay = BiasedChoice(self)
+            self.router_replay = BiasedTopK(self)
 
     return BiasedRouter

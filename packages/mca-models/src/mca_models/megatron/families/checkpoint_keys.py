@@ -1,9 +1,8 @@
-"""Distributed checkpoints have one naming scheme, Transformer Engine's, whichever layers wrote them.
+"""One naming scheme for distributed checkpoints, Transformer Engine's, for both layer implementations.
 
-Megatron's local layers call a norm of their own what Transformer Engine fuses into the linear after it; its map of
-their names to the checkpoint's takes every MLP for a dense one, every attention for an ordinary one, and is missing
-for latent attention. Without a map made for each layer, what local layers wrote (weights, the optimizer's states)
-could not be loaded by Transformer Engine's, nor by them what those wrote.
+The local layers have separate norms where Transformer Engine fuses them into the next linear. Megatron's map of their
+names takes every MLP for a dense one and every attention for an ordinary one, and is missing for MLA. Without a map for
+each layer, Transformer Engine's layers could not load a checkpoint of the local layers, nor the other way round.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,21 +15,21 @@ _INSIDE = {Stage.LAYER: "decoder.layers.{layer}.", Stage.MTP: f"{MTP}transformer
 
 
 def keys_map(params: Iterable[Param], stage: Stage, layer: int) -> Mapping[str, str]:
-    """What local layers call otherwise than the checkpoint, inside one decoder or prediction layer.
+    """Return the checkpoint keys inside one decoder or MTP layer by the local layers' keys, where they differ.
 
     Args:
-        params: Of the whole model.
-        stage: `Stage.LAYER`, or `Stage.MTP` for the decoder layer inside a prediction layer.
-        layer: Its number in the model.
+        params: Parameters of the whole model.
+        stage: `Stage.LAYER`, or `Stage.MTP` for the decoder layer inside an MTP layer.
+        layer: Number of the layer in the model.
     """
     local, before = NamingScheme("local", grouped_experts=True), _INSIDE[stage]
-    mine = [
+    names = [
         param.mca
         for param in params
         if param.stage is stage and param.layer == layer and param.mca.startswith(before)
     ]
     return {
         local.live(mca).removeprefix(before): mca.removeprefix(before)
-        for mca in mine
+        for mca in names
         if local.live(mca) != mca
     }

@@ -1,51 +1,46 @@
-"""What is changed on a built chunk rather than in its spec.
-
-Changes to the spec are made in `spec`.
-"""
+"""Changes to a built chunk; changes to its spec are in `spec`."""
 
 import torch
 from torch.distributed import ProcessGroup
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
-from mca_models.megatron.families.biased_experts import own_expert_outputs
+from mca_models.megatron.families.biased_experts import fix_expert_biases
+from mca_models.megatron.families.dual_rope import DualRope
 from mca_models.megatron.families.embedding import (
     add_embedding_norm,
     normalise_embedding,
     train_embedding_like_hf,
 )
-from mca_models.megatron.families.images import take_images
-from mca_models.megatron.families.kimi_delta import set_no_rope
-from mca_models.megatron.families.latent import set_latent_epsilon, set_own_rope, set_yarn_ramp
-from mca_models.megatron.families.layer_scalar import add_layer_scalars
+from mca_models.megatron.families.images import accept_images
+from mca_models.megatron.families.kimi_delta_attention import set_no_rope
+from mca_models.megatron.families.mla import set_mla_norm_epsilon, set_mla_rope, set_yarn_ramp
+from mca_models.megatron.families.mtp import predict_before_norm
 from mca_models.megatron.families.norms import add_post_norms, normalise_after_rope
-from mca_models.megatron.families.output_bias import add_output_bias
-from mca_models.megatron.families.parallel_block import set_side_by_side
-from mca_models.megatron.families.per_layer_inputs import add_per_layer_inputs
-from mca_models.megatron.families.prediction_input import predict_before_norm
-from mca_models.megatron.families.scales import add_scales
+from mca_models.megatron.families.parallel_block import connect_parallel_blocks
+from mca_models.megatron.families.per_layer_embedding import add_per_layer_embeddings
+from mca_models.megatron.families.scales import add_layer_scalars, add_output_bias, add_scales
 from mca_models.megatron.families.settings import after_building
-from mca_models.megatron.families.shared_keys import share_keys
-from mca_models.megatron.families.two_ropes import TwoRopes
-from mca_models.megatron.families.vision_model import add_vision_model
+from mca_models.megatron.families.shared_kv import share_kv
+from mca_models.megatron.families.vision_tower import add_vision_tower
 from mca_models.megatron.families.xielu import use_xielu
+from mca_models.megatron.layers.mrope import MRope
 from mca_models.megatron.layers.rope import rotary_module
-from mca_models.megatron.layers.sectioned_rope import SectionedRope
 from mca_models.megatron.types import GptModel
 
 
 def finish(model: GptModel, config: McaModelConfig) -> None:
-    """Adds norms and factors to a chunk, mends its experts and norms; before anything else looks at its logits."""
+    """Add norms and factors to a chunk, fix its experts and norms; runs before anything else hooks its logits."""
     add_post_norms(model, config)
     if config.qk_layernorm_after_rope:
         normalise_after_rope(model, config.no_rope_freq)
     if config.parallel_block != "none":
-        set_side_by_side(model)
+        connect_parallel_blocks(model)
     if config.num_moe_experts and config.add_bias_linear:
-        own_expert_outputs(model)
+        fix_expert_biases(model)
     if isinstance(config, MlaMcaModelConfig):
-        set_latent_epsilon(model)
+        set_mla_norm_epsilon(model)
         set_yarn_ramp(model, config.rope_scaling)
-        set_own_rope(model, config)
+        set_mla_rope(model, config)
         set_no_rope(model, config)
     if config.hidden_act == "xielu":
         use_xielu(model)
@@ -60,32 +55,32 @@ def finish(model: GptModel, config: McaModelConfig) -> None:
         predict_before_norm(model)
     _add_to_layers(model, config)
     train_embedding_like_hf(model, config)
-    add_vision_model(model, config)
-    take_images(model, config)
+    add_vision_tower(model, config)
+    accept_images(model, config)
     after_building(config, model.config)
 
 
 def _add_to_layers(model: GptModel, config: McaModelConfig) -> None:
-    """What layers of a chunk take and give besides, in the order in which they do."""
+    """Add per-layer inputs and outputs to the layers of a chunk, in the order in which they apply."""
     if config.per_layer_input_size:
-        add_per_layer_inputs(model, config)
+        add_per_layer_embeddings(model, config)
     if config.num_kv_shared_layers:
-        share_keys(model, config)
+        share_kv(model, config)
     if config.layer_scalar:
         add_layer_scalars(model)
 
 
 def positions(config: McaModelConfig) -> str:
-    """Megatron's ``position_embedding_type``."""
+    """Return Megatron's ``position_embedding_type``."""
     return "learned_absolute" if config.learned_positions else "none" if config.alibi else "rope"
 
 
 def rotary(config: McaModelConfig, cp_group: ProcessGroup) -> torch.nn.Module | None:
-    """The model's rotary embedding, None where nothing rotates, or Megatron's latent attention has its own."""
+    """Return the model's rotary embedding; None without RoPE and with MLA, whose attention has its own."""
     if isinstance(config, MlaMcaModelConfig) or positions(config) != "rope":
         return None
     if config.rotary_base_local is not None:
-        return TwoRopes(config, cp_group)
+        return DualRope(config, cp_group)
     if config.mrope_section is not None:
-        return SectionedRope(config, cp_group)
+        return MRope(config, cp_group)
     return rotary_module(config, cp_group)

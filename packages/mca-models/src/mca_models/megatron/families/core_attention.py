@@ -1,27 +1,30 @@
-"""Which core attention a family needs that only ours computes: capped scores, chosen keys, ..."""
+"""Choice of mca's core attention for models whose attention no kernel computes: capped scores, top-k, ALiBi, ..."""
 
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.families.block_attention import block_attention
-from mca_models.megatron.families.sparse_attention import indexed_attention
-from mca_models.megatron.layers.attention import CoreAttention, Special, special_attention
+from mca_models.megatron.families.block_sparse_attention import block_sparse_attention
+from mca_models.megatron.families.dsa import dsa_attention
+from mca_models.megatron.layers.attention import AttentionOptions, CoreAttention, attention_with_options
 
 
-def own_core(config: McaModelConfig) -> type[CoreAttention] | None:
-    """The class that computes it; None where any kernel does."""
-    if (chosen := indexed_attention(config) or block_attention(config)) is not None:
+def custom_core_attention(config: McaModelConfig) -> type[CoreAttention] | None:
+    """Return the core attention class that the model needs; None if any kernel computes it."""
+    if (chosen := dsa_attention(config) or block_sparse_attention(config)) is not None:
         return chosen
-    heat, skips = config.attn_temperature, config.no_rope_freq
+    temperature, skips = config.attn_temperature, config.no_rope_freq
     kinds = enumerate(config.layer_types or ())
-    special = Special(
+    without_rope = frozenset(layer for layer, skip in enumerate(skips or ()) if skip)
+    options = AttentionOptions(
         softcap=config.attn_logit_softcapping,
-        temperature=(heat["beta"], heat["length"], heat["first"]) if heat else None,
-        heated=frozenset(layer for layer, skip in enumerate(skips) if skip) if heat and skips else None,
+        temperature=(temperature["beta"], temperature["length"], temperature["first"])
+        if temperature
+        else None,
+        temperature_layers=without_rope if temperature and skips else None,
         chunk=config.attention_chunk_size,
-        leaning=config.alibi,
-        chunked=frozenset(
+        alibi=config.alibi,
+        chunked_layers=frozenset(
             layer for layer, kind in kinds if config.attention_chunk_size and kind == "chunked_attention"
         ),
     )
-    if special != Special():
-        return special_attention(special)
-    return CoreAttention if any(own.value_width != own.kv_channels for own in config.kinds()) else None
+    if options != AttentionOptions():
+        return attention_with_options(options)
+    return CoreAttention if any(kind.value_width != kind.kv_channels for kind in config.kinds()) else None

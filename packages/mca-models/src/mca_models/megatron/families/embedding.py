@@ -1,7 +1,4 @@
-"""Word embeddings in training, as HF's modules have them.
-
-Their scale is in `scales`.
-"""
+"""Training behaviour of word embeddings as in HF's modules; their scale is in `scales`."""
 
 from collections.abc import Callable
 
@@ -9,14 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from mca_config.checks import require_learned
+from mca_config.checks import require_learned_positions
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.families.norms import PostNorm
 from mca_models.megatron.types import GptModel, MegatronModule
 
 
 def train_embedding_like_hf(model: GptModel, config: McaModelConfig) -> None:
-    """Gives a chunk's embedding the model's dropout, and takes the gradient from the padding token's rows, if any.
+    """Set the model's embedding dropout, and drop the gradient of padding tokens' rows.
 
     The row of a tied output layer keeps the gradient that it gets there.
     """
@@ -27,7 +24,7 @@ def train_embedding_like_hf(model: GptModel, config: McaModelConfig) -> None:
         dropout.p = config.embedding_dropout if dropout.p else 0.0  # a run may turn both off
     if config.learned_positions:
         table = model.embedding.position_embeddings
-        table.to(model.config.params_dtype)  # Megatron makes it in fp32, and so would be all that follows
+        table.to(model.config.params_dtype)  # Megatron makes it in fp32, which would promote all activations
         table.register_forward_pre_hook(_rows(config))
     if config.pad_token_id is not None:
         row = config.pad_token_id % config.vocab_size  # torch counts a negative one from the end
@@ -37,19 +34,19 @@ def train_embedding_like_hf(model: GptModel, config: McaModelConfig) -> None:
 
 
 def _rows(config: McaModelConfig) -> Callable[[torch.nn.Module, tuple[Tensor]], Tensor]:
-    """The rows of the table of positions; on the CPU one that it lacks is refused by name."""
+    """Return a hook that adds the position offset; on the CPU it raises for positions without a row."""
 
     def rows(table: torch.nn.Module, args: tuple[Tensor]) -> Tensor:
         positions, most = args[0], config.max_position_embeddings
         if positions.device.type == "cpu" and positions.numel():
-            require_learned(int(positions.max()) + 1, most)
+            require_learned_positions(int(positions.max()) + 1, most)
         return positions + config.position_offset
 
     return rows
 
 
 def normalise_embedding(model: GptModel, epsilon: float) -> None:
-    """Has a chunk's embeddings normalised, without weights."""
+    """Normalise a chunk's embeddings, without weights."""
     if hasattr(model, "embedding"):
 
         def normalise(module: MegatronModule, args: tuple[object, ...], output: Tensor) -> Tensor:
@@ -59,7 +56,7 @@ def normalise_embedding(model: GptModel, epsilon: float) -> None:
 
 
 def add_embedding_norm(model: GptModel) -> None:
-    """Gives a chunk's embedding a norm with weights, for what it gives."""
+    """Add a norm with weights to the output of a chunk's embedding."""
     if hasattr(model, "embedding"):
         config = model.config
         model.embedding.layernorm = PostNorm(config, config.hidden_size, config.layernorm_epsilon)
@@ -71,7 +68,7 @@ def _without_gradient(row: int) -> Callable[[MegatronModule, tuple[Tensor], Tens
         padding = args[0] == row  # [batch, seq]
         if module.reduce_scatter_embeddings:  # the output is [seq / tp, batch, hidden]
             group = module.tp_group
-            # in one piece, as `where` lays out what it gives like its condition, and a stage sends no strides
+            # contiguous, because `where` keeps the strides of its condition, and stages send contiguous tensors
             padding = padding.transpose(0, 1).contiguous().chunk(group.size())[group.rank()]
         return torch.where(padding.unsqueeze(-1), output.detach(), output)
 

@@ -1,7 +1,7 @@
-"""Linear attention: Megatron's gated delta net with a forward pass of our own.
+"""Gated delta net: Megatron's module with mca's forward pass.
 
-Megatron's own needs kernels that only CUDA has, and knows neither context parallelism nor packed sequences in all
-versions. Its parameters, their names and their distributed checkpoint are kept.
+Megatron's forward pass needs CUDA kernels, and supports context parallelism and packed sequences in some versions only.
+Its parameters, their names and their distributed checkpoint are unchanged.
 """
 
 import sys
@@ -15,16 +15,19 @@ from torch.nn.functional import silu, softplus
 
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.families.delta_rule import delta_rule
-from mca_models.megatron.families.kernels import kernel_of
-from mca_models.megatron.families.linears import normed_linears
-from mca_models.megatron.families.whole_sequences import CausalConvolution, of_whole_sequences
+from mca_models.megatron.families.kernels import find_kernel
+from mca_models.megatron.families.recurrent_layers import (
+    CausalConvolution,
+    apply_to_full_sequences,
+    normed_linears,
+)
 from mca_models.megatron.layers.norm import Norm
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, PackedSeqParams, Spec, Upstream
 
 
 class HeadNorm(Norm):
-    """RMSNorm of each value head; never zero-centred, whatever the model's other norms are."""
+    """RMSNorm of each value head; never zero-centred."""
 
     def __init__(self, config: MegatronConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(config, hidden_size, eps)
@@ -33,7 +36,7 @@ class HeadNorm(Norm):
         torch.nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` normalised, in its own dtype; the weight's gradient is that of all tensor ranks' heads."""
+        """Normalise ``x`` in its dtype; the weight's gradient is summed over tensor ranks."""
         from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 
         # with sequence parallelism Megatron sums the gradients of all norms itself
@@ -44,7 +47,7 @@ class HeadNorm(Norm):
 
 
 def delta_net_spec(config: McaModelConfig, implementation: Implementation) -> Spec:
-    """The spec of a linear attention block."""
+    """Return the spec of a gated delta net block."""
     from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -64,13 +67,15 @@ def _module(beta_factor: float, epsilon: float) -> type:
         def __init__(
             self, *args: object, cp_comm_type: object = None, pp_layer_offset: object = None, **kwargs: object
         ) -> None:
-            with _kernels_not_asked_for(GatedDeltaNet):
+            with _without_kernel_check(GatedDeltaNet):
                 super().__init__(*args, **kwargs)
             self.out_norm.eps = epsilon
-            self.rule = kernel_of("chunk_gated_delta_rule", self.config)
+            self.rule = find_kernel("chunk_gated_delta_rule", self.config)
             convolution = self._modules["conv1d"]
             assert isinstance(convolution, torch.nn.Conv1d)
-            self.conv1d = CausalConvolution.of(convolution, kernel_of("causal_conv1d_fn", self.config))
+            self.conv1d = CausalConvolution.from_conv1d(
+                convolution, find_kernel("causal_conv1d_fn", self.config)
+            )
 
         def _setup_variant_attrs(self) -> None:
             super()._setup_variant_attrs()
@@ -84,13 +89,13 @@ def _module(beta_factor: float, epsilon: float) -> type:
             packed_seq_params: PackedSeqParams = None,
             **_: object,
         ) -> tuple[Tensor, Tensor | None]:
-            """``[s / cp, b, hidden]`` to the same; all other arguments of an attention are of no consequence."""
+            """Map ``[s / cp, b, hidden]`` to the same shape; other arguments of an attention are ignored."""
             mixed, _ = self.in_proj(hidden_states)
-            out = of_whole_sequences(self._sequence, mixed, packed_seq_params, self.pg_collection.cp)
+            out = apply_to_full_sequences(self._sequence, mixed, packed_seq_params, self.pg_collection.cp)
             return self.out_proj(out)  # type: ignore[no-any-return]
 
         def _sequence(self, mixed: Tensor) -> Tensor:
-            """One whole sequence of projections ``[s, b, q k v z b a]`` to normalised, gated values ``[s, b, v]``."""
+            """Map projections ``[s, b, q k v z b a]`` of one sequence to normalised, gated values ``[s, b, v]``."""
             tp = self.tp_size
             key_rows, value_rows, heads = self.qk_dim // tp, self.v_dim // tp, self.num_value_heads // tp
             qkv, gate, beta, fade = mixed.split([2 * key_rows + value_rows, value_rows, heads, heads], -1)
@@ -109,15 +114,15 @@ def _module(beta_factor: float, epsilon: float) -> type:
 
 
 @contextmanager
-def _kernels_not_asked_for(megatron: type) -> Iterator[None]:
-    """Megatron's constructor refuses to go on without kernels that our forward pass does not use."""
+def _without_kernel_check(megatron: type) -> Iterator[None]:
+    """Disable the check for kernels in Megatron's constructor, which mca's forward pass does not use."""
     modules: list[Upstream] = [sys.modules[base.__module__] for base in megatron.__mro__]
-    asking = [module for module in modules if hasattr(module, "HAVE_FLA")]
-    before = [module.HAVE_FLA for module in asking]
-    for module in asking:
+    checked = [module for module in modules if hasattr(module, "HAVE_FLA")]
+    before = [module.HAVE_FLA for module in checked]
+    for module in checked:
         module.HAVE_FLA = True
     try:
         yield
     finally:
-        for module, value in zip(asking, before, strict=True):
+        for module, value in zip(checked, before, strict=True):
             module.HAVE_FLA = value

@@ -1,9 +1,10 @@
-"""From the pixels of a micro-batch to the features of its placeholders, each image on one of the ranks that need it.
+"""Image features of a micro-batch, each image computed by one of the ranks that need it.
 
-Tensor and context ranks of the first stage all need the features of all images. So images are dealt to them, the
-largest first to whoever has least; each rank computes its own, and all get all. Backward, a rank gets the gradients of
-its own images' features, summed over the ranks: each rank's tokens have a part of them, or, on tensor ranks without
-sequence parallelism, each has the whole, and Megatron averages the vision model's gradients over those.
+All tensor and context ranks of the first stage need the features of all images. Images are distributed over these
+ranks, the largest first to the rank with the least load; each rank computes its images, and all gather the features.
+In the backward pass a rank gets the gradients of its images' features, summed over the ranks. Each rank's tokens hold a
+part of them; on tensor ranks without sequence parallelism each rank holds the full gradient, and Megatron averages the
+vision model's gradients over those.
 """
 
 from collections.abc import Sequence
@@ -23,9 +24,9 @@ class _Image:
     """One image, or one tile.
 
     Args:
-        arguments: What the vision model takes of it.
-        load: How much there is to compute.
-        rows: Of its features.
+        arguments: Arguments of the vision model.
+        load: Number of patches to compute.
+        rows: Number of rows of its features.
     """
 
     arguments: JsonObject
@@ -33,43 +34,43 @@ class _Image:
     rows: int
 
 
-def features_of_images(
+def compute_image_features(
     vision: HfModel, images: JsonObject, config: McaModelConfig, trained: Sequence[torch.nn.Parameter]
 ) -> tuple[Tensor, list[Tensor]]:
-    """The features of all images one after the other ``[rows, hidden]``, and those of inner layers.
+    """Compute the features of all images ``[rows, hidden]``, and those of inner layers.
 
     Collective over the tensor and context ranks, if there are several images.
 
     Args:
-        vision: The model's.
-        images: What it takes, by name.
-        config: Of the model.
-        trained: Its parameters that get gradients.
+        vision: The vision model.
+        images: Its arguments by name.
+        config: Configuration of the model.
+        trained: Parameters of the vision model that get gradients.
     """
     from megatron.core.parallel_state import get_tensor_and_context_parallel_group
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     group: ProcessGroup = get_tensor_and_context_parallel_group()
-    apart = _apart(images, config) if group.size() > 1 else []
-    if len(apart) < 2:
-        features = _computed(vision, images)
+    separate = _split_images(images, config) if group.size() > 1 else []
+    if len(separate) < 2:
+        features = _run_vision(vision, images)
     else:
-        owners = dealt([image.load for image in apart], group.size())
-        own = [image for image, owner in zip(apart, owners, strict=True) if owner == group.rank()]
-        if own:
-            # ranks drop other numbers of values, and stay alike elsewhere
+        owners = assign_images([image.load for image in separate], group.size())
+        local = [image for image, owner in zip(separate, owners, strict=True) if owner == group.rank()]
+        if local:
+            # each rank draws its own dropout; the shared random state stays equal on all ranks
             with get_cuda_rng_tracker().fork():
-                mine = _computed(vision, _joined([image.arguments for image in own]))
+                mine = _run_vision(vision, _concatenate([image.arguments for image in local]))
         else:
-            mine = no_features(vision, config, trained)
-        places = _places([image.rows for image in apart], owners, group.size(), mine.device)
-        features = _Shared.apply(mine, places, group)
-    found = features.split(config.hidden_size, 1)
-    return found[0], list(found[1:])
+            mine = empty_features(vision, config, trained)
+        rows_by_rank = _feature_rows([image.rows for image in separate], owners, group.size(), mine.device)
+        features = _GatherFeatures.apply(mine, rows_by_rank, group)
+    parts = features.split(config.hidden_size, 1)
+    return parts[0], list(parts[1:])
 
 
-def dealt(loads: Sequence[int], ranks: int) -> list[int]:
-    """Which rank computes which image, so that the busiest has little more than its share."""
+def assign_images(loads: Sequence[int], ranks: int) -> list[int]:
+    """Return the rank of each image so that the loads are balanced."""
     busy, owners = [0] * ranks, [0] * len(loads)
     for number in sorted(range(len(loads)), key=lambda each: -loads[each]):
         owners[number] = busy.index(min(busy))
@@ -77,7 +78,7 @@ def dealt(loads: Sequence[int], ranks: int) -> list[int]:
     return owners
 
 
-def _apart(images: JsonObject, config: McaModelConfig) -> list[_Image]:
+def _split_images(images: JsonObject, config: McaModelConfig) -> list[_Image]:
     pixels: Tensor = images["pixel_values"]
     vision = config.vision or {}
     merge = vision["vision_config"].get("spatial_merge_size", 2)
@@ -99,40 +100,42 @@ def _apart(images: JsonObject, config: McaModelConfig) -> list[_Image]:
     return [_Image({"pixel_values": part}, 1, count) for part in pixels.split(1)]
 
 
-def _joined(arguments: Sequence[JsonObject]) -> JsonObject:
+def _concatenate(arguments: Sequence[JsonObject]) -> JsonObject:
     return {name: torch.cat([each[name] for each in arguments]) for name in arguments[0]}
 
 
-def _computed(vision: HfModel, images: JsonObject) -> Tensor:
-    """``[rows, hidden * (1 + inner layers)]``."""
-    found = vision.get_image_features(**images, return_dict=True)
-    inner = getattr(found, "deepstack_features", None) or ()
-    return torch.cat([_one_after_the_other(each) for each in (found.pooler_output, *inner)], 1)
+def _run_vision(vision: HfModel, images: JsonObject) -> Tensor:
+    """Return ``[rows, hidden * (1 + inner layers)]``."""
+    output = vision.get_image_features(**images, return_dict=True)
+    inner = getattr(output, "deepstack_features", None) or ()
+    return torch.cat([_flatten(each) for each in (output.pooler_output, *inner)], 1)
 
 
-def _one_after_the_other(features: Tensor | Sequence[Tensor]) -> Tensor:
+def _flatten(features: Tensor | Sequence[Tensor]) -> Tensor:
     whole = (
         features if isinstance(features, Tensor) else torch.cat([each.flatten(0, -2) for each in features])
     )
     return whole.flatten(0, -2)
 
 
-def no_features(vision: HfModel, config: McaModelConfig, trained: Sequence[torch.nn.Parameter]) -> Tensor:
-    """What there is without an image ``[0, hidden * (1 + inner layers)]``; it depends on ``trained`` in name only.
+def empty_features(vision: HfModel, config: McaModelConfig, trained: Sequence[torch.nn.Parameter]) -> Tensor:
+    """Return features without images ``[0, hidden * (1 + inner layers)]`` that depend on ``trained``.
 
-    Megatron reduces the gradients of a bucket once all of them are there, and stops where some never come: who computes
-    no image has to give them too, at the same place of the backward pass as who does.
+    Megatron reduces the gradients of a bucket once all of them are ready, and hangs if some never are. Therefore a rank
+    without images must produce gradients too, at the same point of the backward pass as other ranks.
     """
     parameter: Tensor = next(vision.parameters())
     none = parameter.new_zeros(0, config.hidden_size * (1 + config.deepstack_layers))
     if not (trained and torch.is_grad_enabled()):
         return none
-    taking_part: Tensor = TakesPart.apply(none, *trained)
-    return taking_part
+    connected: Tensor = ZeroGradients.apply(none, *trained)
+    return connected
 
 
-def _places(rows: Sequence[int], owners: Sequence[int], ranks: int, device: torch.device) -> list[Tensor]:
-    """For each rank the rows of all features that its own ones are; made on ``device``, so that nobody waits."""
+def _feature_rows(
+    rows: Sequence[int], owners: Sequence[int], ranks: int, device: torch.device
+) -> list[Tensor]:
+    """Return the rows of each rank's features, made on ``device`` to avoid a synchronisation."""
     found: list[list[Tensor]] = [[] for _ in range(ranks)]
     start = 0
     for count, owner in zip(rows, owners, strict=True):
@@ -141,43 +144,41 @@ def _places(rows: Sequence[int], owners: Sequence[int], ranks: int, device: torc
     return [torch.cat(some) if some else torch.zeros(0, dtype=torch.long, device=device) for some in found]
 
 
-class _Shared(torch.autograd.Function):
-    """The features of all ranks, from one's own."""
+class _GatherFeatures(torch.autograd.Function):
+    """All ranks' features, gathered from this rank's."""
 
     @staticmethod
-    def forward(ctx: Upstream, own: Tensor, places: list[Tensor], group: ProcessGroup) -> Tensor:
-        """See torch."""
-        ctx.group, ctx.own = group, places[group.rank()]
-        most = max(len(some) for some in places)
-        padded = own.new_zeros(most, own.shape[1])
-        padded[: len(own)] = own
-        everyone = own.new_empty(most * group.size(), own.shape[1])
+    def forward(ctx: Upstream, local: Tensor, rows_by_rank: list[Tensor], group: ProcessGroup) -> Tensor:
+        ctx.group, ctx.local = group, rows_by_rank[group.rank()]
+        most = max(len(some) for some in rows_by_rank)
+        padded = local.new_zeros(most, local.shape[1])
+        padded[: len(local)] = local
+        everyone = local.new_empty(most * group.size(), local.shape[1])
         torch.distributed.all_gather_into_tensor(everyone, padded, group=group)
-        features = own.new_empty(sum(len(some) for some in places), own.shape[1])
-        for rank, some in enumerate(places):
+        features = local.new_empty(sum(len(some) for some in rows_by_rank), local.shape[1])
+        for rank, some in enumerate(rows_by_rank):
             features[some] = everyone[rank * most : rank * most + len(some)]
         return features
 
     @staticmethod
     def backward(ctx: Upstream, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """See torch."""
         whole = gradient.contiguous()
         torch.distributed.all_reduce(whole, group=ctx.group)
-        return whole[ctx.own], None, None
+        return whole[ctx.local], None, None
 
 
-class TakesPart(torch.autograd.Function):
-    """Its first argument; the others get gradients of zero."""
+class ZeroGradients(torch.autograd.Function):
+    """Identity of its first argument; the others get gradients of zero."""
 
     @staticmethod
     def forward(ctx: Upstream, output: Tensor, *parameters: Tensor) -> Tensor:
-        """See torch."""
+        """Return a view of ``output``."""
         ctx.shapes = [(each.shape, each.dtype, each.device) for each in parameters]
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Upstream, gradient: Tensor) -> tuple[Tensor, ...]:
-        """See torch."""
+        """Pass ``gradient`` on, and return zeros for the parameters."""
         zeros = (
             torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.shapes
         )

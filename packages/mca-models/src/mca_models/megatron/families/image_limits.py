@@ -1,4 +1,4 @@
-"""What keeps a model from taking images, reported before any is computed."""
+"""Limits of models with images, checked before any is computed."""
 
 from collections.abc import Iterator
 
@@ -10,13 +10,13 @@ from mca_models.megatron.types import MegatronConfig
 
 
 def image_reach(config: McaModelConfig) -> int:
-    """How many tokens behind it a token of an image sees; 0 where images see what is before them alone."""
+    """Return how many later tokens an image token attends to; 0 with causal attention."""
     tokens: int = (config.vision or {}).get("mm_tokens_per_image", 1)
     return tokens - 1
 
 
 def image_problems(config: McaModelConfig, layout: ParallelLayout, megatron: MegatronConfig) -> list[str]:
-    """Every reason why ``config`` on ``layout`` cannot take images; empty if it can."""
+    """Return every reason why ``config`` on ``layout`` cannot take images; empty if it can."""
     return list(_problems(config, layout, megatron))
 
 
@@ -25,20 +25,20 @@ def _problems(config: McaModelConfig, layout: ParallelLayout, megatron: Megatron
         yield f"a {config.model_type} model has no vision model; train it on text"
         return
     if image_reach(config):
-        yield from _both_ways_problems(config, megatron)
+        yield from _bidirectional_problems(config, megatron)
     if config.mtp_num_layers:
-        yield "prediction layers cannot be trained together with images; set mtp_num_layers to 0"
+        yield "MTP layers cannot be trained with images; set mtp_num_layers to 0"
     if megatron.apply_rope_fusion and config.mrope_section:
         yield "apply_rope_fusion has one position for each token, images have three; remove it"
     first = len(pipeline_plan(layout, config.num_layers, config.mtp_num_layers).first.layers)
     if first < config.deepstack_layers:
         yield (
-            f"the first pipeline stage has {counted(first, 'layer')}; features of images enter after each of the first "
+            f"the first pipeline stage has {counted(first, 'layer')}; image features are added after each of the first "
             f"{config.deepstack_layers}: give it more, or use fewer stages"
         )
 
 
-def _both_ways_problems(config: McaModelConfig, megatron: MegatronConfig) -> Iterator[str]:
+def _bidirectional_problems(config: McaModelConfig, megatron: MegatronConfig) -> Iterator[str]:
     local = megatron.attention_backend is not None and megatron.attention_backend.name == "local"
     if megatron.transformer_impl == "transformer_engine" and not local:
         yield (

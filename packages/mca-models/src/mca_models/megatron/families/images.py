@@ -1,10 +1,10 @@
 """Images of a micro-batch: from pixels to the embeddings of their placeholders.
 
-A chunk of a model with vision takes arguments beside Megatron's: ``images`` (what the vision model takes, by name),
-``feature_rows`` (``[b, s]``: of which feature a token is the placeholder, or -1); as ``position_ids`` the three
-positions of each token; ``attention_ends``, where images attend both ways (``[b, s]``: how many tokens of its sequence
-there are up to the last that a token sees). Only the first stage needs the first two. Nobody counts here: rows
-say what goes where, and are cut as the tokens are.
+A chunk of a vision-language model takes arguments in addition to Megatron's: ``images`` (arguments of the vision
+model by name), ``feature_rows`` (``[b, s]``: the feature row of each placeholder, or -1), as ``position_ids`` the
+three positions of each token, and ``attention_ends`` with bidirectional images (``[b, s]``: how many tokens of its
+sequence there are up to the last that a token attends to). Only the first stage needs the first two. Rows say which
+feature goes where, and are sharded as the tokens are.
 """
 
 import torch
@@ -13,34 +13,34 @@ from torch import Tensor
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_models.megatron.families.image_features import features_of_images, no_features
+from mca_models.megatron.families.image_features import compute_image_features, empty_features
 from mca_models.megatron.families.image_limits import image_problems, image_reach
-from mca_models.megatron.layers.sectioned_rope import SectionedRope
+from mca_models.megatron.layers.mrope import MRope
 from mca_models.megatron.types import GptModel, HfModel, MegatronModule, Upstream
 
 Arguments = tuple[object, ...]
 
 
-def take_images(model: GptModel, config: McaModelConfig) -> None:
-    """Makes a chunk understand the arguments that images bring."""
+def accept_images(model: GptModel, config: McaModelConfig) -> None:
+    """Add hooks to a chunk for the arguments of images."""
     if config.vision is None:
         return
-    intake = _Intake(model, config)
-    model.register_forward_pre_hook(intake.before_chunk, with_kwargs=True)
+    inputs = _ImageInputs(model, config)
+    model.register_forward_pre_hook(inputs.before_chunk, with_kwargs=True)
     if not model.pre_process:
         return
-    model.embedding.register_forward_hook(intake.after_embedding)
+    model.embedding.register_forward_hook(inputs.after_embedding)
     for number, layer in enumerate(model.decoder.layers[: config.deepstack_layers]):
         layer.register_forward_hook(_with_inner_features(number))
     for parameter in model.vision_model.parameters():
-        sum_over_tensor_ranks(parameter, sequence_parallel=model.config.sequence_parallel)
+        mark_replicated_gradient(parameter, sequence_parallel=model.config.sequence_parallel)
 
 
-def sum_over_tensor_ranks(parameter: Upstream, *, sequence_parallel: bool) -> None:
-    """Tells Megatron how a replicated parameter's gradient comes together.
+def mark_replicated_gradient(parameter: Upstream, *, sequence_parallel: bool) -> None:
+    """Mark how Megatron combines a replicated parameter's gradient over tensor ranks.
 
-    With sequence parallelism each tensor rank has the gradient of its own tokens: they are summed. Without, each has
-    the whole one: they are averaged, so that rounding does not drive the copies apart.
+    With sequence parallelism each tensor rank has the gradient of its tokens: they are summed. Without it, each has the
+    full gradient: they are averaged, so that rounding does not let the copies diverge.
     """
     if sequence_parallel:
         parameter.sequence_parallel = True
@@ -48,8 +48,8 @@ def sum_over_tensor_ranks(parameter: Upstream, *, sequence_parallel: bool) -> No
         parameter.average_gradients_across_tp_domain = True
 
 
-class _Intake:
-    """What one chunk does with the images of the micro-batch that it computes."""
+class _ImageInputs:
+    """Hooks of one chunk for the images of the running micro-batch."""
 
     def __init__(self, model: GptModel, config: McaModelConfig) -> None:
         self._config = config
@@ -61,15 +61,15 @@ class _Intake:
     def before_chunk(
         self, model: GptModel, args: Arguments, kwargs: JsonObject
     ) -> tuple[Arguments, JsonObject]:
-        """Runs the vision model and hands on what Megatron understands."""
+        """Run the vision model and pass on arguments that Megatron understands."""
         kwargs = dict(kwargs)
         images, rows = kwargs.pop("images", None), kwargs.pop("feature_rows", None)
         ends = kwargs.pop("attention_ends", None)
-        if image_reach(self._config):  # the way to the core attention, through recomputation too
+        if image_reach(self._config):  # reaches the core attention, also with recomputation
             args, kwargs = args[:2], {**kwargs, "attention_mask": ends}
         positions = kwargs.get("position_ids")
         if (
-            isinstance(getattr(model, "rotary_pos_emb", None), SectionedRope)
+            isinstance(getattr(model, "rotary_pos_emb", None), MRope)
             and positions is not None
             and positions.dim() == 3
         ):
@@ -78,58 +78,58 @@ class _Intake:
             return args, kwargs
         trained = self._trained()
         if images is None:
-            if trained and torch.is_grad_enabled():  # the same way to the embeddings, with nothing on it
-                self._features = no_features(model.vision_model, self._config, trained)
+            if trained and torch.is_grad_enabled():  # the same graph up to the embeddings, without features
+                self._features = empty_features(model.vision_model, self._config, trained)
             return args, kwargs
         if problems := image_problems(self._config, self._config.layout, model.config):
             raise McaError("; ".join(problems))
         with torch.set_grad_enabled(torch.is_grad_enabled() and bool(trained)):
-            features, inner = features_of_images(model.vision_model, images, self._config, trained)
+            features, inner = compute_image_features(model.vision_model, images, self._config, trained)
         self._rows = self._local(rows)
         self._features = features
         if inner:
-            placed = torch.stack([_placed(each, self._rows) for each in inner])
-            kwargs["extra_block_kwargs"] = {**(kwargs.get("extra_block_kwargs") or {}), "context": placed}
+            scattered = torch.stack([_scatter_features(each, self._rows) for each in inner])
+            kwargs["extra_block_kwargs"] = {**(kwargs.get("extra_block_kwargs") or {}), "context": scattered}
         return args, kwargs
 
     def after_embedding(self, embedding: MegatronModule, args: Arguments, output: Tensor) -> Tensor:
-        """Exchanges the embeddings of placeholders ``[s, b, hidden]``."""
+        """Replace the embeddings of placeholders ``[s, b, hidden]``."""
         features, rows = self._features, self._rows
         self._features = self._rows = None
         if features is None:
             return output
         if rows is None:
             rows = torch.full(output.shape[:2], -1, device=output.device)
-        placed = _placed(features[:, : output.shape[-1]].to(output.dtype), rows)
-        return torch.where((rows >= 0).unsqueeze(-1), placed, output)
+        scattered = _scatter_features(features[:, : output.shape[-1]].to(output.dtype), rows)
+        return torch.where((rows >= 0).unsqueeze(-1), scattered, output)
 
     def _trained(self) -> list[torch.nn.Parameter]:
         parameters = () if self._vision is None else self._vision.parameters()
         return [parameter for parameter in parameters if parameter.requires_grad]
 
     def _local(self, rows: Tensor) -> Tensor:
-        """``[s, b]``, with sequence parallelism this tensor rank's part of it."""
-        own = rows.transpose(0, 1).contiguous()
+        """Return ``[s, b]``, with sequence parallelism this tensor rank's part."""
+        local = rows.transpose(0, 1).contiguous()
         if not self._sequence_parallel:
-            return own
+            return local
         from megatron.core.parallel_state import get_tensor_model_parallel_group
 
         group = get_tensor_model_parallel_group()
-        part: Tensor = own.chunk(group.size())[group.rank()]
+        part: Tensor = local.chunk(group.size())[group.rank()]
         return part
 
 
-def _placed(features: Tensor, rows: Tensor) -> Tensor:
-    """``[s, b, hidden]``: each token's feature, zeros where it has none."""
+def _scatter_features(features: Tensor, rows: Tensor) -> Tensor:
+    """Return ``[s, b, hidden]``: each token's feature, zeros without one."""
     none = features.new_zeros(1, features.shape[-1])
     return torch.cat([none, features])[rows + 1]
 
 
 def _with_inner_features(number: int) -> Upstream:
-    """A hook that adds the features of an inner layer to what a decoder layer gives.
+    """Return a hook that adds the features of an inner layer to the output of a decoder layer.
 
-    They come as the block's ``context``, which Megatron hands through its layers and through recomputation, so that
-    each micro-batch in flight has its own.
+    They are passed as the block's ``context``, which Megatron passes through its layers and through recomputation, so
+    that each micro-batch in flight has its own.
     """
 
     def add(

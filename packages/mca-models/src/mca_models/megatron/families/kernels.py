@@ -1,7 +1,7 @@
 """Kernels of other packages for linear attention and state-space layers (``mca-models[kernels]``).
 
-They are used on CUDA where they are installed, and in half precision alone: what is asked for in fp32 is asked for
-exactly. Plain torch computes everything else.
+They are used on CUDA if installed, and only in half precision, so that fp32 stays exact. Otherwise plain torch
+computes.
 """
 
 import logging
@@ -17,32 +17,32 @@ from mca_models.megatron.types import MegatronConfig
 Kernel = Callable[..., object]
 _log = logging.getLogger(__name__)
 
-_WHERE: Mapping[str, tuple[str, str]] = {
+_MODULES: Mapping[str, tuple[str, str]] = {
     "chunk_gated_delta_rule": ("fla.ops.gated_delta_rule", "flash-linear-attention"),
     "chunk_kda": ("fla.ops.kda", "flash-linear-attention"),
     "causal_conv1d_fn": ("causal_conv1d", "causal-conv1d"),
     "mamba_chunk_scan_combined": ("mamba_ssm.ops.triton.ssd_combined", "mamba-ssm"),
 }
-"""By the kernel's name, the module that has it, and the package that brings the module."""
+"""Module and package of each kernel by name."""
 
 
-def kernel_of(name: str, config: MegatronConfig) -> Kernel | None:
-    """The kernel ``name`` for a model of ``config`` on the device that trains, or None; see ``kernel``."""
+def find_kernel(name: str, config: MegatronConfig) -> Kernel | None:
+    """Return the kernel ``name`` for a model of ``config`` on this machine's device; None: use plain torch."""
     return kernel(name, platform.device_type(), config.params_dtype, bool(config.deterministic_mode))
 
 
 @cache
 def kernel(name: str, device: str, dtype: torch.dtype, deterministic: bool = False) -> Kernel | None:
-    """The kernel ``name``, or None where plain torch computes; which of both is logged, once.
+    """Return the kernel ``name``, or None to use plain torch; log the choice once.
 
     Args:
-        name: One of ``_WHERE``.
+        name: One of ``_MODULES``.
         device: The type of the device that computes.
-        dtype: Of what is computed with.
-        deterministic: The same bits every time are asked for, which no kernel promises.
+        dtype: Dtype of the inputs.
+        deterministic: Require bitwise reproducible results, which no kernel guarantees.
     """
-    module, package = _WHERE[name]
-    found, why = None, ""
+    module, package = _MODULES[name]
+    function, why = None, ""
     if device != "cuda":
         why = f"the device is {device}"
     elif deterministic:
@@ -51,13 +51,8 @@ def kernel(name: str, device: str, dtype: torch.dtype, deterministic: bool = Fal
         why = f"the model is in {str(dtype).removeprefix('torch.')}"
     else:
         try:
-            found = getattr(import_module(module), name)
-        except (
-            ImportError,
-            AttributeError,
-            OSError,
-            RuntimeError,
-        ) as error:  # also what does not fit this GPU
+            function = getattr(import_module(module), name)
+        except (ImportError, AttributeError, OSError, RuntimeError) as error:  # e.g. an unsupported GPU
             why = f"{package} cannot be used ({error}); install mca-models[kernels]"
-    _log.info("%s: %s", name, f"the kernel of {package}" if found else f"plain torch, as {why}")
-    return found
+    _log.info("%s: %s", name, f"the kernel of {package}" if function else f"plain torch, as {why}")
+    return function

@@ -1,8 +1,8 @@
-"""A state space layer (Mamba 2) in the place of attention, in plain torch or by the kernel of mamba-ssm.
+"""Mamba 2 in place of attention, or parallel to it, in plain torch or by the kernel of mamba-ssm.
 
-Megatron's own needs kernels that only CUDA has. Its parameters, their names and the parts of its distributed checkpoint
-are kept. Tensor ranks hold groups of heads, or heads of a group: these cut what they share, B and C, among
-themselves and gather it for each token. Context parallelism gathers the projected tokens.
+Megatron's forward pass needs CUDA kernels. Its parameters, their names and the parts of its distributed checkpoint are
+unchanged. Tensor ranks hold groups of heads, or heads of a group: ranks of one group shard what the heads share, B and
+C, and gather it for each token. Context parallelism gathers the projected tokens.
 """
 
 from functools import cache
@@ -14,10 +14,13 @@ from torch.nn.functional import silu, softplus
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
-from mca_models.megatron.families.kernels import kernel_of
-from mca_models.megatron.families.linears import normed_linears
+from mca_models.megatron.families.kernels import find_kernel
+from mca_models.megatron.families.recurrent_layers import (
+    CausalConvolution,
+    apply_to_full_sequences,
+    normed_linears,
+)
 from mca_models.megatron.families.state_space import state_space_layer
-from mca_models.megatron.families.whole_sequences import CausalConvolution, of_whole_sequences
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, PackedSeqParams, ShardedState, Spec, WithBias
@@ -27,14 +30,14 @@ _HEADS = ("dt_bias", "A_log", "D")
 _CUT = (*_HEADS, "conv1d.weight", "conv1d.bias", "norm.weight")
 _PARTS = ("z", "x", "B", "C", "dt")
 _FUSED = {"in_proj.weight": slice(None), "conv1d.weight": slice(1, 4), "conv1d.bias": slice(1, 4)}
-"""Which of the parts lie in a tensor."""
+"""Parts of each fused tensor."""
 
 
 class HeadGroups:
-    """The groups that one tensor rank's heads belong to.
+    """Groups of one tensor rank's heads.
 
     Args:
-        count: Groups of the model, a multiple or a divisor of the ranks.
+        count: Groups of the model, a multiple or a divisor of the number of ranks.
         ranks: All tensor ranks.
     """
 
@@ -43,7 +46,7 @@ class HeadGroups:
         self.sharing = max(ranks.size() // count, 1)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """``[..., n]`` of each rank that shares this one's group, as ``[..., ranks, n]``."""
+        """Gather ``[..., n]`` of the ranks that share this rank's group as ``[..., ranks, n]``."""
         if self.sharing == 1:
             return x.unsqueeze(-2)
         from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
@@ -56,7 +59,7 @@ class HeadGroups:
 
 
 class GatedNorm(torch.nn.Module):
-    """RMSNorm of the channels of each group of heads, after they are multiplied by their gate, or before."""
+    """RMSNorm of the channels of each group of heads, after or before multiplying by their gate."""
 
     def __init__(
         self, config: MegatronConfig, channels: int, groups: HeadGroups, *, gate_first: bool
@@ -66,7 +69,7 @@ class GatedNorm(torch.nn.Module):
         self.weight = cut_parameter((channels,), config.params_dtype)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """``[..., channels]`` in fp32."""
+        """Normalise ``[..., channels]`` in fp32."""
         factor = silu(gate.float())
         return self._normal(x * factor) if self.gate_first else self._normal(x) * factor
 
@@ -79,7 +82,7 @@ class GatedNorm(torch.nn.Module):
 
 
 class Mamba(torch.nn.Module):
-    """A state space layer of one tensor rank's heads; `_module` makes it one of Megatron's modules."""
+    """Mamba 2 layer with one tensor rank's heads; `_module` mixes in ``MegatronModule``."""
 
     dt_bias: Tensor
     A_log: Tensor
@@ -118,8 +121,8 @@ class Mamba(torch.nn.Module):
             bias=model.mamba_conv_bias,
             dtype=config.params_dtype,
         )
-        self.conv1d = CausalConvolution.of(convolution, kernel_of("causal_conv1d_fn", config))
-        self.scan = kernel_of("mamba_chunk_scan_combined", config)
+        self.conv1d = CausalConvolution.from_conv1d(convolution, find_kernel("causal_conv1d_fn", config))
+        self.scan = find_kernel("mamba_chunk_scan_combined", config)
         for name in _HEADS:
             setattr(self, name, cut_parameter((self.sizes[4],), config.params_dtype))
         self.norm, first = None, model.mamba_norm == "gated"
@@ -144,18 +147,18 @@ class Mamba(torch.nn.Module):
         packed_seq_params: PackedSeqParams = None,
         **_: object,
     ) -> WithBias:
-        """``[s / cp, b, hidden]`` to the same; all other arguments of an attention are of no consequence."""
+        """Map ``[s / cp, b, hidden]`` to the same shape; other arguments of an attention are ignored."""
         mixed, _ = self.in_proj(hidden_states)
         if self.factors is not None:
             parts = zip(mixed.split(self.sizes, -1), self.factors[:-1], strict=True)
             mixed = torch.cat([part * factor for part, factor in parts], -1)
         group = self.groups_of_ranks.cp
-        out = of_whole_sequences(self._sequence, mixed, packed_seq_params, group)
-        found: WithBias = self.out_proj(out)
-        return found if self.factors is None else (found[0] * self.factors[-1], None)
+        out = apply_to_full_sequences(self._sequence, mixed, packed_seq_params, group)
+        output: WithBias = self.out_proj(out)
+        return output if self.factors is None else (output[0] * self.factors[-1], None)
 
     def _sequence(self, mixed: Tensor) -> Tensor:
-        """One whole sequence of projections ``[s, b, z x B C dt]`` to normalised, gated values ``[s, b, x]``."""
+        """Map projections ``[s, b, z x B C dt]`` of one sequence to normalised, gated values ``[s, b, x]``."""
         inside, _, states, _, count = self.sizes
         gate, convolving, step = mixed.split([inside, inside + 2 * states, count], -1)
         mixed_in = self.conv1d(convolving.permute(1, 2, 0)).transpose(1, 2)
@@ -172,21 +175,21 @@ class Mamba(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None
     ) -> ShardedState:
-        """What Megatron's distributed checkpoint holds: fused tensors in their parts, whatever ranks cut them."""
+        """Return the sharded state; fused tensors are split into their parts, independent of the layout."""
         from megatron.core.ssm.mamba_mixer import _split_tensor_factory
         from megatron.core.transformer.module import MegatronModule
 
-        found: ShardedState = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+        state: ShardedState = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
         cut = sharded_state(self, prefix, sharded_offsets, dict.fromkeys(_CUT, 0))
-        found |= {key: value for key, value in cut.items() if key.removeprefix(prefix) in _CUT}
+        state |= {key: value for key, value in cut.items() if key.removeprefix(prefix) in _CUT}
         for name, parts in _FUSED.items():
-            if (key := f"{prefix}{name}") in found:
-                found[key] = _split_tensor_factory(found[key], self.sizes[parts], list(_PARTS[parts]), 0)
-        return found
+            if (key := f"{prefix}{name}") in state:
+                state[key] = _split_tensor_factory(state[key], self.sizes[parts], list(_PARTS[parts]), 0)
+        return state
 
 
 def mamba_spec(implementation: Implementation, config: McaModelConfig) -> Spec:
-    """The spec of a state space layer of ``config``, or of what is beside its attention."""
+    """Return the spec of a Mamba layer of ``config``, in place of attention or parallel to it."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     column, row = normed_linears(implementation, norm=not config.mamba_beside_attention)
@@ -198,3 +201,39 @@ def _module() -> type:
     from megatron.core.transformer.module import MegatronModule
 
     return type("Mamba", (Mamba, MegatronModule), {})
+
+
+def with_parallel_mamba(attention: type, model: McaModelConfig, implementation: Implementation) -> type:
+    """Return an attention class without biases that adds the output of a parallel Mamba layer (Falcon H1).
+
+    Args:
+        attention: Megatron's class.
+        model: The model.
+        implementation: Implementation of Mamba's linears.
+    """
+    factor = model.attention_out_multiplier
+
+    class ParallelMamba(attention):  # type: ignore[misc]
+        """Attention and Mamba on the same normalised input."""
+
+        def __init__(self, config: MegatronConfig, *args: object, **kwargs: object) -> None:
+            from megatron.core.transformer.spec_utils import build_module
+
+            super().__init__(config, *args, **kwargs)
+            spec = mamba_spec(implementation, model)
+            self.mamba = build_module(spec, config=config, pg_collection=self.pg_collection)
+
+        def forward(
+            self,
+            hidden_states: Tensor,
+            *args: object,
+            packed_seq_params: PackedSeqParams = None,
+            **kwargs: object,
+        ) -> WithBias:
+            """Map ``[s / cp, b, hidden]`` to the same shape."""
+            packed = {"packed_seq_params": packed_seq_params}
+            states, _ = self.mamba(hidden_states, **packed)
+            attended, _ = super().forward(hidden_states, *args, **packed, **kwargs)
+            return attended * factor + states, None
+
+    return ParallelMamba

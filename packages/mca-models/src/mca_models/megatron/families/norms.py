@@ -1,4 +1,4 @@
-"""Norms where Megatron has none: over all heads of q or k together, and after attention and MLP."""
+"""Norms that Megatron lacks: across all heads of q or k, after RoPE, and after attention and MLP."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,8 +12,8 @@ from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
 from mca_models.megatron.types import GptModel, MegatronConfig, MegatronModule, ShardedState, WithBias
 
 
-class WideNorm(torch.nn.Module):
-    """RMSNorm of all heads of a token together, which tensor ranks share out.
+class FullWidthNorm(torch.nn.Module):
+    """RMSNorm across all heads of a token, which tensor ranks share.
 
     Its weight has one number for each channel of each head of this rank.
     """
@@ -28,7 +28,7 @@ class WideNorm(torch.nn.Module):
         self.weight = cut_parameter((share,), config.params_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., heads / tp, channels]``, normalised in fp32, in its own dtype."""
+        """Normalise ``[..., heads / tp, channels]`` in fp32; return its dtype."""
         from megatron.core.tensor_parallel.mappings import (
             copy_to_tensor_model_parallel_region,
             reduce_from_tensor_model_parallel_region,
@@ -44,18 +44,18 @@ class WideNorm(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: ShardedState | None = None
     ) -> ShardedState:
-        """For Megatron's distributed checkpoint: cut over tensor ranks."""
+        """Return the state for Megatron's distributed checkpoint, sharded over tensor ranks."""
         return sharded_state(self, prefix, sharded_offsets, {"weight": 0})
 
 
-class WideKeyNorm(WideNorm):
-    """``WideNorm`` of the keys."""
+class FullWidthKeyNorm(FullWidthNorm):
+    """``FullWidthNorm`` of the keys."""
 
     heads = "num_query_groups"
 
 
-class HeadNorm(Norm):
-    """Normalises each head on its own, with a weight for each channel of each head of this rank."""
+class PerHeadNorm(Norm):
+    """Norm of each head with a weight for each channel of each head of this rank."""
 
     heads = "num_attention_heads"
     has_weight = has_bias = False
@@ -66,84 +66,84 @@ class HeadNorm(Norm):
         self.weight = cut_parameter((share,), config.params_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., heads / tp, channels]``, in its own dtype."""
+        """Normalise ``[..., heads / tp, channels]``; return its dtype."""
         normal = self.normal(x.float(), None)
         return (normal * self.weight.float().view(-1, *self.shape)).to(x.dtype)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: ShardedState | None = None
     ) -> ShardedState:
-        """For Megatron's distributed checkpoint: cut over tensor ranks."""
+        """Return the state for Megatron's distributed checkpoint, sharded over tensor ranks."""
         return sharded_state(self, prefix, sharded_offsets, {"weight": 0})
 
 
-class KeyHeadNorm(HeadNorm):
-    """``HeadNorm`` of the keys."""
+class PerHeadKeyNorm(PerHeadNorm):
+    """``PerHeadNorm`` of the keys."""
 
     heads = "num_query_groups"
 
 
-class LateNorm(Norm):
-    """A norm of q or k that waits for the rope: Megatron normalises before it rotates."""
+class PostRopeNorm(Norm):
+    """Norm of q or k after RoPE; Megatron's position for it, before RoPE, passes the input through."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` as it is."""
+        """Return ``x`` unchanged."""
         return x
 
-    def late(self, x: Tensor) -> Tensor:
-        """``x`` normalised."""
+    def normalize(self, x: Tensor) -> Tensor:
+        """Normalise ``x``."""
         return super().forward(x)
 
 
-class PlainLateNorm(LateNorm):
-    """``LateNorm`` without a weight."""
+class PostRopeNormWithoutWeight(PostRopeNorm):
+    """``PostRopeNorm`` without a weight."""
 
     has_weight = has_bias = False
 
 
 def normalise_after_rope(model: GptModel, skips: Sequence[int] | None) -> None:
-    """Has the ``LateNorm`` of every attention of a chunk applied to what its core attention is given.
+    """Apply the ``PostRopeNorm`` of every attention of a chunk to the inputs of its core attention.
 
     Args:
         model: The chunk.
-        skips: 1 for each decoder layer that has no rope, and then no norm; None: all have it.
+        skips: 1 for each decoder layer without RoPE, which has no norm either; None: all have it.
     """
     for layer in model.decoder.layers:
         attention = layer.self_attention
         if skips is not None and skips[layer.layer_number - 1]:
             continue
         attention.core_attention.register_forward_pre_hook(
-            partial(_normalise_rotated, attention.q_layernorm.late, attention.k_layernorm.late)
+            partial(_normalise_rotated, attention.q_layernorm.normalize, attention.k_layernorm.normalize)
         )
 
 
 def _normalise_rotated(
-    of_query: Callable[[Tensor], Tensor],
-    of_key: Callable[[Tensor], Tensor],
+    query_norm: Callable[[Tensor], Tensor],
+    key_norm: Callable[[Tensor], Tensor],
     core: torch.nn.Module,
     args: tuple[Tensor, ...],
 ) -> tuple[Tensor, ...]:
-    query, key, *others = args
-    return of_query(query), of_key(key), *others
+    query, key, *rest = args
+    return query_norm(query), key_norm(key), *rest
 
 
 class PostNorm(Norm):
-    """The norm of what attention or MLP gives, before it is added to the residual."""
+    """Norm of the output of attention or MLP, before it is added to the residual."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: ShardedState | None = None
     ) -> ShardedState:
-        """For Megatron's distributed checkpoint: the same on all tensor ranks."""
+        """Return the state for Megatron's distributed checkpoint, replicated over tensor ranks."""
         return sharded_state(self, prefix, sharded_offsets, {})
 
 
 def add_post_norms(model: GptModel, config: McaModelConfig) -> None:
-    """Gives attention and MLP of each decoder layer that has norms behind them a ``post_layernorm`` for their output.
+    """Add a ``post_layernorm`` to the output of attention and MLP in decoder layers with post-norms.
 
-    A hook on the whole block, not on its last projection: what an adapter adds to that one is normalised too.
+    The hook is on the whole block, not on its last projection, so that an adapter's output is normalised too.
     """
     for layer in model.decoder.layers:
-        placement = config.of_layer(layer.layer_number - 1).norm_placement
+        placement = config.layer_config(layer.layer_number - 1).norm_placement
         for block in (layer.self_attention, layer.mlp) if placement != "pre" else ():
             block.post_layernorm = PostNorm(
                 model.config, model.config.hidden_size, model.config.layernorm_epsilon

@@ -1,8 +1,8 @@
-"""Attention and MLP side by side, on Megatron's layer, in which the MLP takes what attention was added to.
+"""Parallel attention and MLP on Megatron's layer, whose MLP takes the output of attention.
 
-Megatron's layer calls the norm before the MLP with that sum. Here that norm looks at what attention was given
-instead: the output of the norm before attention (one norm), or its input (two norms). What the MLP gives is added to
-the sum, as ever.
+Megatron's layer calls the norm before the MLP with the sum of residual and attention. Here that norm reads the input
+of attention instead: the output of the norm before attention (one norm), or its input (two norms). The MLP's output
+is added to the sum as usual.
 """
 
 import torch
@@ -13,45 +13,45 @@ from mca_models.megatron.types import GptModel, MegatronConfig
 
 
 class SharedNorm(torch.nn.Module):
-    """Gives the MLP what the norm before attention gave attention."""
+    """Placeholder for the norm before the MLP that passes on the output of the norm before attention."""
 
-    kept: Tensor | None = None
+    saved: Tensor | None = None
 
     def __init__(self, config: MegatronConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
 
     def forward(self, x: Tensor) -> Tensor:
-        """What was kept, once."""
-        kept, self.kept = self.kept, None
-        return x if kept is None else kept
+        """Return the saved tensor, once."""
+        saved, self.saved = self.saved, None
+        return x if saved is None else saved
 
-    def keep(self, before: torch.nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        """Called after the norm ``before`` attention."""
-        self.kept = output
+    def save_input(self, input_norm: torch.nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        """Save the output of the norm before attention; a forward hook."""
+        self.saved = output
 
 
 def second_norm(norm: type[Norm]) -> type[Norm]:
-    """A norm of its own before the MLP, of what the ``norm`` before attention normalised."""
+    """Return a norm class for the MLP that reads the input of the norm before attention."""
 
     class SecondNorm(norm):  # type: ignore[misc, valid-type]
-        """Normalises what was kept, whatever it is called with."""
+        """Norm of the saved tensor, which ignores its argument."""
 
-        kept: Tensor | None = None
+        saved: Tensor | None = None
 
         def forward(self, x: Tensor) -> Tensor:
-            """What was kept, normalised."""
-            kept, self.kept = self.kept, None
-            normal: Tensor = super().forward(x if kept is None else kept)
+            """Return the saved tensor, normalised."""
+            saved, self.saved = self.saved, None
+            normal: Tensor = super().forward(x if saved is None else saved)
             return normal
 
-        def keep(self, before: torch.nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-            """Called after the norm ``before`` attention."""
-            self.kept = args[0]
+        def save_input(self, input_norm: torch.nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+            """Save the input of the norm before attention; a forward hook."""
+            self.saved = args[0]
 
     return SecondNorm
 
 
-def set_side_by_side(model: GptModel) -> None:
-    """Has every layer of a chunk keep for its MLP what its attention is given."""
+def connect_parallel_blocks(model: GptModel) -> None:
+    """Save the input of attention for the MLP in every layer of a chunk."""
     for layer in model.decoder.layers:
-        layer.input_layernorm.register_forward_hook(layer.pre_mlp_layernorm.keep)
+        layer.input_layernorm.register_forward_hook(layer.pre_mlp_layernorm.save_input)

@@ -1,20 +1,24 @@
-"""Which routers choose experts otherwise than Megatron's."""
+"""Choice of routers that differ from Megatron's."""
 
 from collections.abc import Callable
 
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.families.biased_router import biased_router, has_biased_softmax
-from mca_models.megatron.families.group_router import own_groups
-from mca_models.megatron.families.plain_sigmoids import own_weights
-from mca_models.megatron.families.shortcut import router_of_more
-from mca_models.megatron.families.sparse_mixer import own_mixer
+from mca_models.megatron.families.group_router import custom_group_router
+from mca_models.megatron.families.identity_experts import router_with_identity_experts
+from mca_models.megatron.families.sigmoid_router import custom_sigmoid_router
+from mca_models.megatron.families.sparse_mixer import custom_sparse_mixer
 
 
-def own_router(config: McaModelConfig) -> Callable[[type], type] | None:
-    """What makes a router class choose as the model does; None where Megatron's own does."""
-    chooses = biased_router if has_biased_softmax(config) else own_groups(config) or own_mixer(config)
-    chooses = chooses or own_weights(config)
-    more = config.moe_identity_experts
-    if not more:
-        return chooses
-    return lambda router: router_of_more(chooses(router) if chooses else router, more)
+def custom_router(config: McaModelConfig) -> Callable[[type], type] | None:
+    """Return a function that adapts a router class to the model; None if Megatron's router fits."""
+    adapt = (
+        biased_router
+        if has_biased_softmax(config)
+        else custom_group_router(config) or custom_sparse_mixer(config)
+    )
+    adapt = adapt or custom_sigmoid_router(config)
+    count = config.moe_identity_experts
+    if not count:
+        return adapt
+    return lambda router: router_with_identity_experts(adapt(router) if adapt else router, count)

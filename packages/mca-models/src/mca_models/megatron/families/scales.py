@@ -1,6 +1,6 @@
-"""Constant factors on embeddings, residuals and logits; capped logits.
+"""Factors on embeddings, residuals, layers and logits; capped logits and their bias.
 
-Capped attention scores are computed in `layers.sdpa`.
+Capped attention scores are in `layers.sdpa`.
 """
 
 from collections.abc import Callable
@@ -10,18 +10,19 @@ import torch
 from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.types import GptModel, WithBias
+from mca_models.megatron.layers.sharded import cut_parameter
+from mca_models.megatron.types import GptModel, MegatronModule, WithBias
 
 AddToResidual = Callable[..., Tensor]
 
 
 def add_scales(model: GptModel, config: McaModelConfig) -> None:
-    """Makes a chunk's embedding and output layer multiply by what ``config`` says, and cap the logits."""
+    """Scale a chunk's embedding and logits, and cap the logits."""
     if config.embedding_multiplier != 1.0 and hasattr(model, "embedding"):
         factor = config.embedding_multiplier
 
         def scale_embedding(module: torch.nn.Module, args: tuple[object, ...], output: Tensor) -> Tensor:
-            # HF keeps the factor in the weights' dtype; the device makes it itself, and is not waited for
+            # HF rounds the factor to the weights' dtype; made on the device to avoid a synchronisation
             return output * torch.full((), factor, dtype=output.dtype, device=output.device)
 
         model.embedding.register_forward_hook(scale_embedding)
@@ -39,21 +40,23 @@ def add_scales(model: GptModel, config: McaModelConfig) -> None:
 def scaled_activation(
     activation: Callable[..., Tensor], factors: tuple[float, ...] | None
 ) -> Callable[..., Tensor]:
-    """``activation`` with factors on the gate that it takes and on the output of the MLP, which is linear in it."""
+    """Return ``activation`` with factors on its input gate and on its output, in which the MLP is linear."""
     if factors is None:
         return activation
-    of_gate, of_output = factors
-    return partial(_scaled, activation, of_gate, of_output)
+    gate_factor, output_factor = factors
+    return partial(_scaled, activation, gate_factor, output_factor)
 
 
-def _scaled(activation: Callable[..., Tensor], of_gate: float, of_output: float, gate: Tensor) -> Tensor:
-    return activation(gate * of_gate) * of_output
+def _scaled(
+    activation: Callable[..., Tensor], gate_factor: float, output_factor: float, gate: Tensor
+) -> Tensor:
+    return activation(gate * gate_factor) * output_factor
 
 
 def scaled_residual(
     add: Callable[[bool, bool], AddToResidual], factor: float
 ) -> Callable[[bool, bool], AddToResidual]:
-    """Megatron's bias-dropout-add ``add`` with what it adds to the residual multiplied by ``factor``."""
+    """Return Megatron's bias-dropout-add ``add`` with a ``factor`` on what it adds to the residual."""
 
     def get(training: bool, fused: bool) -> AddToResidual:
         inner = add(training, fused)
@@ -66,3 +69,27 @@ def scaled_residual(
         return scaled
 
     return get
+
+
+def add_layer_scalars(model: GptModel) -> None:
+    """Add the factor to every decoder layer of a chunk."""
+    for layer in model.decoder.layers:
+        layer.register_buffer("layer_scalar", torch.ones(1, dtype=model.config.params_dtype))
+        layer.register_forward_hook(_scale_output)
+
+
+def _scale_output(
+    layer: MegatronModule, args: tuple[object, ...], output: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    hidden, context = output
+    return hidden * layer.layer_scalar, context
+
+
+def add_output_bias(model: GptModel) -> None:
+    """Add a bias to a chunk's output layer, if it has one, sharded as its weight is."""
+    if hasattr(model, "output_layer"):
+        layer = model.output_layer
+        bias: torch.nn.Parameter = cut_parameter(
+            (layer.output_size_per_partition,), model.config.params_dtype
+        )
+        layer.bias = bias

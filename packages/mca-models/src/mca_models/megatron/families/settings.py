@@ -1,17 +1,17 @@
-"""Settings of Megatron's ``TransformerConfig`` that only some families have.
+"""Settings of Megatron's ``TransformerConfig`` for single features.
 
-Those that all families share are in `factory.transformer_config`.
+Common settings are in `factory.transformer_config`.
 """
 
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.families.biased_router import has_biased_softmax
-from mca_models.megatron.families.group_router import own_groups
+from mca_models.megatron.families.group_router import custom_group_router
 from mca_models.megatron.types import MegatronConfig, Settings
 
 
 def settings(config: McaModelConfig) -> Settings:
-    """The settings that differ from Megatron's defaults."""
-    found: Settings = {
+    """Return the settings that differ from Megatron's defaults."""
+    values: Settings = {
         "moe_latent_size": config.moe_latent_size,
         "softmax_scale": config.softmax_scale,
         "activation_func_clamp_value": config.activation_func_clamp_value,
@@ -21,11 +21,11 @@ def settings(config: McaModelConfig) -> Settings:
         "no_rope_freq": list(config.no_rope_freq) if config.no_rope_freq else None,
     }
     if config.num_moe_experts and config.add_bias_linear:
-        found["bias_dropout_fusion"] = False  # grouped experts refuse it
+        values["bias_dropout_fusion"] = False  # grouped experts reject it
     if not has_fused_activation(config):
-        found["bias_activation_fusion"] = False
+        values["bias_activation_fusion"] = False
     if config.linear_conv_kernel_dim is not None:
-        found |= {
+        values |= {
             # makes Megatron's distributed checkpoint expect different layers
             "linear_attention_freq": [int(config.is_linear_layer(i)) for i in range(config.num_layers)],
             "linear_conv_kernel_dim": config.linear_conv_kernel_dim,
@@ -35,36 +35,36 @@ def settings(config: McaModelConfig) -> Settings:
             "linear_value_head_dim": config.linear_value_head_dim,
         }
     if config.mamba_num_heads is not None or len(config.kinds()) > 1:
-        found["hetereogenous_dist_checkpoint"] = True  # tensors of layers that differ are not stacked
-    chosen = {name: value for name, value in found.items() if value is not None}
-    if own_groups(config) is not None:
+        values["hetereogenous_dist_checkpoint"] = True  # tensors of layers that differ are not stacked
+    chosen = {name: value for name, value in values.items() if value is not None}
+    if custom_group_router(config) is not None:
         chosen |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
-    if has_biased_softmax(config):  # which Megatron refuses; it builds one nevertheless
+    if has_biased_softmax(config):  # rejected by Megatron's configuration, but built by its router
         chosen["moe_router_enable_expert_bias"] = False
     return chosen
 
 
 def has_fused_activation(config: McaModelConfig) -> bool:
-    """Whether Megatron has a kernel for it in every MLP; that for ``gelu`` computes an approximation."""
+    """Return whether Megatron has an exact fused activation for every MLP; the one for ``gelu`` is approximate."""
     if config.mlp_multipliers is not None:
         return False
-    if config.hidden_act == "quick_gelu":  # of routed experts alone
+    if config.hidden_act == "quick_gelu":  # fused for routed experts only
         dense = not all(config.is_moe_layer(i) for i in range(config.num_layers))
         return not dense and config.moe_shared_expert_intermediate_size is None
     return config.hidden_act == "silu" and config.gated_linear_unit
 
 
 def before_building(config: McaModelConfig, megatron: MegatronConfig) -> None:
-    """Sets what building a chunk looks at, which ``after_building`` of the chunk before it changed."""
+    """Restore the settings that ``after_building`` of the previous chunk changed."""
     megatron.qk_layernorm = config.qk_layernorm
     megatron.moe_router_enable_expert_bias = config.moe_router_enable_expert_bias
 
 
 def after_building(config: McaModelConfig, megatron: MegatronConfig) -> None:
-    """Corrects what Megatron reads from its configuration during training, once the modules stand.
+    """Change settings that Megatron reads during training, after the modules are built.
 
-    It sums the gradients of all ``q_layernorm`` and ``k_layernorm`` over tensor ranks where ``qk_layernorm`` is
-    set; norms with weights for each head are cut like the heads, and their gradients are whole.
+    Megatron sums the gradients of all ``q_layernorm`` and ``k_layernorm`` over tensor ranks where ``qk_layernorm`` is
+    set; norms with weights for each head are sharded like the heads, and their gradients are complete.
     """
     if config.qk_layernorm_full_width or config.qk_layernorm_per_head:
         megatron.qk_layernorm = False

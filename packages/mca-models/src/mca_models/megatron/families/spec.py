@@ -1,4 +1,4 @@
-"""Megatron's layer specs with the modules that a family's fields ask for.
+"""Megatron's layer specs with the modules of the model's features.
 
 Settings are changed in `settings`, built chunks in `chunk`.
 """
@@ -7,45 +7,41 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
-from mca_models.megatron.families.attention import with_biases, with_clipped_heads
-from mca_models.megatron.families.block_attention import with_block_indexer
+from mca_models.megatron.families.attention import with_biases, with_clipped_qkv
+from mca_models.megatron.families.block_sparse_attention import with_block_indexer
 from mca_models.megatron.families.checkpoint_keys import keys_map
-from mca_models.megatron.families.core_attention import own_core
-from mca_models.megatron.families.experts_beside_mlp import with_mlp_beside
+from mca_models.megatron.families.core_attention import custom_core_attention
+from mca_models.megatron.families.dsa import with_indexer
+from mca_models.megatron.families.dual_rope import rope_widths, with_layer_rope
 from mca_models.megatron.families.gated_delta_net import delta_net_spec
+from mca_models.megatron.families.heterogeneous_heads import heads_by_layer, sized, with_heterogeneous_heads
+from mca_models.megatron.families.identity_experts import with_identity_experts
 from mca_models.megatron.families.image_limits import image_reach
-from mca_models.megatron.families.kimi_delta import kimi_delta_spec
-from mca_models.megatron.families.latent import with_factors, with_plain_query
-from mca_models.megatron.families.mamba import mamba_spec
-from mca_models.megatron.families.mamba_beside import with_mamba_beside
+from mca_models.megatron.families.kimi_delta_attention import kimi_delta_spec
+from mca_models.megatron.families.mamba import mamba_spec, with_parallel_mamba
+from mca_models.megatron.families.mla import with_mla_multipliers, with_plain_query
+from mca_models.megatron.families.moe_with_dense_mlp import with_dense_mlp
 from mca_models.megatron.families.norms import (
-    HeadNorm,
-    KeyHeadNorm,
-    LateNorm,
-    PlainLateNorm,
-    WideKeyNorm,
-    WideNorm,
+    FullWidthKeyNorm,
+    FullWidthNorm,
+    PerHeadKeyNorm,
+    PerHeadNorm,
+    PostRopeNorm,
+    PostRopeNormWithoutWeight,
 )
-from mca_models.megatron.families.own_heads import heads_by_layer, sized, with_own_heads
 from mca_models.megatron.families.parallel_block import SharedNorm, second_norm
-from mca_models.megatron.families.plain_sigmoids import with_mean
-from mca_models.megatron.families.router import own_router
+from mca_models.megatron.families.router import custom_router
 from mca_models.megatron.families.scales import scaled_residual
-from mca_models.megatron.families.shortcut import (
-    with_experts_apart,
-    with_identity_experts,
-    with_shortcut,
-)
-from mca_models.megatron.families.sparse_attention import with_indexer
+from mca_models.megatron.families.shortcut_moe import with_separate_experts, with_shortcut
+from mca_models.megatron.families.sigmoid_router import with_shared_expert_mean
 from mca_models.megatron.families.sparse_mixer import with_noisy_input
-from mca_models.megatron.families.two_ropes import rope_widths, with_own_rope
 from mca_models.megatron.layers.attention import CoreAttention, image_attention
 from mca_models.megatron.layers.norm import Norm, norm_with
 from mca_models.megatron.layers.rope import attention_factor
 from mca_models.megatron.layers.spec import engine_attention, rebuilt
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import Spec
-from mca_models.templates import family_of
+from mca_models.templates import get_family
 from mca_models.weights import Param, Stage
 
 Change = Callable[[Spec], Spec]
@@ -54,19 +50,19 @@ Change = Callable[[Spec], Spec]
 def adapted_block(
     spec: Spec, config: McaModelConfig, implementation: Implementation, layers: Sequence[int]
 ) -> Spec:
-    """The spec of a chunk that holds decoder ``layers``."""
-    block = _adapted(spec, config, implementation)
-    params = family_of(config.model_type).params(config)
+    """Return the spec of a chunk with decoder ``layers``."""
+    block = _common_changes(spec, config, implementation)
+    params = get_family(config.model_type).params(config)
     layer_specs = []
     for layer, layer_spec in zip(layers, block.layer_specs, strict=True):
-        own = _spelled(params, Stage.LAYER, layer, implementation)
+        changes = _checkpoint_names(params, Stage.LAYER, layer, implementation)
         if config.is_linear_layer(layer):
-            own["self_attention"] = lambda attention: _linear_attention(config, implementation)
+            changes["self_attention"] = lambda attention: _linear_attention(config, implementation)
         if config.is_mamba_layer(layer):
-            own["self_attention"] = lambda attention: mamba_spec(implementation, config)
-        own |= _left_out(config, layer) | _of_takers(config.of_layer(layer), config)
-        placed = _placed(layer_spec, config.of_layer(layer), implementation)
-        layer_specs.append(_changed(placed, own, {}))
+            changes["self_attention"] = lambda attention: mamba_spec(implementation, config)
+        changes |= _absent_blocks(config, layer) | _shared_kv_changes(config.layer_config(layer), config)
+        without_norms = _without_pre_norms(layer_spec, config.layer_config(layer), implementation)
+        layer_specs.append(_changed(without_norms, changes, {}))
     return dataclasses.replace(block, layer_specs=layer_specs)
 
 
@@ -79,46 +75,47 @@ def _linear_attention(config: McaModelConfig, implementation: Implementation) ->
 
 
 def adapted_prediction(spec: Spec, config: McaModelConfig, implementation: Implementation) -> Spec:
-    """The spec of a chunk's prediction layers, which are all alike; None stays None."""
-    params = family_of(config.model_type).params(config)
-    placed = _placed(_adapted(spec, config, implementation), config, implementation)
-    return _changed(placed, _spelled(params, Stage.MTP, 0, implementation), {})
+    """Return the spec of a chunk's MTP layers, which are all alike; None stays None."""
+    params = get_family(config.model_type).params(config)
+    common = _common_changes(spec, config, implementation)
+    without_norms = _without_pre_norms(common, config, implementation)
+    return _changed(without_norms, _checkpoint_names(params, Stage.MTP, 0, implementation), {})
 
 
-def _spelled(
+def _checkpoint_names(
     params: Sequence[Param], stage: Stage, layer: int, implementation: Implementation
 ) -> dict[str, Change]:
-    """The change that gives the keys of a layer's checkpoint their one naming scheme."""
+    """Return the change that gives a layer's checkpoint keys Transformer Engine's names."""
     if implementation == "transformer_engine":
         return {}
     keys = keys_map(params, stage, layer)
-    return {"sharded_state_dict_keys_map": lambda megatrons: keys}
+    return {"sharded_state_dict_keys_map": lambda megatron_map: keys}
 
 
-def _adapted(spec: Spec, config: McaModelConfig, implementation: Implementation) -> Spec:
-    """``spec`` (of a block, or of prediction layers) with everything that holds for all layers alike."""
+def _common_changes(spec: Spec, config: McaModelConfig, implementation: Implementation) -> Spec:
+    """Apply the changes that all layers share to ``spec`` of a block or of MTP layers."""
     changes: dict[str, Change] = {}
-    if config.norm_placement != "post" and config.has_own_norms:
-        changes |= _own_norms(config)
+    if config.norm_placement != "post" and config.has_custom_norms:
+        changes |= _norm_changes(config)
     if config.qk_layernorm_full_width:
-        changes |= {"q_layernorm": lambda norm: WideNorm, "k_layernorm": lambda norm: WideKeyNorm}
+        changes |= {"q_layernorm": lambda norm: FullWidthNorm, "k_layernorm": lambda norm: FullWidthKeyNorm}
     if config.qk_layernorm_per_head:
-        changes |= {"q_layernorm": lambda norm: HeadNorm, "k_layernorm": lambda norm: KeyHeadNorm}
+        changes |= {"q_layernorm": lambda norm: PerHeadNorm, "k_layernorm": lambda norm: PerHeadKeyNorm}
     if config.qk_layernorm_after_rope:
-        late = LateNorm if config.qk_layernorm_weight else PlainLateNorm
-        changes |= dict.fromkeys(("q_layernorm", "k_layernorm"), lambda norm: late)
+        post_rope = PostRopeNorm if config.qk_layernorm_weight else PostRopeNormWithoutWeight
+        changes |= dict.fromkeys(("q_layernorm", "k_layernorm"), lambda norm: post_rope)
     if config.residual_multiplier != 1.0:
         factor = config.residual_multiplier
         changes |= dict.fromkeys(("self_attn_bda", "mlp_bda"), lambda add: scaled_residual(add, factor))
-    if (router := own_router(config)) is not None:
+    if (router := custom_router(config)) is not None:
         changes["router"] = router
     if config.experts_beside_mlp:
         changes["pre_mlp_layernorm"] = _nothing
     return _changed(spec, changes, _classes(config, implementation))
 
 
-def _placed(spec: Spec, config: McaModelConfig, implementation: Implementation) -> Spec:
-    """``spec`` of a layer without the norms before attention and MLP if it has them behind those."""
+def _without_pre_norms(spec: Spec, config: McaModelConfig, implementation: Implementation) -> Spec:
+    """Remove the norms before attention and MLP from ``spec`` of a layer with post-norms."""
     if config.norm_placement != "post":
         return spec
     none = dict.fromkeys(("input_layernorm", "pre_mlp_layernorm"), _nothing)
@@ -126,9 +123,9 @@ def _placed(spec: Spec, config: McaModelConfig, implementation: Implementation) 
 
 
 def _classes(config: McaModelConfig, implementation: Implementation) -> dict[type, type]:
-    """Modules to exchange wherever they stand."""
+    """Return the replacements of module classes anywhere in a spec."""
     classes = _without_norms_inside(config, implementation)
-    if (core := own_core(config)) is not None:
+    if (core := custom_core_attention(config)) is not None:
         classes[CoreAttention] = core
         if implementation == "transformer_engine":
             classes[engine_attention()] = core
@@ -137,21 +134,21 @@ def _classes(config: McaModelConfig, implementation: Implementation) -> dict[typ
     if isinstance(config, MlaMcaModelConfig):
         from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-        latent = MLASelfAttention if config.q_lora_rank else with_plain_query(MLASelfAttention)
+        mla = MLASelfAttention if config.q_lora_rank else with_plain_query(MLASelfAttention)
         factors = config.query_multiplier, config.latent_multiplier
-        latent = latent if factors == (1.0, 1.0) else with_factors(latent, *factors)
-        classes[MLASelfAttention] = latent if config.index_topk is None else with_indexer(latent)
+        mla = mla if factors == (1.0, 1.0) else with_mla_multipliers(mla, *factors)
+        classes[MLASelfAttention] = mla if config.index_topk is None else with_indexer(mla)
     classes |= _experts(config)
     from megatron.core.transformer.attention import SelfAttention
 
     attention = _self_attention(SelfAttention, config)
-    beside = config.mamba_beside_attention
-    classes[SelfAttention] = with_mamba_beside(attention, config, implementation) if beside else attention
+    parallel = config.mamba_beside_attention
+    classes[SelfAttention] = with_parallel_mamba(attention, config, implementation) if parallel else attention
     return classes
 
 
 def _experts(config: McaModelConfig) -> dict[type, type]:
-    """Megatron's expert layer, and the layer around it, where they are not as the model has them."""
+    """Return the replacements of Megatron's MoE layer and of the layer around it."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -159,34 +156,34 @@ def _experts(config: McaModelConfig) -> dict[type, type]:
     if config.input_jitter_noise:
         experts = with_noisy_input(experts, config.input_jitter_noise)
     if config.moe_shared_expert_mean:
-        experts = with_mean(experts)
+        experts = with_shared_expert_mean(experts)
     if config.experts_beside_mlp:
-        experts = with_mlp_beside(experts)
+        experts = with_dense_mlp(experts)
     if config.moe_identity_experts:
         experts = with_identity_experts(experts, config.moe_identity_experts)
     if not config.moe_shortcut:
         return {MoELayer: experts}
-    return {MoELayer: with_experts_apart(experts), TransformerLayer: with_shortcut(TransformerLayer)}
+    return {MoELayer: with_separate_experts(experts), TransformerLayer: with_shortcut(TransformerLayer)}
 
 
 def _self_attention(attention: type, config: McaModelConfig) -> type:
-    """Megatron's class with what this model's attention does besides."""
+    """Return Megatron's attention class with this model's features."""
     if config.rotary_base_local is not None:
-        attention = with_own_rope(
+        attention = with_layer_rope(
             attention, config.layer_types or (), attention_factor(config), rope_widths(config)
         )
-    if config.has_own_heads:
-        attention = with_own_heads(attention, heads_by_layer(config))
+    if config.has_custom_qkv:
+        attention = with_heterogeneous_heads(attention, heads_by_layer(config))
     if config.index_blocks is not None:
         attention = with_block_indexer(attention)
     if config.clip_qkv is not None:
-        attention = with_clipped_heads(attention, config.clip_qkv)
+        attention = with_clipped_qkv(attention, config.clip_qkv)
     if config.add_bias_attention is not None:
         attention = with_biases(attention, biased=config.add_bias_attention)
     return attention
 
 
-def _own_norms(config: McaModelConfig) -> dict[str, Change]:
+def _norm_changes(config: McaModelConfig) -> dict[str, Change]:
     before = norm_with(weight=config.norm_weight, bias=config.norm_bias)
     between = {"none": before, "one_norm": SharedNorm, "two_norms": second_norm(before)}[
         config.parallel_block
@@ -195,15 +192,15 @@ def _own_norms(config: McaModelConfig) -> dict[str, Change]:
 
 
 def _without_norms_inside(config: McaModelConfig, implementation: Implementation) -> dict[type, type]:
-    """The linears of Transformer Engine that have a norm inside, and those without; and the last norm."""
-    if not config.has_own_norms:
+    """Return replacements of Transformer Engine's fused norm-and-linear classes, and of the last norm."""
+    if not config.has_custom_norms:
         return {}
-    own = norm_with(weight=config.norm_weight, bias=config.norm_bias)
+    norm = norm_with(weight=config.norm_weight, bias=config.norm_bias)
     if implementation != "transformer_engine":
-        return {Norm: own}
+        return {Norm: norm}
     from megatron.core.extensions.transformer_engine import TENorm
 
-    return {**_plain_linears(), TENorm: own, Norm: own}
+    return {**_plain_linears(), TENorm: norm, Norm: norm}
 
 
 def _plain_linears() -> dict[type, type]:
@@ -215,25 +212,25 @@ def _plain_linears() -> dict[type, type]:
     return {TELayerNormColumnParallelLinear: TEColumnParallelLinear}
 
 
-def _left_out(config: McaModelConfig, layer: int) -> dict[str, Change]:
-    """Attention or MLP with its norm, where a layer has none."""
+def _absent_blocks(config: McaModelConfig, layer: int) -> dict[str, Change]:
+    """Return the changes that remove attention or MLP, with its norm, from layers without it."""
     from megatron.core.transformer.identity_op import IdentityFuncOp
 
-    left: dict[str, Change] = {}
+    absent: dict[str, Change] = {}
     if not config.has_attention(layer):
-        left |= dict.fromkeys(("input_layernorm", "self_attention"), _nothing)
-        left["self_attn_bda"] = lambda add: IdentityFuncOp
+        absent |= dict.fromkeys(("input_layernorm", "self_attention"), _nothing)
+        absent["self_attn_bda"] = lambda add: IdentityFuncOp
     if not config.has_mlp(layer):
-        left |= dict.fromkeys(("pre_mlp_layernorm", "mlp"), _nothing)
-        left["mlp_bda"] = lambda add: IdentityFuncOp
-    return left
+        absent |= dict.fromkeys(("pre_mlp_layernorm", "mlp"), _nothing)
+        absent["mlp_bda"] = lambda add: IdentityFuncOp
+    return absent
 
 
-def _of_takers(own: McaModelConfig, config: McaModelConfig) -> dict[str, Change]:
-    """What layers have otherwise that take the keys of another: no norm of their own, and maybe a wider MLP."""
-    changes: dict[str, Change] = {"k_layernorm": _nothing} if own.takes_keys else {}
-    if own.ffn_hidden_size != config.ffn_hidden_size:
-        width = own.ffn_hidden_size
+def _shared_kv_changes(layer: McaModelConfig, config: McaModelConfig) -> dict[str, Change]:
+    """Return the changes of layers that reuse keys and values: no key norm, maybe another MLP size."""
+    changes: dict[str, Change] = {"k_layernorm": _nothing} if layer.takes_keys else {}
+    if layer.ffn_hidden_size != config.ffn_hidden_size:
+        width = layer.ffn_hidden_size
         rows = width * (1 + config.gated_linear_unit)
         changes["linear_fc1"] = lambda linear: sized(linear, rows=rows)
         changes["linear_fc2"] = lambda linear: sized(linear, columns=width)
@@ -247,7 +244,7 @@ def _nothing(module: Spec) -> Spec:
 
 
 def _changed(spec: Spec, changes: Mapping[str, Change], classes: Mapping[type, type]) -> Spec:
-    """``spec`` with the named fields and the classes changed wherever they stand in it."""
+    """Return ``spec`` with named fields and classes replaced everywhere in it."""
 
     def exchange(name: str, value: Spec) -> Spec:
         if name in changes:

@@ -1,6 +1,6 @@
-"""Selective state spaces (Mamba 2), chunk by chunk, in plain torch.
+"""Selective state space (Mamba 2), chunk by chunk, in plain torch.
 
-A state S of a head takes up each token's inputs along B and is read along C. Each token lets it fade:
+A head's state S accumulates each token's inputs along B and is read along C, with a decay per token:
 
     S_t = e^(a_t) S_(t-1) + B_t x_t^T      y_t = S_t^T C_t
 
@@ -8,39 +8,39 @@ Within a chunk that begins with state S, with G_i the sum of a up to token i,
 
     Y = ((C B^T) * F) X + diag(e^G) C S      F_ij = e^(G_i - G_j) for j <= i
 
-so that only the states between chunks are computed one after the other. B and C are shared by a group of heads.
+so that only the states between chunks are computed sequentially. B and C are shared by a group of heads.
 """
 
 import torch
 from torch import Tensor
 
-from mca_models.megatron.families.delta_rule import chunks, fading
+from mca_models.megatron.families.delta_rule import chunks, decay_mask
 from mca_models.megatron.families.kernels import Kernel
 
 _KERNELS_CHUNK = 256
-"""Tokens of a chunk, for the kernel."""
+"""Chunk size of the kernel."""
 
 
 def state_space_layer(
     x: Tensor, step: Tensor, rate: Tensor, into: Tensor, read: Tensor, skip: Tensor, kernel: Kernel | None
 ) -> Tensor:
-    """What a layer gives for its inputs, each of which counts for its step in time and is added to its output.
+    """Compute a layer's outputs from inputs scaled by their time steps, with the skip connection D.
 
     Args:
         x: ``[b, s, h, p]``.
         step: ``[b, s, h]``, fp32, at least 0.
-        rate: ``[h]``, fp32: how fast a head's state fades, below 0.
+        rate: ``[h]``, fp32, below 0: decay rate of a head's state.
         into: ``[b, s, g, n]``, B of each group of heads.
         read: ``[b, s, g, n]``, C.
-        skip: ``[h]``, fp32: D, the part of the inputs that is added.
+        skip: ``[h]``, fp32: D, the factor of the skip connection.
         kernel: ``mamba_chunk_scan_combined``; None: plain torch.
 
     Returns:
         ``[b, s, h, p]`` in fp32.
     """
     if kernel is not None:
-        given = (part.contiguous() for part in (x, step, rate, into, read))
-        out = kernel(*given, chunk_size=_KERNELS_CHUNK, D=skip)
+        arguments = (part.contiguous() for part in (x, step, rate, into, read))
+        out = kernel(*arguments, chunk_size=_KERNELS_CHUNK, D=skip)
         assert isinstance(out, Tensor)
         return out.float()
     x = x.float()
@@ -50,7 +50,7 @@ def state_space_layer(
 
 
 def state_space(inputs: Tensor, decay: Tensor, into: Tensor, read: Tensor) -> Tensor:
-    """The outputs of all tokens, from a state of zeros.
+    """Compute the outputs of all tokens from a zero state.
 
     Args:
         inputs: ``[b, h, s, p]``, x above.
@@ -59,21 +59,21 @@ def state_space(inputs: Tensor, decay: Tensor, into: Tensor, read: Tensor) -> Te
         read: ``[b, g, s, n]``, C.
 
     Returns:
-        ``[b, h, s, p]``; computed, and given, in fp32.
+        ``[b, h, s, p]`` in fp32.
     """
     length, groups = inputs.shape[2], into.shape[1]
     dtype = torch.promote_types(inputs.dtype, torch.float32)
     x = chunks(inputs.to(dtype)).unflatten(1, (groups, -1))  # [b, g, heads, chunks, CHUNK, p]
-    faded = chunks(decay.to(dtype).unsqueeze(-1)).cumsum(-2).unflatten(1, (groups, -1))  # G
+    log_decay = chunks(decay.to(dtype).unsqueeze(-1)).cumsum(-2).unflatten(1, (groups, -1))  # G
     b, c = (chunks(part.to(dtype)).unsqueeze(2) for part in (into, read))  # the same for each head of a group
-    last = faded[..., -1:, :]
-    within = ((c @ b.mT) * fading(faded.squeeze(-1))) @ x
-    taken = ((last - faded).exp() * b).mT @ x  # what a chunk adds to the state after it
-    state = torch.zeros_like(taken[..., 0, :, :])
+    last = log_decay[..., -1:, :]
+    within = ((c @ b.mT) * decay_mask(log_decay.squeeze(-1))) @ x
+    added = ((last - log_decay).exp() * b).mT @ x  # what a chunk adds to the state
+    state = torch.zeros_like(added[..., 0, :, :])
     before = []
     for i in range(x.shape[3]):
         before.append(state)
-        state = last[..., i, :, :].exp() * state + taken[..., i, :, :]
-    out = within + (faded.exp() * c) @ torch.stack(before, 3)
+        state = last[..., i, :, :].exp() * state + added[..., i, :, :]
+    out = within + (log_decay.exp() * c) @ torch.stack(before, 3)
     whole: Tensor = out.flatten(1, 2).flatten(2, 3)[:, :, :length]
     return whole

@@ -1,4 +1,4 @@
-"""The activation xIELU (Apertus), which has two weights of its own in each layer."""
+"""xIELU activation (Apertus), with two trained scalars per layer."""
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class Xielu(torch.nn.Module):
         self.register_buffer("eps", torch.tensor([-1e-6], dtype=config.params_dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of this rank's channels; every rank's count for the gradient of the weights."""
+        """Apply it to this rank's channels; the scalars' gradients are summed over tensor ranks."""
         from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 
         positive = softplus(copy_to_tensor_model_parallel_region(self.alpha_p))
@@ -36,11 +36,11 @@ class Xielu(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: ShardedState | None = None
     ) -> ShardedState:
-        """For Megatron's distributed checkpoint."""
+        """Return the state for Megatron's distributed checkpoint."""
         return sharded_state(self, prefix, sharded_offsets, {})
 
 
 def use_xielu(model: GptModel) -> None:
-    """Gives every MLP of a chunk the activation."""
+    """Set the activation of every MLP of a chunk."""
     for layer in model.decoder.layers:
         layer.mlp.activation_func = Xielu(model.config)

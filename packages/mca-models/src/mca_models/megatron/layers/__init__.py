@@ -1,4 +1,4 @@
-"""Our own modules for Megatron's local layer spec, in plain PyTorch.
+"""Modules for Megatron's local layer spec, in plain PyTorch.
 
-What only some families need lies in `families`.
+Modules of single features are in `families`.
 """

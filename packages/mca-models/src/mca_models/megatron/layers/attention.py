@@ -1,8 +1,8 @@
-"""Core attention for the local spec: causal, grouped-query, windowed, packed and context parallel; with sinks, capped.
+"""Core attention of the local spec: causal, grouped-query, sliding-window, packed, context-parallel; sinks, soft caps.
 
-Replaces Megatron's ``DotProductAttention``, which holds the whole score matrix and knows neither packing nor
-context parallelism nor windows. Context parallelism gathers keys and values (backward: reduce-scatter) and each
-rank computes its own queries.
+Replaces Megatron's ``DotProductAttention``, which stores the full score matrix and supports neither packing nor context
+parallelism nor sliding windows. Context parallelism gathers keys and values (backward: reduce-scatter) and each rank
+computes its own queries.
 """
 
 import itertools
@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mca_config.errors import McaError
-from mca_models.megatron.layers.both_ways import both_ways_attention
-from mca_models.megatron.layers.leaning import leaning, slopes
+from mca_models.megatron.layers.alibi import add_alibi_channels, alibi_slopes
+from mca_models.megatron.layers.bidirectional_attention import bidirectional_attention
 from mca_models.megatron.layers.sdpa import causal_attention
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
-from mca_models.megatron.layers.zigzag import in_order, ranges_of_rank
+from mca_models.megatron.layers.zigzag import rank_token_ranges, restore_token_order
 from mca_models.megatron.types import (
     AttnMaskType,
     GroupCollection,
@@ -31,40 +31,40 @@ from mca_models.megatron.types import (
 
 
 @dataclass(frozen=True)
-class Special:
-    """What core attention can do that Megatron's configuration does not know of.
+class AttentionOptions:
+    """Options of core attention that Megatron's configuration lacks.
 
     Args:
-        softcap: See ``causal_attention``.
+        softcap: Cap of the scores; see ``causal_attention``.
         temperature: Queries at position p are multiplied by ``1 + beta ln(1 + floor((p + first) / length))``, for
-            these ``(beta, length, first)``; None: they stay.
-        heated: Layers (from 0) whose queries are; None: all.
-        chunk: A query sees the keys of its own chunk of so many positions only; None: all before it.
-        chunked: Layers (from 0) with chunks.
-        leaning: Scores grow with the position of the key, as ALiBi's do.
+            these ``(beta, length, first)``; None: unscaled.
+        temperature_layers: Layers (from 0) with a temperature; None: all.
+        chunk: Chunk size; a query attends to keys of its chunk only. None: to all keys before it.
+        chunked_layers: Layers (from 0) with chunks.
+        alibi: Add ALiBi's bias to the scores.
     """
 
     softcap: float | None = None
     temperature: tuple[float, int, int] | None = None
-    heated: frozenset[int] | None = None
+    temperature_layers: frozenset[int] | None = None
     chunk: int | None = None
-    chunked: frozenset[int] = frozenset()
-    leaning: bool = False
+    chunked_layers: frozenset[int] = frozenset()
+    alibi: bool = False
 
 
-KNOWN_ENDS = "mca_ends"
-"""Of packed sequences' parameters: where they end, as numbers, if whoever made them knew."""
+PACKED_ENDS = "mca_ends"
+"""Attribute of ``PackedSeqParams``: boundaries of the sequences as a list of numbers."""
 ON_HOST = "mca_on_host"
-"""Of ``cu_seqlens`` on a device: the same tensor in the host's memory."""
+"""Attribute of ``cu_seqlens`` on a device: the same tensor in host memory."""
 _CAUSAL = ("causal", "padding_causal")
 
 
 class CoreAttention(torch.nn.Module):
-    """softmax(scale * q k^T) v over the keys at or before each query; takes what Megatron's spec gives."""
+    """softmax(scale * q k^T) v over the keys at or before each query, with the arguments of Megatron's spec."""
 
-    special = Special()
+    options = AttentionOptions()
     reach: int = 0
-    """How many tokens behind it one of an image may see; 0: none, as text."""
+    """Number of later tokens that an image token may attend to; 0: causal."""
 
     def __init__(
         self,
@@ -92,12 +92,13 @@ class CoreAttention(torch.nn.Module):
         self.scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.window = _window(config, layer_number)
-        own, layer = self.special, layer_number - 1
-        self.chunk = own.chunk if layer in own.chunked else None
-        self.temperature = own.temperature if own.heated is None or layer in own.heated else None
+        options, layer = self.options, layer_number - 1
+        self.chunk = options.chunk if layer in options.chunked_layers else None
+        scaled = options.temperature_layers is None or layer in options.temperature_layers
+        self.temperature = options.temperature if scaled else None
         self.cp_group = _context_group(pg_collection)
         self.slopes: Tensor | None
-        self.register_buffer("slopes", _slopes(config) if own.leaning else None, persistent=False)
+        self.register_buffer("slopes", _slopes(config) if options.alibi else None, persistent=False)
         if config.softmax_type != "vanilla":
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             self.softmax_offset = cut_parameter((heads,), config.params_dtype)
@@ -115,14 +116,14 @@ class CoreAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams = None,
         **_: object,
     ) -> Tensor:
-        """Attends; only of images a mask is looked at, because padding on the right is not seen by what is before.
+        """Attend; the mask is only used for images, because causal attention never sees padding on the right.
 
         Args:
             query: ``[q, b, h, d]``, or ``[t, h, d]`` if packed; q or t are this context rank's tokens.
             key: ``[q, b, g, d]`` or ``[t, g, d]``.
             value: ``[q, b, g, dv]`` or ``[t, g, dv]``.
-            attention_mask: Of a model whose images see both ways ``[b, q]``: how many tokens of its sequence there are
-                up to the last that a token sees; None where there are no images. Of others ignored.
+            attention_mask: With bidirectional images ``[b, q]``: how many tokens of its sequence there are up to the
+                last that a token attends to; None without images. Ignored for other models.
             attn_mask_type: Ignored: causal.
             attention_bias: Must be None.
             packed_seq_params: Megatron's ``PackedSeqParams``, or None.
@@ -143,7 +144,7 @@ class CoreAttention(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: ShardedState | None = None
     ) -> ShardedState:
-        """For Megatron's distributed checkpoint."""
+        """Return the state for Megatron's distributed checkpoint."""
         return sharded_state(self, prefix, sharded_offsets, {"softmax_offset": 0})
 
     def _attend(
@@ -151,28 +152,28 @@ class CoreAttention(torch.nn.Module):
     ) -> Tensor:
         keys, values = self._sequences(key, lengths), self._sequences(value, lengths)
         outputs, row = [], 0
-        for chunk in ranges_of_rank(lengths, self.cp_group.rank(), self.cp_group.size()):
-            for first, start, stop in self._seen(chunk.start, chunk.start + chunk.length):
-                own = slice(row + start - chunk.start, row + stop - chunk.start)
+        for chunk in rank_token_ranges(lengths, self.cp_group.rank(), self.cp_group.size()):
+            for first, start, stop in self._query_ranges(chunk.start, chunk.start + chunk.length):
+                queries = slice(row + start - chunk.start, row + stop - chunk.start)
                 with self._draws():
-                    out = self._of_queries(
-                        _heads_first(self._heated(query[own], start)),
+                    out = self._attend_queries(
+                        _heads_first(self._scale_by_temperature(query[queries], start)),
                         _heads_first(keys[chunk.sequence][first:]),
                         _heads_first(values[chunk.sequence][first:]),
                         start - first,
-                        None if ends is None else ends[:, own],
+                        None if ends is None else ends[:, queries],
                     )
                 outputs.append(out.permute(2, 0, 1, 3))
             row += chunk.length
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _of_queries(
+    def _attend_queries(
         self, query: Tensor, key: Tensor, value: Tensor, start: int, ends: Tensor | None
     ) -> Tensor:
-        """What the queries from ``start`` on see of a whole sequence; heads stand before tokens."""
+        """Attend with the queries from ``start`` on in a full sequence; heads precede tokens."""
         dropout = self.dropout if self.training else 0.0
         if ends is not None:
-            return both_ways_attention(
+            return bidirectional_attention(
                 query,
                 key,
                 value,
@@ -186,7 +187,7 @@ class CoreAttention(torch.nn.Module):
         stop, scale = start + query.shape[2], self.scale
         if self.slopes is not None:
             scale = query.shape[-1] ** -0.5 if scale is None else scale
-            query, key = leaning(query, key, self.slopes, scale)
+            query, key = add_alibi_channels(query, key, self.slopes, scale)
         return causal_attention(
             query,
             key[:, :, :stop],
@@ -196,26 +197,26 @@ class CoreAttention(torch.nn.Module):
             scale=scale,
             dropout=dropout,
             sink=self.softmax_offset,
-            softcap=self.special.softcap,
+            softcap=self.options.softcap,
         )
 
-    def _seen(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(first key, first query, end of queries) of each part of the queries ``start .. stop`` of a sequence."""
+    def _query_ranges(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (first key, first query, end of queries) of each part of the queries ``start .. stop``."""
         size = self.chunk or stop
         for first in range(start - start % size, stop, size):
             yield first, max(start, first), min(stop, first + size)
 
-    def _heated(self, query: Tensor, start: int) -> Tensor:
-        """``[q, b, h, d]`` at positions from ``start``, multiplied by their temperature."""
+    def _scale_by_temperature(self, query: Tensor, start: int) -> Tensor:
+        """Scale ``[q, b, h, d]`` at positions from ``start`` by their temperature."""
         if self.temperature is None:
             return query
         beta, length, offset = self.temperature
-        places = torch.arange(start + offset, start + offset + len(query), device=query.device)
-        factors = 1 + beta * torch.log1p(torch.floor(places.float() / length))
+        positions = torch.arange(start + offset, start + offset + len(query), device=query.device)
+        factors = 1 + beta * torch.log1p(torch.floor(positions.float() / length))
         return query * factors.to(query.dtype).view(-1, 1, 1, 1)
 
     def _draws(self) -> AbstractContextManager[None]:
-        """The random state that tensor ranks do not share: each has heads of its own.
+        """Return a context with the random state that tensor ranks do not share, because each has other heads.
 
         With sequence parallelism Megatron runs whole layers in that state.
         """
@@ -227,35 +228,37 @@ class CoreAttention(torch.nn.Module):
         return forked
 
     def _sequences(self, x: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
-        """Every whole sequence of ``x``, gathered over the context ranks."""
+        """Return every full sequence of ``x``, gathered over the context ranks."""
         size = self.cp_group.size()
         if size == 1:
             return list(torch.split(x, list(lengths)))
         from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
         # forward all-gather, backward reduce-scatter, both on axis 0
-        return in_order(gather_from_sequence_parallel_region(x, group=self.cp_group), lengths, size)
+        return restore_token_order(
+            gather_from_sequence_parallel_region(x, group=self.cp_group), lengths, size
+        )
 
 
 @cache
-def special_attention(special: Special) -> type[CoreAttention]:
-    """``CoreAttention`` that does ``special``."""
-    return type("SpecialAttention", (CoreAttention,), {"special": special})
+def attention_with_options(options: AttentionOptions) -> type[CoreAttention]:
+    """Return a ``CoreAttention`` class with ``options``."""
+    return type("AttentionWithOptions", (CoreAttention,), {"options": options})
 
 
 @cache
 def image_attention(reach: int) -> type[CoreAttention]:
-    """``CoreAttention`` in which images see both ways."""
+    """Return a ``CoreAttention`` class with bidirectional attention inside images."""
     return type("ImageAttention", (CoreAttention,), {"reach": reach})
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """``[s, b, h, d]`` as ``[b, h, s, d]``."""
+    """Transpose ``[s, b, h, d]`` to ``[b, h, s, d]``."""
     return x.permute(1, 2, 0, 3)
 
 
 def _window(config: MegatronConfig, layer_number: int) -> int | None:
-    """Keys that a query of this layer (numbered from 1) sees; None: all."""
+    """Return the number of keys that a query of this layer (numbered from 1) sees; None: all."""
     from megatron.core.transformer.utils import is_layer_window_attention
 
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
@@ -265,45 +268,45 @@ def _window(config: MegatronConfig, layer_number: int) -> int | None:
 
 
 def _slopes(config: MegatronConfig) -> Tensor:
-    """Of this tensor rank's heads."""
+    """Return the ALiBi slopes of this tensor rank's heads."""
     from megatron.core import parallel_state
 
     share = config.num_attention_heads // config.tensor_model_parallel_size
     first = parallel_state.get_tensor_model_parallel_rank() * share
-    return slopes(config.num_attention_heads)[first : first + share]
+    return alibi_slopes(config.num_attention_heads)[first : first + share]
 
 
 def _context_group(pg_collection: GroupCollection) -> ProcessGroup:
     from megatron.core import parallel_state
 
-    found: ProcessGroup = (
+    group: ProcessGroup = (
         parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
     )
-    return found
+    return group
 
 
-def tell_lengths(packed_seq_params: PackedSeqParams, on_host: Tensor) -> None:
-    """Makes known where packed sequences end, so that no layer waits for the device to read it.
+def set_packed_lengths(packed_seq_params: PackedSeqParams, on_host: Tensor) -> None:
+    """Store the boundaries of packed sequences in host memory, so that no layer synchronises with the device.
 
     Args:
-        packed_seq_params: Of those sequences; queries and keys have the same.
-        on_host: Their ``cu_seqlens`` in the host's memory.
+        packed_seq_params: Parameters of the sequences, equal for queries and keys.
+        on_host: Their ``cu_seqlens`` in host memory.
     """
-    setattr(packed_seq_params, KNOWN_ENDS, on_host.tolist())
+    setattr(packed_seq_params, PACKED_ENDS, on_host.tolist())
     setattr(packed_seq_params.cu_seqlens_q, ON_HOST, on_host.detach().clone())
 
 
 def packed_lengths(packed_seq_params: PackedSeqParams, rows: int) -> tuple[int, ...]:
-    """Tokens of each packed sequence over all context ranks; rows after the last one are one more."""
-    ends = list(vars(packed_seq_params).get(KNOWN_ENDS) or _read_ends(packed_seq_params))
+    """Return the tokens of each packed sequence over all context ranks; trailing rows are one more sequence."""
+    ends = list(vars(packed_seq_params).get(PACKED_ENDS) or _read_ends(packed_seq_params))
     if ends[-1] < rows:
         ends.append(rows)
     return tuple(stop - start for start, stop in itertools.pairwise(ends) if stop > start)
 
 
 def _read_ends(packed_seq_params: PackedSeqParams) -> list[int]:
-    """A GPU is waited for."""
+    """Read the boundaries from the device, which synchronises."""
     ends = packed_seq_params.cu_seqlens_q_padded
     ends = packed_seq_params.cu_seqlens_q if ends is None else ends
-    found: list[int] = ends.tolist()
-    return found
+    boundaries: list[int] = ends.tolist()
+    return boundaries

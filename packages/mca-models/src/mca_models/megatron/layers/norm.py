@@ -1,7 +1,7 @@
-"""RMSNorm and LayerNorm that know sequence parallelism and zero-centred weights.
+"""RMSNorm and LayerNorm with sequence parallelism and zero-centred weights.
 
-Megatron's ``WrappedTorchNorm`` refuses both, and its RMSNorm weight is not marked for the gradient sum over
-tensor ranks that sequence parallelism needs.
+Megatron's ``WrappedTorchNorm`` supports neither, and its RMSNorm weight is not marked for the gradient sum over tensor
+ranks that sequence parallelism needs.
 """
 
 from functools import cache
@@ -14,7 +14,7 @@ from mca_models.megatron.types import MarkedParameter, MegatronConfig
 
 
 class Norm(torch.nn.Module):
-    """Normalises the last axis in fp32, as ``config.normalization`` says.
+    """RMSNorm or LayerNorm (``config.normalization``) of the last axis in fp32.
 
     With ``layernorm_zero_centered_gamma`` the stored weight is the deviation from 1.
     """
@@ -40,12 +40,12 @@ class Norm(torch.nn.Module):
         return parameter
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` normalised, in its own dtype."""
+        """Normalise ``x``; return its dtype."""
         weight = self.weight.float() + self.offset if self.has_weight else None
         return self.normal(x.float(), weight).to(x.dtype)
 
     def normal(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """``x`` normalised, and multiplied by ``weight``."""
+        """Normalise ``x`` and multiply it by ``weight``."""
         if not self.centred:
             return rms_norm(x, self.shape, weight, self.eps)
         return layer_norm(x, self.shape, weight, None if self.bias is None else self.bias.float(), self.eps)
@@ -53,5 +53,5 @@ class Norm(torch.nn.Module):
 
 @cache
 def norm_with(*, weight: bool, bias: bool) -> type[Norm]:
-    """``Norm`` with or without a weight, and a bias if it is a LayerNorm."""
-    return type("OwnNorm", (Norm,), {"has_weight": weight, "has_bias": bias and weight})
+    """Return a ``Norm`` class with or without a weight, and a bias if it is a LayerNorm."""
+    return type("ConfiguredNorm", (Norm,), {"has_weight": weight, "has_bias": bias and weight})

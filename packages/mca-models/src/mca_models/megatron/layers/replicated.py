@@ -1,4 +1,4 @@
-"""A linear whose weight every tensor rank holds whole."""
+"""Linear with a replicated weight on every tensor rank."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from mca_models.megatron.types import MarkedParameter, MegatronConfig, ShardedSt
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """``x W^T`` with all of W on every tensor rank; a sequence-parallel input stays cut."""
+    """``x W^T`` with the full W on every tensor rank; a sequence-parallel input stays sharded."""
 
     def __init__(
         self,
@@ -32,11 +32,11 @@ class ReplicatedLinear(torch.nn.Module):
         weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """``[..., in]`` to ``[..., out]``, and no bias."""
+        """Map ``[..., in]`` to ``[..., out]``; the bias is None."""
         return linear(x, self.weight), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: ShardedState | None = None
     ) -> ShardedState:
-        """For Megatron's distributed checkpoint: replicated over tensor ranks."""
+        """Return the state for Megatron's distributed checkpoint, replicated over tensor ranks."""
         return sharded_state(self, prefix, sharded_offsets, {})

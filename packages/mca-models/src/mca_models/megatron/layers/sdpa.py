@@ -1,6 +1,6 @@
-"""Causal attention over torch's scaled_dot_product_attention, without a seq x seq mask; with capped scores too.
+"""Causal attention with torch's scaled_dot_product_attention, without a seq x seq mask; also with a soft cap.
 
-Names of axes: b batch, h heads, g key/value heads, q queries, k keys, d channels.
+Axes: b batch, h heads, g key/value heads, q queries, k keys, d channels.
 """
 
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 QUERY_BLOCK = 512
-"""Queries that share one mask where torch's own causal mask does not fit; bounds the mask's rows."""
+"""Queries that share one mask if torch's causal mask does not apply; limits the rows of the mask."""
 ALIGNED = 8
-"""Elements: CUDA's kernels want rows of a mask, and its first element, at multiples of it."""
+"""Alignment in elements that CUDA's kernels need for rows of a mask and its first element."""
 
 _Block = tuple[int, int, int]
 _Capping = tuple[Tensor | None, float, float, float]
@@ -32,18 +32,18 @@ def causal_attention(
     sink: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention of queries at positions ``start, start + 1, ...`` to the keys at or before them.
+    """Attend with queries at positions ``start, start + 1, ...`` to the keys at or before them.
 
     Args:
         query: ``[b, h, q, d]``.
         key: ``[b, g, k, d]``, positions from 0; h is a multiple of g.
         value: ``[b, g, k, dv]``.
         start: Position of the first query.
-        window: How many keys a query sees at most, its own included; None: all.
+        window: Maximum number of keys that a query sees, its own included; None: all.
         scale: Factor on the scores; None: d ** -0.5.
         dropout: Probability that a weight is dropped.
-        sink: ``[h]``, a score of each head that every query has beside its keys', and that gives no value.
-        softcap: Scores x become ``softcap * tanh(x / softcap)`` (a sink's does not); None: they stay.
+        sink: ``[h]``, attention sink: an additional score per head without a value.
+        softcap: Scores x become ``softcap * tanh(x / softcap)`` (not the sink's); None: uncapped.
 
     Returns:
         ``[b, h, q, dv]``.
@@ -58,9 +58,9 @@ def causal_attention(
     if sink is not None:
         query, key, sink = _with_sink(query, key, sink / scale)
     if channels < query.shape[-1]:
-        # torch's CPU kernel wants equal sizes, else it makes the whole score matrix
+        # torch's CPU kernel needs equal sizes, else it makes the full score matrix
         value = pad(value, (0, query.shape[-1] - channels))
-    if sink is not None and window is None:  # it stands before all keys
+    if sink is not None and window is None:  # the sink precedes all keys
         key, value = _after_sink(key, value, sink)
         if start:
             start += 1
@@ -82,11 +82,11 @@ def _masked_attention(
     window: int | None,
     settings: tuple[Tensor | None, float, float],
 ) -> Tensor:
-    """Attention block by block; all masks are views of one, so that what autograd keeps is no seq x seq."""
+    """Attend block by block; all masks are views of one, so that autograd saves no seq x seq tensor."""
     sink, scale, dropout = settings
     allowed = _mask(query, start, window)
     mask = torch.zeros(allowed.shape, dtype=query.dtype, device=query.device)
-    mask.masked_fill_(~allowed, float("-inf"))  # torch would make one of these of each boolean one
+    mask.masked_fill_(~allowed, float("-inf"))  # torch would convert each boolean mask to one of these
     pieces = []
     for first, last, low in blocks(query.shape[2], start, window):
         seen = _part(mask, last - first, start + last - low)
@@ -102,7 +102,7 @@ def _masked_attention(
 def _capped_attention(
     query: Tensor, key: Tensor, value: Tensor, start: int, window: int | None, settings: _Capping
 ) -> Tensor:
-    """Attention with capped scores, which no kernel computes: a block's scores live no longer than the block.
+    """Attend with capped scores, which no kernel computes; a block's scores are freed after the block.
 
     The backward pass computes them again.
     """
@@ -145,9 +145,9 @@ def _capped_block(
 
 
 def _with_sink(query: Tensor, key: Tensor, score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys with a further channel, and a key whose product with every query is ``score``.
+    """Add a channel to queries and keys, and return a key whose product with every query is ``score``.
 
-    Eight channels are added, because fused kernels want a multiple.
+    Eight channels are added, because fused kernels need a multiple.
     """
     channels = query.shape[-1]
     ones = query.new_ones(*query.shape[:-1], 1)
@@ -157,18 +157,18 @@ def _with_sink(query: Tensor, key: Tensor, score: Tensor) -> tuple[Tensor, Tenso
 
 
 def _after_sink(key: Tensor, value: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values with the sink as their first one."""
+    """Prepend the sink to keys and values."""
     return torch.cat([sink, key], 2), pad(value, (0, 0, 1, 0))
 
 
 def every_head(x: Tensor, query: Tensor) -> Tensor:
-    """``x`` with its heads repeated to the number of query heads."""
+    """Repeat the heads of ``x`` to the number of query heads."""
     repeats = query.shape[1] // x.shape[1]
     return x if repeats == 1 else x.repeat_interleave(repeats, 1)
 
 
 def blocks(length: int, start: int, window: int | None) -> Iterator[_Block]:
-    """(first query, end of queries, first key) of each block; the first one is the short one."""
+    """Yield (first query, end of queries, first key) of each block; only the first block can be short."""
     size = min(QUERY_BLOCK, length)
     for last in range(length % size or size, length + 1, size):
         first = max(0, last - size)
@@ -177,20 +177,20 @@ def blocks(length: int, start: int, window: int | None) -> Iterator[_Block]:
 
 
 def _mask(query: Tensor, start: int, window: int | None) -> Tensor:
-    """Which keys a block's queries see, ``[queries, keys]``, both counted from the last: see `_part`."""
+    """Return the mask ``[queries, keys]`` of a block, both counted from the last; see `_part`."""
     length = query.shape[2]
     rows = min(QUERY_BLOCK, length)
     columns = start + length if window is None else min(start + length, rows + window - 1)
     width = -(-columns // ALIGNED) * ALIGNED
-    places = torch.arange(columns - rows, columns, device=query.device)[:, None]
+    positions = torch.arange(columns - rows, columns, device=query.device)[:, None]
     keys = torch.arange(width, device=query.device)[None, :]
-    seen = keys <= places
+    seen = keys <= positions
     if window is not None:
-        seen &= keys > places - window
+        seen &= keys > positions - window
     return seen[:, :columns]
 
 
 def _part(mask: Tensor, queries: int, keys: int) -> Tensor:
-    """The last ``queries`` rows and ``keys`` columns of ``_mask``: a view wherever CUDA's kernels take one."""
+    """Return the last ``queries`` rows and ``keys`` columns of ``_mask``, a view if CUDA's kernels accept it."""
     part = mask[mask.shape[0] - queries :, mask.shape[1] - keys :]
     return part if part.storage_offset() % ALIGNED == 0 else part.clone()

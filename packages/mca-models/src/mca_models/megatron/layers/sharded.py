@@ -1,7 +1,4 @@
-"""What our own modules tell Megatron's distributed checkpoint.
-
-Nothing is written here.
-"""
+"""Sharded state of mca's modules for Megatron's distributed checkpoints."""
 
 from collections.abc import Mapping
 
@@ -13,7 +10,7 @@ from mca_models.megatron.types import MarkedParameter, ShardedState
 def sharded_state(
     module: torch.nn.Module, prefix: str, offsets: tuple[object, ...], axes: Mapping[str, int]
 ) -> ShardedState:
-    """A module's own tensors; ``axes`` says which are cut over tensor ranks, and where."""
+    """Return the sharded tensors of a module; ``axes`` gives the axis of those that tensor ranks shard."""
     from megatron.core import parallel_state
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
@@ -29,7 +26,7 @@ def sharded_state(
 
 
 def cut_parameter(shape: tuple[int, ...], dtype: torch.dtype) -> torch.nn.Parameter:
-    """An empty parameter that Megatron takes for a share of one cut on axis 0."""
+    """Return an empty parameter marked as a tensor-parallel shard on axis 0."""
     parameter: MarkedParameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype))
     parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1
     cut: torch.nn.Parameter = parameter

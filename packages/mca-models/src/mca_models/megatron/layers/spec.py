@@ -1,6 +1,6 @@
-"""Layer specs: Megatron's own, with our modules put where the local ones fall short.
+"""Layer specs: Megatron's, with mca's modules in place of local ones that lack features.
 
-Which family needs what besides is said in `families.spec`.
+Changes for single features are in `families.spec`.
 """
 
 import dataclasses
@@ -16,11 +16,11 @@ from mca_models.megatron.types import MegatronConfig, Spec
 
 
 def block_spec(config: MegatronConfig, implementation: Implementation, vp_stage: int | None) -> Spec:
-    """The decoder layers of one chunk.
+    """Return the spec of the decoder layers of one chunk.
 
     Args:
         config: Megatron's ``TransformerConfig``.
-        implementation: Whose modules.
+        implementation: Layer implementation.
         vp_stage: Virtual stage, None without virtual pipelining.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -29,13 +29,13 @@ def block_spec(config: MegatronConfig, implementation: Implementation, vp_stage:
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage
     )
-    return _with_own_attention(spec, config) if engine else _with_own_modules(spec, config)
+    return _with_local_attention(spec, config) if engine else _with_local_modules(spec, config)
 
 
 def mtp_spec(
     config: MegatronConfig, decoder: Spec, implementation: Implementation, vp_stage: int | None
 ) -> Spec:
-    """The multi-token-prediction layers of one chunk, None if it has none."""
+    """Return the spec of the MTP layers of one chunk; None if it has none."""
     if not config.mtp_num_layers:
         return None
     from megatron.core.models.gpt.gpt_layer_specs import (
@@ -45,15 +45,15 @@ def mtp_spec(
 
     engine = implementation == "transformer_engine"
     layers = get_gpt_decoder_layer_specs(config, engine, normalization=config.normalization)
-    like = layers[_last_sparse_layer(config)]
-    spec = get_gpt_mtp_block_spec(config, like, use_transformer_engine=engine, vp_stage=vp_stage)
+    template = layers[_last_sparse_layer(config)]
+    spec = get_gpt_mtp_block_spec(config, template, use_transformer_engine=engine, vp_stage=vp_stage)
     if spec is None:
         return None
-    return _with_own_attention(spec, config) if engine else _with_own_modules(spec, config)
+    return _with_local_attention(spec, config) if engine else _with_local_modules(spec, config)
 
 
 def _last_sparse_layer(config: MegatronConfig) -> int:
-    """The decoder layer that prediction layers are made like: they have experts if the model has any."""
+    """Return the decoder layer that MTP layers copy: the last one with experts, if there is one."""
     if not config.num_moe_experts:
         return -1
     sparse = [layer for layer, has_experts in enumerate(config.moe_layer_freq) if has_experts]
@@ -61,21 +61,21 @@ def _last_sparse_layer(config: MegatronConfig) -> int:
 
 
 def engine_attention() -> type:
-    """Transformer Engine's core attention, as Megatron's specs name it."""
+    """Return Transformer Engine's core attention class, as in Megatron's specs."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     attention: type = TEDotProductAttention
     return attention
 
 
-def _with_own_attention(spec: Spec, config: MegatronConfig) -> Spec:
-    """Transformer Engine's layers, with our core attention if ``attention_backend`` is ``local``."""
+def _with_local_attention(spec: Spec, config: MegatronConfig) -> Spec:
+    """Replace Transformer Engine's core attention by mca's if ``attention_backend`` is ``local``."""
     if config.attention_backend is None or config.attention_backend.name != "local":
         return spec
     return _replace(spec, {engine_attention(): CoreAttention})
 
 
-def _with_own_modules(spec: Spec, config: MegatronConfig) -> Spec:
+def _with_local_modules(spec: Spec, config: MegatronConfig) -> Spec:
     from megatron.core.tensor_parallel import ColumnParallelLinear
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -88,14 +88,14 @@ def _with_own_modules(spec: Spec, config: MegatronConfig) -> Spec:
 
 
 def _replace(spec: Spec, classes: Mapping[type, type]) -> Spec:
-    """``spec`` with module classes exchanged wherever they stand in it."""
+    """Replace module classes everywhere in ``spec``."""
     if isinstance(spec, type):
         return classes.get(spec, spec)
     return rebuilt(spec, lambda name, value: _replace(value, classes))
 
 
 def _replace_fields(spec: Spec, fields: Values, expected: type) -> Spec:
-    """``spec`` with the named fields exchanged wherever they hold ``expected``."""
+    """Replace the named fields that are ``expected`` everywhere in ``spec``."""
 
     def exchange(name: str, value: Spec) -> Spec:
         if name in fields and value is expected:
@@ -106,7 +106,7 @@ def _replace_fields(spec: Spec, fields: Values, expected: type) -> Spec:
 
 
 def rebuilt(spec: Spec, change: Callable[[str, Spec], Spec]) -> Spec:
-    """A copy of a spec tree (dataclasses, lists, dicts, partials) with ``change(name, child)`` for children."""
+    """Copy a spec tree (dataclasses, lists, dicts, partials) with ``change(name, child)`` for children."""
     if isinstance(spec, list | tuple):
         return type(spec)(change("", item) for item in spec)
     if isinstance(spec, dict):

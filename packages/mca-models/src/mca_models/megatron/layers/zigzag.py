@@ -1,6 +1,6 @@
-"""How context parallelism cuts sequences: rank r of n holds chunks r and 2n-1-r of 2n equal ones.
+"""Zigzag sharding of context parallelism: rank r of n holds chunks r and 2n-1-r of 2n equal chunks.
 
-So every rank has the same share of causal work. Packed sequences are each cut in this way.
+So every rank has the same share of causal work. Packed sequences are sharded one by one.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from mca_config.errors import McaError
 
 @dataclass(frozen=True)
 class TokenRange:
-    """A run of tokens that a rank holds.
+    """Range of tokens on a rank.
 
     Args:
-        sequence: Index of the packed sequence it belongs to.
+        sequence: Index of the packed sequence.
         start: Position of its first token within that sequence.
         length: Tokens.
     """
@@ -29,8 +29,8 @@ class TokenRange:
 
 
 @lru_cache(maxsize=64)
-def ranges_of_rank(lengths: tuple[int, ...], rank: int, size: int) -> tuple[TokenRange, ...]:
-    """What ``rank`` of ``size`` holds of sequences of these ``lengths``, in the order of its rows.
+def rank_token_ranges(lengths: tuple[int, ...], rank: int, size: int) -> tuple[TokenRange, ...]:
+    """Return the ranges of ``rank`` in sequences of these ``lengths``, in the order of its rows.
 
     Raises:
         McaError: A length is not a multiple of 2 x size.
@@ -42,15 +42,15 @@ def ranges_of_rank(lengths: tuple[int, ...], rank: int, size: int) -> tuple[Toke
         share, rest = divmod(length, 2 * size)
         if rest:
             raise McaError(
-                f"a sequence of {length} tokens cannot be cut for context_parallel_size {size}; "
+                f"a sequence of {length} tokens cannot be sharded over context_parallel_size {size}; "
                 f"pad it to a multiple of {2 * size}"
             )
         chunks += [TokenRange(index, r * share, share) for r in (rank, 2 * size - 1 - rank)]
     return tuple(chunks)
 
 
-def in_order(gathered: Tensor, lengths: Sequence[int], size: int) -> list[Tensor]:
-    """The sequences in their own order, from the rows of all ranks one after the other.
+def restore_token_order(gathered: Tensor, lengths: Sequence[int], size: int) -> list[Tensor]:
+    """Return the sequences in order, from the concatenated rows of all ranks.
 
     Args:
         gathered: ``[size * rows of a rank, ...]``.
@@ -60,7 +60,7 @@ def in_order(gathered: Tensor, lengths: Sequence[int], size: int) -> list[Tensor
     pieces: dict[tuple[int, int], Tensor] = {}
     row = 0
     for rank in range(size):
-        for chunk in ranges_of_rank(tuple(lengths), rank, size):
+        for chunk in rank_token_ranges(tuple(lengths), rank, size):
             pieces[chunk.sequence, chunk.start] = gathered[row : row + chunk.length]
             row += chunk.length
     ordered: list[list[Tensor]] = [[] for _ in lengths]
@@ -69,11 +69,11 @@ def in_order(gathered: Tensor, lengths: Sequence[int], size: int) -> list[Tensor
     return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in ordered]
 
 
-def take(x: Tensor, axis: int, rank: int, size: int) -> Tensor:
-    """This rank's part of one unpacked sequence axis."""
+def take_rank_tokens(x: Tensor, axis: int, rank: int, size: int) -> Tensor:
+    """Return this rank's part of one unpacked sequence axis."""
     if size == 1:
         return x
     parts = [
-        x.narrow(axis, chunk.start, chunk.length) for chunk in ranges_of_rank((x.shape[axis],), rank, size)
+        x.narrow(axis, chunk.start, chunk.length) for chunk in rank_token_ranges((x.shape[axis],), rank, size)
     ]
     return torch.cat(parts, axis)

@@ -1,9 +1,9 @@
-"""What is made of logits, computed a chunk of tokens at a time, so that the logits of a micro-batch never stand whole.
+"""Values of tokens from logits, computed in chunks of tokens, so that a micro-batch's logits are never stored in full.
 
-The output layer and what follows it run on a few tokens, forget everything, and run again in the backward pass. So the
-logits and all that is made of them (``tokens x vocabulary / tp``) shrink to those of one chunk, for one more product
-with the output matrix. What the layers do stays theirs: vocabulary and sequence parallelism, the masked padding of the
-vocabulary, factors on logits, adapters.
+The output layer and the functions after it run on a few tokens, discard their activations, and run again in the
+backward pass. So the memory of the logits and their derivatives (``tokens x vocabulary / tp``) shrinks to that of one
+chunk, for one more product with the output matrix. Vocabulary and sequence parallelism, the masked padding of the
+vocabulary, factors on logits and adapters work as without chunks.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,19 +20,19 @@ Values = Callable[[Tensor, Tensor], Tensor]
 
 
 class ChunkedOutput:
-    """Stands for a ``GPTModel``'s ``_postprocess``.
+    """Replacement for a ``GPTModel``'s ``_postprocess``.
 
     Args:
         model: The chunk with the output layer.
-        tokens: How many at a time.
-        values: What is made of their logits.
+        tokens: Number of tokens per chunk.
+        values: Function of labels and logits.
     """
 
     def __init__(self, model: GptModel, tokens: int, values: Values) -> None:
         self._model, self._plain, self._tokens, self._values = model, model._postprocess, tokens, values
 
     def __call__(self, *, hidden_states: Tensor, labels: Tensor | None, **rest: Upstream) -> Tensor:
-        """``hidden_states [s / ranks, b, h]`` and ``labels [b, s]`` to the values of each token ``[..., b, s]``.
+        """Map ``hidden_states [s / ranks, b, h]`` and ``labels [b, s]`` to values of each token ``[..., b, s]``.
 
         ``ranks`` is the tensor-parallel size under sequence parallelism, else 1.
         """
@@ -44,36 +44,38 @@ class ChunkedOutput:
         if model.share_embeddings_and_output_weights:
             weight = model.shared_embedding_or_output_weight()
         rows = hidden_states.shape[0]
-        by_rank = labels.reshape(len(labels), -1, rows)  # which of the tokens each rank holds
+        by_rank = labels.reshape(len(labels), -1, rows)  # the tokens of each rank
         step = max(self._tokens * rows // labels.numel(), 1)
-        made = [
-            checkpoint(self._made, hidden, part, weight, use_reentrant=False, context_fn=_same_draws)
+        chunks = [
+            checkpoint(
+                self._compute_chunk, hidden, part, weight, use_reentrant=False, context_fn=_recompute_contexts
+            )
             for hidden, part in zip(hidden_states.split(step), by_rank.split(step, 2), strict=True)
         ]
-        values = torch.cat(made, -1)
+        values = torch.cat(chunks, -1)
         return values.reshape(*values.shape[:-3], *labels.shape)
 
-    def _made(self, hidden: Tensor, labels: Tensor, weight: Tensor | None) -> Tensor:
-        """Of ``hidden [c, b, h]`` on each rank and ``labels [b, ranks, c]`` of all."""
+    def _compute_chunk(self, hidden: Tensor, labels: Tensor, weight: Tensor | None) -> Tensor:
+        """Compute values from ``hidden [c, b, h]`` on each rank and ``labels [b, ranks, c]`` of all."""
         logits, _ = self._model.output_layer(hidden, weight=weight)
         values = self._values(labels.flatten(1), logits)
         return values.view(*values.shape[:-2], *labels.shape)
 
 
-def _same_draws() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What a chunk runs in, and runs in again: an adapter's dropout draws from states that torch does not know too."""
+def _recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return contexts for forward and recomputation; torch does not restore Megatron's random states."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    return nullcontext(), _drawing_from(get_cuda_rng_tracker().get_states())
+    return nullcontext(), _rng_states(get_cuda_rng_tracker().get_states())
 
 
 @contextmanager
-def _drawing_from(states: dict[str, Tensor]) -> Iterator[None]:
+def _rng_states(states: dict[str, Tensor]) -> Iterator[None]:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     tracker = get_cuda_rng_tracker()
     running = tracker.get_states()
-    tracker.set_states(dict(states))  # in which it replaces states, and writes into none
+    tracker.set_states(dict(states))  # the tracker replaces states, it does not write into them
     try:
         yield
     finally:
@@ -81,9 +83,9 @@ def _drawing_from(states: dict[str, Tensor]) -> Iterator[None]:
 
 
 def token_values(values: Callable[[Tensor, Tensor, int], Tensor], vocab_size: int) -> Values:
-    """``values`` of ``vocabulary.TokenValues`` in the order of Megatron's tensors."""
+    """Adapt ``values`` (a ``vocabulary.TokenValues``) to the axis order of Megatron's tensors."""
 
-    def of(labels: Tensor, logits: Tensor) -> Tensor:
+    def compute(labels: Tensor, logits: Tensor) -> Tensor:
         return values(logits, labels.transpose(0, 1), vocab_size).transpose(-1, -2)
 
-    return of
+    return compute

@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens through Megatron's forward schedule; nothing is trained.
 
-Sequences lie in rows of a micro-batch, padded on the right, or packed one after the other. `Rows` says which token of a
-row this context rank holds, `chunks` what becomes of the last stage's hidden states.
+Sequences are rows of a micro-batch, padded on the right, or packed. `_Rows` maps tokens to context ranks; `chunks`
+computes values from the last stage's hidden states.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,16 +14,21 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from mca_config.checks import require_learned, sequence_multiple, step_of_lengths, tokens_of_fp8
+from mca_config.checks import (
+    fp8_token_multiple,
+    length_multiple,
+    require_learned_positions,
+    sequence_multiple,
+)
 from mca_config.errors import McaError, raise_problems
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.distributed.collectives import told_by_one
+from mca_models.megatron.distributed.collectives import run_on_all_ranks_unwrapped
 from mca_models.megatron.factory.limits import packed_problems
-from mca_models.megatron.forward import gathered, inference, micro_batch_group, refuse_placeholders
-from mca_models.megatron.layers.attention import tell_lengths
-from mca_models.megatron.layers.rope import ropes_by_length, tell_longest
-from mca_models.megatron.layers.zigzag import ranges_of_rank
+from mca_models.megatron.forward import gathered, inference, micro_batch_group, require_no_images
+from mca_models.megatron.layers.attention import set_packed_lengths
+from mca_models.megatron.layers.rope import length_dependent_ropes, set_longest_sequence
+from mca_models.megatron.layers.zigzag import rank_token_ranges
 from mca_models.megatron.live import LiveModel
 from mca_models.megatron.log_probs.chunks import ChunkedOutput, token_values
 from mca_models.megatron.log_probs.vocabulary import TokenValues
@@ -31,7 +36,7 @@ from mca_models.megatron.types import GptModel, MegatronModule, PackedSeqParams
 
 
 class LogProbs(NamedTuple):
-    """fp32, of the shape of the tokens; 0 for first tokens of sequences and for padding."""
+    """fp32 values of the shape of the tokens; 0 for first tokens of sequences and for padding."""
 
     log_probs: Tensor
     entropy: Tensor | None
@@ -39,15 +44,15 @@ class LogProbs(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """What is asked for.
+    """Arguments of ``VirtualModels.log_probs``.
 
     Args:
         input_ids: ``[batch, seq]``.
-        mask: ``[batch, seq]``, False for padding, wherever it is; None: there is none.
-        cu_seqlens: ``[sequences + 1]``: where sequences begin in the one row of ``input_ids``, and its end.
-        packed: Compute sequences one after the other in one row instead of each in its own.
+        mask: ``[batch, seq]``, False for padding on either side; None: no padding.
+        cu_seqlens: ``[sequences + 1]``: boundaries of packed sequences in the one row of ``input_ids``.
+        packed: Pack the sequences of a micro-batch into one row.
         micro_batch_size: Sequences of a micro-batch.
-        chunk_size: Tokens whose logits exist at a time.
+        chunk_size: Number of tokens whose logits exist at a time.
     """
 
     input_ids: Tensor
@@ -76,41 +81,42 @@ class Batch:
             or ends != sorted(ends)
         ):
             raise McaError(
-                "cu_seqlens must rise from 0 to the tokens of the one row of input_ids, without a mask"
+                "cu_seqlens must increase from 0 to the length of the only row of input_ids, without a mask"
             )
 
-    def places(self) -> list[Tensor]:
-        """Of each sequence the flat positions of its tokens in ``input_ids``."""
+    def positions(self) -> list[Tensor]:
+        """Return for each sequence the flat positions of its tokens in ``input_ids``."""
         width = self.input_ids.shape[1]
         if self.cu_seqlens is not None:
             ends = self.cu_seqlens.tolist()
-            found = [torch.arange(a, b) for a, b in pairwise(ends)]
+            sequences = [torch.arange(a, b) for a, b in pairwise(ends)]
         elif self.mask is None:
-            found = [torch.arange(row * width, (row + 1) * width) for row in range(len(self.input_ids))]
+            sequences = [torch.arange(row * width, (row + 1) * width) for row in range(len(self.input_ids))]
         else:
-            found = [
-                row * width + kept.nonzero().flatten() for row, kept in enumerate(self.mask.cpu().bool())
+            sequences = [
+                row * width + present.nonzero().flatten()
+                for row, present in enumerate(self.mask.cpu().bool())
             ]
-        return [places for places in found if len(places)]
+        return [positions for positions in sequences if len(positions)]
 
 
 @torch.no_grad()
-def model_log_probs(models: LiveModel, ask: Callable[[], Batch], values: TokenValues) -> LogProbs:
-    """See ``VirtualModels.log_probs``.
+def model_log_probs(models: LiveModel, make_batch: Callable[[], Batch], values: TokenValues) -> LogProbs:
+    """Compute log-probabilities; see ``VirtualModels.log_probs``.
 
     Args:
         models: The model.
-        ask: What is asked for; may raise on some ranks alone.
-        values: What is computed of each token.
+        make_batch: Returns the batch; may raise on some ranks only.
+        values: Function that computes the values of each token.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    batch = _agreed(models, ask)
+    batch = _checked_batch(models, make_batch)
     rows = _Rows(models, batch)
     with inference(models), _computing(models, batch.chunk_size, values):
         outputs: list[Tensor] = get_forward_backward_func()(
             forward_step_func=_forward_step,
-            data_iterator=[rows.micro_batches(ropes_by_length(chunk)) for chunk in models.chunks],
+            data_iterator=[rows.micro_batches(length_dependent_ropes(chunk)) for chunk in models.chunks],
             model=list(models.chunks),
             num_microbatches=rows.count,
             seq_length=rows.length,
@@ -118,43 +124,43 @@ def model_log_probs(models: LiveModel, ask: Callable[[], Batch], values: TokenVa
             forward_only=True,
             collect_non_loss_data=True,
         )
-    tell_longest(ropes_by_length(*models.chunks), 0)
+    set_longest_sequence(length_dependent_ropes(*models.chunks), 0)
     kinds = 1 + values.entropy
     group = parallel.pipeline_group()
     shape = (kinds, rows.count * rows.height, rows.length)
     if group.rank() == group.size() - 1:
-        found = torch.cat([rows.whole(output.view(kinds, rows.height, -1)) for output in outputs], 1)
+        values_by_row = torch.cat([rows.whole(output.view(kinds, rows.height, -1)) for output in outputs], 1)
     else:
-        found = torch.empty(shape, device=platform.current_device())
+        values_by_row = torch.empty(shape, device=platform.current_device())
     if group.size() > 1:
         torch.distributed.broadcast(
-            found, torch.distributed.get_global_rank(group, group.size() - 1), group=group
+            values_by_row, torch.distributed.get_global_rank(group, group.size() - 1), group=group
         )
-    return LogProbs(*rows.spread(found), *(() if values.entropy else (None,)))
+    return LogProbs(*rows.spread(values_by_row), *(() if values.entropy else (None,)))
 
 
-def _agreed(models: LiveModel, ask: Callable[[], Batch]) -> Batch:
-    """This replica's batch, if none of all has one that cannot be computed; collective."""
-    asked: list[Batch] = []
+def _checked_batch(models: LiveModel, make_batch: Callable[[], Batch]) -> Batch:
+    """Return this replica's batch, or raise on all ranks if one cannot be computed; collective."""
+    batches: list[Batch] = []
 
-    def look() -> None:
-        batch = ask()
-        refuse_placeholders(models.config, batch.input_ids)
+    def check() -> None:
+        batch = make_batch()
+        require_no_images(models.config, batch.input_ids)
         if batch.packed:
             _require_packs(models)
         if models.config.learned_positions:
-            longest = max(map(len, batch.places()), default=0)
-            require_learned(longest, models.config.max_position_embeddings)
-        asked.append(batch)
+            longest = max(map(len, batch.positions()), default=0)
+            require_learned_positions(longest, models.config.max_position_embeddings)
+        batches.append(batch)
 
-    told_by_one(look)
-    return asked[0]
+    run_on_all_ranks_unwrapped(check)
+    return batches[0]
 
 
 def _require_packs(models: LiveModel) -> None:
     megatron, engine = models.megatron, platform.engine_version()
     settings = {name: getattr(megatron, name) for name in ("cp_comm_type", "attention_backend")}
-    layout = models.place.layout
+    layout = models.rank_context.layout
     raise_problems(
         packed_problems(models.config, layout, settings, megatron.transformer_impl, engine),
         "packed log_probs",
@@ -162,7 +168,7 @@ def _require_packs(models: LiveModel) -> None:
 
 
 class _Rows:
-    """Sequences in the rows of micro-batches, of the same number and length on all ranks.
+    """Sequences in the rows of micro-batches, with equal numbers and lengths on all ranks.
 
     Attributes:
         count: Micro-batches.
@@ -171,23 +177,25 @@ class _Rows:
     """
 
     def __init__(self, models: LiveModel, batch: Batch) -> None:
-        self._batch, layout = batch, models.place.layout
+        self._batch, layout = batch, models.rank_context.layout
         self._device = platform.current_device()
-        self._places = batch.places()
+        self._sequence_positions = batch.positions()
         size = batch.micro_batch_size
-        self._longest = max(map(len, self._places), default=0)
-        self._groups = [self._places[i : i + size] for i in range(0, len(self._places), size)]
+        self._longest = max(map(len, self._sequence_positions), default=0)
+        self._groups = [
+            self._sequence_positions[i : i + size] for i in range(0, len(self._sequence_positions), size)
+        ]
         self._multiple = sequence_multiple(
             layout,
             models.megatron.sequence_parallel,
-            tokens=tokens_of_fp8(models.megatron.fp8, models.megatron.fp8_recipe),
-            step=step_of_lengths(self._device.type, models.megatron.transformer_impl, packed=batch.packed),
+            tokens=fp8_token_multiple(models.megatron.fp8, models.megatron.fp8_recipe),
+            step=length_multiple(self._device.type, models.megatron.transformer_impl, packed=batch.packed),
         )
         self.height = 1 if batch.packed else size
-        lengths = [[self._padded(len(places)) for places in group] for group in self._groups]
+        lengths = [[self._padded(len(positions)) for positions in group] for group in self._groups]
         length = max([sum(each) if batch.packed else max(each) for each in lengths], default=self._multiple)
         box = torch.tensor([len(self._groups), length], device=self._device)
-        torch.distributed.all_reduce(box, torch.distributed.ReduceOp.MAX)  # experts are spread over replicas
+        torch.distributed.all_reduce(box, torch.distributed.ReduceOp.MAX)  # replicas share experts
         count, self.length = box.tolist()
         group = micro_batch_group(models)
         self.count = -(-max(count, 1) // group) * group
@@ -196,54 +204,62 @@ class _Rows:
         return -(-tokens // self._multiple) * self._multiple
 
     def micro_batches(self, ropes: Sequence[MegatronModule]) -> Iterator[dict[str, Tensor | PackedSeqParams]]:
-        """What this context rank feeds a chunk, whose ``ropes`` are told the longest sequence of each."""
+        """Yield this context rank's inputs of a chunk, after setting the longest sequence in its ``ropes``."""
         ids = self._batch.input_ids.flatten().to(self._device)
         group = parallel.context_group()
         for number in range(self.count):
             tokens = torch.zeros(3, self.height, self.length, dtype=torch.int64, device=self._device)
-            for row, start, places in self._laid(number):
-                cut = slice(start, start + len(places))
-                tokens[0, row, cut] = ids[places.to(self._device)]
-                tokens[1, row, start : start + len(places) - 1] = tokens[
-                    0, row, start + 1 : start + len(places)
+            for row, start, positions in self._sequence_rows(number):
+                cut = slice(start, start + len(positions))
+                tokens[0, row, cut] = ids[positions.to(self._device)]
+                tokens[1, row, start : start + len(positions) - 1] = tokens[
+                    0, row, start + 1 : start + len(positions)
                 ]
             lengths = self._lengths(number)
             tokens[2] = self._positions(number, lengths)
-            tell_longest(ropes, max((len(places) for _, _, places in self._laid(number)), default=0))
-            own = tokens[..., self._held(lengths, group.rank(), group.size())]
+            set_longest_sequence(
+                ropes, max((len(positions) for _, _, positions in self._sequence_rows(number)), default=0)
+            )
+            local = tokens[..., self._rank_tokens(lengths, group.rank(), group.size())]
             yield {
-                "input_ids": own[0].contiguous(),
-                "labels": own[1].contiguous(),
-                "position_ids": own[2].contiguous(),
+                "input_ids": local[0].contiguous(),
+                "labels": local[1].contiguous(),
+                "position_ids": local[2].contiguous(),
                 "packed_seq_params": self._packed(lengths) if self._batch.packed else None,
             }
 
-    def _laid(self, number: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Row and first token of each sequence of a micro-batch, and its places in the batch."""
+    def _sequence_rows(self, number: int) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield row, first token and positions in the batch of each sequence of a micro-batch."""
         start = 0
-        for index, places in enumerate(self._groups[number] if number < len(self._groups) else ()):
-            yield (0, start, places) if self._batch.packed else (index, 0, places)
-            start += self._padded(len(places))
+        for index, positions in enumerate(self._groups[number] if number < len(self._groups) else ()):
+            yield (0, start, positions) if self._batch.packed else (index, 0, positions)
+            start += self._padded(len(positions))
 
     def _lengths(self, number: int) -> tuple[int, ...]:
-        """Of the sequences in a row, all padding included."""
+        """Return the lengths of the sequences in a row, padding included."""
         if not self._batch.packed:
             return (self.length,)
-        lengths = [self._padded(len(places)) for _, _, places in self._laid(number)]
+        lengths = [self._padded(len(positions)) for _, _, positions in self._sequence_rows(number)]
         rest = self.length - sum(lengths)
         return (*lengths, rest) if rest else tuple(lengths)
 
     def _positions(self, number: int, lengths: tuple[int, ...]) -> Tensor:
-        """Of the tokens of a row; its padding may be longer than the model's positions and takes the last token's."""
-        own = [len(places) for _, _, places in self._laid(number)] if self._batch.packed else [self._longest]
-        own += [0] * (len(lengths) - len(own))
-        found = [torch.arange(n).clamp(max=max(most - 1, 0)) for n, most in zip(lengths, own, strict=True)]
-        return torch.cat(found).to(self._device)
+        """Return the positions of a row's tokens; padding takes the last token's, as it may exceed the maximum."""
+        true = (
+            [len(positions) for _, _, positions in self._sequence_rows(number)]
+            if self._batch.packed
+            else [self._longest]
+        )
+        true += [0] * (len(lengths) - len(true))
+        positions = [
+            torch.arange(n).clamp(max=max(most - 1, 0)) for n, most in zip(lengths, true, strict=True)
+        ]
+        return torch.cat(positions).to(self._device)
 
-    def _held(self, lengths: Sequence[int], rank: int, size: int) -> Tensor:
-        """Which tokens of a row a context rank holds."""
+    def _rank_tokens(self, lengths: Sequence[int], rank: int, size: int) -> Tensor:
+        """Return the indices of a context rank's tokens in a row."""
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        ranges = ranges_of_rank(tuple(lengths), rank, size)
+        ranges = rank_token_ranges(tuple(lengths), rank, size)
         return torch.cat(
             [
                 torch.arange(starts[r.sequence] + r.start, starts[r.sequence] + r.start + r.length)
@@ -263,25 +279,25 @@ class _Rows:
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         )
-        tell_lengths(params, on_host)
+        set_packed_lengths(params, on_host)
         return params
 
     def whole(self, output: Tensor) -> Tensor:
-        """``[kinds, height, length]`` of all context ranks; their parts stay in the ranks' order until `spread`."""
+        """Gather ``[kinds, height, length]`` of all context ranks, in the ranks' order until `spread`."""
         return torch.cat(gathered(output, parallel.context_group()), -1)
 
-    def spread(self, found: Tensor) -> Tensor:
-        """``[kinds, batch, seq]``: each value at the token that it is of."""
+    def spread(self, values_by_row: Tensor) -> Tensor:
+        """Put each value at its token: ``[kinds, batch, seq]``."""
         size = parallel.context_group().size()
-        out = torch.zeros(len(found), self._batch.input_ids.numel(), device=self._device)
+        out = torch.zeros(len(values_by_row), self._batch.input_ids.numel(), device=self._device)
         for number in range(len(self._groups)):
             lengths = self._lengths(number)
-            order = torch.cat([self._held(lengths, rank, size) for rank in range(size)])
-            rows = torch.empty_like(found[:, : self.height])
-            rows[..., order] = found[:, number * self.height : (number + 1) * self.height]
-            for row, start, places in self._laid(number):
-                out[:, places[1:].to(self._device)] = rows[:, row, start : start + len(places) - 1]
-        return out.view(len(found), *self._batch.input_ids.shape)
+            order = torch.cat([self._rank_tokens(lengths, rank, size) for rank in range(size)])
+            rows = torch.empty_like(values_by_row[:, : self.height])
+            rows[..., order] = values_by_row[:, number * self.height : (number + 1) * self.height]
+            for row, start, positions in self._sequence_rows(number):
+                out[:, positions[1:].to(self._device)] = rows[:, row, start : start + len(positions) - 1]
+        return out.view(len(values_by_row), *self._batch.input_ids.shape)
 
 
 def _forward_step(
@@ -297,7 +313,7 @@ def _forward_step(
 
 @contextmanager
 def _computing(models: LiveModel, tokens: int, values: TokenValues) -> Iterator[None]:
-    """A block in which the chunk with the output layer returns ``values`` of its labels."""
+    """Make the chunk with the output layer return ``values`` of its labels, in this block."""
     chunks: list[GptModel] = [chunk for chunk in models.chunks if getattr(chunk, "post_process", False)]
     before = [chunk.__dict__.pop("_postprocess", None) for chunk in chunks]
     for chunk in chunks:
@@ -305,7 +321,7 @@ def _computing(models: LiveModel, tokens: int, values: TokenValues) -> Iterator[
     try:
         yield
     finally:
-        for chunk, its in zip(chunks, before, strict=True):
+        for chunk, original in zip(chunks, before, strict=True):
             del chunk._postprocess
-            if its is not None:
-                chunk._postprocess = its
+            if original is not None:
+                chunk._postprocess = original

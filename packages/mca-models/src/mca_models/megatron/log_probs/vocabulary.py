@@ -1,8 +1,8 @@
-"""Log-probability and entropy over a vocabulary that is cut over tensor-parallel ranks.
+"""Log-probability and entropy over a vocabulary that is sharded over tensor-parallel ranks.
 
-With ``z`` the logits over the temperature, ``m`` their largest and ``s = sum exp(z - m)``, all three summed over the
-ranks, ``log p(v) = z_v - m - log s`` and the entropy is ``log s - sum (z - m) exp(z - m) / s``. Rows of the vocabulary
-that only pad it are left out.
+With ``z`` the logits over the temperature, ``m`` their largest and ``s = sum exp(z - m)``, all reduced over the ranks,
+``log p(v) = z_v - m - log s`` and the entropy is ``log s - sum (z - m) exp(z - m) / s``. Padding rows of the vocabulary
+are left out.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from mca_models.megatron.types import Upstream
 
 @dataclass(frozen=True, kw_only=True)
 class TokenValues:
-    """What is computed of each token.
+    """Log-probability, and optionally entropy, of each token.
 
     Args:
-        temperature: What logits are divided by.
+        temperature: Divisor of the logits.
         entropy: Also the entropy of the distribution that the token was drawn from.
     """
 
@@ -33,29 +33,29 @@ class TokenValues:
             raise McaError(f"temperature is {self.temperature}; expected a positive number")
 
     def __call__(self, logits: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
-        """fp32 log-probabilities ``[...]``, with the entropy ``[2, ...]``; every tensor-parallel rank has all.
+        """Return fp32 log-probabilities ``[...]``, with the entropy ``[2, ...]``, on every tensor-parallel rank.
 
         Args:
             logits: ``[..., padded_vocab / tp]`` of this tensor-parallel rank.
-            tokens: ``[...]``, those whose probability is wanted.
-            vocab_size: Without padding, of all ranks.
+            tokens: ``[...]``, the tokens.
+            vocab_size: Size of the full vocabulary, without padding.
         """
         values: Tensor = _Values.apply(logits, tokens, vocab_size, self.temperature, self.entropy)
         return values if self.entropy else values[0]
 
     def peak_bytes(self, tokens: int, columns: int, itemsize: int) -> int:
-        """What it takes without gradients: the logits, one fp32 copy of them, and for the entropy another one.
+        """Return the peak memory without gradients: the logits, one fp32 copy, and another one for the entropy.
 
         Args:
-            tokens: Of a chunk.
-            columns: Of the vocabulary, on a rank.
+            tokens: Tokens of a chunk.
+            columns: Vocabulary columns on a rank.
             itemsize: Bytes of one logit.
         """
         return tokens * columns * (itemsize + 4 * (1 + self.entropy))
 
 
 class _Values(torch.autograd.Function):
-    """Keeps one fp32 copy of the logits for its backward pass, which talks to nobody."""
+    """Autograd function that saves one fp32 copy of the logits; its backward pass does not communicate."""
 
     @staticmethod
     def forward(
@@ -97,18 +97,18 @@ class _Values(torch.autograd.Function):
         (gradient,) = gradients
         log_p = z - log_sum.unsqueeze(-1)
         p = log_p.exp()
-        own = p * -gradient[0].unsqueeze(-1)
+        gradient_z = p * -gradient[0].unsqueeze(-1)
         if ctx.true:
-            own.scatter_add_(-1, index, (gradient[0] * here).unsqueeze(-1))
+            gradient_z.scatter_add_(-1, index, (gradient[0] * here).unsqueeze(-1))
         if entropy:
-            own -= p.mul_(log_p.add_(entropy[0].unsqueeze(-1))).mul_(gradient[1].unsqueeze(-1))
+            gradient_z -= p.mul_(log_p.add_(entropy[0].unsqueeze(-1))).mul_(gradient[1].unsqueeze(-1))
         whole = torch.zeros(ctx.shape, dtype=ctx.dtype, device=z.device)
-        whole[..., : ctx.true] = own.div_(ctx.temperature)
+        whole[..., : ctx.true] = gradient_z.div_(ctx.temperature)
         return whole, None, None, None, None
 
 
 def _divided(logits: Tensor, temperature: float) -> Tensor:
-    """A fresh fp32 tensor."""
+    """Divide into a new fp32 tensor."""
     if logits.dtype == torch.float32:
         return logits / temperature
     return logits.float().div_(temperature)

@@ -5,7 +5,7 @@
     models.save_pretrained_as_hf(dir)      # PEFT adapter
     models = load_adapter(AutoModel.from_pretrained(path, args), dir)
 
-``merge_adapter`` and ``unmerge_adapter`` fold it into the weights and back.
+``merge_adapter`` and ``unmerge_adapter`` merge it into the weights and undo that.
 """
 
 from mca_models.megatron.peft.create import attach_adapter, get_peft_model, load_adapter

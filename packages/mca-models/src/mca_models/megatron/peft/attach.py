@@ -1,9 +1,9 @@
-"""Puts LoRA beside the linears of live chunks, without touching their classes or names.
+"""Attach LoRA to the linears of live chunks, without changing their classes or names.
 
-The factors become a child module ``lora`` of the linear (``...linear_qkv.lora.lora_A_q_proj``), a forward hook
-adds their output. A bare weight (the router's, the shared experts' gate) has no linear; while the module that
-owns it runs, the weight with the adapter folded in stands in its place. Where a linear lies and what it is made
-of is known from the rules; no class is asked.
+The factors become a child module ``lora`` of the linear (``...linear_qkv.lora.lora_A_q_proj``), and a forward hook
+adds their output. A bare weight (the router's, the shared experts' gate) has no linear; while its module runs, the
+weight with the adapter merged in replaces it. The position and parts of a linear are known from the rules; classes
+are not inspected.
 """
 
 import logging
@@ -19,13 +19,13 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from mca_config.errors import McaError
-from mca_models.lora.rules import AdapterRules, Factors, by_part
-from mca_models.megatron.families.images import sum_over_tensor_ranks
-from mca_models.megatron.names import Held
+from mca_models.lora.rules import AdapterRules, LoraFactors, factors_by_weight
+from mca_models.megatron.families.images import mark_replicated_gradient
+from mca_models.megatron.names import LocalParam
 from mca_models.megatron.peft.linear import Axis, Cut, LoraExperts, LoraLinear, LoraPart, LoraWeight
 from mca_models.megatron.tensors import cast_finite
 from mca_models.megatron.types import HookOutput, MegatronModule
-from mca_models.storage.moves import HF, Rule, part_shapes
+from mca_models.storage.copy_plan import HF, Rule, part_shapes
 from mca_models.weights import Param, Stage
 
 logger = logging.getLogger(__name__)
@@ -39,14 +39,14 @@ Switch = LoraLinear | LoraExperts
 
 @dataclass(frozen=True)
 class LinearGroups:
-    """What the live linears lie on.
+    """Process groups and settings of the live linears.
 
     Args:
-        tensor: Group of the tensor-parallel ranks.
-        expert: Group of the expert-tensor-parallel ranks.
-        sequence_parallel: Whether dense activations are cut along the sequence.
-        overlap: Shared experts run in steps of their own beside the dispatcher, which hooks do not see.
-        fuser: Transformer Engine fuses whole MLPs into one operation, which hooks do not see.
+        tensor: The tensor-parallel group.
+        expert: The expert-tensor-parallel group.
+        sequence_parallel: Whether dense activations are sharded along the sequence.
+        overlap: Shared experts overlap with the dispatcher, which bypasses hooks.
+        fuser: Transformer Engine fuses whole MLPs into one operation, which bypasses hooks.
     """
 
     tensor: ProcessGroup
@@ -56,10 +56,10 @@ class LinearGroups:
     fuser: bool = False
 
     def cut(self, param: Param) -> Cut:
-        """How the weight of ``param`` lies over them."""
+        """Return the sharding of the weight of ``param``."""
         expert = param.expert is not None
         group = self.expert if expert else self.tensor
-        whole = expert or param.stage is Stage.VISION  # on each rank all of the sequence
+        whole = expert or param.stage is Stage.VISION  # the full sequence on each rank
         return Cut(
             _AXES[param.shard.axis],
             group,
@@ -79,8 +79,8 @@ class Attached:
         lora: The factors on it.
         owner: The linear.
         live: Rule and live tensor of every factor.
-        switch: The module whose ``merged`` turns the hooks off.
-        handles: Remove the hooks.
+        switch: The module whose ``merged`` disables the hooks.
+        handles: Handles that remove the hooks.
     """
 
     base: Tensor
@@ -92,65 +92,66 @@ class Attached:
     handles: tuple[RemovableHandle, ...]
 
     def folded(self) -> Tensor:
-        """The base weight with the factors' product added: in fp32, then of its own dtype."""
+        """Return the base weight plus the factors' product: computed in fp32, in its dtype."""
         return cast_finite(self.base.float() + self.lora.product(), self.base.dtype, self.name)
 
 
 def attach(
     chunk: torch.nn.Module,
-    held: Sequence[tuple[Held, Tensor]],
+    params: Sequence[tuple[LocalParam, Tensor]],
     rules: AdapterRules,
     ranks: LinearGroups,
     *,
     dropout: float,
     grouped: bool,
 ) -> Iterator[Attached]:
-    """Puts the adapters of ``rules`` that belong to ``chunk`` beside its linears, each as it is yielded.
+    """Attach the adapters of ``rules`` to the linears of ``chunk``, and yield each.
 
     Args:
         chunk: One live ``GPTModel``.
-        held: Its parameters.
+        params: Its parameters.
         rules: The adapter, made for the live layout.
-        ranks: The groups it stands on.
-        dropout: Probability for the adapters' inputs.
-        grouped: One module holds all experts of a rank.
+        ranks: Process groups of the linears.
+        dropout: Dropout probability of the adapters' inputs.
+        grouped: One module has all experts of a rank.
 
     Raises:
-        McaError: A target cannot carry an adapter at this layout.
+        McaError: A target does not support an adapter on this layout.
     """
-    wanted = by_part(rules.factors)
+    factors_by_part = factors_by_weight(rules.factors)
     experts: dict[str, list[_Placed]] = {}
-    for item, base in held:
-        pairs = wanted.get(item.param.mca_name())
+    for item, base in params:
+        pairs = factors_by_part.get(item.param.mca_name())
         if not pairs or item.copy:
             continue
-        place, _, leaf = item.live.rpartition(".")
+        path, _, leaf = item.live.rpartition(".")
         placed = _Placed(pairs, base, _lora(pairs, base, ranks, dropout))
         if grouped and item.param.expert is not None:
-            experts.setdefault(place, []).append(placed)
+            experts.setdefault(path, []).append(placed)
         elif pairs[0].target.sees:
-            yield _hang_whole(chunk.get_submodule(place), placed, ranks.sequence_parallel)
+            yield _attach_hf_module(chunk.get_submodule(path), placed, ranks.sequence_parallel)
         elif item.param.mca.endswith(_BARE):
-            yield _hang_bare(chunk.get_submodule(place), leaf, placed)
+            yield _attach_weight(chunk.get_submodule(path), leaf, placed)
         else:
-            yield _hang(chunk.get_submodule(place), placed)
-    for place, several in experts.items():
-        yield from _hang_grouped(chunk.get_submodule(place), several)
+            yield _attach_linear(chunk.get_submodule(path), placed)
+    for path, several in experts.items():
+        yield from _attach_grouped(chunk.get_submodule(path), several)
 
 
-def tell_undropped(rules: AdapterRules, dropout: float) -> None:
-    """Warns of adapters that ``dropout`` does not reach: they are added to a weight and see no input."""
+def warn_unused_dropout(rules: AdapterRules, dropout: float) -> None:
+    """Warn of adapters without dropout: they are added to a weight and have no input."""
     targets = [pair.target for pair in rules.factors]
     bare = sorted({target.module.rpartition(".")[2] for target in targets if target.base.mca.endswith(_BARE)})
     if dropout and bare:
         logger.warning(
-            "lora_dropout: not applied to the inputs of %s, whose adapters see none", ", ".join(bare)
+            "lora_dropout: not applied to %s, whose adapters are added to a weight and have no input",
+            ", ".join(bare),
         )
 
 
 @dataclass(frozen=True)
 class _Placed:
-    pairs: Sequence[Factors]
+    pairs: Sequence[LoraFactors]
     base: Tensor
     lora: LoraLinear
 
@@ -164,7 +165,7 @@ class _Placed:
         return Attached(self.base, name, self.lora, owner, live, switch, tuple(handles))
 
 
-def _lora(pairs: Sequence[Factors], base: Tensor, ranks: LinearGroups, dropout: float) -> LoraLinear:
+def _lora(pairs: Sequence[LoraFactors], base: Tensor, ranks: LinearGroups, dropout: float) -> LoraLinear:
     param = pairs[0].target.base
     module = pairs[0].target.module
     for name, on in (
@@ -173,7 +174,7 @@ def _lora(pairs: Sequence[Factors], base: Tensor, ranks: LinearGroups, dropout: 
     ):
         if on:
             raise McaError(
-                f"target_modules: {module} cannot carry an adapter with {name}; set that to false or exclude it"
+                f"target_modules: an adapter on {module} is not supported with {name}; set that to false or exclude it"
             )
     cut = ranks.cut(param)
     if cut.many and not cut.sequence and param.mca.endswith("linear_kv_down_proj.weight"):
@@ -181,7 +182,7 @@ def _lora(pairs: Sequence[Factors], base: Tensor, ranks: LinearGroups, dropout: 
             f"target_modules: an adapter on {module} needs sequence_parallel at "
             "tensor_model_parallel_size above 1; set it, or exclude the module"
         )
-    sizes = _rows_of_parts(param, base, cut)
+    sizes = _part_rows(param, base, cut)
     parts = []
     for pair in pairs:
         whole_b = cut.axis == "rows" and pair.b.shard.axis is None
@@ -195,8 +196,8 @@ def _lora(pairs: Sequence[Factors], base: Tensor, ranks: LinearGroups, dropout: 
     return kind(parts, cut, base, order, dropout)
 
 
-def _rows_of_parts(param: Param, base: Tensor, cut: Cut) -> tuple[int, ...]:
-    """Rows of each HF tensor inside the whole weight."""
+def _part_rows(param: Param, base: Tensor, cut: Cut) -> tuple[int, ...]:
+    """Return the rows of each HF tensor inside the full weight."""
     rows = base.shape[0] * (cut.group.size() if cut.axis == "rows" else 1)
     if len(param.hf) == 1:
         return (rows,)
@@ -205,20 +206,20 @@ def _rows_of_parts(param: Param, base: Tensor, cut: Cut) -> tuple[int, ...]:
 
 
 def _order(
-    pairs: Sequence[Factors], parts: Sequence[LoraPart], sizes: tuple[int, ...], cut: Cut
+    pairs: Sequence[LoraFactors], parts: Sequence[LoraPart], sizes: tuple[int, ...], cut: Cut
 ) -> Tensor | None:
-    """Which output of the concatenated parts each output of the fused linear gets on this rank."""
+    """Return the index in the concatenated parts of each output of the fused linear on this rank."""
     param = pairs[0].target.base
-    rows = _packed_rows(Rule.of(param), sizes, cut.group.rank(), cut.group.size())
-    known = {pair.target.part: part for pair, part in zip(pairs, parts, strict=True)}
+    rows = _packed_rows(Rule.from_param(param), sizes, cut.group.rank(), cut.group.size())
+    parts_by_number = {pair.target.part: part for pair, part in zip(pairs, parts, strict=True)}
     nothing = sum(part.rows for part in parts)
     first_row, start, order = 0, 0, np.full_like(rows, nothing)
     for number, size in enumerate(sizes):
-        if part := known.get(number):
+        if part := parts_by_number.get(number):
             shared = part.whole_b or cut.axis != "rows"
             first = first_row if shared else first_row + cut.group.rank() * part.rows
-            mine = (rows >= first_row) & (rows < first_row + size)
-            order[mine] = rows[mine] - first + start
+            selected = (rows >= first_row) & (rows < first_row + size)
+            order[selected] = rows[selected] - first + start
             start += part.rows
         first_row += size
     return None if np.array_equal(order, np.arange(nothing)) else torch.from_numpy(order)
@@ -226,35 +227,35 @@ def _order(
 
 @lru_cache(maxsize=64)
 def _packed_rows(rule: Rule, sizes: tuple[int, ...], rank: int, size: int) -> NDArray[np.int64]:
-    """The rows of the HF tensors, counted over all of them, in the order in which ``rank`` holds them."""
+    """Return the rows of the HF tensors, numbered over all of them, in the order of ``rank``."""
     numbers = np.arange(sum(sizes)).reshape(-1, 1)
-    whole = rule.to_whole(np.split(numbers, np.cumsum(sizes)[:-1]))
+    whole = rule.to_full(np.split(numbers, np.cumsum(sizes)[:-1]))
     packed: NDArray[np.int64] = rule.shard.take(whole, rank, size).flatten()
     return packed
 
 
-def _hang(owner: torch.nn.Module, placed: _Placed) -> Attached:
+def _attach_linear(owner: torch.nn.Module, placed: _Placed) -> Attached:
     owner.add_module(CHILD, placed.lora)
     _return_normed_input(owner)
-    # before what a family makes of the product, as the output layer's factor and cap of the logits
+    # before other hooks on the output, e.g. the factor and cap of the logits
     handle = owner.register_forward_hook(_add, prepend=True)
     return placed.attached(owner, placed.lora, [handle])
 
 
-def _hang_whole(owner: torch.nn.Module, placed: _Placed, sequence_parallel: bool) -> Attached:
-    """On a module of transformers, which gives its output alone; gradients come together as the vision model's."""
+def _attach_hf_module(owner: torch.nn.Module, placed: _Placed, sequence_parallel: bool) -> Attached:
+    """Attach to a module of transformers, which returns its output only; gradients as in the vision tower."""
     owner.add_module(CHILD, placed.lora)
     for _, *factors in placed.lora.factors():
         for factor in factors:
-            sum_over_tensor_ranks(factor, sequence_parallel=sequence_parallel)
+            mark_replicated_gradient(factor, sequence_parallel=sequence_parallel)
     return placed.attached(owner, placed.lora, [owner.register_forward_hook(_add_whole)])
 
 
-def _hang_bare(owner: torch.nn.Module, leaf: str, placed: _Placed) -> Attached:
+def _attach_weight(owner: torch.nn.Module, leaf: str, placed: _Placed) -> Attached:
     lora = placed.lora
 
     def put(module: torch.nn.Module, args: tuple[object, ...]) -> None:
-        if not lora.merged:  # an entry of the instance stands before the parameter of that name
+        if not lora.merged:  # an instance attribute shadows the parameter
             vars(module)[leaf] = lora(placed.base)
 
     def take(module: torch.nn.Module, args: tuple[object, ...], output: HookOutput) -> None:
@@ -265,7 +266,7 @@ def _hang_bare(owner: torch.nn.Module, leaf: str, placed: _Placed) -> Attached:
     return placed.attached(owner, lora, handles)
 
 
-def _hang_grouped(owner: torch.nn.Module, placed: Sequence[_Placed]) -> Iterator[Attached]:
+def _attach_grouped(owner: torch.nn.Module, placed: Sequence[_Placed]) -> Iterator[Attached]:
     number = {id(tensor): int(name.removeprefix("weight")) for name, tensor in _weights(owner)}
     switch = LoraExperts({number[id(item.base)]: item.lora for item in placed}, placed[0].base.shape[0])
     owner.add_module(CHILD, switch)
@@ -279,7 +280,7 @@ def _weights(owner: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _return_normed_input(owner: MegatronModule) -> None:
-    """Has Transformer Engine's fused norm-and-linear return the norm's output too, which LoRA takes."""
+    """Make Transformer Engine's fused norm-and-linear also return the norm's output, LoRA's input."""
     if "return_layernorm_output" in vars(owner):
         owner.return_layernorm_output = True
 
@@ -304,7 +305,7 @@ def _add_grouped(owner: MegatronModule, args: tuple[Tensor, ...], output: HookOu
 
 
 def detach(items: Sequence[Attached]) -> None:
-    """Takes the adapters away again."""
+    """Remove the adapters."""
     for item in items:
         for handle in item.handles:
             handle.remove()
@@ -315,9 +316,9 @@ def detach(items: Sequence[Attached]) -> None:
 
 
 def begin_gradients(chunk: torch.nn.Module) -> Iterator[RemovableHandle]:
-    """Lets gradients begin at the frozen embedding's output.
+    """Require gradients of the frozen embedding's output.
 
-    Recomputed layers and the pipeline's first stage have none otherwise.
+    Otherwise recomputed layers and the first pipeline stage have none.
     """
     if (embedding := dict(chunk.named_children()).get("embedding")) is not None:
         yield embedding.register_forward_hook(_require_grad)

@@ -1,17 +1,26 @@
-"""An adapter spread over ranks, put together on the first, or on all. Adapters are small: all of it fits there."""
+"""Exchange of an adapter: gather it from all ranks, export it or merged weights, receive it as tensors.
 
-from collections.abc import Mapping, Sequence
+Adapters are small: a rank can hold all of one.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed
 from torch import Tensor
 
-from mca_config.model_config import McaModelConfig
+from mca_config.model_config import DtypeName, McaModelConfig
 from mca_models.lora import Adapter, AdapterConfig, AdapterRules
+from mca_models.lora.peft_directory import PeftReader, PeftTensors, peft_shapes
+from mca_models.megatron import platform
 from mca_models.megatron.distributed.collectives import all_gather
-from mca_models.megatron.distributed.parallel import Place
-from mca_models.megatron.factory.fill import cut_of, speaks
-from mca_models.megatron.tensors import to_numpy
+from mca_models.megatron.distributed.parallel import RankContext
+from mca_models.megatron.factory.execution import DTYPES
+from mca_models.megatron.factory.fill import is_first_replica, shard_rank_and_size
+from mca_models.megatron.peft.attach import Attached
+from mca_models.megatron.state.stream import Piece
+from mca_models.megatron.state.weight_receiver import Weight, WeightReceiver, receive_all
+from mca_models.megatron.tensors import cast_finite, to_numpy, to_torch
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
 
@@ -20,20 +29,20 @@ Pieces = dict[str, dict[int, Array]]
 
 def whole_adapter(
     live: Sequence[tuple[Param, Tensor]],
-    place: Place,
+    rank_context: RankContext,
     model: McaModelConfig,
     config: AdapterConfig,
     rules: AdapterRules,
     *,
     everywhere: bool = False,
 ) -> Adapter | None:
-    """The adapter whose pieces all ranks hold, on rank 0 or ``everywhere``; None elsewhere. Collective."""
+    """Gather the adapter on rank 0, or ``everywhere``; None on other ranks. Collective."""
     mine: Pieces = {}
     for param, tensor in live:
-        if speaks(param, place.at):
-            rank, _ = cut_of(param, place.layout, place.at)
+        if is_first_replica(param, rank_context.coordinates):
+            rank, _ = shard_rank_and_size(param, rank_context.layout, rank_context.coordinates)
             mine.setdefault(param.mca_name(), {})[rank] = to_numpy(tensor)
-    everyone: list[Pieces] | None = [{}] * place.world_size if place.rank == 0 else None
+    everyone: list[Pieces] | None = [{}] * rank_context.world_size if rank_context.rank == 0 else None
     if everywhere:
         everyone = all_gather(mine)
     else:
@@ -50,3 +59,53 @@ def whole_adapter(
 def _join(param: Param, pieces: Mapping[int, Array], model: McaModelConfig) -> Array:
     whole = param.shard.join([pieces[rank] for rank in sorted(pieces)])
     return whole[: model.vocab_size] if param.vocab else whole
+
+
+def peft_tensors(adapter: Adapter, dtype: DtypeName | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a PEFT file in its order, on the device, cast to ``dtype`` if given."""
+    tensors, device = PeftTensors(adapter), platform.current_device()
+    for name in sorted(tensors.sources):
+        tensor = to_torch(tensors.array(name)).to(device)
+        yield name, tensor if dtype is None else cast_finite(tensor, DTYPES[dtype], name)
+
+
+def merged_piece(live: Mapping[str, Tensor], attached: Sequence[Attached]) -> Piece:
+    """Return a function that computes this rank's shards with the adapter merged in, on demand.
+
+    Args:
+        live: This rank's shards by canonical name.
+        attached: The adapter on them.
+    """
+    adapters = {id(item.base): item for item in attached}
+
+    @torch.no_grad()
+    def piece(name: str) -> Tensor | None:
+        weight = live.get(name)
+        item = adapters.get(id(weight))
+        return weight if item is None else item.folded()
+
+    return piece
+
+
+def receive_adapter(adapter: Adapter, weights: Iterable[Weight]) -> Callable[[Param], Array]:
+    """Return a function that reads the full tensor of a rule of ``adapter`` from ``weights``.
+
+    Args:
+        adapter: The adapter, whose rules give the expected tensors.
+        weights: Names and tensors.
+
+    Raises:
+        McaError: Names are missing or unexpected, or a shape differs.
+    """
+    tensors: dict[str, Tensor] = {}
+    receiver = WeightReceiver(peft_shapes(adapter), {})
+
+    def receive(name: str, tensor: Tensor, start: int | None) -> None:
+        whole = receiver.receive(name, tensor, start)
+        if whole is not None:
+            tensors[name] = whole.detach().cpu().clone()
+
+    receive_all(weights, receive)
+    receiver.finish()
+    stacks = PeftReader(lambda name: to_numpy(tensors[name]), adapter.model.num_moe_experts or 1)
+    return stacks.read

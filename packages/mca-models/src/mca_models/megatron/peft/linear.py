@@ -1,17 +1,17 @@
-"""LoRA beside one Megatron linear, and what its two factors communicate.
+"""LoRA on one Megatron linear, and the communication of its two factors.
 
 With ``x`` the linear's input and ``n`` tensor (for experts: expert-tensor) ranks, shapes on each rank:
 
     cut      base [rows, columns]   lora_A           h = A x    between                   lora_B
-    rows     [out / n, in]          [r, in]          whole      backward sums             [out / n, r]
+    rows     [out / n, in]          [r, in]          full       backward sums             [out / n, r]
       with sequence parallelism     x is [s / n]     [s / n]    gathered to [s]
     columns  [out, in / n]          [r, in / n]      partial    summed                    [out, r]
       with sequence parallelism                                 summed, scattered [s / n]
-    none     [out, in]              [r, in]          whole      nothing                   [out, r]
+    none     [out, in]              [r, in]          full       nothing                   [out, r]
 
-A factor that all ranks hold gets its whole gradient in the backward pass, or, where each rank sees its own
-tokens, is marked ``sequence_parallel`` so that Megatron sums it once a step. Inside routed experts the token
-dispatcher gathers and sums, so there only the gradients of such factors are summed.
+A replicated factor gets its full gradient in the backward pass, or, if each rank sees its own tokens, is marked
+``sequence_parallel`` so that Megatron sums it once per step. Inside routed experts the token dispatcher gathers and
+sums activations, so there only the gradients of replicated factors are summed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,14 +31,14 @@ Axis = Literal["rows", "columns", "none"]
 
 @dataclass(frozen=True)
 class Cut:
-    """How a base linear lies over ranks.
+    """Sharding of a base linear.
 
     Args:
-        axis: What is cut of its weight ``[out, in]``.
-        group: The ranks it is cut over.
-        sequence: Inputs (outputs, of a column-cut one) are cut along the sequence.
-        expert: It belongs to a routed expert.
-        forked: It runs in a random state that ranks do not share: under sequence parallelism all layers do.
+        axis: Sharded axis of its weight ``[out, in]``.
+        group: The group of its shards.
+        sequence: Inputs (for a column-sharded one: outputs) are sharded along the sequence.
+        expert: Whether it belongs to a routed expert.
+        forked: It runs in a random state that ranks do not share, as all layers do with sequence parallelism.
     """
 
     axis: Axis
@@ -49,11 +49,11 @@ class Cut:
 
     @property
     def many(self) -> bool:
-        """Whether there is more than one rank."""
+        """Return whether there is more than one rank."""
         return bool(self.group.size() > 1)
 
     def between(self, h: Tensor) -> Tensor:
-        """From this rank's ``A x`` to what its B takes."""
+        """Convert this rank's ``A x`` to the input of its B."""
         from megatron.core import tensor_parallel as tp
 
         if not self.many or self.expert or self.axis == "none":
@@ -73,7 +73,7 @@ class Cut:
         return result
 
     def summed(self, factor: Tensor) -> Tensor:
-        """``factor``, its gradient summed over the ranks in the backward pass."""
+        """Return ``factor`` with its gradient summed over the ranks in the backward pass."""
         from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 
         if not self.many:
@@ -84,14 +84,14 @@ class Cut:
 
 @dataclass(frozen=True)
 class LoraPart:
-    """The adapter on one HF module inside a fused linear.
+    """Adapter on one HF module inside a fused linear.
 
     Args:
         label: The module's last name.
-        rank: Of the adapter.
-        scale: Of the product.
+        rank: Rank of the adapter.
+        scale: Factor on the product.
         rows: Rows of lora_B on this rank.
-        whole_b: Every rank holds all of lora_B, of which it needs some rows.
+        whole_b: lora_B is replicated, and the rank uses some of its rows.
     """
 
     label: str
@@ -102,14 +102,14 @@ class LoraPart:
 
 
 class LoraLinear(torch.nn.Module):
-    """What is added to the output of one linear: the sum of its parts' ``scale * B A x``.
+    """Sum of the parts' ``scale * B A x``, which is added to the output of one linear.
 
     Args:
         parts: The adapters, in the order of the fused rows.
-        cut: How the base linear lies over ranks.
+        cut: Sharding of the base linear.
         base: The base weight, on this rank.
-        order: For each output of the linear the output of the concatenated parts that it gets, one beyond
-            the last for none; None: the parts one after the other.
+        order: For each output of the linear the index in the concatenated parts, one beyond the last for none;
+            None: the concatenation is in order.
         p: Dropout probability of each part's input.
     """
 
@@ -122,7 +122,7 @@ class LoraLinear(torch.nn.Module):
         self.parts, self.cut, self.p = tuple(parts), cut, p
         self.merged = False
         for part in self.parts:
-            # own parameters, not a child's: Megatron awaits them when the module that owns them is called
+            # parameters of this module, not of a child: Megatron waits for them when this module is called
             self.register_parameter(
                 f"lora_A_{part.label}", Parameter(base.new_zeros(part.rank, base.shape[1]))
             )
@@ -131,7 +131,7 @@ class LoraLinear(torch.nn.Module):
         self._mark(base)
 
     def _mark(self, base: Tensor) -> None:
-        """Tells Megatron which gradients to sum over which ranks, and what to count once in norms."""
+        """Set the attributes by which Megatron sums gradients and counts parameters in norms."""
         sequence = self.cut.many and self.cut.sequence and not self.cut.expert
         for part in self.parts:
             a, b = self._factors(part)
@@ -147,7 +147,7 @@ class LoraLinear(torch.nn.Module):
                 marks.partition_dim, marks.partition_stride = (axis, 1) if cut else (-1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in]`` of the linear's input to ``[..., out]`` to add to its output."""
+        """Map ``[..., in]`` of the linear's input to ``[..., out]`` to add to its output."""
         deltas = [self._delta(part, x) for part in self.parts]
         return self._ordered(deltas, -1)
 
@@ -157,7 +157,7 @@ class LoraLinear(torch.nn.Module):
             a = self.cut.summed(a)
         if part.whole_b or (self.cut.expert and self.cut.axis == "columns"):
             b = self.cut.summed(b)
-        # scaled where it has few channels
+        # scale the tensor with few channels
         return linear(self.cut.between(linear(self._dropped(x), a)) * part.scale, b)
 
     def _dropped(self, x: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class LoraLinear(torch.nn.Module):
         return torch.cat([*parts, parts[0].new_zeros(size)], axis).index_select(axis, self.order)
 
     def product(self) -> Tensor:
-        """What merging adds to the base weight on this rank, fp32."""
+        """Return the fp32 product that merging adds to the base weight on this rank."""
         return self._ordered([self._product(part) for part in self.parts], 0)
 
     def _product(self, part: LoraPart) -> Tensor:
@@ -190,25 +190,25 @@ class LoraLinear(torch.nn.Module):
         return self.get_parameter(f"lora_A_{part.label}"), self.get_parameter(f"lora_B_{part.label}")
 
     def sharded_state_dict(self, *_: object, **__: object) -> ShardedState:
-        """Nothing: the factors are added to the whole chunk's, see ``sharded``."""
+        """Return nothing: ``sharded_state`` adds the factors to the chunk's state."""
         return {}
 
     def factors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Label, lora_A and lora_B of each part."""
+        """Yield label, lora_A and lora_B of each part."""
         for part in self.parts:
             yield part.label, *self._factors(part)
 
 
 class LoraWeight(LoraLinear):
-    """What is added to a bare weight: calling it with the weight gives the sum."""
+    """Adapter on a bare weight: calling it with the weight returns the sum."""
 
     def forward(self, weight: Tensor) -> Tensor:
-        """``[out, in]`` to ``[out, in]``."""
+        """Map ``[out, in]`` to ``[out, in]``."""
         return (weight.float() + self.product()).to(weight.dtype)
 
 
 class LoraExperts(torch.nn.Module):
-    """LoRA beside a grouped linear, which takes the tokens of all experts of a rank one after the other.
+    """LoRA on a grouped linear, whose input has the tokens of all experts of a rank in order.
 
     Args:
         experts: The adapter of each local expert that has one, by its local number.
@@ -222,7 +222,7 @@ class LoraExperts(torch.nn.Module):
         self.merged = False
 
     def forward(self, x: Tensor, splits: Sequence[int] | Tensor) -> Tensor:
-        """As ``LoraLinear``; ``splits`` counts each expert's tokens."""
+        """Map as ``LoraLinear``; ``splits`` counts each expert's tokens."""
         counts = splits.tolist() if isinstance(splits, Tensor) else list(splits)
         deltas = []
         for number, tokens in enumerate(torch.split(x, counts)):
@@ -234,5 +234,5 @@ class LoraExperts(torch.nn.Module):
         return torch.cat(deltas)
 
     def sharded_state_dict(self, *_: object, **__: object) -> ShardedState:
-        """See ``LoraLinear``."""
+        """Return nothing, as ``LoraLinear``."""
         return {}

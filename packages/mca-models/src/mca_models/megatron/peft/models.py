@@ -1,7 +1,6 @@
-"""``PeftModels``: ``VirtualModels`` with a LoRA adapter that is named as PEFT names it on the HF model.
+"""``PeftModels``: ``VirtualModels`` with a LoRA adapter under PEFT's names on the HF model.
 
-It is made in `create`. How a factor lies on a linear is in `attach` and `linear`; directories are written by
-`mca_models.lora`.
+`create` makes it. `attach` and `linear` put factors on linears; `mca_models.lora` writes directories.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,36 +24,34 @@ from mca_models.lora import (
 )
 from mca_models.lora.rules import PREFIX
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.distributed.collectives import require_same_arguments, told_by_first
-from mca_models.megatron.factory.fill import cut_of, whole_shape
+from mca_models.megatron.distributed.collectives import require_same_arguments, run_on_first_rank_unwrapped
+from mca_models.megatron.factory.fill import full_shape, shard_rank_and_size
 from mca_models.megatron.peft.attach import (
     Attached,
     LinearGroups,
     attach,
     begin_gradients,
     detach,
-    tell_undropped,
+    warn_unused_dropout,
 )
-from mca_models.megatron.peft.exchange import whole_adapter
-from mca_models.megatron.peft.export import merged_piece, peft_tensors
-from mca_models.megatron.peft.fit import require_same
-from mca_models.megatron.peft.received import received
-from mca_models.megatron.peft.sharded import share, unshare
-from mca_models.megatron.peft.start import is_trained, require_base
-from mca_models.megatron.state.arrivals import Weight, on_every_rank
+from mca_models.megatron.peft.compatibility import require_same
+from mca_models.megatron.peft.exchange import merged_piece, peft_tensors, receive_adapter, whole_adapter
+from mca_models.megatron.peft.initialization import is_trained, require_base_weights
+from mca_models.megatron.peft.sharded_state import patch_sharded_state, restore_sharded_state
 from mca_models.megatron.state.export import (
     BUCKET_BYTES,
     Destination,
-    Wanted,
     WeightBucket,
-    agreed,
+    WeightRequest,
+    checked_request,
     each_tensor,
     export_buckets,
     packed_buckets,
 )
-from mca_models.megatron.state.load import take_weights
+from mca_models.megatron.state.load import load_local_weights
 from mca_models.megatron.state.save import save_hf
 from mca_models.megatron.state.stream import Piece
+from mca_models.megatron.state.weight_receiver import Weight, load_on_all_ranks
 from mca_models.megatron.tensors import cast_finite, to_torch
 from mca_models.megatron.virtual_models import CheckpointFormat, VirtualModels
 from mca_models.weights import Param
@@ -66,12 +63,12 @@ Read = Callable[[Param, tuple[int, ...]], Array]
 class PeftModels(VirtualModels):
     """A model with a LoRA adapter; everything but the adapter is frozen.
 
-    Made by ``get_peft_model`` or ``load_adapter`` out of ``VirtualModels``, whose chunks it shares. All that
-    ``VirtualModels`` offers is here; the two ``save`` methods write the adapter alone, as PEFT's does.
+    Made by ``get_peft_model`` or ``load_adapter`` from ``VirtualModels``, whose chunks it shares. It has all methods of
+    ``VirtualModels``; the two ``save`` methods write the adapter only, as PEFT's do.
 
     Attributes:
         adapter: The adapter's configuration.
-        rules: Its tensors, of all ranks.
+        rules: Rules of its tensors on all ranks.
     """
 
     def __init__(self, base: VirtualModels, adapter: AdapterConfig, rules: AdapterRules) -> None:
@@ -104,22 +101,22 @@ class PeftModels(VirtualModels):
         grouped = self._naming().grouped_experts
         attached: list[Attached] = []
         dropout = self.adapter.dropout
-        tell_undropped(self.rules, dropout)
+        warn_unused_dropout(self.rules, dropout)
         try:
-            for chunk, held in zip(self.chunks, self._held, strict=True):
-                for item in attach(chunk, held, self.rules, ranks, dropout=dropout, grouped=grouped):
+            for chunk, params in zip(self.chunks, self._local_params, strict=True):
+                for item in attach(chunk, params, self.rules, ranks, dropout=dropout, grouped=grouped):
                     attached.append(item)
         except BaseException:
             detach(attached)
             raise
         return attached
 
-    def require_own(self) -> None:
-        """It knows its adapter."""
+    def reject_hidden_adapter(self) -> None:
+        """Do nothing: this model knows its adapter."""
 
     def _saved_whole(self, *, copies: bool) -> Iterator[tuple[Param, Tensor]]:
-        saved = {param.mca_name(): param for param in self.rules.whole}
-        for item, tensor in self.held():
+        saved = {param.mca_name(): param for param in self.rules.full_params}
+        for item, tensor in self.local_params():
             if item.copy is copies and item.param.mca_name() in saved:
                 yield saved[item.param.mca_name()], tensor
 
@@ -127,65 +124,65 @@ class PeftModels(VirtualModels):
         return [*self._factors, *self._saved]
 
     def _every(self) -> list[tuple[Param, Tensor]]:
-        """Second copies too: prediction layers on a stage of their own have one of the embedding."""
+        """Return also second copies: MTP layers on another stage have one of the embedding."""
         return [*self._live(), *self._copies]
 
     def _share_state_dicts(self) -> None:
-        """Has Megatron's distributed checkpoints see the factors under their canonical names."""
+        """Replace the factors in Megatron's distributed checkpoints by their canonical names."""
         by_tensor = {id(tensor): param for param, tensor in self._factors}
         for chunk in self.chunks:
-            share(chunk, by_tensor, self.place)
+            patch_sharded_state(chunk, by_tensor, self.rank_context)
 
     def load_pretrained(self, directory: str | Path) -> None:
-        """Sets the adapter, not merged, to that of a PEFT or MCA directory of the same targets, ranks and scales."""
+        """Load the adapter, not merged, from a PEFT or MCA directory of the same targets, ranks and scales."""
         if self.merged:
             raise McaError("the adapter is merged; call unmerge_adapter before load_pretrained")
-        found = adapter_for(Path(directory), self.config)
-        require_same(found.rules, self.rules, directory)
-        self.fill(lambda param, shape: found.read(param), saved=True)
+        adapter = adapter_for(Path(directory), self.config)
+        require_same(adapter.rules, self.rules, directory)
+        self.fill(lambda param, shape: adapter.read(param), saved=True)
 
     def fill(self, read: Read, *, saved: bool) -> None:
-        """Sets this rank's pieces of the adapter; none of them if one cannot be read.
+        """Fill this rank's shards of the adapter; none of them if one cannot be read.
 
         Args:
-            read: The whole tensor of a rule as a NumPy array, from the rule and its shape.
-            saved: Also the parameters of ``modules_to_save``, which else stay those of the base model.
+            read: Returns the full tensor of a rule as a NumPy array, from the rule and its shape.
+            saved: Fill also the parameters of ``modules_to_save``; else they keep the base model's values.
         """
-        config, at = self.config, self.place.at
-        found: list[tuple[Tensor, Tensor]] = []
+        config, coordinates = self.config, self.rank_context.coordinates
+        values: list[tuple[Tensor, Tensor]] = []
         for param, tensor in self._every() if saved else self._factors:
-            whole = whole_shape(param, tensor, config)
-            source = Adapter(config, self.adapter, self.rules, _of_shape(read, whole))
-            rank, size = cut_of(param, config.layout, at)
-            found.append((tensor, _as_in(tensor, source.piece(param, rank, size), param.mca_name())))
+            whole = full_shape(param, tensor, config)
+            source = Adapter(config, self.adapter, self.rules, _with_shape(read, whole))
+            rank, size = shard_rank_and_size(param, config.layout, coordinates)
+            values.append((tensor, _cast_like(tensor, source.piece(param, rank, size), param.mca_name())))
         with torch.no_grad():
-            for tensor, value in found:
+            for tensor, value in values:
                 tensor.copy_(value)
 
     def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Canonical names and live tensors of this rank's pieces of the adapter."""
+        """Yield canonical names and live tensors of this rank's shards of the adapter."""
         for param, tensor in self._live():
             yield param.mca_name(), tensor
 
-    def trained(self) -> Iterator[tuple[str, Tensor]]:
-        """The same, and second copies of what is saved with it."""
+    def trained_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the same, and second copies of parameters saved with the adapter."""
         for param, tensor in self._every():
             yield param.mca_name(), tensor
 
     def print_trainable_parameters(self) -> str:
-        """How many parameters of this rank are trained, in words."""
+        """Return a text with the number of trained parameters on this rank."""
         trained = sum(p.numel() for p in self.parameters() if p.requires_grad)
         every = sum(p.numel() for p in self.parameters())
         return f"{trained:,} of {every:,} parameters of this rank are trained ({trained / every:.2%})"
 
     @property
     def merged(self) -> bool:
-        """Whether the adapter is folded into the weights at the moment."""
+        """Return whether the adapter is merged into the weights."""
         return bool(self._originals)
 
     @torch.no_grad()
     def merge_adapter(self) -> None:
-        """Folds the adapter into the weights (fp32, then their dtype); keeps the originals in host memory."""
+        """Merge the adapter into the weights (fp32, then their dtype); keep the originals in host memory."""
         if self.merged:
             raise McaError("the adapter is merged already; call unmerge_adapter first")
         if any(item.switch.merged for item in self._attached):
@@ -201,7 +198,7 @@ class PeftModels(VirtualModels):
 
     @torch.no_grad()
     def unmerge_adapter(self) -> None:
-        """Puts the weights back as they were, to the bit."""
+        """Restore the original weights bit by bit."""
         if not self.merged:
             raise McaError("the adapter is not merged; call merge_adapter first")
         for item, original in zip(self._attached, self._originals, strict=True):
@@ -211,8 +208,8 @@ class PeftModels(VirtualModels):
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """A block in which the model computes what the base model does; refused with ``modules_to_save``."""
-        require_base(self.adapter, merged=self.merged)
+        """Compute as the base model does, in this block; not supported with ``modules_to_save``."""
+        require_base_weights(self.adapter, merged=self.merged)
         before = [item.switch.merged for item in self._attached]
         try:
             for item in self._attached:
@@ -223,23 +220,32 @@ class PeftModels(VirtualModels):
                 item.switch.merged = merged
 
     def merge_and_unload(self) -> VirtualModels:
-        """The plain model with the adapter folded in, which trains what it trained before; this object is used up."""
+        """Return the base model with the adapter merged in, trained as before; do not use this object again."""
         if not self.merged:
             self.merge_adapter()
         self.detach()
         base = VirtualModels.__new__(VirtualModels)
         torch.nn.Module.__init__(base)
-        own = {"adapter", "rules", "_originals", "_attached", "_factors", "_saved", "_copies", "_handles"}
-        own |= {"_before", "_rate_before"}
-        base.__dict__.update({name: value for name, value in self.__dict__.items() if name not in own})
+        attributes = {
+            "adapter",
+            "rules",
+            "_originals",
+            "_attached",
+            "_factors",
+            "_saved",
+            "_copies",
+            "_handles",
+        }
+        attributes |= {"_before", "_rate_before"}
+        base.__dict__.update({name: value for name, value in self.__dict__.items() if name not in attributes})
         return base
 
     def detach(self) -> None:
-        """Takes the adapter off the chunks, whose weights stay as they are and train as before; it is used up."""
+        """Remove the adapter from the chunks, whose weights stay as they are; do not use this object again."""
         detach(self._attached)
         self._adapters.clear()
         for chunk in self.chunks:
-            unshare(chunk)
+            restore_sharded_state(chunk)
         for handle in self._handles:
             handle.remove()
         for parameter, trained in self._before:
@@ -265,7 +271,7 @@ class PeftModels(VirtualModels):
         ckpt_format: CheckpointFormat = "mca",
         async_save: bool = False,
     ) -> None:
-        """Writes an MCA adapter directory of this layout; collective. An adapter has no other format."""
+        """Write an MCA adapter directory of this layout; collective. Adapters have no other format."""
         require_same_arguments(
             "save_pretrained",
             directory=str(directory),
@@ -278,20 +284,22 @@ class PeftModels(VirtualModels):
                 "an adapter is always written with ckpt_format mca and without async_save; remove both settings"
             )
         self._write(
-            lambda found: write_mca_adapter(found, self.config.layout, Path(directory), overwrite=overwrite)
+            lambda adapter: write_mca_adapter(
+                adapter, self.config.layout, Path(directory), overwrite=overwrite
+            )
         )
 
     def save_pretrained_as_hf(
         self, directory: str | Path, *, overwrite: bool = False, max_shard_bytes: int | None = None
     ) -> None:
-        """Writes a PEFT adapter directory, which ``peft`` loads onto the HF model; collective."""
+        """Write a PEFT adapter directory, which ``peft`` loads onto the HF model; collective."""
         require_same_arguments("save_pretrained_as_hf", directory=str(directory), overwrite=overwrite)
-        self._write(lambda found: write_peft(found, Path(directory), overwrite=overwrite))
+        self._write(lambda adapter: write_peft(adapter, Path(directory), overwrite=overwrite))
 
     def save_merged_as_hf(
         self, directory: str | Path, *, overwrite: bool = False, max_shard_bytes: int | None = None
     ) -> None:
-        """Writes the HF model with the adapter folded in; collective."""
+        """Write the HF model with the adapter merged in; collective."""
         require_same_arguments(
             "save_merged_as_hf",
             directory=str(directory),
@@ -302,30 +310,30 @@ class PeftModels(VirtualModels):
         save_hf(self, Path(directory), overwrite=overwrite, max_shard_bytes=max_shard_bytes, piece=piece)
 
     def save_merged(self, directory: str | Path, *, overwrite: bool = False) -> None:
-        """Writes an MCA checkpoint of the model with the adapter folded in; collective."""
+        """Write an MCA checkpoint of the model with the adapter merged in; collective."""
         require_same_arguments("save_merged", directory=str(directory), overwrite=overwrite)
         with self._folded():
             super().save_pretrained(directory, overwrite=overwrite)
 
     def load_weights(self, weights: Iterable[Weight]) -> None:
-        """Sets the adapter, from tensors under PEFT's names, or else the base model; collective.
+        """Load the adapter, from tensors under PEFT's names, or else the base model; collective.
 
-        Which of the two is told by the first name, and all that come must be of it. What may come, and how, is said by
-        ``VirtualModels.load_weights``. The adapter must not be merged.
+        The first name decides; all tensors must be of the same kind. Formats as for ``VirtualModels.load_weights``. The
+        adapter must not be merged.
         """
         if self.merged:
             raise McaError("the adapter is merged; call unmerge_adapter before load_weights")
-        given = iter(weights)
+        stream = iter(weights)
         first: list[Weight] = []
-        on_every_rank(lambda: first.extend(islice(given, 1)))
+        load_on_all_ranks(lambda: first.extend(islice(stream, 1)))
         adapts = bool(first) and first[0][0].startswith(PREFIX)
         kind = "those of an adapter" if adapts else "those of the base model" if first else "none"
         require_same_arguments("load_weights", weights=kind)
-        take = self._take if adapts else partial(take_weights, self)
-        on_every_rank(lambda: take(chain(first, given)))
+        take = self._take if adapts else partial(load_local_weights, self)
+        load_on_all_ranks(lambda: take(chain(first, stream)))
 
     def _take(self, every: Iterable[Weight]) -> None:
-        read = received(Adapter(self.config, self.adapter, self.rules, lambda param: None), every)
+        read = receive_adapter(Adapter(self.config, self.adapter, self.rules, lambda param: None), every)
         self.fill(lambda param, shape: read(param), saved=True)
 
     def export_weights(
@@ -337,14 +345,14 @@ class PeftModels(VirtualModels):
         fp8: bool = False,
         merged: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
-        """The adapter's tensors under PEFT's names, as `save_pretrained_as_hf` writes them; collective.
+        """Yield the adapter's tensors under PEFT's names, as `save_pretrained_as_hf` writes them; collective.
 
         Args:
-            to: See ``VirtualModels.export_weights``, as of the others.
+            to: As for ``VirtualModels.export_weights``.
             bucket_bytes: Limit of a bucket.
-            dtype: What tensors are cast to.
+            dtype: Dtype that tensors are cast to.
             fp8: Only for a merged model.
-            merged: The whole model instead, the adapter folded into what is sent; the weights stay as they are.
+            merged: Export the full model with the adapter merged in; the live weights are unchanged.
         """
         buckets = self.export_buckets(to=to, bucket_bytes=bucket_bytes, dtype=dtype, fp8=fp8, merged=merged)
         return each_tensor(buckets)
@@ -358,38 +366,38 @@ class PeftModels(VirtualModels):
         fp8: bool = False,
         merged: bool = False,
     ) -> Iterator[WeightBucket]:
-        """`export_weights` in whole buckets; collective."""
-        wanted = agreed(to=to, bucket_bytes=bucket_bytes, dtype=dtype, fp8=fp8, merged=merged)
+        """Yield whole buckets of `export_weights`; collective."""
+        request = checked_request(to=to, bucket_bytes=bucket_bytes, dtype=dtype, fp8=fp8, merged=merged)
         if merged:
-            return export_buckets(self, wanted, self._merged_piece())
+            return export_buckets(self, request, self._merged_piece())
         if fp8:
-            raise McaError("an adapter is not quantised; remove fp8, or set merged")
-        return self._adapter_buckets(wanted)
+            raise McaError("fp8 is not supported for an adapter; remove fp8, or set merged")
+        return self._adapter_buckets(request)
 
     def _merged_piece(self) -> Piece:
         live = dict(self.canonical_parameters())
         return live.get if self.merged else merged_piece(live, self._attached)
 
-    def _adapter_buckets(self, wanted: Wanted) -> Iterator[WeightBucket]:
-        """Adapters are small: each rank that gets it has all of it at once."""
-        targets = wanted.targets(self.place)
-        found = whole_adapter(
-            self._live(), self.place, self.config, self.adapter, self.rules, everywhere=targets != {0}
+    def _adapter_buckets(self, request: WeightRequest) -> Iterator[WeightBucket]:
+        """Yield buckets of the adapter, which each receiving rank gathers in full."""
+        targets = request.targets(self.rank_context)
+        adapter = whole_adapter(
+            self._live(), self.rank_context, self.config, self.adapter, self.rules, everywhere=targets != {0}
         )
-        if found is not None and self.place.rank in targets:
-            yield from packed_buckets(peft_tensors(found, wanted.dtype), wanted.bucket_bytes)
+        if adapter is not None and self.rank_context.rank in targets:
+            yield from packed_buckets(peft_tensors(adapter, request.dtype), request.bucket_bytes)
 
     def _write(self, write: Callable[[Adapter], None]) -> None:
-        found = whole_adapter(self._live(), self.place, self.config, self.adapter, self.rules)
-        told_by_first(lambda: write(found) if found else None)
+        adapter = whole_adapter(self._live(), self.rank_context, self.config, self.adapter, self.rules)
+        run_on_first_rank_unwrapped(lambda: write(adapter) if adapter else None)
 
 
-def _of_shape(read: Read, shape: tuple[int, ...]) -> Callable[[Param], Array]:
+def _with_shape(read: Read, shape: tuple[int, ...]) -> Callable[[Param], Array]:
     return lambda param: read(param, shape)
 
 
-def _as_in(tensor: Tensor, piece: Array, name: str) -> Tensor:
-    """``piece`` in the dtype of ``tensor``, which has its shape."""
+def _cast_like(tensor: Tensor, piece: Array, name: str) -> Tensor:
+    """Cast ``piece`` to the dtype of ``tensor``, which has its shape."""
     import numpy as np
 
     value = to_torch(np.array(piece))

@@ -1,6 +1,6 @@
-"""From ``peft.LoraConfig`` to the contents of ``adapter_config.json``.
+"""Convert ``peft.LoraConfig`` to the contents of ``adapter_config.json``.
 
-What the contents mean is said in `mca_models.lora.config`.
+`mca_models.lora.config` defines their meaning.
 """
 
 import enum
@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping
 from mca_config.errors import McaError
 from mca_config.types import Typed
 from mca_models.lora import AdapterConfig
-from mca_models.lora.parts import complete_config
-from mca_models.megatron.families.vision_model import TEXT, Part
+from mca_models.lora.peft_names import complete_peft_config
+from mca_models.megatron.families.vision_tower import TEXT, Part
 from mca_models.megatron.types import PeftConfig
 from mca_models.megatron.virtual_models import VirtualModels
 
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 def adapter_config(
     config: PeftConfig, models: VirtualModels, parts: Collection[Part] = TEXT
 ) -> AdapterConfig:
-    """The checked configuration of a new adapter on ``models``.
+    """Return the checked configuration of a new adapter on ``models``.
 
     Args:
         config: A ``peft.LoraConfig``, a mapping as in ``adapter_config.json``, or an ``AdapterConfig``.
-        models: The base model; ``target_modules`` left out are PEFT's for its family.
-        parts: Of a vision-language model, those that are adapted.
+        models: The base model; ``target_modules`` default to PEFT's for its family.
+        parts: Adapted parts of a vision-language model.
     """
     if isinstance(config, AdapterConfig):
         return config
@@ -34,17 +34,17 @@ def adapter_config(
     document = {name: _plain(value) for name, value in document.items()}
     document.setdefault("peft_type", "LORA")
     if document.get("target_modules") is None and not document.get("target_parameters"):
-        document["target_modules"] = _usual_targets(models.config.model_type)
+        document["target_modules"] = _default_targets(models.config.model_type)
     if not document.get("base_model_name_or_path") and models.source is not None:
         document["base_model_name_or_path"] = str(models.source)
-    if named := complete_config(document, models.config, parts):
+    if named := complete_peft_config(document, models.config, parts):
         logger.info("LoraConfig: %s", named)
-    document["inference_mode"] = True  # what is saved is to be used; PEFT writes the same
+    document["inference_mode"] = True  # PEFT writes the same for saved adapters
     return AdapterConfig.from_dict(document, "LoraConfig")
 
 
 def _plain(value: Typed) -> Typed:
-    """``value`` as JSON holds it."""
+    """Convert ``value`` to JSON types."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, set | frozenset):
@@ -56,11 +56,11 @@ def _plain(value: Typed) -> Typed:
     return value
 
 
-def _usual_targets(model_type: str) -> list[str]:
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
+def _default_targets(model_type: str) -> list[str]:
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
 
-    if model_type not in USUAL:
+    if model_type not in DEFAULTS:
         raise McaError(
-            f"LoraConfig: PEFT knows no usual targets of {model_type} models; give target_modules, e.g. all-linear"
+            f"LoraConfig: PEFT has no default target_modules for {model_type} models; set it, e.g. all-linear"
         )
-    return list(USUAL[model_type])
+    return list(DEFAULTS[model_type])

@@ -1,7 +1,7 @@
-"""The device platform: makes megatron-core run on this machine, GPU or not.
+"""Device platform: makes megatron-core run on this machine, with a GPU or without.
 
-Call ``prepare()`` before anything imports ``megatron``. On a CPU it patches torch and Megatron, each patch in a
-small file of its own that says why; on a GPU only the repairs that no device can do without are made.
+Call ``prepare()`` before anything imports ``megatron``. On a CPU it patches torch and Megatron, each patch in a small
+file that gives the reason; on a GPU only device-independent fixes are applied.
 """
 
 import importlib
@@ -31,13 +31,13 @@ from mca_models.megatron.platform import (
     hybrid_wait,
     mla_down_projection,
     mla_flags,
+    mtp_padding_mask,
     mtp_recompute,
     optimizer_te_version,
     packed_roll,
     packed_rope,
     parameter_groups,
     plain_sgd,
-    prediction_mask,
     recompute_without_te,
     recomputed_bias,
     rng_state,
@@ -51,14 +51,14 @@ from mca_models.megatron.platform._device import (
     backend,
     current_device,
     device_type,
-    no_engine,
-    no_fp8,
-    use_own_device,
+    engine_problem,
+    fp8_problem,
+    set_device,
 )
 from mca_models.megatron.platform._patch import Patch
 from mca_models.megatron.platform.compile_at_import import without_compile
 from mca_models.megatron.platform.fused_adam import FusedAdam
-from mca_models.megatron.platform.launched import require_launcher
+from mca_models.megatron.platform.launcher import require_launcher
 
 __all__ = [
     "BEFORE_IMPORT",
@@ -69,19 +69,19 @@ __all__ = [
     "close",
     "current_device",
     "device_type",
+    "engine_problem",
     "engine_version",
+    "fp8_problem",
     "megatron_version",
-    "no_engine",
-    "no_fp8",
     "prepare",
     "require_launcher",
-    "use_own_device",
+    "set_device",
 ]
 
 _log = logging.getLogger(__name__)
 
 BEFORE_IMPORT: tuple[Patch, ...] = (cuda_calls.PATCH, cuda_tensors.PATCH, engine_on_cpu.PATCH)
-"""Patches of what Megatron imports, made before it is imported."""
+"""Patches of libraries that Megatron imports, applied before its import."""
 
 PATCHES: tuple[Patch, ...] = (
     rng_state.PATCH,
@@ -108,12 +108,12 @@ PATCHES: tuple[Patch, ...] = (
     packed_rope.PATCH,
     parameter_groups.PATCH,
     plain_sgd.PATCH,
-    prediction_mask.PATCH,
+    mtp_padding_mask.PATCH,
     mla_down_projection.PATCH,
     checkpoint_queue.PATCH,
     yarn_cache.PATCH,
 )
-"""Patches of Megatron, made once it is imported."""
+"""Patches of Megatron, applied after its import."""
 
 _MODULES = (
     "megatron.core.parallel_state",
@@ -135,10 +135,10 @@ _applied: list[str] = []
 
 
 def prepare() -> None:
-    """Patches torch, imports megatron-core and patches that; does nothing the second time.
+    """Patch torch, import megatron-core and patch it; further calls do nothing.
 
     Raises:
-        McaError: On a CPU, when somebody has imported megatron-core already.
+        McaError: On a CPU, if megatron-core was imported already.
     """
     if _applied:
         return
@@ -155,7 +155,7 @@ def prepare() -> None:
         warnings.simplefilter("ignore")
         for name in _MODULES:
             importlib.import_module(name)
-    # said of every expert layer whose experts are not cut over tensor ranks
+    # warned for every MoE layer with an expert tensor size of 1
     warnings.filterwarnings("ignore", re.escape(_NOISE))
     _make(PATCHES)
     _applied.append("done")
@@ -171,12 +171,12 @@ def _make(patches: tuple[Patch, ...]) -> None:
 
 @cache
 def megatron_version() -> tuple[int, ...]:
-    """The installed megatron-core's version, e.g. ``(0, 16, 1)``."""
+    """Return the installed megatron-core's version, e.g. ``(0, 16, 1)``."""
     return _numbers(version("megatron-core"))
 
 
 def engine_version() -> tuple[int, ...] | None:
-    """The installed Transformer Engine's version, e.g. ``(2, 20, 2)``; None: it is not there."""
+    """Return the installed Transformer Engine's version, e.g. ``(2, 20, 2)``; None: not installed."""
     try:
         return _numbers(version("transformer-engine"))
     except PackageNotFoundError:
@@ -188,5 +188,5 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def close() -> None:
-    """Ends helper processes that the platform started; for ranks that leave with ``os._exit``."""
+    """End helper processes of the platform; for ranks that exit with ``os._exit``."""
     checkpoint_queue.close()

@@ -1,7 +1,4 @@
-"""Which device this process computes on, and what goes with it.
-
-Nothing is patched here.
-"""
+"""Device of this process, and its properties. Nothing is patched here."""
 
 import importlib
 import importlib.util
@@ -12,20 +9,20 @@ import torch
 
 from mca_config.errors import McaError
 from mca_models.megatron.platform._patch import Device
-from mca_models.megatron.platform.launched import local_rank
+from mca_models.megatron.platform.launcher import local_rank
 
 _VARIABLE = "MCA_DEVICE"
 
 
 @cache
 def device_type() -> Device:
-    """``cuda`` where torch sees a GPU, else ``cpu``; the variable MCA_DEVICE overrides.
+    """Return ``cuda`` if torch sees a GPU, else ``cpu``; the variable MCA_DEVICE overrides.
 
     Raises:
         McaError: MCA_DEVICE names something else, or CUDA where there is none.
     """
     if os.environ.get(_VARIABLE) != "cpu":
-        # Megatron orders communication by it, and CUDA reads it when it starts
+        # Megatron relies on it for the order of communication; CUDA reads it at start-up
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     chosen = os.environ.get(_VARIABLE) or ("cuda" if torch.cuda.is_available() else "cpu")
     if chosen == "cuda" and not torch.cuda.is_available():
@@ -36,45 +33,44 @@ def device_type() -> Device:
 
 
 def current_device() -> torch.device:
-    """The device of this rank."""
+    """Return the device of this rank."""
     if device_type() == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def use_own_device() -> None:
-    """Makes the GPU that the launcher means this process's own; on a CPU there is nothing to choose.
+def set_device() -> None:
+    """Select the GPU that the launcher assigned to this process; does nothing on a CPU.
 
     Raises:
-        McaError: There is no such GPU, or several ranks would take the same one.
+        McaError: There is no such GPU, or several ranks would use the same one.
     """
     if device_type() == "cuda":
         torch.cuda.set_device(local_rank(os.environ, torch.cuda.device_count()))
 
 
 @cache
-def no_engine() -> str | None:
-    """Why Transformer Engine cannot be used; None if it can. A package that is there may not load."""
+def engine_problem() -> str | None:
+    """Return why Transformer Engine cannot be used; None if it can. An installed package may fail to load."""
     if device_type() != "cuda":
         return "there is no GPU"
     if importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed"
     try:
         importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:  # a library that is missing, or built for another torch
+    except Exception as error:  # e.g. a missing library, or a build for another torch
         first = (str(error).splitlines() or [""])[0][:200]
         return f"Transformer Engine does not load ({type(error).__name__}: {first})"
     return None
 
 
 @cache
-def no_fp8(recipe: str) -> str | None:
-    """Why this machine's GPU has no fp8 with that scaling; None if it has, and where no Transformer Engine is."""
-    if no_engine() is not None:
+def fp8_problem(recipe: str) -> str | None:
+    """Return why this GPU does not support fp8 with ``recipe``; None if it does, or without Transformer Engine."""
+    if engine_problem() is not None:
         return None
-    names = (
-        f"transformer_engine.pytorch.{name}" for name in ("quantization", "fp8")
-    )  # before 2.9 the latter
+    # before 2.9 it is in the latter module
+    names = (f"transformer_engine.pytorch.{name}" for name in ("quantization", "fp8"))
     engine = importlib.import_module(next(filter(importlib.util.find_spec, names))).FP8GlobalStateManager
     special = {"mxfp8": "is_mxfp8_available", "blockwise": "is_fp8_block_scaling_available"}
     available, reason = getattr(engine, special.get(recipe, "is_fp8_available"))()
@@ -82,5 +78,5 @@ def no_fp8(recipe: str) -> str | None:
 
 
 def backend() -> str:
-    """The torch.distributed backend for this device."""
+    """Return the torch.distributed backend for this device."""
     return "nccl" if device_type() == "cuda" else "gloo"

@@ -1,6 +1,6 @@
-"""What a patch of torch or Megatron is: a reason, the versions it serves, a test of need, a deed.
+"""`Patch`: a change to torch or Megatron with its reason, versions and a test of need.
 
-The patches themselves are the files beside this one.
+The patches are the other files of this folder.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,13 @@ class Patch:
     """One change to an upstream library.
 
     Args:
-        name: What the log calls it.
-        why: What goes wrong without it.
-        megatron: The megatron-core versions that need it (PEP 440), as far as they are known.
-        devices: Where it is applied.
-        needed: Whether the fault is there; checked before ``apply``, and by a test that shows when the
-            patch can go.
-        apply: Does it.
+        name: Name in the log.
+        why: The fault that it fixes.
+        megatron: The megatron-core versions that need it (PEP 440), as far as known.
+        devices: Device types that need it.
+        needed: Returns whether the fault exists; called before ``apply``, and by a test that shows when the patch
+            can be removed.
+        apply: Applies it.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Layers that recomputation by ``block`` leaves out know which tokens are padding.
+"""Pass the padding mask to layers that ``recompute_method: block`` does not recompute.
 
-megatron-core 0.16 hands the mask to the layers that it recomputes and to none of the others: experts' losses and biases
-count padding there.
+megatron-core 0.16 passes the mask only to layers that it recomputes: in the others the experts' losses and biases count
+padding.
 """
 
 import functools
@@ -31,10 +31,10 @@ def _apply() -> None:
 
     @functools.wraps(forward)
     def with_mask(self: Any, *args: Any, padding_mask: Any = None, **options: Any) -> Any:
-        def tell(_: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            return args, given | {"padding_mask": padding_mask}
+        def pass_mask(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            return args, kwargs | {"padding_mask": padding_mask}
 
-        hooks = [layer.register_forward_pre_hook(tell, with_kwargs=True) for layer in self.layers]
+        hooks = [layer.register_forward_pre_hook(pass_mask, with_kwargs=True) for layer in self.layers]
         try:
             return forward(self, *args, padding_mask=padding_mask, **options)
         finally:

@@ -1,12 +1,11 @@
-"""Megatron's checkpoint writer gets its result queue from a forked manager, not a spawned one.
+"""Fork the manager of the checkpoint writer's result queue instead of spawning it.
 
-The first ``dist_checkpointing.save`` of a process makes a queue with the "spawn" method: the child imports the
-main script again, which takes 10 s here and, where the script has no ``__main__`` guard, runs it twice. The
-forked manager inherits the listening rendezvous socket and outlives ``os._exit``, so it is shut down at exit
-by ``close()``, and by the kernel if its parent is killed.
+The first ``dist_checkpointing.save`` of a process makes a queue with the "spawn" method: the child imports the main
+script again, which takes 10 s here and, if the script has no ``__main__`` guard, runs it twice. The forked manager
+inherits the listening rendezvous socket and outlives ``os._exit``, so ``close()`` shuts it down at exit, and the
+kernel if its parent is killed.
 
-Each save gets a queue of its own: Megatron's one for all mixes up the results of two saves that are written in the
-background at the same time.
+Each save gets a separate queue: Megatron's single queue mixes up the results of two concurrent background saves.
 """
 
 import atexit
@@ -29,7 +28,7 @@ def _writer() -> Upstream:
 
 
 def _queue(*args: object, **kwargs: object) -> Upstream:
-    """A new result queue; this process's manager is forked at the first call."""
+    """Return a new result queue; the first call forks this process's manager."""
     import torch.multiprocessing
 
     if os.getpid() not in _managers:
@@ -41,14 +40,14 @@ def _queue(*args: object, **kwargs: object) -> Upstream:
 
 
 def _die_with_parent(parent: int) -> None:
-    """Asks Linux to kill this process when its parent ends, however it ends; it may have ended already."""
+    """Ask Linux to kill this process when its parent ends; exit if the parent has ended already."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def close() -> None:
-    """Ends this process's manager; the next save starts a new one."""
+    """End this process's manager; the next save starts a new one."""
     manager = _managers.pop(os.getpid(), None)
     if manager is not None:
         manager.shutdown()

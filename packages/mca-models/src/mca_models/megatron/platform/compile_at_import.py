@@ -1,8 +1,8 @@
-"""``torch.compile`` is the identity while Megatron is imported.
+"""Replace ``torch.compile`` by the identity while Megatron is imported.
 
-Megatron decorates some twenty small helpers with ``torch.compile`` at import. That imports inductor
-(4 s for each process) and, when such a helper runs, wants a C++ compiler. A GPU gains from it; a CPU test
-does not. The true ``torch.compile`` is back once the import is over.
+Megatron decorates some twenty small helpers with ``torch.compile`` at import. That imports inductor (4 s per process)
+and, when such a helper runs, needs a C++ compiler. A GPU benefits from it; a CPU test does not. ``torch.compile`` is
+restored after the import.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from mca_models.megatron.types import Upstream
 
 
 def identity(model: Upstream = None, *args: object, **kwargs: object) -> Upstream:
-    """``model`` itself, or as a decorator with arguments, one that changes nothing."""
+    """Return ``model``, or as a decorator with arguments, a decorator that changes nothing."""
 
     def unchanged(function: Callable[..., Upstream]) -> Callable[..., Upstream]:
         return function
@@ -24,10 +24,10 @@ def identity(model: Upstream = None, *args: object, **kwargs: object) -> Upstrea
 
 @contextmanager
 def without_compile() -> Iterator[None]:
-    """Replaces ``torch.compile`` for the time of the block."""
-    true = torch.compile
+    """Replace ``torch.compile`` in this block."""
+    original = torch.compile
     torch.compile = identity
     try:
         yield
     finally:
-        torch.compile = true
+        torch.compile = original

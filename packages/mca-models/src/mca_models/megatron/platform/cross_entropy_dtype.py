@@ -1,7 +1,7 @@
-"""The fused cross entropy gives gradients in the dtype of its logits.
+"""Return the fused cross entropy's gradients in the dtype of its logits.
 
-Megatron's kernel rounds them to bfloat16, whatever it was given: with fp32 weights every gradient of the model is off
-by 4e-3 of its size, with fp16 too.
+Megatron's kernel always rounds them to bfloat16: with fp32 or fp16 weights every gradient of the model is off by 4e-3
+of its size.
 """
 
 import functools

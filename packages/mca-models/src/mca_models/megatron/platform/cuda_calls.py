@@ -1,9 +1,9 @@
-"""``torch.cuda.*`` calls that Megatron makes unconditionally: current device, streams, events, RNG.
+"""Replace ``torch.cuda.*`` calls that Megatron makes unconditionally: current device, streams, events, RNG.
 
-Where there is a GPU that was not asked for, nobody sees it.
+If MCA_DEVICE is ``cpu``, an existing GPU is hidden.
 
-Every name gets a function object of its own: ``torch._dynamo`` builds a table keyed by function and stops at
-duplicates. ``manual_seed_all`` is left alone, because ``torch.manual_seed`` calls it.
+Every name gets a separate function object: ``torch._dynamo`` builds a table keyed by function and fails on duplicates.
+``manual_seed_all`` is not replaced, because ``torch.manual_seed`` calls it.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ CPU_DEVICE = torch.device("cpu")
 
 
 class IdleStream:
-    """Stands for a CUDA stream: every method does nothing."""
+    """Replacement for a CUDA stream: every method does nothing."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -33,12 +33,12 @@ class IdleStream:
         pass
 
     def record_event(self, *args: object) -> "IdleEvent":
-        """An event that has already happened."""
+        """Return an event that has already happened."""
         return IdleEvent()
 
 
 class IdleEvent:
-    """Stands for a CUDA event that has already happened."""
+    """Replacement for a CUDA event that has already happened."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -47,11 +47,11 @@ class IdleEvent:
         return lambda *args, **kwargs: None
 
     def query(self) -> bool:
-        """True: the event has happened."""
+        """Return True: the event has happened."""
         return True
 
     def elapsed_time(self, other: "IdleEvent") -> float:
-        """No time passes between idle events."""
+        """Return 0: no time passes between idle events."""
         return 0.0
 
 

@@ -1,8 +1,8 @@
-"""Tensors asked for on "cuda" are made on the CPU; pinned memory is plain memory.
+"""Create tensors for the device "cuda" on the CPU; pinned memory is ordinary memory.
 
-Megatron writes ``device="cuda"``, ``.cuda()`` and ``pin_memory=True`` literally, and its distributed optimizer
-sorts parameters by ``Tensor.type()`` into "torch.cuda.FloatTensor" and so on. A ``TorchFunctionMode`` rewrites
-these for the thread that called ``prepare()`` (and for processes forked from it).
+Megatron writes ``device="cuda"``, ``.cuda()`` and ``pin_memory=True`` literally, and its distributed optimizer sorts
+parameters by ``Tensor.type()`` into "torch.cuda.FloatTensor" and so on. A ``TorchFunctionMode`` rewrites these for the
+thread that called ``prepare()`` (and for processes forked from it).
 """
 
 from collections.abc import Callable, Iterable
@@ -25,7 +25,7 @@ def _on_cpu(value: Upstream) -> Upstream:
 
 
 class CudaToCpu(TorchFunctionMode):
-    """Rewrites the arguments of torch functions that name CUDA."""
+    """Function mode that replaces CUDA devices in the arguments of torch functions."""
 
     def __torch_function__(
         self,
@@ -34,7 +34,7 @@ class CudaToCpu(TorchFunctionMode):
         args: Upstream = (),
         kwargs: Upstream = None,
     ) -> Upstream:
-        """Calls ``func`` with CPU for CUDA."""
+        """Call ``func`` with CPU for CUDA."""
         kwargs = kwargs or {}
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}

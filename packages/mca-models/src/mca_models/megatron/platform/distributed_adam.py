@@ -1,8 +1,8 @@
-"""Megatron's optimizers use our ``FusedAdam`` where neither Transformer Engine nor Apex is installed.
+"""Use mca's ``FusedAdam`` in Megatron's optimizers if neither Transformer Engine nor Apex is installed.
 
 With ``torch.optim.AdamW`` the distributed optimizer cannot resume: ``state_dict()`` asserts that a step was made,
-loading raises KeyError 'step', and ``load_state_dict`` lets all parameters share one step tensor, so that with
-three parameters step 5 becomes 8 after one update (a silently wrong bias correction).
+loading raises KeyError 'step', and ``load_state_dict`` lets all parameters share one step tensor, so that with three
+parameters step 5 becomes 8 after one update (a silently wrong bias correction).
 """
 
 from mca_models.megatron.platform._patch import EVERYWHERE, Patch

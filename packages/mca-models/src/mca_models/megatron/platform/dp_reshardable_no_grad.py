@@ -1,7 +1,7 @@
-"""Loading a data-parallel-reshardable optimizer state runs without gradients.
+"""Load data-parallel-reshardable optimizer state without gradients.
 
-``DistributedOptimizer.load_parameter_state_from_dp_reshardable`` copies into fp32 main parameters that are views
-of leaves which require grad; outside ``no_grad`` PyTorch refuses ("a view of a leaf Variable ...").
+``DistributedOptimizer.load_parameter_state_from_dp_reshardable`` copies into fp32 main parameters that are views of
+leaves which require grad; outside ``no_grad`` PyTorch raises an error ("a view of a leaf Variable ...").
 """
 
 import inspect

@@ -1,7 +1,7 @@
-"""Experts that may take a limited number of tokens take the first ones.
+"""Keep the first tokens of experts with a limited capacity for ``moe_token_drop_policy: position``.
 
-For ``moe_token_drop_policy: position``, ``apply_router_token_dropping`` takes the highest of ones and zeros, of which
-all ones are equal: which tokens are kept is up to torch's ``topk``, and on a CPU it is mostly the last.
+``apply_router_token_dropping`` takes the topk of a mask of ones and zeros, whose ones are all equal: which tokens are
+kept is up to torch's ``topk``, and on a CPU it is mostly the last ones.
 """
 
 import functools
@@ -38,8 +38,8 @@ def _apply() -> None:
     ) -> tuple[Tensor, Tensor]:
         ranked = routing_probs
         if drop_policy == "position":  # the first token ranks highest
-            places = torch.arange(len(routing_map), 0, -1, dtype=torch.int32, device=routing_map.device)
-            ranked, drop_policy = routing_map * places.unsqueeze(-1), "probs"
+            priorities = torch.arange(len(routing_map), 0, -1, dtype=torch.int32, device=routing_map.device)
+            ranked, drop_policy = routing_map * priorities.unsqueeze(-1), "probs"
         _, kept = plain(ranked, routing_map, router_topk, capacity_factor, drop_policy, pad_to_capacity)
         return routing_probs * kept, kept
 

@@ -1,7 +1,7 @@
-"""Transformer Engine does not exist for a process that computes on the CPU.
+"""Hide Transformer Engine from a process that computes on the CPU.
 
-Where it is installed Megatron takes its optimizer and its kernels for norms of gradients, whatever the layers are, and
-they run on a GPU only. PEFT, which looks for its layers, may have imported it before, and keeps what it has.
+If it is installed, Megatron uses its optimizer and its kernels for gradient norms with all layer implementations, and
+they run on a GPU only. PEFT, which looks for its layers, may have imported it before, and keeps its references.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ def _needed() -> bool:
 def _apply() -> None:
     modules: Upstream = sys.modules
     for name in [_NAME, *(name for name in modules if name.startswith(f"{_NAME}."))]:
-        modules[name] = None  # what Python takes for a module that is not there
+        modules[name] = None  # Python treats None as a missing module
 
 
 PATCH = Patch(

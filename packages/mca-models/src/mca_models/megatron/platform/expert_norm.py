@@ -1,8 +1,8 @@
-"""The norm of gradients takes copies of experts' parameters for one another's by the dense tensor rank.
+"""Count replicated parameters of experts once in the gradient norm.
 
-Of what is not cut, the norm, and with it clipping, counts the copy on the first rank of the optimizer's ``tp_group``.
-megatron-core 0.16 gives the optimizer of experts the dense parameters' group: what all ranks of an expert hold alike
-(an adapter's factors) is counted once on each of them, or not at all, where the two groups differ.
+Of replicated parameters, the norm, and with it clipping, counts the copy on the first rank of the optimizer's
+``tp_group``. megatron-core 0.16 gives the experts' optimizer the dense parameters' group: parameters that all ranks
+of an expert have (an adapter's factors) are counted on each of them, or not at all, if the two groups differ.
 """
 
 import functools
@@ -27,18 +27,18 @@ def _apply() -> None:
     make = getattr(optimizer, _NAME)
 
     @functools.wraps(make)
-    def with_own_ranks(*args: object, **kwargs: Upstream) -> Upstream:
+    def with_expert_tp_group(*args: object, **kwargs: Upstream) -> Upstream:
         made = make(*args, **kwargs)
         if any(group["is_expert_parallel"] for group in kwargs["param_groups"]):
             made.tp_group = parallel_state.get_expert_tensor_parallel_group()
         return made
 
-    setattr(optimizer, _NAME, with_own_ranks)
+    setattr(optimizer, _NAME, with_expert_tp_group)
 
 
 PATCH = Patch(
     name="expert-norm",
-    why="the optimizer of experts finds copies of a parameter by the dense tensor group",
+    why="the optimizer of experts identifies copies of a parameter by the dense tensor group",
     megatron=">=0.16.1,<0.19",
     devices=EVERYWHERE,
     needed=_needed,

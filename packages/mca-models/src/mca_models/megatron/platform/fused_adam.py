@@ -1,8 +1,8 @@
 """Adam with the interface and the state layout of the fused CUDA optimizers (Apex, Transformer Engine).
 
-``step`` lives in the parameter group and each parameter's state is exactly ``exp_avg`` and ``exp_avg_sq``.
-Megatron's distributed optimizer then takes the very code path, and writes the very checkpoint, that it does on
-a GPU; its path for ``torch.optim.AdamW`` cannot be resumed (see ``distributed_adam.py``).
+``step`` is in the parameter group and each parameter's state is exactly ``exp_avg`` and ``exp_avg_sq``. Megatron's
+distributed optimizer then uses the same code path and writes the same checkpoint as on a GPU; its path for
+``torch.optim.AdamW`` cannot be resumed (see ``distributed_adam.py``).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +12,7 @@ import torch
 from mca_models.megatron.types import Settings, Upstream
 
 _ELEMENTS = 2**24
-"""Of parameters that are updated together: their temporaries take 128 MiB."""
+"""Maximum number of elements updated together: temporaries take 128 MiB."""
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -43,7 +43,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             if group["params"]:
                 group["step"] = group.get("step", 0) + 1
@@ -54,7 +54,7 @@ class FusedAdam(torch.optim.Optimizer):
         correction1 = correction2 = 1.0
         if group["bias_correction"]:
             correction1, correction2 = 1 - beta1 ** group["step"], 1 - beta2 ** group["step"]
-        for params in _together([param for param in group["params"] if param.grad is not None]):
+        for params in _launch_groups([param for param in group["params"] if param.grad is not None]):
             means, squares = self._moments(params)
             grads: list[Upstream] = [param.grad.to(param.dtype) for param in params]
             if self.adam_w_mode:
@@ -70,7 +70,7 @@ class FusedAdam(torch.optim.Optimizer):
             torch._foreach_addcdiv_(params, means, roots, value=-group["lr"] / correction1)
 
     def _moments(self, params: list[Upstream]) -> tuple[list[Upstream], list[Upstream]]:
-        """Means of gradients and of their squares."""
+        """Return means of gradients and of their squares."""
         for param in params:
             state = self.state[param]
             if "exp_avg" not in state:
@@ -79,16 +79,16 @@ class FusedAdam(torch.optim.Optimizer):
         return [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
 
 
-def _together(params: list[Upstream]) -> Iterator[list[Upstream]]:
-    """Parameters in groups for which one kernel is launched: each as large as temporaries may be, at least one."""
-    found: list[Upstream] = []
+def _launch_groups(params: list[Upstream]) -> Iterator[list[Upstream]]:
+    """Yield groups of parameters for one kernel launch each, limited by the memory of temporaries."""
+    group: list[Upstream] = []
     elements = 0
     for param in params:
         size = param.numel()
-        if found and elements + size > _ELEMENTS:
-            yield found
-            found, elements = [], 0
-        found.append(param)
+        if group and elements + size > _ELEMENTS:
+            yield group
+            group, elements = [], 0
+        group.append(param)
         elements += size
-    if found:
-        yield found
+    if group:
+        yield group

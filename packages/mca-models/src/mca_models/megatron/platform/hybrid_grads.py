@@ -1,7 +1,7 @@
-"""Optimizer offloading trains fp32 parameters that stay on the device with a precision-aware optimizer too.
+"""Train fp32 parameters that stay on the device with optimizer offloading and a precision-aware optimizer.
 
-Their gradients are in ``decoupled_grad`` then. ``HybridDeviceOptimizer`` hands these on to its copies, on the host and
-in fp32, but not to parameters that need no copy: they would silently never change.
+Their gradients are in ``decoupled_grad`` then. ``HybridDeviceOptimizer`` copies these to its copies, on the host and in
+fp32, but not to parameters that need no copy, which would silently never change.
 """
 
 import functools
@@ -23,16 +23,16 @@ def _needed() -> bool:
 def _apply() -> None:
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-    hand_on = getattr(HybridDeviceOptimizer, _NAME)
+    set_grads = getattr(HybridDeviceOptimizer, _NAME)
 
-    @functools.wraps(hand_on)
-    def to_all(self: Upstream) -> None:
-        hand_on(self)
+    @functools.wraps(set_grads)
+    def set_all_grads(self: Upstream) -> None:
+        set_grads(self)
         for param, inner in self.param_to_inner_param.items():
             if inner is param and hasattr(param, "decoupled_grad"):
                 param.grad = param.decoupled_grad
 
-    setattr(HybridDeviceOptimizer, _NAME, to_all)
+    setattr(HybridDeviceOptimizer, _NAME, set_all_grads)
 
 
 PATCH = Patch(

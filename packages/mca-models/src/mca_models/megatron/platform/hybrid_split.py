@@ -1,9 +1,9 @@
-"""Optimizer offloading divides parameters between device and host where the device is the host itself.
+"""Split parameters between device and host for optimizer offloading if the device is the CPU.
 
-``HybridDeviceOptimizer`` asks ``is_cuda`` whether a tensor is a parameter or the copy of one in host memory. Without
-CUDA every parameter looks like such a copy: nothing is offloaded, whatever the fraction, and the first step raises
-``KeyError``. While it divides them, what came out of ``.cpu()``, and what is made of that, is the host's here, and
-all else the device's.
+``HybridDeviceOptimizer`` uses ``is_cuda`` to tell a parameter from its copy in host memory. Without CUDA every
+parameter looks like such a copy: nothing is offloaded for any fraction, and the first step raises ``KeyError``. While
+it splits them, results of ``.cpu()``, and tensors made from them, count as host tensors here, all others as device
+tensors.
 """
 
 import functools
@@ -21,8 +21,8 @@ _IS_CUDA: Upstream = torch.Tensor.is_cuda
 _CPU: Upstream = torch.Tensor.cpu
 
 
-class TwoPlaces(TorchFunctionMode):
-    """Tells copies in host memory from tensors of a device that is the host."""
+class HostCopies(TorchFunctionMode):
+    """Function mode that distinguishes copies in host memory from tensors of a CPU device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class TwoPlaces(TorchFunctionMode):
         args: Upstream = (),
         kwargs: Upstream = None,
     ) -> Upstream:
-        """Calls ``func``; answers ``is_cuda`` itself."""
+        """Call ``func``; answer ``is_cuda`` itself."""
         copied = any(id(value) in self._copies for value in args)
         if func == _IS_CUDA.__get__:
             return not copied
@@ -58,11 +58,11 @@ def _apply() -> None:
     divide = getattr(HybridDeviceOptimizer, _NAME)
 
     @functools.wraps(divide)
-    def with_two_places(*args: object) -> Upstream:
-        with TwoPlaces():
+    def with_host_copies(*args: object) -> Upstream:
+        with HostCopies():
             return divide(*args)
 
-    setattr(HybridDeviceOptimizer, _NAME, with_two_places)
+    setattr(HybridDeviceOptimizer, _NAME, with_host_copies)
 
 
 PATCH = Patch(

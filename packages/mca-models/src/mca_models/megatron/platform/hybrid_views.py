@@ -1,8 +1,8 @@
-"""Optimizer offloading takes the distributed optimizer's parts of fp32 parameters.
+"""Accept the distributed optimizer's shards of fp32 parameters in optimizer offloading.
 
-They are views of the parameters, hence no leaves of the graph, and ``torch.optim.Optimizer`` refuses them ("can't
-optimize a non-leaf Tensor"). The other optimizers never ask: their groups are replaced after they were made, but
-``HybridDeviceOptimizer`` is made anew. A view that retains its gradient is accepted.
+They are views of the parameters, hence no leaves of the graph, and ``torch.optim.Optimizer`` rejects them ("can't
+optimize a non-leaf Tensor"). Other optimizers are not affected, because their groups are replaced after construction,
+but ``HybridDeviceOptimizer`` is constructed again. A view that retains its gradient is accepted.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""Optimizer offloading with overlap: the device's Adam waits for the gradients in fp32 that it reads.
+"""Let the device's Adam wait for its fp32 gradients in optimizer offloading with overlap.
 
-With a precision-aware optimizer ``HybridDeviceOptimizer`` makes them on the stream of its copies to the host and steps
-on the current one without a wait: Adam would read memory that is not written yet.
+With a precision-aware optimizer ``HybridDeviceOptimizer`` makes them on the stream of its copies to the host and
+steps on the current stream without a wait: Adam would read memory that is not written yet.
 """
 
 import functools

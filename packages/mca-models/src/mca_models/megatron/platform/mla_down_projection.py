@@ -1,9 +1,9 @@
-"""Multi-latent attention accepts our replicated down-projection.
+"""Accept mca's replicated down-projection in MLA.
 
-``MLASelfAttention`` builds its down-projections only from a fixed list of classes. One entry of that list, the
-quantisation tool's ``Linear``, is never built here and makes room for ``ReplicatedLinear``: the local
-spec cuts the down-projection by columns and gathers, whose backward never sums the gradient of the rotary key that all
-heads share over the tensor ranks.
+``MLASelfAttention`` builds its down-projections only from a fixed list of classes. ``ReplicatedLinear`` replaces one
+entry of that list, the quantisation tool's ``Linear``, which is never built here. The local spec shards the
+down-projection by columns and gathers, whose backward never sums the gradient of the rotary key that all heads share
+over tensor ranks.
 """
 
 import inspect

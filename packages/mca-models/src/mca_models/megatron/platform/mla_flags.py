@@ -1,7 +1,7 @@
-"""Multi-latent attention knows that Transformer Engine is missing.
+"""Tell MLA that Transformer Engine is missing.
 
-megatron-core 0.16.1 sets ``HAVE_TE = True`` in ``multi_latent_attention`` even when Transformer Engine is not
-installed (the import succeeds with mock classes), and ``isinstance(x, MagicMock())`` raises TypeError.
+megatron-core 0.16.1 sets ``HAVE_TE = True`` in ``multi_latent_attention`` even if Transformer Engine is not installed
+(the import succeeds with mock classes), and ``isinstance(x, MagicMock())`` raises TypeError.
 """
 
 from mca_models.megatron.platform._patch import EVERYWHERE, Patch

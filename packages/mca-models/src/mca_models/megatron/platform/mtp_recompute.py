@@ -1,9 +1,9 @@
-"""Recomputation of MTP layers takes packed sequences, and keeps their gradients with fp8.
+"""Recompute MTP layers with packed sequences, and keep their gradients with fp8.
 
-Before 0.18 megatron-core hands everything that an MTP layer takes to the checkpoint function. That of
-``tensor_parallel`` saves tensors only: packed sequences end in ``TypeError: save_for_backward can only save
-variables``. Transformer Engine's, which fp8 uses, takes them by name, where autograd does not see them: the layer gets
-no gradients. Here tensors go by position, and everything else stays in a closure.
+Before 0.18 megatron-core passes all arguments of an MTP layer to the checkpoint function. That of ``tensor_parallel``
+saves tensors only: packed sequences end in ``TypeError: save_for_backward can only save variables``. Transformer
+Engine's, which fp8 uses, takes them by name, where autograd does not see them: the layer gets no gradients. Here
+tensors are positional, and everything else is in a closure.
 """
 
 import functools
@@ -21,12 +21,12 @@ def with_tensors_by_position(checkpointed: Callable[..., Tensor]) -> Callable[..
     """Return Megatron's ``_checkpointed_forward`` with a ``run`` that takes tensors only."""
 
     @functools.wraps(checkpointed)
-    def split(layer: Upstream, run: Callable[..., Tensor], **given: object) -> Tensor:
-        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-        others = {name: value for name, value in given.items() if name not in tensors}
+    def split(layer: Upstream, run: Callable[..., Tensor], **kwargs: object) -> Tensor:
+        tensors = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
+        rest = {name: value for name, value in kwargs.items() if name not in tensors}
 
         def closed(*values: Tensor) -> Tensor:
-            return run(**dict(zip(tensors, values, strict=True)), **others)
+            return run(**dict(zip(tensors, values, strict=True)), **rest)
 
         return checkpointed(layer, closed, *tensors.values())
 

@@ -1,7 +1,7 @@
-"""A precision-aware optimizer without Transformer Engine: optimizer offloading does its work.
+"""Support the precision-aware optimizer of optimizer offloading without Transformer Engine.
 
-``OptimizerConfig`` then compares Transformer Engine's version, ``None``, with a number (TypeError). Later versions of
-megatron-core take it for 0.0.0.
+``OptimizerConfig`` compares Transformer Engine's version, ``None``, with a number (TypeError). Later versions of
+megatron-core treat it as 0.0.0.
 """
 
 from mca_models.megatron.platform._patch import EVERYWHERE, Patch

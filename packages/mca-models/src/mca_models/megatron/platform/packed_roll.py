@@ -1,8 +1,8 @@
-"""What prediction layers take one token ahead in packed rows is cut where the host knows that sequences end.
+"""Shift the inputs of MTP layers in packed rows by boundaries in host memory.
 
-Megatron's ``_roll_tensor_packed_seq`` cuts rows at entries of ``cu_seqlens``. If that is on the GPU, the host waits for
-all that was launched four times for each sequence, whenever tokens, positions, labels or masks are moved on. Whoever
-packed the rows has the same tensor in host memory (`tell_lengths`): it is given to Megatron instead.
+Megatron's ``_roll_tensor_packed_seq`` splits rows at entries of ``cu_seqlens``. If that is on the GPU, the host
+synchronises four times for each sequence, whenever tokens, positions, labels or masks are shifted. The code that packed
+the rows has the same tensor in host memory (`set_packed_lengths`), which Megatron gets instead.
 """
 
 import copy
@@ -34,9 +34,9 @@ def _apply() -> None:
     def without_waiting(
         tensor: Tensor, shifts: int, dims: int, packed_seq_params: PackedSeqParams, *args: Upstream
     ) -> tuple[Tensor, Tensor]:
-        known = copy.copy(packed_seq_params)
-        known.cu_seqlens_q = getattr(known.cu_seqlens_q, ON_HOST, known.cu_seqlens_q)
-        moved: tuple[Tensor, Tensor] = plain(tensor, shifts, dims, known, *args)
+        params = copy.copy(packed_seq_params)
+        params.cu_seqlens_q = getattr(params.cu_seqlens_q, ON_HOST, params.cu_seqlens_q)
+        moved: tuple[Tensor, Tensor] = plain(tensor, shifts, dims, params, *args)
         return moved
 
     setattr(multi_token_prediction, _NAME, without_waiting)
@@ -44,7 +44,7 @@ def _apply() -> None:
 
 PATCH = Patch(
     name="packed-roll",
-    why="prediction layers wait for the GPU at the ends of each packed sequence, to read what the host knows",
+    why="MTP layers synchronise with the GPU at the boundaries of each packed sequence",
     megatron=">=0.16.1",
     devices=EVERYWHERE,
     needed=_needed,

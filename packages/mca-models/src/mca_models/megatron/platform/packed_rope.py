@@ -1,8 +1,8 @@
-"""The rotary embedding of packed rows reads the lengths of their sequences back from the GPU.
+"""Read the lengths of packed sequences for RoPE from host memory.
 
-Megatron's plain ``_apply_rotary_pos_emb_thd`` asks ``cu_seqlens`` for them as numbers, for queries and keys of every
-layer, and the host waits each time for all that was launched. Whoever packed the rows has the same tensor in host
-memory (`tell_lengths`): it is given to Megatron instead, which only makes numbers of it.
+Megatron's ``_apply_rotary_pos_emb_thd`` reads ``cu_seqlens`` as numbers, for queries and keys of every layer, and the
+host synchronises each time. The code that packed the rows has the same tensor in host memory (`set_packed_lengths`),
+which Megatron gets instead.
 """
 
 import functools
@@ -39,7 +39,7 @@ def _apply() -> None:
 
 PATCH = Patch(
     name="packed-rope",
-    why="the rotary embedding of packed rows waits for the GPU in every layer, to read what the host knows",
+    why="RoPE of packed rows synchronises with the GPU in every layer to read the lengths",
     megatron=">=0.16.1",
     devices=EVERYWHERE,
     needed=_needed,

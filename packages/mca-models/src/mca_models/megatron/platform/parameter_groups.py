@@ -1,8 +1,8 @@
-"""Groups of parameters that differ in their learning rate alone stay apart when an optimizer's state is loaded.
+"""Keep parameter groups that differ only in learning rate separate when optimizer state is loaded.
 
-Megatron distinguishes the groups of a saved state by a few of their keys, but not by ``max_lr`` and ``min_lr``. With
-``decoupled_lr`` two groups then count as one: the whole optimizer raises ("a parameter group that doesn't match the
-size of optimizer's group"), and the split one silently continues with the rate of one group for both.
+Megatron identifies the groups of a saved state by some of their keys, but not by ``max_lr`` and ``min_lr``. With
+``decoupled_lr`` two groups then count as one: the non-distributed optimizer raises ("a parameter group that doesn't
+match the size of optimizer's group"), and the distributed one silently continues with one group's rate for both.
 """
 
 from mca_models.megatron.platform._patch import EVERYWHERE, Patch

@@ -1,8 +1,8 @@
-"""Torch's SGD also where Transformer Engine or Apex is installed, whose own Megatron would take.
+"""Use torch's SGD even if Transformer Engine or Apex is installed, whose SGD Megatron would use.
 
-Theirs makes a buffer of momentum for every parameter also without momentum: 4 bytes each that are never read, and that
-a checkpoint holds and a new optimizer does not ask for. They also look for their device in the first parameter of the
-first group, which may be empty on a rank (IndexError): Megatron makes the same groups on all.
+Theirs allocates a momentum buffer for every parameter also without momentum: 4 bytes each that are never read, and
+that a checkpoint has and a new optimizer does not expect. They also read their device from the first parameter of the
+first group, which may be empty on a rank (IndexError), because Megatron makes the same groups on all ranks.
 """
 
 import inspect

@@ -1,8 +1,7 @@
-"""Recomputation of a module whose output is dropped works without Transformer Engine.
+"""Recompute modules whose output is discarded without Transformer Engine.
 
-``CheckpointWithoutOutput(fp8=False)`` takes False for fp8 (it asks ``is not None``) and then looks for names that
-Transformer Engine would have brought: ``recompute_modules`` with layernorm raises ``NameError:
-FP8GlobalStateManager``.
+``CheckpointWithoutOutput(fp8=False)`` treats False as fp8 (it tests ``is not None``) and then uses names of Transformer
+Engine: ``recompute_modules`` with layernorm raises ``NameError: FP8GlobalStateManager``.
 """
 
 import functools

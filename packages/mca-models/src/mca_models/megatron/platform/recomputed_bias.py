@@ -1,8 +1,8 @@
-"""MLPs with biases can be computed again on their own.
+"""Recompute MLPs with biases alone.
 
-Megatron's MLP gives its bias beside its output, and that is the parameter itself. ``CheckpointFunction`` returns it, so
-autograd takes its own backward pass for what the parameter was made by: it calls itself without end, and a bias that is
-frozen is one that requires a gradient. A copy leaves the function instead.
+Megatron's MLP returns its bias with its output, and that is the parameter itself. ``CheckpointFunction`` returns it,
+so autograd takes the function's own backward pass for the origin of the parameter: it recurses endlessly, and a
+frozen bias requires a gradient. A copy leaves the function instead.
 """
 
 import functools
@@ -31,7 +31,7 @@ def _without_parameters(run: Callable[..., Outputs]) -> Callable[..., Outputs]:
     def copied(*args: object) -> Outputs:
         outputs = run(*args)
         if isinstance(outputs, tuple):
-            return tuple(each.clone() if isinstance(each, Parameter) else each for each in outputs)
+            return tuple(out.clone() if isinstance(out, Parameter) else out for out in outputs)
         return outputs
 
     return copied
@@ -42,16 +42,16 @@ def _apply() -> None:
     forward = function.forward
 
     @functools.wraps(forward)
-    def of_copies(context: Upstream, run: Callable[..., Outputs], *args: object) -> Outputs:
+    def forward_with_copies(context: Upstream, run: Callable[..., Outputs], *args: object) -> Outputs:
         outputs: Outputs = forward(context, _without_parameters(run), *args)
         return outputs
 
-    function.forward = staticmethod(of_copies)
+    function.forward = staticmethod(forward_with_copies)
 
 
 PATCH = Patch(
     name="recomputed-bias",
-    why="the backward pass of an MLP with a bias that is computed again calls itself without end",
+    why="the backward pass of a recomputed MLP with a bias recurses endlessly",
     megatron=">=0.16.1",
     devices=EVERYWHERE,
     needed=_needed,

@@ -1,7 +1,7 @@
-"""Megatron's "CUDA" random state is torch's CPU state.
+"""Use torch's CPU random state for Megatron's "CUDA" random state.
 
-There is only one generator then, so Megatron's check that the CPU state did not change inside a fork of the
-tracker always speaks; its logger is set to errors only.
+There is only one generator then, so Megatron's check that the CPU state did not change inside a fork of the tracker
+always warns; its logger is set to errors only.
 """
 
 import logging

@@ -1,7 +1,7 @@
-"""``te_general_gemm`` is defined where Transformer Engine is missing.
+"""Define ``te_general_gemm`` if Transformer Engine is missing.
 
-megatron-core 0.16.1 imports the name inside a ``try`` and then reads it unconditionally in the router's gating
-linear, which raises NameError without Transformer Engine. Later versions set it to None in the ``except``.
+megatron-core 0.16.1 imports the name inside a ``try`` and then reads it unconditionally in the router's gating linear,
+which raises NameError without Transformer Engine. Later versions set it to None in the ``except``.
 """
 
 from mca_models.megatron.platform._patch import EVERYWHERE, Patch

@@ -1,7 +1,7 @@
-"""Routers multiply their input by noise in evaluation too.
+"""Multiply the routers' input by noise in training only.
 
-``apply_input_jitter`` (``moe_input_jitter_eps``) does not look at whether the router is trained. Losses of evaluation
-and log-probabilities of references would be drawn, and would draw from the generator that training goes on with.
+``apply_input_jitter`` (``moe_input_jitter_eps``) does not check for training mode. Evaluation losses and
+log-probabilities of reference models would be random, and would advance the generator of training.
 """
 
 import functools

@@ -1,7 +1,7 @@
-"""The all-to-all dispatcher's split sizes become integers on the CPU too.
+"""Convert the all-to-all dispatcher's split sizes to integers on the CPU too.
 
-Megatron turns them into NumPy with ``maybe_move_tensor_to_cpu``, which acts on CUDA tensors only. A tensor that
-is on the CPU already stays a tensor, and ``all_to_all_single`` refuses that.
+Megatron converts them to NumPy with ``maybe_move_tensor_to_cpu``, which acts on CUDA tensors only. A CPU tensor stays a
+tensor, which ``all_to_all_single`` rejects.
 """
 
 import torch
@@ -20,7 +20,7 @@ def _needed() -> bool:
 def maybe_move_tensor_to_cpu(
     tensor: Upstream, as_numpy: bool = False, record_stream: bool = False
 ) -> Upstream:
-    """``tensor``, or its NumPy view."""
+    """Return ``tensor``, or its NumPy view."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 

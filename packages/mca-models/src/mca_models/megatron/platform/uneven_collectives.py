@@ -1,6 +1,6 @@
-"""Gathers and reduce-scatters of unequal pieces, which gloo refuses, go through its all-to-all.
+"""Gather and reduce-scatter shards of unequal size with gloo's all-to-all, as gloo rejects them otherwise.
 
-With experts cut over tensor ranks each rank holds another number of tokens. NCCL gathers those; gloo wants equal
+With experts sharded over tensor ranks each rank has another number of tokens. NCCL gathers those; gloo needs equal
 sizes. Sums over ranks are made in rank order on every rank, so results do not depend on timing.
 """
 
@@ -31,16 +31,16 @@ def _exchange(x: Tensor, group: ProcessGroup, sent: Sequence[int], received: Seq
 
 
 def gather(x: Tensor, group: ProcessGroup, sizes: Sequence[int]) -> Tensor:
-    """All ranks' rows one after the other; rank i has ``sizes[i]`` of them."""
+    """Concatenate all ranks' rows; rank i has ``sizes[i]`` of them."""
     count = group.size()
     return _exchange(x.repeat(count, *(1,) * (x.dim() - 1)), group, [x.shape[0]] * count, sizes)
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup, sizes: Sequence[int]) -> Tensor:
-    """The sum over ranks of this rank's ``sizes[rank]`` rows of each ``x``."""
-    own = sizes[group.rank()]
-    parts = _exchange(x, group, sizes, [own] * group.size())
-    return parts.view(group.size(), own, *x.shape[1:]).sum(0)
+    """Return the sum over ranks of this rank's ``sizes[rank]`` rows of each ``x``."""
+    rows = sizes[group.rank()]
+    parts = _exchange(x, group, sizes, [rows] * group.size())
+    return parts.view(group.size(), rows, *x.shape[1:]).sum(0)
 
 
 def _apply() -> None:

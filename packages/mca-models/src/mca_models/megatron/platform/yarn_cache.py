@@ -1,8 +1,8 @@
-"""Fused rotary embeddings of latent attention read a table that is cut for context ranks at another length.
+"""Reset the cached table of fused RoPE in MLA if the row length changes under context parallelism.
 
 ``YarnRotaryEmbedding.get_cached_cos_sin`` keeps the table of the longest rows so far, for rows that are not packed
-already cut to the two chunks of this context rank. A prefix of it is not the chunks of shorter rows: every layer
-would compute them with positions of the longer ones.
+already sharded to the two chunks of this context rank. A prefix of it is not the chunks of shorter rows: every layer
+would use positions of the longer ones.
 """
 
 import functools
@@ -29,18 +29,18 @@ def _apply() -> None:
     cached = embedding.get_cached_cos_sin
 
     @functools.wraps(cached)
-    def of_this_length(self: Upstream, seq_len: int, *args: object, **kwargs: object) -> Upstream:
+    def with_current_length(self: Upstream, seq_len: int, *args: object, **kwargs: object) -> Upstream:
         is_cut = self.cp_group is not None and self.cp_group.size() > 1 and not self.packed_seq_cached
         if is_cut and seq_len != self.max_seq_len_cached:
             self.max_seq_len_cached = 0
         return cached(self, seq_len, *args, **kwargs)
 
-    embedding.get_cached_cos_sin = of_this_length
+    embedding.get_cached_cos_sin = with_current_length
 
 
 PATCH = Patch(
     name="yarn-cache",
-    why="the fused rotary embedding of latent attention takes positions of longer rows under context parallelism",
+    why="fused RoPE of MLA uses positions of longer rows under context parallelism",
     megatron=">=0.16.1",
     devices=EVERYWHERE,
     needed=_needed,

@@ -1,4 +1,4 @@
-"""The live weights of all ranks to checkpoint directories.
+"""Save, load and export the live weights of all ranks.
 
-The state of optimizers is the trainer's.
+Optimizer state is saved by the trainer.
 """

@@ -1,4 +1,4 @@
-"""How parameters and the Hugging Face tensors made of them lie in buckets of bytes, before any of them is sent.
+"""Plan of buckets: offsets of parameters and of their Hugging Face tensors in byte buffers.
 
 Every rank makes the same plan. Nothing is communicated here.
 """
@@ -10,29 +10,29 @@ from math import prod
 import torch
 
 from mca_config.model_config import McaModelConfig
-from mca_models.checkpoint.placement import cut_size
+from mca_models.checkpoint.placement import shard_count
 from mca_models.megatron.tensors import DTYPE_OF
+from mca_models.storage.copy_plan import HF
 from mca_models.storage.dtypes import ITEM_SIZES
-from mca_models.storage.moves import HF
-from mca_models.storage.source import shapes_of_parts
+from mca_models.storage.source import param_part_shapes
 from mca_models.weights import Param
 
 Shape = tuple[int, ...]
 
-Facts = Mapping[str, tuple[str, Shape]]
-"""Safetensors code and whole shape (without vocabulary padding) by canonical name."""
+ParamSpecs = Mapping[str, tuple[str, Shape]]
+"""Safetensors code and full shape (without vocabulary padding) by canonical name."""
 
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a buffer of bytes.
+    """Tensor in a byte buffer.
 
     Args:
         name: Its Hugging Face name.
-        dtype: Of its elements.
-        shape: Its sizes.
+        dtype: Its dtype.
+        shape: Its shape.
         offset: Its first byte.
     """
 
@@ -41,21 +41,21 @@ class Entry:
     shape: Shape
     offset: int
 
-    def of(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The tensor, a view of ``buffer`` (uint8)."""
-        return view_of(buffer, self.offset, self.dtype, self.shape)
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the tensor as a view of ``buffer`` (uint8)."""
+        return byte_view(buffer, self.offset, self.dtype, self.shape)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one parameter in a bucket.
+    """Position of one parameter in a bucket.
 
     Args:
         param: The parameter.
-        dtype: In which it is sent.
-        pieces: The shape of each rank's piece, without vocabulary padding; they arrive one after the other.
-        start: The first byte of the first piece.
-        outputs: Its Hugging Face tensors (of a stacked one its own entry), which take the pieces' place.
+        dtype: Its dtype in the bucket.
+        pieces: Shape of each rank's shard, without vocabulary padding; shards are contiguous.
+        start: First byte of the first shard.
+        outputs: Its Hugging Face tensors (or its entry of a stacked one), which overwrite the shards.
     """
 
     param: Param
@@ -67,13 +67,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """What is sent at once.
+    """Parameters that are sent at once.
 
     Args:
         slots: Its parameters.
         entries: The Hugging Face tensors in it, stacked ones whole.
-        nbytes: Of all.
-        targets: The ranks that get it.
+        nbytes: Size in bytes.
+        targets: Ranks that receive it.
     """
 
     slots: tuple[Slot, ...]
@@ -84,56 +84,58 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that stay together: one, or the experts that make up a stacked tensor, in their order.
+    """Parameters that stay together: one, or the experts of a stacked tensor, in order.
 
     Args:
         params: The parameters.
-        targets: The ranks that get them.
+        targets: Ranks that receive them.
     """
 
     params: Sequence[Param]
     targets: frozenset[int]
 
 
-def view_of(buffer: torch.Tensor, offset: int, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
-    """A tensor inside ``buffer`` (uint8), from byte ``offset`` on."""
+def byte_view(buffer: torch.Tensor, offset: int, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
+    """Return a tensor inside ``buffer`` (uint8) that begins at byte ``offset``."""
     nbytes = prod(shape) * dtype.itemsize
     return buffer[offset : offset + nbytes].view(dtype).view(shape)
 
 
 def aligned(nbytes: int) -> int:
-    """``nbytes`` rounded up to where the next tensor may begin."""
+    """Round ``nbytes`` up to where the next tensor may begin."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def stacks(params: Iterable[Param]) -> list[list[Param]]:
-    """``params`` one by one, but those of a stacked tensor together, in the order of the first of them."""
-    found: dict[tuple[str, ...], list[Param]] = {}
+    """Group ``params``: those of a stacked tensor together, others alone, in the order of the first."""
+    groups: dict[tuple[str, ...], list[Param]] = {}
     for param in params:
-        found.setdefault(param.hf_names(), []).append(param)
-    return [sorted(group, key=lambda param: param.expert or 0) for group in found.values()]
+        groups.setdefault(param.hf_names(), []).append(param)
+    return [sorted(group, key=lambda param: param.expert or 0) for group in groups.values()]
 
 
-def plan_buckets(units: Iterable[Unit], facts: Facts, config: McaModelConfig, max_bytes: int) -> list[Bucket]:
-    """All units in their order: a bucket ends where the next would be too large for it, or has other targets.
+def plan_buckets(
+    units: Iterable[Unit], specs: ParamSpecs, config: McaModelConfig, max_bytes: int
+) -> list[Bucket]:
+    """Distribute all units, in order, over buckets: a new one begins at ``max_bytes`` or with other targets.
 
     Args:
-        units: All that is sent.
-        facts: What each parameter is sent as.
-        config: Of the model, with its layout.
-        max_bytes: Limit of a bucket; a unit that is larger is a bucket of its own.
+        units: All parameters to send.
+        specs: Dtype and shape of each parameter.
+        config: The model, with its layout.
+        max_bytes: Limit of a bucket; a larger unit has its own bucket.
     """
     buckets: list[Bucket] = []
     slots: list[Slot] = []
     entries: list[Entry] = []
     filled, targets = 0, frozenset[int]()
     for unit in units:
-        nbytes = sum(aligned(n) for n in _sizes(unit.params[0], facts)) * len(unit.params)
+        nbytes = sum(aligned(n) for n in _sizes(unit.params[0], specs)) * len(unit.params)
         if slots and (filled + nbytes > max_bytes or unit.targets != targets):
             buckets.append(Bucket(tuple(slots), tuple(entries), filled, targets))
             slots, entries, filled = [], [], 0
         targets = unit.targets
-        made = list(_slots(unit, facts, config, filled))
+        made = list(_slots(unit, specs, config, filled))
         slots += made
         entries += _entries(made)
         filled = aligned(max(entry.offset + prod(entry.shape) * entry.dtype.itemsize for entry in entries))
@@ -142,27 +144,27 @@ def plan_buckets(units: Iterable[Unit], facts: Facts, config: McaModelConfig, ma
     return buckets
 
 
-def _sizes(param: Param, facts: Facts) -> list[int]:
-    code, whole = facts[param.mca_name()]
-    return [prod(shape) * ITEM_SIZES[code] for shape in shapes_of_parts(param, whole, HF)]
+def _sizes(param: Param, specs: ParamSpecs) -> list[int]:
+    code, whole = specs[param.mca_name()]
+    return [prod(shape) * ITEM_SIZES[code] for shape in param_part_shapes(param, whole, HF)]
 
 
-def _slots(unit: Unit, facts: Facts, config: McaModelConfig, start: int) -> Iterator[Slot]:
+def _slots(unit: Unit, specs: ParamSpecs, config: McaModelConfig, start: int) -> Iterator[Slot]:
     assert len(unit.params) == 1 or len(unit.params[0].hf) == 1
     for param in unit.params:
-        code, whole = facts[param.mca_name()]
+        code, whole = specs[param.mca_name()]
         outputs: list[Entry] = []
-        at = start
-        for name, shape in zip(param.hf_names(), shapes_of_parts(param, whole, HF), strict=True):
-            outputs.append(Entry(name, DTYPE_OF[code], shape, at))
+        end = start
+        for name, shape in zip(param.hf_names(), param_part_shapes(param, whole, HF), strict=True):
+            outputs.append(Entry(name, DTYPE_OF[code], shape, end))
             nbytes = prod(shape) * ITEM_SIZES[code]
-            at += nbytes if len(unit.params) > 1 else aligned(nbytes)  # a stack has no gaps
+            end += nbytes if len(unit.params) > 1 else aligned(nbytes)  # a stack has no gaps
         yield Slot(param, DTYPE_OF[code], _pieces(param, whole, config), start, tuple(outputs))
-        start = at
+        start = end
 
 
 def _entries(slots: Sequence[Slot]) -> Iterator[Entry]:
-    """The tensors of a unit: those of its one parameter, or what its parameters are entries of."""
+    """Yield the tensors of a unit: those of its only parameter, or the stacked ones."""
     first = slots[0]
     for entry in first.outputs:
         stacked = (len(slots), *entry.shape) if first.param.stacked else entry.shape
@@ -170,7 +172,7 @@ def _entries(slots: Sequence[Slot]) -> Iterator[Entry]:
 
 
 def _pieces(param: Param, whole: Shape, config: McaModelConfig) -> tuple[Shape, ...]:
-    size, axis = cut_size(param, config.layout), param.shard.axis
+    size, axis = shard_count(param, config.layout), param.shard.axis
     if axis is None or size == 1:
         return (whole,)
     if not param.vocab:

@@ -1,6 +1,6 @@
-"""A live model as a stream of Hugging Face tensors, for a consumer in the same processes: an inference engine.
+"""Export of a live model as a stream of Hugging Face tensors, for a consumer in the same processes (inference engine).
 
-The stream is the one that saving writes to files (`stream`). Here is who gets it, and in which form.
+Saving writes the same stream to files (`stream`). This module chooses the receiving ranks and the format.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,12 +15,17 @@ from mca_config.errors import McaError
 from mca_config.model_config import DtypeName
 from mca_models.checkpoint.hf_writer import HfLayout
 from mca_models.megatron.distributed.collectives import require_same_arguments
-from mca_models.megatron.distributed.parallel import Place
+from mca_models.megatron.distributed.parallel import RankContext
 from mca_models.megatron.live import LiveModel
 from mca_models.megatron.state.buckets import Entry, Unit, aligned, plan_buckets, stacks
-from mca_models.megatron.state.facts import cast_facts, facts_of, hf_layout, params_of
-from mca_models.megatron.state.fp8 import quantised
-from mca_models.megatron.state.stream import Filled, Holders, Piece, stream
+from mca_models.megatron.state.fp8_write import quantised
+from mca_models.megatron.state.param_specs import (
+    cast_param_specs,
+    gather_param_specs,
+    hf_layout,
+    model_params,
+)
+from mca_models.megatron.state.stream import FilledBucket, Piece, WeightSource, stream
 from mca_models.storage.dtypes import CODES
 
 Destination = Literal["all", "first", "replicas"]
@@ -30,17 +35,17 @@ BUCKET_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is to be exported, and to whom.
+class WeightRequest:
+    """Arguments of an export.
 
     Args:
         to: ``all`` ranks, the ``first``, or the first of each data-parallel replica (``replicas``).
         bucket_bytes: Limit of a bucket.
-        dtype: What weights are cast to; None: nothing.
-        fp8: Weights of linears as fp8 blocks.
+        dtype: Dtype that weights are cast to; None: not cast.
+        fp8: Quantise weights of linears to fp8 blocks.
 
     Raises:
-        McaError: One of them is none of what it may be.
+        McaError: An argument has an invalid value.
     """
 
     to: Destination = "all"
@@ -56,63 +61,69 @@ class Wanted:
         if self.bucket_bytes < 1:
             raise McaError(f"bucket_bytes is {self.bucket_bytes}; expected a positive number of bytes")
 
-    def targets(self, place: Place) -> frozenset[int]:
-        """The ranks that get the tensors."""
+    def targets(self, rank_context: RankContext) -> frozenset[int]:
+        """Return the ranks that receive the tensors."""
         if self.to == "all":
-            return frozenset(range(place.world_size))
+            return frozenset(range(rank_context.world_size))
         if self.to == "first":
             return frozenset({0})
-        return frozenset(place.grid.rank(dp=dp) for dp in range(place.grid.data_parallel_size))
+        return frozenset(rank_context.grid.rank(dp=dp) for dp in range(rank_context.grid.data_parallel_size))
 
 
-def agreed(*, to: Destination, bucket_bytes: int, dtype: DtypeName | None, fp8: bool, merged: bool) -> Wanted:
-    """The arguments of ``export_weights``, the same on all ranks; collective.
+def checked_request(
+    *, to: Destination, bucket_bytes: int, dtype: DtypeName | None, fp8: bool, merged: bool
+) -> WeightRequest:
+    """Return the arguments of ``export_weights`` after checking that all ranks passed the same; collective.
 
     Raises:
-        McaError: They differ, or one of them has no such value.
+        McaError: They differ, or one has an invalid value.
     """
     require_same_arguments(
         "export_weights", to=to, bucket_bytes=bucket_bytes, dtype=dtype, fp8=fp8, merged=merged
     )
-    return Wanted(to, bucket_bytes, dtype, fp8)
+    return WeightRequest(to, bucket_bytes, dtype, fp8)
 
 
 @dataclass(frozen=True)
 class WeightBucket:
-    """Tensors one after the other in one buffer.
+    """Tensors concatenated in one buffer.
 
     Args:
-        buffer: uint8 ``[nbytes]``, on the model's device. It is the consumer's: nobody writes into it again.
-        entries: What lies where. Tied tensors of a checkpoint that has them twice share their bytes.
+        buffer: uint8 ``[nbytes]``, on the model's device, owned by the consumer.
+        entries: Positions of the tensors. Tied tensors that the checkpoint has twice share their bytes.
     """
 
     buffer: Tensor
     entries: tuple[Entry, ...]
 
     def tensors(self) -> Iterator[Named]:
-        """Names and tensors, views of the buffer."""
+        """Yield names and tensors, views of the buffer."""
         for entry in self.entries:
-            yield entry.name, entry.of(self.buffer)
+            yield entry.name, entry.view(self.buffer)
 
 
-def export_buckets(models: LiveModel, wanted: Wanted, piece: Piece | None = None) -> Iterator[WeightBucket]:
-    """See ``VirtualModels.export_buckets``.
+def export_buckets(
+    models: LiveModel, request: WeightRequest, piece: Piece | None = None
+) -> Iterator[WeightBucket]:
+    """Yield buckets of weights; see ``VirtualModels.export_buckets``.
 
     Args:
         models: The model.
-        wanted: What of it, for whom.
-        piece: What this rank holds, if not the live tensors.
+        request: Arguments of the export.
+        piece: This rank's shards, if not the live tensors.
     """
-    facts = facts_of(models)
-    if wanted.dtype is not None:
-        facts = cast_facts(params_of(models), facts, wanted.dtype)
-    layout = hf_layout(models, facts, wanted.dtype, fp8=wanted.fp8)
-    targets = wanted.targets(models.place)
+    specs = gather_param_specs(models)
+    if request.dtype is not None:
+        specs = cast_param_specs(model_params(models), specs, request.dtype)
+    layout = hf_layout(models, specs, request.dtype, fp8=request.fp8)
+    targets = request.targets(models.rank_context)
     units = [Unit(group, targets) for group in stacks(layout.params)]
-    # three stand for a moment: one is gathered, one is handed out, one is still in the consumer's variable
-    buckets = plan_buckets(units, facts, models.config, max(wanted.bucket_bytes * 2 // 3, 1))
-    holders = Holders(models.place, models.config, piece or dict(models.canonical_parameters()).get)
-    with closing(stream(holders, buckets)) as arriving:
+    # up to three exist at once: one is gathered, one is yielded, one is still in the consumer's variable
+    buckets = plan_buckets(units, specs, models.config, max(request.bucket_bytes * 2 // 3, 1))
+    source = WeightSource(
+        models.rank_context, models.config, piece or dict(models.canonical_parameters()).get
+    )
+    with closing(stream(source, buckets)) as arriving:
         for filled in arriving:
             bucket = _bucket(filled, layout)
             del filled
@@ -121,7 +132,7 @@ def export_buckets(models: LiveModel, wanted: Wanted, piece: Piece | None = None
 
 
 def each_tensor(buckets: Iterator[WeightBucket]) -> Iterator[Named]:
-    """The tensors of ``buckets``; closing this closes those."""
+    """Yield the tensors of ``buckets``; closing this generator closes ``buckets``."""
     try:
         for bucket in buckets:
             yield from bucket.tensors()
@@ -130,7 +141,7 @@ def each_tensor(buckets: Iterator[WeightBucket]) -> Iterator[Named]:
         getattr(buckets, "close", lambda: None)()
 
 
-def _bucket(filled: Filled, layout: HfLayout) -> WeightBucket:
+def _bucket(filled: FilledBucket, layout: HfLayout) -> WeightBucket:
     entries = [
         replace(entry, name=name) for entry in filled.bucket.entries for name in layout.written_as(entry.name)
     ]
@@ -138,10 +149,10 @@ def _bucket(filled: Filled, layout: HfLayout) -> WeightBucket:
 
 
 def _in_fp8(bucket: WeightBucket, scales: Mapping[str, str]) -> WeightBucket:
-    return packed([named for each in bucket.tensors() for named in _fp8_of(*each, scales)])
+    return packed([named for each in bucket.tensors() for named in _quantize_tensor(*each, scales)])
 
 
-def _fp8_of(name: str, tensor: Tensor, scales: Mapping[str, str]) -> list[Named]:
+def _quantize_tensor(name: str, tensor: Tensor, scales: Mapping[str, str]) -> list[Named]:
     if name not in scales:
         return [(name, tensor)]
     values, scale = quantised(name, tensor)
@@ -149,7 +160,7 @@ def _fp8_of(name: str, tensor: Tensor, scales: Mapping[str, str]) -> list[Named]
 
 
 def packed(tensors: Sequence[Named]) -> WeightBucket:
-    """``tensors`` in one new buffer."""
+    """Copy ``tensors`` into one new buffer."""
     entries, start = [], 0
     for name, tensor in tensors:
         entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), start))
@@ -158,13 +169,13 @@ def packed(tensors: Sequence[Named]) -> WeightBucket:
         torch.empty(start, dtype=torch.uint8, device=tensors[0][1].device if tensors else None),
         tuple(entries),
     )
-    for (_, tensor), (_, place) in zip(tensors, bucket.tensors(), strict=True):
-        place.copy_(tensor)
+    for (_, tensor), (_, target) in zip(tensors, bucket.tensors(), strict=True):
+        target.copy_(tensor)
     return bucket
 
 
 def packed_buckets(tensors: Iterable[Named], max_bytes: int) -> Iterator[WeightBucket]:
-    """``tensors`` in buckets of at most ``max_bytes``; a larger tensor is a bucket of its own."""
+    """Yield ``tensors`` in buckets of at most ``max_bytes``; a larger tensor has its own bucket."""
     waiting: list[Named] = []
     for name, tensor in tensors:
         if waiting and sum(aligned(each.nbytes) for _, each in waiting) + tensor.nbytes > max_bytes:

@@ -8,37 +8,37 @@ import torch.distributed
 from torch import Tensor
 
 from mca_models.megatron import platform
-from mca_models.megatron.factory.fill import cut_of, speaks
+from mca_models.megatron.factory.fill import is_first_replica, shard_rank_and_size
 from mca_models.megatron.live import LiveModel
 from mca_models.weights import Param
 
 _STEP = 1 << 22
-"""Elements that are 64-bit integers at a time."""
+"""Elements that are converted to 64-bit integers at a time."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTORS, _SHIFT = (-0x61C8864680B583EB, -0x3B314601E57A13AD), 33
-"""What spreads the bits of a number over 64; 0 stays 0."""
+"""Constants that spread the bits of a number over 64; 0 stays 0."""
 
 
-def fingerprint(models: LiveModel, others: Iterable[tuple[Param, Tensor]] = ()) -> int:
-    """Of the parameters and of ``others`` (an adapter's), as they are now; collective.
+def fingerprint(models: LiveModel, extra: Iterable[tuple[Param, Tensor]] = ()) -> int:
+    """Return the fingerprint of the current parameters and of ``extra`` (an adapter's); collective.
 
     The bits of every element are spread over 64 and added up, each parameter's sum is multiplied by a number made of
     its name. So the order of elements within a parameter does not count, which layouts change; values and names do.
     """
-    own = ((item.param, tensor) for item, tensor in models.held() if not item.copy)
+    params = ((item.param, tensor) for item, tensor in models.local_params() if not item.copy)
     total = torch.zeros(1, dtype=torch.int64, device=platform.current_device())
-    for param, tensor in (*own, *others):
-        if speaks(param, models.place.at):
-            total += _sum(_true_rows(param, tensor, models)) * _of_name(param.mca_name())
+    for param, tensor in (*params, *extra):
+        if is_first_replica(param, models.rank_context.coordinates):
+            total += _sum(_true_rows(param, tensor, models)) * _name_factor(param.mca_name())
     torch.distributed.all_reduce(total)  # sums of integers wrap around
     return int(total)
 
 
 def _true_rows(param: Param, tensor: Tensor, models: LiveModel) -> Tensor:
-    """``tensor`` without the padding of the vocabulary."""
+    """Return ``tensor`` without the padding of the vocabulary."""
     if not param.vocab:
         return tensor
-    rank, _ = cut_of(param, models.config.layout, models.place.at)
+    rank, _ = shard_rank_and_size(param, models.config.layout, models.rank_context.coordinates)
     return tensor[: max(models.config.vocab_size - rank * tensor.shape[0], 0)]
 
 
@@ -53,6 +53,6 @@ def _sum(tensor: Tensor) -> Tensor:
     return total
 
 
-def _of_name(name: str) -> int:
-    """An odd number of 62 bits."""
+def _name_factor(name: str) -> int:
+    """Return an odd number of 62 bits."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little") << 1 | 1

@@ -1,6 +1,6 @@
-"""Writes checkpoints from live ranks: MCA (each rank and its replicas one file) and Hugging Face (streamed).
+"""Write checkpoints from live ranks: MCA (one file per rank and its replicas) and Hugging Face (streamed).
 
-The bytes are written by ``mca_models.checkpoint``, the one writer; here is only who sends what to whom.
+``mca_models.checkpoint`` writes the bytes; this module assigns files and sends shards.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from mca_models.checkpoint.hf_writer import METADATA, HfLayout
 from mca_models.checkpoint.mca_directory import McaLayout, iteration_name
-from mca_models.checkpoint.placement import expert_rank, stage_of
+from mca_models.checkpoint.placement import expert_rank, pipeline_stage
 from mca_models.checkpoint.side_files import copy_side_files
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.distributed.collectives import on_first, shared_directory, together
+from mca_models.megatron.distributed.collectives import run_on_all_ranks, run_on_first_rank, shared_directory
 from mca_models.megatron.live import LiveModel
-from mca_models.megatron.state.buckets import Facts, Unit, plan_buckets
-from mca_models.megatron.state.facts import facts_of, hf_layout, params_of, split
-from mca_models.megatron.state.stream import Filled, Holders, Piece, stream
+from mca_models.megatron.state.buckets import ParamSpecs, Unit, plan_buckets
+from mca_models.megatron.state.param_specs import gather_param_specs, hf_layout, model_params, split_specs
+from mca_models.megatron.state.stream import FilledBucket, Piece, WeightSource, stream
 from mca_models.megatron.tensors import to_numpy
 from mca_models.storage.safetensors import FilePlan, plan_file
 from mca_models.storage.writer import SafetensorsWriter, Written, joined_record, make_file
@@ -27,18 +27,18 @@ from mca_models.weights import Param
 from mca_models.weights.arrays import NumpyArray
 
 _BUCKET_BYTES = 8 << 20
-"""What is sent at once: the disk is slower, so little lies ready."""
+"""Bytes that are sent at once; small, because the disk is slower than the network."""
 
 
 def save_mca(models: LiveModel, directory: Path, *, overwrite: bool = False) -> None:
-    """See ``VirtualModels.save_pretrained``."""
-    layout = McaLayout(params_of(models), models.config, *split(facts_of(models)))
+    """Write an MCA checkpoint; see ``VirtualModels.save_pretrained``."""
+    layout = McaLayout(model_params(models), models.config, *split_specs(gather_param_specs(models)))
     with shared_directory(directory, overwrite=overwrite) as folder:
         iteration = folder / iteration_name(1)
         shares = list(_shares(models, layout, iteration))
-        together(lambda: _make_files(shares))
-        everyone = together(lambda: {share.name: share.write(models) for share in shares})
-        on_first(lambda: _finish_mca(models, layout, everyone, folder))
+        run_on_all_ranks(lambda: _make_files(shares))
+        everyone = run_on_all_ranks(lambda: {share.name: share.write(models) for share in shares})
+        run_on_first_rank(lambda: _finish_mca(models, layout, everyone, folder))
 
 
 def _make_files(shares: Sequence["_Share"]) -> None:
@@ -53,23 +53,24 @@ def _finish_mca(
     iteration = folder / iteration_name(1)
     records = {
         name: joined_record(
-            plan_file(iteration / name, layout.specs(name)), [own[name] for own in everyone if name in own]
+            plan_file(iteration / name, layout.specs(name)),
+            [records[name] for records in everyone if name in records],
         )
         for name in layout.files
     }
     layout.finish(folder, records)
-    copy_side_files_of(models, folder)
+    copy_model_side_files(models, folder)
 
 
 @dataclass(frozen=True)
 class _Share:
-    """The part of a file of this rank's pieces that this one of its replicas writes.
+    """Byte range of a file that this replica writes.
 
     Args:
-        name: Of the file.
-        plan: The file.
-        number: Which replica this is.
-        count: How many there are.
+        name: Name of the file.
+        plan: Layout of the file.
+        number: Index of this replica.
+        count: Number of replicas.
     """
 
     name: str
@@ -78,7 +79,7 @@ class _Share:
     count: int
 
     def write(self, models: LiveModel) -> Written:
-        """Writes and syncs it."""
+        """Write and sync it."""
         live = dict(models.canonical_parameters())
         first = len(self.plan.header)
         size = self.plan.nbytes - first
@@ -95,13 +96,13 @@ class _Share:
 
 
 def _shares(models: LiveModel, layout: McaLayout, iteration: Path) -> Iterator[_Share]:
-    """What this rank writes: a share of each file whose pieces it holds."""
+    """Yield this rank's share of each file with its shards."""
     for name, pieces in layout.files.items():
-        param, piece = pieces[0]  # a file holds the pieces of one dense or one expert rank
+        param, piece = pieces[0]  # a file has the shards of one dense or one expert rank
         replicas = parallel.replicas(param.expert is not None)
         if replicas[0] == _owner(models, param, piece):
             plan = plan_file(iteration / name, layout.specs(name))
-            yield _Share(name, plan, replicas.index(models.place.rank), len(replicas))
+            yield _Share(name, plan, replicas.index(models.rank_context.rank), len(replicas))
 
 
 def save_hf(
@@ -112,37 +113,39 @@ def save_hf(
     max_shard_bytes: int | None = None,
     piece: Piece | None = None,
 ) -> None:
-    """See ``VirtualModels.save_pretrained_as_hf``; ``piece``: what this rank holds, if not the live tensors."""
-    facts = facts_of(models)
-    layout = hf_layout(models, facts, max_shard_bytes=max_shard_bytes)
-    holders = Holders(models.place, models.config, piece or dict(models.canonical_parameters()).get)
+    """Write a Hugging Face checkpoint; see ``VirtualModels.save_pretrained_as_hf``."""
+    specs = gather_param_specs(models)
+    layout = hf_layout(models, specs, max_shard_bytes=max_shard_bytes)
+    source = WeightSource(
+        models.rank_context, models.config, piece or dict(models.canonical_parameters()).get
+    )
     with shared_directory(directory, overwrite=overwrite) as folder:
-        _stream(holders, layout, facts, folder)
-        on_first(lambda: _finish_hf(models, layout, folder))
+        _stream(source, layout, specs, folder)
+        run_on_first_rank(lambda: _finish_hf(models, layout, folder))
 
 
 def _finish_hf(models: LiveModel, layout: HfLayout, folder: Path) -> None:
     layout.finish(folder)
-    copy_side_files_of(models, folder)
+    copy_model_side_files(models, folder)
 
 
-def _stream(holders: Holders, layout: HfLayout, facts: Facts, folder: Path) -> None:
-    """Goes through the parameters together; each file is written by one rank, files spread over ranks."""
-    world_size = holders.place.world_size
+def _stream(source: WeightSource, layout: HfLayout, specs: ParamSpecs, folder: Path) -> None:
+    """Stream all parameters; each file is written by one rank, files are distributed over ranks."""
+    world_size = source.rank_context.world_size
     writer_of = {
         tensor: index % world_size for index, names in enumerate(layout.files.values()) for tensor in names
     }
     units = [Unit([param], _writers(param, layout, writer_of)) for param in layout.params]
-    buckets = plan_buckets(units, facts, holders.config, _BUCKET_BYTES)
+    buckets = plan_buckets(units, specs, source.config, _BUCKET_BYTES)
     with ExitStack() as files:
         writers: dict[str, SafetensorsWriter] = {}
-        together(lambda: writers.update(_opened(holders.place, layout, folder, files)))
+        run_on_all_ranks(lambda: writers.update(_open_files(source.rank_context, layout, folder, files)))
         faults: list[Exception] = []
-        for filled in stream(holders, buckets):
+        for filled in stream(source, buckets):
             if not faults:
                 _write(filled, writers, layout, faults)
             del filled
-        together(lambda: _closed(files, faults))
+        run_on_all_ranks(lambda: _close_files(files, faults))
 
 
 def _writers(param: Param, layout: HfLayout, writer_of: Mapping[str, int]) -> frozenset[int]:
@@ -150,13 +153,13 @@ def _writers(param: Param, layout: HfLayout, writer_of: Mapping[str, int]) -> fr
 
 
 def _write(
-    filled: Filled, writers: Mapping[str, SafetensorsWriter], layout: HfLayout, faults: list[Exception]
+    filled: FilledBucket, writers: Mapping[str, SafetensorsWriter], layout: HfLayout, faults: list[Exception]
 ) -> None:
-    """Writes what has arrived. A rank that cannot write continues to send; all ranks learn the reason at the end."""
+    """Write a received bucket; a rank that cannot write continues to send, and all ranks raise at the end."""
     try:
         for slot in filled.bucket.slots:
             for entry in slot.outputs:
-                data = _bytes(entry.of(filled.buffer))
+                data = _bytes(entry.view(filled.buffer))
                 start = (slot.param.expert or 0) * len(data) if slot.param.stacked else 0
                 for name in layout.written_as(entry.name):
                     if name in writers:
@@ -165,30 +168,30 @@ def _write(
         faults.append(error)
 
 
-def _opened(
-    place: parallel.Place, layout: HfLayout, folder: Path, files: ExitStack
+def _open_files(
+    rank_context: parallel.RankContext, layout: HfLayout, folder: Path, files: ExitStack
 ) -> Mapping[str, SafetensorsWriter]:
-    """This rank's open files, by the tensors in them."""
+    """Return this rank's open files by the tensors in them."""
     writers: dict[str, SafetensorsWriter] = {}
     for index, (name, tensors) in enumerate(layout.files.items()):
-        if index % place.world_size == place.rank:
+        if index % rank_context.world_size == rank_context.rank:
             plan = plan_file(folder / name, layout.specs(name), METADATA)
             writers |= dict.fromkeys(tensors, files.enter_context(SafetensorsWriter(plan, checksum=False)))
     return writers
 
 
-def _closed(files: ExitStack, faults: Sequence[Exception]) -> None:
+def _close_files(files: ExitStack, faults: Sequence[Exception]) -> None:
     if faults:
         raise faults[0]
     files.close()
 
 
 def _owner(models: LiveModel, param: Param, rank: int) -> int:
-    """The global rank that speaks for piece ``rank`` of ``param``: the first of its replicas."""
-    pp = stage_of(param, models.config.pipeline_plan())
+    """Return the global rank of the first replica of shard ``rank`` of ``param``."""
+    pp = pipeline_stage(param, models.config.pipeline_plan())
     if param.expert is None:
-        return models.place.grid.rank(tp=rank, pp=pp)
-    return models.place.grid.expert_rank(etp=rank, ep=expert_rank(param, models.config), pp=pp)
+        return models.rank_context.grid.rank(tp=rank, pp=pp)
+    return models.rank_context.grid.expert_rank(etp=rank, ep=expert_rank(param, models.config), pp=pp)
 
 
 def _bytes(tensor: Tensor) -> NumpyArray:
@@ -197,7 +200,7 @@ def _bytes(tensor: Tensor) -> NumpyArray:
     return to_numpy(tensor).reshape(-1).view(np.uint8)
 
 
-def copy_side_files_of(models: LiveModel, folder: Path) -> None:
-    """Copies what lies beside the weights that ``models`` was loaded from."""
+def copy_model_side_files(models: LiveModel, folder: Path) -> None:
+    """Copy tokenizer and other side files of the checkpoint that ``models`` was loaded from."""
     if models.source is not None and models.source.is_dir():
         copy_side_files(models.source, folder)

@@ -1,7 +1,7 @@
-"""Parameters on their way from the ranks that hold them to those that want them as Hugging Face tensors.
+"""Stream of parameters from the ranks with their shards to the ranks that need them as Hugging Face tensors.
 
-A bucket at a time: the messages of the next one are under way while the last one is used. Each rank gets the pieces
-of its own replica, straight to where they stay; what `buckets` planned is carried out here.
+One bucket is used while the next one is communicated. Each rank gets the shards from its own replica, at their final
+offsets in the buffer. This module executes the plan of `buckets`.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -18,28 +18,28 @@ from mca_config.errors import McaError
 from mca_config.layout import RankGrid
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelinePlan
-from mca_models.checkpoint.placement import expert_rank, stage_of
+from mca_models.checkpoint.placement import expert_rank, pipeline_stage
 from mca_models.megatron import platform
-from mca_models.megatron.distributed.parallel import Place
-from mca_models.megatron.state.buckets import Bucket, Slot, view_of
+from mca_models.megatron.distributed.parallel import RankContext
+from mca_models.megatron.state.buckets import Bucket, Slot, byte_view
 from mca_models.megatron.tensors import cast_finite
 from mca_models.weights import Param
 
 Piece = Callable[[str], Tensor | None]
-"""This rank's piece of a parameter by its canonical name; None if it holds none."""
+"""Returns this rank's shard of a parameter by canonical name; None if it has none."""
 
 
 @dataclass(frozen=True)
-class Holders:
-    """Who holds what.
+class WeightSource:
+    """Ranks with the shards of each parameter, and this rank's shards.
 
     Args:
-        place: Where this rank stands.
-        config: Of the model, with its layout.
-        piece: What this rank holds.
+        rank_context: This rank and the layout.
+        config: The model, with its layout.
+        piece: Returns this rank's shards.
     """
 
-    place: Place
+    rank_context: RankContext
     config: McaModelConfig
     piece: Piece
 
@@ -49,42 +49,48 @@ class Holders:
 
     @cached_property
     def _grid(self) -> RankGrid:
-        return self.place.grid
+        return self.rank_context.grid
 
     def owner(self, param: Param, number: int) -> int:
-        """The rank from which this one gets piece ``number``: one of its own replica, and what is not cut has it."""
-        at, pp = self.place.at, stage_of(param, self._plan)
+        """Return the rank of this replica that sends shard ``number`` to this rank."""
+        coordinates, pp = self.rank_context.coordinates, pipeline_stage(param, self._plan)
         whole = param.shard.axis is None
         if param.expert is None:
-            return self._grid.rank(tp=at.tp if whole else number, cp=at.cp, dp=at.dp, pp=pp)
+            return self._grid.rank(
+                tp=coordinates.tp if whole else number, cp=coordinates.cp, dp=coordinates.dp, pp=pp
+            )
         ep = expert_rank(param, self.config)
-        return self._grid.expert_rank(etp=at.etp if whole else number, ep=ep, edp=at.edp, pp=pp)
+        return self._grid.expert_rank(
+            etp=coordinates.etp if whole else number, ep=ep, edp=coordinates.edp, pp=pp
+        )
 
     def number(self, param: Param) -> int:
-        """Which piece this rank has, if it holds the parameter."""
-        at = self.place.at
-        return 0 if param.shard.axis is None else at.tp if param.expert is None else at.etp
+        """Return the index of this rank's shard, if it has the parameter."""
+        coordinates = self.rank_context.coordinates
+        return 0 if param.shard.axis is None else coordinates.tp if param.expert is None else coordinates.etp
 
-    def served(self, targets: frozenset[int]) -> Mapping[tuple[bool, bool], list[int]]:
-        """Those of ``targets`` that get their pieces from this rank, by whether of experts, and whether not cut."""
-        mine = self.place.at
-        found: dict[tuple[bool, bool], list[int]] = {(e, w): [] for e, w in product((False, True), repeat=2)}
+    def receivers(self, targets: frozenset[int]) -> Mapping[tuple[bool, bool], list[int]]:
+        """Return the ``targets`` that this rank sends to, by (is expert, is replicated)."""
+        mine = self.rank_context.coordinates
+        receivers: dict[tuple[bool, bool], list[int]] = {
+            (e, w): [] for e, w in product((False, True), repeat=2)
+        }
         for target in sorted(targets):
-            at = self._grid.coordinates(target)
-            same = ((at.dp, at.cp) == (mine.dp, mine.cp), at.edp == mine.edp)
-            alike = (at.tp == mine.tp, at.etp == mine.etp)
-            for experts, whole in found:
+            coordinates = self._grid.coordinates(target)
+            same = ((coordinates.dp, coordinates.cp) == (mine.dp, mine.cp), coordinates.edp == mine.edp)
+            alike = (coordinates.tp == mine.tp, coordinates.etp == mine.etp)
+            for experts, whole in receivers:
                 if same[experts] and (alike[experts] or not whole):
-                    found[experts, whole].append(target)
-        return found
+                    receivers[experts, whole].append(target)
+        return receivers
 
 
 @dataclass(frozen=True)
-class Filled:
-    """A bucket that has arrived.
+class FilledBucket:
+    """Received bucket.
 
     Args:
-        bucket: What is in it.
+        bucket: Its plan.
         buffer: Its bytes.
     """
 
@@ -92,21 +98,21 @@ class Filled:
     buffer: Tensor
 
 
-def stream(holders: Holders, buckets: Sequence[Bucket]) -> Generator[Filled, None, None]:
-    """The buckets that this rank is a target of, filled; collective: all ranks take them to the end.
+def stream(source: WeightSource, buckets: Sequence[Bucket]) -> Generator[FilledBucket, None, None]:
+    """Yield the filled buckets of this rank; collective: all ranks must iterate to the end.
 
     Raises:
-        McaError: A rank failed, or stopped in the middle: all others say which.
+        McaError: A rank failed or stopped before the end; all others name it.
     """
-    agreement = _Agreement(holders.place, len(buckets))
+    agreement = _Agreement(source.rank_context, len(buckets))
     ahead: _Transfer | None = None
     try:
-        ahead = _begun(holders, buckets[0], agreement) if buckets else None
+        ahead = _start_transfer(source, buckets[0], agreement) if buckets else None
         for number in range(len(buckets)):
             filled = ahead.finish() if ahead is not None else None
             ahead = None
             if number + 1 < len(buckets):
-                ahead = _begun(holders, buckets[number + 1], agreement)
+                ahead = _start_transfer(source, buckets[number + 1], agreement)
             if filled is not None:
                 yield filled
             del filled
@@ -117,43 +123,43 @@ def stream(holders: Holders, buckets: Sequence[Bucket]) -> Generator[Filled, Non
         agreement.leave()
 
 
-def _begun(holders: Holders, bucket: Bucket, agreement: "_Agreement") -> "_Transfer":
-    """The messages of ``bucket`` on their way, once every rank is ready for them."""
-    transfer = _Transfer(holders, bucket, agreement)
-    agreement.go_on()
+def _start_transfer(source: WeightSource, bucket: Bucket, agreement: "_Agreement") -> "_Transfer":
+    """Start the transfer of ``bucket`` once every rank is ready."""
+    transfer = _Transfer(source, bucket, agreement)
+    agreement.proceed()
     transfer.post()
     return transfer
 
 
 class _Agreement:
-    """Before each bucket all ranks say whether they go on, so that none waits for one that has left.
+    """All-reduce before each bucket by which ranks agree to continue, so that none waits for a rank that left.
 
     Args:
-        place: Where this rank stands.
-        count: The buckets.
+        rank_context: This rank and the layout.
+        count: Number of buckets.
     """
 
-    def __init__(self, place: Place, count: int) -> None:
-        self._place, self._left = place, count
+    def __init__(self, rank_context: RankContext, count: int) -> None:
+        self._rank_context, self._left = rank_context, count
         self.over = False
 
     @contextmanager
-    def talking(self) -> Iterator[None]:
-        """A block in which torch talks to other ranks: where one of them has died, an error that says so."""
+    def communicating(self) -> Iterator[None]:
+        """Convert errors of communication with a dead rank to a McaError."""
         try:
             yield
         except RuntimeError as error:
             self.over = True
             why = next(iter(str(error).splitlines()), "")
             raise McaError(
-                f"the stream of weights broke off on rank {self._place.rank}: another rank was lost ({why:.120})"
+                f"the stream of weights stopped on rank {self._rank_context.rank}: another rank was lost ({why:.120})"
             ) from error
 
-    def go_on(self) -> None:
-        """This rank is ready for the next bucket.
+    def proceed(self) -> None:
+        """Announce that this rank is ready for the next bucket.
 
         Raises:
-            McaError: Another one has left.
+            McaError: Another rank left.
         """
         self._left -= 1
         if left := self._exchange(0):
@@ -164,107 +170,107 @@ class _Agreement:
             )
 
     def leave(self) -> None:
-        """This rank will take no more. Does nothing after the last bucket, or when the others know."""
+        """Announce that this rank stops; does nothing after the last bucket, or if the others know."""
         if self.over or self._left <= 0:
             return
-        with suppress(McaError):  # whoever is gone has left too
-            self._exchange(self._place.rank + 1)
+        with suppress(McaError):  # a dead rank has left too
+            self._exchange(self._rank_context.rank + 1)
         self.over = True
 
     def _exchange(self, left: int) -> int:
         box = torch.tensor([left], dtype=torch.int64, device=platform.current_device())
-        with self.talking():
+        with self.communicating():
             torch.distributed.all_reduce(box, torch.distributed.ReduceOp.MAX)
             return int(box)
 
 
 class _Transfer:
-    """The pieces of one bucket: from this rank to others, and from others into its buffer."""
+    """Sends and receives of one bucket."""
 
-    def __init__(self, holders: Holders, bucket: Bucket, agreement: _Agreement) -> None:
-        self._holders, self._bucket, self._agreement = holders, bucket, agreement
-        self._served = holders.served(bucket.targets)
+    def __init__(self, source: WeightSource, bucket: Bucket, agreement: _Agreement) -> None:
+        self._source, self._bucket, self._agreement = source, bucket, agreement
+        self._receivers = source.receivers(bucket.targets)
         self._messages: list[torch.distributed.P2POp] = []
         self._works: list[torch.distributed.Work] = []
         device = platform.current_device()
         self._buffer = (
             torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
-            if holders.place.rank in bucket.targets
+            if source.rank_context.rank in bucket.targets
             else None
         )
         for slot in bucket.slots:
             self._add(slot)
 
     def _add(self, slot: Slot) -> None:
-        holders, me = self._holders, self._holders.place.rank
-        places = _places(slot, self._buffer) if self._buffer is not None else ()
-        number = holders.number(slot.param)
-        own = self._own(slot, number)
+        source, me = self._source, self._source.rank_context.rank
+        pieces = _piece_views(slot, self._buffer) if self._buffer is not None else ()
+        number = source.number(slot.param)
+        local = self._local_piece(slot, number)
         kind = (slot.param.expert is not None, slot.param.shard.axis is None)
-        served = [] if own is None else self._served[kind]
-        if own is not None and me in served:
-            own = places[number].copy_(own)
-        if own is not None and own.numel():
+        receivers = [] if local is None else self._receivers[kind]
+        if local is not None and me in receivers:
+            local = pieces[number].copy_(local)
+        if local is not None and local.numel():
             self._messages += [
-                torch.distributed.P2POp(torch.distributed.isend, own, target)
-                for target in served
+                torch.distributed.P2POp(torch.distributed.isend, local, target)
+                for target in receivers
                 if target != me
             ]
-        for index, place in enumerate(places):
-            owner = holders.owner(slot.param, index)
-            if owner != me and place.numel():
-                self._messages.append(torch.distributed.P2POp(torch.distributed.irecv, place, owner))
+        for index, piece in enumerate(pieces):
+            owner = source.owner(slot.param, index)
+            if owner != me and piece.numel():
+                self._messages.append(torch.distributed.P2POp(torch.distributed.irecv, piece, owner))
 
-    def _own(self, slot: Slot, number: int) -> Tensor | None:
+    def _local_piece(self, slot: Slot, number: int) -> Tensor | None:
         name = slot.param.mca_name()
-        piece = self._holders.piece(name)
+        piece = self._source.piece(name)
         if piece is None:
             return None
         rows = slot.pieces[number][0] if slot.param.vocab else len(piece)
         return cast_finite(piece.detach()[:rows], slot.dtype, name).contiguous()
 
     def post(self) -> None:
-        """Sends and receives in the background."""
-        if self._messages:  # together: two ranks with a piece for each other would wait for ever in NCCL
-            with self._agreement.talking():
+        """Start the sends and receives."""
+        if self._messages:  # batched: two ranks with a shard for each other would deadlock in NCCL
+            with self._agreement.communicating():
                 self._works = torch.distributed.batch_isend_irecv(self._messages)
 
     def wait(self) -> None:
-        """Until all is sent and there."""
-        with self._agreement.talking():
+        """Wait until all sends and receives are done."""
+        with self._agreement.communicating():
             for work in self._works:
                 work.wait()
         self._works, self._messages = [], []
 
-    def finish(self) -> Filled | None:
-        """The bucket with its Hugging Face tensors; None where it was only sent from."""
+    def finish(self) -> FilledBucket | None:
+        """Return the bucket with its Hugging Face tensors; None if this rank only sent."""
         self.wait()
         if self._buffer is None:
             return None
         for slot in self._bucket.slots:
             _arrange(slot, self._buffer)
-        return Filled(self._bucket, self._buffer)
+        return FilledBucket(self._bucket, self._buffer)
 
 
-def _places(slot: Slot, buffer: Tensor) -> list[Tensor]:
-    """Where the pieces arrive."""
-    places: list[Tensor] = []
+def _piece_views(slot: Slot, buffer: Tensor) -> list[Tensor]:
+    """Return the views of the buffer that receive the shards."""
+    pieces: list[Tensor] = []
     start = slot.start
     for shape in slot.pieces:
-        places.append(view_of(buffer, start, slot.dtype, shape))
-        start += places[-1].nbytes
-    return places
+        pieces.append(byte_view(buffer, start, slot.dtype, shape))
+        start += pieces[-1].nbytes
+    return pieces
 
 
 def _arrange(slot: Slot, buffer: Tensor) -> None:
-    """Puts the Hugging Face tensors of a parameter where its pieces are."""
-    pieces = _places(slot, buffer)
+    """Replace the shards of a parameter by its Hugging Face tensors, in place."""
+    pieces = _piece_views(slot, buffer)
     rows = slot.param.shard.axis == 0 and len(slot.param.shard.segments) == 1
-    if rows and len(pieces) > 1:  # they lie one after the other
+    if rows and len(pieces) > 1:  # the shards are contiguous
         shape = (sum(len(piece) for piece in pieces), *pieces[0].shape[1:])
-        pieces = [view_of(buffer, slot.start, slot.dtype, shape)]
+        pieces = [byte_view(buffer, slot.start, slot.dtype, shape)]
     tensors: Sequence[Tensor] = slot.param.to_hf(pieces)
-    targets = [entry.of(buffer) for entry in slot.outputs]
+    targets = [entry.view(buffer) for entry in slot.outputs]
     if all(map(_is_there, tensors, targets)):
         return
     memory = buffer.untyped_storage().data_ptr()

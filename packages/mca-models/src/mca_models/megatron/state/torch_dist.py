@@ -1,4 +1,4 @@
-"""Megatron's own checkpoints: ``torch_dist``, through its fully parallel writer, at once or in the background.
+"""Megatron's ``torch_dist`` checkpoints with its fully parallel writer, synchronously or in the background.
 
     <dir>/mca_config.json, config.json, tokenizer files ...
           latest_checkpointed_iteration.txt        1
@@ -6,8 +6,8 @@
                        .metadata, __R_I.distcp     tensors under Megatron's global names, for any layout
                        common.pt                   iteration, layout (before megatron-core 0.19, which keeps it inside)
 
-Every data-parallel replica writes its share. In the background means: the weights are copied (to the host, on a
-GPU), a forked process of each rank writes them, and ``PendingSave.finish`` puts the directory in place.
+Every data-parallel replica writes its share. In the background: the weights are copied (to the host, on a GPU), a
+forked process of each rank writes them, and ``PendingSave.finish`` renames the directory.
 """
 
 from argparse import Namespace
@@ -20,43 +20,48 @@ from mca_models.checkpoint.hf_writer import config_text, write_config
 from mca_models.checkpoint.mca_directory import LATEST, iteration_name
 from mca_models.megatron import families
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.distributed.collectives import SharedDirectory, on_first
-from mca_models.megatron.distributed.writer import METADATA, Writing, quiet, write_state
+from mca_models.megatron.distributed.collectives import SharedDirectory, run_on_first_rank
+from mca_models.megatron.distributed.writer import (
+    METADATA,
+    PendingWrite,
+    suppress_writer_warnings,
+    write_state,
+)
 from mca_models.megatron.live import LiveModel
-from mca_models.megatron.state.save import copy_side_files_of
+from mca_models.megatron.state.save import copy_model_side_files
 from mca_models.megatron.types import GptModel, ShardedState
 from mca_models.storage.atomic import write_file
 
-__all__ = ["PendingSave", "Writing", "model_state", "save_torch_dist", "write_state"]
+__all__ = ["PendingSave", "PendingWrite", "model_state", "save_torch_dist", "write_state"]
 _ITERATION = 1
 
 
 class PendingSave:
-    """A checkpoint that is being written in the background; ``finish`` puts it in place.
+    """Checkpoint that is being written in the background; ``finish`` completes it.
 
-    Every rank holds one and calls its methods together (they are collective). Training may go on meanwhile: what is
-    written are the weights as they were when the save began. Until ``finish`` has returned nothing stands at
-    ``directory``; a process that ends before leaves nothing that looks like a checkpoint.
+    Every rank has one; all methods are collective. Training may continue meanwhile, because the weights of the
+    beginning of the save are written. ``directory`` does not exist until ``finish`` has returned; a process that ends
+    before leaves nothing that looks like a checkpoint.
 
     Attributes:
-        directory: Where the checkpoint will stand.
+        directory: Path of the checkpoint.
     """
 
-    def __init__(self, directory: Path, shared: SharedDirectory, writing: Writing) -> None:
+    def __init__(self, directory: Path, shared: SharedDirectory, writing: PendingWrite) -> None:
         self.directory = directory
         self._shared, self._writing = shared, writing
         self._failure: McaError | None = None
         self._finished = False
 
     def done(self) -> bool:
-        """Whether all ranks have written all bytes: ``finish`` will not wait. The same answer on every rank."""
+        """Return whether all ranks' bytes are written, so that ``finish`` does not wait; the same on every rank."""
         return self._finished or self._writing.done()
 
     def finish(self) -> None:
-        """Waits until everything is written and puts it at ``directory``. Further calls do nothing, or raise again.
+        """Wait for all bytes and rename the checkpoint to ``directory``; further calls do nothing, or raise again.
 
         Raises:
-            McaError: A rank could not write its part; all ranks raise it, and nothing stands at ``directory``.
+            McaError: A rank could not write its part; all ranks raise it, and ``directory`` does not exist.
         """
         if self._failure is not None:
             raise self._failure
@@ -75,22 +80,22 @@ class PendingSave:
 def save_torch_dist(
     models: LiveModel, directory: Path, *, overwrite: bool = False, in_background: bool = False
 ) -> PendingSave:
-    """See ``VirtualModels.save_pretrained``; not finished yet."""
+    """Begin a checkpoint; see ``VirtualModels.save_pretrained``."""
     shared = SharedDirectory(directory, overwrite=overwrite)
     with shared.discarded_on_error() as partial:
         folder = partial / iteration_name(_ITERATION)
-        on_first(lambda: _prepare(models, partial))
+        run_on_first_rank(lambda: _prepare(models, partial))
         writing = write_state(model_state(models), folder, background=in_background)
     return PendingSave(directory, shared, writing)
 
 
 def model_state(models: LiveModel) -> ShardedState:
-    """What Megatron's checkpoint of ``models`` holds: sharded tensors, and beside them what Megatron-LM asks for."""
+    """Return the state of Megatron's checkpoint: sharded tensors, and the values that Megatron-LM reads."""
     chunks: list[GptModel] = list(models.chunks)
-    parallel.use_groups_of(chunks)
+    parallel.activate_process_groups(chunks)
     metadata = {**METADATA, "dp_cp_group": parallel.replica_group(expert=False)}
     names = ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
-    with quiet():
+    with suppress_writer_warnings():
         state: ShardedState = {
             name: chunk.sharded_state_dict(metadata=metadata)
             for name, chunk in zip(names, chunks, strict=True)
@@ -99,17 +104,17 @@ def model_state(models: LiveModel) -> ShardedState:
 
 
 def _prepare(models: LiveModel, partial: Path) -> None:
-    """All small files of the directory; only readers that know the folder is complete look at them."""
+    """Write the small files, which readers only open once the directory is complete."""
     (partial / iteration_name(_ITERATION)).mkdir()
     write_file(partial / FILE_NAME, models.config.to_json().encode())
     write_config(partial, config_text(models.config))
-    copy_side_files_of(models, partial)
+    copy_model_side_files(models, partial)
     write_file(partial / LATEST, f"{_ITERATION}\n".encode())
 
 
 def _arguments(models: LiveModel) -> Namespace:
-    """What Megatron-LM compares with its own arguments before it loads a checkpoint."""
-    config, layout = models.config, models.place.layout
+    """Return the arguments that Megatron-LM compares with its own before it loads a checkpoint."""
+    config, layout = models.config, models.rank_context.layout
     sizes = {name: value for name, value in asdict(layout).items() if isinstance(value, (int, str))}
     return Namespace(
         **sizes,

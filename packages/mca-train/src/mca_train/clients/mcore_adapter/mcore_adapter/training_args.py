@@ -1,14 +1,11 @@
 """Training arguments of mca that also accept what LLaMA-Factory's examples and parser set."""
 
-import logging
 from dataclasses import dataclass, field
 
 from mca_config import training
 from mca_config.arguments import DistributingParallelArguments
 
 __all__ = ["DistributingParallelArguments", "Seq2SeqTrainingArguments", "TrainingArguments"]
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, repr=False)
@@ -23,7 +20,7 @@ class TrainingArguments(training.TrainingArguments):
     def __post_init__(self) -> None:
         if self.distributed_timeout_minutes is not None:
             self.ddp_timeout = self.distributed_timeout_minutes * 60
-        ratio = getattr(self, "warmup_ratio", None)  # transformers 5.6 has it still
+        ratio = getattr(self, "warmup_ratio", None)  # transformers 5.6 still has it
         if ratio and not self.warmup_steps:
             self.warmup_steps, self.warmup_ratio = ratio, None
         super().__post_init__()
@@ -31,4 +28,4 @@ class TrainingArguments(training.TrainingArguments):
 
 @dataclass(kw_only=True, repr=False)
 class Seq2SeqTrainingArguments(TrainingArguments, training.Seq2SeqTrainingArguments):
-    """`TrainingArguments` with the generation settings of Hugging Face's sequence-to-sequence ones."""
+    """`TrainingArguments` with the generation arguments of Hugging Face's ``Seq2SeqTrainingArguments``."""

@@ -1,18 +1,10 @@
-"""What ``mcore_adapter``'s DPO trainer is told of its loss."""
+"""``DPOConfig``, which LLaMA-Factory imports."""
 
-from dataclasses import dataclass
+from ..unsupported import reject_dpo
 
 
-@dataclass(kw_only=True)
 class DPOConfig:
-    """Loss of preference pairs.
+    """Options of the preference loss; raises an error because `DPOTrainer` is not supported yet."""
 
-    Args:
-        beta: Weight of the KL penalty.
-        pref_loss: LLaMA-Factory's name of the loss.
-        label_smoothing: Share of pairs taken to be labelled the wrong way round.
-    """
-
-    beta: float = 0.1
-    pref_loss: str = "sigmoid"
-    label_smoothing: float = 0.0
+    def __init__(self, **options: object) -> None:
+        reject_dpo()

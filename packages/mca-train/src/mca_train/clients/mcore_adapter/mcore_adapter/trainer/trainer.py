@@ -1,30 +1,28 @@
-"""``McaTrainer`` by ``mcore_adapter``'s parameters: ``tokenizer``, and a collator of shifted labels."""
+"""``McaTrainer`` by ``mcore_adapter``'s parameters: ``tokenizer``, and a collator that returns shifted labels."""
 
 from typing import Unpack
 
 from transformers import PreTrainedTokenizerBase
 
 import mca_train
-from mca_train.batching.collator_output import CollatorFormat
-from mca_train.trainer.parts import TrainerOptions
+from mca_train.batching.collate import CollatorFormat
+from mca_train.trainer.base import TrainerOptions
 
-from .client_arguments import require_full_finetuning
+from ..unsupported import reject_unsupported
 
 
 class McaTrainer(mca_train.McaTrainer):
-    """Trains on the cross entropy of the next token.
+    """Trainer on the cross entropy of the next token.
 
     Args:
-        tokenizer: Saved with the model.
-        options: Those of ``mca_train.McaTrainer``.
+        tokenizer: Tokenizer, saved with the model.
+        options: Options of ``mca_train.McaTrainer``.
     """
-
-    _language_input_names = ("input_ids", "attention_mask", "labels", "position_ids")
 
     def __init__(
         self, *, tokenizer: PreTrainedTokenizerBase | None = None, **options: Unpack[TrainerOptions]
     ) -> None:
-        require_full_finetuning(options.get("callbacks"))
+        reject_unsupported(options)
         shifted = options.get("data_collator") is not None
         options["collator_format"] = CollatorFormat(labels_are_shifted=shifted)
         options["processing_class"] = tokenizer

@@ -1,0 +1,221 @@
+"""Vocabulary of sources and documents: rates of dialect words, docstring openings and names, with limits.
+
+The lists are samples of words that Megatron and Hugging Face do not use, or use for something else. Rewrite the
+sentence instead of replacing the word. Each measure is shown to find a planted sentence, docstring or name.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from source_tree import FILES, ROOT
+
+# Limits of the rates, just above what is measured. Lower them as the figures fall, down to the goals.
+MAX_SOURCE_WORDS_PER_1000 = 4.7  # goal: 0.2
+MAX_DOCUMENT_WORDS_PER_1000 = 3.1  # goal: 0.2
+MAX_BAD_OPENINGS_PERCENT = 21.5  # goal: 1
+MAX_DIALECT_NAMES_PERCENT = 8.5  # goal: 0.5
+
+WORDS = re.compile(
+    r"\b(beside|besides|anew|told|stands|stood|lies|lain|mended|mend|nobody|whatever|of its own|of their own|"
+    r"what becomes of|without a word|as many as|its own way|by name alone|is refused by name|nowhere|"
+    r"takes for|what stands|goes without|in its stead)\b",
+    re.IGNORECASE,
+)
+OPENING = re.compile(r"(What|Whether|Those|Of|See|Where|How|Which|That|As|Who|Whose|Why|When)\b")
+NAMES = re.compile(
+    r"(^|_)(of|beside|told|tell|tells|anew|stands|held|carried|taken|takes|turned|own|heated|leaning|arrivals|wanted|"
+    r"place|places|facts|pulse|sign|usual|subject|nesting|both_ways|chosen_keys|late|asked|settle|said|speak|mended|"
+    r"valued|mismatched|compared|masters|lineage|survey|found|others|kin|given|unread|unmatched|begun)($|_)"
+)
+ALLOWED_NAMES = {
+    "in_place": "PyTorch's term for an operation that overwrites its input",
+    "found_inf": "PyTorch's name of the overflow flag of a gradient scaler",
+    "out_of_memory": "the name of the CUDA error",
+    "end_of_sequence": "the tokenizer's term",
+}
+"""Parts of names that contain a listed word but are terms of the field, each with the reason."""
+ALLOWED_PHRASES = {
+    "as many as": ("as many as possible", "ordinary English for a maximum"),
+}
+"""Longer phrases that contain a listed one but are plain, each with the reason."""
+
+
+@dataclass
+class Rates:
+    """Counts of one kind of text, and where the hits are."""
+
+    total: int = 0
+    hits: list[str] = field(default_factory=list)
+
+    def per(self, unit: int) -> float:
+        return unit * len(self.hits) / max(1, self.total)
+
+    def problem(self, what: str, unit: int, limit: float) -> str:
+        """A line for a failed test: the rate, the limit and the first hits."""
+        return f"{self.per(unit):.2f} {what}, allowed {limit}: {', '.join(self.hits[:20])}"
+
+
+def count_words(text: str) -> int:
+    return len(re.findall(r"[A-Za-z][A-Za-z'-]*", text))
+
+
+def dialect_words(text: str) -> list[str]:
+    for phrase, _ in ALLOWED_PHRASES.values():
+        text = re.sub(re.escape(phrase), " ", text, flags=re.IGNORECASE)
+    return [match.group().lower() for match in WORDS.finditer(text)]
+
+
+def is_bad_opening(docstring: str) -> bool:
+    return OPENING.match(docstring) is not None
+
+
+def is_dialect_name(name: str) -> bool:
+    snake = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower().replace("__", "_")
+    for part in ALLOWED_NAMES:
+        snake = re.sub(rf"(^|_){part}(?=$|_)", "_", snake)
+    return NAMES.search(snake) is not None
+
+
+def texts(source: str) -> Iterator[tuple[int, str]]:
+    """Docstrings, comments and strings with a space (messages, help), with their lines."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.lineno, node.value
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if text := ast.get_docstring(node):
+                yield getattr(node, "lineno", 1), text
+
+
+def definitions(source: str) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.lineno, node.name
+
+
+def prose(markdown: str) -> str:
+    """Markdown without code blocks and code spans."""
+    return re.sub(r"`[^`]*`", " ", re.sub(r"```.*?```", " ", markdown, flags=re.DOTALL))
+
+
+def word_rates(found: Iterator[tuple[int, str]], where: str, rates: Rates) -> None:
+    for line, text in found:
+        rates.total += count_words(text)
+        rates.hits += [f"{where}:{line} {word}" for word in dialect_words(text)]
+
+
+def documents() -> list[Path]:
+    """All documents but changelogs, which are checked when a release is made."""
+    pages = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md"), *ROOT.glob("packages/*/*.md")]
+    return sorted(path for path in pages if path.name != "CHANGELOG.md")
+
+
+def test_sources_use_few_dialect_words():
+    rates = Rates()
+    for path, source in FILES:
+        word_rates(texts(source.text), str(path.relative_to(ROOT)), rates)
+    limit = MAX_SOURCE_WORDS_PER_1000
+    assert rates.per(1000) <= limit, rates.problem("dialect words per 1,000 in sources", 1000, limit)
+
+
+def test_documents_use_few_dialect_words():
+    rates = Rates()
+    for path in documents():
+        word_rates(iter([(1, prose(path.read_text()))]), str(path.relative_to(ROOT)), rates)
+    limit = MAX_DOCUMENT_WORDS_PER_1000
+    assert rates.per(1000) <= limit, rates.problem("dialect words per 1,000 in documents", 1000, limit)
+
+
+def test_docstrings_open_with_a_verb_or_a_noun():
+    rates = Rates()
+    for path, source in FILES:
+        for line, text in docstrings(source.text):
+            rates.total += 1
+            if is_bad_opening(text):
+                rates.hits.append(f"{path.relative_to(ROOT)}:{line} {text.split()[0]}")
+    limit = MAX_BAD_OPENINGS_PERCENT
+    assert rates.per(100) <= limit, rates.problem("% of docstrings open badly", 100, limit)
+
+
+def test_names_are_words_of_the_field():
+    rates = Rates()
+    for path, source in FILES:
+        for line, name in definitions(source.text):
+            rates.total += 1
+            if is_dialect_name(name):
+                rates.hits.append(f"{path.relative_to(ROOT)}:{line} {name}")
+    limit = MAX_DIALECT_NAMES_PERCENT
+    assert rates.per(100) <= limit, rates.problem("% of names are dialect", 100, limit)
+
+
+@pytest.mark.parametrize(
+    ("planted", "words"),
+    [
+        ('"""Return the weights that lie beside the model."""', ["beside"]),
+        ("# the rank is told anew", ["told", "anew"]),
+        ('raise ValueError("it stands as many as five times")', ["stands", "as many as"]),
+        ('"""Use as many as possible."""', []),
+        ('NAME = "beside"', []),  # a key, not a sentence
+    ],
+)
+def test_a_planted_sentence_is_found(planted, words):
+    rates = Rates()
+    word_rates(texts(planted), "planted", rates)
+    assert [hit.split(maxsplit=1)[1] for hit in rates.hits] == words
+
+
+def test_a_planted_sentence_of_a_document_is_found_outside_code():
+    page = "Nobody reads `beside`.\n```\nwhatever\n```\n"
+    assert dialect_words(prose(page)) == ["nobody"]
+
+
+@pytest.mark.parametrize(
+    ("planted", "is_bad"),
+    [
+        ('"""What a rank holds."""', True),
+        ('def f():\n    """Whether it fits."""', True),
+        ('class A:\n    """Of a model the layers."""', True),
+        ('def f():\n    """Return whether it fits."""', False),
+        ('class A:\n    """Whatsoever."""', False),
+    ],
+)
+def test_a_planted_docstring_is_found(planted, is_bad):
+    ((_, text),) = docstrings(planted)
+    assert is_bad_opening(text) == is_bad
+
+
+@pytest.mark.parametrize(
+    ("planted", "is_dialect"),
+    [
+        ("def size_of(): ...", True),
+        ("class ValuesHeld: ...", True),
+        ("async def tell(): ...", True),
+        ("def add_in_place(): ...", False),
+        ("def profile(): ...", False),
+        ("class Placement: ...", False),
+    ],
+)
+def test_a_planted_name_is_found(planted, is_dialect):
+    ((_, name),) = definitions(planted)
+    assert is_dialect_name(name) == is_dialect
+
+
+def test_every_exception_is_needed():
+    """An exception without a listed word in it, or without a reason, would hide nothing or too much."""
+    for part, reason in ALLOWED_NAMES.items():
+        assert reason and NAMES.search(part), part
+    for word, (phrase, reason) in ALLOWED_PHRASES.items():
+        assert reason and word in phrase and WORDS.search(word), phrase

@@ -1,0 +1,113 @@
+"""Kinds of checkpoint directories, and one function that opens any of them.
+
+How each kind is read is known to `checkpoint` and `torch_checkpoint`.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+
+from mca_config.errors import McaError
+from mca_config.files import has_entry
+from mca_models.checkpoint.hf_directory import HfSource, StoredTensor
+from mca_models.checkpoint.mca_directory import McaSource, is_mca, iteration_name, latest_iteration
+from mca_models.storage.manifest import FILE_NAME as MANIFEST
+from mca_models.storage.source import ModelSource
+
+_MEGATRON = ("latest_checkpointed_iteration.txt", ".metadata", "dist_model")
+
+
+class CheckpointKind(Enum):
+    """Kind of a checkpoint directory."""
+
+    HF = "Hugging Face checkpoint"
+    MCA = "MCA checkpoint"
+    ROLL = "ROLL mcore_adapter checkpoint"
+    TORCH_DIST = "Megatron torch_dist checkpoint"
+    PEFT = "PEFT LoRA adapter"
+    MCA_ADAPTER = "MCA LoRA adapter"
+
+    @property
+    def is_adapter(self) -> bool:
+        """Return whether it holds a LoRA adapter alone."""
+        return self in (CheckpointKind.PEFT, CheckpointKind.MCA_ADAPTER)
+
+    @property
+    def is_megatron(self) -> bool:
+        """Return whether its weights have Megatron's layout."""
+        return self in (CheckpointKind.MCA, CheckpointKind.ROLL, CheckpointKind.TORCH_DIST)
+
+
+def checkpoint_kind(path: Path) -> CheckpointKind:
+    """Return the kind of directory ``path``; damaged ones are found when they are opened.
+
+    Raises:
+        McaError: There is no such directory.
+    """
+    if not path.is_dir():
+        raise McaError(f"{path}: {_why_no_directory(path)}")
+    if has_entry(path, "adapter_config.json"):
+        return CheckpointKind.MCA_ADAPTER if is_mca(path) else CheckpointKind.PEFT
+    if is_mca(path) and _has_manifest(path):
+        return CheckpointKind.MCA
+    if is_mca(path.resolve().parent) and (path / MANIFEST).is_file():
+        raise McaError(
+            f"{path}: one iteration of a checkpoint; name the checkpoint itself, {path.resolve().parent}"
+        )
+    if not any(has_entry(path, name) for name in _MEGATRON):
+        return CheckpointKind.MCA if is_mca(path) else CheckpointKind.HF
+    from mca_models.torch_checkpoint.roll import is_roll
+    from mca_models.torch_checkpoint.torch_dist import find_torch_dist
+
+    if is_roll(path):
+        return CheckpointKind.ROLL
+    if find_torch_dist(path) is not None:
+        return CheckpointKind.TORCH_DIST
+    return CheckpointKind.MCA if is_mca(path) else CheckpointKind.HF
+
+
+def _why_no_directory(path: Path) -> str:
+    if path.exists():
+        return f"is a file; name the checkpoint's directory, {path.parent}"
+    return "no such directory; expected a checkpoint directory (Hugging Face, MCA, Megatron)"
+
+
+def _has_manifest(path: Path) -> bool:
+    try:
+        return (path / iteration_name(latest_iteration(path)) / MANIFEST).is_file()
+    except McaError:
+        return False
+
+
+def _pickled(path: Path) -> Sequence[StoredTensor] | None:
+    """The tensors of a Hugging Face directory that keeps them in files of torch.save; None: it does not."""
+    if not any(has_entry(path, name) for name in ("pytorch_model.bin", "pytorch_model.bin.index.json")):
+        return None
+    from mca_models.torch_checkpoint.hf_bin import pickled_tensors
+
+    return pickled_tensors(path)
+
+
+def open_checkpoint(path: Path, dtype: str | None = None) -> ModelSource:
+    """The checkpoint in directory ``path``, whichever kind it is.
+
+    Args:
+        path: The directory.
+        dtype: Safetensors code that quantised weights are read as; None: what ``config.json`` says.
+
+    Raises:
+        McaError: It is incomplete or damaged, or an adapter.
+    """
+    kind = checkpoint_kind(path)
+    if kind.is_adapter:
+        raise McaError(
+            f"{path}: an adapter, not a whole model; name its base model as the checkpoint and this as --adapter_path"
+        )
+    if kind is CheckpointKind.MCA:
+        return McaSource(path)
+    if kind is CheckpointKind.HF:
+        return HfSource(path, dtype, _pickled(path))
+    from mca_models.torch_checkpoint.roll import open_roll
+    from mca_models.torch_checkpoint.torch_dist import open_torch_dist
+
+    return open_roll(path) if kind is CheckpointKind.ROLL else open_torch_dist(path)

@@ -1,0 +1,261 @@
+"""Names in a new adapter's configuration that make PEFT adapt, exclude and save the same modules as mca.
+
+`config` reads all other settings.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject, Typed
+from mca_models.lora.config import ALL_LINEAR, AdapterConfig, ends_with
+from mca_models.lora.peft_load_warnings import EXPERT_LINEARS, FUSING_MODEL_TYPES
+from mca_models.lora.targets import UNSAVED, Target, linear_targets
+from mca_models.templates import get_family
+from mca_models.weights import Stage
+
+_NOT_BUILT = (Stage.MTP, Stage.PASSTHROUGH)
+"""What HF models do not have."""
+_NAMING = ("target_modules", "target_parameters", "modules_to_save")
+_MOST_SHOWN = 8
+_HEADS = ("classifier", "score")
+_HEAD_TASKS = ("SEQ_CLS", "TOKEN_CLS")
+
+
+def complete_peft_config(
+    document: JsonObject, config: McaModelConfig, adapted: Collection[str]
+) -> str | None:
+    """Complete a new adapter's configuration so that PEFT reads it as mca does.
+
+    Args:
+        document: Of ``adapter_config.json``; it is changed.
+        config: Of the model.
+        adapted: Of ``language``, ``vision`` and ``projector``, those that get an adapter.
+
+    Returns:
+        A line for the log if names were replaced, else None.
+    """
+    save_head(document)
+    exclude_unadapted(document, config, adapted)
+    given = dict(document)
+    if not name_targets(document, config):
+        return None
+    changed = (_shown(key, document[key]) for key in _NAMING if document.get(key) != given.get(key))
+    return (
+        f"PEFT would adapt or save other modules of this {config.model_type} model; adapter_config.json therefore "
+        f"names what is trained: {'; '.join(changed)}"
+    )
+
+
+def _shown(key: str, value: Typed) -> str:
+    names = list(value)
+    more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
+    return f"{key} {', '.join(names[:_MOST_SHOWN]) or 'none'}{more}"
+
+
+def save_head(document: JsonObject) -> None:
+    """Add the classification head to ``modules_to_save``, as PEFT does.
+
+    Args:
+        document: Of ``adapter_config.json``; it is changed.
+    """
+    if document.get("task_type") in _HEAD_TASKS:
+        own = list(document.get("modules_to_save") or ())
+        document["modules_to_save"] = [*own, *(name for name in _HEADS if name not in own)]
+
+
+def extra_modules_to_save(adapter: AdapterConfig) -> Sequence[str]:
+    """Return the modules to save that PEFT does not add itself."""
+    theirs = _HEADS if adapter.document.get("task_type") in _HEAD_TASKS else ()
+    return [name for name in adapter.modules_to_save if name not in theirs]
+
+
+def exclude_unadapted(document: JsonObject, config: McaModelConfig, adapted: Collection[str]) -> None:
+    """Exclude modules that PEFT would adapt in addition.
+
+    These are parts of a vision-language model that share names of modules with others, and modules that
+    ``all-linear`` means and that PEFT cannot adapt.
+
+    Args:
+        document: Of ``adapter_config.json``; it is changed.
+        config: Of the model; one of text alone has no parts.
+        adapted: Of ``language``, ``vision`` and ``projector``.
+    """
+    unadaptable = sorted(get_family(config.model_type).unadaptable) if _means_all(document) else ()
+    left = [*_parts_left(config, adapted), *map(_named, unadaptable)]
+    if left:
+        given = document.get("exclude_modules") or []
+        own = [given] if isinstance(given, str) else map(_named, given)
+        document["exclude_modules"] = "|".join([*own, *left])
+
+
+def name_targets(document: JsonObject, config: McaModelConfig) -> bool:
+    """Name what is adapted wherever PEFT would adapt something else; return whether it would.
+
+    - In models of some types PEFT turns names of linears that routed experts had in transformers 4 into those of their
+      stacked weights, and adds these and the router to ``all-linear``. Shared experts and dense layers have linears
+      of the same names: they are named by their weights, in ``target_parameters``. So are routers.
+    - In these models PEFT reduces a regular expression to the last words of what it matches, in all layers.
+    - A name or a regular expression may match modules that have no adapter here, such as those that choose keys.
+    - A name in ``modules_to_save`` may match modules of the vision model, which are not saved.
+
+    Args:
+        document: Of ``adapter_config.json``, with what it excludes; it is changed.
+        config: Of the model.
+    """
+    before = dict(document)
+    adapter = AdapterConfig.from_dict(document)
+    given = document.get("target_modules")
+    if given:
+        found = _AdapterNames(adapter, config, every=_means_all(document))
+        weights = found.named_weights()
+        if isinstance(given, list):
+            document["target_modules"] = list(
+                dict.fromkeys(name for each in given for name in found.kept(each))
+            )
+        elif found.is_misread(given):
+            document["target_modules"] = list(found.ends(found.modules))
+        if weights:
+            document["target_parameters"] = [*(document.get("target_parameters") or ()), *weights]
+            _extend_patterns(document, adapter, weights)
+    if adapter.modules_to_save and get_family(config.model_type).vision is not None:
+        document["modules_to_save"] = list(_named_saved(adapter, config))
+    return document != before
+
+
+class _AdapterNames:
+    """Modules and weights of a model that a configuration names.
+
+    Args:
+        adapter: The configuration.
+        config: The model.
+        every: Its ``target_modules`` is ``all-linear``.
+
+    Attributes:
+        weights: Linears and routers that are named by their weights.
+        modules: The other ones that are adapted.
+    """
+
+    def __init__(self, adapter: AdapterConfig, config: McaModelConfig, *, every: bool) -> None:
+        self._adapter, self._every = adapter, every
+        self._turned = config.model_type in FUSING_MODEL_TYPES
+        self._experts = bool(config.num_moe_experts)
+        targets = linear_targets(config)
+        meant = [each for each in targets if adapter.targets(each.module, linear=each.linear)]
+        self.weights = list(filter(self._is_by_weight, meant))
+        self.modules = [each for each in meant if not self._is_by_weight(each)]
+        names = {each.module for each in meant}
+        self._others = {*_module_names(config), *(each.module for each in targets)} - names
+
+    def _is_by_weight(self, target: Target) -> bool:
+        if target.base.expert is not None or not self._experts or self._adapter.dropout:
+            return False  # with dropout PEFT adapts no parameters
+        return target.is_router or ((self._turned or self._every) and target.label in EXPERT_LINEARS)
+
+    def is_misread(self, given: str) -> bool:
+        """Return whether PEFT takes ``given``, a regular expression or ``all-linear``, for something else."""
+        if self._every or self._turned:
+            return self._experts
+        return bool(self.weights) or any(map(self._adapter.targets, self._others))
+
+    def kept(self, name: str) -> list[str]:
+        """Names for what ``name`` in a list means, without what is named by its weight; itself where it is right."""
+        mine = [each for each in self.modules if ends_with(each.module, [name])]
+        if any(ends_with(other, [name]) and self._adapter.targets(other) for other in self._others):
+            return list(self.ends(mine))
+        if mine or not any(ends_with(each.module, [name]) for each in self.weights):
+            return [name]
+        return []
+
+    def ends(self, targets: Sequence[Target], *more: Target) -> Mapping[str, list[Target]]:
+        """The shortest ends of the names of ``targets`` with which neither those of others nor of ``more`` end."""
+        taken = {end for name in (*self._others, *(each.module for each in more)) for end in _ends(name)}
+        groups: dict[str, list[Target]] = {}
+        for each in targets:
+            end = next((end for end in _ends(each.module) if end not in taken), each.module)
+            groups.setdefault(end, []).append(each)
+        return groups
+
+    def named_weights(self) -> Mapping[str, Target]:
+        """The names of ``weights`` as parameters, each with one of those that it means, which are of the same sizes."""
+        named: dict[str, Target] = {}
+        for end, group in self.ends(self.weights, *self.modules).items():
+            alike = len({_sizes(self._adapter, each) for each in group}) == 1
+            named |= (
+                {f"{end}.weight": group[0]} if alike else {f"{each.module}.weight": each for each in group}
+            )
+        return named
+
+
+def _ends(name: str) -> Iterator[str]:
+    """The last word of ``name``, its last two words, ..., and all of it."""
+    words = name.split(".")
+    return (".".join(words[-count:]) for count in range(1, len(words) + 1))
+
+
+def _module_names(config: McaModelConfig) -> set[str]:
+    """All modules of the HF model that have weights, and those that hold them."""
+    family = get_family(config.model_type)
+    params = (
+        each for each in family.params(family.with_module_names(config)) if each.stage not in _NOT_BUILT
+    )
+    words = [name.split(".")[:-1] for each in params for name in each.hf_names()]
+    return {".".join(each[:count]) for each in words for count in range(1, len(each) + 1)}
+
+
+def _named_saved(adapter: AdapterConfig, config: McaModelConfig) -> Iterator[str]:
+    """``modules_to_save``; a name that modules of the vision model have too is replaced by those of the others."""
+    family = get_family(config.model_type)
+    params = family.params(family.with_module_names(config))
+    for entry in adapter.modules_to_save:
+        saved = AdapterConfig({"modules_to_save": [entry]})
+        found = [(each.stage, name) for each in params for name in each.hf_names() if saved.saves(name)]
+        if all(stage is not Stage.VISION for stage, _ in found):
+            yield entry
+        else:
+            yield from dict.fromkeys(name.rpartition(".")[0] for stage, name in found if stage not in UNSAVED)
+
+
+def _sizes(adapter: AdapterConfig, target: Target) -> tuple[float, ...]:
+    names = (target.module, f"{target.module}.weight")
+    return tuple(size for name in names for size in (adapter.rank(name), adapter.alpha(name)))
+
+
+def _extend_patterns(document: JsonObject, adapter: AdapterConfig, weights: Mapping[str, Target]) -> None:
+    """Give ``weights``, by their names in ``target_parameters``, the ranks and alphas of their modules."""
+    for key, of in (("rank_pattern", adapter.rank), ("alpha_pattern", adapter.alpha)):
+        own = {
+            re.escape(name): of(each.module)
+            for name, each in weights.items()
+            if of(each.module) != of(f"{each.module}.weight")
+        }
+        if own:
+            document[key] = {**own, **(document.get(key) or {})} | own
+
+
+def _means_all(document: JsonObject) -> bool:
+    targets = document.get("target_modules")
+    return isinstance(targets, str) and targets.lower() == ALL_LINEAR
+
+
+def _parts_left(config: McaModelConfig, adapted: Collection[str]) -> list[str]:
+    family = get_family(config.model_type)
+    if family.vision is None:
+        return []
+    spelling = family.vision.spelling(family.with_module_names(config))
+    sees = _beginning_with(spelling.vision.values())
+    joins = _beginning_with(map(spelling.vision_to_file, family.vision.projector))
+    parts = {
+        "language": f"(?!{sees}).*",
+        "vision": f"(?!{joins}){sees}.*",
+        "projector": f"{joins}.*",
+    }
+    return [pattern for part, pattern in parts.items() if part not in adapted]
+
+
+def _named(name: str) -> str:
+    return rf"(.*\.)?{re.escape(name)}"
+
+
+def _beginning_with(names: Iterable[str]) -> str:
+    return f"(?:{'|'.join(map(re.escape, names))})"

@@ -1,0 +1,90 @@
+"""Two RoPEs in one model: sliding-window layers have their own base (Gemma 3, OLMo 3).
+
+Megatron computes one rotation for all layers and passes it through. Here both are concatenated on the last axis, and
+each layer's attention takes its own.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mca_config.model_config import McaModelConfig
+from mca_models.megatron.layers.rope import rotary_dim, rotary_module
+from mca_models.megatron.types import MegatronConfig, MegatronModule
+
+_SLIDING = "sliding_attention"
+
+
+class DualRope(torch.nn.Module):
+    """Rotations of full-attention and of sliding-window layers, ``[seq, 1, 1, channels of both]``."""
+
+    def __init__(self, config: McaModelConfig, cp_group: ProcessGroup) -> None:
+        super().__init__()
+        full, sliding = _layer_kind_configs(config)
+        self.full: MegatronModule = rotary_module(full, cp_group)
+        self.local: MegatronModule = rotary_module(sliding, cp_group)
+
+    def get_rotary_seq_len(self, *args: object, **kwargs: object) -> int:
+        """Return the sequence length, as Megatron's ``RotaryEmbedding`` does."""
+        length: int = self.full.get_rotary_seq_len(*args, **kwargs)
+        return length
+
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
+        """Return both rotations; arguments as for Megatron's ``RotaryEmbedding``."""
+        return torch.cat([self.full(*args, **kwargs), self.local(*args, **kwargs)], -1)
+
+
+def _layer_kind_configs(config: McaModelConfig) -> tuple[McaModelConfig, McaModelConfig]:
+    """Return the configuration of full-attention layers and of sliding-window ones, which have an unscaled RoPE."""
+    full, sliding = (
+        replace(config, of_kind=None, **(config.of_kind or {}).get(kind, {}))
+        for kind in ("full_attention", _SLIDING)
+    )
+    return full, replace(
+        sliding, rotary_base=config.rotary_base_local or config.rotary_base, rope_scaling=None
+    )
+
+
+def rope_widths(config: McaModelConfig) -> tuple[int, int]:
+    """Return the rotated channels of a head in full-attention and in sliding-window layers."""
+    full, sliding = _layer_kind_configs(config)
+    return rotary_dim(full), rotary_dim(sliding)
+
+
+@cache
+def with_layer_rope(attention: type, kinds: tuple[str, ...], factor: float, widths: tuple[int, int]) -> type:
+    """Return an attention class whose layers take one of the two RoPEs.
+
+    Args:
+        attention: Megatron's class.
+        kinds: HF's ``layer_types``.
+        factor: Yarn's factor on cosine and sine in full-attention layers; scores grow by its square.
+        widths: Rotated channels in full-attention and in sliding-window layers.
+    """
+
+    class LayerRope(attention):  # type: ignore[misc]
+        """Attention that selects its RoPE by the layer's type."""
+
+        def __init__(
+            self, config: MegatronConfig, *args: object, layer_number: int, **kwargs: object
+        ) -> None:
+            before = config.softmax_scale
+            if factor != 1.0 and kinds[layer_number - 1] != _SLIDING:
+                config.softmax_scale = (before or config.kv_channels**-0.5) * factor**2
+            super().__init__(config, *args, layer_number=layer_number, **kwargs)
+            config.softmax_scale = before
+
+        def forward(
+            self, *args: object, rotary_pos_emb: Tensor | None = None, **kwargs: object
+        ) -> MegatronModule:
+            """Select the layer's rotation, then call Megatron's attention."""
+            if rotary_pos_emb is not None:
+                full, local = rotary_pos_emb.split(widths, -1)
+                rotation = local if kinds[self.layer_number - 1] == _SLIDING else full
+                rotary_pos_emb = rotation.contiguous()  # fused kernels read it without strides
+            return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+
+    return LayerRope

@@ -1,0 +1,142 @@
+"""Attention heads that differ by layer, have values narrower than keys, or reuse keys as values."""
+
+import copy
+import dataclasses
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm
+
+from mca_config.model_config import McaModelConfig
+from mca_models.megatron.types import MegatronConfig, MegatronModule, Spec
+
+_BY_LAYER = ("num_query_groups", "kv_channels", "softmax_type", "softmax_scale")
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSettings:
+    """Attention heads of one layer.
+
+    Args:
+        settings: Values of Megatron's settings in the order of ``_BY_LAYER``.
+        values: Channels of a value head.
+        values_are_keys: The values are the keys before their norm.
+        norm: Epsilon of the values' norm; None: no norm.
+        scale: Factor on values.
+        reuses_kv: Uses keys and values of an earlier layer (see `shared_kv`).
+        shares_kv: Later layers use this layer's keys and values.
+    """
+
+    settings: tuple[object, ...]
+    values: int
+    values_are_keys: bool
+    norm: float | None
+    scale: float
+    reuses_kv: bool
+    shares_kv: bool
+
+
+def heads_by_layer(config: McaModelConfig) -> tuple[HeadSettings, ...]:
+    """Return the head settings of every decoder layer."""
+    sources = {config.kv_source_layer(layer) for layer in range(config.num_layers)}
+    return tuple(
+        HeadSettings(
+            settings=tuple(getattr(layer_config, name) for name in _BY_LAYER),
+            values=layer_config.value_width,
+            values_are_keys=layer_config.values_are_keys,
+            norm=layer_config.layernorm_epsilon if layer_config.value_norm else None,
+            scale=layer_config.value_scale,
+            reuses_kv=layer_config.takes_keys,
+            shares_kv=layer in sources,
+        )
+        for layer, layer_config in enumerate(map(config.layer_config, range(config.num_layers)))
+    )
+
+
+@cache
+def with_heterogeneous_heads(attention: type, by_layer: tuple[HeadSettings, ...]) -> type:
+    """Return an attention class with the heads of its layer.
+
+    Args:
+        attention: Megatron's class.
+        by_layer: The heads of each decoder layer.
+    """
+
+    class HeterogeneousHeads(attention):  # type: ignore[misc]
+        """Attention that splits its QKV projection by the layer's settings."""
+
+        def __init__(
+            self, config: MegatronConfig, submodules: Spec, layer_number: int, **kwargs: object
+        ) -> None:
+            heads, layer_config = by_layer[layer_number - 1], copy.copy(config)
+            for name, value in zip(_BY_LAYER, heads.settings, strict=True):
+                setattr(layer_config, name, value)
+            queries = layer_config.num_attention_heads * layer_config.kv_channels
+            shared = layer_config.num_query_groups * (
+                layer_config.kv_channels + (0 if heads.values_are_keys else heads.values)
+            )
+            if heads.reuses_kv:
+                shared = 0
+            sized_submodules = dataclasses.replace(
+                submodules,
+                linear_qkv=sized(submodules.linear_qkv, rows=queries + shared),
+                linear_proj=sized(
+                    submodules.linear_proj, columns=layer_config.num_attention_heads * heads.values
+                ),
+            )
+            super().__init__(layer_config, submodules=sized_submodules, layer_number=layer_number, **kwargs)
+            self.heads = heads
+            self.shared_kv: tuple[Tensor, Tensor] | None = None
+            self.reused_kv: tuple[Tensor, Tensor] | None = None
+
+        def qkv_group_rows(self) -> list[int]:
+            """Return the rows of ``linear_qkv`` per group for queries, keys and values; one number: queries only."""
+            width = self.config.kv_channels
+            queries = self.num_attention_heads_per_partition // self.num_query_groups_per_partition * width
+            if self.heads.reuses_kv:
+                return [queries]
+            return [queries, width] if self.heads.values_are_keys else [queries, width, self.heads.values]
+
+        def get_query_key_value_tensors(
+            self, hidden_states: Tensor, *args: object, **kwargs: object
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            """Return queries, keys and values, ``[s, b, heads of this rank, channels]``."""
+            mixed, _ = self.linear_qkv(hidden_states)
+            groups, width = self.num_query_groups_per_partition, self.config.kv_channels
+            if self.heads.reuses_kv:
+                reused_kv, self.reused_kv = self.reused_kv, None
+                assert reused_kv is not None
+                return _normal(self.q_layernorm, mixed.unflatten(-1, (-1, width))), *reused_kv
+            query, key, *values = torch.split(mixed.unflatten(-1, (groups, -1)), self.qkv_group_rows(), -1)
+            value = values[0] if values else key
+            query = query.reshape(*query.shape[:2], -1, width)
+            key, value = _normal(self.k_layernorm, key), _normalize_values(value, self.heads)
+            self.shared_kv = (key, value) if self.heads.shares_kv else None
+            return _normal(self.q_layernorm, query), key, value
+
+    return HeterogeneousHeads
+
+
+def _normalize_values(value: Tensor, heads: HeadSettings) -> Tensor:
+    if heads.norm is not None:
+        value = rms_norm(value.float(), value.shape[-1:], None, heads.norm).to(value.dtype)
+    return value if heads.scale == 1.0 else value * heads.scale
+
+
+def _normal(norm: MegatronModule | None, x: Tensor) -> Tensor:
+    normal: Tensor = x if norm is None else norm(x)
+    return normal
+
+
+@cache
+def sized(linear: type, *, rows: int | None = None, columns: int | None = None) -> type:
+    """Return a linear class with fixed numbers of rows or columns."""
+
+    class Sized(linear):  # type: ignore[misc]
+        """Megatron's linear."""
+
+        def __init__(self, input_size: int, output_size: int, **kwargs: object) -> None:
+            super().__init__(columns or input_size, rows or output_size, **kwargs)
+
+    return Sized

@@ -1,0 +1,101 @@
+"""Top-k sparse attention: core attention to the keys that an indexer chooses, in plain torch.
+
+It is exact and not fast: it computes all scores of a block of queries and masks those of keys that were not chosen.
+The indexers are used in `dsa` and `block_sparse_attention`.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from mca_models.megatron.layers.attention import CoreAttention
+from mca_models.megatron.layers.zigzag import rank_token_ranges
+
+BLOCK = 128
+"""Number of queries whose scores exist at a time."""
+
+QueryFeatures = tuple[Tensor, ...]
+"""Features of this rank's tokens from an indexer, each ``[tokens, ...]``."""
+
+
+class TopKSparseAttention(CoreAttention):
+    """Core attention to the keys that `_select` chooses from the features of `_index`."""
+
+    def _index(self, lengths: tuple[int, ...]) -> tuple[QueryFeatures, list[Tensor]]:
+        """Return the indexer's features of this rank's tokens, and its keys of full sequences."""
+        raise NotImplementedError
+
+    def _select(self, query_features: QueryFeatures, keys: Tensor, start: int) -> Tensor:
+        """Return the mask ``[b, h, q, k]`` of the keys that queries from ``start`` on attend to."""
+        raise NotImplementedError
+
+    def gather_sequence(self, x: Tensor) -> Tensor:
+        """Return ``[tokens, b, channels]`` of this context rank, gathered over sequence-parallel ranks."""
+        x = x.detach() if x.dim() == 3 else x.detach().unsqueeze(1)
+        if not self.config.sequence_parallel:
+            return x
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+        gathered: Tensor = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False)
+        return gathered
+
+    def positions(self, lengths: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return the positions of this rank's tokens in their sequences."""
+        ranges = rank_token_ranges(lengths, self.cp_group.rank(), self.cp_group.size())
+        parts = [torch.arange(each.start, each.start + each.length, device=like.device) for each in ranges]
+        return torch.cat(parts)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], ends: Tensor | None
+    ) -> Tensor:
+        with torch.no_grad():
+            query_features, index_keys = self._index(lengths)
+        keys, values = self._sequences(key, lengths), self._sequences(value, lengths)
+        outputs, row = [], 0
+        for chunk in rank_token_ranges(lengths, self.cp_group.rank(), self.cp_group.size()):
+            for first in range(0, chunk.length, BLOCK):
+                last = min(first + BLOCK, chunk.length)
+                rows, stop = slice(row + first, row + last), chunk.start + last
+                # outside the checkpoint, which restores the generator, not the fork
+                with self._draws():
+                    out = checkpoint(  # saves no seq x seq tensor for the backward pass
+                        self._block,
+                        query[rows],
+                        keys[chunk.sequence][:stop],
+                        values[chunk.sequence][:stop],
+                        tuple(each[rows] for each in query_features),
+                        index_keys[chunk.sequence][:stop],
+                        chunk.start + first,
+                        use_reentrant=False,
+                        preserve_rng_state=self.dropout > 0,
+                    )
+                outputs.append(out)
+            row += chunk.length
+        return torch.cat(outputs)
+
+    def _block(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        query_features: QueryFeatures,
+        index_keys: Tensor,
+        start: int,
+    ) -> Tensor:
+        with torch.no_grad():
+            seen = self._select(query_features, index_keys, start)
+            mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
+            mask.masked_fill_(~seen, -torch.inf)
+        channels = value.shape[-1]
+        width = max(query.shape[-1], channels)  # torch's kernels want equal sizes
+        q, k, v = (pad(x, (0, width - x.shape[-1])).permute(1, 2, 0, 3) for x in (query, key, value))
+        shares = (each.chunk(mask.shape[1], 1) for each in (q, k, v, mask))
+        grouped, dropout = q.shape[1] != k.shape[1], self.dropout if self.training else 0.0
+        outputs = [
+            scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=dropout, scale=self.scale, enable_gqa=grouped
+            )
+            for q, k, v, mask in zip(*shares, strict=True)
+        ]
+        return torch.cat(outputs, 1)[..., :channels].permute(2, 0, 1, 3)

@@ -1,0 +1,81 @@
+"""Dtypes and shapes of all parameters, which every rank needs before weights are sent or written.
+
+Only names, dtypes and shapes are communicated here.
+"""
+
+from dataclasses import replace
+
+from mca_config.model_config import DtypeName
+from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES, HfLayout
+from mca_models.checkpoint.placement import stored_params
+from mca_models.megatron.distributed import parallel
+from mca_models.megatron.distributed.collectives import all_gather
+from mca_models.megatron.factory.fill import full_shape
+from mca_models.megatron.live import LiveModel
+from mca_models.megatron.state.buckets import ParamSpecs, Shape
+from mca_models.megatron.tensors import CODES
+from mca_models.storage.dtypes import CODES as CODE_OF
+from mca_models.storage.dtypes import DTYPE_NAMES
+from mca_models.templates import get_family
+from mca_models.weights import Param
+
+
+def model_params(models: LiveModel) -> list[Param]:
+    """Return all parameters of the model except second copies, in checkpoint order."""
+    return stored_params(get_family(models.config.model_type).params(models.config))
+
+
+def gather_param_specs(models: LiveModel) -> ParamSpecs:
+    """Gather the specs of all parameters of the model. Collective."""
+    parallel.activate_process_groups(models.chunks)
+    mine = {
+        item.param.mca_name(): (CODES[tensor.dtype], full_shape(item.param, tensor, models.config))
+        for item, tensor in models.local_params()
+        if not item.copy
+    }
+    specs: dict[str, tuple[str, Shape]] = {}
+    for part in all_gather(mine, parallel.whole_model_group()):
+        specs |= part
+    return specs
+
+
+def cast_param_specs(params: list[Param], specs: ParamSpecs, dtype: DtypeName) -> ParamSpecs:
+    """Return ``specs`` with the dtype that weights are cast to."""
+    return {
+        param.mca_name(): (code if param.keep_fp32 or code not in DTYPE_NAMES else CODE_OF[dtype], shape)
+        for param in params
+        for code, shape in (specs[param.mca_name()],)
+    }
+
+
+def split_specs(specs: ParamSpecs) -> tuple[dict[str, str], dict[str, Shape]]:
+    """Split into codes and full shapes."""
+    return {name: code for name, (code, _) in specs.items()}, {
+        name: shape for name, (_, shape) in specs.items()
+    }
+
+
+def hf_layout(
+    models: LiveModel,
+    specs: ParamSpecs,
+    dtype: DtypeName | None = None,
+    max_shard_bytes: int | None = None,
+    *,
+    fp8: bool = False,
+) -> HfLayout:
+    """Return the layout of the model's Hugging Face checkpoint.
+
+    Args:
+        models: The model.
+        specs: Specs of its parameters.
+        dtype: Dtype that it is cast to; None: not cast.
+        max_shard_bytes: Limit of one file's tensors; None: the writer's default.
+        fp8: Quantise weights of linears to fp8 blocks.
+
+    Raises:
+        McaError: transformers could not read this family's weights in fp8.
+    """
+    config = models.config if dtype is None else replace(models.config, dtype=dtype)
+    return HfLayout(
+        model_params(models), config, *split_specs(specs), max_shard_bytes or MAX_SHARD_BYTES, fp8=fp8
+    )

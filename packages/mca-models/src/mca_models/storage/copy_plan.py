@@ -1,0 +1,221 @@
+"""Copy plans between checkpoint layouts, from the weight algebra.
+
+A parameter's elements have one order in its HF tensors and another in the shards of each parallel
+layout. Running the algebra of ``mca_models.weights`` on arrays of element *numbers* instead of weights
+gives the position of each element on either side; comparing the two sides gives the runs to copy. That every
+number occurs exactly once on each side is the proof that nothing is lost or doubled.
+
+Only the last axis is long and never looked into by most rules, so it is numbered in a few blocks. That
+is checked, not assumed: where a rule takes blocks apart, every element gets its own number.
+
+A side is ``None`` for the HF tensors, or the number of ranks for the shards of a parameter.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from math import lcm, prod
+from typing import TYPE_CHECKING
+
+from mca_models.storage.byte_ranges import Gather, Move, Shape, plan_gather
+from mca_models.storage.transposed import invert_gathers, transpose_sources, transpose_targets
+from mca_models.weights import Param
+from mca_models.weights.arrays import Array, NumpyArray
+from mca_models.weights.layouts import Layout, Transposed
+from mca_models.weights.rules import Shard
+
+if TYPE_CHECKING:
+    pass
+
+Side = int | None
+HF: Side = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The part of a ``Param`` that decides where its elements lie; equal for all layers and experts."""
+
+    shard: Shard
+    layout: Layout
+    hf_layout: Layout
+    vocab: bool
+
+    @staticmethod
+    def from_param(param: Param) -> "Rule":
+        """The rule of ``param``: the same object for parameters that share theirs."""
+        key = id(param.shard), id(param.layout), id(param.hf_layout), param.vocab
+        rule = _KNOWN_RULES.get(key)
+        if rule is None:  # it keeps its parts alive, so their ids stay their own
+            if len(_KNOWN_RULES) > _MAX_RULES:
+                _KNOWN_RULES.clear()
+            rule = _KNOWN_RULES[key] = Rule(param.shard, param.layout, param.hf_layout, param.vocab)
+        return rule
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.shard, self.layout, self.hf_layout, self.vocab))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def to_full(self, hf: Sequence[Array]) -> Array:
+        """Apply ``Param.to_full`` to the tensors' own entries."""
+        (whole,) = self.layout.pack(self.hf_layout.unpack(list(hf)))
+        return whole
+
+    def parts(self, whole: Array, side: Side) -> list[Array]:
+        """The tensors of ``side`` that hold ``whole``; padding rows are numbered -1."""
+        if side is None:
+            return list(self.hf_layout.pack(self.layout.unpack((whole,))))
+        if self.shard.axis is None:
+            return [whole]
+        padded = _pad(whole, side) if self.vocab else whole
+        return [self.shard.take(padded, rank, side) for rank in range(side)]
+
+    @property
+    def untransposed(self) -> "Rule | None":
+        """The rule that takes HF tensors with their last two axes exchanged back; None if none are."""
+        if not isinstance(self.hf_layout, Transposed) or self.vocab:
+            return None
+        return replace(self, hf_layout=self.hf_layout.inside)
+
+
+_MAX_RULES = 4096
+_MOST_NUMBERS = 1 << 28  # 2 GiB of them
+_KNOWN_RULES: dict[tuple[int, int, int, bool], Rule] = {}
+
+
+def _pad(whole: NumpyArray, size: int) -> NumpyArray:
+    import numpy as np
+
+    rows = -whole.shape[0] % size
+    return np.concatenate([whole, np.full((rows, *whole.shape[1:]), -1, whole.dtype)]) if rows else whole
+
+
+def _keeps_pairs(parts: Sequence[Array]) -> bool:
+    """Return whether blocks 2i and 2i + 1 stay side by side everywhere, so that whole pairs move."""
+    for part in parts:
+        if part.ndim < 2 or part.shape[-1] % 2:
+            return False
+        pairs = part.reshape(-1, 2)
+        even, odd = pairs[:, 0], pairs[:, 1]
+        if not (((even < 0) & (odd < 0)) | ((even % 2 == 0) & (odd == even + 1))).all():
+            return False
+    return True
+
+
+@lru_cache(maxsize=1024)
+def plan_moves(rule: Rule, whole: Shape, source: Side, target: Side) -> tuple[Gather, ...]:
+    """Plan how to fill each tensor of side ``target`` from those of side ``source``.
+
+    Args:
+        rule: From ``Rule.from_param``.
+        whole: Shape of the whole parameter, without vocabulary padding.
+        source: The side to read.
+        target: The side to write.
+
+    Raises:
+        ValueError: The parameter does not divide as a side demands, or a rule loses elements.
+    """
+    if source is HF and target is HF:
+        return tuple(_copy_all(number, shape) for number, shape in enumerate(part_shapes(rule, whole, HF)))
+    if rule.untransposed and HF in (source, target):
+        return _plan_transposed(rule.untransposed, whole, source, target)
+    numbering = _Numbering(rule, whole, (source, target))
+    starts, positions = numbering.positions(source)
+    numbering.positions(target)  # that the target too holds every element once
+    return tuple(
+        plan_gather(positions, part, starts, numbering.block_size) for part in numbering.parts(target)
+    )
+
+
+def _copy_all(part: int, shape: Shape) -> Gather:
+    size = prod(shape)
+    return Gather(shape, (Move(part, 0, 0, size, 1, size, size),) if size else ())
+
+
+def _plan_transposed(untransposed: Rule, whole: Shape, source: Side, target: Side) -> tuple[Gather, ...]:
+    """Plan moves for transposed HF tensors: as if they were not, then transpose each move.
+
+    Numbering a large matrix in blocks works in one direction only; transposed, every element would need
+    its own number.
+    """
+    shapes = part_shapes(untransposed, whole, HF)
+    if source is HF:
+        return tuple(
+            transpose_sources(gather, shapes) for gather in plan_moves(untransposed, whole, HF, target)
+        )
+    # the other way round: HF rows that alternate between parts are few moves only in this direction
+    back = invert_gathers(plan_moves(untransposed, whole, HF, source), shapes)
+    return tuple(transpose_targets(gather) for gather in back)
+
+
+@lru_cache(maxsize=1024)
+def part_shapes(rule: Rule, whole: Shape, side: Side) -> tuple[Shape, ...]:
+    """The shapes of a side's tensors (an expert's own entries of stacked ones)."""
+    if rule.untransposed:
+        shapes = part_shapes(rule.untransposed, whole, side)
+        return shapes if side is not None else tuple((columns, rows) for rows, columns in shapes)
+    numbering = _Numbering(rule, whole, (side,))
+    return tuple(numbering.true_shape(part) for part in numbering.parts(side))
+
+
+class _Numbering:
+    """The blocks of a whole parameter, numbered, and where they lie on each side."""
+
+    def __init__(self, rule: Rule, whole: Shape, sides: Sequence[Side]) -> None:
+        self.rule, self.whole = rule, whole
+        self.blocks = self._blocks(sides)
+        if prod(whole[:-1]) * self.blocks > _MOST_NUMBERS:
+            raise ValueError(
+                f"rows of {whole[-1]} do not divide into even parts, and it is too large to move one by one"
+            )
+        self.block_size = whole[-1] // self.blocks if whole and whole[-1] else 1
+
+    def _blocks(self, sides: Sequence[Side]) -> int:
+        """Blocks of the last axis: few where the rule leaves them whole, else one for each element."""
+        if len(self.whole) < 2:
+            return self.whole[-1] if self.whole else 1
+        cut = self.rule.shard.axis == len(self.whole) - 1
+        few = 2 * (lcm(*(side or 1 for side in sides)) * sum(self.rule.shard.segments) if cut else 1)
+        if few < self.whole[-1] and self.whole[-1] % few == 0:
+            self.blocks = few
+            try:
+                if all(_keeps_pairs(self.parts(side)) for side in sides):
+                    return few
+            except ValueError:
+                pass
+        return self.whole[-1]
+
+    def parts(self, side: Side) -> list[Array]:
+        import numpy as np
+
+        shape = (*self.whole[:-1], self.blocks) if self.whole else ()
+        return self.rule.parts(np.arange(prod(shape)).reshape(shape), side)
+
+    def positions(self, side: Side) -> "tuple[list[int], NumpyArray]":
+        """Return the start of each part and the position of each block: parts in order, a gap of one between."""
+        import numpy as np
+
+        count = prod(self.whole) // self.block_size
+        positions = np.full(count, -1)
+        starts, start, seen = [], 0, 0
+        for part in self.parts(side):
+            flat = part.reshape(-1)
+            kept = np.flatnonzero(flat >= 0)
+            positions[flat[kept]] = start + kept
+            seen += len(kept)
+            starts.append(start)
+            start += flat.size + 1
+        if seen != count or (positions < 0).any():
+            raise ValueError(f"the rule does not hold every element of {self.whole} exactly once")
+        if side is None and not np.array_equal(
+            self.rule.to_full(self.parts(HF)).reshape(-1), np.arange(count)
+        ):
+            raise ValueError(f"the rule's two directions are not inverse, for {self.whole}")
+        return starts, positions
+
+    def true_shape(self, part: NumpyArray) -> Shape:
+        if self.block_size == 1:
+            return tuple(part.shape)
+        return (*part.shape[:-1], part.shape[-1] * self.block_size)

@@ -1,0 +1,91 @@
+"""Trained parts of a vision-language model: selection and checks.
+
+``mca_models`` freezes the other parts, and ``engine`` sets the learning rates of the parts.
+"""
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
+
+from mca_config.model_config import McaModelConfig
+from mca_train.config.arguments import LoraArguments
+
+if TYPE_CHECKING:
+    from mca_config.training import TrainingArguments
+    from mca_models.lora import AdapterRules
+    from mca_models.megatron.types import MegatronConfig
+
+Part = Literal["vision", "projector", "language"]
+PARTS: tuple[Part, ...] = get_args(Part)
+SEEING: tuple[Part, ...] = ("vision", "projector")
+"""Parts that only images need; they are frozen by default."""
+_KEYS = ("freeze", "vision_learning_rate", "projector_learning_rate")
+
+
+def trained_parts(training: "TrainingArguments") -> frozenset[Part]:
+    """Return the trained parts."""
+    frozen = SEEING if training.freeze is None else training.freeze
+    return frozenset(part for part in PARTS if part not in frozen)
+
+
+def adapted_parts(directory: str, config: McaModelConfig) -> frozenset[Part]:
+    """Return the parts with weights of the adapter in ``directory``."""
+    from mca_models.lora import load_adapter_rules
+
+    return adapter_parts(load_adapter_rules(Path(directory), config)[1], config)
+
+
+def adapter_parts(rules: "AdapterRules", config: McaModelConfig) -> frozenset[Part]:
+    """Return the parts in which an adapter with ``rules`` has trained weights."""
+    from mca_models.megatron.families.vision_tower import model_part
+
+    trained = (*(pair.target.base for pair in rules.factors), *rules.saved)
+    parts = {model_part(param, config) for param in trained}
+    return frozenset(part for part in PARTS if part in parts)
+
+
+def part_problems(
+    training: "TrainingArguments", lora: LoraArguments, config: McaModelConfig, megatron: "MegatronConfig"
+) -> Iterator[str]:
+    """Yield problems of keys about parts: absent or frozen parts, and parts that cannot be trained in this way."""
+    keys = [key for key in _KEYS if getattr(training, key) is not None]
+    if config.vision is None:
+        if keys:
+            yield f"{', '.join(keys)}: a {config.model_type} model has no vision part; remove the key"
+        return
+    path = lora.adapter_name_or_path
+    if path is not None and keys:
+        yield f"{', '.join(keys)}: the adapter of adapter_name_or_path has its own settings; remove the key"
+        return
+    trained = trained_parts(training) if path is None else adapted_parts(path, config)
+    if not trained:
+        yield f"freeze: {', '.join(PARTS)} are all parts, so no parameter would be trained; remove one of them"
+    yield from trained_problems(training, trained, adapted=lora.is_enabled)
+    if trained - {"language"}:
+        from mca_models.megatron.families.image_limits import image_problems
+
+        yield from image_problems(config, config.layout, megatron)
+
+
+def trained_problems(
+    training: "TrainingArguments", trained: Collection[Part], *, adapted: bool
+) -> Iterator[str]:
+    """Yield problems of learning rates of parts, and of overlap_param_gather with a trained vision tower.
+
+    Args:
+        training: Arguments of a vision-language model.
+        trained: Its trained parts.
+        adapted: Only an adapter is trained.
+    """
+    rates = {part: f"{part}_learning_rate" for part in SEEING}
+    keys = {part: key for part, key in rates.items() if getattr(training, key) is not None}
+    if adapted and keys:
+        yield f"{', '.join(keys.values())}: an adapter has one learning rate; remove the key"
+    for part, key in keys.items():
+        if not adapted and part not in trained:
+            yield f"{key}: {part} is frozen; set freeze to a list without it, or remove the key"
+    if training.overlap_param_gather and not set(SEEING).isdisjoint(trained):
+        yield (
+            "overlap_param_gather is not supported with a trained vision tower, which ranks without an image do not "
+            "run, so that they would gather weights in another order; set it to false, or freeze vision and projector"
+        )

@@ -1,0 +1,302 @@
+"""Image tokens of the model families, computed from the image size and checked against the image processor.
+
+Qwen, GLM    a grid of patches, several of which are merged into one token
+InternVL     tiles with a fixed number of tokens, between two marks
+Mistral 3    rows of tokens, each ending with a mark
+Gemma 3      a fixed number of tokens per image, between two marks and empty lines
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from mca_config.errors import McaError, UsageError
+from mca_config.model_config import McaModelConfig
+from mca_config.types import Values
+from mca_models.images import ImageSpan, placeholders
+from mca_models.templates import get_family
+from mca_models.templates.vision_tower import ImageTokenKind
+from mca_train.data.chat import with_image_text
+from mca_train.data.image_tokens import Grid, ImageTokens
+from mca_train.types import ImageProcessor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class PatchTokens(ImageTokens):
+    """Image tokens of Qwen and GLM.
+
+    Args:
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+
+    Raises:
+        UsageError: The processor is not supported.
+    """
+
+    taken = ("pixel_values", "image_grid_thw")
+
+    def __init__(self, processor: ImageProcessor, token: int) -> None:
+        super().__init__(processor, token)
+        resize = getattr(sys.modules[type(processor).__module__], "smart_resize", None)
+        if resize is None or not hasattr(processor, "merge_size"):
+            raise UsageError(
+                f"{type(processor).__name__}: this image processor is not supported; supported are those of "
+                "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4V, InternVL, Mistral 3 and Gemma 3"
+            )
+        self._resize, self._takes = resize, set(inspect.signature(resize).parameters)
+
+    def _computed(self, height: int, width: int) -> Grid:
+        own = self.processor
+        known = {
+            "height": height,
+            "width": width,
+            "factor": own.patch_size * own.merge_size,
+            "min_pixels": own.size["shortest_edge"],
+            "max_pixels": own.size["longest_edge"],
+            "num_frames": own.temporal_patch_size,
+            "temporal_factor": own.temporal_patch_size,
+        }
+        try:
+            high, wide = self._resize(**{key: value for key, value in known.items() if key in self._takes})
+            patches = own.get_number_of_image_patches(height, width, {})
+        except ValueError as error:
+            raise McaError(f"an image of {width} x {height} pixels cannot be used: {error}") from error
+        rows, columns = high // known["factor"], wide // known["factor"]
+        if rows * columns * own.merge_size**2 != patches:
+            raise McaError(
+                f"{type(own).__name__} makes {patches} patches of {width} x {height} pixels, which are not "
+                f"{rows} x {columns} tokens; report it"
+            )
+        return rows, columns
+
+    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
+        merge = self.processor.merge_size
+        return [(rows // merge, columns // merge) for _, rows, columns in made["image_grid_thw"].tolist()]
+
+
+class TileTokens(ImageTokens):
+    """Image tokens of InternVL.
+
+    Args:
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+        length: Placeholders per tile.
+        marks: Ids of the tokens before and after the placeholders of an image.
+    """
+
+    def __init__(self, processor: ImageProcessor, token: int, length: int, marks: tuple[int, int]) -> None:
+        # the option that InternVL's processor passes to its image processor
+        super().__init__(processor, token, crop_to_patches=True)
+        self._length, self._marks = length, marks
+
+    def _computed(self, height: int, width: int) -> Grid:
+        return self.processor.get_number_of_image_patches(height, width, self.options), self._length
+
+    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
+        return [(int(tiles), self._length) for tiles in made["num_patches"]]
+
+    @property
+    def marks(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the marks around an image."""
+        return self._marks[:1], self._marks[1:]
+
+    def image_ids(self, grid: Grid) -> list[int]:
+        """Return the tokens of an image, including its marks."""
+        return [self._marks[0], *super().image_ids(grid), self._marks[1]]
+
+
+class LineTokens(ImageTokens):
+    """Image tokens of Mistral 3.
+
+    Args:
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+        side: Side of a token in pixels.
+        marks: Ids of the tokens at the end of a row, and of the last row.
+    """
+
+    taken = ("pixel_values", "image_sizes")
+
+    def __init__(self, processor: ImageProcessor, token: int, side: int, marks: tuple[int, int]) -> None:
+        super().__init__(processor, token, patch_size={"height": side, "width": side})
+        self._side, self._marks = side, marks
+
+    def _computed(self, height: int, width: int) -> Grid:
+        longest = self.processor.size["longest_edge"]
+        ratio = max(height / longest, width / longest, 1.0)
+        sides = (height, width) if ratio == 1 else (int(height / ratio), int(width / ratio))
+        if not min(sides):
+            raise McaError(f"an image of {width} x {height} pixels cannot be used: it is too narrow")
+        return (sides[0] - 1) // self._side + 1, (sides[1] - 1) // self._side + 1
+
+    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
+        return [
+            (int(high) // self._side, int(wide) // self._side) for high, wide in made["image_sizes"].tolist()
+        ]
+
+    @property
+    def marks(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the mark after an image."""
+        return (), self._marks[1:]
+
+    def image_ids(self, grid: Grid) -> list[int]:
+        """Return the tokens of an image, including the marks at the ends of rows."""
+        ids = ([self.token] * grid[1] + [self._marks[0]]) * grid[0]
+        return [*ids[:-1], self._marks[1]]
+
+    def locate(self, where: Sequence[int], grids: Sequence[Grid]) -> list[ImageSpan]:
+        """Return one location per row of an image."""
+        return super().locate(where, [(1, columns) for rows, columns in grids for _ in range(rows)])
+
+
+class FixedTokens(ImageTokens):
+    """Image tokens of Gemma 3.
+
+    Args:
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+        length: Placeholders per image.
+        marks: Ids of the tokens before and after the placeholders of an image.
+        written: Text that the processor writes for an image, with one placeholder.
+    """
+
+    def __init__(
+        self, processor: ImageProcessor, token: int, length: int, marks: tuple[int, int], written: str
+    ) -> None:
+        # the option that Gemma's processor passes to its image processor
+        super().__init__(processor, token, do_pan_and_scan=False)
+        self.before, self.after = marks[:1], marks[1:]
+        self._length, self._written = length, written
+
+    def _computed(self, height: int, width: int) -> Grid:
+        return 1, self._length
+
+    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
+        return [(1, self._length) for _ in made["pixel_values"]]
+
+    def mark(self, tokenizer: "PreTrainedTokenizerBase") -> str:
+        """Return the text that Gemma's processor writes for an image."""
+        return self._written
+
+
+def image_tokens(
+    config: McaModelConfig, directories: Sequence[Path], tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    """Return the image tokens of a model, whose image processor is in one of ``directories``.
+
+    Raises:
+        UsageError: The model does not support images, or there is no processor.
+    """
+    if config.vision is None:
+        raise UsageError(f"a {config.model_type} model does not support images; remove them from the rows")
+    kind = _kind(config)
+    if kind is None:
+        raise UsageError(
+            f"images of {config.model_type} are not supported in rows: mca does not write the tokens that its "
+            "processor puts around an image; remove the images from the rows of the dataset"
+        )
+    vision, processor = config.vision, _processor(directories)
+    token = placeholders(vision).get("image")
+    if token is None:
+        raise UsageError(f"config.json: image_token_id is missing, the placeholder of {config.model_type}")
+    return _MAKERS[kind](processor, token, vision, tokenizer)
+
+
+def _kind(config: McaModelConfig) -> ImageTokenKind | None:
+    """Return the image token kind of a model's family; None: not supported."""
+    part = get_family(config.model_type).vision
+    return part.image_tokens if part is not None else None
+
+
+def _patches(
+    processor: ImageProcessor, token: int, vision: Values, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    made = PatchTokens(processor, token)
+    made.before, made.after = (
+        [vision[key] for key in (f"vision_{side}_token_id", f"image_{side}_token_id") if key in vision]
+        for side in ("start", "end")
+    )
+    return made
+
+
+def _tiles(
+    processor: ImageProcessor, token: int, vision: Values, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    return TileTokens(
+        processor, token, vision.get("image_seq_length", 256), _ids(tokenizer, "<img>", "</img>")
+    )
+
+
+def _lines(
+    processor: ImageProcessor, token: int, vision: Values, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    side = vision["vision_config"].get("patch_size", 16) * vision.get("spatial_merge_size", 2)
+    return LineTokens(processor, token, side, _ids(tokenizer, "[IMG_BREAK]", "[IMG_END]"))
+
+
+def _fixed(
+    processor: ImageProcessor, token: int, vision: Values, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    length, written = vision.get("mm_tokens_per_image", 256), _gemma_image_text(tokenizer, vision)[1]
+    return FixedTokens(processor, token, length, _gemma_marks(vision), written)
+
+
+_Maker = Callable[[ImageProcessor, int, Values, "PreTrainedTokenizerBase"], ImageTokens]
+_MAKERS: Mapping[ImageTokenKind, _Maker] = {
+    "patches": _patches,
+    "tiles": _tiles,
+    "lines": _lines,
+    "fixed": _fixed,
+}
+
+
+def _processor(directories: Sequence[Path]) -> ImageProcessor:
+    # without torchvision, transformers 5.17 exports a dummy class that raises an error
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+    reasons = []
+    for directory in directories:
+        try:
+            return AutoImageProcessor.from_pretrained(directory)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            reasons.append(f"{directory}: {' '.join(str(error).split())[:200]}")
+    raise UsageError(f"rows have images, and there is no image processor: {'; '.join(reasons)}")
+
+
+def _ids(tokenizer: "PreTrainedTokenizerBase", *marks: str) -> tuple[int, int]:
+    known = tokenizer.get_vocab()
+    if missing := [mark for mark in marks if mark not in known]:
+        raise UsageError(f"the tokenizer has no token {', '.join(missing)} around images")
+    first, last = (known[mark] for mark in marks)
+    return first, last
+
+
+def _gemma_marks(vision: Values) -> tuple[int, int]:
+    return vision.get("boi_token_index", 255999), vision.get("eoi_token_index", 256000)
+
+
+def _gemma_image_text(tokenizer: "PreTrainedTokenizerBase", vision: Values) -> tuple[str, str]:
+    """Return Gemma's image token in text, and the processor's replacement with one placeholder."""
+    before, after = _gemma_marks(vision)
+    ids = [before, vision.get("image_token_id", vision.get("image_token_index", 262144)), after]
+    first, placeholder, last = tokenizer.convert_ids_to_tokens(ids)
+    return first, f"\n\n{first}{placeholder}{last}\n\n"
+
+
+def with_image_marks(
+    tokenizer: "PreTrainedTokenizerBase", config: McaModelConfig
+) -> "PreTrainedTokenizerBase":
+    """Return a tokenizer whose rendered chats have the processor's image text with one placeholder.
+
+    Gemma's templates write only the start mark. The processor adds the rest to the rendered text, where line breaks
+    merge with adjacent ones into one token.
+    """
+    if _kind(config) != "fixed" or config.vision is None:
+        return tokenizer
+    return with_image_text(tokenizer, *_gemma_image_text(tokenizer, config.vision))

@@ -1,0 +1,93 @@
+"""Fake process groups, in which a single process is one rank of any world size.
+
+They use torch's ``fake`` backend. Collectives that Megatron needs in addition (gloo groups, gathered objects) return at
+once, and nothing is sent.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from mca_train.types import Upstream
+
+
+@contextmanager
+def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
+    """Context in which this process is ``rank`` of ``world_size``; no process group may exist before."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    _register_fake_collectives()
+    new_group = dist.new_group
+
+    def fake_group(*args: Upstream, **options: Upstream) -> Upstream:
+        return new_group(*args, **options | {"backend": "fake"})
+
+    with ExitStack() as stack:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        stack.callback(_end)
+        stack.enter_context(patch.object(dist, "new_group", fake_group))
+        stack.enter_context(patch.object(dist, "all_gather_object", _gather_same_object))
+        stack.enter_context(patch.object(dist, "broadcast_object_list", _skip_broadcast))
+        yield
+
+
+def _register_fake_collectives() -> None:
+    """Register meta kernels of collectives, which torch after 2.8 has already."""
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta"):
+        import_module("torch.distributed._tools.fake_collectives")
+
+
+def _end() -> None:
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def _gather_same_object(found: list[Upstream], value: object, group: object = None) -> None:
+    found[:] = [value] * len(found)
+
+
+def _skip_broadcast(*_: object, **__: object) -> None:
+    """Do nothing: this rank's values are used in place of the source's."""
+
+
+@contextmanager
+def replace_moved_parameters() -> Iterator[None]:
+    """Context in which ``Module.to`` replaces parameters, as fake tensors cannot be swapped in place."""
+
+    def move(module: torch.nn.Module, *args: object, **__: object) -> torch.nn.Module:
+        if args and isinstance(args[0], torch.device):
+            _move(module, args[0])
+        return module
+
+    with patch.object(torch.nn.Module, "to", move):
+        yield
+
+
+def _move(module: torch.nn.Module, device: torch.device) -> None:
+    """Replace tensors on other device types by copies on ``device``; shared tensors remain shared."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for owner in module.modules():
+        for tensors in (owner._parameters, owner._buffers):
+            for name, tensor in list(tensors.items()):
+                if tensor is None or tensor.device.type == device.type:
+                    continue
+                if tensor not in moved:
+                    moved[tensor] = _copy_to(tensor, device)
+                tensors[name] = moved[tensor]  # type: ignore[assignment]
+
+
+def _copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    made = tensor.detach().to(device)
+    if not isinstance(tensor, torch.nn.Parameter):
+        return made
+    parameter = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+    marks = vars(tensor).keys() - vars(parameter).keys()  # Megatron's attributes, not those of fake tensors
+    vars(parameter).update({name: vars(tensor)[name] for name in marks})
+    return parameter

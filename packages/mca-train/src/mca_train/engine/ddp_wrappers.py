@@ -1,0 +1,62 @@
+"""The Megatron DDP wrapper of each chunk; a chunk has one at a time.
+
+A wrapper moves gradients, and with a distributed optimizer weights, into its own buffers, and hooks onto the chunk. The
+older wrapper is disabled before a new one is made, because both would take the same gradients.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from weakref import WeakKeyDictionary, ref
+
+from torch.nn import Module
+
+from mca_train.types import Chunk, Wrapper
+
+_log = logging.getLogger(__name__)
+_WRAPPERS: WeakKeyDictionary[Module, "ref[Wrapper]"] = WeakKeyDictionary()
+"""Weak references: a wrapper lives as long as one of its hooks.
+
+This is not an attribute of the chunk, because attributes are copied and pickled with a module.
+"""
+_CALLED = ("no_sync_func", "grad_sync_func", "param_sync_func")
+
+
+def ddp_wrapper(chunk: Chunk) -> Wrapper | None:
+    """Return Megatron's ``DistributedDataParallel`` that ``chunk`` trains in; None if it never trained."""
+    reference = _WRAPPERS.get(chunk)
+    return None if reference is None else reference()
+
+
+def register_wrapper(chunk: Chunk, wrapper: Wrapper) -> None:
+    """Record ``wrapper`` as the current one of ``chunk``."""
+    _WRAPPERS[chunk] = ref(wrapper)
+
+
+def unwrap(chunks: Iterable[Chunk]) -> None:
+    """Disable the wrappers of ``chunks``, if they have any; collective."""
+    wrapped = [(chunk, wrapper) for chunk in chunks if (wrapper := ddp_wrapper(chunk)) is not None]
+    if wrapped:
+        _log.info("another trainer has trained this model; its optimizer state is discarded")
+    for chunk, wrapper in wrapped:
+        if wrapper.remove_forward_pre_hook_handles:
+            wrapper.disable_forward_pre_hook()
+        wrapper.param_to_bucket_group.clear()  # its hooks skip parameters without a group
+        wrapper.grad_accs.clear()
+        for name in _CALLED:
+            setattr(chunk.config, name, None)
+
+
+@contextmanager
+def gathered_params(chunks: Iterable[Chunk]) -> Iterator[None]:
+    """Gather all parameters of ``chunks`` within the block; blocks may be nested. Collective.
+
+    With ``overlap_param_gather`` the next forward pass gathers updated parameters otherwise.
+    """
+    with ExitStack() as hooks:
+        for chunk in chunks:
+            wrapper = ddp_wrapper(chunk)
+            if wrapper is not None and wrapper.remove_forward_pre_hook_handles:
+                wrapper.disable_forward_pre_hook()
+                hooks.callback(wrapper.enable_forward_pre_hook)
+        yield

@@ -1,0 +1,261 @@
+"""Images that a plan assumes per sequence, and the activation memory of the vision tower.
+
+Towers are classes of transformers, replicated on every rank of the first stage. The lines are taken from dry runs.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isqrt
+from typing import TYPE_CHECKING, Literal
+
+from mca_config.errors import UsageError
+from mca_config.model_config import McaModelConfig
+from mca_config.types import Values
+from mca_train.plan.sizes import SINGLE, SavedTensor, Sizes
+
+if TYPE_CHECKING:
+    from mca_train.config.model_parts import Part
+
+PIXELS = 448
+"""Default side of an image in a plan."""
+Form = Literal["patches", "tiles", "sizes"]
+"""Input of a tower: a grid of patches, images of one size, or images with their sizes."""
+ImageLayout = tuple[Form, int | None, int]
+"""Form, fixed side in pixels (None: any), and patches along a side of a token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Block:
+    """Elements that a tower layer saves per patch.
+
+    Args:
+        attention: Multiple of the hidden size: q, k, v as projected, rotated q and k, output, and merged heads.
+        inner: Multiple of the MLP size.
+        single: Multiple of the hidden size in fp32, for both norms; their inputs and outputs are saved too.
+    """
+
+    attention: int = 7
+    inner: int = 2
+    single: int = 0
+
+
+_GATED = _Block(inner=4, single=2)
+_BLOCKS = {
+    "qwen2_5_vl_vision": _GATED,
+    "glm4v_vision": _GATED,
+    "glm4v_moe_vision": _GATED,
+    "qwen2_vl_vision": _Block(inner=3),  # an approximate GELU that saves its factors
+    "siglip_vision_model": _Block(attention=4),  # no RoPE, and no copy of the merged heads
+    "internvl_vision": _Block(attention=6),  # the same, with layer scale after attention and MLP
+    "pixtral": _Block(attention=4, inner=4, single=2),
+}
+"""Towers that differ from Qwen3-VL's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionTower:
+    """Sizes of a vision tower."""
+
+    kind: str
+    form: Form
+    depth: int
+    hidden: int
+    inner: int
+    features: int
+    """Channels of the features for the text model."""
+    merge: int
+    """Patches along a side of one token."""
+    patch: int
+    """Pixels along a side."""
+    values: int
+    """Elements per patch."""
+    projectors: int
+    """Number of projectors: one for the last layer, and one per DeepStack layer."""
+    side: int | None
+    """Pixels along a side of every image or tile; None: any."""
+
+    @classmethod
+    def from_config(cls, config: McaModelConfig) -> "VisionTower | None":
+        """Return the tower of a model; None: it has none, or an unknown one."""
+        if config.vision is None or "vision_config" not in config.vision:
+            return None
+        sizes = _sizes(config.model_type, config.vision["vision_config"])
+        if {"depth", "spatial_merge_size", "temporal_patch_size"} <= sizes.keys():
+            pictures: ImageLayout = "patches", None, sizes["spatial_merge_size"]
+        elif sizes["model_type"] in _BLOCKS:
+            pictures = _image_layout(config.vision, sizes)
+        else:
+            return None
+        form, side, merge = pictures
+        hidden, patch = sizes.get("embed_dim") or sizes["hidden_size"], _square_side(sizes["patch_size"])
+        return cls(
+            kind=sizes["model_type"],
+            form=form,
+            depth=sizes.get("depth") or sizes["num_hidden_layers"],
+            hidden=hidden,
+            inner=sizes.get("intermediate_size") or hidden * sizes["mlp_ratio"],
+            features=sizes.get("out_hidden_size") or sizes["hidden_size"],
+            merge=merge,
+            patch=patch,
+            values=sizes.get("in_channels", 3) * sizes.get("temporal_patch_size", 1) * patch**2,
+            projectors=1 + config.deepstack_layers,
+            side=side,
+        )
+
+
+def _sizes(model_type: str, vision: Values) -> Values:
+    """Return the tower's configuration with its defaults."""
+    from transformers import CONFIG_MAPPING
+
+    whole = CONFIG_MAPPING[model_type](vision_config=copy.deepcopy(dict(vision)))
+    found: Values = whole.vision_config.to_dict()
+    return found
+
+
+def _image_layout(vision: Values, sizes: Values) -> ImageLayout:
+    """Return the image layout of towers that take full images."""
+    if sizes["model_type"] == "pixtral":
+        return "sizes", None, vision.get("spatial_merge_size", 2)
+    side = _square_side(sizes["image_size"])
+    if sizes["model_type"] == "internvl_vision":
+        return "tiles", side, int(1 / vision.get("downsample_ratio", 0.5))
+    tokens = vision.get("mm_tokens_per_image", 256)
+    return "tiles", side, max(side // _square_side(sizes["patch_size"]) // isqrt(tokens), 1)
+
+
+def _square_side(size: int | Sequence[int]) -> int:
+    """Return the side of a square size."""
+    return size if isinstance(size, int) else size[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """Images of one size in each sequence.
+
+    Args:
+        tower: Vision tower.
+        count: Images per sequence.
+        pixels: Side in pixels, rounded as image processors do.
+        trained: Trained parts of the model.
+    """
+
+    tower: VisionTower
+    count: int
+    pixels: int
+    trained: "frozenset[Part]"
+
+    @property
+    def side(self) -> int:
+        """Tokens along the side of an image."""
+        return max(round(self.pixels / (self.tower.patch * self.tower.merge)), 1)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one image."""
+        return self.side**2
+
+    @property
+    def patches(self) -> int:
+        """Patches of the images of one sequence."""
+        return self.count * self.tokens * self.tower.merge**2
+
+    def flops(self, sequences: int) -> float:
+        """Return the forward FLOPs for ``sequences``: GEMMs, attention within images, and projectors."""
+        tower, patches = self.tower, sequences * self.patches
+        merged = tower.hidden * tower.merge**2
+        factors = 3 if _BLOCKS.get(tower.kind, _Block()).inner == _GATED.inner else 2
+        layer = 4 * tower.hidden**2 + factors * tower.hidden * tower.inner
+        layer += 2 * tower.hidden * self.tokens * tower.merge**2  # scores and their products with values
+        projected = tower.projectors * (merged + tower.features) * tower.hidden
+        return 2.0 * patches * (tower.depth * layer + tower.values * tower.hidden + projected)
+
+    def __str__(self) -> str:
+        trained = "trained" if "vision" in self.trained else "frozen"
+        return (
+            f"{self.count} of {self.pixels} x {self.pixels} pixels in each sequence, {self.tokens} tokens each, "
+            f"{trained} tower; --images N, --image_size PIXELS"
+        )
+
+    def lines(self, sizes: Sizes) -> list[SavedTensor]:
+        """Return the tensors that a micro-batch's images save for the backward pass."""
+        tower, patches = self.tower, float(sizes.sequences * self.patches)
+        merged = patches * tower.hidden * sizes.width
+        found = []
+        if "vision" in self.trained:
+            kept = tower.depth * self._block(sizes)
+            if tower.form == "sizes":  # mask of the patches of each image
+                kept += patches**2 * sizes.width
+            found = [SavedTensor("vision tower", kept, f"transformers: {tower.kind}")]
+            found.append(
+                SavedTensor("patches", patches * tower.values * sizes.width, f"transformers: {tower.kind}")
+            )
+        if self.trained & {"vision", "projector"}:
+            found.append(
+                SavedTensor("projector", 4 * tower.projectors * merged, f"transformers: {tower.kind}")
+            )
+        return found
+
+    def _block(self, sizes: Sizes) -> float:
+        tower, patches, width = self.tower, float(sizes.sequences * self.patches), sizes.width
+        block = _BLOCKS.get(tower.kind, _Block())
+        norms = (4 * width + block.single * SINGLE) * tower.hidden
+        return patches * (block.attention * tower.hidden * width + norms + block.inner * tower.inner * width)
+
+    def running(self, sizes: Sizes) -> float:
+        """Return the peak bytes of the tower's forward pass if it saves nothing."""
+        tower, patches = self.tower, float(sizes.sequences * self.patches)
+        widest = max(4 * tower.inner, 6 * tower.hidden) * sizes.width
+        return patches * (widest + 2 * tower.hidden * sizes.width)
+
+
+def plan_images(
+    config: McaModelConfig,
+    trained: "frozenset[Part]",
+    seq_length: int,
+    *,
+    takes: bool,
+    count: int | None = None,
+    pixels: int | None = None,
+) -> Images | None:
+    """Return the images of each sequence in a plan.
+
+    Args:
+        config: Model configuration.
+        trained: Parts of the model.
+        seq_length: Tokens of a sequence.
+        takes: The task supports images.
+        count: Requested number; None: one, if the model and the task support images and it fits.
+        pixels: Requested side; None: `PIXELS`.
+
+    Raises:
+        UsageError: The requested images are not possible.
+    """
+    tower = VisionTower.from_config(config) if takes else None
+    if tower is None:
+        if count or pixels:
+            raise UsageError(
+                f"--images: a {config.model_type} model has no supported vision tower, or this kind of "
+                "run supports no images; remove --images"
+            )
+        return None
+    if tower.side and pixels not in (None, tower.side):
+        raise UsageError(
+            f"--image_size {pixels}: images of {config.model_type}, or their tiles, are all of {tower.side} pixels; "
+            "leave it out, and count tiles by --images"
+        )
+    images = Images(
+        tower=tower,
+        count=1 if count is None else count,
+        pixels=pixels or tower.side or PIXELS,
+        trained=trained,
+    )
+    needed = images.count * (images.tokens + 1)
+    if needed > seq_length:
+        if count is None and pixels is None:
+            return None
+        raise UsageError(
+            f"--images {images.count}: they are {needed} tokens, and seq_length is {seq_length}; use fewer or smaller "
+            "images (--image_size), or a larger seq_length"
+        )
+    return images if images.count else None

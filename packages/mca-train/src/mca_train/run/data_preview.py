@@ -1,0 +1,110 @@
+"""``mca-train data``: preview of a run's samples, without loading the model."""
+
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mca_config.errors import UsageError, raise_problems, raising_usage_errors
+from mca_config.printable import counted
+from mca_train.config.model import model_config
+from mca_train.config.run_config import Settings, load_values
+from mca_train.data.encoding import WarningRecorder
+from mca_train.run.checks import data_problems, make_settings
+from mca_train.run.hub_paths import with_directories
+from mca_train.run.inputs import image_reader, load_tokenizer
+from mca_train.run.logs import quiet_libraries
+from mca_train.tasks.load import load_first, load_mixture, load_tokenized
+from mca_train.tasks.table import infer_task
+from mca_train.tasks.task import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from mca_train.data.mixture import Mixture
+    from mca_train.data.preferences import PairDataset
+    from mca_train.data.token_dataset import TokenDataset
+
+_ROWS_OF_A_STREAM = 1000
+
+
+def print_data(task: Task | None, config: Path | None, overrides: list[str]) -> int:
+    """Print counts, lengths, fill and samples of a configuration's data.
+
+    Args:
+        task: The kind of run; None: inferred from the keys.
+        config: The YAML file; None: the overrides are all.
+        overrides: ``--key value`` words.
+    """
+    quiet_libraries(first=True)
+    values, where = load_values(config, overrides)
+    task = task or infer_task(values)
+    settings = make_settings(task, with_directories(values, only="tokenizer"), where)
+    raise_problems(data_problems(settings), where, kind=UsageError)
+    with raising_usage_errors():
+        tokenizer = load_tokenizer(settings)
+    warnings = WarningRecorder()
+    logger = logging.getLogger("mca_train")
+    logger.addHandler(warnings)
+    logger.propagate = False
+    try:
+        _print(task, settings, tokenizer, warnings)
+    finally:
+        logger.removeHandler(warnings)
+        logger.propagate = True
+    return 0
+
+
+def _print(
+    task: Task, settings: Settings, tokenizer: "PreTrainedTokenizerBase", warnings: WarningRecorder
+) -> None:
+    from mca_train.batching.packing import PackedDataset
+    from mca_train.data.preview import render_preview
+
+    args, data = settings.training, settings.data
+    seed = args.seed if args.data_seed is None else args.data_seed
+    if data.streaming:
+        rows = min(data.max_train_samples or _ROWS_OF_A_STREAM, _ROWS_OF_A_STREAM)
+        data = replace(data, max_train_samples=rows)
+        sys.stdout.write(f"streaming: the first {counted(rows, 'row')}\n")
+    images = None
+    if Path(data.model_name_or_path).is_dir():  # otherwise rows with images are an error
+        model = model_config(data.model_name_or_path)
+        images, data = image_reader(settings, model), task.resolve_labels(data, model)
+    for key, files in (
+        ("train_file", data.train_file),
+        ("datasets", data.datasets),
+        ("eval_file", data.eval_file),
+    ):
+        if not files:
+            continue
+        samples: Mixture | TokenDataset | PairDataset
+        if key == "datasets":
+            mixture = samples = load_mixture(task, tokenizer, data, seed=seed, images=images)
+            warnings.lines.append(mixture.describe())
+        elif key == "train_file" and data.streaming:
+            samples = load_first(task, [str(file) for file in files], tokenizer, data, images=images)
+        else:
+            samples = load_tokenized(
+                task,
+                [str(file) for file in files],
+                tokenizer,
+                data,
+                evaluation=key == "eval_file",
+                images=images,
+            )
+        sys.stdout.write(f"\n{key}, mca-train {task.name}\n" + render_preview(samples, tokenizer))
+        if args.sequence_packing:
+            length, parts = data.seq_length * task.sequences_per_sample, args.context_parallel_size or 1
+            in_order = key == "eval_file" or args.train_sampling_strategy != "random"
+            packs = PackedDataset(
+                samples,
+                length,
+                multiple=2 * parts if parts > 1 else 1,
+                seed=None if in_order else seed,
+                name=key,
+            )
+            warnings.lines.append(f"packing: {packs.fill}")
+        sys.stdout.write("".join(["\n", *(f"{line}\n" for line in warnings.lines)]) if warnings.lines else "")
+        warnings.lines.clear()

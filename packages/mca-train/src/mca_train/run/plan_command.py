@@ -1,0 +1,320 @@
+"""``mca-train plan``: problems and resources of a run, without reading weights or data."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mca_config.checks import position_problem
+from mca_config.errors import McaError
+from mca_config.layout import ParallelLayout, RankGrid
+from mca_config.types import JsonObject, Values
+from mca_train.config.arguments import LaunchArguments
+from mca_train.config.model import planned_ranks
+from mca_train.config.run_config import Settings, load_values
+from mca_train.plan.chunks import Implementation
+from mca_train.plan.document import impossible_document, plan_document
+from mca_train.plan.hardware import Hardware, load_hardware
+from mca_train.plan.memory import Plan, plan_layout
+from mca_train.plan.options import PlanOptions
+from mca_train.plan.remedies import Remedy, find_remedies, stages_over_limit, with_changes
+from mca_train.plan.report import render, render_remedies
+from mca_train.plan.vision_memory import Images
+from mca_train.run.checks import Findings, Run, check, make_settings
+from mca_train.run.hub_paths import with_directories
+from mca_train.run.logs import silent_arguments
+from mca_train.run.plan_input import make_image_check, make_plan_input, planned_images
+from mca_train.tasks.table import TASKS, infer_task
+from mca_train.tasks.task import Task
+
+if TYPE_CHECKING:
+    from mca_models.megatron.factory.target import Target
+    from mca_train.dry_run.report import DryRun
+
+_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+_DEVICE_OPTIONS = (
+    "transformer_impl",
+    "attention_backend",
+    "cp_comm_type",
+    "fp8",
+    "fp8_recipe",
+    "tp_comm_overlap",
+    "cpu_offloading",
+    "apply_rope_fusion",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "cross_entropy_fusion_impl",
+    "gradient_accumulation_fusion",
+    "masked_softmax_fusion",
+)
+"""Keys with values that a GPU or Transformer Engine supports, but this machine may not."""
+
+
+def print_plan(task: Task | None, config: Path | None, overrides: list[str], options: PlanOptions) -> int:
+    """Print the plan of a configuration file and return the exit code, 2 if the run is impossible.
+
+    Args:
+        task: The kind of run; None: inferred from the keys.
+        config: The YAML file; None: the overrides are all.
+        overrides: ``--key value`` words.
+        options: Flags of the command.
+    """
+    for name in _LAUNCHER_VARIABLES:  # this process is not a rank, even if a launcher started it
+        os.environ.pop(name, None)
+    hardware = load_hardware(options.device, options.hardware) if options.device else None
+    values, where = load_values(config, overrides)
+    named, task = task is not None, task or infer_task(values)
+    values = with_directories(values, only="config")
+    settings = make_settings(task, values, where, [flag.name for flag in fields(options)])
+    if options.search:
+        with silent_arguments():
+            return _search(task, values, settings, options, named=named)
+    target = _target(settings, hardware)
+    findings = check(task, settings, _rank_counter(options), target)
+    if findings.impossible or findings.run is None:
+        _print_impossible(findings, options)
+        return 2
+    images = _PlannedImages.from_run(findings.run, target, options)
+    if images.impossible:
+        _print_impossible(replace(findings, impossible=images.refused), options)
+        return 2
+    if options.plot is not None:
+        from mca_train.plots.drawing import prepare_folder
+
+        prepare_folder(options.plot)
+    planned = _Planned.from_run(findings.run, hardware, images)
+    dry_run = None
+    if options.dry_run or options.plot:
+        run = findings.run if target is None else _without_device_options(findings.run)
+        dry_run = _dry_run(run, planned, ordered=options.plot is not None)
+    if options.plot is not None and dry_run is not None:
+        planned.draw(options.plot, dry_run)
+    if options.json:
+        sys.stdout.write(json.dumps(planned.document(findings, dry_run), indent=2) + "\n")
+    else:
+        sys.stdout.write(_first_line(task, named=named) + planned.text(findings, dry_run))
+    return 0
+
+
+def _first_line(task: Task, *, named: bool) -> str:
+    """Return the line about the kind of run, with the usage if it was inferred."""
+    hint = "" if named else f" by its keys; for another kind: mca-train plan {'|'.join(TASKS)} CONFIG.yaml"
+    return f"run          mca-train {task.name}{hint}\n"
+
+
+def _search(task: Task, values: Values, settings: Settings, options: PlanOptions, *, named: bool) -> int:
+    """Print the best layouts; the configuration's own layout only determines the samples of a step."""
+    from mca_train.run import layout_search
+
+    gpus = options.gpus or 1
+    hardware = load_hardware(options.device or "h100-80", options.hardware)
+    requested = settings
+    settings, findings = _possible(task, layout_search.with_one_rank(values), settings.where, hardware, gpus)
+    if findings.impossible or findings.run is None:
+        _print_impossible(findings, options)
+        return 2
+    run, target = findings.run, _target(settings, hardware)
+    images = _PlannedImages.from_run(run, target, options)
+    if images.impossible:
+        _print_impossible(replace(findings, impossible=images.refused), options)
+        return 2
+    batch = layout_search.samples_per_step(requested, run.model, gpus)
+    subject = make_plan_input(
+        run, _implementation(settings, hardware), hardware.device, images=images.counted
+    )
+    found = layout_search.best_layouts(task, values, run, subject, batch, hardware, images.allow)
+    if options.json:
+        sys.stdout.write(json.dumps(layout_search.document(found, batch, gpus, hardware), indent=2) + "\n")
+    else:
+        text = layout_search.render(found, batch, gpus, hardware) + images.explanation()
+        sys.stdout.write(_first_line(task, named=named) + text)
+    return 0
+
+
+def _possible(
+    task: Task, values: Values, where: str, hardware: Hardware, gpus: int
+) -> tuple[Settings, Findings]:
+    """Check the run of ``values`` with the best of `OVERLAPS` that it allows."""
+    from mca_train.plan.search import OVERLAPS
+
+    found: list[tuple[Settings, Findings]] = []
+    for overlap in OVERLAPS:
+        try:
+            settings = make_settings(task, {**values, **overlap}, where)
+        except McaError:
+            if not found and overlap is OVERLAPS[-1]:
+                raise
+        else:
+            found.append((settings, check(task, settings, lambda *_: gpus, _target(settings, hardware))))
+            if not found[-1][1].impossible:
+                break
+    return min(found, key=lambda pair: len(pair[1].impossible))
+
+
+def _target(settings: Settings, hardware: Hardware | None) -> "Target | None":
+    """Return the target of the plan: a device, or Transformer Engine's layers; None: this machine."""
+    from mca_models.megatron.factory.target import Target
+
+    if hardware is None and settings.training.transformer_impl != "transformer_engine":
+        return None
+    return Target.planned(_implementation(settings, hardware))
+
+
+def _without_device_options(run: Run) -> Run:
+    """Return ``run`` without options that this machine does not support, for a dry run here."""
+    from mca_models.megatron import platform
+
+    if platform.engine_problem() is None:
+        return run
+    removed: JsonObject = dict.fromkeys(_DEVICE_OPTIONS)
+    if run.settings.training.moe_token_dispatcher_type == "flex":
+        removed["moe_token_dispatcher_type"] = None
+    training = with_changes(run.settings.training, removed)
+    return replace(run, settings=replace(run.settings, training=training))
+
+
+def _rank_counter(options: PlanOptions) -> Callable[[LaunchArguments, ParallelLayout], int]:
+    def ranks(launch: LaunchArguments, layout: ParallelLayout) -> int:
+        return options.gpus or planned_ranks(launch, layout)
+
+    return ranks
+
+
+def _print_impossible(findings: Findings, options: PlanOptions) -> None:
+    if options.json:
+        sys.stdout.write(json.dumps(impossible_document(findings.impossible), indent=2) + "\n")
+        return
+    sys.stdout.write("".join(["this run is impossible:\n", *(f"  - {p}\n" for p in findings.impossible)]))
+
+
+@dataclass(frozen=True)
+class _PlannedImages:
+    """The planned images, and the problems of training with images."""
+
+    counted: Images | None
+    refused: tuple[str, ...]
+    impossible: bool
+    """Whether the run needs images but cannot use them."""
+    problems: Callable[[ParallelLayout], list[str]]
+
+    @classmethod
+    def from_run(cls, run: Run, target: "Target | None", options: PlanOptions) -> "_PlannedImages":
+        """Return the images of ``run``; a default number that the run cannot use counts as none."""
+        images = planned_images(run, options.images, options.image_size)
+        if images is None:
+            return cls(None, (), False, lambda _: [])
+        problems = make_image_check(run, target)
+        refused = tuple(f"images: {problem}" for problem in problems(run.layout))
+        requested = options.images is not None or options.image_size is not None
+        needed = requested or bool(images.trained - {"language"})
+        return cls(None if refused else images, refused, bool(refused) and needed, problems)
+
+    def allow(self, layout: ParallelLayout) -> bool:
+        """Return whether ``layout`` supports the planned images."""
+        return self.counted is None or not self.problems(layout)
+
+    def explanation(self) -> str:
+        """Return why no images are counted; empty if they are."""
+        return "".join(f"{problem} (none were counted)\n" for problem in self.refused)
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A run, its plan, and the hardware of the plan."""
+
+    run: Run
+    plan: Plan
+    hardware: Hardware | None
+    remedies: list[Remedy]
+    images: _PlannedImages
+
+    @classmethod
+    def from_run(cls, run: Run, hardware: Hardware | None, images: _PlannedImages) -> "_Planned":
+        """Plan ``run``."""
+        implementation = _implementation(run.settings, hardware)
+        subject = make_plan_input(
+            run, implementation, hardware.device if hardware else None, images=images.counted
+        )
+        training = run.settings.training
+        plan = plan_layout(subject, training, run.layout, run.world_size)
+        found: list[Remedy] = []
+        if hardware is not None and stages_over_limit(plan, hardware.device):
+            found = find_remedies(subject, training, run.layout, run.world_size, hardware.device)
+        return cls(run, plan, hardware, found, images)
+
+    def text(self, findings: Findings, dry_run: "DryRun | None") -> str:
+        """Return the plan as text."""
+        device = self.hardware.device if self.hardware else None
+        settings = self.run.settings
+        text = render(self.plan, settings, self.run.model, device)
+        if device is not None and stages_over_limit(self.plan, device):
+            text += render_remedies(self.remedies, device)
+        if dry_run is not None:
+            from mca_train.dry_run.report import render_dry_run
+
+            text += "\n" + render_dry_run(dry_run)
+        if problem := position_problem(self.run.model, settings.data.seq_length):
+            text += f"seq_length {settings.data.seq_length}: {problem}\n"
+        text += self.images.explanation()
+        if findings.missing:
+            text += "".join(["this run cannot start here:\n", *(f"  - {p}\n" for p in findings.missing)])
+        return text
+
+    def draw(self, folder: Path, dry_run: "DryRun") -> None:
+        """Draw the figures of the plan into ``folder``."""
+        from mca_train.plots.figures import draw_all
+
+        run = self.run
+        limit = self.hardware.device.usable_gib if self.hardware else None
+        chunks = replace(run.model, layout=run.layout).pipeline_plan()
+        draw_all(folder, dry_run, chunks, RankGrid(run.layout, run.world_size), limit)
+
+    def document(self, findings: Findings, dry_run: "DryRun | None") -> JsonObject:
+        """Return the plan as a JSON object."""
+        device = self.hardware.device if self.hardware else None
+        document = plan_document(self.plan, self.run.model, device, self.remedies)
+        document["missing"] = list(findings.missing)
+        if dry_run is not None:
+            from mca_train.dry_run.report import dry_run_document
+
+            document["dry_run"] = dry_run_document(dry_run)
+        return document
+
+
+def _implementation(settings: Settings, hardware: Hardware | None) -> Implementation:
+    """Return the layer implementation: as requested, else Transformer Engine on a device, else this machine's."""
+    from mca_models.megatron.factory.transformer_config import choose_implementation
+
+    if (requested := settings.training.transformer_impl) is not None:
+        return requested
+    return "transformer_engine" if hardware is not None else choose_implementation(settings.training)
+
+
+def _dry_run(run: Run, planned: _Planned, *, ordered: bool) -> "DryRun":
+    """Return the dry run of ``run``, which this machine supports."""
+    from mca_train.dry_run.report import DryRun
+    from mca_train.dry_run.stages import measure_stages
+
+    implementation, device = _implementation(run.settings, None), planned.hardware and planned.hardware.device
+    note = None
+    if implementation != planned.plan.implementation:
+        where = f" on {device.name}" if device else ""
+        note = f"measured with Megatron's own layers; Transformer Engine's{where} keep less"
+    return DryRun(
+        stages=measure_stages(
+            run.task,
+            run.settings,
+            run.model,
+            run.layout,
+            run.world_size,
+            ordered=ordered,
+            images=planned.images.counted,
+        ),
+        accumulated=run.settings.training.gradient_accumulation_steps,
+        implementation=implementation,
+        note=note,
+    )

@@ -1,0 +1,78 @@
+"""Inputs of the planner from a run, independent of the layout."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mca_config.layout import ParallelLayout
+from mca_config.model_config import training_dtype
+from mca_train.config.model import make_adapter
+from mca_train.config.model_parts import adapted_parts, trained_parts
+from mca_train.plan.chunks import Implementation
+from mca_train.plan.counts import ModelCounts
+from mca_train.plan.hardware import Device
+from mca_train.plan.memory import PlanInput
+from mca_train.plan.vision_memory import Images, plan_images
+from mca_train.run.checks import Run
+
+if TYPE_CHECKING:
+    from mca_models.megatron.factory.target import Target
+
+
+def planned_images(run: Run, count: int | None = None, pixels: int | None = None) -> Images | None:
+    """Return the images per sequence in the plan of ``run``.
+
+    Args:
+        run: The run.
+        count: Requested number; None: one, if the run can have images.
+        pixels: Requested size.
+
+    Raises:
+        UsageError: The request is not possible.
+    """
+    settings = run.settings
+    trained = trained_parts(settings.training)
+    if settings.lora.adapter_name_or_path is not None:
+        trained = adapted_parts(settings.lora.adapter_name_or_path, run.model)
+    length, takes = settings.data.seq_length, run.task.takes_images
+    return plan_images(run.model, trained, length, takes=takes, count=count, pixels=pixels)
+
+
+def make_image_check(run: Run, target: "Target | None") -> Callable[[ParallelLayout], list[str]]:
+    """Return a function that returns the problems of ``run`` with images, for a layout on ``target``."""
+    from mca_models.megatron.factory.transformer_config import transformer_config
+    from mca_models.megatron.families.image_limits import image_problems
+
+    args, model = run.settings.training, run.model
+    megatron = transformer_config(model, args, run.layout, training_dtype(model, args), target)
+    return lambda layout: image_problems(model, layout, megatron)
+
+
+def make_plan_input(
+    run: Run, implementation: Implementation, device: Device | None = None, *, images: Images | None = None
+) -> PlanInput:
+    """Return the input of the planner for ``run`` on ``device``; None: this machine."""
+    from mca_models.megatron import platform
+
+    settings, config = run.settings, replace(run.model, layout=run.layout)
+    parts = trained_parts(settings.training)
+    adapter = make_adapter(settings.lora, config, parts)
+    reference = None
+    if run.reference is not None:
+        reference = ModelCounts.for_model(replace(run.reference, layout=run.layout))
+    return PlanInput(
+        config=run.model,
+        seq_length=settings.data.seq_length,
+        sequences=run.task.sequences_per_sample,
+        model=ModelCounts.for_model(config),
+        adapter=None if adapter is None else ModelCounts.for_adapter(config, adapter[1]),
+        frozen=ModelCounts.for_frozen(config, parts),
+        reference=reference,
+        implementation=implementation,
+        on_gpu=device is not None or platform.device_type() == "cuda",
+        images=images,
+        evaluated=bool(settings.data.eval_file),
+        fp8_transposed=device is None or device.fp8_transposed,
+        forwards=run.task.extra_forward_passes(settings),
+        precomputed=getattr(settings.own, "precompute_ref_log_probs", False),
+    )

@@ -1,0 +1,66 @@
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mca_train import PairDataset, TokenDataset
+from mca_train.checkpoint import reference_log_probs
+from mca_train.checkpoint.reference_log_probs import ReferenceLogProbs, model_fingerprint
+from mca_train.data.sample_images import SampleImages
+
+
+def pairs(last=5, *, target=True):
+    rows = [([1, 2, 3], [False, True, True]), ([1, 4, last], [False, True, target])]
+    return PairDataset(TokenDataset.from_samples(rows))
+
+
+def test_what_is_kept_serves_the_same_samples_and_reference_alone(tmp_path, monkeypatch):
+    kept = ReferenceLogProbs(tmp_path, "train", pairs(), "model")
+    assert kept.read() is None
+    kept.write(np.array([[-1.5, -2.25]]))
+    assert ReferenceLogProbs(tmp_path, "train", pairs(), "model").read().tolist() == [[-1.5, -2.25]]
+    assert ReferenceLogProbs(tmp_path, "eval", pairs(), "model").read() is None
+    assert ReferenceLogProbs(tmp_path, "train", pairs(last=6), "model").read() is None
+    assert ReferenceLogProbs(tmp_path, "train", pairs(target=False), "model").read() is None
+    assert ReferenceLogProbs(tmp_path, "train", pairs(), "other").read() is None
+    monkeypatch.setattr(reference_log_probs, "_VERSION", 0)
+    assert ReferenceLogProbs(tmp_path, "train", pairs(), "model").read() is None, "computed by older code"
+
+
+def with_image(pixel: float) -> Any:
+    images = SampleImages(places=(), tensors=lambda: {"pixel_values": torch.full((2, 3), pixel)})
+    return [{"input_ids": np.array([1, 2]), "images": images}]
+
+
+def test_images_are_known_by_what_they_show(tmp_path: Any) -> None:
+    ReferenceLogProbs(tmp_path, "train", with_image(0.5), "model").write(np.array([[-1.5, -2.25]]))
+    assert ReferenceLogProbs(tmp_path, "train", with_image(0.5), "model").read() is not None
+    assert ReferenceLogProbs(tmp_path, "train", with_image(0.25), "model").read() is None
+
+
+def test_a_file_that_is_not_whole_counts_as_none(tmp_path):
+    kept = ReferenceLogProbs(tmp_path, "train", pairs(), "model")
+    kept.write(np.array([[-1.5, -2.25]]))
+    kept.path.write_bytes(kept.path.read_bytes()[:-30])
+    assert kept.read() is None
+
+
+def test_a_reference_is_known_by_its_weights_and_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference_log_probs, "fingerprint", lambda model, others: (model.weights, *others))
+
+    def name(weights: int = 1, adapter: Any = None, **settings: Any) -> str:
+        config = SimpleNamespace(to_dict=lambda: {"model": settings})
+        model: Any = SimpleNamespace(weights=weights, config=config)
+        if adapter is not None:
+            param = SimpleNamespace(mca_name=lambda: "lora_A")
+            model.rules, model.adapter = SimpleNamespace(params=[param]), SimpleNamespace(document={})
+            model.adapter_parameters = lambda: iter([("lora_A", adapter)])
+        return model_fingerprint(model, with_adapter=True)
+
+    first = name(dtype="float32", rotary_base=10000)
+    assert name(rotary_base=10000, dtype="float32") == first
+    assert name(2, dtype="float32", rotary_base=10000) != first
+    assert len({first, name(dtype="bfloat16", rotary_base=10000), name(dtype="float32", rotary_base=9)}) == 3
+    assert len({name(), name(adapter=1), name(adapter=2)}) == 3

@@ -1,0 +1,99 @@
+"""What the ends of a model take, against sums by hand: logits, evaluation, images, the embedding's gradient."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mca_train.plan.towers import images_of
+
+from mca_config import TrainingArguments
+from mca_models.templates import config_from_hf
+from mca_train.plan.chunks import Model, forward_alone, of_chunk
+from mca_train.plan.sizes import Sizes
+
+ROOT = Path(__file__).parents[4]
+TOKENS, HIDDEN, VOCABULARY = 8192, 4096, 128256
+LLAMA_8B = ROOT / "tools/recipes/llama-3.1-8b.json"
+GEMMA_27B = ROOT / "packages/mca-models/tests/data/vision_configs/gemma-3-27b.json"
+
+
+def model_of(folder: Path, file: Path = LLAMA_8B, *, tokens: int = TOKENS, **changes: Any) -> Model:
+    """A model on one rank; ``softcap`` is of its final logits."""
+    softcap = changes.pop("softcap", None)
+    settings = {"output_dir": str(folder), "bf16": True, "use_cpu": True, "report_to": "none"}
+    args = TrainingArguments(**settings | {"per_device_train_batch_size": 1})
+    for key, value in changes.items():
+        setattr(args, key, value)
+    config = replace(config_from_hf(json.loads(file.read_text())), final_logit_softcapping=softcap)
+    return Model(config, args, Sizes.of(config, args, tokens), "local", False)
+
+
+def forward_of(model: Model) -> float:
+    """More than what is kept, at the worst moment of the forward pass."""
+    ((chunk,),) = model.config.pipeline_plan().chunks
+    return of_chunk(model, chunk).forward
+
+
+def kept_of(model: Model) -> float:
+    ((chunk,),) = model.config.pipeline_plan().chunks
+    return of_chunk(model, chunk).kept
+
+
+def test_the_forward_pass_takes_logits_in_bf16_before_their_softmax(tmp_path: Path) -> None:
+    assert forward_of(model_of(tmp_path)) == TOKENS * VOCABULARY * 2
+
+
+@pytest.mark.parametrize(("softcap", "numbers"), [(None, 2 + 4), (30.0, 2 + 2 + 4)])
+def test_a_chunk_of_logits_is_there_in_bf16_and_fp32(
+    softcap: float | None, numbers: int, tmp_path: Path
+) -> None:
+    model = model_of(tmp_path, loss_chunk_size=1024, softcap=softcap)
+    assert forward_of(model) == 1024 * VOCABULARY * numbers
+
+
+def test_a_fused_loss_keeps_logits_in_bf16_instead_of_fp32(tmp_path: Path) -> None:
+    fused = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
+    more = kept_of(model_of(tmp_path)) - kept_of(model_of(tmp_path, **fused))
+    assert more == TOKENS * VOCABULARY * (4 - 2)
+
+
+def test_evaluation_takes_its_input_the_final_norm_and_logits_twice(tmp_path: Path) -> None:
+    """The norm: its input and what it normalises in fp32, its output in bf16; logits: bf16, softmax in fp32."""
+    model = model_of(tmp_path)
+    ((chunk,),) = model.config.pipeline_plan().chunks
+    assert forward_alone(model, chunk) == TOKENS * (2 * HIDDEN + (4 + 4 + 2) * HIDDEN + (2 + 4) * VOCABULARY)
+
+
+def test_evaluation_of_a_layer_takes_what_the_layer_keeps_and_runs_with(tmp_path: Path) -> None:
+    """Without the loss: two norms, queries, keys and values of every head, output, sums, and an MLP of five tensors."""
+    model = model_of(tmp_path)
+    ((chunk,),) = model.config.pipeline_plan().chunks
+    query, heads, inner = 4096, 32, 14336
+    kept = 2 * 10 * HIDDEN + 4 * 2 * query + 4 * heads + 5 * 2 * inner
+    middle = replace(chunk, has_embedding=False, has_loss=False)
+    assert forward_alone(model, middle) == TOKENS * (2 * HIDDEN + kept + 2 * 2 * HIDDEN)
+
+
+def test_the_gradient_of_the_embedding_is_the_fullest_moment_of_few_tokens(tmp_path: Path) -> None:
+    """Its matrix in bf16, less what the backward pass has freed by then: all that was kept."""
+    model = model_of(tmp_path, tokens=64)
+    ((chunk,),) = model.config.pipeline_plan().chunks
+    first = replace(chunk, has_loss=False, layers=chunk.layers[:1])
+    found = of_chunk(model, first)
+    assert found.backward + found.kept == VOCABULARY * HIDDEN * 2
+
+
+def test_a_frozen_tower_takes_one_block_at_a_time(tmp_path: Path) -> None:
+    """SigLIP: 64 x 64 patches of an image, the widest of the MLP's four tensors, and two of the hidden size."""
+    model = model_of(tmp_path, GEMMA_27B)
+    images = images_of(model.config, frozenset({"language"}), TOKENS, takes=True)
+    assert images is not None
+    taken = 64 * 64 * (4 * 4304 + 2 * 1152) * 2
+    assert images.running(model.sizes) == taken
+    ((chunk,),) = model.config.pipeline_plan().chunks
+    tower = replace(chunk, has_loss=False, layers=())
+    text_input = TOKENS * 5376 * 2
+    assert forward_alone(replace(model, images=images), tower) == text_input + taken
+    assert of_chunk(replace(model, images=images), tower).forward == taken

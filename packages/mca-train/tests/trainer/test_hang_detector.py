@@ -1,0 +1,32 @@
+"""Which errors mean that ranks waited for one another in vain."""
+
+import pytest
+import torch.distributed as dist
+
+from mca_train.trainer.hang_detector import is_timeout
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms for recv"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError(GLOO), True),
+        (RuntimeError("Operation timed out!"), True),
+        (dist.DistBackendError("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"), True),
+        (dist.DistStoreError("wait timeout after 5000ms, keys: /x"), True),
+        (
+            RuntimeError(
+                "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:1] Connection closed by peer"
+            ),
+            False,
+        ),
+        (dist.DistBackendError("NCCL error: unhandled system error"), False),
+        (RuntimeError("DataLoader timed out after 30 seconds"), False),
+        (RuntimeError("read timeout of the dataset's host"), False),
+        (OSError("timed out"), False),
+        (None, False),
+    ],
+)
+def test_only_ranks_that_wait_for_ranks_have_timed_out(error, expected):
+    assert is_timeout(error) is expected
