@@ -6,8 +6,7 @@ from typing import NoReturn
 import mca_models
 from mca_config.arguments import DistributingParallelArguments
 from mca_models import VirtualModels
-
-from ..unsupported import reject, reject_dpo
+from mca_train.clients.unsupported import reject, reject_dpo
 
 
 class AutoConfig:

@@ -1,6 +1,6 @@
 """``DPOConfig``, which LLaMA-Factory imports."""
 
-from ..unsupported import reject_dpo
+from mca_train.clients.unsupported import reject_dpo
 
 
 class DPOConfig:

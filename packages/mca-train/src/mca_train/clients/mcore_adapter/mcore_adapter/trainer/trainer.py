@@ -4,14 +4,13 @@ from typing import Unpack
 
 from transformers import PreTrainedTokenizerBase
 
-import mca_train
 from mca_train.batching.collate import CollatorFormat
+from mca_train.clients.unsupported import reject_unsupported
+from mca_train.trainer import trainer
 from mca_train.trainer.base import TrainerOptions
 
-from ..unsupported import reject_unsupported
 
-
-class McaTrainer(mca_train.McaTrainer):
+class McaTrainer(trainer.McaTrainer):
     """Trainer on the cross entropy of the next token.
 
     Args:
