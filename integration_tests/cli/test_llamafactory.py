@@ -106,6 +106,7 @@ def run(tmp_path: Path) -> dict[str, Any]:
         "logging_steps": 1,
         "save_strategy": "no",
         "lr_scheduler_type": "cosine",
+        "warmup_ratio": 0.1,
         "report_to": "none",
         "train_sampling_strategy": "sequential",
     }

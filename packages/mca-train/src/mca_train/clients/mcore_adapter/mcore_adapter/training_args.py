@@ -22,7 +22,7 @@ class TrainingArguments(training.TrainingArguments):
             self.ddp_timeout = self.distributed_timeout_minutes * 60
         ratio = getattr(self, "warmup_ratio", None)  # transformers 5.6 still has it
         if ratio and not self.warmup_steps:
-            vars(self).update(warmup_steps=ratio, warmup_ratio=None)
+            self.__dict__.update(warmup_steps=ratio, warmup_ratio=None)
         super().__post_init__()
 
 
