@@ -106,7 +106,7 @@ def test_a_run_keeps_its_own_checkpoints_and_no_others(tmp_path):
         assert "holds the checkpoints of another run (checkpoint-4, checkpoint-6); continue that run" in said
         assert "overwrite_output_dir true" in said
         assert left == found["first"]
-    assert "checkpoint-2 is of a pretrain or sft run, this is dpo; to begin with its model" in found["kind"]
+    assert "checkpoint-2 is of a pretrain or sft run, this is dpo; to use its model" in found["kind"]
     assert found["replaced"] == ["2", "4"], "not its own were removed, and those of the first run all"
     assert found["went on"] == ["6", "8"]
     assert found["went back"] == ["6", "7", "8.set-aside"]

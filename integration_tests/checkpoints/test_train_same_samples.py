@@ -16,6 +16,7 @@ RUN = {
     "max_steps": 3,
     "logging_steps": 5,
     "train_sampling_strategy": "sequential",
+    "gradient_accumulation_steps": 8,
 }
 
 

@@ -288,9 +288,9 @@ class _failing_piece:
     def __enter__(self) -> None:
         from mca_models.megatron.state.stream import _Transfer
 
-        self._plain = _Transfer._own
+        self._plain = _Transfer._local_piece
         if self._here:
-            _Transfer._own = self._fail  # type: ignore[method-assign, assignment]
+            _Transfer._local_piece = self._fail  # type: ignore[method-assign, assignment]
 
     def _fail(self, *_: Any) -> None:
         raise RuntimeError("no memory")
@@ -298,7 +298,7 @@ class _failing_piece:
     def __exit__(self, *_: object) -> None:
         from mca_models.megatron.state.stream import _Transfer
 
-        _Transfer._own = self._plain  # type: ignore[method-assign]
+        _Transfer._local_piece = self._plain  # type: ignore[method-assign]
 
 
 SAME = "; give all ranks the same value"

@@ -100,6 +100,6 @@ def test_the_command_runs_draws_and_tells_a_step(folder: Path) -> None:
     assert {path.name for path in (folder / "pictures").iterdir()} == pictures
     note = "measured with Megatron's own layers; Transformer Engine's on h100-80 keep less"
     assert note in text and note in (folder / "pictures/memory.svg").read_text()
-    assert f"micro-batches: 2 to 3 of {WHOLE}, as more need no more memory" in text
+    assert f"micro-batches: 2 to 3 of {WHOLE}, because more micro-batches need no more memory" in text
     assert f"in a step of {WHOLE} micro-batches, " in text
     assert "Transformer Engine's, on h100-80" in text, "the plan above it is of the device"

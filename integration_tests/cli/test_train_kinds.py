@@ -121,7 +121,7 @@ def test_a_reward_adapter_with_its_head_resumed_and_taken_by_peft(folder):
         ("sft", {"dpo_beta": 0.2}, "dpo_beta: for mca-train dpo, not sft"),
         ("sft", {"lora_alpha": 8}, "lora_alpha: lora_rank is not set"),
         ("dpo", {"dpo_loss": "sigmoyd"}, "dpo_loss must be 'sigmoid' or 'hinge'"),
-        ("dpo", {"dpo_loss": "kto"}, "dpo_loss is 'kto'; it takes answers that are good or bad"),
+        ("dpo", {"dpo_loss": "kto"}, "dpo_loss is 'kto'; it needs unpaired answers with a label"),
     ],
 )
 def test_keys_that_say_nothing_are_refused(folder, kind, changes, message):

@@ -114,7 +114,7 @@ class Routed:
     """A pass of training on a rank.
 
     Args:
-        new_params: The numbers by which its routers drew.
+        drawn: The numbers by which its routers drew.
         experts: Which experts they drew for its tokens.
         gradient: Of the first router's weight.
     """
@@ -151,9 +151,7 @@ def routed(each: Reference, layout: str, **settings: Any) -> Routed:
 def test_tensor_ranks_draw_for_tokens_of_their_own(tmp_path: Path) -> None:
     """Megatron trains experts on several tensor ranks with sequence parallelism only."""
     one, other = run_ranks(2, routed, make_reference(CASE, tmp_path), "tp2sp")
-    assert one.new_params and not any(
-        torch.equal(a, b) for a, b in zip(one.new_params, other.new_params, strict=True)
-    )
+    assert one.drawn and not any(torch.equal(a, b) for a, b in zip(one.drawn, other.drawn, strict=True))
 
 
 def test_what_is_computed_again_is_drawn_again_alike(tmp_path: Path) -> None:

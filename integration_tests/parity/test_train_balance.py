@@ -271,7 +271,7 @@ def test_what_a_loss_counts_must_be_told_where_experts_have_losses(tmp_path: Pat
     checkpoint = sparse_checkpoint(tmp_path / "model")
     plain, lighter, told = run_ranks(1, counted_otherwise, checkpoint, tmp_path)[0]
     assert lighter == pytest.approx(plain, rel=1e-5)
-    assert told.startswith("step 1: Weighted.compute_loss returned 0.")
+    assert told.startswith("step 1: Weighted.compute_loss returned the count 0.")
     assert "override num_items" in told and "\n" not in told
 
 

@@ -163,7 +163,7 @@ def test_lora_against_the_model_without_its_adapter(checkpoint, tmp_path):
         same(ours, theirs)
     adapted, dropped, plain = run_ranks(1, warnings, checkpoint, tmp_path, tmp_path / "adapter")[0]
     assert ["the adapter is already trained" in line for line in adapted] == [True]
-    assert dropped[0].startswith("training drops (attention_dropout 0.1)") and dropped[1:] == adapted
+    assert dropped[0].startswith("dropout is on (attention_dropout 0.1)") and dropped[1:] == adapted
     assert not plain
 
 
@@ -246,8 +246,8 @@ def test_the_trained_model_is_no_reference_but_without_its_adapter(checkpoint, t
         False,
         False,
     ]
-    assert "the reference has a head for sequence_classification" in told[2]
-    assert "vocabulary of the reference has 130 rows, the tokens are 140" in told[3]
+    assert "the reference has a sequence_classification head" in told[2]
+    assert "the reference has a vocabulary of 130, the tokenizer 140 tokens" in told[3]
     assert all(line.startswith("this model has an adapter; use the") for line in told[4:])
 
 

@@ -76,7 +76,7 @@ def with_megatron(checkpoint: Path, output_dir: Path, **changes: Any) -> dict[st
         changes["callbacks"] = [callback]
     trainer = make_trainer(checkpoint, output_dir, **(COMMON | changes))
     quietly(trainer.train)
-    with pytest.raises(McaError, match=r"a callback reads parameters of its model, .* take trainer\.model"):
+    with pytest.raises(McaError, match=r"a callback reads parameters of its model, .* use trainer\.model"):
         list(trainer.callback_handler.model.parameters())
     keys = ("loss", "grad_norm", "learning_rate", "epoch")
     found = {key: history(trainer, key) for key in keys} | {"logs": callback.logs}

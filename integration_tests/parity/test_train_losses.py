@@ -247,8 +247,8 @@ def told_in_python(checkpoint: Path, output: Path) -> list[str]:
 def test_what_python_gives_wrongly_is_one_line(checkpoint, tmp_path):
     (told,) = run_ranks(1, told_in_python, checkpoint, tmp_path)
     expected = [
-        "args ask for what the model was not made with: context_parallel_size 2 (the model: 1), bf16 True (the model: "
-        "float32), hidden_dropout 0.5 (the model: 0.0), recompute_granularity full (the model: None), recompute_method",
+        "args differ from those that the model was built with: context_parallel_size 2 (the model has 1), bf16 True "
+        "(the model has float32), hidden_dropout 0.5 (the model has 0.0), recompute_granularity full (the model has No",
         "model is a Linear; expected what mca_models.AutoModel.from_pretrained returns",
         "expected mca_config.TrainingArguments",
         "warmup_stable_decay with lr_scheduler_kwargs {}: ",
@@ -256,7 +256,7 @@ def test_what_python_gives_wrongly_is_one_line(checkpoint, tmp_path):
         "OneNumber.compute_loss returned tensor(",
         "a sample of the dataset has text; expected 'input_ids'",
         "data_collator made no tensor 'input_ids'",
-        "sequence_packing makes rows of samples itself, without data_collator",
+        "sequence_packing is not supported with data_collator",
         "label_smoothing_factor is not supported with wants_logits; remove it",
         "OneNumber.compute_loss returned tensor(",
         "eval_dataset has no dataset 'other'; it has: some",
@@ -357,8 +357,8 @@ def test_a_step_without_a_target_moves_nothing(checkpoint, tmp_path):
             assert found["skipped"] == [1]
             silent, (first, last) = found["told"]
             assert silent == []
-            assert first.startswith("step 2 was skipped: its loss is over 0 targets (all labels are -100")
-            assert last == "1 of 3 steps of the run were skipped: their losses are over 0 targets"
+            assert first.startswith("step 2 was skipped: its loss has 0 targets (all labels are -100")
+            assert last == "1 of 3 steps of the run were skipped: their losses have 0 targets"
 
 
 def without_any_target(checkpoint: Path, output: Path) -> list[tuple[list[str], dict[str, float]]]:
@@ -381,5 +381,5 @@ def without_any_target(checkpoint: Path, output: Path) -> list[tuple[list[str], 
 def test_a_run_without_any_target_fails_unless_its_loss_counts_something_else(checkpoint, tmp_path):
     (((failed, _), (told, log)),) = run_ranks(1, without_any_target, checkpoint, tmp_path)
     assert failed[-1].startswith("all 2 steps of the run were skipped, no token of their samples is a target")
-    assert told[1:] == ["2 of 2 steps of the run were skipped: their losses are over 0 targets"]
+    assert told[1:] == ["2 of 2 steps of the run were skipped: their losses have 0 targets"]
     assert "train_runtime" in log and "train_loss" not in log

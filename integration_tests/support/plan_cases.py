@@ -86,7 +86,7 @@ MODELS: dict[str, Values] = {
     | {"model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "hidden_act": None}
     | {"mamba_num_heads": 32, "mamba_head_dim": 64, "n_groups": 1, "ssm_state_size": 64}
     | {"hybrid_override_pattern": "MM*-"},
-    "states beside": _BASE
+    "other states": _BASE
     | {"model_type": "falcon_h1", "architectures": ["FalconH1ForCausalLM"], "mamba_d_ssm": 2048}
     | {"mamba_n_heads": 32, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 64}
     | {"mlp_multipliers": [0.9, 0.6], "ssm_multipliers": [0.4, 0.3, 0.4, 0.5, 0.4]},
@@ -172,7 +172,7 @@ LORA: Values = {"lora_rank": 8}
 FP32: Values = {"bf16": False}
 CASES: dict[str, tuple[str, str, int, Values]] = {
     "state space": ("state space", "sft", 8, {}),
-    "states beside": ("states beside", "sft", 8, {}),
+    "other states": ("other states", "sft", 8, {}),
     "state space sp": ("state space", "sft", 8, SP | FP32),
     "plain": ("dense", "sft", 8, {}),
     "whole optimizer": ("dense", "sft", 8, {"use_distributed_optimizer": False}),
@@ -313,15 +313,14 @@ def checked(name: str, folder: str) -> Any:
 
 def planned_totals(models: str) -> dict[str, list[int]]:
     """Return the planned bytes of each stage of every case; ``models`` has a folder for each model."""
-    from mca_train.run.subject import images_of_run, subject_of
-
-    from mca_train.plan.memory import plan_of
+    from mca_train.plan.memory import plan_layout
+    from mca_train.run.plan_input import make_plan_input, planned_images
 
     found = {}
     for name, case in CASES.items():
         run = checked(name, f"{models}/{case[0]}")
-        subject = subject_of(run, "local", images=images_of_run(run))
-        plan = plan_of(subject, run.settings.training, run.layout, run.world_size)
+        plan_input = make_plan_input(run, "local", images=planned_images(run))
+        plan = plan_layout(plan_input, run.settings.training, run.layout, run.world_size)
         found[name] = [needs.total for needs in plan.stages]
     return found
 

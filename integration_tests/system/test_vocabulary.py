@@ -16,11 +16,11 @@ import pytest
 
 from source_tree import FILES, ROOT
 
-# Limits of the rates, just above what is measured. Lower them as the figures fall, down to the goals.
-MAX_SOURCE_WORDS_PER_1000 = 4.7  # goal: 0.2
-MAX_DOCUMENT_WORDS_PER_1000 = 3.1  # goal: 0.2
-MAX_BAD_OPENINGS_PERCENT = 21.5  # goal: 1
-MAX_DIALECT_NAMES_PERCENT = 8.5  # goal: 0.5
+# Limits of the rates: those that other libraries of this field keep.
+MAX_SOURCE_WORDS_PER_1000 = 0.2
+MAX_DOCUMENT_WORDS_PER_1000 = 0.2
+MAX_BAD_OPENINGS_PERCENT = 1.0
+MAX_DIALECT_NAMES_PERCENT = 0.5
 
 WORDS = re.compile(
     r"\b(beside|besides|anew|told|stands|stood|lies|lain|mended|mend|nobody|whatever|of its own|of their own|"

@@ -3,7 +3,6 @@
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -29,7 +28,6 @@ def _numbers(release: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", release)[:2])
 
 
-@cache
 def before(release: str) -> bool:
     """Whether the transformers that is installed is older."""
     return _numbers(version("transformers")) < _numbers(release)

@@ -138,8 +138,8 @@ def test_wrong_configurations_are_one_line_and_2(run, changes, flags, message, c
         ({"tensor_model_parallel_size": 2, "nproc_per_node": 3}, "3"),
         ({"output_dir": "model"}, "output_dir: model is where the run reads model, which it would overwrite"),
         ({"output_dir": "model/run"}, "output_dir: model/run is inside model, which the run reads"),
-        ({"output_dir": "a.jsonl"}, "output_dir: a.jsonl is a file; name a directory"),
-        ({"output_dir": "dangling"}, "output_dir: dangling is a link to nothing"),
+        ({"output_dir": "a.jsonl"}, "output_dir: a.jsonl is a file; set a directory"),
+        ({"output_dir": "dangling"}, "output_dir: dangling is a broken link"),
         ({"output_dir": "/proc/none"}, "output_dir: /proc/none cannot be written"),
         ({"train_file": __file__}, "ends in '.py'"),
         ({"train_file": "/tmp"}, "train_file: /tmp is a directory; name its files"),
@@ -195,7 +195,8 @@ def test_checkpoints_of_another_run_are_told_before_anything_is_read(run, capsys
     assert main(["pretrain", run()]) == 2
     error = capsys.readouterr().err
     assert (
-        f"output_dir: {tmp_path / 'out'} holds the checkpoints of another run (checkpoint-2); go on" in error
+        f"output_dir: {tmp_path / 'out'} holds the checkpoints of another run (checkpoint-2); continue"
+        in error
     )
     assert "reading" not in error
 

@@ -108,7 +108,7 @@ def test_labels_without_names_are_those_of_the_model(run, tmp_path, capsys):
             {"completion_column": "a", "num_labels": 2},
             "completion_column: mca-train classify does",
         ),
-        ("sft", {"image_folder": "pictures"}, "image_folder: a qwen3 model sees no images; remove the key"),
+        ("sft", {"image_folder": "pictures"}, "image_folder: a qwen3 model takes no images; remove the key"),
         (
             "sft",
             {"prompt_column": "q", "data_format": "messages"},

@@ -103,6 +103,18 @@ def test_what_cannot_be_represented_is_refused_by_name(settings: dict[str, Any],
         )
 
 
+@pytest.mark.parametrize("saved", [["gate_proj"], ["gate_proj", "up_proj"]])
+def test_routed_experts_are_not_saved_whole(saved: list[str]) -> None:
+    import tiny_hf
+
+    kind, different = tiny_hf.ALL["deepseek_v3"]
+    model = config_from_hf({**tiny_hf.SIZE, **different, "model_type": kind, "num_experts_per_tok": 2})
+    modules = [f"experts.0.{name}" for name in saved]
+    settings = {"peft_type": "LORA", "target_modules": ["o_proj"], "modules_to_save": modules}
+    with pytest.raises(McaError, match=r"routed experts \(.*experts\.0\.gate_proj.*\) cannot be saved whole"):
+        rules_for_training(model, AdapterConfig.from_dict(settings))
+
+
 def test_the_name_of_a_stacked_parameter_is_no_module() -> None:
     import tiny_hf
 

@@ -1,6 +1,7 @@
 """What ``config.json`` says of ropes and of training means what it means to transformers."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import transformers
 from tiny_hf import ALL, SIZE
 
 from mca_config.errors import McaError
-from mca_models.templates import FAMILIES, config_from_hf
+from mca_models.templates import FAMILIES, config_from_hf, config_to_hf
 from mca_models.templates.config_table import ConfigTable
 
 HALF = {"partial_rotary_factor": 0.5, "rope_theta": 1e4}
@@ -305,6 +306,25 @@ def test_the_padding_token_that_is_not_named_is_transformers(kind: str) -> None:
 def test_falcon_h1_is_refused_by_the_key_that_is_wrong(key: str, value: Any, told: str) -> None:
     with pytest.raises(McaError, match=told):
         config_from_hf(described("falcon_h1", **{"mamba_d_head": "auto", key: value}))
+
+
+def test_falcon_h1_divides_logits_by_the_inverse_of_their_factor() -> None:
+    assert config_from_hf(described("falcon_h1", lm_head_multiplier=0.25)).logits_scaling == 4
+
+
+def test_falcon_h1_without_state_factors_has_five_of_one() -> None:
+    written = config_to_hf(replace(config_from_hf(described("falcon_h1-norm")), hf_config={}))
+    assert [*written["ssm_multipliers"], written["ssm_out_multiplier"]] == [1.0] * 6
+
+
+@pytest.mark.parametrize("case", ["deepseek_v3", "glm4_moe"])
+def test_every_mtp_layer_may_repeat_the_embedding_and_the_head(case: str) -> None:
+    config = config_from_hf(described(case, num_hidden_layers=3, num_nextn_predict_layers=2))
+    repeated = {name: f"model.layers.{{layer}}.{name}" for name in ("embed_tokens", "shared_head.head")}
+    found = FAMILIES[config.model_type].copies(config)
+    assert set(found) == {
+        f"{name.format(layer=layer)}.weight" for name in repeated.values() for layer in (3, 4)
+    }
 
 
 def test_blocks_of_an_indexer_that_fill_memory_are_refused() -> None:

@@ -1,6 +1,7 @@
 """Heads for scores have transformers' classes and names."""
 
 import pytest
+from tiny_hf import ALL, SIZE
 
 from mca_config.errors import McaError, UsageError
 from mca_config.model_config import McaModelConfig
@@ -54,6 +55,16 @@ def test_config_json_names_the_head(architecture, head, names):
     assert "lm_head.weight" not in shapes
     assert config_to_hf(config) == hf
     assert McaModelConfig.from_json(config.to_json()) == config
+
+
+def test_a_model_with_a_head_for_scores_has_no_mtp_layers():
+    kind, different = ALL["deepseek_v3"]
+    hf = {**SIZE, **different, "model_type": kind, "num_nextn_predict_layers": 1, "num_experts_per_tok": 2}
+    assert config_from_hf(hf).mtp_num_layers == 1
+    scored = config_from_hf({**hf, "architectures": ["DeepseekV3ForSequenceClassification"]})
+    assert scored.mtp_num_layers == 0
+    head = Head(kind="sequence_classification", labels=("score",), problem_type="regression")
+    assert with_head(config_from_hf(hf), head).mtp_num_layers == 0
 
 
 def test_a_new_head_names_its_labels():

@@ -50,3 +50,8 @@ def test_what_has_more_of_each_sample_comes_in_the_same_order():
     dataset.order_description = "rows of a.jsonl"
     for made in (KtoKlPairs(dataset, 2, None), ExtraColumns(dataset, np.zeros((2, 1)))):
         assert describe_order(made) == "rows of a.jsonl"
+
+
+def test_a_column_is_appended_to_the_values_of_its_sequence():
+    twice = ExtraColumns(ExtraColumns(samples(2), np.array([[1.0], [2.0]])), np.array([[3.0], [4.0]]))
+    assert [twice[index]["values"].tolist() for index in (0, 1)] == [[1, 3], [2, 4]]

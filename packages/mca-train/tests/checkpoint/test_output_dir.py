@@ -1,13 +1,14 @@
 import errno
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mca_config.errors import McaError
-from mca_train.checkpoint.directory import checkpoints
+from mca_config.errors import McaError, UsageError
+from mca_train.checkpoint.directory import STATE_FILE, checkpoints
 from mca_train.checkpoint.output_dir import require_usable
 from mca_train.checkpoint.output_dir_guard import require_free
 from mca_train.checkpoint.writer import remove_unfinished
@@ -51,3 +52,12 @@ def test_a_directory_that_cannot_be_listed_is_named(
         monkeypatch.setattr(os, name, refuse)
     with pytest.raises(McaError, match=f"{tmp_path}: cannot be read"):
         look(tmp_path)
+
+
+@pytest.mark.parametrize(("count", "end"), [(3, "3"), (4, "3, ...")])
+def test_the_first_checkpoints_of_another_run_are_named(count: int, end: str, tmp_path: Path) -> None:
+    for step in range(1, count + 1):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / STATE_FILE).write_text("{}")
+    with pytest.raises(UsageError, match=rf"\(checkpoint-1, checkpoint-2, checkpoint-{re.escape(end)}\);"):
+        require_free(tmp_path, None, overwrite=False)

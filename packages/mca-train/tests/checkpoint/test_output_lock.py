@@ -166,7 +166,9 @@ def test_a_run_elsewhere_is_known_by_its_touches(tmp_path):
 def test_a_run_elsewhere_that_ends_in_time_leaves_its_place(tmp_path):
     file = elsewhere(tmp_path)
     threading.Timer(0.3, file.unlink).start()
-    OutputLock(tmp_path, still=3600).take()
+    lock = OutputLock(tmp_path, still=3600)
+    lock.take()
+    lock.verify()
 
 
 def test_a_file_system_without_locks_has_the_touches(tmp_path, monkeypatch):

@@ -29,6 +29,14 @@ def test_what_is_kept_serves_the_same_samples_and_reference_alone(tmp_path, monk
     assert ReferenceLogProbs(tmp_path, "train", pairs(), "model").read() is None, "computed by older code"
 
 
+def test_samples_with_both_log_probabilities_are_counted(tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        ReferenceLogProbs(tmp_path, "train", pairs(), "model").write(
+            np.array([[-1.5, -2.25], [-1.0, -2.0], [-1.0, np.nan]])
+        )
+    assert "log-probabilities of the reference for 2 of 3 samples" in caplog.text
+
+
 def with_image(pixel: float) -> Any:
     images = SampleImages(places=(), tensors=lambda: {"pixel_values": torch.full((2, 3), pixel)})
     return [{"input_ids": np.array([1, 2]), "images": images}]

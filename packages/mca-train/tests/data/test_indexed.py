@@ -29,12 +29,12 @@ def test_texts_that_are_tokenized_train_on_the_same_blocks(run, tmp_path, capsys
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(json.dumps({"text": "word " * n}) + "\n" for n in range(9)))
     path = run(train_file=str(file), seq_length=16)
-    assert main(["tokenize", path, "--output_prefix", str(tmp_path / "out" / "corpus")]) == 0
+    assert main(["tokenize", path, "--output_prefix", str(tmp_path / "new" / "out" / "corpus")]) == 0
     assert "corpus.idx: 8 documents, 188 tokens" in capsys.readouterr().out
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["corpus.bin", "corpus.idx"]
+    assert sorted(p.name for p in (tmp_path / "new" / "out").iterdir()) == ["corpus.bin", "corpus.idx"]
     tokenizer = byte_tokenizer()
     arguments = DataArguments(
-        model_name_or_path="m", seq_length=16, datasets=[{"path": str(tmp_path / "out" / "corpus")}]
+        model_name_or_path="m", seq_length=16, datasets=[{"path": str(tmp_path / "new" / "out" / "corpus")}]
     )
     mixture = load_mixture(TASKS["pretrain"], tokenizer, arguments, seed=0)
     plain = load_tokenized(TASKS["pretrain"], [str(file)], tokenizer, arguments)
@@ -43,10 +43,10 @@ def test_texts_that_are_tokenized_train_on_the_same_blocks(run, tmp_path, capsys
         assert mixture[place]["input_ids"].tolist() == plain[place]["input_ids"].tolist()
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    theirs = IndexedDataset(str(tmp_path / "out" / "corpus"))
+    theirs = IndexedDataset(str(tmp_path / "new" / "out" / "corpus"))
     assert len(theirs) == 8
     assert theirs.get(0).tolist() == [*tokenizer("word ")["input_ids"], tokenizer.eos_token_id]
-    assert main(["tokenize", path, "--output_prefix", str(tmp_path / "out" / "corpus")]) == 2
+    assert main(["tokenize", path, "--output_prefix", str(tmp_path / "new" / "out" / "corpus")]) == 2
     assert main(["tokenize", path]) == 2
     errors = capsys.readouterr().err
     assert "corpus.bin exists; name another prefix" in errors

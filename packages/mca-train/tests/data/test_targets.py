@@ -59,6 +59,20 @@ def test_the_answers_of_a_pair_begin_at_the_same_token():
     assert learnt(tokenizer, rejected) == ["▁", "\n", "<|eos|>"]
 
 
+def test_a_slow_tokenizer_has_the_targets_of_a_fast_one(monkeypatch):
+    tokenizer = byte_tokenizer()
+    fast = tokenize_chat(tokenizer, TURNS)
+    monkeypatch.setattr(type(tokenizer), "is_fast", False)
+    assert tokenize_chat(tokenizer, TURNS) == fast
+    assert learnt(tokenizer, fast)[-3:] == ["x", "<|im_end|>", "Ċ"]
+
+
+def test_a_marked_answer_at_the_very_start_is_a_target():
+    tokenizer = byte_tokenizer(MARKED.replace("{{ m['role'] }}:", ""))
+    answers = [{"role": "assistant", "content": text} for text in ("ja", "x")]
+    assert learnt(tokenizer, tokenize_chat(tokenizer, answers)) == [*"ja;", *"x;"]
+
+
 MARKS = ("user", "assistant", "tool", "end", "return", "thought")
 # GLM's habit: a turn ends where the next one begins.
 UNENDED = (

@@ -1,11 +1,12 @@
 """What the referee's runs do not come by: a model that has moved away from its answers, and what is refused."""
 
+from math import exp
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mca_train.losses.kto import divergence, model_problems
+from mca_train.losses.kto import KtoLoss, divergence, model_problems
 
 
 @pytest.mark.parametrize(("gains", "kl"), [((3.0, 2.0), 1.5), ((-3.0, 2.0), 0.0), ((0.0, 0.0), 0.0)])
@@ -27,3 +28,9 @@ def test_what_needs_one_length_is_refused_to_the_trainer_too(
     others = dict.fromkeys(("mtp_num_layers", "moe_z_loss_coeff", "num_moe_experts"))
     (problem,) = model_problems(SimpleNamespace(**made_with, **others))
     assert problem.startswith(told)
+
+
+def test_answers_are_measured_from_the_divergence() -> None:
+    loss = KtoLoss(beta=0.5, desirable_weight=2.0, undesirable_weight=3.0)
+    found = loss(torch.tensor([1.0, -0.5]), torch.tensor([True, False]), torch.tensor(0.4))
+    assert found.tolist() == pytest.approx([2 / (1 + exp(0.5 * 0.6)), 3 / (1 + exp(0.5 * 0.9))])

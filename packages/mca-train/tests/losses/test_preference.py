@@ -40,3 +40,10 @@ def test_orpo_adds_odds_to_the_chosen_answers_cross_entropy() -> None:
 
     right = [-chosen - 0.4 * log_sigmoid(log_odds(chosen) - log_odds(rejected)) for chosen, rejected in MEANS]
     assert found.tolist() == pytest.approx(right)
+
+
+def test_a_smoothed_margin_counts_the_wrong_order_too() -> None:
+    found = PreferenceLoss(kind="sigmoid", beta=0.3, label_smoothing=0.2)(POLICY, TOKENS, REFERENCE)
+    margins = [0.3 * ((-6 + 7) - (-9 + 8)), 0.3 * ((-20 + 19) - (-14 + 15))]
+    right = [-0.8 * log_sigmoid(margin) - 0.2 * log_sigmoid(-margin) for margin in margins]
+    assert found.tolist() == pytest.approx(right)

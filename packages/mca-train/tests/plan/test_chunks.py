@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mca_train.plan.towers import images_of
 
 from mca_config import TrainingArguments
 from mca_models.templates import config_from_hf
-from mca_train.plan.chunks import Model, forward_alone, of_chunk
+from mca_train.plan.chunks import ChunkSpec, chunk_memory, forward_only_memory
+from mca_train.plan.local_layers import running
 from mca_train.plan.sizes import Sizes
+from mca_train.plan.vision_memory import plan_images
 
 ROOT = Path(__file__).parents[4]
 TOKENS, HIDDEN, VOCABULARY = 8192, 4096, 128256
@@ -19,7 +20,7 @@ LLAMA_8B = ROOT / "tools/recipes/llama-3.1-8b.json"
 GEMMA_27B = ROOT / "packages/mca-models/tests/data/vision_configs/gemma-3-27b.json"
 
 
-def model_of(folder: Path, file: Path = LLAMA_8B, *, tokens: int = TOKENS, **changes: Any) -> Model:
+def model_of(folder: Path, file: Path = LLAMA_8B, *, tokens: int = TOKENS, **changes: Any) -> ChunkSpec:
     """A model on one rank; ``softcap`` is of its final logits."""
     softcap = changes.pop("softcap", None)
     settings = {"output_dir": str(folder), "bf16": True, "use_cpu": True, "report_to": "none"}
@@ -27,18 +28,18 @@ def model_of(folder: Path, file: Path = LLAMA_8B, *, tokens: int = TOKENS, **cha
     for key, value in changes.items():
         setattr(args, key, value)
     config = replace(config_from_hf(json.loads(file.read_text())), final_logit_softcapping=softcap)
-    return Model(config, args, Sizes.of(config, args, tokens), "local", False)
+    return ChunkSpec(config, args, Sizes.for_training(config, args, tokens), "local", False)
 
 
-def forward_of(model: Model) -> float:
+def forward_of(model: ChunkSpec) -> float:
     """More than what is kept, at the worst moment of the forward pass."""
     ((chunk,),) = model.config.pipeline_plan().chunks
-    return of_chunk(model, chunk).forward
+    return chunk_memory(model, chunk).forward
 
 
-def kept_of(model: Model) -> float:
+def kept_of(model: ChunkSpec) -> float:
     ((chunk,),) = model.config.pipeline_plan().chunks
-    return of_chunk(model, chunk).kept
+    return chunk_memory(model, chunk).kept
 
 
 def test_the_forward_pass_takes_logits_in_bf16_before_their_softmax(tmp_path: Path) -> None:
@@ -63,7 +64,9 @@ def test_evaluation_takes_its_input_the_final_norm_and_logits_twice(tmp_path: Pa
     """The norm: its input and what it normalises in fp32, its output in bf16; logits: bf16, softmax in fp32."""
     model = model_of(tmp_path)
     ((chunk,),) = model.config.pipeline_plan().chunks
-    assert forward_alone(model, chunk) == TOKENS * (2 * HIDDEN + (4 + 4 + 2) * HIDDEN + (2 + 4) * VOCABULARY)
+    assert forward_only_memory(model, chunk) == TOKENS * (
+        2 * HIDDEN + (4 + 4 + 2) * HIDDEN + (2 + 4) * VOCABULARY
+    )
 
 
 def test_evaluation_of_a_layer_takes_what_the_layer_keeps_and_runs_with(tmp_path: Path) -> None:
@@ -73,7 +76,7 @@ def test_evaluation_of_a_layer_takes_what_the_layer_keeps_and_runs_with(tmp_path
     query, heads, inner = 4096, 32, 14336
     kept = 2 * 10 * HIDDEN + 4 * 2 * query + 4 * heads + 5 * 2 * inner
     middle = replace(chunk, has_embedding=False, has_loss=False)
-    assert forward_alone(model, middle) == TOKENS * (2 * HIDDEN + kept + 2 * 2 * HIDDEN)
+    assert forward_only_memory(model, middle) == TOKENS * (2 * HIDDEN + kept + 2 * 2 * HIDDEN)
 
 
 def test_the_gradient_of_the_embedding_is_the_fullest_moment_of_few_tokens(tmp_path: Path) -> None:
@@ -81,19 +84,39 @@ def test_the_gradient_of_the_embedding_is_the_fullest_moment_of_few_tokens(tmp_p
     model = model_of(tmp_path, tokens=64)
     ((chunk,),) = model.config.pipeline_plan().chunks
     first = replace(chunk, has_loss=False, layers=chunk.layers[:1])
-    found = of_chunk(model, first)
+    found = chunk_memory(model, first)
     assert found.backward + found.kept == VOCABULARY * HIDDEN * 2
 
 
 def test_a_frozen_tower_takes_one_block_at_a_time(tmp_path: Path) -> None:
     """SigLIP: 64 x 64 patches of an image, the widest of the MLP's four tensors, and two of the hidden size."""
     model = model_of(tmp_path, GEMMA_27B)
-    images = images_of(model.config, frozenset({"language"}), TOKENS, takes=True)
+    images = plan_images(model.config, frozenset({"language"}), TOKENS, takes=True)
     assert images is not None
     taken = 64 * 64 * (4 * 4304 + 2 * 1152) * 2
     assert images.running(model.sizes) == taken
     ((chunk,),) = model.config.pipeline_plan().chunks
     tower = replace(chunk, has_loss=False, layers=())
     text_input = TOKENS * 5376 * 2
-    assert forward_alone(replace(model, images=images), tower) == text_input + taken
-    assert of_chunk(replace(model, images=images), tower).forward == taken
+    assert forward_only_memory(replace(model, images=images), tower) == text_input + taken
+    assert chunk_memory(replace(model, images=images), tower).forward == taken
+
+
+def test_a_chunk_in_the_middle_keeps_its_input_and_output_for_the_schedule(tmp_path: Path) -> None:
+    model = model_of(tmp_path)
+    ((chunk,),) = model.config.pipeline_plan().chunks
+    first, middle = (replace(chunk, has_embedding=is_first, has_loss=False) for is_first in (True, False))
+    between = TOKENS * HIDDEN * 2
+    assert chunk_memory(model, middle).kept - chunk_memory(model, first).kept == between
+    assert (
+        chunk_memory(model, replace(chunk, layers=(), has_embedding=False, has_loss=False)).kept
+        == 2 * between
+    )
+
+
+def test_a_dense_backward_pass_needs_two_gradients_of_the_mlp_and_one_of_its_input(tmp_path: Path) -> None:
+    model = model_of(tmp_path)
+    assert running(model.config, model.sizes, 0) == (
+        2 * TOKENS * HIDDEN * 2,
+        TOKENS * (2 * 14336 + HIDDEN) * 2,
+    )

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,14 @@ from mca_train.plan.counts import ModelCounts
 from mca_train.plan.hardware import load_hardware
 from mca_train.plan.memory import GIB, Plan, PlanInput, plan_layout
 from mca_train.plan.options import PlanOptions
-from mca_train.plan.remedies import FULL, find_remedies, largest_stage, stages_over_limit, with_changes
+from mca_train.plan.remedies import (
+    FULL,
+    _larger,
+    find_remedies,
+    largest_stage,
+    stages_over_limit,
+    with_changes,
+)
 from mca_train.plan.search import fitting_layouts
 from mca_train.reference.program import program
 
@@ -150,6 +158,21 @@ def test_remedies_are_what_the_run_takes_and_keep_the_batch(optimizer: str, tmp_
             assert plan_layout(subject, again, again.layout(), 8).global_batch == plan.global_batch
     assert seen >= {"per_device_train_batch_size", "pipeline_model_parallel_size"}
     assert (optimizer == "adam") == bool(seen & {*of_adam})
+
+
+@pytest.mark.parametrize(("group", "stages"), [(None, {2, 4, 8}), (4, {2, 4}), (2, {2})])
+def test_remedies_multiply_tensor_ranks_and_the_stages_that_virtual_ones_allow(
+    group: int | None, stages: set[int]
+) -> None:
+    layout = ParallelLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    training: Any = SimpleNamespace(microbatch_group_size_per_vp_stage=group, gradient_accumulation_steps=8)
+    dense: Any = SimpleNamespace(config=SimpleNamespace(num_moe_experts=None))
+    found = [
+        (each.get("tensor_model_parallel_size", 1), each.get("pipeline_model_parallel_size", 2))
+        for each in list(_larger(dense, training, layout))[::2]
+    ]
+    every = [(2, 2), (1, 4), (2, 4), (1, 8), (4, 4), (8, 8)]
+    assert found == [sizes for sizes in every if sizes[1] in stages]
 
 
 def test_micro_batches_of_one_and_a_divided_optimizer_are_suggested_together_where_ranks_share_parameters(

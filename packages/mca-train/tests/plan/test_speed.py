@@ -8,18 +8,19 @@ from typing import Any
 import pytest
 
 from mca_config import TrainingArguments
-from mca_config.layout import ParallelLayout
+from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig, training_dtype
 from mca_models.megatron.factory.target import Target
 from mca_models.megatron.factory.transformer_config import transformer_config
 from mca_models.templates import config_from_hf
-from mca_train.plan.chunks import Implementation
+from mca_train.plan.chunks import ChunkSpec, Implementation
 from mca_train.plan.counts import ModelCounts
 from mca_train.plan.hardware import load_hardware
 from mca_train.plan.memory import PlanInput
 from mca_train.plan.remedies import with_changes
 from mca_train.plan.search import predict_step_time, recomputations
-from mca_train.plan.speed import StepTime
+from mca_train.plan.sizes import Sizes
+from mca_train.plan.speed import StepTime, StepTimeModel
 from mca_train.plan.vision_memory import plan_images
 
 ROOT = Path(__file__).parents[4]
@@ -134,3 +135,22 @@ def test_a_search_tries_what_the_layers_can_compute_again(
     assert some["recompute_modules"] == modules
     given, target = TrainingArguments(**settings, **some), Target.planned(implementation)
     transformer_config(config, given, ParallelLayout(), training_dtype(config, given), target)  # takes them
+
+
+def test_a_backward_pass_repeats_the_modules_that_are_recomputed(tmp_path: Path) -> None:
+    """A dense MLP has four times the FLOPs of the scores of 8192 tokens."""
+    config = model_of("qwen3-8b", num_hidden_layers=2)
+    plain, mlp, scores = (
+        step(tmp_path, config, again=names).passes for names in ((), ("mlp",), ("core_attn",))
+    )
+    assert mlp - plain > 2 * (scores - plain) > 0
+
+
+def test_mla_multiplies_hidden_states_by_every_projection(tmp_path: Path) -> None:
+    config = model_of("deepseek-v3", num_hidden_layers=4)
+    args = TrainingArguments(output_dir=str(tmp_path), bf16=True, use_cpu=True, report_to="none")
+    model = ChunkSpec(config, args, Sizes.for_training(config, args, 8192), "transformer_engine", True)
+    times = StepTimeModel(model, RankGrid(config.layout, 1), load_hardware("h100-80"))
+    down, heads = 1536 + 512 + 64, 128
+    up = 1536 * (128 + 64) + 512 * (128 + 128)
+    assert times._attention(0)[0] == 7168 * down + heads * (up + 128 * 7168)

@@ -56,3 +56,13 @@ def test_towers_that_are_small_or_leave_out_what_transformers_fills_in(
     found = plan_images(config_from_hf(hf), frozenset(), 4096, takes=True)
     assert found is not None
     assert found.tokens == tokens
+
+
+def test_a_tower_multiplies_patches_by_every_weight() -> None:
+    """Qwen2.5-VL: an embedding of 2 x 3 x 14 x 14 values, gated blocks with scores, and a merger of 2 x 2 patches."""
+    found = plan_images(published("qwen2.5-vl-72b"), frozenset(), 4096, takes=True, pixels=56)
+    assert found is not None
+    hidden, inner, merged, patches = 1280, 3456, 4 * 1280, 16 * found.count
+    block = 4 * hidden**2 + 3 * hidden * inner + 2 * hidden * 16
+    weights = 32 * block + 1176 * hidden + (merged + 8192) * hidden
+    assert found.flops(2) == 2 * 2 * patches * weights

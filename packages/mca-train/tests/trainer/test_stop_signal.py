@@ -139,3 +139,14 @@ def test_training_stops_soon_after(
         phase(signal, clock, monkeypatch)
         assert clock.now > 100 * SHORT
         assert steps_until_agreed(signal, clock, LONG) <= 2
+
+
+def test_a_second_signal_ends_the_process_with_the_status_of_shells(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(stop_signal.os, "_exit", ended.append)
+    signal = StopSignal()
+    for clock.now in (0.0, LONG, 2 * LONG):
+        signal._handle(15, None)
+    assert ended == [128 + 15] * 2
