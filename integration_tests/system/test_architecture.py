@@ -131,6 +131,7 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("trainer",),
         ("tasks",),
         ("reference",),
+        ("clients",),
         ("dry_run",),
         ("plots",),
         ("report",),

@@ -187,7 +187,9 @@ def test_the_tables_of_the_documents_are_those_of_the_classes():
     assert "`cutoff_len`" in whole
 
 
-@pytest.mark.parametrize("name", ["plan", "data", "tokenize", "report", "init", "schema", "completion"])
+@pytest.mark.parametrize(
+    "name", ["plan", "data", "tokenize", "report", "init", "schema", "completion", "client"]
+)
 def test_help_of_a_command_is_its_own(name, capsys):
     assert main([name, "--help"]) == 0
     text = capsys.readouterr().out

@@ -50,6 +50,8 @@ def _run(known: Program, words: list[str]) -> int:
     command, words = known.find_command(words)
     if command in ("init", "schema", "completion"):
         return _about_keys(command, known.parser(command).read(words).operands)
+    if command == "client":
+        return _print_client_path(known.parser(command).read(words).operands)
     if command == "report":
         return _report(known.parser(command).read(words))
     parser = known.parser(command)
@@ -131,6 +133,15 @@ def _about_keys(command: str, words: list[str]) -> int:
     if command == "schema":
         return commands.print_schema(words)
     return commands.print_completion(words)
+
+
+def _print_client_path(words: list[str]) -> int:
+    from mca_train.clients import client_path
+
+    if len(words) != 1:
+        raise UsageError("mca-train client needs a name: mca-train client mcore_adapter")
+    sys.stdout.write(f"{client_path(words[0])}\n")
+    return 0
 
 
 def _report(options: "Namespace") -> int:

@@ -5,7 +5,7 @@ from torch.utils.data import DataLoader
 
 from mca_config.errors import McaError
 from mca_models.megatron.layers.zigzag import take_rank_tokens
-from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
+from mca_train.batching.collate import CollatorFormat, CountedSamples, PadCollator, StepCollator
 from mca_train.batching.packing import build_row
 from mca_train.data.token_dataset import TokenDataset
 
@@ -128,6 +128,42 @@ def test_a_hugging_face_collator_does():
     step = StepCollator(collate=features, micro_batch_size=2)(CountedSamples(dataset()).__getitems__([0, 2]))
     assert step.micro_batches[0].loss_mask.tolist() == [[1, 0], [0, 0]]
     assert step.num_tokens == 3
+
+
+def shift_by(count):
+    """Return a collator of ``tokens[:-count]`` and ``labels[count:]``, as LLaMA-Factory's is for 1."""
+
+    def collate(features):
+        ids, labels = (
+            [each["input_ids"][:-count] for each in features],
+            [each["labels"][count:] for each in features],
+        )
+        pad = torch.nn.utils.rnn.pad_sequence
+        return {
+            "input_ids": pad(ids, batch_first=True),
+            "labels": pad(labels, batch_first=True, padding_value=-100),
+            "attention_mask": pad([torch.ones_like(each) for each in ids], batch_first=True),
+        }
+
+    return collate
+
+
+def shifted_batch(collate, collator_format):
+    features = [{name: torch.as_tensor(each[name]) for name in ("input_ids", "labels")} for each in dataset()]
+    step = StepCollator(collate=collate, micro_batch_size=2, collator_format=collator_format, length=5)
+    (micro,) = step([(feature, True) for feature in features[:2]]).micro_batches
+    return micro.input_ids * micro.loss_mask.long(), micro.labels, micro.loss_mask, micro.position_ids
+
+
+def test_shifted_labels_make_the_micro_batch_of_unshifted_ones():
+    expected = shifted_batch(PadCollator(0), CollatorFormat())
+    shifted = shifted_batch(shift_by(1), CollatorFormat(labels_are_shifted=True))
+    assert all(map(torch.equal, shifted, expected))
+    for wrong in (
+        shifted_batch(shift_by(1), CollatorFormat()),
+        shifted_batch(shift_by(2), CollatorFormat(labels_are_shifted=True)),
+    ):
+        assert not torch.equal(wrong[1], expected[1])
 
 
 def padded(features, *names):

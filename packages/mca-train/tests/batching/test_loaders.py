@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from mca_config import TrainingArguments
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
-from mca_train.batching.collate import PadCollator
+from mca_train.batching.collate import CollatorFormat, PadCollator
 from mca_train.batching.loaders import Loaders
 
 
@@ -51,6 +51,15 @@ def test_the_model_says_what_rows_and_steps_must_be(tmp_path: Path) -> None:
     virtual = ParallelLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
     _, sampler = loaders(tmp_path, virtual, microbatch_group_size_per_vp_stage=3).train(data)
     assert (sampler.shape.group, sampler.shape.smallest_group) == (3, 2)
+
+
+def test_the_format_of_the_collator_reaches_the_labels(tmp_path: Path) -> None:
+    made = replace(
+        loaders(tmp_path, ParallelLayout()), collator_format=CollatorFormat(labels_are_shifted=True)
+    )
+    loader, _ = made.train([{"input_ids": torch.arange(5)}] * 6)
+    for batch in next(iter(loader)).micro_batches:
+        assert torch.equal(batch.labels, batch.input_ids)
 
 
 def test_rows_have_few_lengths_where_attention_plans_each(tmp_path: Path) -> None:

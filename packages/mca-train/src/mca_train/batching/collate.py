@@ -35,6 +35,18 @@ Sequences = list[tuple[Sample, bool]]
 """Sequences of a micro-batch, each with a flag that is False for sequences that do not count."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CollatorFormat:
+    """Format of the batches of a user's ``data_collator``.
+
+    Args:
+        labels_are_shifted: Each position has the label of the next token, as in collators that return
+            ``tokens[:-1]`` and ``labels[1:]``.
+    """
+
+    labels_are_shifted: bool = False
+
+
 class PadCollator:
     """Collator that right-pads ``input_ids`` and ``labels`` to the longest sequence of the micro-batch.
 
@@ -90,8 +102,9 @@ class StepCollator:
     """Collator from a rank's samples of one step to a `StepBatch`.
 
     Args:
-        collate: Collator from the samples of a micro-batch to ``input_ids`` and ``labels`` (not shifted) ``[b, s]``,
-            such as any Hugging Face collator for causal language models.
+        collate: Collator from the samples of a micro-batch to ``input_ids`` and ``labels`` ``[b, s]``, such as any
+            Hugging Face collator for causal language models.
+        collator_format: Format of its batches.
         micro_batch_size: Samples per micro-batch.
         multiple: The padded length is a multiple of this (tensor and context parallel sizes, fp8).
         context_parallel_size: Ranks that share a sample.
@@ -104,6 +117,7 @@ class StepCollator:
 
     collate: Collator
     micro_batch_size: int
+    collator_format: CollatorFormat = field(default_factory=CollatorFormat)
     multiple: int = 1
     context_parallel_size: int = 1
     context_parallel_rank: int = 0
@@ -248,7 +262,9 @@ class StepCollator:
     ) -> tuple[MicroBatch, ...]:
         """Split the collated batches of a step into micro-batches of ``sizes`` samples."""
         ids = torch.cat([_pad(batch["input_ids"], length, self.pad_token_id) for batch in batches])
-        labels = shift_labels(torch.cat([_pad(batch["labels"], length, IGNORED) for batch in batches]))
+        labels = torch.cat([_pad(batch["labels"], length, IGNORED) for batch in batches])
+        if not self.collator_format.labels_are_shifted:
+            labels = shift_labels(labels)
         num_tokens = torch.cat([batch["num_tokens"] for batch in batches])
         segments = torch.cat([torch.arange(size) for size in sizes])
         positions = torch.arange(length).expand_as(ids)

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from mca_config.checks import fp8_token_multiple, length_multiple, sequence_multiple
 from mca_config.errors import McaError, UsageError
 from mca_config.printable import counted
-from mca_train.batching.collate import Collator, CountedSamples, PadCollator, StepCollator
+from mca_train.batching.collate import Collator, CollatorFormat, CountedSamples, PadCollator, StepCollator
 from mca_train.batching.image_batch import ImageBatching
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.packing import PackedDataset, longest_sample
@@ -40,6 +40,7 @@ class Loaders:
         ranks: Position of this rank in the layout.
         megatron: Megatron's ``TransformerConfig`` of the model.
         collate: Collator from samples to padded tensors.
+        collator_format: Format of its batches.
         pad_token_id: Padding token of the tokenizer.
         pack_length: Tokens per pack with ``sequence_packing``; None: the length of the longest sample.
         images: Image options of this rank.
@@ -52,6 +53,7 @@ class Loaders:
     collate: Collator
     pad_token_id: int
     pack_length: int | None = None
+    collator_format: CollatorFormat = field(default_factory=CollatorFormat)
     images: ImageBatching = field(default_factory=ImageBatching)
     positions: int | None = None
     _packs: dict[int, dict[int | None, PackedDataset]] = field(default_factory=dict)
@@ -205,6 +207,7 @@ class Loaders:
         workers = args.dataloader_num_workers
         collator = StepCollator(
             collate=self.collate,
+            collator_format=self.collator_format,
             micro_batch_size=sampler.shape.micro_batch_size,
             multiple=sequence_multiple(
                 self.ranks.layout,

@@ -154,7 +154,14 @@ def _reference() -> dict[str, Command]:
         flags=_operands,
         examples=("completion bash > ~/.local/share/bash-completion/completions/mca-train",),
     )
-    return {"schema": schema, "completion": completion}
+    client = Command(
+        usage="mcore_adapter",
+        summary="prints the directory that makes mca importable as mcore_adapter",
+        text="Prints a directory for PYTHONPATH. With that of mcore_adapter, LLaMA-Factory (USE_MCA=1) trains on mca.",
+        flags=_operands,
+        examples=("client mcore_adapter",),
+    )
+    return {"schema": schema, "completion": completion, "client": client}
 
 
 def _operands(parser: "Parser") -> None:

@@ -13,7 +13,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from mca_config.errors import McaError
 from mca_config.training import TrainingArguments
-from mca_train.batching.collate import Collator
+from mca_train.batching.collate import Collator, CollatorFormat
 from mca_train.batching.loaders import Loaders
 from mca_train.batching.position import RunPosition
 from mca_train.checkpoint.loop_state import PendingEvents, Totals
@@ -43,6 +43,7 @@ class TrainerOptions(TypedDict):
     eval_dataset: NotRequired[Samples | dict[str, Samples] | None]
     processing_class: NotRequired[PreTrainedTokenizerBase | None]
     callbacks: NotRequired[Sequence[TrainerCallback] | None]
+    collator_format: NotRequired[CollatorFormat | None]
     pack_length: NotRequired[int | None]
 
 

@@ -23,7 +23,7 @@ from mca_config.errors import McaError
 from mca_config.files import naming_read_errors
 from mca_config.training import TrainingArguments
 from mca_train import groups
-from mca_train.batching.collate import Collator, PadCollator, pad_token
+from mca_train.batching.collate import Collator, CollatorFormat, PadCollator, pad_token
 from mca_train.batching.image_batch import image_batching
 from mca_train.batching.loaders import Loaders, resume_position
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
@@ -85,6 +85,7 @@ class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
         eval_dataset: The same, or a dict of several by name.
         processing_class: The tokenizer; saved with the model.
         callbacks: Hugging Face ``TrainerCallback``s.
+        collator_format: Format of the batches of ``data_collator``.
         pack_length: With ``sequence_packing``, tokens of a row of packed sequences; None: of the longest sample.
 
     Override `compute_loss` to train on another loss.
@@ -115,6 +116,7 @@ class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: Sequence[TrainerCallback] | None = None,
         *,
+        collator_format: CollatorFormat | None = None,
         pack_length: int | None = None,
         **unsupported: object,
     ) -> None:
@@ -152,19 +154,28 @@ class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
         self.started_at_step = 0
         self._is_token_loss = type(self).compute_loss is McaTrainer.compute_loss
         self.watch = Watch(args, model, self.ranks)
-        self._loaders = Loaders(
-            args=args,
-            ranks=self.ranks,
-            megatron=model.megatron,
-            collate=self.data_collator,
-            pad_token_id=pad_token(processing_class),
-            pack_length=pack_length,
-            images=image_batching(model.config, decodes=self.ranks.is_first_stage),
-            positions=model.config.max_position_embeddings if model.config.learned_positions else None,
+        self._loaders = self._new_loaders(
+            pad_token(processing_class), pack_length, collator_format or CollatorFormat()
         )
         self._new_meters()
         self._set_output()
         self._pipeline = Pipeline(list(model.chunks), self._loss, wants_logits=self.wants_logits)
+
+    def _new_loaders(
+        self, pad_token_id: int, pack_length: int | None, collator_format: CollatorFormat
+    ) -> Loaders:
+        config = self.model.config
+        return Loaders(
+            args=self.args,
+            ranks=self.ranks,
+            megatron=self.model.megatron,
+            collate=self.data_collator,
+            pad_token_id=pad_token_id,
+            pack_length=pack_length,
+            collator_format=collator_format,
+            images=image_batching(config, decodes=self.ranks.is_first_stage),
+            positions=config.max_position_embeddings if config.learned_positions else None,
+        )
 
     def _new_meters(self) -> None:
         """Reset the sums between two logs."""

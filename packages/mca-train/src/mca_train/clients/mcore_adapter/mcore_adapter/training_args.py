@@ -1,0 +1,31 @@
+"""Training arguments of mca that also accept what LLaMA-Factory's examples and parser set."""
+
+from dataclasses import dataclass, field
+
+from mca_config import training
+from mca_config.arguments import DistributingParallelArguments
+
+__all__ = ["DistributingParallelArguments", "Seq2SeqTrainingArguments", "TrainingArguments"]
+
+
+@dataclass(kw_only=True, repr=False)
+class TrainingArguments(training.TrainingArguments):
+    """``mca_config.TrainingArguments`` with the remaining keys of ``mcore_adapter``."""
+
+    distributed_timeout_minutes: int | None = field(
+        default=None,
+        metadata={"help": "Timeout of collective operations; the same as ddp_timeout in seconds."},
+    )
+
+    def __post_init__(self) -> None:
+        if self.distributed_timeout_minutes is not None:
+            self.ddp_timeout = self.distributed_timeout_minutes * 60
+        ratio = getattr(self, "warmup_ratio", None)  # transformers 5.6 still has it
+        if ratio and not self.warmup_steps:
+            self.__dict__.update(warmup_steps=ratio, warmup_ratio=None)
+        super().__post_init__()
+
+
+@dataclass(kw_only=True, repr=False)
+class Seq2SeqTrainingArguments(TrainingArguments, training.Seq2SeqTrainingArguments):
+    """`TrainingArguments` with the generation arguments of Hugging Face's ``Seq2SeqTrainingArguments``."""
