@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from harness import run_ranks
-from train_cases import make_trainer, quietly, stop_and_resume, tiny_checkpoint
+from train_cases import STEPS, make_trainer, quietly, stop_and_resume, tiny_checkpoint
 
 pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
@@ -176,7 +176,7 @@ def test_sgd_resumes_without_changing_a_bit(tmp_path):
     (found,) = run_ranks(1, sgd, tiny_checkpoint(tmp_path / "tiny"), tmp_path)
     for run in found.values():
         assert run["resumed"] == run["straight"]
-        assert run["state"] == {"steps": 10, "equal_weights": True}
+        assert run["state"] == {"steps": STEPS, "equal_weights": True}
 
 
 def places(model: Path, folder: Path) -> dict[str, str]:

@@ -68,7 +68,8 @@ def under_blocks(checkpoint: Path, folder: Path, recipe: str) -> tuple[dict[str,
     from transformer_engine.pytorch import quantization
 
     quantization._MXFP8_SUPPORT = (True, "")  # not an H100, then
-    short = {**SHORT, "train_dataset": samples(44, longest=16)}  # fewer tokens than a block has
+    rows = samples(44, longest=16)  # fewer tokens than a block has
+    short = {**SHORT, "train_dataset": rows, "gradient_accumulation_steps": 8}
     plain = train_losses(checkpoint, folder / "plain", **short)
     settings = {"fp8": "hybrid", "fp8_recipe": recipe}
     return stop_and_resume(checkpoint, folder / recipe, 2, **settings, **short), plain["loss"]

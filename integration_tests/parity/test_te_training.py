@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+import train_cases
 from emulated_te import needs_te, run_emulated
 from loss_curves import worst
 from optimizer_states import after_loading, in_fp32, resumed_before_the_first_update
@@ -83,7 +84,7 @@ def test_the_norm_counts_the_down_projections_of_latent_attention_once(tmp_path:
 def test_resuming_changes_no_bit(changes: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
     for found in run_emulated(2, stop_and_resume, checkpoint, tmp_path, **changes):
         assert found["resumed"] == found["straight"]
-        assert found["state"] == {"steps": 10, "equal_weights": True}
+        assert found["state"] == {"steps": train_cases.STEPS, "equal_weights": True}
 
 
 RESUMED: dict[str, dict[str, Any]] = {
