@@ -45,7 +45,7 @@ def environment(tree: Path, folder: Path) -> dict[str, str]:
 
 
 def processor_seconds(words: list[str], env: dict[str, str]) -> float:
-    """Of a Python command, user's and system's."""
+    """Return the CPU seconds of a Python command, user and system."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(
         [sys.executable, *words],
@@ -66,7 +66,7 @@ def conversion(source: Path, target: Path, flags: list[str], env: dict[str, str]
 
 
 def mca_of(env: dict[str, str]) -> Path:
-    """Where the tree of ``env`` writes, which an older one may not read."""
+    """Return the output folder for the tree of ``env``, which an older tree may not read."""
     return Path(f"{env['PYTHONPYCACHEPREFIX']}-mca")
 
 

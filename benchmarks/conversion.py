@@ -161,13 +161,13 @@ CASES = {
 
 @dataclass
 class Runs:
-    """What the runs of one command took."""
+    """Measurements of the runs of one command."""
 
     seconds: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     peak: int = 0
     nbytes: int = 0
-    """Of what it wrote."""
+    """Bytes written."""
 
     def add(self, seconds: float, cpu: float, peak: int) -> None:
         """One more run."""

@@ -56,7 +56,7 @@ def epoch(checkpoint: Path, output: Path, data: Any, changes: dict[str, Any]) ->
 def measure(
     checkpoint: Path, output: Path, samples: int, rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """What `epoch` says of each kind, ``rounds`` times; a first, short one of each does not count."""
+    """Return the results of `epoch` for each kind, ``rounds`` times; a first, short one of each does not count."""
     for changes in (PADDED, PACKED):
         epoch(checkpoint, output, ragged(16), changes)
     found: dict[str, list[tuple[float, float]]] = {"padded": [], "packed": []}

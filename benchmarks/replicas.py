@@ -1,4 +1,4 @@
-"""What each of four replicas holds, asks for and reads of a checkpoint: ``python benchmarks/replicas.py``.
+"""Bytes that each of four replicas stores, requests and reads of a checkpoint: ``python benchmarks/replicas.py``.
 
 The model has 2.4 million parameters in fp32; its optimizer is distributed over the replicas, or not. Held and asked for
 are the tensors that are handed to Megatron's writer and reader; read is what the kernel counted (``rchar`` of the
@@ -31,7 +31,7 @@ Found = dict[str, int]
 
 
 def bytes_of(leaves: dict[str, Any]) -> int:
-    """Of the tensors of a sharded state."""
+    """Return the bytes of the tensors of a sharded state."""
     return sum(leaf.data.nbytes for leaf in leaves.values())
 
 

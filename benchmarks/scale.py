@@ -1,4 +1,4 @@
-"""What a run's start and its checkpoints cost one rank as the world grows: ``python benchmarks/scale.py [ranks ...]``.
+"""Cost of start and checkpoints for one rank as the world grows: ``python benchmarks/scale.py [ranks ...]``.
 
 This process is a rank of so many; the others are not there, and what they would send is taken to be like its own. The
 model is small, its layout that of a large one (tensor 8, pipeline 4, the rest data parallel, distributed optimizer).
@@ -55,7 +55,7 @@ _MODEL = {
 
 @dataclass
 class Costs:
-    """Of one rank.
+    """Costs of one rank.
 
     Args:
         world: Ranks.
@@ -203,7 +203,7 @@ def _plan_load(costs: Costs, engine: Any, numbers: Any, folder: Path) -> None:
 
 
 def _of_stage(key: str, stage: int) -> str:
-    """What the first stage's tensor is called in another one."""
+    """Return the name in another stage of the first stage's tensor."""
     before = stage * _MODEL["num_hidden_layers"] // _PIPELINE
     return re.sub(r"(?<=layers\.)\d+", lambda found: str(int(found[0]) + before), key)
 
@@ -301,7 +301,7 @@ _COLUMNS: dict[str, Callable[[Costs], str]] = {
 
 
 def _manifest(world: int) -> str:
-    """Of the files of ``world`` ranks, as `mca_train.checkpoint.integrity` writes it."""
+    """Return the manifest of ``world`` ranks, as `mca_train.checkpoint.integrity` writes it."""
     of_rank = [f"optimizer/__{{rank}}_{number}.distcp" for number in range(_WRITERS)] + [
         "rng_{rank}.safetensors"
     ]

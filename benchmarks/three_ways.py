@@ -61,7 +61,7 @@ def without_ranks(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, An
 
 
 def with_ranks(folder: Path) -> dict[str, Any]:
-    """What a rank needed, and its process."""
+    """Memory of a rank and of its process."""
     from dry_run_cases import prepared
     from step_memory import stepped
 

@@ -61,7 +61,7 @@ def train(folder: str, tensor_parallel: int, pipeline_parallel: int, rounds: int
         """The clipped loss over the answers' tokens."""
 
         token_values = TokenValues(temperature=1.0)  # what compute_loss is given of each token
-        metric_names = ("clipped",)  # logged beside the loss
+        metric_names = ("clipped",)  # logged with the loss
 
         def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
             # output: log-probability of each *next* token [b, s]; beside it what `Rollouts` keeps of each sample,

@@ -1,4 +1,4 @@
-"""What the examples that run whole jobs share: an output directory of their own, titles, mca's commands."""
+"""Functions that the examples of whole jobs share: the output directory, titles, mca's commands."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def start_clean(out: Path, example: str) -> None:
-    """Make ``out`` anew: removes the last output of ``example``, and nothing else."""
+    """Remove the previous output of ``example`` and create an empty ``out``."""
     marker = out / f".{example}"
     if out.exists() and not marker.exists() and any(out.iterdir()):
         sys.exit(f"error: --output_dir {out} exists and was not made by this script; choose another")

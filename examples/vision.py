@@ -119,7 +119,7 @@ def make_tokenizer() -> Any:
 
 
 def make_checkpoint(directory: Path) -> None:
-    """What a published checkpoint has: weights, a tokenizer with a chat template, an image processor."""
+    """Write what a published checkpoint has: weights, a tokenizer with a chat template, an image processor."""
     import torch
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -198,7 +198,7 @@ save_strategy: "no"
 
 
 def answered(checkpoint: Path, rows: Path) -> list[tuple[str, str]]:
-    """What was right and what transformers said, of each row."""
+    """Return the right answer and transformers' answer for each row."""
     import torch
     from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 

@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 EXTENSION = "transformer-engine-torch"
 HEADERS = ("nvidia-cuda-crt", "nvidia-cuda-cccl")
-"""What is only compiled with. In the folder it would be a second ``nvidia``, which hides that of torch."""
+"""Packages needed to compile only. In the folder it would be a second ``nvidia``, which hides that of torch."""
 COMPILER = r"""#!/usr/bin/env bash
 # c++ without optimisation unless it is asked for, with one precompiled header for all sources
 set -eu
@@ -74,7 +74,7 @@ def say(text: str) -> None:
 
 
 def locked() -> dict[str, str]:
-    """What the extra ``te`` needs here, by name: requirements with version and hashes, as the lock has them."""
+    """Requirements of the extra ``te``, by name: requirements with version and hashes, as the lock has them."""
     command = ["uv", "export", "--quiet", "--frozen", "--package", "mca-models", "--extra", "te"]
     command += ["--no-emit-workspace", "--no-header", "--no-annotate", "--python", sys.executable]
     entries = re.split(r"\n(?=\S)", run(command).strip())
@@ -103,7 +103,7 @@ def is_missing(name: str) -> bool:
 
 
 def run(command: list[str], **environment: str) -> str:
-    """What a command prints; its own errors are shown as they come, and it ends when this process is asked to."""
+    """Return the output of a command; its errors are shown at once, and it ends with this process."""
     try:
         started = subprocess.Popen(
             command,
@@ -196,7 +196,7 @@ def check(folder: Path) -> None:
 
 
 def place(version: str, torch: str) -> Path:
-    """Where the library for these versions lies."""
+    """Return the folder of the library for these versions."""
     if chosen := os.environ.get("MCA_TRANSFORMER_ENGINE"):
         return Path(chosen).absolute()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -68,7 +68,7 @@ FREQUENT = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the tests said of one fault: ``caught``, ``survived``, ``unreached`` or ``error``."""
+    """Verdict of the tests on one fault: ``caught``, ``survived``, ``unreached`` or ``error``."""
 
     identity: str
     verdict: str
@@ -136,7 +136,7 @@ def changed(base: str, found: Iterable[Mutation]) -> list[Mutation]:
 
 
 class TestMap:
-    """Which test modules reach a function, and the CPU seconds of each module."""
+    """Test modules that reach a function, and the CPU seconds of each module."""
 
     def __init__(self, folder: Path) -> None:
         self.seconds: Counter[str] = Counter()

@@ -138,7 +138,7 @@ def fullest(recipe: Recipe, values: dict[str, Any], gpus: int) -> int:
 
 
 def _said(recipe: Recipe, values: dict[str, Any], gpus: int, *flags: str) -> dict[str, Any]:
-    """What ``mca-train plan sft --json`` says."""
+    """Return the output of ``mca-train plan sft --json``."""
     from mca_train.cli import main as mca_train
 
     with tempfile.TemporaryDirectory() as name:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def urls(repository: str, package: str) -> dict[str, str]:
-    """What `[project.urls]` of a package says.
+    """Return `[project.urls]` of a package.
 
     Args:
         repository: Address of the repository's page, `https://HOST/OWNER/NAME`.

@@ -59,7 +59,7 @@ _NODE = (
 
 
 def lacking() -> str:
-    """What keeps this machine from starting the daemons; empty: nothing does."""
+    """Return what this machine lacks to start the daemons; empty: nothing."""
     programs = [name for name in PROGRAMS if shutil.which(name) is None]
     if programs:
         return f"{', '.join(programs)} not installed"
@@ -99,7 +99,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def _mark(folder: Path) -> str:
-    """What a line of ours in ``/etc/hosts`` ends with."""
+    """Return the comment at the end of our line in ``/etc/hosts``."""
     return f"{_MARK} {folder}"
 
 
@@ -153,7 +153,7 @@ def _parent(process: int) -> int:
 
 
 def _only_steps(processes: set[int]) -> list[int]:
-    """Those that SLURM runs beside the tasks of a step: they would still report that the tasks were killed."""
+    """Return SLURM's processes for a step other than its tasks; they would report that the tasks were killed."""
     names = {process: Path(f"/proc/{process}/comm").read_text() for process in processes}
     return [process for process, name in names.items() if name.startswith("slurmstepd")]
 

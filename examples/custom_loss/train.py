@@ -49,7 +49,7 @@ def train(folder: str, tensor_parallel: int) -> list[float]:
     class FocalTrainer(McaTrainer):
         """Minimises ``(1 - p)^gamma * cross entropy`` instead of the cross entropy."""
 
-        metric_names = ("cross_entropy", "certainty")  # logged beside the loss
+        metric_names = ("cross_entropy", "certainty")  # logged with the loss
 
         def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
             # output: cross entropy of each token [b, s]; only targets count

@@ -217,10 +217,10 @@ def test_the_vocabulary_of_every_family_grows(layout: str, tmp_path: Path) -> No
             away = (new - old.mean(0)) / old.std(0, unbiased=False)
             # a tenth of the deviation: six times that is not drawn, and seven rows are not alike
             assert 0 < float(away.abs().max()) < 0.6 and float((new[0] - new[1]).abs().max()) > 0, name
-        _, told = transformers.AutoModelForCausalLM.from_pretrained(
+        _, reported = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / "grown" / path.name, output_loading_info=True
         )
-        assert not told["missing_keys"] and not told["mismatched_keys"], path.name
+        assert not reported["missing_keys"] and not reported["mismatched_keys"], path.name
 
 
 def test_a_vocabulary_does_not_shrink(tmp_path: Path) -> None:

@@ -127,8 +127,8 @@ def fails(checkpoint: Path, output_dir: Path, words: Path) -> dict[str, Any]:
     try:
         quietly(trainer.train)
     except McaError as error:
-        return {"told": str(error), "step": trainer.state.global_step}
-    return {"told": "nothing", "step": trainer.state.global_step}
+        return {"reported": str(error), "step": trainer.state.global_step}
+    return {"reported": "nothing", "step": trainer.state.global_step}
 
 
 def test_a_failed_write_is_told_by_every_rank_at_the_next_step(checkpoint, tmp_path):
@@ -136,8 +136,10 @@ def test_a_failed_write_is_told_by_every_rank_at_the_next_step(checkpoint, tmp_p
     output = tmp_path / "run"
     for found in run_ranks(2, fails, checkpoint, output, tmp_path / "words"):
         assert found["step"] in (5, 6)  # the writer's process may outlive its failure by a step
-        assert found["told"].startswith(f"{output}/checkpoint-4: cannot be written: rank 1 could not save: ")
-        assert "No such file or directory" in found["told"]
+        assert found["reported"].startswith(
+            f"{output}/checkpoint-4: cannot be written: rank 1 could not save: "
+        )
+        assert "No such file or directory" in found["reported"]
     assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-2"]
 
 

@@ -29,7 +29,7 @@ def checkpoint(tmp_path_factory):
 
 
 def go_on(checkpoint: Path, output_dir: Path, ready: Any = lambda: None, **changes: Any) -> dict[str, Any]:
-    """Trains to the end from the last complete checkpoint, with one at every step; says what it told."""
+    """Trains to the end from the last complete checkpoint, with one at every step; says what it reported."""
     import logging
 
     settings = {
@@ -39,18 +39,18 @@ def go_on(checkpoint: Path, output_dir: Path, ready: Any = lambda: None, **chang
         "gradient_accumulation_steps": 2,
     }
     trainer = make_trainer(checkpoint, output_dir, **settings | changes)
-    told: list[str] = []
+    reported: list[str] = []
     logging.disable(logging.NOTSET)
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
+    handler.emit = lambda record: reported.append(record.getMessage())
     logging.getLogger("mca_train").addHandler(handler)
     ready()
     start = time.monotonic()
     quietly(lambda: trainer.train(resume_from_checkpoint="auto"))
     seconds = time.monotonic() - start
     curve = [history(trainer, key) for key in ("loss", "grad_norm", "learning_rate", "epoch")]
-    damaged = [line for line in told if "damaged" in line or "and ignored" in line]
-    return {"loss": curve[0], "curve": curve, "told": damaged, "seconds": seconds}
+    damaged = [line for line in reported if "damaged" in line or "and ignored" in line]
+    return {"loss": curve[0], "curve": curve, "reported": damaged, "seconds": seconds}
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_killed_runs_go_on_from_their_last_complete_checkpoint(name, whole, chec
         )
         for resumed in run_ranks(size, go_on, checkpoint, folder, **changes):
             assert resumed["curve"] == whole(name)[0]["curve"]
-            assert not resumed["told"]
+            assert not resumed["reported"]
         assert not list(folder.glob("*.partial-*"))
 
 
@@ -210,10 +210,10 @@ def find_all(folders: dict[str, Path]) -> dict[str, tuple[str, str]]:
         auto = directory.find("auto", folder, ranks)
         try:
             directory.find(str(folder / f"checkpoint-{STEPS}"), folder, ranks)
-            told = "nothing"
+            reported = "nothing"
         except McaError as error:
-            told = str(error)
-        found[name] = (auto.name if auto else "none", told)
+            reported = str(error)
+        found[name] = (auto.name if auto else "none", reported)
     return found
 
 
@@ -240,9 +240,9 @@ def test_any_damage_to_any_file_is_told_and_the_one_before_is_taken(
     spoilt["no training"] = whole / "training"
     shutil.rmtree(whole / "training")
     (found,) = run_ranks(1, find_all, {name: tmp_path / name for name in spoilt})
-    for name, (auto, told) in found.items():
+    for name, (auto, reported) in found.items():
         assert auto == f"checkpoint-{STEPS - 1}", name
-        assert spoilt[name].name in told, (name, told)
+        assert spoilt[name].name in reported, (name, reported)
 
 
 def test_it_goes_on_from_the_one_before(checkpoint, finished, tmp_path):
@@ -252,8 +252,8 @@ def test_it_goes_on_from_the_one_before(checkpoint, finished, tmp_path):
     (folder / "checkpoint-99").mkdir()
     (resumed,) = run_ranks(1, go_on, checkpoint, folder)
     assert resumed["loss"] == losses
-    assert "checkpoint-99 has no trainer_state.json; it is incomplete and ignored" in resumed["told"][0]
-    assert f"checkpoint-{STEPS} is damaged" in resumed["told"][1]
+    assert "checkpoint-99 has no trainer_state.json; it is incomplete and ignored" in resumed["reported"][0]
+    assert f"checkpoint-{STEPS} is damaged" in resumed["reported"][1]
 
 
 def only_damaged(checkpoint: Path, output_dir: Path) -> str:
@@ -286,8 +286,8 @@ def test_a_full_disk_leaves_the_checkpoints_before(name, whole, checkpoint, smal
     size, changes = SAVED[name]
     with pytest.raises(RanksFailed) as failed:
         run_ranks(size, go_on, checkpoint, small_disk, **changes)
-    told = "cannot be written, the disk is full; make room and resume"
-    assert str(failed.value).partition("\n")[2].count(told) == size, (
+    reported = "cannot be written, the disk is full; make room and resume"
+    assert str(failed.value).partition("\n")[2].count(reported) == size, (
         "every rank ends by itself, within a second"
     )
     steps = [int(path.name.split("-")[1]) for path in checkpoints(small_disk)]

@@ -123,8 +123,8 @@ def by_chance(rank: str, fault: Fault) -> bool:
 def test_every_call_of_a_rank_fails_once(kind: str, turn: int, runs: Runs, whole: dict[str, Found]) -> None:
     chosen = [
         (rank, Fault(site.name, site.turn(turn), ERRORS[(site.number + turn) % len(ERRORS)]))
-        for rank, told in whole[kind]["sites"].items()
-        for site in Site.all_of(told)
+        for rank, reported in whole[kind]["sites"].items()
+        for site in Site.all_of(reported)
     ]
     if not EVERY:
         chosen = sorted(chosen, key=lambda each: lot(kind, turn, each[0], each[1].site))[:SAMPLE]
@@ -157,11 +157,11 @@ Kind of run, function, a part of the path or of the code, and which of these cal
 """
 
 
-def known(told: dict[str, list[str]], function: str, part: str, which: int) -> Fault:
+def known(reported: dict[str, list[str]], function: str, part: str, which: int) -> Fault:
     """One of `KNOWN` that fails with EIO."""
     fitting = [
         (site, nth)
-        for site, where in told.items()
+        for site, where in reported.items()
         for nth in range(1, len(where) + 1)
         if site.startswith(f"{function} ") and part in f"{site} {where[0]}"
     ]
@@ -169,8 +169,8 @@ def known(told: dict[str, list[str]], function: str, part: str, which: int) -> F
 
 
 def test_calls_that_were_not_looked_after(runs: Runs, whole: dict[str, Found]) -> None:
-    told = {kind: whole[kind]["sites"]["0"] for kind in KINDS}  # in the order of the first call from each
-    cases = [runs.case(kind, known(told[kind], *which)) for kind, *which in KNOWN.values()]
+    reported = {kind: whole[kind]["sites"]["0"] for kind in KINDS}  # in the order of the first call from each
+    cases = [runs.case(kind, known(reported[kind], *which)) for kind, *which in KNOWN.values()]
     for (name, (kind, *_)), found in zip(KNOWN.items(), runs.run(cases), strict=True):
         assert found["sites"]["0"], f"{name}: it is not called"
         assert fault_of(kind, found, whole[kind], "0") is None, (name, found)

@@ -22,7 +22,7 @@ def model_only(checkpoint: Path, output_dir: Path) -> str:
     try:
         make_trainer(checkpoint, output_dir, max_steps=6).train(resume_from_checkpoint=True)
     except McaError as error:
-        told = str(error)
+        reported = str(error)
     megatron = {
         "ckpt_format": "torch_dist",
         "save_only_model": True,
@@ -41,7 +41,7 @@ def model_only(checkpoint: Path, output_dir: Path) -> str:
     again = make_trainer(checkpoint, output_dir / "stopped", max_steps=4, **saving)
     quietly(lambda: again.train(resume_from_checkpoint="auto"))
     assert (stopped.state.global_step, again.started_at_step, again.state.global_step) == (2, 2, 4)
-    return told
+    return reported
 
 
 def test_checkpoints_of_the_model_alone_are_rotated_and_not_resumed(tmp_path):

@@ -113,7 +113,7 @@ def packed_again(checkpoint: Path, output_dir: Path) -> list[list[str]]:
 
     from mca_train.batching.loaders import resume_position
 
-    told = []
+    reported = []
     settings = RUN | {"sequence_packing": True, "pack_length": 16, "max_steps": 5, "save_strategy": "no"}
     for data in (numbered(), (numbered()[number] for number in range(SAMPLES))):
         trainer = make_trainer(checkpoint, output_dir, train_dataset=data, **settings)
@@ -140,19 +140,19 @@ def packed_again(checkpoint: Path, output_dir: Path) -> list[list[str]]:
         for again in (loaders, others):
             with patch("mca_train.batching.loaders.logger.warning") as warning:
                 resume_position(place, again.train(data)[1])
-            told.append([call.args[0] % call.args[1:] for call in warning.call_args_list])
-    return told
+            reported.append([call.args[0] % call.args[1:] for call in warning.call_args_list])
+    return reported
 
 
 def test_packs_of_another_context_size_are_told_of(tmp_path):
-    (told,) = run_ranks(
+    (reported,) = run_ranks(
         1, packed_again, tiny_checkpoint(tmp_path / "tiny", num_hidden_layers=2), tmp_path / "run"
     )
     expected = (
         "the checkpoint counts packs of 16 tokens, of sequences in multiples of 1, this run packs of 16 tokens, of "
         "sequences in multiples of 4: some samples of this epoch may be used twice or not at all"
     )
-    assert told == [[], [expected]] * 2, "in memory, and of a stream"
+    assert reported == [[], [expected]] * 2, "in memory, and of a stream"
 
 
 def streamed(checkpoint: Path, output_dir: Path) -> str:

@@ -240,8 +240,8 @@ def thawed(model: Path, output_dir: Path) -> str:
 
 
 def test_a_state_that_one_stage_lacks_is_missed_by_all(dense, tmp_path):
-    told = run_ranks(2, thawed, dense.model, tmp_path, timeout=60)
-    assert all("holds no 'exp_avg.embedding.word_embeddings.weight'" in each for each in told), told
+    reported = run_ranks(2, thawed, dense.model, tmp_path, timeout=60)
+    assert all("holds no 'exp_avg.embedding.word_embeddings.weight'" in each for each in reported), reported
 
 
 def run_as_it_once_was(*args: Any, **changes: Any) -> Any:

@@ -215,16 +215,16 @@ def by_another_metric(checkpoint: Path, output_dir: Path) -> list[Any]:
         same, losses = run(3, greater=True)
         assert not warning.called
         other, _ = run(4, greater=False)
-    (told,) = [call.args[0] % call.args[1:] for call in warning.call_args_list]
-    return [(same[0] == losses[0], *same[1:]), other, told]
+    (reported,) = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    return [(same[0] == losses[0], *same[1:]), other, reported]
 
 
 @pytest.mark.qualify
 def test_the_best_model_by_another_metric_is_none(checkpoint, tmp_path):
-    ((same, other, told),) = run_ranks(1, by_another_metric, checkpoint, tmp_path)
+    ((same, other, reported),) = run_ranks(1, by_another_metric, checkpoint, tmp_path)
     assert same == (True, str(tmp_path / "checkpoint-1"), 1, 1)
     assert other == (None, None, None, 0)
-    assert "by eval_loss (greater is better), this run's by eval_loss (smaller is better)" in told
+    assert "by eval_loss (greater is better), this run's by eval_loss (smaller is better)" in reported
 
 
 def test_a_checkpoint_is_deleted_beside_the_training(tmp_path, monkeypatch):
@@ -259,23 +259,23 @@ def test_a_full_disk_is_told_whatever_is_written(tmp_path):
 
     prepare_parent()
 
-    def told(error: Exception) -> str:
+    def reported(error: Exception) -> str:
         with pytest.raises(McaError) as found, name_errors(tmp_path):
             raise error
         return str(found.value)
 
-    full = told(OSError(errno.ENOSPC, "No space left on device"))
+    full = reported(OSError(errno.ENOSPC, "No space left on device"))
     assert full.startswith(f"{tmp_path}: cannot be written, the disk is full; make room and resume")
     refused = write_error(tmp_path / "x", OSError(errno.ENOSPC, "No space left on device"))
-    assert told(refused) == full and told(RankFailed(1, refused)) == full
-    assert told(RuntimeError("[enforce fail] . PytorchStreamWriter failed writing file data/3")) == full
+    assert reported(refused) == full and reported(RankFailed(1, refused)) == full
+    assert reported(RuntimeError("[enforce fail] . PytorchStreamWriter failed writing file data/3")) == full
     large = write_error(tmp_path / "x", OSError(errno.ENOSPC, "No space left on device"), 1 << 50)
     room = r"\(x needs 1,125,899,906,842,624 bytes, [\d,]+ bytes are free; nothing half-written is left\)$"
-    assert full.endswith("(nothing half-written is left)") and re.search(room, told(RankFailed(1, large)))
-    assert told(McaError("rank 1 fell")) == f"{tmp_path}: cannot be written: rank 1 fell"
+    assert full.endswith("(nothing half-written is left)") and re.search(room, reported(RankFailed(1, large)))
+    assert reported(McaError("rank 1 fell")) == f"{tmp_path}: cannot be written: rank 1 fell"
     around = McaError("rank 0 fell")
     around.__cause__ = RankFailed(0, around)  # as `run_on_first_rank_unwrapped` raises it
-    assert told(around) == f"{tmp_path}: cannot be written: rank 0 fell"
+    assert reported(around) == f"{tmp_path}: cannot be written: rank 0 fell"
 
 
 def fail_while_saving(checkpoint: Path, output_dir: Path) -> None:
@@ -298,8 +298,10 @@ def fail_while_saving(checkpoint: Path, output_dir: Path) -> None:
 def test_a_failed_save_leaves_the_checkpoint_before(checkpoint, tmp_path):
     with pytest.raises(RanksFailed) as failed:
         run_ranks(2, fail_while_saving, checkpoint, tmp_path)
-    told = "checkpoint-2: cannot be written: rank 1 could not save: OSError: the cable is loose"
-    assert str(failed.value).partition("\n")[2].count(told) == 2, "every rank says which one failed, and why"
+    reported = "checkpoint-2: cannot be written: rank 1 could not save: OSError: the cable is loose"
+    assert str(failed.value).partition("\n")[2].count(reported) == 2, (
+        "every rank says which one failed, and why"
+    )
     from mca_train.checkpoint.directory import checkpoints
 
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1"]

@@ -25,7 +25,7 @@ def rows(count: int, first: int, others: int = 0) -> list[dict[str, Any]]:
     return [{"input_ids": [1 + row + others * (row >= first)] * 8} for row in range(count)]
 
 
-def told(call: Any) -> str:
+def reported(call: Any) -> str:
     from mca_config.errors import McaError
 
     try:
@@ -51,15 +51,15 @@ def given(checkpoint: Path, output: Path) -> dict[str, Any]:
 
     def trained(data: Any) -> str:
         trainer.train_dataset = data
-        return told(trainer.train)
+        return reported(trainer.train)
 
     found: dict[str, Any] = {
         "first": trained(rows(16, 0, rank)),
         "later": trained(rows(24, 16, rank)),
         "more": trained(rows(16 + rank, 0)),
         "same": trained(rows(16, 0)),
-        "evaluated": told(lambda: trainer.evaluate(rows(2, 0, rank))),
-        "evaluated later": told(lambda: trainer.evaluate(rows(4, 3, rank))),
+        "evaluated": reported(lambda: trainer.evaluate(rows(2, 0, rank))),
+        "evaluated later": reported(lambda: trainer.evaluate(rows(4, 3, rank))),
     }
     trainer.args.data_seed, trainer.args.train_sampling_strategy = 1 + rank, "random"
     found["seed"] = trained(rows(16, 0))

@@ -171,7 +171,7 @@ def test_what_is_wrong_is_told_at_once_on_every_rank(tmp_path: Path) -> None:
 
 
 def overflowing(path: Path) -> list[str]:
-    """What is told of 70000 where it is cast to fp16. Runs on one rank."""
+    """What is reported of 70000 where it is cast to fp16. Runs on one rank."""
     import peft
 
     from mca_models.megatron import AutoModel
@@ -209,11 +209,11 @@ def overflowing(path: Path) -> list[str]:
 
 def test_what_overflows_fp16_is_told_by_name(tmp_path: Path) -> None:
     fc1 = "decoder.layers.0.mlp.linear_fc1.weight"
-    told = [
+    reported = [
         text.partition("tensor ")[2]
         for text in run_ranks(1, overflowing, make_reference("qwen3-tied", tmp_path).path)[0]
     ]
-    names, reasons = zip(*(text.split(": ", 1) for text in told), strict=True)
+    names, reasons = zip(*(text.split(": ", 1) for text in reported), strict=True)
     assert names[:4] == (fc1, fc1, fc1, ROWS)
     assert names[4] == "decoder.layers.0.self_attention.linear_proj.weight"
     assert ".lora_" in names[5]

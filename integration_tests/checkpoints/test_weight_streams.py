@@ -234,7 +234,7 @@ def test_streams_and_the_converter_refuse_fp8_of_the_same_families() -> None:
 
 
 def misuse(path: Path) -> dict[str, str]:
-    """What each rank is told when one of four leaves a stream. Runs on every rank."""
+    """What each rank is reported when one of four leaves a stream. Runs on every rank."""
     from mca_models.megatron import AutoModel
 
     models = AutoModel.from_pretrained(path, arguments("tp2pp2"))
@@ -315,7 +315,7 @@ DIFFERENT = {
     "methods": "ranks called different methods: save_pretrained on rank 0, export_weights on ranks 1, 2, 3; call the "
     "same one on all ranks",
 }
-"""What every rank is told where their arguments differ."""
+"""What every rank is reported where their arguments differ."""
 
 
 def test_a_rank_that_leaves_or_asks_for_something_else_is_reported_on_all(tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def dying(path: Path, folder: Path) -> None:
                 os._exit(9)
     except McaError as error:
         (folder / str(rank)).write_text(str(error))
-        os._exit(1)  # as a program that ends on an error: what waits for it is told too
+        os._exit(1)  # as a program that ends on an error: what waits for it is reported too
 
 
 def test_a_rank_that_dies_is_told_to_all(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(
-    ("scheme", "name", "changes", "told"),
+    ("scheme", "name", "changes", "printed"),
     [
         pytest.param(*scheme.values, *case, marks=scheme.marks, id=f"{scheme.values[0]}-{name}")
         for scheme in SCHEMES
@@ -114,11 +114,11 @@ WRONG = {
         if (*scheme.values, name) != ("gs", "cut")
     ],
 )
-def test_what_cannot_be_fetched_is_one_line(scheme, name, changes, told, store):
+def test_what_cannot_be_fetched_is_one_line(scheme, name, changes, printed, store):
     from mca_config.errors import McaError
 
     vars(store).update(changes)
-    with pytest.raises(McaError, match=f"^train_file: {scheme}://{name}{told}") as caught:
+    with pytest.raises(McaError, match=f"^train_file: {scheme}://{name}{printed}") as caught:
         read(f"{scheme}://{name}")
     assert "\n" not in str(caught.value)
 
@@ -143,14 +143,14 @@ def test_an_address_with_a_signature_is_read_and_not_shown(store):
     arguments = DataArguments(model_name_or_path="m")
     found, _ = open_rows([address + query], "train_file", arguments, "text", seed=None)
     assert [row["text"] for row in found] == TEXTS
-    for changes, told in (
+    for changes, printed in (
         ({"objects": {}}, ": there is no such file or bucket, or no right"),
         ({"refuses": True}, " cannot be fetched: 403, .*; check the URL, the credentials"),
         ({"address": "http://127.0.0.1:1"}, " cannot be fetched: Cannot connect to host 127.0.0.1:1"),
     ):
         vars(store).update(changes)
         address = f"{store.address}/bucket/rows/a.jsonl"
-        with pytest.raises(McaError, match=f"^train_file: {address}{told}") as caught:
+        with pytest.raises(McaError, match=f"^train_file: {address}{printed}") as caught:
             read(address + query)
         assert "secret" not in str(caught.value)
 
@@ -198,7 +198,7 @@ def test_ranks_train_on_addresses_as_on_files(scheme, store, folder):
 
 @needs("s3fs")
 def test_the_command_names_a_bucket_that_is_not_there_and_a_connection_that_ends(store, folder):
-    for name, changes, told in (
+    for name, changes, printed in (
         ("none", {}, "there is no such file or bucket"),
         ("bucket", {"cut_at": 20}, "received 20 of"),
     ):
@@ -206,7 +206,7 @@ def test_the_command_names_a_bucket_that_is_not_there_and_a_connection_that_ends
         done = launched(config(folder, name, train_file=f"s3://{name}/rows/a.jsonl"))
         assert done.returncode == 1
         (line,) = [line for line in done.stderr.splitlines() if "s3://" in line and "error" in line]
-        assert told in line and "Traceback" not in done.stderr
+        assert printed in line and "Traceback" not in done.stderr
 
 
 def reported(folder: Path, name: str, to: str) -> "subprocess.CompletedProcess[str]":

@@ -27,7 +27,7 @@ WHOLE = 8
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("told")
+    path: Path = tmp_path_factory.mktemp("reported")
     (path / "config.json").write_text(json.dumps(DENSE))
     return path
 
@@ -47,8 +47,8 @@ def test_messages_of_a_few_micro_batches_tell_those_of_a_step(name: str, folder:
     few, whole = (
         run_ranks(1, needs, folder, name, count, process_group=False)[0] for count in (STEPS[name][2], WHOLE)
     )
-    told = {(m.operation, m.ranks): (m.count, m.bytes) for m in few.messages_in_step(WHOLE)}
-    assert told == {(m.operation, m.ranks): (m.count, m.bytes) for m in whole.messages}
+    reported = {(m.operation, m.ranks): (m.count, m.bytes) for m in few.messages_in_step(WHOLE)}
+    assert reported == {(m.operation, m.ranks): (m.count, m.bytes) for m in whole.messages}
     assert sum(m.count for m in few.messages) < sum(m.count for m in whole.messages)
 
 

@@ -160,20 +160,20 @@ def test_a_conversion_fetches_what_it_needs_and_then_works_offline(hub, folders,
 
 
 @pytest.mark.parametrize(
-    ("name", "private", "told"),
+    ("name", "private", "reported"),
     [
         ("org/modle", False, "the Hub has no such model"),
         ("org/model@v9", False, "the model has no such revision"),
         ("org/model", True, "or it is private"),
     ],
 )
-def test_what_the_hub_refuses_is_one_line(name, private, told, hub, tmp_path):
+def test_what_the_hub_refuses_is_one_line(name, private, reported, hub, tmp_path):
     hub.private = private
     done = _convert(hub, tmp_path, "--checkpoint_path", name, "--output_path", "mca")
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1, done.stderr
     assert f"error: {name}: no such directory is here, and the Hub answered: " in done.stderr
-    assert told in done.stderr
+    assert reported in done.stderr
 
 
 def test_a_private_model_is_read_with_the_token_and_an_export_is_uploaded(hub, folders, tmp_path):

@@ -1,4 +1,4 @@
-"""LLaMA-Factory 0.9.5 trains on mca through ``mcore_adapter`` with the losses of its own Hugging Face run.
+"""LLaMA-Factory 0.9.5 trains on mca through ``mcore_adapter`` with the losses of the Hugging Face run that it makes.
 
     uv venv -p 3.11 .venv-llamafactory
     uv pip install -p .venv-llamafactory llamafactory==0.9.5 -e packages/mca-config -e packages/mca-models \

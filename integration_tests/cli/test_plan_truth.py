@@ -61,12 +61,12 @@ def documented() -> tuple[dict[str, list[float]], str]:
 
 
 def test_the_table_of_the_documents_has_every_stage_of_every_case() -> None:
-    """What they say of its mean and largest difference is computed of it."""
+    """Compute the mean and largest difference that the documents state from their table."""
     found, text = documented()
-    assert {name: len(told) for name, told in found.items()} == {
+    assert {name: len(reported) for name, reported in found.items()} == {
         name: case[3].get("pipeline_model_parallel_size", 1) for name, case in CASES.items()
     }
-    every = [abs(one) for told in found.values() for one in told]
+    every = [abs(one) for reported in found.values() for one in reported]
     mean, most = sum(every) / len(every), max(every)
     said = f"{len(CASES)} runs of all kinds, {len(every)} stages: mean difference {mean:.1f} %, largest {most:.1f} %"
     assert said in text

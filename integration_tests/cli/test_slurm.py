@@ -43,16 +43,16 @@ class Held(importlib.abc.MetaPathFinder):
 
 def hold(engine):
     attempt, steps = int(os.environ.get("SLURM_RESTART_COUNT", 0)), [int(n) for n in os.environ["HELD_IN"].split()]
-    forward_backward, count, told = engine.forward_backward, [0], []
+    forward_backward, count, reported = engine.forward_backward, [0], []
     def held(self, batch):
         count[0] += 1
         if attempt < len(steps):
             time.sleep(1.1)
         if attempt < len(steps) and count[0] == steps[attempt]:
             before = signal.getsignal(signal.SIGTERM)
-            signal.signal(signal.SIGTERM, lambda *given: (told.append(1), before(*given)))
+            signal.signal(signal.SIGTERM, lambda *given: (reported.append(1), before(*given)))
             pathlib.Path(os.environ["HELD"] + str(attempt)).touch()
-            while not told:
+            while not reported:
                 time.sleep(0.1)
         return forward_backward(self, batch)
     engine.forward_backward = held
@@ -218,5 +218,5 @@ def test_a_wrong_configuration_is_told_in_a_line_and_not_tried_again(slurm, fold
     job = submitted(slurm, [*config(folder, "wrong")[3:], "--learning-rat", "1"])
     ended = until(slurm, job, lambda found: found["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"))
     assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0"), output_of(slurm, job)
-    (told,) = [line for line in output_of(slurm, job).splitlines() if line.startswith("error: ")]
-    assert "unknown key 'learning_rat'" in told
+    (reported,) = [line for line in output_of(slurm, job).splitlines() if line.startswith("error: ")]
+    assert "unknown key 'learning_rat'" in reported

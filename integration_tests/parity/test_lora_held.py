@@ -83,14 +83,14 @@ def test_what_peft_saved_unasked_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def refused(base: Path, sft: Path, folder: Path) -> list[str]:
-    """What is told of adapters without what the base model lacks. Runs on one rank."""
+    """What is reported of adapters without what the base model lacks. Runs on one rank."""
     import peft
 
     from mca_models.megatron import AutoModel
     from mca_models.megatron.peft import get_peft_model, load_adapter
     from mca_models.templates.classification_head import Head
 
-    head, told = Head(kind="sequence_classification", labels=("reward",)), []
+    head, reported = Head(kind="sequence_classification", labels=("reward",)), []
     plain = {"r": 2, "target_modules": ["q_proj"]}
     scores = peft.LoraConfig(task_type="SEQ_CLS", **plain)
     tables = {**plain, "modules_to_save": ["embed_tokens", "lm_head"]}
@@ -109,7 +109,7 @@ def refused(base: Path, sft: Path, folder: Path) -> list[str]:
     ):
         with pytest.raises(McaError) as error:
             make()
-        told.append(str(error.value))
+        reported.append(str(error.value))
     reward = get_peft_model(scoring(), scores)
     assert [param.mca_name() for param in reward.rules.saved] == ["output_layer.weight"]
     reward.save_pretrained(folder / "reward")
@@ -120,7 +120,7 @@ def refused(base: Path, sft: Path, folder: Path) -> list[str]:
         tensor.detach().add_(1)
     trained.save_pretrained_as_hf(folder / "grown")
     require_unchanged_by_failure(grown(), folder / "grown")
-    return told
+    return reported
 
 
 def require_unchanged_by_failure(model: Any, adapter: Path) -> None:
@@ -150,11 +150,13 @@ def require_unchanged_by_failure(model: Any, adapter: Path) -> None:
 def test_an_adapter_holds_what_its_base_model_lacks(tmp_path: Path) -> None:
     base = make_reference("llama", tmp_path).path
     sft = adapter_of(base, tmp_path, {"target_modules": ["q_proj"]}, train=False)["adapter"]
-    (told,) = run_ranks(1, refused, base, sft, tmp_path)
-    for message in told[:2]:
+    (reported,) = run_ranks(1, refused, base, sft, tmp_path)
+    for message in reported[:2]:
         assert message.startswith("the adapter does not save score.weight, the new head, which ")
-    assert told[2].startswith("the adapter does not save the new rows of model.embed_tokens.weight, which ")
-    assert "new rows of model.embed_tokens.weight" in told[3]
+    assert reported[2].startswith(
+        "the adapter does not save the new rows of model.embed_tokens.weight, which "
+    )
+    assert "new rows of model.embed_tokens.weight" in reported[3]
     tables = load_file(tmp_path / "grown" / "adapter_model.safetensors")
     assert tables["base_model.model.model.embed_tokens.weight"].shape[0] == 77
 

@@ -302,17 +302,17 @@ def refused(base: Path, layout: str, changes: list[dict[str, Any]]) -> list[str]
         lambda: models.logits(tokens()),
         lambda: models.log_probs(tokens()),
     ):
-        with pytest.raises(McaError) as told:
+        with pytest.raises(McaError) as reported:
             call()
-        messages.append(str(told.value))
+        messages.append(str(reported.value))
     with peft.disable_adapter():
         assert torch.equal(peft.logits(tokens()), plain)
     peft.merge_and_unload()
     assert not torch.equal(models.logits(tokens()), plain)  # usable again, the adapter in its weights
     saving = get_peft_model(models, lora(modules_to_save=["model.norm"]))
-    with pytest.raises(McaError) as told, saving.disable_adapter():
+    with pytest.raises(McaError) as reported, saving.disable_adapter():
         pass
-    return [*messages, str(told.value)]
+    return [*messages, str(reported.value)]
 
 
 def test_what_cannot_be_trained_is_refused_by_name(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ CASES: dict[tuple[str, str], tuple[int, Settings]] = {
 }
 
 
-def weighted(weight: float, *, told: bool = True) -> Any:
+def weighted(weight: float, *, reported: bool = True) -> Any:
     """A trainer whose loss takes every target ``weight`` times, and whether it says so."""
     from mca_train import McaTrainer
 
@@ -74,7 +74,7 @@ def weighted(weight: float, *, told: bool = True) -> Any:
             return weight * loss, weight * number
 
         def num_items(self, batch: Any) -> torch.Tensor:
-            return super().num_items(batch) * (weight if told else 1)
+            return super().num_items(batch) * (weight if reported else 1)
 
     return Weighted
 
@@ -248,7 +248,7 @@ def test_what_is_counted_before_a_step_or_evaluated_draws_no_dropout(tmp_path: P
 
 
 def counted_otherwise(checkpoint: Path, output: Path) -> list[Any]:
-    """A loss that counts half of what is told: what it is told in training, and how it is evaluated."""
+    """A loss that counts half of what is reported: what it is reported in training, and how it is evaluated."""
     from mca_config.errors import McaError
     from mca_models import AutoModel
     from mca_train import TokenDataset
@@ -258,8 +258,8 @@ def counted_otherwise(checkpoint: Path, output: Path) -> list[Any]:
     balanced = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.3}
     args = arguments(output, max_steps=2, logging_steps=2, **balanced)
     model = AutoModel.from_pretrained(checkpoint, args)
-    for weight, told in ((1.0, True), (0.003, False)):
-        kind = weighted(weight, told=told)
+    for weight, reported in ((1.0, True), (0.003, False)):
+        kind = weighted(weight, reported=reported)
         trainer = quietly(lambda kind=kind: kind(model=model, args=args, train_dataset=data))
         found.append(quietly(lambda trainer=trainer: trainer.evaluate(data))["eval_loss"])
     with pytest.raises(McaError) as error:
@@ -269,10 +269,10 @@ def counted_otherwise(checkpoint: Path, output: Path) -> list[Any]:
 
 def test_what_a_loss_counts_must_be_told_where_experts_have_losses(tmp_path: Path) -> None:
     checkpoint = sparse_checkpoint(tmp_path / "model")
-    plain, lighter, told = run_ranks(1, counted_otherwise, checkpoint, tmp_path)[0]
+    plain, lighter, reported = run_ranks(1, counted_otherwise, checkpoint, tmp_path)[0]
     assert lighter == pytest.approx(plain, rel=1e-5)
-    assert told.startswith("step 1: Weighted.compute_loss returned the count 0.")
-    assert "override num_items" in told and "\n" not in told
+    assert reported.startswith("step 1: Weighted.compute_loss returned the count 0.")
+    assert "override num_items" in reported and "\n" not in reported
 
 
 DEALT = {

@@ -218,7 +218,7 @@ def against_its_own(checkpoint: Path, output: Path) -> tuple[dict[str, list[floa
     losses = {kind.__name__: [loss(kind, adapted, each) for each in (None, base)] for kind in given}
     ahead = {"precompute_ref_log_probs": True}
     losses["ahead"] = [loss(DpoTrainer, adapted, base, **ahead), losses["DpoTrainer"][0]]
-    told = []
+    reported = []
     for call in (
         lambda: loss(DpoTrainer, whole, whole),
         lambda: loss(KtoTrainer, adapted, adapted),
@@ -229,16 +229,16 @@ def against_its_own(checkpoint: Path, output: Path) -> tuple[dict[str, list[floa
     ):
         with pytest.raises(McaError) as error:
             call()
-        told.append(str(error.value))
-    return losses, told
+        reported.append(str(error.value))
+    return losses, reported
 
 
 def test_the_trained_model_is_no_reference_but_without_its_adapter(checkpoint, tmp_path):
-    losses, told = run_ranks(1, against_its_own, checkpoint, tmp_path)[0]
+    losses, reported = run_ranks(1, against_its_own, checkpoint, tmp_path)[0]
     assert all(ours == pytest.approx(right, rel=1e-6) for right, ours in losses.values())
     assert abs(losses["DpoTrainer"][0] - math.log(2)) > 1e-3  # what it is against the model itself
     assert abs(losses["KtoTrainer"][0] - 0.5) > 1e-3
-    assert ["is the trained model itself" in line for line in told] == [
+    assert ["is the trained model itself" in line for line in reported] == [
         True,
         True,
         False,
@@ -246,9 +246,9 @@ def test_the_trained_model_is_no_reference_but_without_its_adapter(checkpoint, t
         False,
         False,
     ]
-    assert "the reference has a sequence_classification head" in told[2]
-    assert "the reference has a vocabulary of 130, the tokenizer 140 tokens" in told[3]
-    assert all(line.startswith("this model has an adapter; use the") for line in told[4:])
+    assert "the reference has a sequence_classification head" in reported[2]
+    assert "the reference has a vocabulary of 130, the tokenizer 140 tokens" in reported[3]
+    assert all(line.startswith("this model has an adapter; use the") for line in reported[4:])
 
 
 def kept_in_rounds(checkpoint: Path, output: Path) -> dict[str, int]:
@@ -264,7 +264,7 @@ def kept_in_rounds(checkpoint: Path, output: Path) -> dict[str, int]:
     model = AutoModel.from_pretrained(checkpoint, args)
     plain, calls = ReferenceModel.log_probs, 0
 
-    def train(last: int = 1000, *, told: int = 1000, parts_of: int = 1, method: str = "train") -> int:
+    def train(last: int = 1000, *, reported: int = 1000, parts_of: int = 1, method: str = "train") -> int:
         nonlocal calls
         calls = 0
 
@@ -273,7 +273,7 @@ def kept_in_rounds(checkpoint: Path, output: Path) -> dict[str, int]:
             if calls == last:
                 raise RuntimeError("killed")
             calls += 1
-            if calls == told:
+            if calls == reported:
                 os.kill(os.getpid(), signal.SIGTERM)
             return plain(reference, batch)
 
@@ -282,7 +282,7 @@ def kept_in_rounds(checkpoint: Path, output: Path) -> dict[str, int]:
             trainer = quietly(lambda: DpoTrainer(precompute_ref_log_probs=True, **given))
             with contextlib.suppress(RuntimeError, McaError):
                 quietly(getattr(trainer, method))
-        assert trainer.watch.stopped is (told < 1000)
+        assert trainer.watch.stopped is (reported < 1000)
         assert trainer.state.global_step == 0 or not trainer.watch.stopped
         return calls
 
@@ -290,7 +290,7 @@ def kept_in_rounds(checkpoint: Path, output: Path) -> dict[str, int]:
     lock.take()
     found = {"beside another run": train()}
     lock.release()
-    found |= {"stopped": train(told=2, parts_of=16), "killed": train(2), "again": train()}
+    found |= {"stopped": train(reported=2, parts_of=16), "killed": train(2), "again": train()}
     (other := output / "checkpoint-1").mkdir()
     (other / "trainer_state.json").write_text("{}")
     kept = (output / FOLDER / "train.npz").read_bytes()

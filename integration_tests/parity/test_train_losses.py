@@ -59,7 +59,7 @@ def test_packed_losses_equal_unpacked_ones(name, unpacked, checkpoint, tmp_path)
 
 
 def leaking_losses(checkpoint: Path, output: Path) -> dict[str, list[float]]:
-    """With a planted fault: attention is not told where sequences end."""
+    """With a planted fault: attention is not reported where sequences end."""
     from mca_train.engine import pipeline
 
     pipeline._packed_params = lambda *_: None
@@ -235,17 +235,17 @@ def told_in_python(checkpoint: Path, output: Path) -> list[str]:
     failing = quietly(lambda: OneNumber(**good, eval_dataset={"some": samples(2)}))
     signals = failing.metrics
     wrong += [lambda: failing.evaluate(samples(2)), lambda: failing.evaluate("other")]
-    told = []
+    reported = []
     for call in wrong:
         with pytest.raises(McaError) as error:
             quietly(call)
-        told.append(str(error.value))
+        reported.append(str(error.value))
     assert failing.metrics is signals  # training's go on after an evaluation that failed
-    return told
+    return reported
 
 
 def test_what_python_gives_wrongly_is_one_line(checkpoint, tmp_path):
-    (told,) = run_ranks(1, told_in_python, checkpoint, tmp_path)
+    (reported,) = run_ranks(1, told_in_python, checkpoint, tmp_path)
     expected = [
         "args differ from those that the model was built with: context_parallel_size 2 (the model has 1), bf16 True "
         "(the model has float32), hidden_dropout 0.5 (the model has 0.0), recompute_granularity full (the model has No",
@@ -261,7 +261,7 @@ def test_what_python_gives_wrongly_is_one_line(checkpoint, tmp_path):
         "OneNumber.compute_loss returned tensor(",
         "eval_dataset has no dataset 'other'; it has: some",
     ]
-    for message, part in zip(told, expected, strict=True):
+    for message, part in zip(reported, expected, strict=True):
         assert part in message, message
         assert "\n" not in message
 
@@ -315,13 +315,13 @@ def with_an_empty_step(
     logging.disable(logging.NOTSET)
     try:
         quietly(trainer.train)
-        told = []
+        reported = []
     except McaError as error:
-        told = [str(error)]
+        reported = [str(error)]
     finally:
         logging.disable(logging.WARNING)
         logging.getLogger("mca_train.trainer.monitor").removeHandler(handler)
-    return trainer, [record.getMessage() for record in handler.buffer] + told
+    return trainer, [record.getMessage() for record in handler.buffer] + reported
 
 
 def steps_without_targets(cases: list[tuple[Path, dict[str, Any]]], output: Path) -> list[dict[str, Any]]:
@@ -329,7 +329,7 @@ def steps_without_targets(cases: list[tuple[Path, dict[str, Any]]], output: Path
     empty, (first, last) = sequences(2, targets=False), (sequences(2), sequences(4)[2:])
     for checkpoint, changes in cases:
         plain, silent = with_an_empty_step(checkpoint, output, [first, last], **changes)
-        trainer, told = with_an_empty_step(checkpoint, output, [first, empty, last], **changes)
+        trainer, reported = with_an_empty_step(checkpoint, output, [first, empty, last], **changes)
         before, after = (dict(made.model.export_weights()) for made in (plain, trainer))
         keys = ("loss", "grad_norm", "train_loss")
         found.append(
@@ -337,7 +337,7 @@ def steps_without_targets(cases: list[tuple[Path, dict[str, Any]]], output: Path
                 "moved": [name for name in before if not torch.equal(before[name], after[name])],
                 "other": [key for key in keys if history(plain, key) != history(trainer, key)],
                 "skipped": history(trainer, "skipped_steps"),
-                "told": (silent, told),
+                "reported": (silent, reported),
             }
         )
     return found
@@ -355,7 +355,7 @@ def test_a_step_without_a_target_moves_nothing(checkpoint, tmp_path):
         for found in of_rank:
             assert found["moved"] == found["other"] == []
             assert found["skipped"] == [1]
-            silent, (first, last) = found["told"]
+            silent, (first, last) = found["reported"]
             assert silent == []
             assert first.startswith("step 2 was skipped: its loss has 0 targets (all labels are -100")
             assert last == "1 of 3 steps of the run were skipped: their losses have 0 targets"
@@ -373,13 +373,13 @@ def without_any_target(checkpoint: Path, output: Path) -> list[tuple[list[str], 
     for kind in (McaTrainer, Other):
         steps = [sequences(2, targets=False)] * 2
         changes = {"kind": kind, "gradient_accumulation_steps": 2}
-        trainer, told = with_an_empty_step(checkpoint, output, steps, **changes)
-        found.append((told, trainer.state.log_history[-1]))
+        trainer, reported = with_an_empty_step(checkpoint, output, steps, **changes)
+        found.append((reported, trainer.state.log_history[-1]))
     return found
 
 
 def test_a_run_without_any_target_fails_unless_its_loss_counts_something_else(checkpoint, tmp_path):
-    (((failed, _), (told, log)),) = run_ranks(1, without_any_target, checkpoint, tmp_path)
+    (((failed, _), (reported, log)),) = run_ranks(1, without_any_target, checkpoint, tmp_path)
     assert failed[-1].startswith("all 2 steps of the run were skipped, no token of their samples is a target")
-    assert told[1:] == ["2 of 2 steps of the run were skipped: their losses have 0 targets"]
+    assert reported[1:] == ["2 of 2 steps of the run were skipped: their losses have 0 targets"]
     assert "train_runtime" in log and "train_loss" not in log

@@ -127,12 +127,12 @@ def test_three_clipped_steps_of_a_delta_net_are_exact_in_fp64(tmp_path: Path) ->
     assert found == pytest.approx(norms, rel=1e-11)
 
 
-def _frozen_in_python(model: Any, told: Any) -> str:
+def _frozen_in_python(model: Any, reported: Any) -> str:
     """Parameters that are trained though they were frozen beside others of their parts."""
     frozen = [tensor for _, tensor in model.trained_parameters()][::2]
     for tensor in frozen:
         tensor.requires_grad_(False)
-    told(model, freeze=["vision"])
+    reported(model, freeze=["vision"])
     return "some" if any(tensor.requires_grad for tensor in frozen) else ""
 
 
@@ -143,7 +143,7 @@ def refused(reference: Mixed) -> list[str]:
     from mca_models.megatron.peft import get_peft_model
     from mca_train.engine.param_groups import select_trained_parts
 
-    def told(model: Any, **given: Any) -> str:
+    def reported(model: Any, **given: Any) -> str:
         unset = dict.fromkeys(("freeze", "vision_learning_rate", "projector_learning_rate"))
         args = SimpleNamespace(**{**unset, "overlap_param_gather": False, **given})
         try:
@@ -153,15 +153,19 @@ def refused(reference: Mixed) -> list[str]:
         return ""
 
     model = AutoModel.from_pretrained(reference.path, arguments(sizes("pp2")))
-    said = [told(model, overlap_param_gather=True), told(model, vision_learning_rate=1e-5)]
-    said += [told(model, overlap_param_gather=True, freeze=["vision"])]
-    said += [told(model, vision_learning_rate=1e-5, freeze=["projector"])]
-    said += [told(model, freeze=[]), _frozen_in_python(model, told)]
+    said = [reported(model, overlap_param_gather=True), reported(model, vision_learning_rate=1e-5)]
+    said += [reported(model, overlap_param_gather=True, freeze=["vision"])]
+    said += [reported(model, vision_learning_rate=1e-5, freeze=["projector"])]
+    said += [reported(model, freeze=[]), _frozen_in_python(model, reported)]
     model.requires_grad_(False)
     targets = {"peft_type": "LORA", "r": 2, "target_modules": "all-linear"}
     adapted = get_peft_model(model, targets, parts={"language", "vision"})
-    said += [told(adapted, overlap_param_gather=True), told(adapted, vision_learning_rate=1e-5)]
-    return [*said, told(adapted, freeze=["language", "projector"]), told(adapted, freeze=["projector"])]
+    said += [reported(adapted, overlap_param_gather=True), reported(adapted, vision_learning_rate=1e-5)]
+    return [
+        *said,
+        reported(adapted, freeze=["language", "projector"]),
+        reported(adapted, freeze=["projector"]),
+    ]
 
 
 def test_parts_that_cannot_be_trained_as_told_are_refused_on_every_rank(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Transformer Engine's attention on ranks without a GPU: its own checks and choices, its kernels in plain torch.
 
 ``DotProductAttention.forward``, its choice of a kernel for an H100 and the checks of context parallelism are its own.
-Queries are told to be in bfloat16, which its kernels want, and are computed in the dtype that they have. Emulated are
-the fused kernel and what ranks of a context exchange around it; what cuDNN itself would refuse is not known here.
+Queries are reported to be in bfloat16, which its kernels want, and are computed in the dtype that they have. Emulated
+are the fused kernel and what ranks of a context exchange around it; what cuDNN itself would refuse is not known here.
 """
 
 import dataclasses

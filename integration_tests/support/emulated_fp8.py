@@ -96,7 +96,7 @@ class _Product(torch.autograd.Function):
 
 
 def _rounded(x: Tensor, quantizer: Any, block: tuple[int, int] | None = None) -> Tensor:
-    """``x`` as it is after a way to fp8 and back; a quantizer of delayed scaling is told its largest value.
+    """``x`` as it is after a way to fp8 and back; a quantizer of delayed scaling is reported its largest value.
 
     Args:
         x: ``[rows, columns]``.

@@ -32,7 +32,7 @@ waits: Counter[str] = Counter()
 
 
 class WithoutDevice(FakeTensorMode):
-    """Takes what torch is told of a GPU for what it is."""
+    """Takes what torch is reported of a GPU for what it is."""
 
     avoid_device_init = True  # type: ignore[assignment]
 

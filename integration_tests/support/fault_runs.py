@@ -39,15 +39,15 @@ def fresh(case: dict[str, Any]) -> Path:
     return folder
 
 
-def run(case: dict[str, Any], said: Path, told: Path) -> int:
-    """Exit code of a forked run, whose lines go to ``said`` and its calls to ``told``."""
+def run(case: dict[str, Any], said: Path, reported: Path) -> int:
+    """Exit code of a forked run, whose lines go to ``said`` and its calls to ``reported``."""
     pid = os.fork()
     if pid == 0:
         sys.stderr.flush()
         os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
         code = 99
         try:
-            with watched(told, case["fault"] and Fault(**case["fault"])):
+            with watched(reported, case["fault"] and Fault(**case["fault"])):
                 code = main(case["arguments"])
         except BaseException:
             import traceback
@@ -66,9 +66,9 @@ def go_through(cases: list[dict[str, Any]]) -> None:
         main(cases[0]["arguments"])
         shutil.rmtree(folder)
         for number, case in enumerate(cases):
-            folder, told = fresh(case), Path(scratch, f"told.{number}")
-            code = run(case, Path(scratch, "said"), told)
-            found = {"code": code, "said": Path(scratch, "said").read_text(), "sites": heard(told)}
+            folder, reported = fresh(case), Path(scratch, f"reported.{number}")
+            code = run(case, Path(scratch, "said"), reported)
+            found = {"code": code, "said": Path(scratch, "said").read_text(), "sites": heard(reported)}
             sys.stdout.write(json.dumps(found | {"tree": tree(folder)}) + "\n")
             sys.stdout.flush()
             shutil.rmtree(folder)

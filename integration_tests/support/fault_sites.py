@@ -1,8 +1,8 @@
 """Where a process calls the C library on files, and the one of these calls that fails; `faults.c` asks.
 
-    with watched(told, Fault("mkdir 0/out 1f0c...", nth=1, error=errno.EIO)):
+    with watched(reported, Fault("mkdir 0/out 1f0c...", nth=1, error=errno.EIO)):
         ...
-    heard(told)
+    heard(reported)
 
 A *site* is a function of the C library, a kind of file (its path without the numbers and random names in it) and all
 Python code that leads there, line by line: two calls from one site can differ in nothing but the numbers in a file's
@@ -40,9 +40,9 @@ class Site(NamedTuple):
     where: str
 
     @classmethod
-    def all_of(cls, told: dict[str, Any]) -> list["Site"]:
+    def all_of(cls, reported: dict[str, Any]) -> list["Site"]:
         """Those of a run, by name."""
-        return [cls(name, len(where), where[0]) for name, where in sorted(told.items())]
+        return [cls(name, len(where), where[0]) for name, where in sorted(reported.items())]
 
     @property
     def number(self) -> int:
@@ -64,11 +64,11 @@ class Fault:
 
 
 @contextlib.contextmanager
-def watched(told: Path, fault: Fault | None) -> Iterator[None]:
-    """Writes to ``told`` each call of the block, or the one that fails; in the processes that it forks too."""
+def watched(reported: Path, fault: Fault | None) -> Iterator[None]:
+    """Writes to ``reported`` each call of the block, or the one that fails; in the processes that it forks too."""
     roots = os.environ["MCA_FAULT_ROOTS"].split(":")
     calls = itertools.count(1)  # from the fault's site
-    log = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log = os.open(reported, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def answer(function: bytes, path: bytes) -> int:
         start = f"{function.decode()} {_kind(os.fsdecode(path), roots)} "
@@ -91,10 +91,10 @@ def watched(told: Path, fault: Fault | None) -> Iterator[None]:
         os.close(log)
 
 
-def heard(told: Path) -> dict[str, list[str]]:
+def heard(reported: Path) -> dict[str, list[str]]:
     """Where each site that was called is, as often as it was; nothing where nothing was watched."""
     found: defaultdict[str, list[str]] = defaultdict(list)
-    for line in told.read_text().splitlines() if told.exists() else ():
+    for line in reported.read_text().splitlines() if reported.exists() else ():
         site, where = json.loads(line)
         found[site].append(where)
     return found

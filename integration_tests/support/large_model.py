@@ -1,4 +1,4 @@
-"""A model so large that what it takes can be told from all else."""
+"""A model so large that what it takes can be reported from all else."""
 
 import os
 from pathlib import Path

@@ -67,14 +67,14 @@ def exported(case: dict[str, Any]) -> Any:
 KINDS = {"save": saved, "resume": resumed, "export": exported}
 
 
-def outcome(case: dict[str, Any], rank: int, told: Path) -> dict[str, Any]:
-    """What came of a run on this rank, whose calls go to ``told``."""
+def outcome(case: dict[str, Any], rank: int, reported: Path) -> dict[str, Any]:
+    """What came of a run on this rank, whose calls go to ``reported``."""
     from mca_config.errors import McaError
 
     run = KINDS[case["what"]](case)
     fault = case["fault"] and Fault(**case["fault"])
     found: dict[str, Any] = {"error": None, "said": "", "losses": None}
-    watch = watched(told, fault) if not fault or rank == case["rank"] else contextlib.nullcontext()
+    watch = watched(reported, fault) if not fault or rank == case["rank"] else contextlib.nullcontext()
     try:
         with watch:
             found["losses"] = quietly(run)
@@ -95,7 +95,7 @@ def go_through(cases: list[dict[str, Any]], results: Path) -> None:
     torch.distributed.all_gather_object(pids, os.getpid())
     for index, case in enumerate(begun(cases, rank)):
         with told_if_it_hangs(results / f"{index}.{rank}"):
-            found = outcome(case, rank, told(results, index, rank))
+            found = outcome(case, rank, reported(results, index, rank))
         write(results / f"{index}.{rank}", found)
         other, idle = results / f"{index}.{1 - rank}", 0
         while found["error"] and not other.exists() and idle < _IDLE:
@@ -117,8 +117,8 @@ def begun(cases: list[dict[str, Any]], rank: int) -> Iterator[dict[str, Any]]:
         yield case
 
 
-def told(results: Path, index: int, rank: int) -> Path:
-    return results / f"told.{index}.{rank}"
+def reported(results: Path, index: int, rank: int) -> Path:
+    return results / f"reported.{index}.{rank}"
 
 
 def write(file: Path, found: dict[str, Any]) -> None:
@@ -177,7 +177,7 @@ def run_all(cases: list[dict[str, Any]], scratch: Path) -> None:
         done = 0
         while done < len(cases) and (by_rank := sorted(results.glob(f"{done}.[01]"))):
             ranks = {file.suffix[1:]: json.loads(file.read_text()) for file in by_rank}
-            sites = {rank: heard(told(results, done, int(rank))) for rank in ("0", "1")}
+            sites = {rank: heard(reported(results, done, int(rank))) for rank in ("0", "1")}
             print_line({"ranks": ranks, "sites": sites, "tree": tree(Path(cases[done]["folder"]))})
             done += 1
         if not done:

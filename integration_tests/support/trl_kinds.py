@@ -1,4 +1,4 @@
-"""What TRL's trainers and ``mca-train`` are told, so that both run the same training."""
+"""What TRL's trainers and ``mca-train`` are reported, so that both run the same training."""
 
 import json
 import os
@@ -43,7 +43,7 @@ Logged = dict[str, list[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One training, told to both.
+    """One training, reported to both.
 
     Args:
         task: Of ``mca-train``.

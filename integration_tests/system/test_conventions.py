@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 
@@ -127,6 +128,36 @@ def test_what_tests_and_tools_import_is_there():
         modules = ours | {source.module: defined(source.text) for source in folder}
         problems += [missing_names(source, modules) for source in folder]
     assert not report(iter(problems))
+
+
+STARTED = ("__main__", "mca_config.reference", "mca_models.templates.page", "mca_train.reference.pages")
+"""Modules that are started with ``python -m``: commands, and writers of generated pages."""
+
+
+def unused_modules(sources: Iterable[Source]) -> list[str]:
+    """Return the modules that no other module imports, except families, which a table names, and started ones."""
+    sources = list(sources)
+    used = {each.name for source in sources for each in imports(source.text)}
+    packages = {name.rpartition(".")[0] for name in used}
+    return [
+        source.module
+        for source in sources
+        if source.module.count(".")
+        and source.module not in used | packages
+        and not source.module.endswith(STARTED)
+        and not source.module.startswith("mca_train.clients.mcore_adapter.")  # imported under its own name
+        and not any(module.startswith(f"{source.module}.") for module in used)
+        and "\nFAMILY = " not in source.text
+    ]
+
+
+def test_every_module_is_imported_by_another():
+    assert not unused_modules(SOURCES)
+
+
+def test_a_module_that_nothing_imports_is_caught():
+    used, left = Source("mca_train.a", "import mca_train.b"), Source("mca_train.c", "")
+    assert unused_modules([used, Source("mca_train.b", ""), left]) == ["mca_train.a", "mca_train.c"]
 
 
 def test_nothing_imports_a_test_module():

@@ -37,8 +37,8 @@ def _one_fails() -> None:
 
 
 def test_a_failing_rank_brings_all_down_and_shows_its_traceback() -> None:
-    told = r"(?s)^rank 1 of 2: ValueError: planted\n--- rank 0.*rank 1 of 2: raised.*ValueError: planted"
-    with pytest.raises(RanksFailed, match=told):
+    reported = r"(?s)^rank 1 of 2: ValueError: planted\n--- rank 0.*rank 1 of 2: raised.*ValueError: planted"
+    with pytest.raises(RanksFailed, match=reported):
         run_ranks(2, _one_fails, timeout=3600)  # longer than pytest's limit for a test
 
 

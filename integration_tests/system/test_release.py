@@ -49,16 +49,16 @@ def test_an_address_that_is_none_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         (["--repositry", ADDRESS], "unknown argument --repositry; did you mean --repository?"),
         (["--commit", "HEAD"], "--repository is required: https://HOST/OWNER/NAME"),
     ],
 )
 def test_a_misspelt_flag_is_told_before_what_is_missing(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], reported: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         release.main(words)
     assert caught.value.code == 2
-    assert f"error: {told}\n" in capsys.readouterr().err
+    assert f"error: {reported}\n" in capsys.readouterr().err

@@ -66,7 +66,7 @@ def test_a_rank_holds_its_share_of_a_split_optimizer_when_it_saves(checkpoint, t
 
 
 def test_megatron_still_gathers_all_and_counts_the_padding_it_has_removed():
-    """Fails when Megatron has mended it: then mca_train.checkpoint.distributed_optimizer can go."""
+    """Fail when Megatron has fixed it: then mca_train.checkpoint.distributed_optimizer can go."""
     prepare_parent()
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 

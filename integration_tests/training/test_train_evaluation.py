@@ -36,7 +36,7 @@ def evaluated(checkpoint: Path, output: Path) -> dict[str, Any]:
     found["losses"] = [name for name in quietly(lambda: trainer.evaluate(both)) if name.endswith("_loss")]
     quietly(trainer.train)
     found["steps"] = history(trainer, "loss"), history(trainer, "eval_loss"), history(trainer, "eval_runtime")
-    found["told"] = [record.getMessage() for record in handler.buffer]
+    found["reported"] = [record.getMessage() for record in handler.buffer]
     followed = make_trainer(checkpoint, output / "followed", metric_for_best_model="loss", **run)
     with pytest.raises(McaError) as error:
         quietly(followed.train)
@@ -48,7 +48,7 @@ def test_an_evaluation_without_a_target_has_no_loss(tmp_path: Path) -> None:
     (found,) = run_ranks(1, evaluated, checkpoint, tmp_path)
     assert found["losses"] == ["eval_some_loss"]
     assert [len(numbers) for numbers in found["steps"]] == [2, 0, 2]
-    named, *others = found["told"]
+    named, *others = found["reported"]
     assert named.startswith(
         "the evaluation has no eval_none_loss: the loss of its 2 samples is over 0 targets"
     )

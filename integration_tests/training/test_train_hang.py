@@ -79,31 +79,33 @@ def disturbed(trainer: Any, heard: Path) -> None:
     trainer._loaders, trainer.training_step = replace(trainer._loaders, collate=slow_rows), napping
 
 
-def hung(checkpoint: Path, output_dir: Path, told: Path) -> None:
+def hung(checkpoint: Path, output_dir: Path, printed: Path) -> None:
     from mca_models.megatron.distributed import rendezvous
 
     rendezvous.join("gloo", timedelta(seconds=_PATIENCE))
     trainer = make_trainer(checkpoint, output_dir, max_steps=8, gradient_accumulation_steps=1)
     logging.disable(logging.NOTSET)
-    found = Collected(heard := told.with_suffix(".heard"))
+    found = Collected(heard := printed.with_suffix(".heard"))
     logging.getLogger("mca_train").addHandler(found)
     disturbed(trainer, heard)
     try:
         quietly(trainer.train)
     finally:
         logs = [log for log in trainer.state.log_history if "slowest_rank" in log]
-        told.with_suffix(f".{os.environ['RANK']}").write_text("\n".join([*found.texts, str(logs)]))
+        printed.with_suffix(f".{os.environ['RANK']}").write_text("\n".join([*found.texts, str(logs)]))
 
 
 @pytest.mark.qualify  # it waits for half a minute; test_hang_report.py and test_stragglers.py have the parts
 def test_ranks_that_hold_up_the_others_are_named(checkpoint, tmp_path):
     with pytest.raises(RanksFailed) as failed:
-        run_ranks(2, hung, checkpoint, tmp_path / "run", tmp_path / "told", process_group=False, timeout=240)
+        run_ranks(
+            2, hung, checkpoint, tmp_path / "run", tmp_path / "printed", process_group=False, timeout=240
+        )
     ended = str(failed.value)
     assert f"mca_config.errors.McaError: forward and backward of step {_STOPS}: rank 1 on " in ended
     assert "has stopped reporting (stopped process or lost machine)" in ended
     assert f"(waited for {_PATIENCE} s, ddp_timeout)" in ended
-    *lines, logs = (tmp_path / "told.0").read_text().splitlines()
+    *lines, logs = (tmp_path / "printed.0").read_text().splitlines()
     by_step = {log["step"]: log for log in ast.literal_eval(logs)}
     for step in _SLOW:
         assert by_step[step]["slowest_rank"] == 1

@@ -299,8 +299,8 @@ LAYOUTS = {
 @pytest.mark.qualify
 @pytest.mark.parametrize("layout", LAYOUTS if EVERY else ["tp2"])
 def test_judged_answers_to_pictures_train_as_in_transformers(layout: str, folder: Path) -> None:
-    told = ("--freeze", "[]", "--kto_beta", "1", "--save_hf_model", "false", *LAYOUTS[layout])
-    logs = _trained(folder, f"judged-{layout}", *told, kind="kto")
+    reported = ("--freeze", "[]", "--kto_beta", "1", "--save_hf_model", "false", *LAYOUTS[layout])
+    logs = _trained(folder, f"judged-{layout}", *reported, kind="kto")
     losses = _judged_losses(folder)
     assert abs(losses[-1] - losses[0]) > 0.01
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
@@ -318,9 +318,9 @@ def test_texts_with_pictures_train_as_in_transformers(layout: str, source: str, 
         "--seq_length",
         "400",
     )
-    told = ("--freeze", "[]", "--save_hf_model", "false", *alone, *LAYOUTS[layout])
-    told += ("--streaming", str(source == "stream").lower())
-    logs = _trained(folder, f"texts-{layout}-{source}", *told, kind="pretrain")
+    reported = ("--freeze", "[]", "--save_hf_model", "false", *alone, *LAYOUTS[layout])
+    reported += ("--streaming", str(source == "stream").lower())
+    logs = _trained(folder, f"texts-{layout}-{source}", *reported, kind="pretrain")
     losses = _text_losses(folder)
     assert [log["image_tokens"] for log in logs] == [(4 + 6) + 10 + 6] * STEPS
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
@@ -331,8 +331,8 @@ def test_texts_with_pictures_train_as_in_transformers(layout: str, source: str, 
 def test_a_stream_of_pictures_trains_as_in_transformers(layout: str, folder: Path) -> None:
     losses, _ = _expected(folder)
     split = LAYOUTS.get(layout, ("--nproc_per_node", "2", "--gradient_accumulation_steps", "1"))
-    told = (*ALL, "--streaming", "true", "--save_hf_model", "false", *split)
-    logs = _trained(folder, f"stream-{layout}", *told)
+    reported = (*ALL, "--streaming", "true", "--save_hf_model", "false", *split)
+    logs = _trained(folder, f"stream-{layout}", *reported)
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
 
 

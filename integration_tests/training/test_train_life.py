@@ -94,7 +94,7 @@ def made(checkpoint: Path, output: Path, **changes: Any) -> Any:
     return trainer
 
 
-def told(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def reported(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What was logged, without times."""
     return [
         {key: value for key, value in line.items() if not any(word in key for word in TIMES)}
@@ -107,8 +107,8 @@ def outcome(trainer: Any, output: Path) -> dict[str, Any]:
     lines = [json.loads(line) for line in (output / "train_log.jsonl").read_text().splitlines()]
     best = trainer.state.best_model_checkpoint
     return {
-        "logged": told(trainer.state.log_history),
-        "lines": told(lines),
+        "logged": reported(trainer.state.log_history),
+        "lines": reported(lines),
         "train_loss": result.training_loss,
         "best": best and Path(best).name,
         "after": quietly(trainer.evaluate)["eval_loss"],

@@ -182,6 +182,6 @@ def stopped_by_nan(checkpoint: Path, output: Path) -> str:
 
 
 def test_nan_before_gradients_are_reduced_is_told_in_one_line(tmp_path):
-    (told,) = run_ranks(1, stopped_by_nan, tiny_checkpoint(tmp_path / "model"), tmp_path)
-    assert told.startswith("check_for_nan_in_grad: found NaN in local grad norm"), told
-    assert "\n" not in told
+    (reported,) = run_ranks(1, stopped_by_nan, tiny_checkpoint(tmp_path / "model"), tmp_path)
+    assert reported.startswith("check_for_nan_in_grad: found NaN in local grad norm"), reported
+    assert "\n" not in reported

@@ -109,17 +109,17 @@ def refusals(checkpoint: Path, output: Path) -> list[str]:
     from mca_config.errors import McaError
     from mca_train.batching.step_stream import require_steps
 
-    told = []
+    reported = []
     data = samples(6)
     with pytest.raises(McaError) as error:
         require_steps(Stream(data), arguments(output, max_steps=-1).max_steps)
-    told.append(str(error.value))
+    reported.append(str(error.value))
     once = make_trainer(
         checkpoint, output, train_dataset=iter(list(Stream(data))), **(RUN | {"max_steps": 9})
     )
     with pytest.raises(McaError) as error:
         once.train()
-    return [*told, str(error.value)]
+    return [*reported, str(error.value)]
 
 
 def test_streams_without_an_end_or_a_second_pass_are_told(checkpoint, tmp_path):

@@ -64,7 +64,7 @@ def test_new_tokens_are_added_and_trained(folder: Path) -> None:
 def test_an_adapter_has_no_place_for_new_tokens(folder: Path) -> None:
     data = DataArguments(model_name_or_path=str(folder / "model"))
     settings: Any = SimpleNamespace(data=data, lora=SimpleNamespace(is_enabled=True))
-    (told,) = vocabulary_problems(settings, OLD)
-    assert "has 263 tokens, the model's vocabulary 256" in told
-    assert "vocab_size=263" in told
+    (reported,) = vocabulary_problems(settings, OLD)
+    assert "has 263 tokens, the model's vocabulary 256" in reported
+    assert "vocab_size=263" in reported
     assert not [*vocabulary_problems(settings, TOKENS)]

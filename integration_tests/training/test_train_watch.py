@@ -1,4 +1,4 @@
-"""Signals of a run: speed and use of the devices, gradients that are no numbers, and being told to stop."""
+"""Signals of a run: speed and use of the devices, gradients that are no numbers, and being printed to stop."""
 
 import json
 import os
@@ -228,10 +228,10 @@ def hopeless(checkpoint: Path, output_dir: Path, **layout: Any) -> dict[str, tup
         trainer = make_trainer(checkpoint, folder, **common | saving | layout | changes)
         try:
             quietly(trainer.train)
-            told = "no error"
+            printed = "no error"
         except McaError as error:
-            told = str(error)
-        found[name] = told, sorted(path.name for path in folder.glob("checkpoint-*"))
+            printed = str(error)
+        found[name] = printed, sorted(path.name for path in folder.glob("checkpoint-*"))
     return found
 
 
@@ -256,19 +256,19 @@ def test_an_adapter_that_is_no_number_is_named_and_not_saved(checkpoint, tmp_pat
     peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(
         tmp_path / "lora"
     )
-    (told,) = run_ranks(1, broken_adapter, checkpoint, tmp_path / "lora", tmp_path / "run")
-    assert "the model has parameters that are not finite and is not saved: " in told
-    assert ".lora_B.q_proj.weight (rank 0: " in told
+    (printed,) = run_ranks(1, broken_adapter, checkpoint, tmp_path / "lora", tmp_path / "run")
+    assert "the model has parameters that are not finite and is not saved: " in printed
+    assert ".lora_B.q_proj.weight (rank 0: " in printed
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
 def test_a_run_that_cannot_go_on_ends_before_it_saves_what_is_useless(checkpoint, tmp_path):
     for found in run_ranks(2, hopeless, checkpoint, tmp_path, **PP):
-        told, left = found["fixed scale"]
-        assert "10 steps in a row were skipped" in told
-        assert "loss_scale is 1e+09: lower it" in told
+        printed, left = found["fixed scale"]
+        assert "10 steps in a row were skipped" in printed
+        assert "loss_scale is 1e+09: lower it" in printed
         assert left == ["checkpoint-4", "checkpoint-8"]
         for name in ("large steps", "large steps in the end"):
-            told, left = found[name]
-            assert "the model has parameters that are not finite and is not saved: " in told
+            printed, left = found[name]
+            assert "the model has parameters that are not finite and is not saved: " in printed
             assert left == []

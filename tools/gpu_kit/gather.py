@@ -41,18 +41,18 @@ MISSING = (
         "sortedcontainers",
     ),
 )
-"""What such a machine lacks, or may: ours needs the first, Transformer Engine the second, our tests the third."""
+"""Packages that such a machine may lack: for mca, for Transformer Engine, for the tests."""
 PYTHON, TORCH = "3.12", "2.11.0"
-"""Of the machine: Transformer Engine's extension is built for them."""
+"""Versions of the machine, for which Transformer Engine's extension is built."""
 PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in (34, 31, 28, 27, 24, 17)), "manylinux2014_x86_64")
 ENGINE = ("transformer_engine*", "nvdlfw_inspect*")
-"""What is taken of Transformer Engine's folder."""
+"""Files copied from Transformer Engine's folder."""
 ARCHITECTURES = (90,)
 """Hopper's: H100 and H200."""
 
 
 def run(*command: str | Path, **environment: str) -> str:
-    """What a command prints on stdout; ends the program with its exit code if it fails."""
+    """Return a command's stdout; end the program with its exit code if it fails."""
     print("+", *command, file=sys.stderr)
     words = [str(part) for part in command]
     ran = subprocess.run(words, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, text=True)

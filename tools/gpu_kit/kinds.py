@@ -46,7 +46,7 @@ def kinds(kit: Kit) -> None:
 
 
 def row(number: int) -> dict[str, Any]:
-    """What every kind finds its columns in."""
+    """Row that has the columns of every kind."""
     return {
         "text": "abcdefgh"[: number % 8] * 12,
         "prompt": f"{number}+1=",

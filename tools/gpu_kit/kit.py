@@ -1,4 +1,4 @@
-"""What a step of the kit is given, and where it says what it found.
+"""Inputs of a step of the kit, and its report.
 
 Every figure and every check is written at once, so that a step that is stopped leaves what it had.
 """

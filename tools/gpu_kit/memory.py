@@ -35,7 +35,7 @@ TINY_RUNS: dict[str, dict[str, Any]] = {
     "tiny 1024 recompute": {"seq_length": 1024, **FULL},
 }
 WITHIN = {"cuda": 0.15, "cpu": 0.5}
-"""Of the plan; a process without a GPU holds other things too."""
+"""Tolerance relative to the plan; a process without a GPU has other memory too."""
 
 
 def memory(kit: Kit) -> None:

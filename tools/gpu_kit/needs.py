@@ -13,7 +13,7 @@ CAST = {"hf": 2}
 SCORES = 12
 """Bytes a token and word: scores in bf16 and fp32, their softmax, and a gradient."""
 SHARE = 0.92
-"""Of the device: the rest is CUDA's context, workspaces, and what lies between blocks."""
+"""Usable share of the device: the rest is CUDA's context, workspaces and fragmentation."""
 
 
 def parameters_of(document: dict[str, Any]) -> int:

@@ -14,9 +14,9 @@ CASES = ("llama", "gpt_oss", "qwen3", "qwen3_moe", "deepseek_v3", "qwen3_5_text"
 MORE = ("qwen2-tied", "mistral", "gemma2", "glm4_moe", "olmo2")
 TINY = ("qwen2-tied", "qwen3_moe")
 EXACT = {"local": 1e-4, "engine": 1e-3}
-"""Of fp32. Transformer Engine asks for products of 10 bits, which NVIDIA_TF32_OVERRIDE=0 forbids."""
+"""Tolerance in fp32. Transformer Engine asks for products of 10 bits, which NVIDIA_TF32_OVERRIDE=0 forbids."""
 HALF = ("llama", "qwen3", "olmo2")
-"""Of bf16: models that do not choose, as a choice that falls otherwise changes everything after it."""
+"""Models compared in bf16: without experts, because another choice of experts changes everything after it."""
 TIMES = 3.0
 """Errors of bf16 for those of transformers in bf16."""
 
@@ -88,7 +88,7 @@ def _transformers(kit: Kit, model: Any, input_ids: Tensor) -> tuple[dict[str, Te
 
 
 def saved_logits(kit: Kit, path: Path, input_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of a directory, by transformers on the device."""
+    """Return the logits of the model in a directory, computed by transformers on the device."""
     import transformers
 
     loaded = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")

@@ -1,4 +1,4 @@
-"""What McaTrainer is timed against: Megatron's own loop written by hand, and Hugging Face's Trainer."""
+"""References that McaTrainer is timed against: Megatron's own loop written by hand, and Hugging Face's Trainer."""
 
 import threading
 import time
@@ -47,7 +47,7 @@ class BareLoop:
 
     @property
     def loss(self) -> float:
-        """Of the last step."""
+        """Return the loss of the last step."""
         return float(self._loss)
 
     def take(self, steps: int) -> list[float]:
@@ -176,7 +176,7 @@ class HuggingFace:
 
     @property
     def loss(self) -> float:
-        """Of its steps so far, on average."""
+        """Return the mean of its steps so far."""
         total: float = float(self._trainer._tr_loss)
         return total / int(max(self._trainer.state.global_step, 1))
 

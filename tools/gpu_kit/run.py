@@ -26,9 +26,9 @@ from tools.gpu_kit.summary import write_summary
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECONDS = 490
-"""That a part may take together: three parts take less than 25 minutes, beside starts of the machine and copies."""
+"""Limit of one part: three parts take less than 25 minutes, without starts of the machine and copies."""
 _PATIENCE = 10
-"""How many times longer a step may take on a CPU that others use too."""
+"""Factor of the time limits on a shared CPU."""
 _LAST, _LAST_OF_OTHERS = 1500, 6000
 """Letters of a log that a result keeps, and of one that another process wrote into the step's folder."""
 _SOURCES = (
@@ -40,7 +40,7 @@ _SOURCES = (
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where steps run.
+    """Device and folders of a run.
 
     Args:
         results: What is kept.
@@ -136,7 +136,7 @@ def run(step: Step, workspace: Workspace, seconds: float) -> dict[str, Any]:
 
 
 def _add_logs(folder: Path, log: Path) -> None:
-    """What the step's own processes printed, behind what it printed itself."""
+    """Return the output of the step, followed by that of its processes."""
     with log.open("a") as stream:
         for other in sorted(folder.glob("*.log")):
             print(

@@ -63,7 +63,7 @@ def timed(kit: Kit, call: Callable[[], object], times: int) -> float:
 
 
 def _ceilings(kit: Kit) -> None:
-    """What the device can do: a product of bf16 matrices, a copy."""
+    """Measure the limits of the device: a product of bf16 matrices, a copy."""
     size = 8192 if kit.device == "cuda" else 256
     matrix = torch.randn(size, size, device=kit.device, dtype=torch.bfloat16)
     kit.figure("bf16 TFLOP/s", 2 * size**3 / timed(kit, lambda: matrix @ matrix, 10) / 1e12)

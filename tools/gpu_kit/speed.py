@@ -58,7 +58,7 @@ LIMITS = {"bare": 1.05, "hf": 1.0}
 
 
 class Rival(Protocol):
-    """What takes turns with ours."""
+    """Reference that runs in turns with McaTrainer."""
 
     def take(self, steps: int) -> list[float]:
         """Seconds of so many steps."""
@@ -68,7 +68,7 @@ class Rival(Protocol):
 
     @property
     def loss(self) -> float:
-        """Of the last step."""
+        """Return the loss of the last step."""
 
 
 def document_of(size: str, tiny: bool) -> dict[str, Any]:
@@ -277,7 +277,7 @@ def fusions(kit: Kit) -> None:
 
 
 def _logged(kit: Kit, name: str) -> dict[str, float]:
-    """What the trainer logs of a variant, whose steps are timed."""
+    """Return the trainer's log of a variant, whose steps are timed."""
     seconds: list[float] = []
     length = TINY_LENGTH if kit.tiny else LENGTH
     trainer = trainer_of(kit, "0.6b", length, WARM + EACH, **VARIANTS[name])

@@ -38,12 +38,14 @@ def coverage(found: Iterable[Verdict]) -> str:
         if not verdict.figures:
             continue
         case = verdict.case
-        told = {"family": case.base, "ranks": case.ranks, "prediction layers": case.prediction}
+        reported = {"family": case.base, "ranks": case.ranks, "prediction layers": case.prediction}
         for name, value in (case.lora or {}).items():
             each = value if isinstance(value, list) else [value]
             values[f"lora {name}"].update(map(str, each))
-        told |= {f"model {name}": value for name, value in case.changes.items() if name not in _EACH_ITS_OWN}
-        for name, value in {**told, "lora": case.lora is not None, **case.options}.items():
+        reported |= {
+            f"model {name}": value for name, value in case.changes.items() if name not in _EACH_ITS_OWN
+        }
+        for name, value in {**reported, "lora": case.lora is not None, **case.options}.items():
             values[name][str(value)] += 1
     return "\n".join(
         f"{name}: {', '.join(f'{value} ({count})' for value, count in sorted(counts.items()))}"

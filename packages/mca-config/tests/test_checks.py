@@ -246,9 +246,9 @@ def test_positions_that_a_model_does_not_have_are_told(
 ) -> None:
     scaled = model(rope_scaling=scaling)
     assert position_problem(scaled, positions) is None
-    told = position_problem(scaled, positions + 1)
-    assert told is not None
-    assert f"of {positions + 1} tokens are longer than the model's {positions} positions" in told
+    reported = position_problem(scaled, positions + 1)
+    assert reported is not None
+    assert f"of {positions + 1} tokens are longer than the model's {positions} positions" in reported
 
 
 def test_dynamic_scaling_has_no_last_position() -> None:

@@ -220,22 +220,22 @@ def test_an_adapter_that_is_not_finite_is_copied_with_a_warning_and_not_cast(
 ) -> None:
     base, adapter = pair
     name = broken(adapter, "adapter_model.safetensors", "lora_A")
-    told = f"1 tensor has values that are not finite (infinite or NaN): {name} (2 values)"
+    reported = f"1 tensor has values that are not finite (infinite or NaN): {name} (2 values)"
     words = "--checkpoint_path", base, "--adapter_path", adapter, "--output_path"
     run(*words, tmp_path / "mca")
-    assert caplog.messages == [f"{adapter}: {told}; they are copied as they are"]
+    assert caplog.messages == [f"{adapter}: {reported}; they are copied as they are"]
     for folder in (adapter, tmp_path / "mca"):
         assert main(["inspect", str(folder), "--values"]) == 1
         assert f"{name}, 2 values" in capsys.readouterr().out
     assert main(["verify", str(adapter), str(tmp_path / "mca")]) == 0
-    assert f"warning: in both, {told}" in capsys.readouterr().out
+    assert f"warning: in both, {reported}" in capsys.readouterr().out
     plan = ["plan", "--checkpoint_path", str(base), "--adapter_path", str(adapter)]
-    assert main(plan) == 0 and f"note: {adapter}: {told}" in capsys.readouterr().out
+    assert main(plan) == 0 and f"note: {adapter}: {reported}" in capsys.readouterr().out
     assert main([*plan, "--bf16"]) == 1
     assert main([*map(str, words), str(tmp_path / "cast"), "--bf16"]) == 1
-    assert f"{told}; it cannot be cast" in capsys.readouterr().err
+    assert f"{reported}; it cannot be cast" in capsys.readouterr().err
     assert main([*map(str, words), str(tmp_path / "merged"), "--merge"]) == 1
-    assert f"the adapter's {told}" in capsys.readouterr().err
+    assert f"the adapter's {reported}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("part", ["q_proj.weight", "embed_tokens"])
@@ -317,10 +317,10 @@ def test_merging_writes_the_base_models_tokenizer_and_names_files_that_differ(
     assert not caplog.messages
     (tmp_path / "adapter" / "chat_template.jinja").write_text("of chats")
     run(*merge, tmp_path / "other")
-    (told,) = caplog.messages
+    (reported,) = caplog.messages
     own = tmp_path / "adapter"
     assert (
-        told
+        reported
         == f"tokenizer: the base model's files are written; {own} has other versions of chat_template.jinja"
     )
     assert caplog.records[-1].levelname == "INFO"

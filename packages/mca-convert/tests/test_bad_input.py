@@ -277,8 +277,8 @@ def test_output_that_is_taken(source: Path, tmp_path: Path, capsys) -> None:
     taken.mkdir()
     (taken / "precious").write_text("x")
     assert main(["--checkpoint_path", str(source), "--output_path", str(taken)]) == 1
-    told = capsys.readouterr().err
-    assert "exists and is not empty" in told and "--overwrite" not in told
+    reported = capsys.readouterr().err
+    assert "exists and is not empty" in reported and "--overwrite" not in reported
     (taken / "precious").rename(taken / "README.md")
     (taken / "config.json").write_text('{"model_type": "llama"}')
     assert main(["--checkpoint_path", str(source), "--output_path", str(taken)]) == 1

@@ -23,9 +23,9 @@ def test_a_copy_keeps_not_a_number_bit_for_bit_and_warns_once(source: Path, conv
     mca = convert(source, "mca", tp=2, pp=2)
     copies = mca, convert(mca, "tp4", "--to", "mca", tp=4), convert(mca, "hf")
     values = f"{(stop - start) // len(odd) * 3:,} values"
-    told = f"1 tensor has values that are not finite (infinite or NaN): {BROKEN} ({values})"
+    reported = f"1 tensor has values that are not finite (infinite or NaN): {BROKEN} ({values})"
     for line, read in zip(caplog.messages, (source, mca, mca), strict=True):
-        assert line.startswith(f"{read}: {told}; they are copied as they are; ")
+        assert line.startswith(f"{read}: {reported}; they are copied as they are; ")
     back = copies[-1]
     again = read_raw(back / "model.safetensors")
     place = again[0][BROKEN]["data_offsets"]
@@ -33,11 +33,11 @@ def test_a_copy_keeps_not_a_number_bit_for_bit_and_warns_once(source: Path, conv
     for copy in copies:
         capsys.readouterr()
         assert main(["verify", str(source), str(copy)]) == 0
-        assert capsys.readouterr().out.splitlines()[1:] == [f"warning: in both, {told}"]
+        assert capsys.readouterr().out.splitlines()[1:] == [f"warning: in both, {reported}"]
         assert main(["inspect", str(copy), "--values"]) == 1
         assert f"not finite    {BROKEN}, {values}" in capsys.readouterr().out
     assert main(["plan", "--checkpoint_path", str(source), "--values"]) == 0
-    assert f"note: {source}: {told}" in capsys.readouterr().out
+    assert f"note: {source}: {reported}" in capsys.readouterr().out
     assert main(["inspect", str(source), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["not_finite"] is None
 
@@ -74,12 +74,12 @@ def test_what_computes_values_refuses_those_that_are_not_finite(
     tensors[BROKEN][2:4, 3] = torch.tensor([torch.nan, -torch.inf])
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     values = "2 values that are not finite (infinite or NaN)"
-    told = f"{source}/model.safetensors: {BROKEN} has {values} and cannot be {work}"
-    assert told in refused(source, tmp_path, capsys, *flags)
+    reported = f"{source}/model.safetensors: {BROKEN} has {values} and cannot be {work}"
+    assert reported in refused(source, tmp_path, capsys, *flags)
     assert main(["plan", "--checkpoint_path", str(source), *flags]) == 0
     assert "--values reads them" in capsys.readouterr().out
     assert main(["plan", "--checkpoint_path", str(source), *flags, "--values"]) == 1
-    assert told in capsys.readouterr().out
+    assert reported in capsys.readouterr().out
 
 
 def test_a_cast_to_the_own_dtype_is_a_copy(source: Path, convert, caplog) -> None:
@@ -173,7 +173,7 @@ def test_fp16_overflow_names_the_tensor(source: Path, tmp_path: Path, capsys) ->
     name = "model.layers.3.mlp.up_proj.weight"
     tensors[name][2, 3:5] = torch.tensor([70000.0, -80000.0])
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    told = f"{source}/model.safetensors: {name} has 2 values, the largest 80000, that overflow fp16, whose largest"
-    assert told in refused(source, tmp_path, capsys, "--fp16")
+    reported = f"{source}/model.safetensors: {name} has 2 values, the largest 80000, that overflow fp16, whose largest"
+    assert reported in refused(source, tmp_path, capsys, "--fp16")
     assert main(["plan", "--checkpoint_path", str(source), "--fp16", "--values"]) == 1
-    assert told in capsys.readouterr().out
+    assert reported in capsys.readouterr().out

@@ -54,7 +54,7 @@ os.ftruncate(handle, size)
 read = mmap.mmap(handle, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
 start = ctypes.addressof(ctypes.c_char.from_buffer(read))
 os.ftruncate(handle, 0)
-told, arrived, order, file_at = [], threading.Barrier(2), itertools.count(), sigbus._file_at
+reported, arrived, order, file_at = [], threading.Barrier(2), itertools.count(), sigbus._file_at
 given = threading.Event()
 
 def one_after_the_other(address):
@@ -65,7 +65,7 @@ def one_after_the_other(address):
     return file_at(address)
 
 def tell(error):
-    told.append(str(error))
+    reported.append(str(error))
     given.set()
 
 sigbus._file_at = one_after_the_other
@@ -76,7 +76,7 @@ with sigbus.catching_truncated_files(tell):
     for thread in threads:
         thread.join()
     ctypes.string_at(start + mmap.PAGESIZE, 1)
-assert len(told) == 2, told
+assert len(reported) == 2, reported
 os._exit(0)
 """
 

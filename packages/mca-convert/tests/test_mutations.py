@@ -77,10 +77,10 @@ def test_changed_files_end_in_one_line(case: str, tiny, convert, tmp_path: Path,
         capsys.readouterr()
         started = time.process_time()
         code = main(command)
-        told, told_as_error = capsys.readouterr()
+        reported, told_as_error = capsys.readouterr()
         assert time.process_time() - started < 10
-        assert code in (0, 1) and (code == 0 or told_as_error or told)
-        assert all(line.isprintable() for line in (told + told_as_error).split("\n"))
+        assert code in (0, 1) and (code == 0 or told_as_error or reported)
+        assert all(line.isprintable() for line in (reported + told_as_error).split("\n"))
         assert len(told_as_error) < 10_000 and "out of memory" not in told_as_error
         assert output.exists() is (code == 0 and command is conversion)
         assert {entry.name for entry in work.iterdir()} <= {"copy", "out"}

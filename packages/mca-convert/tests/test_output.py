@@ -128,8 +128,8 @@ def test_a_directory_that_holds_more_than_a_checkpoint_is_kept(
         capsys.readouterr()
         for command in (["plan"], []):
             assert main([*command, *arguments(source, mca), "--overwrite"]) == 1
-            told = capsys.readouterr()
-            assert f"{mca}: has {named}, which is not part of a checkpoint, so" in told.out + told.err
+            reported = capsys.readouterr()
+            assert f"{mca}: has {named}, which is not part of a checkpoint, so" in reported.out + reported.err
         assert main(arguments(source, mca)) == 1 and "--overwrite" not in capsys.readouterr().err
         assert (mca / more).exists()
         shutil.rmtree(mca / top) if top in ("checkpoint-500", ".git", "src", "iter_0000002") else (
@@ -172,13 +172,13 @@ def test_quiet_and_lines_of_progress(tiny, tmp_path: Path, capsys, monkeypatch) 
     monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
     sizes = ["--tensor_model_parallel_size=2", "--expert_model_parallel_size=2"]
     assert main([*arguments(tiny("mixtral"), tmp_path / "loud"), *sizes]) == 0
-    told = capsys.readouterr().err
+    reported = capsys.readouterr().err
     assert (
-        "converting: " in told
-        and "(100%)" in told
-        and told.splitlines()[-1].startswith(str(tmp_path / "loud"))
+        "converting: " in reported
+        and "(100%)" in reported
+        and reported.splitlines()[-1].startswith(str(tmp_path / "loud"))
     )
-    assert "55 tensors" in told and "sequence_parallel" not in told
+    assert "55 tensors" in reported and "sequence_parallel" not in reported
     assert main([*arguments(tiny("mixtral"), tmp_path / "quiet"), *sizes, "--quiet"]) == 0
     assert capsys.readouterr() == ("", "")
 
@@ -244,13 +244,15 @@ def test_what_cannot_be_written_is_foreseen(source: Path, tmp_path: Path, capsys
     monkeypatch.setattr(atomic, "_is_mount", lambda path: path == mca)
     for command in (["plan"], []):
         assert main([*command, *arguments(source, mca), "--overwrite"]) == 1
-        told = capsys.readouterr()
-        assert f"--output_path {mca}: is a mount point, which cannot be replaced" in told.out + told.err
+        reported = capsys.readouterr()
+        assert (
+            f"--output_path {mca}: is a mount point, which cannot be replaced" in reported.out + reported.err
+        )
     monkeypatch.undo()
     monkeypatch.setattr(resource, "getrlimit", lambda _: (12, 12))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     for command in (["plan"], []):
         assert main([*command, *arguments(source, tmp_path / "out")]) == 1
-        told = capsys.readouterr()
-        assert "files must be open at once, the system allows 12" in told.out + told.err
+        reported = capsys.readouterr()
+        assert "files must be open at once, the system allows 12" in reported.out + reported.err
     assert not (tmp_path / "out").exists()

@@ -203,12 +203,12 @@ def test_all_reasons_are_told_at_once(tiny, capsys, tmp_path: Path) -> None:
         str(tmp_path / "taken"),
         *flags({"tp": 3, "pp": 3, "ep": 3, "etp": 7}),
     )
-    told = "\n".join(plan["refusals"])
-    assert "exists and is not empty" in told
-    assert "num_layers 4 cannot be divided" in told
-    assert "num_moe_experts 4 cannot be divided by expert_model_parallel_size 3" in told
-    assert "num_attention_heads 4 cannot be divided by tensor_model_parallel_size 3" in told
-    assert "cannot be divided by expert_tensor_parallel_size 7" in told
+    reported = "\n".join(plan["refusals"])
+    assert "exists and is not empty" in reported
+    assert "num_layers 4 cannot be divided" in reported
+    assert "num_moe_experts 4 cannot be divided by expert_model_parallel_size 3" in reported
+    assert "num_attention_heads 4 cannot be divided by tensor_model_parallel_size 3" in reported
+    assert "cannot be divided by expert_tensor_parallel_size 7" in reported
     assert len(plan["refusals"]) < 12  # alike parameters once
 
 

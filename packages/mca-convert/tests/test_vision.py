@@ -98,12 +98,16 @@ def test_a_vision_model_that_computes_otherwise_is_another_model(saved, tmp_path
     source, other = saved("qwen2_vl"), tmp_path / "other"
     shutil.copytree(source, other)
     hf = json.loads((source / "config.json").read_text())
-    told = {"dtype": "float32", "initializer_range": 0.5, "of_tomorrow": None}  # no features depend on these
+    reported = {
+        "dtype": "float32",
+        "initializer_range": 0.5,
+        "of_tomorrow": None,
+    }  # no features depend on these
     for changed, seen in (
         ({}, 0),
         ({"image_token_id": hf["image_token_id"] + 1}, 1),
         ({"vision_config": {**hf["vision_config"], "num_heads": 4}}, 1),
-        ({"vision_config": {**hf["vision_config"], **told}}, 0),
+        ({"vision_config": {**hf["vision_config"], **reported}}, 0),
     ):
         (other / "config.json").write_text(json.dumps({**hf, **changed}))
         assert main(["verify", str(source), str(other)]) == seen

@@ -142,7 +142,7 @@ def test_what_an_upload_needs_is_looked_for_before(api, monkeypatch):
     assert api.calls == ["whoami"]
     with pytest.raises(UsageError, match=r"--push_to_hub name: expected an id like org/name"):
         require_upload("name")
-    for error, told in (
+    for error, reported in (
         (LocalTokenNotFoundError("x"), "you are not logged in (hf auth login, or HF_TOKEN)"),
         (OfflineModeIsEnabled("x"), "HF_HUB_OFFLINE is set; unset it to upload"),
         (ConnectionError("no route\nto it"), "ConnectionError: no route to it"),
@@ -156,7 +156,7 @@ def test_what_an_upload_needs_is_looked_for_before(api, monkeypatch):
             monkeypatch.setattr(api, "files", [], raising=False)
             with pytest.raises(McaError) as caught:
                 require_upload("org/name") if call == "whoami" else upload(Path("out"), "org/name")
-            assert str(caught.value) == f"--push_to_hub org/name: {told}"
+            assert str(caught.value) == f"--push_to_hub org/name: {reported}"
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(
         McaError, match=r"needs the Hub's client; install it with pip install 'mca-convert\[hub\]'"
@@ -204,13 +204,13 @@ def test_of_pickled_weights_no_headers_are_fetched(api, tmp_path, monkeypatch, c
     fetched = lambda self, repository, file, revision: str(tmp_path / file)  # noqa: E731
     monkeypatch.setattr(api, "hf_hub_download", fetched, raising=False)
     monkeypatch.setattr(api, "files", ["config.json", "pytorch_model.bin.index.json", *shards], raising=False)
-    told = f"org/old: its weights are in {shards[0]}, of which no header is fetched alone"
+    reported = f"org/old: its weights are in {shards[0]}, of which no header is fetched alone"
     with headers_only("org/old", needs_weights=False) as folder:
         assert [path.name for path in folder.iterdir()] == ["config.json"]
-    assert f"{told}: what is planned follows from its config.json" in caplog.text
+    assert f"{reported}: what is planned follows from its config.json" in caplog.text
     with pytest.raises(McaError) as caught, headers_only("org/old", needs_weights=True):
         pass
-    assert str(caught.value) == f"{told}; fetch the model (hf download org/old) and name its directory"
+    assert str(caught.value) == f"{reported}; fetch the model (hf download org/old) and name its directory"
     monkeypatch.setattr(api, "files", ["config.json", "adapter_model.bin"])
     with headers_only("org/old", needs_weights=True) as folder:
         assert (folder / "adapter_model.bin").exists(), "which is small"

@@ -32,7 +32,7 @@ def test_wrong_usage_is_one_line_and_2(words, message, capsys):
 
 
 @pytest.mark.parametrize(
-    ("command", "flag", "told"),
+    ("command", "flag", "reported"),
     [
         ("sft", "--learing-rate=1", "unknown flag --learing_rate; did you mean --learning_rate?"),
         ("plan", "--dry_rn", "unknown flag --dry_rn; did you mean --dry_run?"),
@@ -45,9 +45,9 @@ def test_wrong_usage_is_one_line_and_2(words, message, capsys):
         ("data", "--dpo_bta", "unknown flag --dpo_bta; did you mean --dpo_beta?"),
     ],
 )
-def test_a_misspelt_flag_without_a_file_is_named(command, flag, told, capsys):
+def test_a_misspelt_flag_without_a_file_is_named(command, flag, reported, capsys):
     assert main([command, flag]) == 2
-    assert capsys.readouterr().err == f"error: mca-train {command}: {told}\n"
+    assert capsys.readouterr().err == f"error: mca-train {command}: {reported}\n"
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_help_imports_nothing_heavy(words):
 
 
 @pytest.mark.parametrize(
-    ("where", "code", "told"),
+    ("where", "code", "reported"),
     [
         (">&-", 0, ""),
         (
@@ -248,10 +248,10 @@ def test_help_imports_nothing_heavy(words):
         ("2>&- >&- <&-", 0, ""),
     ],
 )
-def test_help_goes_where_it_can(where, code, told):
+def test_help_goes_where_it_can(where, code, reported):
     command = f"{shlex.quote(sys.executable)} -m mca_train --help {where}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-    assert (done.returncode, done.stderr.strip(), done.stdout) == (code, told, "")
+    assert (done.returncode, done.stderr.strip(), done.stdout) == (code, reported, "")
 
 
 def test_readme_and_docs_name_the_keys_of_the_data():
@@ -287,13 +287,13 @@ def test_all_that_is_wrong_with_a_run_is_told_at_once_and_the_plan_tells_the_sam
     path = run(**wrong)
     assert main(["sft", path]) == 2
     error = capsys.readouterr().err
-    told = [line.strip() for line in error.splitlines()[1:]]
-    assert error.startswith(f"error: {path}: {len(told)} problems\n")
+    reported = [line.strip() for line in error.splitlines()[1:]]
+    assert error.startswith(f"error: {path}: {len(reported)} problems\n")
     for words in ("file /none.jsonl", "eval_strategy is", "num_attention_heads 4", "/gone", "is 'accuracy'"):
-        assert sum(words in line for line in told) == 1, words
+        assert sum(words in line for line in reported) == 1, words
     assert main(["plan", "sft", path]) == 2
     impossible = [line.removeprefix("  - ") for line in capsys.readouterr().out.splitlines()[1:]]
-    assert impossible == [line for line in told if "/none" not in line and "/gone" not in line]
+    assert impossible == [line for line in reported if "/none" not in line and "/gone" not in line]
     del wrong["eval_strategy"], wrong["tensor_model_parallel_size"], wrong["metric_for_best_model"]
     assert main(["plan", "sft", run(**wrong)]) == 0
     out = capsys.readouterr().out

@@ -67,8 +67,10 @@ def test_a_reference_that_scores_is_no_language_model(run, kind, tmp_path):
     config = (tmp_path / "model" / "config.json").read_text()
     (tmp_path / "reward" / "config.json").write_text(config.replace("CausalLM", "SequenceClassification"))
     values, where = load_values(path, [])
-    (told,) = check(TASKS[kind], make_settings(TASKS[kind], values, where)).impossible
-    assert told.startswith("reference_model_name_or_path: the reference has a sequence_classification head")
+    (reported,) = check(TASKS[kind], make_settings(TASKS[kind], values, where)).impossible
+    assert reported.startswith(
+        "reference_model_name_or_path: the reference has a sequence_classification head"
+    )
 
 
 def test_labels_without_names_are_those_of_the_model(run, tmp_path, capsys):
@@ -168,5 +170,5 @@ def test_columns_that_some_source_reads_are_taken(run, tmp_path, capsys):
 )
 def test_what_scores_cannot_be_trained_with(run, kind, changes, message, capsys):
     assert main(["plan", kind, run(**changes)]) == 2
-    told = capsys.readouterr()
-    assert message in told.out + told.err
+    reported = capsys.readouterr()
+    assert message in reported.out + reported.err

@@ -57,9 +57,9 @@ def echo(monkeypatch):
 
 def test_the_help_names_it(capsys):
     assert main(["--help"]) == 0
-    told = capsys.readouterr().out
-    assert "       mca-train echo [CONFIG.yaml] [--key value ...]\n" in told
-    assert "  echo        on what was said: said\n" in told
+    reported = capsys.readouterr().out
+    assert "       mca-train echo [CONFIG.yaml] [--key value ...]\n" in reported
+    assert "  echo        on what was said: said\n" in reported
 
 
 def test_a_configuration_to_begin_with_says_what_its_rows_are(capsys):
@@ -80,9 +80,9 @@ def test_a_plan_knows_its_keys_and_what_it_evaluates(words, run, capsys):
     assert main([*words, path]) == 0, capsys.readouterr()
     assert "activations" in capsys.readouterr().out
     assert main([*words, path, "--echo-weight", "-1", "--metric_for_best_model", "x"]) == 2
-    told = capsys.readouterr().out
-    assert "echo_weight is -1.0; expected 0 or more" in told
-    assert "metric_for_best_model is 'x'; mca-train echo evaluates loss, " in told
+    reported = capsys.readouterr().out
+    assert "echo_weight is -1.0; expected 0 or more" in reported
+    assert "metric_for_best_model is 'x'; mca-train echo evaluates loss, " in reported
 
 
 def test_it_is_known_of_every_metric_whether_greater_is_better():
@@ -92,13 +92,13 @@ def test_it_is_known_of_every_metric_whether_greater_is_better():
 
 def test_its_keys_are_foreign_to_the_other_kinds_and_theirs_to_it(run, capsys):
     assert main(["plan", "sft", run(echo_weight=0.5, said_column="text")]) == 2
-    told = capsys.readouterr().err
-    assert "echo_weight: for mca-train echo, not sft; remove the key" in told
-    assert "said_column: for mca-train echo, not sft; remove the key" in told
+    reported = capsys.readouterr().err
+    assert "echo_weight: for mca-train echo, not sft; remove the key" in reported
+    assert "said_column: for mca-train echo, not sft; remove the key" in reported
     assert main(["plan", "echo", run(dpo_beta=0.5, echo_weight="much")]) == 2
-    told = capsys.readouterr().err
-    assert "dpo_beta: for mca-train dpo, not echo; remove the key" in told
-    assert "echo_weight must be a number, not 'much'" in told
+    reported = capsys.readouterr().err
+    assert "dpo_beta: for mca-train dpo, not echo; remove the key" in reported
+    assert "echo_weight must be a number, not 'much'" in reported
 
 
 def test_its_rows_become_samples_in_memory_and_streamed(echo, tmp_path):

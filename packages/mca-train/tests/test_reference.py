@@ -142,7 +142,7 @@ def test_completion_for_another_shell_is_refused(capsys):
 
 
 @pytest.mark.parametrize(
-    ("key", "told"),
+    ("key", "reported"),
     [
         ("cutoff_len", "is called seq_length here"),
         ("attn_implementation", "is called attention_backend here"),
@@ -162,18 +162,18 @@ def test_completion_for_another_shell_is_refused(capsys):
         ("global_batch_size", "set gradient_accumulation_steps instead"),
     ],
 )
-def test_a_key_of_another_program_is_told_its_name_here(key, told, run, capsys):
+def test_a_key_of_another_program_is_told_its_name_here(key, reported, run, capsys):
     assert main(["sft", run(**{key: 1})]) == 2
     assert f"{key}: " in (error := capsys.readouterr().err)
-    assert told in error
+    assert reported in error
 
 
 def test_other_programs_keys_are_no_keys_here_and_point_to_keys():
     names = {key.name for task in TASKS.values() for key in task_keys(task)}
     assert not names & set(RENAMED)
-    for told in RENAMED.values():
-        if told.startswith("is called "):
-            assert told.split()[2] in names, told
+    for reported in RENAMED.values():
+        if reported.startswith("is called "):
+            assert reported.split()[2] in names, reported
 
 
 def test_the_tables_of_the_documents_are_those_of_the_classes():

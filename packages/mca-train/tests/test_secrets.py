@@ -88,8 +88,8 @@ def test_what_a_client_says_has_no_secrets(command, key, run, tmp_path, capsys, 
     caplog.set_level(logging.INFO)
     words = ["--output_prefix", str(tmp_path / "tokens")] if command == "tokenize" else []
     assert main([command, run(**FAILS[key]), *words]) != 0
-    told = "failing://me:...@host/a.jsonl cannot be fetched: 401 for https://...@127.0.0.1:1/a.jsonl"
-    assert told in require_no_secret(tmp_path, capsys, caplog)
+    reported = "failing://me:...@host/a.jsonl cannot be fetched: 401 for https://...@127.0.0.1:1/a.jsonl"
+    assert reported in require_no_secret(tmp_path, capsys, caplog)
 
 
 def test_images_that_cannot_be_fetched_are_named_without_secrets():

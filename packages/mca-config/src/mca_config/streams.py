@@ -24,7 +24,7 @@ class SafeStream:
         self._stream, self._redacts = stream, redacts
         self._name = name
         self.failed = False
-        """Whether text was lost, except to a closed pipe."""
+        """True if text was lost, except to a closed pipe."""
 
     def write(self, text: str) -> int:
         """Write ``text`` if possible."""

@@ -45,7 +45,7 @@ class NonFinite:
     values: int = 0
     overflows: int = 0
     largest: float = 0.0
-    """Of those that overflow, by magnitude."""
+    """Largest overflowing value, by magnitude."""
 
 
 class RefusedParam(Exception):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Needed = Literal["all", "config", "tokenizer"]
-"""What of a repository: everything of the model; what says which model it is; all but weights."""
+"""Files of a repository: all of the model's, its configuration alone, or all but weights."""
 
 _ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
 _CONFIGS = (

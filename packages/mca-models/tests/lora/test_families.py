@@ -49,7 +49,7 @@ def targets(model: Any) -> dict[str, list[str]]:
         ".".join(name.split(".")[-3:])
         for name, _ in model.named_parameters()
         if name.endswith(("experts.gate_up_proj", "experts.up_proj", "experts.down_proj"))
-        and "feed_forward" not in name  # Llama 4's lie turned, which peft is not told
+        and "feed_forward" not in name  # Llama 4's lie turned, which peft is not reported
     }
     without = {"lm_head", *FAMILIES[model.config.model_type].unadaptable, *(OF_EXPERTS if stacked else ())}
     linears = {name for name in linears if name.rpartition(".")[2] not in without}
@@ -167,9 +167,9 @@ def test_what_peft_does_not_read_of_experts_is_told(name: str, caplog: pytest.Lo
     kind, different = tiny_hf.ALL[case]
     config = config_from_hf({**tiny_hf.SIZE, **different, "model_type": kind})
     rules_for_training(config, AdapterConfig.from_dict({"peft_type": "LORA", **settings}))
-    (told,) = [each.message for each in caplog.records if "PEFT on transformers 5" in each.message]
-    assert "\n" not in told
-    assert "name mlp.experts.gate_up_proj, mlp.experts.down_proj in target_parameters" in told
+    (reported,) = [each.message for each in caplog.records if "PEFT on transformers 5" in each.message]
+    assert "\n" not in reported
+    assert "name mlp.experts.gate_up_proj, mlp.experts.down_proj in target_parameters" in reported
     named = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
     caplog.clear()
     rules_for_training(config, AdapterConfig.from_dict({"peft_type": "LORA", **named}))

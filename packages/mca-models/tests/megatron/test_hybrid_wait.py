@@ -10,7 +10,7 @@ from mca_models.megatron.platform.cuda_calls import IdleStream
 
 
 class Noted(IdleStream):
-    """A stream that notes for which others it was told to wait."""
+    """A stream that notes for which others it was reported to wait."""
 
     def __init__(self) -> None:
         super().__init__()

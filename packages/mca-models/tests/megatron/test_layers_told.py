@@ -1,4 +1,4 @@
-"""What is told of a model when it is made: layers that nobody asked for, results that depend on the layout."""
+"""What is reported of a model when it is made: layers that nobody asked for, results that depend on the layout."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ from mca_models.megatron.platform import _device
 
 
 @pytest.mark.parametrize(
-    ("built", "asked", "missing", "told"),
+    ("built", "asked", "missing", "reported"),
     [
         ("local", None, "Transformer Engine is not installed", True),
         ("local", "local", "Transformer Engine is not installed", False),
@@ -22,14 +22,14 @@ from mca_models.megatron.platform import _device
         ("local", None, None, False),
     ],
 )
-def test_local_layers_on_a_gpu_are_told_unless_asked_for(built, asked, missing, told):
+def test_local_layers_on_a_gpu_are_told_unless_asked_for(built, asked, missing, reported):
     said = local_layers_warning(built, asked, missing)
-    assert (said is not None) == told
-    assert not told or ("mca-models[te]" in said and said.startswith(missing))
+    assert (said is not None) == reported
+    assert not reported or ("mca-models[te]" in said and said.startswith(missing))
 
 
 @pytest.mark.parametrize(
-    ("kinds", "capacity", "told"),
+    ("kinds", "capacity", "reported"),
     [
         ("sinkhorn", None, "moe_router_load_balancing_type sinkhorn distributes the tokens"),
         (["aux_loss", "sinkhorn"], None, "moe_router_load_balancing_type sinkhorn distributes the tokens"),
@@ -38,10 +38,10 @@ def test_local_layers_on_a_gpu_are_told_unless_asked_for(built, asked, missing, 
         (["none"], None, None),
     ],
 )
-def test_what_depends_on_how_tokens_are_dealt_is_told(kinds, capacity, told):
+def test_what_depends_on_how_tokens_are_dealt_is_told(kinds, capacity, reported):
     megatron = SimpleNamespace(moe_router_load_balancing_type=kinds, moe_expert_capacity_factor=capacity)
     said = token_distribution_notice(megatron)
-    assert said is None if told is None else said.startswith(told) and "\n" not in said
+    assert said is None if reported is None else said.startswith(reported) and "\n" not in said
 
 
 @pytest.fixture

@@ -30,6 +30,6 @@ def test_the_first_tensors_are_named_with_their_numbers() -> None:
     bad = np.array([1, np.nan, -np.inf], np.float32)
     tensors = [(f"t{i}", bad[: i + 1]) for i in range(3)] + [("whole", np.arange(3))]
     assert (counts := counts_in(tensors)) == {"t1": 1, "t2": 2}
-    told = "2 tensors have values that are not finite (infinite or NaN): t1 (1 value)"
-    assert named_counts(counts) == f"{told}, t2 (2 values)"
-    assert named_counts(counts, shown=1) == f"{told} and 1 more"
+    reported = "2 tensors have values that are not finite (infinite or NaN): t1 (1 value)"
+    assert named_counts(counts) == f"{reported}, t2 (2 values)"
+    assert named_counts(counts, shown=1) == f"{reported} and 1 more"

@@ -119,7 +119,7 @@ def test_a_scaling_for_all_layers_beside_ropes_by_kind_is_refused(case: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("full", "sliding", "told"),
+    ("full", "sliding", "reported"),
     [
         ({}, LINEAR, "'rope_parameters.sliding_attention' is .*'linear'.*partial_rotary_factor"),
         ({}, {"partial_rotary_factor": 0.5}, "'rope_parameters.sliding_attention'.* which is 0.334"),
@@ -129,17 +129,17 @@ def test_a_scaling_for_all_layers_beside_ropes_by_kind_is_refused(case: str) -> 
     ],
 )
 def test_ropes_of_kinds_that_differ_in_more_than_their_base_are_refused(
-    full: dict[str, Any], sliding: dict[str, Any], told: str | None
+    full: dict[str, Any], sliding: dict[str, Any], reported: str | None
 ) -> None:
     ropes = {
         "full_attention": {"rope_theta": 1e6, **full},
         "sliding_attention": {"rope_theta": 1e4, **sliding},
     }
     hf = described("mimo_v2_flash", rope_parameters=ropes)
-    if told is None:
+    if reported is None:
         assert (config_from_hf(hf).rope_scaling or {})["rope_type"] == full["rope_type"]
         return
-    with pytest.raises(McaError, match=told):
+    with pytest.raises(McaError, match=reported):
         config_from_hf(hf)
 
 
@@ -287,7 +287,7 @@ def test_the_padding_token_that_is_not_named_is_transformers(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "told"),
+    ("key", "value", "reported"),
     [
         ("ssm_in_multiplier", float("nan"), "'ssm_in_multiplier' is nan; supported: a number"),
         ("ssm_out_multiplier", None, "'ssm_out_multiplier' is None; supported: a number"),
@@ -303,8 +303,8 @@ def test_the_padding_token_that_is_not_named_is_transformers(kind: str) -> None:
         ("mamba_d_ssm", 50, "mamba_d_ssm is 50; supported: a multiple of mamba_n_heads, which is 8"),
     ],
 )
-def test_falcon_h1_is_refused_by_the_key_that_is_wrong(key: str, value: Any, told: str) -> None:
-    with pytest.raises(McaError, match=told):
+def test_falcon_h1_is_refused_by_the_key_that_is_wrong(key: str, value: Any, reported: str) -> None:
+    with pytest.raises(McaError, match=reported):
         config_from_hf(described("falcon_h1", **{"mamba_d_head": "auto", key: value}))
 
 

@@ -18,7 +18,6 @@ from torch_dist_files import State, by_layer, save
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import gated_delta_net, get_family, mamba
-from mca_models.torch_checkpoint.megatron_checkpoint import open_foreign
 from mca_models.torch_checkpoint.torch_dist import find_torch_dist, open_torch_dist
 from mca_models.weights import Stage
 
@@ -169,10 +168,7 @@ def test_where_it_is_found(tmp_path: Path, checkpoint: Any) -> None:
     config.save(tmp_path)
     assert_same(open_torch_dist(tmp_path), hf)
     assert_same(open_torch_dist(tmp_path / "iter_0000001"), hf)
-    found = open_foreign(tmp_path)
-    assert found is not None
-    assert_same(found, hf)
-    assert open_foreign(tmp_path / "iter_0000001/dist_model/nowhere") is None
+    assert find_torch_dist(tmp_path / "iter_0000001/dist_model/nowhere") is None
 
 
 @pytest.fixture

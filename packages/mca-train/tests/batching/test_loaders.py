@@ -79,7 +79,7 @@ class Stream(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize(
-    ("made_with", "told"),
+    ("made_with", "reported"),
     [
         (
             {"moe_token_dispatcher_type": "allgather"},
@@ -89,9 +89,9 @@ class Stream(IterableDataset[Any]):
     ],
 )
 def test_a_stream_is_refused_where_ranks_need_one_length(
-    made_with: dict[str, Any], told: str, tmp_path: Path
+    made_with: dict[str, Any], reported: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(McaError, match=told):
+    with pytest.raises(McaError, match=reported):
         loaders(tmp_path, ParallelLayout(expert_model_parallel_size=2), **made_with).train(Stream())
 
 

@@ -64,15 +64,15 @@ LOST = {
 }
 
 
-@pytest.mark.parametrize("told", LOST)
-def test_why_a_run_lost_its_lock_is_told(told, tmp_path, monkeypatch):
+@pytest.mark.parametrize("reported", LOST)
+def test_why_a_run_lost_its_lock_is_told(reported, tmp_path, monkeypatch):
     lock = OutputLock(tmp_path)
     lock.take()
     with (
         monkeypatch.context() as patch,
-        pytest.raises(McaError, match=f"^output_dir: .*{told}.*this run ends"),
+        pytest.raises(McaError, match=f"^output_dir: .*{reported}.*this run ends"),
     ):
-        LOST[told](tmp_path / NAME, patch)
+        LOST[reported](tmp_path / NAME, patch)
         lock.verify()
     lock.release()
 
@@ -100,8 +100,8 @@ def test_giving_it_back_never_fails(call, tmp_path, monkeypatch, caplog):
         lock.release()
     left = [tmp_path / "run" / NAME] if call != "close" else []
     assert [file for file in tmp_path.rglob("*") if file.is_file()] == left
-    told = [f"{file} cannot be deleted; the next run takes it over (Input/output error)" for file in left]
-    assert [record.getMessage() for record in caplog.records] == told
+    reported = [f"{file} cannot be deleted; the next run takes it over (Input/output error)" for file in left]
+    assert [record.getMessage() for record in caplog.records] == reported
     OutputLock(tmp_path / "run").take()
 
 

@@ -45,12 +45,12 @@ def test_an_adapter_that_is_continued_says_which_parts_are_trained(settings, par
         freeze=None, vision_learning_rate=None, projector_learning_rate=None, overlap_param_gather=True
     )
     found = part_problems(training, LoraArguments(adapter_name_or_path=path), config, SimpleNamespace())
-    told = next(found, "")
+    reported = next(found, "")
     sees = parts != {"language"}
-    assert told.startswith(
+    assert reported.startswith(
         "overlap_param_gather is not supported with a trained vision tower" if sees else ""
     )
-    assert bool(told) == sees
+    assert bool(reported) == sees
 
 
 @pytest.mark.usefixtures("own_threads")

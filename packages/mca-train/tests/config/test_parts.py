@@ -33,7 +33,7 @@ def test_vision_and_projector_are_frozen_unless_told():
 
 
 @pytest.mark.parametrize(
-    ("told", "given"),
+    ("reported", "given"),
     [
         ("freeze: a llama model has no vision part; remove the key", {"config": TEXT, "freeze": ["vision"]}),
         ("vision_learning_rate: vision is frozen; set freeze", {"vision_learning_rate": 1e-5}),
@@ -48,9 +48,9 @@ def test_vision_and_projector_are_frozen_unless_told():
         ("freeze: vision, projector, language are all", {"freeze": ["vision", "projector", "language"]}),
     ],
 )
-def test_keys_that_cannot_be_followed_are_told(told, given):
+def test_keys_that_cannot_be_followed_are_told(reported, given):
     (found,) = problems(**given)
-    assert found.startswith(told)
+    assert found.startswith(reported)
 
 
 def test_weights_of_a_trained_part_are_not_gathered_while_it_runs():

@@ -70,11 +70,11 @@ def test_what_is_not_there_is_one_line(address, message):
 )
 def test_a_package_that_is_missing_is_named_before_a_run_begins(address, package, installed, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
-    told = f"{address} needs the package {package}, which is not installed; pip install {installed}"
+    reported = f"{address} needs the package {package}, which is not installed; pip install {installed}"
     for key in ("train_file", "datasets"):
         values = {key: [address] if key == "train_file" else [{"path": address}]}
         settings = SimpleNamespace(data=PairArguments(model_name_or_path="m", **values))
-        assert list(data_problems(settings)) == [f"{key}: {told}"]
+        assert list(data_problems(settings)) == [f"{key}: {reported}"]
     with pytest.raises(UsageError, match=f"image: {address}.*{package}"):
         ImageFile(address).size()
 
@@ -140,7 +140,7 @@ CHECK = "; check the URL, the credentials and the network"
 
 
 @pytest.mark.parametrize(
-    ("cause", "told"),
+    ("cause", "reported"),
     [
         (None, ABSENT),
         (KeyError("c"), ABSENT),
@@ -149,7 +149,7 @@ CHECK = "; check the URL, the credentials and the network"
         (ConnectionRefusedError("refused"), f" cannot be fetched: refused{CHECK}"),
     ],
 )
-def test_that_a_client_calls_everything_missing_is_not_passed_on(cause, told):
+def test_that_a_client_calls_everything_missing_is_not_passed_on(cause, reported):
     file = "https://me:secret@a.b/c.jsonl?X-Amz-Signature=secret"
     for block in (
         translate_url_errors("train_file", file),
@@ -157,7 +157,7 @@ def test_that_a_client_calls_everything_missing_is_not_passed_on(cause, told):
     ):
         with pytest.raises(McaError) as caught, block:
             raise FileNotFoundError(file) from cause
-        assert str(caught.value) == f"train_file: https://...@a.b/c.jsonl{told}"
+        assert str(caught.value) == f"train_file: https://...@a.b/c.jsonl{reported}"
 
 
 def test_the_offline_mode_of_the_hub_is_named(monkeypatch):

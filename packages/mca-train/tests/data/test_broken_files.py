@@ -104,12 +104,12 @@ def test_a_broken_file_is_one_line_that_names_it(name, streaming, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(McaError) as error:
         read(tmp_path / name, streaming)
-    told = str(error.value)
-    assert told.startswith("train_file")
-    assert name in told or ", row " in told
-    assert reason in told
-    assert "\n" not in told
-    assert len(told) < 500
+    reported = str(error.value)
+    assert reported.startswith("train_file")
+    assert name in reported or ", row " in reported
+    assert reason in reported
+    assert "\n" not in reported
+    assert len(reported) < 500
 
 
 def test_a_file_that_changes_or_goes_between_passes_is_told(tmp_path, caplog):

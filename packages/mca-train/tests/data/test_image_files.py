@@ -96,12 +96,12 @@ def test_other_modes_are_what_transformers_reads(mode, tmp_path):
 def test_pixels_without_a_white_are_refused_and_the_row_is_named(tokenizer, folder):
     Image.fromarray(np.linspace(0, 1, 256, dtype=np.float32).reshape(16, 16)).save(folder / "float.tiff")
     rows = [asked(text("none?")), asked({"type": "image", "path": "float.tiff"}, text("?"))]
-    told = r"row 1.*: image \S*float.tiff has floating-point pixels \(mode F\).*; expected .* 8 or 16 bits; scale"
+    reported = r"row 1.*: image \S*float.tiff has floating-point pixels \(mode F\).*; expected .* 8 or 16 bits; scale"
     for read in (load, streamed):
-        with pytest.raises(McaError, match=rf"^train_file, {told}"):
+        with pytest.raises(McaError, match=rf"^train_file, {reported}"):
             read(rows, tokenizer, folder)
     texts = [{"text": "none", "images": []}, {"text": "<image>", "images": ["float.tiff"]}]
-    with pytest.raises(McaError, match=rf"^train_file, {told}"):
+    with pytest.raises(McaError, match=rf"^train_file, {reported}"):
         load(texts, tokenizer, folder, kind="pretrain")
     with pytest.raises(McaError, match="image of 16 x 16 pixels has floating-point pixels"):
         open_image(Image.open(folder / "float.tiff"), RowPaths())
@@ -127,11 +127,11 @@ def test_a_file_of_several_frames_is_reported_once(read, kind, tokenizer, folder
     else:
         rows = [{"text": "a <image>", "images": [name]} for name in names]
     read(rows, tokenizer, folder, kind=kind)
-    (told,) = [record.getMessage() for record in caplog.records if "frames" in record.getMessage()]
+    (reported,) = [record.getMessage() for record in caplog.records if "frames" in record.getMessage()]
     place = (
         r"^train_file, row 1: image \S*moves.gif has several frames or pages, of which only the first is used"
     )
-    assert re.match(place, told)
+    assert re.match(place, reported)
     for form in MOVING:
         colour = open_image(f"moves.{form}", RowPaths(str(folder))).pixels().getpixel((3, 3))
         assert np.abs(np.subtract(colour, colours[0])).max() < 8

@@ -153,10 +153,10 @@ def test_tokens_and_pixels_are_those_of_the_familys_own_processor(made):
             kind.config.model_type
         ]
     )
-    told = torch.zeros_like(placeholder)
+    reported = torch.zeros_like(placeholder)
     for place in sample["images"].places:
-        told[place.start : place.start + place.tokens] = True
-    assert torch.equal(placeholder, told)
+        reported[place.start : place.start + place.tokens] = True
+    assert torch.equal(placeholder, reported)
     assert kind.tokenizer.decode(sample["input_ids"][sample["labels"] != -100]) == "red<|im_end|>\n"
 
 

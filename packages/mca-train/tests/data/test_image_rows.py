@@ -44,15 +44,15 @@ SECOND = {
 }
 
 
-@pytest.mark.parametrize("told", SECOND)
-def test_the_second_of_two_files_is_refused_as_the_first(told, tokenizer, folder):
+@pytest.mark.parametrize("reported", SECOND)
+def test_the_second_of_two_files_is_refused_as_the_first(reported, tokenizer, folder):
     plain = {"messages": [{"role": "user", "content": "?"}, ANSWER]}
-    files = files_of(folder, [plain], [SECOND[told]])
-    with pytest.raises(McaError, match=f"^train_file, row 1: {told}"):
+    files = files_of(folder, [plain], [SECOND[reported]])
+    with pytest.raises(McaError, match=f"^train_file, row 1: {reported}"):
         load_tokenized(TASKS["sft"], files, tokenizer, arguments(), images=reader(tokenizer, folder))
     given = arguments(streaming=True)
     rows = load_stream(TASKS["sft"], files, tokenizer, given, seed=None, images=reader(tokenizer, folder))
-    with pytest.raises(McaError, match=rf"^train_file, row 0 of \S+part-1.jsonl: {told}"):
+    with pytest.raises(McaError, match=rf"^train_file, row 0 of \S+part-1.jsonl: {reported}"):
         list(rows)
 
 
@@ -193,19 +193,19 @@ def test_one_source_of_a_mixture_has_images_and_another_words_of_them(
     with pytest.raises(McaError, match=r"has <image>, .* images_column .* to the image column of other rows"):
         made()
     mixture = made(images_column=named)
-    seen, told = (mixture[place] for place in range(2))
-    assert [place[1:] for place in placed(seen)] == [(2, 3)] and "images" not in told
-    assert "<image>?" in tokenizer.decode(told["input_ids"])
+    seen, reported = (mixture[place] for place in range(2))
+    assert [place[1:] for place in placed(seen)] == [(2, 3)] and "images" not in reported
+    assert "<image>?" in tokenizer.decode(reported["input_ids"])
     assert caplog.text.count(f"without an image in {named} is trained as text") == 1
 
 
 @pytest.mark.parametrize("size", ["min_pixels", "max_pixels", "resized_height", "resized_width"])
 def test_sizes_of_single_images_are_refused(size, tokenizer, folder):
-    told = f"^train_file, row 0: an image has {size}, which the model's image processor does not support per image"
+    reported = f"^train_file, row 0: an image has {size}, which the model's image processor does not support per image"
     in_column = {**asked({"type": "image"}, text("?")), "images": [{"path": "wide.png", size: 784}]}
     beside = {**asked({"type": "image", size: 784}, text("?")), "images": ["wide.png"]}
     for row in (asked({**IMAGE, size: 784}, text("?")), in_column, beside):
-        with pytest.raises(McaError, match=told):
+        with pytest.raises(McaError, match=reported):
             load([row], tokenizer, folder)
     assert "images" in load([asked({**IMAGE, size: None}, text("?"))], tokenizer, folder)[0]
 
@@ -245,11 +245,11 @@ def test_pretrain_reads_one_image_of_a_column_and_refuses_what_it_cannot_read(ma
 def test_pretrain_without_a_vision_model_refuses_images(known, tokenizer, folder):
     files = files_of(folder, [{"text": "none", "images": []}, {"text": "<image>", "images": ["wide.png"]}])
     images = reader(tokenizer, folder, vision=False) if known else None
-    told = "row 1.*: has images, which only mca-train pretrain with a vision-language model reads"
-    with pytest.raises(McaError, match=told):
+    reported = "row 1.*: has images, which only mca-train pretrain with a vision-language model reads"
+    with pytest.raises(McaError, match=reported):
         load_tokenized(TASKS["pretrain"], files, tokenizer, arguments("pretrain"), images=images)
     given = arguments("pretrain", streaming=True)
-    with pytest.raises(McaError, match=told):
+    with pytest.raises(McaError, match=reported):
         list(load_stream(TASKS["pretrain"], files, tokenizer, given, seed=None, images=images))
 
 

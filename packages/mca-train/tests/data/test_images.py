@@ -153,10 +153,10 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("told", WRONG)
-def test_what_is_wrong_with_a_row_is_told_in_one_line(told, tokenizer, folder):
-    with pytest.raises(McaError, match=f"^train_file, {told}") as caught:
-        load([WRONG[told]], tokenizer, folder)
+@pytest.mark.parametrize("reported", WRONG)
+def test_what_is_wrong_with_a_row_is_told_in_one_line(reported, tokenizer, folder):
+    with pytest.raises(McaError, match=f"^train_file, {reported}") as caught:
+        load([WRONG[reported]], tokenizer, folder)
     assert "\n" not in str(caught.value)
 
 
@@ -194,8 +194,8 @@ SPECIAL = {
 def test_what_is_no_file_is_not_waited_for(kind, tokenizer, tmp_path_factory, folder):
     special = tmp_path_factory.mktemp("s") / "x.png"  # a socket's path is short
     SPECIAL[kind](special)
-    told = rf"^train_file, row 0: image {special}: not a file but a "
-    with pytest.raises(McaError, match=told):
+    reported = rf"^train_file, row 0: image {special}: not a file but a "
+    with pytest.raises(McaError, match=reported):
         load([asked({"type": "image", "path": str(special)})], tokenizer, folder)
 
 

@@ -227,10 +227,10 @@ def test_samples_with_images_are_cached(kind, tokenizer, folder, tmp_path, caplo
     rows, cache = CACHED[kind], str(tmp_path / "tokens")
     expected = flat(load(rows, tokenizer, folder, kind=kind))
     assert any(name.endswith("images") for sample in expected for name in sample)
-    for told in (False, True):
+    for reported in (False, True):
         with caplog.at_level("INFO"):
             found = flat(load(rows, tokenizer, folder, kind=kind, tokenized_cache=cache))
-        assert ("loaded tokenized samples" in caplog.text) == told
+        assert ("loaded tokenized samples" in caplog.text) == reported
         for mine, its in zip(found, expected, strict=True):
             assert mine.keys() == its.keys()
             for name, value in its.items():

@@ -63,8 +63,8 @@ def test_what_is_tokenized_for_a_model_that_sees_has_no_images_and_no_placeholde
     monkeypatch.setattr(tokenize_command, "model_config", lambda model: seeing)
     file.write_text(json.dumps({"text": "a", "image": "x.png"}) + "\n")
     assert main(["tokenize", path, "--output_prefix", prefix]) != 0
-    assert "train_file, row 0" in (told := capsys.readouterr().err)
-    assert "has image, which only mca-train pretrain with a vision-language model reads" in told
+    assert "train_file, row 0" in (reported := capsys.readouterr().err)
+    assert "has image, which only mca-train pretrain with a vision-language model reads" in reported
     file.write_text(json.dumps({"text": "a<|im_end|>", "image": None}) + "\n")
     assert main(["tokenize", path, "--output_prefix", prefix]) == 0
     (block,) = indexed_blocks(Path(prefix), 64, 300)

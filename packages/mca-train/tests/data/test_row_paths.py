@@ -82,7 +82,7 @@ def test_rows_that_are_not_local_open_nothing_else(file, named):
 
 @pytest.mark.parametrize("file", ["/data/rows.jsonl", "https://h/d/rows.jsonl", "o/n"])
 @pytest.mark.parametrize(
-    ("named", "told"),
+    ("named", "reported"),
     [
         ("simplecache::https://h/d/a.png", "is a chain of protocols; expected a path or one URL"),
         ("https://h/d/a.png::/etc/passwd", "is a chain of protocols"),
@@ -90,8 +90,8 @@ def test_rows_that_are_not_local_open_nothing_else(file, named):
         ("local:///etc/passwd", r"begins with local://; expected a path; write /etc/passwd$"),
     ],
 )
-def test_no_row_names_a_chain_or_a_local_protocol(file, named, told):
-    with pytest.raises(McaError, match=told):
+def test_no_row_names_a_chain_or_a_local_protocol(file, named, reported):
+    with pytest.raises(McaError, match=reported):
         row_paths([file], None).resolve(named)
 
 
@@ -114,8 +114,8 @@ def test_rows_from_elsewhere_stay_in_the_image_folder_through_links_too(tmp_path
 def test_a_file_at_an_address_makes_the_rows_of_a_local_one_as_strict():
     paths = row_paths(["/data/rows.jsonl", "https://h/d/rows.jsonl"], None)
     assert paths.resolve("https://h/d/a.png") == "https://h/d/a.png"
-    for named, told in (("/data/a.png", "is outside of https://h/d"), ("a.png", "is a relative path")):
-        with pytest.raises(McaError, match=told):
+    for named, reported in (("/data/a.png", "is outside of https://h/d"), ("a.png", "is a relative path")):
+        with pytest.raises(McaError, match=reported):
             paths.resolve(named)
 
 

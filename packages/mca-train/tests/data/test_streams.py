@@ -140,8 +140,8 @@ def test_rows_without_a_target_are_left_out_and_counted(kind, tmp_path, caplog):
         assert [{k: v.tolist() for k, v in sample.items()} for sample in samples] == [
             {k: v.tolist() for k, v in whole[number].items()} for number in range(len(whole))
         ]
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert f"within seq_length 16 and are left out: {len(rows) - len(whole)} of {len(rows)} rows" in told
+    (reported,) = [record.getMessage() for record in caplog.records]
+    assert f"within seq_length 16 and are left out: {len(rows) - len(whole)} of {len(rows)} rows" in reported
     file.write_text("".join(json.dumps(OTHERS | row) + "\n" for row in UNANSWERED[kind]))
     with pytest.raises(McaError, match=r"within seq_length 16: all \d rows?$"):
         list(load_stream(TASKS[kind], [str(file)], byte_tokenizer(), arguments(), seed=None))

@@ -230,7 +230,7 @@ def test_calls_of_nothing_are_none_and_arguments_of_nothing_are_empty():
 
 
 @pytest.mark.parametrize(
-    ("message", "told"),
+    ("message", "reported"),
     [
         (call("x"), r"turn 0 \(assistant\): arguments of a call are 'x'; expected a mapping"),
         (call("[1]"), "expected a mapping, or that as JSON text"),
@@ -238,8 +238,8 @@ def test_calls_of_nothing_are_none_and_arguments_of_nothing_are_empty():
         ({"role": "assistant", "content": "a", "weight": 0.5}, r"weight is 0\.5; expected 0 or 1"),
     ],
 )
-def test_calls_and_weights_that_mean_nothing_are_named(message, told):
-    with pytest.raises(McaError, match=told):
+def test_calls_and_weights_that_mean_nothing_are_named(message, reported):
+    with pytest.raises(McaError, match=reported):
         check_messages([message])
 
 
@@ -255,13 +255,13 @@ def test_calls_that_the_template_does_not_write_are_refused(caplog):
 def test_calls_that_are_only_read_are_told_if_the_template_does_not_write_them(caplog):
     tokenizer = byte_tokenizer("{# read #}" + CHATML)
     encode = text_encoder(("messages",), tokenizer, ClassifyArguments(model_name_or_path="m"), "train_file")
-    told = "the chat template does not write a row's tool_calls"
+    reported = "the chat template does not write a row's tool_calls"
     ((read, _),) = encode({"messages": CALLS})
     assert tokenizer.decode(read) == tokenizer.apply_chat_template(CALLS, tokenize=False)
-    assert caplog.text.count(told) == 1
+    assert caplog.text.count(reported) == 1
     tokenizer = byte_tokenizer("{# asked #}" + CHATML)
     assert words(tokenizer, tokenize_answer(tokenizer, CALLS[:3], CALLS[3:], 64)) == ["ja<|im_end|>\n"]
-    assert caplog.text.count(told) == 2
+    assert caplog.text.count(reported) == 2
     forgotten = [CALLS[0], {**CALLS[1], "weight": 0}, *CALLS[2:]]
     assert words(tokenizer, tokenize_chat(tokenizer, forgotten)) == ["ja<|im_end|>\n"]
 

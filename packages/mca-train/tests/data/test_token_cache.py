@@ -63,9 +63,9 @@ def test_the_same_rows_are_not_tokenized_again_and_what_was_said_is_said_again(
     Path(file).rename(moved)  # the content counts, not the name
     with caplog.at_level(logging.INFO):
         assert loaded(str(moved), tmp_path / "cache", kind=kind) == first
-    told = [record.getMessage() for record in caplog.records]
-    assert said[:1] == [line for line in told if "left out" in line]
-    assert any(line.startswith("loaded tokenized samples from ") for line in told)
+    reported = [record.getMessage() for record in caplog.records]
+    assert said[:1] == [line for line in reported if "left out" in line]
+    assert any(line.startswith("loaded tokenized samples from ") for line in reported)
 
 
 @pytest.mark.parametrize("evaluation", [False, True])

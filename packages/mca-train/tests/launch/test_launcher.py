@@ -82,7 +82,7 @@ def _own_failures(fault):
 
 
 @pytest.mark.parametrize(
-    ("fault", "told", "code"),
+    ("fault", "reported", "code"),
     [
         ("os.kill(os.getpid(), 9)", "was killed by SIGKILL", 1),
         ("os._exit(0)", "ended with exit code 0", 1),
@@ -90,12 +90,12 @@ def _own_failures(fault):
         ("os._exit(3)", "ended with exit code 3", 3),
     ],
 )
-def test_the_silent_rank_is_blamed_and_not_the_one_that_lost_it(fault, told, code, tmp_path):
+def test_the_silent_rank_is_blamed_and_not_the_one_that_lost_it(fault, reported, code, tmp_path):
     body = _own_failures(fault) + "raise RuntimeError('connection closed by peer')"
     done = run(body, env=os.environ | {"TMPDIR": str(tmp_path)})
     assert done.returncode == code
     assert done.stderr == (
-        f"error: rank 1 {told} without a report\n"
+        f"error: rank 1 {reported} without a report\n"
         "then rank 0 lost another rank: RuntimeError: connection closed by peer\n"
     )
 

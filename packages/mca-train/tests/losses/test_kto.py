@@ -15,19 +15,19 @@ def test_the_divergence_is_a_mean_of_at_least_zero(gains: tuple[float, float], k
 
 
 @pytest.mark.parametrize(
-    ("dispatcher", "filled", "told"),
+    ("dispatcher", "filled", "reported"),
     [
         ("allgather", False, "moe_token_dispatcher_type allgather needs samples of one length"),
         ("alltoall", True, "moe_pad_expert_input_to_capacity needs samples of one length"),
     ],
 )
 def test_what_needs_one_length_is_refused_to_the_trainer_too(
-    dispatcher: str, filled: bool, told: str
+    dispatcher: str, filled: bool, reported: str
 ) -> None:
     made_with = {"moe_token_dispatcher_type": dispatcher, "moe_pad_expert_input_to_capacity": filled}
     others = dict.fromkeys(("mtp_num_layers", "moe_z_loss_coeff", "num_moe_experts"))
     (problem,) = model_problems(SimpleNamespace(**made_with, **others))
-    assert problem.startswith(told)
+    assert problem.startswith(reported)
 
 
 def test_answers_are_measured_from_the_divergence() -> None:

@@ -54,5 +54,5 @@ def test_a_resumed_run_takes_out_lines_that_are_not_whole_or_of_no_checkpoint(tm
     state = SimpleNamespace(is_world_process_zero=True, global_step=2, log_history=[{"step": 1}, {"step": 2}])
     JsonlLog().on_train_begin(SimpleNamespace(output_dir=str(tmp_path)), state, None)
     assert path.read_bytes().splitlines() == whole[:2]
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert told == f"{path}: removed 3 incomplete lines (was a run killed?)"
+    (reported,) = [record.getMessage() for record in caplog.records]
+    assert reported == f"{path}: removed 3 incomplete lines (was a run killed?)"

@@ -43,11 +43,11 @@ def test_an_evaluation_is_one_line_and_the_end_is_the_summary():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"),
+    ("seconds", "reported"),
     [(0.25, "0.2 s"), (42.4, "42 s"), (59.7, "1 min 00 s"), (200, "3 min 20 s"), (18180, "5 h 03 min")],
 )
-def test_durations_are_as_people_say_them(seconds, told):
-    assert duration(seconds) == told
+def test_durations_are_as_people_say_them(seconds, reported):
+    assert duration(seconds) == reported
 
 
 def test_other_ranks_print_nothing_and_the_first_says_what_it_saves(capsys):

@@ -34,9 +34,9 @@ def sizes(folder, rank=0):
 def test_the_steps_that_are_asked_for_stand_in_the_trace(tmp_path, capsys):
     run(StepProfile(0), tmp_path, 5)
     assert sizes(tmp_path) == [2, 3]
-    told = capsys.readouterr().out
-    assert "aten::mm" in told
-    assert f"profile: {tmp_path}/profile/rank_00000.json.gz" in told
+    reported = capsys.readouterr().out
+    assert "aten::mm" in reported
+    assert f"profile: {tmp_path}/profile/rank_00000.json.gz" in reported
     assert "aten::mm" in (tmp_path / "profile" / "rank_00000.txt").read_text()
     assert not list((tmp_path / "profile").glob(".*"))
 

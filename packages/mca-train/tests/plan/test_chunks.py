@@ -1,4 +1,4 @@
-"""What the ends of a model take, against sums by hand: logits, evaluation, images, the embedding's gradient."""
+"""Memory at the ends of a model, against sums by hand: logits, evaluation, images, the embedding's gradient."""
 
 import json
 from dataclasses import replace

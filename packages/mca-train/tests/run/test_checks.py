@@ -54,9 +54,9 @@ def test_a_run_and_its_plan_are_checked_once_and_parse_each_model_once(counted, 
 def refusals(path, capsys):
     """What the run says, and the plan with what is missing."""
     assert main(["sft", path]) == 2
-    told = capsys.readouterr().err
+    reported = capsys.readouterr().err
     main(["plan", "sft", path])
-    return told, capsys.readouterr().out
+    return reported, capsys.readouterr().out
 
 
 def test_a_tokenizer_that_is_not_there_or_damaged_is_told_of_by_the_run_and_the_plan(run, tmp_path, capsys):
@@ -66,13 +66,13 @@ def test_a_tokenizer_that_is_not_there_or_damaged_is_told_of_by_the_run_and_the_
         (tmp_path / "empty", f"no tokenizer in {tmp_path / 'empty'} (set tokenizer_name_or_path)"),
     ):
         path = run(tokenizer_name_or_path=str(wrong), train_file="/none.jsonl")
-        for told in refusals(path, capsys):
-            assert expected in told
-            assert "file /none.jsonl does not exist" in told
+        for reported in refusals(path, capsys):
+            assert expected in reported
+            assert "file /none.jsonl does not exist" in reported
     file = tmp_path / "model" / "tokenizer.json"
     file.write_text(file.read_text()[:100])
-    for told in refusals(run(), capsys):
-        assert str(file) in told
+    for reported in refusals(run(), capsys):
+        assert str(file) in reported
 
 
 def test_a_tokenizer_with_more_tokens_than_an_adapter_has_rows_is_told_of_by_the_run_and_the_plan(
@@ -81,6 +81,6 @@ def test_a_tokenizer_with_more_tokens_than_an_adapter_has_rows_is_told_of_by_the
     file: Path = tmp_path / "model" / "config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps(config | {"vocab_size": 100}))
-    for told in refusals(run(lora_rank=2), capsys):
-        assert "the model's vocabulary 100, and an adapter does not contain the new rows" in told
+    for reported in refusals(run(lora_rank=2), capsys):
+        assert "the model's vocabulary 100, and an adapter does not contain the new rows" in reported
     assert main(["plan", "sft", run()]) == 0

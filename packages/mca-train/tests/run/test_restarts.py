@@ -1,4 +1,4 @@
-"""Where a run goes on whose ranks torchrun started anew: from what it wrote itself, else from where it was told to."""
+"""Ranks that torchrun starts again continue from their own checkpoints, else from where the run was configured to start."""
 
 import shutil
 from pathlib import Path

@@ -45,11 +45,11 @@ def test_ranks_that_each_tokenize_all_rows_say_so(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     settings: Any = SimpleNamespace(data=DataArguments(model_name_or_path="m", **changes))
-    told = train._tokenized_cache_hint(settings)
+    reported = train._tokenized_cache_hint(settings)
     expected = (
         "each of the 2 ranks here tokenizes all rows; with tokenized_cache DIR one rank does it for all"
     )
-    assert told == (expected if ranks == "2" and not changes else None)
+    assert reported == (expected if ranks == "2" and not changes else None)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_rank_that_has_ended_has_no_process_groups(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("step", "steps", "told"),
+    ("step", "steps", "reported"),
     [
         (
             *(3, 8),
@@ -152,10 +152,10 @@ def test_a_rank_that_has_ended_has_no_process_groups(monkeypatch: pytest.MonkeyP
         (0, 0, ["stopped by SIGTERM before the first step", "start it again with the same command"]),
     ],
 )
-def test_a_stopped_run_says_how_it_goes_on(step: int, steps: int, told: list[str]) -> None:
+def test_a_stopped_run_says_how_it_goes_on(step: int, steps: int, reported: list[str]) -> None:
     state = SimpleNamespace(global_step=step, max_steps=steps)
     trainer: Any = SimpleNamespace(state=state, args=SimpleNamespace(output_dir="out"))
-    assert train._stop_message(trainer).splitlines() == told
+    assert train._stop_message(trainer).splitlines() == reported
 
 
 def test_a_run_that_cannot_be_planned_is_recorded_without_a_plan(

@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("score", "given", "rate", "trained", "told"),
+    ("score", "given", "rate", "trained", "reported"),
     [
         ("softmax", None, 1e-3, True, 1),
         ("softmax", 1e-3, 1e-3, True, 0),
@@ -40,7 +40,12 @@ SIZES: dict[str, Any] = {
     ],
 )
 def test_the_default_is_told_beside_chances(
-    score: Any, given: float | None, rate: float, trained: bool, told: int, caplog: pytest.LogCaptureFixture
+    score: Any,
+    given: float | None,
+    rate: float,
+    trained: bool,
+    reported: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = McaModelConfig(
         model_type="longcat_flash",
@@ -53,7 +58,7 @@ def test_the_default_is_told_beside_chances(
     args, megatron = (SimpleNamespace(moe_router_bias_update_rate=each) for each in (given, rate))
     with caplog.at_level(logging.WARNING, logger="mca_train"):
         warn_router_bias_step(args, config, megatron, trained=trained)
-    assert len(caplog.messages) == told
+    assert len(caplog.messages) == reported
     assert all("is 0.001" in line and "768 experts is 0.0013" in line for line in caplog.messages)
 
 
@@ -62,7 +67,7 @@ MOVING = {"moe_router_bias_update_rate": 0.3}
 
 
 @pytest.mark.parametrize(
-    ("asked", "coefficient", "trained", "told"),
+    ("asked", "coefficient", "trained", "reported"),
     [
         (
             KIND,
@@ -88,7 +93,7 @@ def test_what_balances_no_experts_is_told(
     asked: dict[str, Any],
     coefficient: float,
     trained: bool,
-    told: str | None,
+    reported: str | None,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -106,7 +111,7 @@ def test_what_balances_no_experts_is_told(
     megatron = transformer_config(config, args, config.layout, "float32")
     with caplog.at_level(logging.WARNING, logger="mca_train"):
         warn_unused_options(args, config, megatron, trains_routers=trained)
-    assert caplog.messages == ([] if told is None else [f"without effect in this run: {told}"])
+    assert caplog.messages == ([] if reported is None else [f"without effect in this run: {reported}"])
 
 
 def test_saved_activations_are_not_distributed_over_one_tensor_rank() -> None:

@@ -40,13 +40,15 @@ def test_methods_that_are_never_called_are_refused(arguments):
 
     with pytest.raises(McaError) as error:
         reject_unsupported(arguments, {}, Mine)
-    told = str(error.value)
+    reported = str(error.value)
     assert (
         "Mine overrides get_train_dataloader, which is never called (pass the samples as train_dataset"
-        in told
+        in reported
     )
-    assert "Mine overrides create_optimizer, which is never called (the optimizer is Megatron's" in told
-    assert "Mine.compute_loss has Hugging Face's parameters (it is compute_loss(self, output, batch)" in told
+    assert "Mine overrides create_optimizer, which is never called (the optimizer is Megatron's" in reported
+    assert (
+        "Mine.compute_loss has Hugging Face's parameters (it is compute_loss(self, output, batch)" in reported
+    )
 
 
 @pytest.mark.parametrize("value", ["end", "checkpoint", "false"])

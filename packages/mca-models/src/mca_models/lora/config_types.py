@@ -46,7 +46,7 @@ _NUMBERS: Mapping[str, _Kind] = {
     "r": (_is_rank, f"a whole number from 1 to {_LARGEST_RANK}"),
     "lora_alpha": (_is_alpha, "a finite number"),
 }
-"""What may be left out, but not null."""
+"""Keys that may be absent, but not null."""
 _OTHERS: Mapping[str, _Kind] = {
     "rank_pattern": (_map_to(_is_rank), f"an object of whole numbers from 1 to {_LARGEST_RANK}"),
     "alpha_pattern": (_map_to(_is_alpha), "an object of finite numbers"),
@@ -64,7 +64,7 @@ _OTHERS: Mapping[str, _Kind] = {
     "init_lora_weights": (lambda value: isinstance(value, bool | str), "true, false or a word"),
     "use_rslora": (lambda value: isinstance(value, bool), "true or false"),
 }
-"""What may be null too, which is as if it were left out."""
+"""Keys that may also be null, which means absent."""
 _PATTERNS = ("target_modules", "exclude_modules", "layers_pattern")
 
 

@@ -15,7 +15,7 @@ from mca_models.templates import get_family
 from mca_models.weights import Stage
 
 _NOT_BUILT = (Stage.MTP, Stage.PASSTHROUGH)
-"""What HF models do not have."""
+"""Parameters that HF models do not have."""
 _NAMING = ("target_modules", "target_parameters", "modules_to_save")
 _MOST_SHOWN = 8
 _HEADS = ("classifier", "score")

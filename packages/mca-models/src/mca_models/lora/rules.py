@@ -31,7 +31,7 @@ from mca_models.weights.layouts import SEPARATE, Concat, GroupedHeads
 logger = logging.getLogger(__name__)
 
 PREFIX = "base_model.model."
-"""What PEFT puts before every name of the HF model."""
+"""Prefix that PEFT adds to every name of the HF model."""
 
 
 @dataclass(frozen=True)

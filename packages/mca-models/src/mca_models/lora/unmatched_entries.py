@@ -13,7 +13,7 @@ from mca_models.templates import get_family
 from mca_models.weights import Param
 
 _NAMED = {"target_modules": "module", "target_parameters": "parameter"}
-"""What is named in each of these lists."""
+"""Kind of the entries of each list."""
 
 
 def unmatched_entries(

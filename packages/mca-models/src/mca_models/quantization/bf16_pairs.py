@@ -22,7 +22,7 @@ _HALF = np.uint32(1 << 19)  # of a step, of the bits of fp32
 _SCALED = np.float32(2.0**120)
 _ONE, _MANTISSA = 127, 0x7F  # exponent and mantissa of bfloat16's bits
 _EXPONENTS = range(36, 141)
-"""Of a block's largest number: its factor, and all that is no 0 in e4m3, are in fp32's range."""
+"""Range of a block's largest number in which its factor and all nonzero e4m3 values are in fp32's range."""
 _BINADES = 20  # below the largest number's all is 0
 _NEAR = (0, 1, -1, 2, -2, 3, -3, 4, -4, 5, 6, 7, 8)  # last places from 2**-120 over a scale
 

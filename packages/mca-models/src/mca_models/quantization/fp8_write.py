@@ -19,7 +19,7 @@ from mca_models.weights.arrays import NumpyArray
 CODE = FP8[0]
 """Safetensors code of the values."""
 SCALE_CODE = "F32"
-"""That of the scales."""
+"""Safetensors code of the scales."""
 
 
 def quantize(

@@ -151,7 +151,7 @@ class Block:
     """A block of a tensor."""
 
     offsets: Shape
-    """Of its first element."""
+    """Offset of its first element."""
     tensor: StridedTensor
 
 

@@ -21,7 +21,7 @@ from mca_models.weights.arrays import Contiguous
 _Part = tuple[int, int, int]  # start, length, checksum
 
 Written = Mapping[str, Sequence[_Part]]
-"""What one process has written of a file: start, length and checksum of each stretch, by tensor."""
+"""Written ranges of one process in a file: start, length and checksum of each stretch, by tensor."""
 
 
 def as_bytes(data: Contiguous) -> memoryview:

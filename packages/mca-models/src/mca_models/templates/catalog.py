@@ -227,7 +227,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "our layer and router",
     ),
 }
-"""What sets a family apart, and whose layers compute it."""
+"""Differences of each family, and whose layers compute them."""
 
 INDEXER = "sparse attention: an indexer chooses the keys of each query"
 

@@ -64,7 +64,7 @@ _SEQUENCE = {
     "stablelm": "StableLm",
     "starcoder2": "Starcoder2",
 }
-"""How the names of transformers' classes begin, of the families that have one for sequences or tokens."""
+"""Prefix of the names of transformers' sequence or token classification classes, by family."""
 _NOT_OF_TOKENS = frozenset(
     {
         *("deepseek_v2", "gemma3_text", "gptj", "hunyuan_v1_dense", "hunyuan_v1_moe"),

@@ -20,7 +20,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 _ROPE = {**LLAMA3, "rope_theta": 1e6, "factor": 16.0}
-"""What transformers takes where ``config.json`` names no rope."""
+"""Default of transformers where ``config.json`` has no rope."""
 
 
 def derive(hf: HfConfig) -> JsonObject:

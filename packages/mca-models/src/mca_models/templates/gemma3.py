@@ -83,7 +83,7 @@ _DEFAULTS = {
     "vocab_size": 262208,
     "max_position_embeddings": 131072,
 }
-"""What published files leave out."""
+"""Keys that published files leave out."""
 
 
 def text_family() -> Family:

@@ -81,7 +81,7 @@ PER_LAYER_TABLES = [
         stage=Stage.FIRST,
     ),
 ]
-"""Of all layers together."""
+"""Parameters that all layers share."""
 
 
 class _Size(Field):

@@ -14,7 +14,7 @@ _NORMS = {
     "pre_feedforward_layernorm": "post_attention_layernorm",
     "post_feedforward_layernorm": "post_mlp_layernorm",
 }
-"""What other families with norms around each block call otherwise."""
+"""Names that differ from those of other families with norms around each block."""
 
 CONFIG = ConfigTable(
     fields=(*dense_fields(eps=1.5625e-07), Field("add_qkv_bias", "attention_bias", True)),

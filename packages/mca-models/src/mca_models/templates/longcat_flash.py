@@ -30,7 +30,7 @@ NAMES = MoeNames(
     router="mlp.router.classifier.weight", router_bias="mlp.router.e_score_correction_bias", shared="mlps.0."
 )
 IN_HALVES = ("self_attn.", "input_layernorm.", "post_attention_layernorm.")
-"""What there is twice in a HF layer, besides MLPs."""
+"""Modules of which a HF layer has two, in addition to MLPs."""
 DERIVED = ("num_layers", "ffn_hidden_size", "kv_channels")
 SCALED_LATENT = "the factors on queries and on compressed keys and values"
 

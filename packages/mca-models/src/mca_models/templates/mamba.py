@@ -43,7 +43,7 @@ def bamba_fields() -> tuple[Field, ...]:
 
 
 BAMBA = {"mamba_n_groups": 1, "mamba_d_state": 256, "mamba_n_heads": 128, "mamba_expand": 2}
-"""What absent keys mean there."""
+"""Defaults of absent keys."""
 
 
 def derive_bamba(hf: HfConfig, inside: int | None = None) -> JsonObject:

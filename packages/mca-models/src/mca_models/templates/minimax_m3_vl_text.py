@@ -46,10 +46,10 @@ _INDEX = {
     "topk": ("index_topk_blocks", "sparse_topk_blocks", 16),
     "local": ("index_local_blocks", "sparse_local_block", 1),
 }
-"""What an indexer is made of: HF's key, that within ``sparse_attention_config``, and what an absent one means."""
+"""Sizes of an indexer: HF's key, that within ``sparse_attention_config``, and what an absent one means."""
 _HEADS = ("index_n_heads", "sparse_num_index_heads", 4)
 _MOST = 1 << 20
-"""Of each: keys are padded to whole blocks."""
+"""Largest value of each size: keys are padded to full blocks."""
 
 
 def derive(hf: HfConfig) -> JsonObject:

@@ -10,7 +10,7 @@ ROPE = {
     **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0},
     "llama_4_scaling_beta": 0.1,
 }
-"""What transformers takes where ``config.json`` names no rope."""
+"""Default of transformers where ``config.json`` has no rope."""
 
 CONFIG = ConfigTable(
     fields=(*dense_fields(eps=1e-5), Field("window_size", "sliding_window", None)),

@@ -12,7 +12,7 @@ ROPE = {
     **ministral3.ROPE,
     **{"rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192},
 }
-"""What transformers takes where ``config.json`` names no rope."""
+"""Default of transformers where ``config.json`` has no rope."""
 
 
 def derive(hf: HfConfig) -> JsonObject:

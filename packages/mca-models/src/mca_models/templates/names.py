@@ -32,7 +32,7 @@ class MoeNames:
     shared: str = "mlp.shared_experts."
     shared_gate: str = "mlp.shared_expert_gate.weight"
     in_memory: tuple[tuple[str, str], ...] = (("block_sparse_moe.", "mlp."),)
-    """What transformers' modules (5.x) call otherwise, and how."""
+    """Names in transformers' modules (5.x) that differ from the checkpoint's."""
 
     def loaded(self, name: str) -> str:
         """Return the name of transformers' modules (5.x) for the files' ``name``."""

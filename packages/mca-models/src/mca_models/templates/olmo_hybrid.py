@@ -18,9 +18,9 @@ from mca_models.weights import Concat, Param, expand_rules
 
 FULL, LINEAR, CONV = "full_attention", "linear_attention", "linear_attn.{}_conv1d.weight"
 PUBLISHED = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
-"""What files call the norms before linear attention and the MLP after it."""
+"""Names in files of the norms before linear attention and the MLP after it."""
 SAVED = {"post_attention_layernorm": "feedforward_layer_norm"}
-"""What transformers calls a norm in the other layers as well as it saves."""
+"""Name of a norm in the other layers, in transformers and in files."""
 
 
 DEFAULTS = {

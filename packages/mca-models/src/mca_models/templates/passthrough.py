@@ -19,7 +19,7 @@ PASSTHROUGH = "hf_carried"
 """The fact in ``extra``: which tensors, with shapes."""
 
 PREFIX = "carried."
-"""What their Megatron names begin with."""
+"""Prefix of their Megatron names."""
 
 _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 """HF's keys of how many prediction layers a checkpoint has."""

@@ -37,7 +37,7 @@ CONFIG = ConfigTable(
 
 
 PREFIX = "model.language_model."
-"""What names begin with where transformers saved the text part of a larger model."""
+"""Prefix of names where transformers saved the text part of a larger model."""
 PREFIX_KEY = "hf_prefix"
 """The fact in ``extra`` that they do."""
 

@@ -18,13 +18,13 @@ Shapes = dict[str, Shape]
 """Tensors of a vision model by the names of transformers' modules below ``model.``, or of a part of them."""
 
 PREFIX = "vision_model."
-"""What Megatron's names of a vision model's parameters begin with."""
+"""Prefix of the Megatron names of a vision model's parameters."""
 
 SPELLING, MORE = "hf_spelling", "hf_vision_more"
 """Facts in ``extra``: which of the family's spellings a checkpoint has; tensors that no table names, with shapes."""
 
 ImageTokenKind = Literal["patches", "tiles", "lines", "fixed"]
-"""How an image is cut into tokens: a grid of merged patches, tiles of equally many tokens, lines with a mark after
+"""Division of an image into tokens: a grid of merged patches, tiles of equally many tokens, lines with a mark after
 each, or as many tokens for every image."""
 
 _TEXT, _HEAD = "model.", "lm_head."

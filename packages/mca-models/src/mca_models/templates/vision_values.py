@@ -12,7 +12,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed, Values
 
 _LARGEST = 1 << 22
-"""Of a width, or of an image's side."""
+"""Largest width, or side of an image."""
 _MOST_LAYERS = 1 << 12
 
 

@@ -2,7 +2,6 @@
 
     open_roll(dir)                  a tree of ROLL's mcore_adapter (mp_rank_*/model_optim_rng.pt)
     open_torch_dist(dir, config)    a torch_dist checkpoint of Megatron (.metadata, __R_I.distcp)
-    open_foreign(dir, config)       whichever of the two it is, None if neither
 
 Both return a ``ForeignSource``, which is a ``checkpoint.ModelSource``: ``parts(param)`` are runs of bytes in
 files, ``gathers(param, side)`` says how to copy from them (never plan moves of it in another way: the runs

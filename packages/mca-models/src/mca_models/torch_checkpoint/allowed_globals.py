@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 Pickled = Any
-"""What a pickle of another program holds where one value is expected; it is checked where it is used."""
+"""Value in a pickle of another program; it is checked at its use."""
 
 
 class Dtype(NamedTuple):

@@ -28,7 +28,7 @@ class Member:
     """One stored file."""
 
     header: int
-    """Of its local header, counted from the start of the archive."""
+    """Offset of its local header from the start of the archive."""
     nbytes: int
 
 

@@ -35,9 +35,9 @@ class Totals:
     logged: int = 0
     """The last step that a log covers."""
     grad_norm: float | None = None
-    """Of the last step."""
+    """Gradient norm of the last step."""
     rate: float = 0.0
-    """Of the last step."""
+    """Learning rate of the last step."""
 
     @property
     def mean_loss(self) -> float:

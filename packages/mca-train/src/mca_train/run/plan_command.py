@@ -198,7 +198,7 @@ class _PlannedImages:
     counted: Images | None
     refused: tuple[str, ...]
     impossible: bool
-    """Whether the run needs images but cannot use them."""
+    """True if the run needs images but cannot use them."""
     problems: Callable[[ParallelLayout], list[str]]
 
     @classmethod
