@@ -87,7 +87,6 @@ def step(model: Path, folder: Path, steps: int, env: dict[str, str]) -> float:
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 4,
         "save_strategy": "no",
-        "nproc_per_node": 1,
     }
     (folder / "run.yaml").write_text("".join(f"{key}: {value}\n" for key, value in values.items()))
     processor_seconds(["-m", "mca_train", "pretrain", str(folder / "run.yaml")], env)

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -279,26 +280,12 @@ def _raising(stream: Iterator[Any]) -> None:
             raise RuntimeError("the consumer's own error")
 
 
-class _failing_piece:
-    """A rank that cannot send what it holds."""
+def _failing_piece(here: bool) -> AbstractContextManager[object]:
+    """Make this rank unable to send its shard, if ``here``."""
+    from mca_models.megatron.state.stream import _Transfer
 
-    def __init__(self, here: bool) -> None:
-        self._here = here
-
-    def __enter__(self) -> None:
-        from mca_models.megatron.state.stream import _Transfer
-
-        self._plain = _Transfer._local_piece
-        if self._here:
-            _Transfer._local_piece = self._fail  # type: ignore[method-assign, assignment]
-
-    def _fail(self, *_: Any) -> None:
-        raise RuntimeError("no memory")
-
-    def __exit__(self, *_: object) -> None:
-        from mca_models.megatron.state.stream import _Transfer
-
-        _Transfer._local_piece = self._plain  # type: ignore[method-assign]
+    error = RuntimeError("no memory")
+    return patch.object(_Transfer, "_local_piece", side_effect=error) if here else nullcontext()
 
 
 SAME = "; give all ranks the same value"

@@ -284,7 +284,7 @@ def test_what_a_page_shows_runs(page, place, tmp_path, monkeypatch, capfd):
         assert _processor_seconds() - before < EXAMPLE_SECONDS
 
 
-@pytest.mark.skipif(not os.environ.get("MCA_ALL_CASES"), reason="`--cases all` runs it")
+@pytest.mark.qualify
 def test_a_model_learns_to_see(tmp_path):
     command = [sys.executable, str(ROOT / "examples" / "vision.py"), "--output_dir", str(tmp_path / "vision")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)

@@ -1,7 +1,6 @@
 """The arithmetic plan agrees with the dry run for every family, one rank each: `--cases all` runs it."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from plan_cases import WITHIN, plan_and_dry_run
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.skipif(not os.environ.get("MCA_ALL_CASES"), reason="`--cases all` runs it")
+@pytest.mark.qualify
 @pytest.mark.parametrize("case", tiny_hf.ALL)
 def test_the_plan_of_a_family_is_what_the_engine_allocates(case: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(described(case)))

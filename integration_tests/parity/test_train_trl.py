@@ -4,6 +4,7 @@ import json
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -153,14 +154,12 @@ def again_without_reference(folder: Path, *, factor: float = 1.0) -> list[float]
     """A later part of the run of ``precomputed``, of weights times ``factor``, in which no reference may be run."""
     from mca_train.trainer.reference import ReferenceModel
 
-    def refuse(*_: object) -> None:
-        raise AssertionError("the log-probabilities were kept")
-
-    ReferenceModel.log_probs = refuse  # type: ignore[assignment, method-assign]
     trainer = quietly(lambda: mca_trainer(folder, "precomputed", "single", {}))
     for parameter in trainer.model.parameters():
         parameter.data.mul_(factor)
-    quietly(trainer.train)
+    kept = AssertionError("the log-probabilities were kept")
+    with patch.object(ReferenceModel, "log_probs", side_effect=kept):
+        quietly(trainer.train)
     return history(trainer, "loss")
 
 

@@ -1,4 +1,4 @@
-"""Ranks that torchrun starts again continue from their own checkpoints, else from where the run was configured to start."""
+"""Ranks that torchrun starts again continue from their own checkpoints, else from where the run began."""
 
 import shutil
 from pathlib import Path
