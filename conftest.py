@@ -9,12 +9,12 @@ that use it. ``MCA_DEVICE=cuda pytest -m gpu`` runs the tests of a GPU, and thos
 
 import contextlib
 import gc
-import hashlib
 import json
 import os
 import signal
 import sys
 from collections import Counter
+from collections.abc import Generator
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +33,9 @@ if os.environ.pop(
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+sys.path.insert(0, str(Path(__file__).parent / "integration_tests" / "support"))
+from case_selector import is_default, unknown_ids
 
 
 def catch_ignored_signals() -> None:
@@ -79,19 +82,41 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Select every case with ``--cases all``, also where a module lists fewer by default."""
-    if config.option.cases == "all":
-        os.environ["MCA_ALL_CASES"] = "1"
-        if config.option.markexpr == "not qualify":
-            config.option.markexpr = ""
+    """Deselect nothing with ``--cases all``."""
+    if config.option.cases == "all" and config.option.markexpr == "not qualify":
+        config.option.markexpr = ""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(
+    collector: pytest.Module | pytest.Class, name: str
+) -> Generator[None, object, object]:
+    """Mark the cases that do not run by default."""
+    collected = yield
+    if isinstance(collected, list):
+        mark_cases(collector, name, [item for item in collected if isinstance(item, pytest.Function)])
+    return collected
+
+
+def mark_cases(collector: pytest.Module | pytest.Class, name: str, items: list[pytest.Function]) -> None:
+    """Mark with ``qualify`` what `is_default` leaves out of a test's cases; unknown ids in ``always`` are an error."""
+    mark = items[0].get_closest_marker("cases") if items else None
+    if mark is None:
+        return
+    (one_in,), always = mark.args, mark.kwargs.get("always", ())
+    ids = [item.callspec.id for item in items]
+    if unknown := unknown_ids(ids, always):
+        raise collector.CollectError(
+            f"{name}: cases({one_in}, always=...) names {', '.join(unknown)}; expected one of {', '.join(ids)}"
+        )
+    for item, case_id in zip(items, ids, strict=True):
+        if not is_default(collector.path.stem, case_id, one_in, always):
+            item.add_marker(pytest.mark.qualify)
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives the tests of a module one group; skips what the chosen device is not for; leaves out cases."""
-    for item in items:
-        if item.config.option.cases == "default" and not is_default(item):
-            item.add_marker(pytest.mark.qualify)
+    """Gives the tests of a module one group; skips what the chosen device is not for."""
     items.sort(key=partial(_turn, json.loads(DURATIONS.read_text())))  # a stable sort
     for item in items:
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
@@ -111,23 +136,6 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Lets libraries free at exit what they imported: some tell what is left."""
     gc.unfreeze()
-
-
-def is_default(item: pytest.Item) -> bool:
-    """Return whether ``item`` runs without ``--cases all``, by its own name alone.
-
-    Of a test marked ``cases(n, always=[ids])`` those run whose hash is a multiple of ``n``, and those in ``always``,
-    so that an added or a removed case never changes which others run.
-    """
-    mark = item.get_closest_marker("cases")
-    if mark is None or not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
-        return True
-    name = item.callspec.id
-    digest = hashlib.sha256(f"{item.originalname}[{name}]".encode()).digest()
-    one_in = mark.args[0]
-    return name in mark.kwargs.get("always", ()) or bool(
-        one_in and int.from_bytes(digest[:8], "big") % one_in == 0
-    )
 
 
 def _turn(durations: dict[str, float], item: pytest.Item) -> tuple[float, bool]:

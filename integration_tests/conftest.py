@@ -11,7 +11,6 @@ _HERE = Path(__file__).parent
 _SHARED = ("mca-models/tests", "mca-models/tests/torch_checkpoint", "mca-train/tests")
 pytest.register_assert_rewrite("gradients", "lora_gradients", "optimizer_states")
 sys.path[:0] = [
-    str(_HERE / "support"),
     str(_HERE.parent),
     *(str(_HERE.parent / "packages" / tests) for tests in _SHARED),
 ]
@@ -22,6 +21,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     from tiny_versions import skip
 
     skip(items)
+
+
+@pytest.fixture(scope="session")
+def every_case(request: pytest.FixtureRequest) -> bool:
+    """Whether ``--cases all`` is given: a case then also trains longer, or plants every fault."""
+    every: bool = request.config.option.cases == "all"
+    return every
 
 
 @pytest.fixture(scope="session")

@@ -8,76 +8,98 @@ from typing import Any
 import pytest
 import torch
 
+from cases import Case, as_params, group_by_ranks, needed, product
 from checkpoint_files import round_trip, tensors_of
 from harness import RanksFailed, run_ranks
-from layouts import EVERY, arguments, spread, world_size
+from layouts import arguments, world_size
 from mca_convert.cli import main as convert
 from mca_models.checkpoint.mca_directory import McaSource
 from reference import Reference, make_reference
 
 pytestmark = pytest.mark.ranks
 
-CASES = ("llama", "mistral", "qwen2-tied", "qwen3", "qwen3-tied")
-DTYPES = ("float32", "bfloat16", "float16")
 LAYOUTS = ("tp1", "tp2", "pp2vpp2", "tp2pp2", "tp2pp2vpp2")
-GRID = [
-    (case, dtype, layout)
-    for case in CASES
-    for dtype in DTYPES
-    for layout in LAYOUTS
-    if EVERY and (dtype == "bfloat16" or layout in ("tp1", "tp2pp2vpp2"))
-]
-PAIRS = [*spread(CASES, LAYOUTS), ("llama", "tp2"), ("llama", "tp2pp2")]
-LOADED = [
-    ("qwen3-tied", "float32", "tp1"),
-    ("qwen3-tied", "float32", "tp2pp2vpp2"),
-    ("llama", "float32", "tp1"),
-]
-HALVES = [(case, "float16", layout) for case, layout in zip(CASES, reversed(LAYOUTS), strict=True)]
-GRID = list(dict.fromkeys([*GRID, *((case, "bfloat16", layout) for case, layout in PAIRS), *LOADED, *HALVES]))
-PAIRS = [(case, layout) for case, dtype, layout in GRID if dtype == "bfloat16"]
+MODELS = ("llama", "mistral", "qwen2-tied", "qwen3", "qwen3-tied")
+SAVED = tuple(
+    Case(case.model, case.layout, (dtype,))
+    for case in product(MODELS, LAYOUTS)
+    for dtype in ("float32", "bfloat16", "float16")
+    if dtype == "bfloat16" or case.layout in ("tp1", "tp2pp2vpp2")
+)
+SAVED += tuple(
+    Case(model, layout, ("float16",))
+    for model, layout in (("mistral", "tp2pp2"), ("qwen2-tied", "pp2vpp2"), ("qwen3", "tp2"))
+)
+READ = (
+    *(Case("qwen3-tied", "tp1", ("float32",)), Case("qwen3-tied", "tp2pp2vpp2", ("float32",))),
+    *(Case("llama", "tp2", ("bfloat16",)), Case("llama", "tp2pp2", ("bfloat16",))),
+)
+"""What tests of the module read that have no case."""
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All cases in all dtypes, round-tripped on all layouts, and the references beside them."""
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cases in Hugging Face's and mca's format, and the references in the folder ``hf``."""
     folder = tmp_path_factory.mktemp("factory")
-    pairs = [(make_reference(case, folder / "hf", dtype).path, layout) for case, dtype, layout in GRID]
-    for size in (1, 2, 4):
-        run_ranks(size, round_trip, [pair for pair in pairs if world_size(pair[1]) == size], folder)
+    cases = [*READ, Case("llama", "tp1", ("float32",)), *needed(request)]
+    for size, group in group_by_ranks(dict.fromkeys(cases)).items():
+        run_ranks(size, round_trip, [(source_of(case, folder), case.layout) for case in group], folder)
     return folder
 
 
-@pytest.mark.parametrize("case,dtype,layout", GRID)
-def test_hf_export_is_bit_exact(case: str, dtype: str, layout: str, saved: Path) -> None:
-    source, export = saved / "hf" / f"{case}-{dtype}", saved / f"{case}-{dtype}-{layout}-hf"
+def source_of(case: Case, folder: Path) -> Path:
+    return make_reference(case.model, folder / "hf", *case.options).path
+
+
+def exported(case: Case, folder: Path, kind: str) -> Path:
+    """The directory that `round_trip` writes."""
+    return folder / f"{case.model}-{case.options[0]}-{case.layout}-{kind}"
+
+
+@pytest.mark.cases(
+    0,
+    always=[
+        *("qwen3-tied-tp1-float32", "qwen3-tied-tp2pp2vpp2-float32", "llama-tp2pp2-bfloat16"),
+        *("mistral-tp2-bfloat16", "qwen2-tied-pp2vpp2-bfloat16", "qwen3-tp2-float16"),
+        "llama-tp2pp2vpp2-float16",
+    ],
+)
+@pytest.mark.parametrize("case", as_params(SAVED))
+def test_hf_export_is_bit_exact(case: Case, saved: Path) -> None:
+    source, export = source_of(case, saved), exported(case, saved, "hf")
     assert tensors_of(export) == tensors_of(source)
     original, written = (json.loads((path / "config.json").read_text()) for path in (source, export))
     assert written == original
 
 
-@pytest.mark.parametrize("case,layout", PAIRS)
-def test_mca_checkpoint_is_complete(case: str, layout: str, saved: Path) -> None:
-    path = saved / f"{case}-bfloat16-{layout}-mca"
-    source = McaSource(path)
-    assert source.config.layout == arguments(layout).layout()
+CONVERTED = [case for case in SAVED if case.options == ("bfloat16",)]
+DEFAULT = pytest.mark.cases(
+    0, always=["llama-tp2pp2-bfloat16", "mistral-tp2-bfloat16", "qwen2-tied-pp2vpp2-bfloat16"]
+)
+
+
+@DEFAULT
+@pytest.mark.parametrize("case", as_params(CONVERTED))
+def test_mca_checkpoint_is_complete(case: Case, saved: Path) -> None:
+    source = McaSource(exported(case, saved, "mca"))
+    assert source.config.layout == arguments(case.layout).layout()
     stored = sum(info.nbytes for info in source.tensors())
-    original = sum(len(data) for _, _, data in tensors_of(saved / "hf" / f"{case}-bfloat16").values())
-    assert stored == pytest.approx(original, rel=0.02), "every piece is stored once"
+    original = sum(len(data) for _, _, data in tensors_of(source_of(case, saved)).values())
+    assert stored == pytest.approx(original, rel=0.02), "every shard is stored once"
 
 
-@pytest.mark.parametrize("case,layout", PAIRS)
-def test_the_converter_writes_the_same_files(case: str, layout: str, saved: Path, tmp_path: Path) -> None:
-    sizes = arguments(layout).layout()
+@DEFAULT
+@pytest.mark.parametrize("case", as_params(CONVERTED))
+def test_the_converter_writes_the_same_files(case: Case, saved: Path, tmp_path: Path) -> None:
+    sizes = arguments(case.layout).layout()
     flags = [
         f"--tensor_model_parallel_size={sizes.tp}",
         f"--pipeline_model_parallel_size={sizes.pp}",
         f"--virtual_pipeline_model_parallel_size={sizes.vpp}",
     ]
-    source = saved / "hf" / f"{case}-bfloat16"
     converted = tmp_path / "converted"
-    assert convert([f"--checkpoint_path={source}", f"--output_path={converted}", *flags]) == 0
-    written = saved / f"{case}-bfloat16-{layout}-mca"
+    assert convert([f"--checkpoint_path={source_of(case, saved)}", f"--output_path={converted}", *flags]) == 0
+    written = exported(case, saved, "mca")
     assert tensors_of(converted) == tensors_of(written)
     assert McaSource(converted).config == McaSource(written).config
 
@@ -137,9 +159,9 @@ def random_logits(reference: Reference, layouts: list[str], seed: int) -> list[t
 
 
 @pytest.mark.cases(0, always=["qwen2-tied"])
-@pytest.mark.parametrize("case", ["qwen2-tied", "qwen3"])
-def test_random_models_are_the_same_on_every_layout(case: str, saved: Path) -> None:
-    reference = make_reference(case, saved / "hf")
+@pytest.mark.parametrize("model", ["qwen2-tied", "qwen3"])
+def test_random_models_are_the_same_on_every_layout(model: str, saved: Path) -> None:
+    reference = make_reference(model, saved / "hf")
     (one,) = run_ranks(1, random_logits, reference, ["tp1"], 5)[0]
     others = run_ranks(4, random_logits, reference, ["tp2pp2", "tp2pp2vpp2"], 5)[0]
     (different,) = run_ranks(1, random_logits, reference, ["tp1"], 6)[0]

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from cases import Case, as_params, group_by_ranks, needed
 from checkpoint_files import tensors_of
 from harness import RanksFailed, run_ranks
-from layouts import EVERY, arguments, chosen, world_size
+from layouts import arguments, world_size
 from mca_config.errors import McaError
 from mca_convert.cli import main as convert
 from mca_models.checkpoint_kinds import CheckpointKind, checkpoint_kind
@@ -28,26 +29,21 @@ pytestmark = pytest.mark.ranks
 
 ROOT = Path(__file__).parents[2]
 CASES = (
-    ("llama-tied", "tp2dp2", "pp2vpp2"),  # family, layout that saves, layout that loads
-    ("qwen2", "cp2", "tp2pp2cp1"),
-    ("qwen3-tied", "tp2pp2vpp2", "tp1"),
-    ("qwen3_moe", "tp2ep2etp1dp2", "ep2"),
-    ("deepseek_v3", "pp2ep2", "tp2ep1sp"),
-    ("qwen3_next", "tp2", "pp2"),
-    ("kimi_linear", "tp2", "pp2"),
-    ("nemotron_h-dense", "tp2", "pp2"),
-    ("gpt_oss", "ep2", "tp2ep2etp1"),
-    ("mixtral", "tp2etp2", "ep2etp1"),
-    ("olmoe", "dp2etp2", "tp2etp1sp"),
+    Case("llama-tied", "tp2dp2", ("pp2vpp2",)),  # model, layout that saves, layout that loads
+    Case("qwen2", "cp2", ("tp2pp2cp1",)),
+    Case("qwen3-tied", "tp2pp2vpp2", ("tp1",)),
+    Case("qwen3_moe", "tp2ep2etp1dp2", ("ep2",)),
+    Case("deepseek_v3", "pp2ep2", ("tp2ep1sp",)),
+    Case("qwen3_next", "tp2", ("pp2",)),
+    Case("kimi_linear", "tp2", ("pp2",)),
+    Case("nemotron_h-dense", "tp2", ("pp2",)),
+    Case("gpt_oss", "ep2", ("tp2ep2etp1",)),
+    Case("mixtral", "tp2etp2", ("ep2etp1",)),
+    Case("olmoe", "dp2etp2", ("tp2etp1sp",)),
 )
-CASES = tuple(case for case in CASES if EVERY or case[0] not in ("gpt_oss", "mixtral"))
-Case = tuple[str, str, str]
-OFTEN = (CASES[0], CASES[1], CASES[3])
-"""What is tested by default, and what other tests of the module take."""
-TIERED = [
-    pytest.param(case, id="-".join(case), marks=[] if case in OFTEN or EVERY else [pytest.mark.qualify])
-    for case in CASES
-]
+DEFAULT = (CASES[0], CASES[1], CASES[3])
+"""What other tests of the module need too."""
+TESTED = pytest.mark.cases(0, always=[case.id for case in DEFAULT])
 
 
 def _hf(family: str) -> str:
@@ -55,49 +51,54 @@ def _hf(family: str) -> str:
     return f"{family}-float32" if family in ("deepseek_v3", "kimi_linear") else f"{family}-bfloat16"
 
 
+def _saved(folder: Path, case: Case) -> Path:
+    return folder / f"{case.model}-{case.layout}"
+
+
 def save_all(cases: list[Case], hf: Path, folder: Path) -> None:
     """Saves each case. Runs on every rank."""
     from mca_models.megatron import AutoModel
 
-    for family, layout, _ in cases:
-        models = AutoModel.from_pretrained(hf / _hf(family), arguments(layout))
-        assert models.save_pretrained(folder / f"{family}-{layout}", ckpt_format="torch_dist") is None
+    for case in cases:
+        models = AutoModel.from_pretrained(hf / _hf(case.model), arguments(case.layout))
+        assert models.save_pretrained(_saved(folder, case), ckpt_format="torch_dist") is None
 
 
 def export_all(cases: list[Case], folder: Path) -> None:
     """Loads each on its other layout and exports it. Runs on every rank."""
     from mca_models.megatron import AutoModel
 
-    for family, saved, layout in cases:
-        models = AutoModel.from_pretrained(folder / f"{family}-{saved}", arguments(layout))
-        models.save_pretrained_as_hf(folder / f"{family}-{saved}-hf")
+    for case in cases:
+        models = AutoModel.from_pretrained(_saved(folder, case), arguments(*case.options))
+        models.save_pretrained_as_hf(folder / f"{case.id}-hf")
 
 
 @pytest.fixture(scope="module")
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every case that is needed, saved on one layout and exported from another."""
     folder = tmp_path_factory.mktemp("torch_dist")
-    needed = chosen(request, "case")
-    cases = [case for case in CASES if case in OFTEN or case in needed]
-    for family, *_ in cases:
-        make_reference(family, folder / "hf", _hf(family).rpartition("-")[2])
+    cases = list(dict.fromkeys([*DEFAULT, *needed(request)]))
+    for case in cases:
+        make_reference(case.model, folder / "hf", _hf(case.model).rpartition("-")[2])
+    for size, group in group_by_ranks(cases).items():
+        run_ranks(size, save_all, group, folder / "hf", folder)
     for size in (1, 2, 4):
-        run_ranks(size, save_all, [c for c in cases if world_size(c[1]) == size], folder / "hf", folder)
-    for size in (1, 2, 4):
-        run_ranks(size, export_all, [c for c in cases if world_size(c[2]) == size], folder)
+        loaded = [case for case in cases if world_size(*case.options) == size]
+        if loaded:
+            run_ranks(size, export_all, loaded, folder)
     return folder
 
 
-@pytest.mark.parametrize("case", TIERED)
+@TESTED
+@pytest.mark.parametrize("case", as_params(CASES))
 def test_another_layout_loads_every_bit(case: Case, saved: Path) -> None:
-    family, layout, _ = case
-    assert tensors_of(saved / f"{family}-{layout}-hf") == tensors_of(saved / "hf" / _hf(family))
+    assert tensors_of(saved / f"{case.id}-hf") == tensors_of(saved / "hf" / _hf(case.model))
 
 
-@pytest.mark.parametrize("case", TIERED)
+@TESTED
+@pytest.mark.parametrize("case", as_params(CASES))
 def test_the_converter_exports_every_bit(case: Case, saved: Path, tmp_path: Path) -> None:
-    family, layout, _ = case
-    checkpoint, source = saved / f"{family}-{layout}", saved / "hf" / _hf(family)
+    checkpoint, source = _saved(saved, case), saved / "hf" / _hf(case.model)
     assert checkpoint_kind(checkpoint) is CheckpointKind.TORCH_DIST
     assert convert([f"--checkpoint_path={checkpoint}", f"--output_path={tmp_path / 'hf'}"]) == 0
     assert tensors_of(tmp_path / "hf") == tensors_of(source)
@@ -137,9 +138,11 @@ def load_with_megatron(checkpoint: Path, layout: str) -> tuple[list[str], Any]:
     return different, common | {"tp": state["args"].tensor_model_parallel_size}
 
 
-@pytest.mark.parametrize("case,layout", [(CASES[0], "pp2"), (CASES[3], "ep2")])
+@pytest.mark.parametrize(
+    "case,layout", [(CASES[0], "pp2"), (CASES[3], "ep2")], ids=["llama-tied", "qwen3_moe"]
+)
 def test_megatron_reads_it(case: Case, layout: str, saved: Path) -> None:
-    for different, common in run_ranks(2, load_with_megatron, saved / f"{case[0]}-{case[1]}", layout):
+    for different, common in run_ranks(2, load_with_megatron, _saved(saved, case), layout):
         assert different == []
         assert common == {"iteration": 1, "checkpoint_version": 3.0, "tp": 2}
 

@@ -16,8 +16,9 @@ import transformers
 from compare import assert_same
 from safetensors.torch import load_file
 
+from cases import Case, as_params, needed
 from harness import run_ranks
-from layouts import EVERY, arguments, chosen, world_size
+from layouts import arguments
 from mca_config.errors import McaError
 from mca_models.checkpoint.mca_directory import McaSource
 from mca_models.megatron.distributed.collectives import all_gather
@@ -36,42 +37,33 @@ METADATA: dict[str, dict[str, bool]] = {
     "singleton": {"singleton_local_shards": True},
 }
 CASES = (
-    ("llama", "tp2", "homogeneous"),
-    ("llama", "tp2", "singleton"),
-    ("llama", "tp4", "homogeneous"),  # 70 rows of vocabulary become 72
-    ("llama-tied", "pp2", "homogeneous"),
-    ("qwen2", "pp2vpp2", "by_layer"),
-    ("qwen3-tied", "tp2pp2vpp2", "homogeneous"),
-    ("mixtral", "ep2", "homogeneous"),
-    ("qwen2_moe", "tp2", "by_layer"),
-    ("qwen2_moe", "tp2ep2", "singleton"),
-    ("qwen3_moe", "tp2ep2", "homogeneous"),
-    ("qwen3_moe", "pp2ep2", "singleton"),
-    ("glm4_moe", "pp2", "homogeneous"),
-    ("deepseek_v3", "tp2sp", "homogeneous"),
-    ("deepseek_v3", "pp2ep2", "singleton"),
-    ("deepseek_v2-no-q-lora", "tp2sp", "by_layer"),
-    ("qwen3_next", "tp2", "homogeneous"),
-    ("qwen3_5_moe_text", "pp2", "singleton"),
-    ("gpt_oss", "ep2", "singleton"),
-    ("gpt_oss", "tp2ep2etp1", "by_layer"),
-    ("gemma3_text", "tp2", "homogeneous"),
-    ("olmo2", "pp2", "homogeneous"),
-    ("olmoe", "ep2", "homogeneous"),
-    ("phi3", "tp2", "singleton"),
-    ("granite", "pp2", "by_layer"),
-    ("smollm3", "tp2", "homogeneous"),
-    ("exaone4", "pp2", "homogeneous"),
+    Case("llama", "tp2", ("homogeneous",)),
+    Case("llama", "tp2", ("singleton",)),
+    Case("llama", "tp4", ("homogeneous",)),  # 70 rows of vocabulary become 72
+    Case("llama-tied", "pp2", ("homogeneous",)),
+    Case("qwen2", "pp2vpp2", ("by_layer",)),
+    Case("qwen3-tied", "tp2pp2vpp2", ("homogeneous",)),
+    Case("mixtral", "ep2", ("homogeneous",)),
+    Case("qwen2_moe", "tp2", ("by_layer",)),
+    Case("qwen2_moe", "tp2ep2", ("singleton",)),
+    Case("qwen3_moe", "tp2ep2", ("homogeneous",)),
+    Case("qwen3_moe", "pp2ep2", ("singleton",)),
+    Case("glm4_moe", "pp2", ("homogeneous",)),
+    Case("deepseek_v3", "tp2sp", ("homogeneous",)),
+    Case("deepseek_v3", "pp2ep2", ("singleton",)),
+    Case("deepseek_v2-no-q-lora", "tp2sp", ("by_layer",)),
+    Case("qwen3_next", "tp2", ("homogeneous",)),
+    Case("qwen3_5_moe_text", "pp2", ("singleton",)),
+    Case("gpt_oss", "ep2", ("singleton",)),
+    Case("gpt_oss", "tp2ep2etp1", ("by_layer",)),
+    Case("gemma3_text", "tp2", ("homogeneous",)),
+    Case("olmo2", "pp2", ("homogeneous",)),
+    Case("olmoe", "ep2", ("homogeneous",)),
+    Case("phi3", "tp2", ("singleton",)),
+    Case("granite", "pp2", ("by_layer",)),
+    Case("smollm3", "tp2", ("homogeneous",)),
+    Case("exaone4", "pp2", ("homogeneous",)),
 )
-WIDE = (
-    *(("llama", "tp4", "homogeneous"), ("qwen3-tied", "tp2pp2vpp2", "homogeneous")),
-    *(("qwen2_moe", "tp2", "by_layer"), ("qwen2_moe", "tp2ep2", "singleton")),
-    *(("qwen3_moe", "pp2ep2", "singleton"), ("deepseek_v3", "pp2ep2", "singleton")),
-    *(("gpt_oss", "tp2ep2etp1", "by_layer"), ("qwen3_5_moe_text", "pp2", "singleton")),
-)
-LIKE_OTHERS = ("gemma3_text", "olmo2", "olmoe", "granite", "smollm3", "exaone4", "glm4_moe")
-CASES = tuple(case for case in CASES if EVERY or case[0] not in LIKE_OTHERS)
-Case = tuple[str, str, str]
 
 
 def _optimizer_state(group: Any) -> Any:
@@ -104,8 +96,8 @@ def save_cases(sources: dict[str, Path], folder: Path, cases: list[Case]) -> dic
     failures = {}
     for case in cases:
         try:
-            models = AutoModel.from_pretrained(sources[case[0]], arguments(case[1]))
-            _save(models, folder / "-".join(case), METADATA[case[2]])
+            models = AutoModel.from_pretrained(sources[case.model], arguments(case.layout))
+            _save(models, folder / case.id, METADATA[case.options[0]])
         except Exception:  # the other cases can go on: all ranks fail alike
             failures[case] = traceback.format_exc()
     return failures
@@ -129,32 +121,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def saved(request: pytest.FixtureRequest, folder: Path) -> Any:
     """Where a case was saved; all cases of as many ranks are saved by one fork."""
-    wanted = [case for case in CASES if case in chosen(request, "case") or case == CASES[0]]
-    sources = {case: tiny_hf.save(case, folder / case, "bfloat16") for case, *_ in wanted}
+    wanted = list(dict.fromkeys([CASES[0], *needed(request)]))
+    models = {"deepseek_v3", *(case.model for case in wanted)}
+    sources = {model: tiny_hf.save(model, folder / model, "bfloat16") for model in models}
 
     @cache
     def of_world(size: int) -> list[dict[Case, str]]:
-        cases = [case for case in wanted if world_size(case[1]) == size]
+        cases = [case for case in wanted if case.num_ranks == size]
         return run_ranks(size, save_cases, sources, folder, cases, timeout=200)
 
     def of(case: Case) -> Path:
-        for failures in of_world(world_size(case[1])):
+        for failures in of_world(case.num_ranks):
             assert case not in failures, failures[case]
-        return folder / "-".join(case)
+        return folder / case.id
 
     return of
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.qualify] if case in WIDE and not EVERY else []) for case in CASES],
-    ids="-".join,
+@pytest.mark.cases(
+    0,
+    always=[
+        # each form of metadata, each axis on two ranks, and projections that Megatron stores in parts
+        *("llama-tp2-homogeneous", "llama-tp2-singleton", "llama-tied-pp2-homogeneous"),
+        *("qwen2-pp2vpp2-by_layer", "qwen3_moe-tp2ep2-homogeneous", "deepseek_v3-tp2sp-homogeneous"),
+        *("qwen3_next-tp2-homogeneous", "gpt_oss-ep2-singleton", "phi3-tp2-singleton"),
+    ],
 )
+@pytest.mark.parametrize("case", as_params(CASES))
 def test_every_tensor_is_recovered(case: Case, saved: Any, folder: Path) -> None:
     directory: Path = saved(case)
-    source = open_torch_dist(directory, config_from_hf(tiny_hf.read_config(folder / case[0])))
+    source = open_torch_dist(directory, config_from_hf(tiny_hf.read_config(folder / case.model)))
     source.check_duplicates()
-    assert_same(source, load_file(folder / case[0] / "model.safetensors"))
+    assert_same(source, load_file(folder / case.model / "model.safetensors"))
 
 
 def test_the_configuration_is_found_beside_the_iterations(saved: Any, folder: Path) -> None:
@@ -165,8 +163,8 @@ def test_the_configuration_is_found_beside_the_iterations(saved: Any, folder: Pa
     (root / "latest_checkpointed_iteration.txt").write_text("5")
     with pytest.raises(McaError, match="does not say what model it holds"):
         open_torch_dist(root)
-    (root / "config.json").write_text((folder / CASES[0][0] / "config.json").read_text())
-    assert_same(open_torch_dist(root), load_file(folder / CASES[0][0] / "model.safetensors"))
+    (root / "config.json").write_text((folder / CASES[0].model / "config.json").read_text())
+    assert_same(open_torch_dist(root), load_file(folder / CASES[0].model / "model.safetensors"))
     (root / "iter_0000005").rename(directory)
 
 
@@ -189,7 +187,7 @@ HEADS = {
 }
 PREDICTION = {f"{case}-prediction": case for case in ("deepseek_v3", "glm4_moe", "qwen3_next")}
 EVERY_MODEL = (*tiny_hf.ALL, *tiny_vision.CASES, *HEADS, *PREDICTION)
-WITH_PARTS_OF_THEIR_OWN = (
+SPECIAL_MODELS = (
     *("apertus", "deepseek_v32", "falcon_h1", "gemma4_text-e2b", "gpt_oss", "kimi_linear", "longcat_flash"),
     *("mimo_v2_flash", "minimax_m3_vl_text", "nemotron_h", "olmo2", "qwen3_next"),
     *("qwen3_vl", "llama-score", "deepseek_v3-prediction"),
@@ -255,15 +253,10 @@ def unreadable(cases: Sequence[str]) -> dict[str, str]:
     return failures
 
 
-OF_OTHERS_PARTS = [case for case in EVERY_MODEL if case not in WITH_PARTS_OF_THEIR_OWN]
+OTHER_MODELS = [model for model in EVERY_MODEL if model not in SPECIAL_MODELS]
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(WITH_PARTS_OF_THEIR_OWN, id="own"),
-        pytest.param(OF_OTHERS_PARTS, id="others", marks=pytest.mark.qualify),
-    ],
-)
-def test_what_any_family_would_write_can_be_read(cases: Sequence[str]) -> None:
-    assert run_ranks(2, unreadable, cases) == [{}, {}]
+@pytest.mark.cases(0, always=["special"])
+@pytest.mark.parametrize("models", [SPECIAL_MODELS, OTHER_MODELS], ids=["special", "others"])
+def test_what_any_family_would_write_can_be_read(models: Sequence[str]) -> None:
+    assert run_ranks(2, unreadable, models) == [{}, {}]

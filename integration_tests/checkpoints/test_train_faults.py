@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from harness import RanksFailed, run_ranks
-from layouts import sample
 from train_cases import history, make_trainer, quietly, tiny_checkpoint
 from train_settings import ASYNC, ZERO
 
@@ -128,10 +127,8 @@ def whole(checkpoint, tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize(
-    "name",
-    KILLED if SEEDS else ("two ranks", pytest.param("two ranks in background", marks=pytest.mark.qualify)),
-)
+@pytest.mark.cases(0, always=["two ranks"])
+@pytest.mark.parametrize("name", KILLED if SEEDS else ("two ranks", "two ranks in background"))
 def test_killed_runs_go_on_from_their_last_complete_checkpoint(name, whole, checkpoint, tmp_path):
     """Twenty times with MCA_TEST_KILLS=20, also one rank. Every kill also leaves whatever it interrupted beside."""
     from mca_train.checkpoint.directory import checkpoints
@@ -217,8 +214,9 @@ def find_all(folders: dict[str, Path]) -> dict[str, tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("ckpt_format", ["mca", pytest.param("torch_dist", marks=pytest.mark.qualify)])
-def test_any_damage_to_any_file_is_told_and_the_one_before_is_taken(
+@pytest.mark.cases(0, always=["mca"])
+@pytest.mark.parametrize("ckpt_format", ["mca", "torch_dist"])
+def test_any_damage_to_any_file_is_reported_and_the_checkpoint_before_is_taken(
     ckpt_format, checkpoint, finished, tmp_path
 ):
     source = finished[0] if ckpt_format == "mca" else tmp_path / "source"
@@ -279,7 +277,7 @@ def test_nothing_starts_anew_where_every_checkpoint_is_damaged(checkpoint, finis
 
 
 @pytest.mark.qualify
-@pytest.mark.parametrize("name", sample(SAVED, "two ranks"))
+@pytest.mark.parametrize("name", SAVED)
 def test_a_full_disk_leaves_the_checkpoints_before(name, whole, checkpoint, small_disk):
     from mca_train.checkpoint.directory import checkpoints
 

@@ -10,7 +10,7 @@ import pytest
 from harness import run_ranks
 from loss_curves import worst
 from mca_config.errors import McaError
-from reshard_runs import ALL, EVERY, EXPERTS_ALONE, FIRST, WITH_EXPERTS, adapter_of, run
+from reshard_runs import ALL, EXPERTS_ALONE, FIRST, WITH_EXPERTS, adapter_of, run
 from train_cases import make_trainer, quietly, stop_and_resume, tiny_checkpoint, tokens
 from train_settings import ASYNC, CP, DP, EP, ETP1, ETP2, OVERLAP, PP, SP, TORCH_DIST, TP, VPP, ZERO
 
@@ -41,33 +41,10 @@ EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-sp-etp1": (2, SP | ETP1),
     "pp2-ep2-split": (4, PP | EP | ZERO | DP | TORCH_DIST),
 }
-SOME_DENSE = (
-    ("dp2-split", "tp2"),
-    ("one", "tp2-sp-dp2-split"),
-    ("cp2", "dp2-pp2-vpp2-split"),
-)
-SOME_RATES = (("pp2", "dp2-split"),)
-SOME_EXPERTS = (
-    ("ep2-split", "one"),
-    ("ep2", "ep2"),
-    ("dp2-etp2-split", "tp2-sp-etp1"),
-    ("dp2-etp2-split-torch-dist", "tp2-sp-etp1"),
-)
-"""Of all pairs, 202 in all, which are run with `--cases all`."""
-WIDE = (
-    ("cp2", "dp2-pp2-vpp2-split"),
-    ("ep2", "ep2"),
-    ("one", "tp2-sp-dp2-split"),
-    ("dp2-etp2-split-torch-dist", "tp2-sp-etp1"),
-)
 
 
-def pairs(layouts: dict[str, Any], some: tuple[tuple[str, str], ...]) -> Any:
-    every = [(before, after) for after in layouts for before in layouts]
-    marks = {pair: () if EVERY or pair not in WIDE else pytest.mark.qualify for pair in every}
-    return [
-        pytest.param(*pair, id="-to-".join(pair), marks=marks[pair]) for pair in (every if EVERY else some)
-    ]
+def pairs(layouts: dict[str, Any]) -> list[Any]:
+    return [pytest.param(before, after, id=f"{before}-to-{after}") for after in layouts for before in layouts]
 
 
 @dataclass
@@ -77,6 +54,7 @@ class Runs:
     model: Path
     folder: Path
     layouts: dict[str, tuple[int, dict[str, Any]]]
+    first: int
     steps: int
     settings: dict[str, Any] = field(default_factory=dict)
     curves: dict[str, Any] = field(default_factory=dict)
@@ -90,15 +68,16 @@ class Runs:
     def resumed(self, before: str, after: str, output: Path) -> Any:
         """The whole curve of which the beginning was made on another layout."""
         if before not in self.curves:
-            self._run(before, self.steps if EVERY else FIRST)
+            self._run(before, self.first)
         size, changes = self.layouts[after]
-        checkpoint = self.folder / before / f"checkpoint-{FIRST}"
+        checkpoint = self.folder / before / f"checkpoint-{self.first}"
         found = run_ranks(size, run, self.model, output, self.steps, checkpoint, **self.settings | changes)
         return found[0]
 
     def _run(self, name: str, steps: int) -> None:
         size, changes = self.layouts[name]
-        found = run_ranks(size, run, self.model, self.folder / name, steps, **self.settings | changes)
+        settings = self.settings | changes | {"first": self.first}
+        found = run_ranks(size, run, self.model, self.folder / name, steps, **settings)
         self.curves[name] = found[0]
 
     def difference(self, before: str, after: str, output: Path) -> float:
@@ -111,20 +90,27 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    model = tiny_checkpoint(tmp_path_factory.mktemp("model"), vocab_size=131)  # padded at tensor size 2
-    return Runs(model, tmp_path_factory.mktemp("dense"), DENSE, ALL)
+def lengths(every_case):
+    """The step of the checkpoint, and all steps."""
+    return (4, 24) if every_case else (FIRST, ALL)
 
 
 @pytest.fixture(scope="module")
-def experts(tmp_path_factory):
+def dense(tmp_path_factory, lengths):
+    model = tiny_checkpoint(tmp_path_factory.mktemp("model"), vocab_size=131)  # padded at tensor size 2
+    return Runs(model, tmp_path_factory.mktemp("dense"), DENSE, *lengths)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory, lengths):
     from reference import make_reference
 
     model = make_reference("qwen3_moe", tmp_path_factory.mktemp("experts")).path
-    return Runs(model, tmp_path_factory.mktemp("runs"), EXPERTS, ALL, {"data": lambda: tokens(96)})
+    return Runs(model, tmp_path_factory.mktemp("runs"), EXPERTS, *lengths, {"data": lambda: tokens(96)})
 
 
-@pytest.mark.parametrize(("before", "after"), pairs(DENSE, SOME_DENSE))
+@pytest.mark.cases(0, always=["dp2-split-to-tp2"])
+@pytest.mark.parametrize(("before", "after"), pairs(DENSE))
 def test_the_loss_curve_goes_on(before, after, dense, tmp_path, record_property):
     difference = dense.difference(before, after, tmp_path)
     record_property("difference", difference)
@@ -132,33 +118,32 @@ def test_the_loss_curve_goes_on(before, after, dense, tmp_path, record_property)
 
 
 @pytest.fixture(scope="module")
-def rates(dense, tmp_path_factory):
+def rates(dense, tmp_path_factory, lengths):
     own = {"decoupled_lr": 5e-4}
-    return Runs(dense.model, tmp_path_factory.mktemp("rates"), DENSE, ALL, own)
+    return Runs(dense.model, tmp_path_factory.mktemp("rates"), DENSE, *lengths, own)
 
 
-@pytest.mark.parametrize(("before", "after"), pairs(DENSE, SOME_RATES))
-def test_rates_of_their_own_go_on(before, after, rates, tmp_path, record_property):
+@pytest.mark.cases(0, always=["pp2-to-dp2-split"])
+@pytest.mark.parametrize(("before", "after"), pairs(DENSE))
+def test_runs_with_a_decoupled_learning_rate_go_on(before, after, rates, tmp_path, record_property):
     difference = rates.difference(before, after, tmp_path)
     record_property("difference", difference)
     assert difference < 1e-4
 
 
-@pytest.mark.cases(2)
-@pytest.mark.parametrize(("before", "after"), pairs(EXPERTS, SOME_EXPERTS))
+@pytest.mark.cases(0, always=["dp2-etp2-split-to-tp2-sp-etp1"])
+@pytest.mark.parametrize(("before", "after"), pairs(EXPERTS))
 def test_experts_go_on(before, after, experts, tmp_path, record_property):
     difference = experts.difference(before, after, tmp_path)
     record_property("difference", difference)
     assert difference < 1e-4
 
 
+@pytest.mark.cases(0, always=["split"])
 @pytest.mark.parametrize(
     "case,changes",
-    [
-        pytest.param("qwen3_next", {}, id="whole", marks=pytest.mark.qualify),
-        pytest.param("qwen3_next", ZERO, id="split"),
-        pytest.param("nemotron_h", ZERO, id="state-space", marks=pytest.mark.qualify),
-    ],
+    [("qwen3_next", {}), ("qwen3_next", ZERO), ("nemotron_h", ZERO)],
+    ids=["whole", "split", "state-space"],
 )
 def test_layers_with_fused_projections_go_on(case, changes, tmp_path):
     """The optimizer's state of their projections is stored in parts."""
@@ -178,13 +163,14 @@ def test_state_spaces_beside_attention_go_on(before, after, tmp_path):
     from reference import make_reference
 
     model = make_reference("falcon_h1", tmp_path / "model").path
-    runs = Runs(model, tmp_path / "runs", DENSE, ALL, {"data": lambda: tokens(96)})
+    runs = Runs(model, tmp_path / "runs", DENSE, FIRST, ALL, {"data": lambda: tokens(96)})
     assert runs.difference(before, after, tmp_path / "resumed") < 1e-4
 
 
 GATE_AND_UP = {"target_modules": ["gate_up_proj"], "modules_to_save": ["layers.1.self_attn"]}
 
 
+@pytest.mark.cases(0, always=["experts-alone"])
 @pytest.mark.parametrize(
     "case,before,after,adapted",
     [
@@ -195,9 +181,8 @@ GATE_AND_UP = {"target_modules": ["gate_up_proj"], "modules_to_save": ["layers.1
             ETP2 | DP,
             WITH_EXPERTS,
             id="with-experts",
-            marks=pytest.mark.qualify,
         ),
-        pytest.param("phi3", SP, ZERO | DP, GATE_AND_UP, id="gate-and-up", marks=pytest.mark.qualify),
+        pytest.param("phi3", SP, ZERO | DP, GATE_AND_UP, id="gate-and-up"),
     ],
 )
 def test_adapters_go_on(case, before, after, adapted, tmp_path):
@@ -258,7 +243,8 @@ def run_as_it_once_was(*args: Any, **changes: Any) -> Any:
         return run(*args, **changes)
 
 
-@pytest.mark.parametrize("case", [pytest.param("deepseek_v3", marks=pytest.mark.qualify), "phi3"])
+@pytest.mark.cases(0, always=["phi3"])
+@pytest.mark.parametrize("case", ["deepseek_v3", "phi3"])
 def test_states_are_found_under_their_earlier_names(case, tmp_path):
     from reference import make_reference
 
@@ -290,9 +276,8 @@ def refused(*args: Any, **changes: Any) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    "size,other", [(1, 2), pytest.param(2, 1, marks=pytest.mark.qualify)], ids=["of-one", "of-two"]
-)
+@pytest.mark.cases(0, always=["of-one"])
+@pytest.mark.parametrize("size,other", [(1, 2), (2, 1)], ids=["of-one", "of-two"])
 def test_rows_of_ranks_go_on_where_as_many_ranks_are(size, other, tmp_path):
     model, adapter = adapter_of("phi3", tmp_path, target_modules=["gate_up_proj"])
     changes = {"data": lambda: tokens(96), "adapter": adapter, "learning_rate": 2e-2} | ZERO

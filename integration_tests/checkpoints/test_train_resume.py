@@ -9,7 +9,6 @@ from unittest.mock import patch
 import pytest
 
 from harness import RanksFailed, prepare_parent, run_ranks
-from layouts import sample, tiered
 from train_cases import VOCAB, history, make_trainer, quietly, stop_and_resume, tiny_checkpoint, tokens
 from train_settings import ASYNC, OVERLAP, PP, TP, VPP, ZERO
 
@@ -35,16 +34,6 @@ LAYOUTS = {
     "dp2-distributed-optimizer-in-background": (2, ZERO | ASYNC),
     "tp2-dropout": (2, TP | {"attention_dropout": 0.1, "hidden_dropout": 0.1}),
 }
-SOME = (
-    "one-rank-bf16",
-    "dp2-pp2-vpp2-overlap",
-    "tp2-rates-of-their-own",
-    "dp2-pp2-distributed-optimizer-rates-of-their-own",
-    "the-same-rate-as-one-of-its-own",
-    "torch-dist",
-    "dp2-distributed-optimizer-in-background",
-    "tp2-dropout",
-)
 
 
 @pytest.fixture(scope="module")
@@ -52,18 +41,8 @@ def checkpoint(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    tiered(
-        sample(LAYOUTS, *SOME),
-        *(
-            "dp2-pp2-vpp2-overlap",
-            "dp2-pp2-distributed-optimizer-rates-of-their-own",
-            "the-same-rate-as-one-of-its-own",
-            "dp2-distributed-optimizer-in-background",
-        ),
-    ),
-)
+@pytest.mark.cases(0, always=["one-rank-bf16", "tp2-rates-of-their-own", "torch-dist", "tp2-dropout"])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_resuming_changes_no_bit(name, checkpoint, tmp_path):
     size, changes = LAYOUTS[name]
     for found in run_ranks(size, stop_and_resume, checkpoint, tmp_path, **(changes | SMALL)):
@@ -339,7 +318,8 @@ def saved_as_hf(checkpoint: Path, output_dir: Path, **changes: Any) -> Any:
     return trainer.model.logits(ids())
 
 
-@pytest.mark.parametrize("name", tiered(tuple(AS_HF), "ep2-distributed-optimizer"))
+@pytest.mark.cases(0, always=[name for name in AS_HF if name != "ep2-distributed-optimizer"])
+@pytest.mark.parametrize("name", AS_HF)
 def test_transformers_loads_what_a_checkpoint_holds_for_it(name, checkpoint, experts, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM

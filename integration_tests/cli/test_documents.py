@@ -32,8 +32,6 @@ PAGES = [
     for pattern in ("*.md", "docs/**/*.md", "packages/*/README.md", "examples/*/README.md")
     for path in sorted(ROOT.glob(pattern))
 ]
-WIDE = ("docs/converter.md", *(f"examples/{name}/README.md" for name in ("export", "lora", "slurm")))
-SAMPLE = ("README.md", *WIDE)
 ELSEWHERE = {
     "docs/reinforcement_learning.md": "test_reinforcement_learning.py runs it, on two ranks",
     "docs/add_a_family.md": "its commands are tests, which run anyway, and its snippet is a line of tiny_hf.py",
@@ -242,18 +240,11 @@ def _not_run_here(name: str, shown: list[str]) -> str:
     """Why a page is not run; empty if it is."""
     if not shown:
         return "shows nothing that is run"
-    if name not in SAMPLE and not os.environ.get("MCA_ALL_CASES"):
-        return ELSEWHERE.get(name, "`--cases all` runs all pages")
     return ELSEWHERE.get(name, "")
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(ROOT / name, id=name, marks=[pytest.mark.qualify] if name in WIDE else [])
-        for name in (str(page.relative_to(ROOT)) for page in PAGES)
-    ],
-)
+@pytest.mark.cases(0, always=["README.md"])
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_shows_runs(page, place, tmp_path, monkeypatch, capfd):
     name = str(page.relative_to(ROOT))
     blocks = list(_blocks(page))

@@ -1,16 +1,18 @@
 """A step without memory and without ranks needs what the same step needs on real ones, on every stage.
 
 The tracker is the same in both; so bytes, floating-point operations and messages are equal but for what an allocation
-of the library's own makes of real values. `--cases all` runs every case, the default a sample.
+of the library's own makes of real values.
 """
 
 import json
-import os
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cases import needed
 from dry_run_cases import CP, FULL, LORA, MODELS, PP, SPLIT, TP, VPP, be_no_rank, prepared
 from harness import run_ranks
 from mca_train.dry_run.step import StepNeeds
@@ -69,32 +71,6 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "images pp": ("sft", 2, {PP: 2, "freeze": []}),
     "images cp packed": ("sft", 2, {CP: 2, "sequence_packing": True}),
 }
-SAMPLE = (
-    "offloaded",
-    "dpo of an adapter",
-    "tp sp",
-    "vpp",
-    "pp 4",
-    "experts ep",
-    "experts fp16",
-    "unnormalised sinkhorn",
-    "images",
-    "latent again",
-)
-CHOSEN = tuple(CASES) if os.environ.get("MCA_ALL_CASES") else SAMPLE
-WIDE = (
-    ()
-    if CHOSEN is not SAMPLE
-    else (
-        "offloaded",
-        "dpo of an adapter",
-        "experts fp16",
-        "latent again",
-        "unnormalised sinkhorn",
-        "vpp",
-        "pp 4",
-    )
-)
 
 
 def model_of(name: str) -> str:
@@ -150,25 +126,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-GROUPS = [
-    pytest.param(size, names, id=f"{size}-{tier}", marks=[pytest.mark.qualify] if tier == "qualify" else [])
-    for size in sorted({CASES[name][1] for name in CHOSEN})
-    for tier, left_out in (("default", False), ("qualify", True))
-    if (names := [name for name in CHOSEN if CASES[name][1] == size and (name in WIDE) == left_out])
-]
+@pytest.fixture(scope="module")
+def real(request: pytest.FixtureRequest, folder: Path) -> Callable[[str], list[StepNeeds]]:
+    """What each rank of a case measures; cases of one number of ranks share a fork."""
+    names = needed(request, "name")
+
+    @cache
+    def by_size(size: int) -> list[dict[str, StepNeeds]]:
+        return run_ranks(
+            size, with_memory, folder, [name for name in names if CASES[name][1] == size], timeout=300
+        )
+
+    return lambda name: [rank[name] for rank in by_size(CASES[name][1])]
 
 
-@pytest.mark.cases(0, always=["1-default"])
-@pytest.mark.parametrize(("size", "names"), GROUPS)
-def test_a_step_needs_what_it_needs_with_memory_and_ranks(size: int, names: list[str], folder: Path) -> None:
-    real = run_ranks(size, with_memory, folder, names, timeout=300)
-    for name in names:
-        kind, _, changes = CASES[name]
-        stages = changes.get(PP, 1)
-        for rank in {*range(0, size, size // stages), size - 1 if stages > 1 else 0}:
-            given = folder / model_of(name), kind, changes, rank, size
-            (planned,) = run_ranks(1, without_memory, *given, process_group=False, timeout=300)
-            compare(f"{name}, rank {rank}", planned, real[rank][name])
+@pytest.mark.cases(0, always=["images"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_needs_what_it_needs_with_memory_and_ranks(
+    name: str, folder: Path, real: Callable[[str], list[StepNeeds]]
+) -> None:
+    kind, size, changes = CASES[name]
+    stages = changes.get(PP, 1)
+    for rank in {*range(0, size, size // stages), size - 1 if stages > 1 else 0}:
+        given = folder / model_of(name), kind, changes, rank, size
+        (planned,) = run_ranks(1, without_memory, *given, process_group=False, timeout=300)
+        compare(f"{name}, rank {rank}", planned, real(name)[rank])
 
 
 def compare(name: str, planned: StepNeeds, real: StepNeeds) -> None:

@@ -1,11 +1,9 @@
 """What the process of a rank takes beyond what it took before the run is what the dry run says, to a tenth.
 
 What is there before is subtracted: the interpreter and all that is imported. Of what comes on top of tensors, pages
-that the allocator keeps free are left out (`memory.peak`); docs/evidence.md says how many they are. `--cases all`
-runs every case, the default one.
+that the allocator keeps free are left out (`memory.peak`); docs/evidence.md says how many they are.
 """
 
-import os
 from pathlib import Path
 
 import pytest
@@ -16,11 +14,10 @@ from step_memory import CASES, said, taken, write_model
 pytestmark = pytest.mark.ranks
 
 WITHIN = 0.10
-CHOSEN = tuple(CASES) if os.environ.get("MCA_ALL_CASES") else ("one rank",)
 
 
 @pytest.mark.qualify
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("name", CASES)
 def test_a_process_takes_what_the_dry_run_says(name: str, tmp_path: Path) -> None:
     write_model(tmp_path, name)
     real = run_ranks(CASES[name][1], taken, tmp_path, name, timeout=300)

@@ -1,10 +1,9 @@
 """The recipes of docs/recipes.md are runs that can be made, and need what the page says.
 
-By default two are planned, with `--cases all` all. Whether they are the fastest is not searched again.
+Whether they are the fastest is not searched again.
 """
 
 import importlib.util
-import os
 import re
 import sys
 from pathlib import Path
@@ -13,7 +12,8 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-SAMPLE = ("Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B")
+PAGE = (ROOT / "docs" / "recipes.md").read_text()
+SECTIONS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")[1:]}
 _SHOWN = re.compile(r"\*\*.*?\*\* on (\d+) devices?: ([\d.]+) GiB.*?```yaml\n(.*?)```", re.DOTALL)
 
 
@@ -40,18 +40,19 @@ def test_every_recipe_below_the_first_lines_is_a_configuration(tool, tmp_path):
         assert settings.training.learning_rate == (1e-4 if settings.lora.lora_rank else 1e-5)
 
 
-def test_recipes_need_what_the_page_says(tool):
-    sections = {part.partition("\n")[0]: part for part in tool.PAGE.read_text().split("\n## ")[1:]}
-    assert list(sections) == [recipe.model for recipe in tool.RECIPES]
-    every = os.environ.get("MCA_ALL_CASES") == "1"
-    for recipe in tool.RECIPES:
-        if not every and recipe.model not in SAMPLE:
-            continue
-        shown = _SHOWN.findall(sections[recipe.model])
-        assert [int(gpus) for gpus, _, _ in shown] == [recipe.whole, recipe.adapter]
-        for gpus, gib, text in shown:
-            values = yaml.safe_load(text)
-            assert values.pop("model_name_or_path") == recipe.model
-            needs = tool.fullest(recipe, values, int(gpus)) / 2**30
-            assert needs == pytest.approx(float(gib), abs=0.06)  # a tenth is shown
-            assert needs <= 75.1  # what an H100 leaves
+def test_the_page_has_a_section_for_each_recipe(tool):
+    assert list(SECTIONS) == [recipe.model for recipe in tool.RECIPES]
+
+
+@pytest.mark.cases(0, always=["Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B"])
+@pytest.mark.parametrize("model", SECTIONS)
+def test_recipes_need_what_the_page_says(model, tool):
+    (recipe,) = (recipe for recipe in tool.RECIPES if recipe.model == model)
+    shown = _SHOWN.findall(SECTIONS[model])
+    assert [int(gpus) for gpus, _, _ in shown] == [recipe.whole, recipe.adapter]
+    for gpus, gib, text in shown:
+        values = yaml.safe_load(text)
+        assert values.pop("model_name_or_path") == recipe.model
+        needs = tool.fullest(recipe, values, int(gpus)) / 2**30
+        assert needs == pytest.approx(float(gib), abs=0.06)  # a tenth is shown
+        assert needs <= 75.1  # what an H100 leaves

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from fault_library import ERRORS, EVERY, HERE, compiled
+from fault_library import ERRORS, HERE, compiled
 from fault_sites import Fault, Site, code_of, lot, named
 
 SAMPLE = 8  # of each conversion
@@ -129,18 +129,17 @@ def fault_of(found: dict[str, Any], whole: dict[str, int], before: dict[str, int
     return None if len(lines) == 1 and lines[0].startswith("error: /") else f"{len(lines)} lines"
 
 
-CASES = [
-    (name, workers)
-    for number, name in enumerate(conversions(Sources(Path())))
-    for workers in (WORKERS if EVERY else (WORKERS[number % len(WORKERS)],))
-]
+CASES = [(name, workers) for name in conversions(Sources(Path())) for workers in WORKERS]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(
+    0,
+    always=["to hf, in a directory-1", "adapter to mca-2", "adapter to hf, in a directory-1"],
+)
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("name", "workers"), CASES)
 def test_every_call_of_a_conversion_fails_once(
-    name: str, workers: int, library: Path, sources: Sources, tmp_path: Path
+    name: str, workers: int, library: Path, sources: Sources, tmp_path: Path, every_case: bool
 ) -> None:
     arguments, exists = conversions(sources)[name]
     folder = tmp_path / "folder"
@@ -161,7 +160,7 @@ def test_every_call_of_a_conversion_fails_once(
         for turn, error in enumerate(ERRORS)
         for site in sites
     ]
-    if not EVERY:
+    if not every_case:
         chosen = sorted(chosen, key=lambda fault: lot(name, fault.site, fault.error))[:SAMPLE]
     results = run_all(library, sources, [case | {"fault": asdict(fault)} for fault in chosen])
     assert all(found["sites"] for found in results), "every site is called as often as in the whole run"

@@ -9,9 +9,9 @@ import peft
 import pytest
 from torch import Tensor
 
+from cases import Case, as_params, needed
 from fp64_judge import Judged, double_model, double_precision, judge
 from harness import run_ranks
-from layouts import selected
 from lora_cases import CASES as ADAPTERS
 from lora_gradients import Expected, Found, expected_of, gradients
 from lora_training import adapter_gradients
@@ -24,32 +24,28 @@ EXACT = 1e-11
 ROUNDING = 10
 """An error in fp32 is one draw of a wide distribution: by a tensor, ours were up to 18 times transformers', all
 together up to 6 times; over many weights and tokens their geometric means are alike (0.9 to 1.2 times)."""
-GRID = [
-    ("qwen3_5_text", "tp1"),
-    ("olmo_hybrid", "tp1"),
-    ("minimax_m3_vl_text", "tp2sp"),
-    ("qwen3_next", "tp2cp2sp"),
-]
+CASES = (
+    *(Case("qwen3_5_text", "tp1"), Case("olmo_hybrid", "tp1")),
+    *(Case("minimax_m3_vl_text", "tp2sp"), Case("qwen3_next", "tp2cp2sp")),
+)
 SEQUENCES = 6
 """Three in each micro-batch."""
 
 
 @pytest.fixture(scope="module")
-def judged(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[str, str], Judged]:
+def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Judged]:
     folder = tmp_path_factory.mktemp("judged")
     return {
-        (case, layout): judge([make_reference(case, folder, batch=SEQUENCES)], layout, folder)[case]
-        for case, layout in selected(request, GRID)
+        case: judge([make_reference(case.model, folder, batch=SEQUENCES)], case.layout, folder)[case.model]
+        for case in needed(request)
     }
 
 
-@pytest.mark.parametrize("case,layout", GRID)
+@pytest.mark.parametrize("case", as_params(CASES))
 def test_gradients_are_exact_in_fp64_and_as_exact_as_transformers_in_fp32(
-    case: str, layout: str, judged: dict[tuple[str, str], Judged]
+    case: Case, judged: dict[Case, Judged]
 ) -> None:
-    found = judged[case, layout]
+    found = judged[case]
     assert found.error(found.double) < EXACT
     assert found.error(found.ours) <= ROUNDING * found.error(found.theirs)
 

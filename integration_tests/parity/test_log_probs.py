@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of given tokens are those of transformers' logits, however rows and ranks lie."""
+"""Log-probabilities and entropies of tokens are those of transformers' logits, for every layout of rows and ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -7,38 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from case_tables import LOG_PROBS
+from cases import Case, as_params, group_by_ranks, needed
 from harness import run_ranks
-from layouts import EVERY, arguments, by_case, world_size
+from layouts import arguments
 from mca_config.errors import McaError
 from mca_models.megatron.log_probs.vocabulary import TokenValues
 from memory import MIB, peak
-from reference import NEWEST, Reference, make_reference
+from reference import Reference, make_reference
 
 pytestmark = pytest.mark.ranks
 
-LAYOUTS = (
-    "tp1",
-    "tp2sp",
-    "tp2pp2",
-    "pp2vpp2",
-    "cp2tp2sp",
-    "pp2cp2",
-    "ep2",
-    "tp2ep2etp1sp",
-    "ep2pp2vpp2",
-    "dp2tp2",
-)
-SAMPLE = (
-    ("qwen3-tied", "cp2tp2sp"),
-    ("llama", "pp2vpp2dp2"),
-    ("gemma2", "tp2pp2"),
-    ("qwen3_moe", "tp2ep2etp1dp2sp"),
-    ("kimi_linear", "tp2pp2"),
-)
-FAMILIES = ("llama", "qwen3-tied", "gemma2", "granite", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
-GRIDS = by_case(FAMILIES, LAYOUTS, SAMPLE)
-if EVERY:
-    GRIDS |= by_case(NEWEST, ("tp1", "tp2pp2", "cp2tp2sp", "ep2pp2vpp2"), ())
 TEMPERATURE = 0.7
 ALLOWED = {"minimax_m3_vl_text": 2e-5, "qwen3_next": 3e-5, "qwen3_5_moe_text": 6e-5}
 """Where the logits themselves differ by 1e-5 and more from transformers' (docs/parity.md), in one process too. Of
@@ -55,17 +34,17 @@ def expected(reference: Reference, temperature: float = 1.0) -> tuple[Tensor, Te
     return torch.cat([zeros, chosen], 1).float(), torch.cat([zeros, entropy], 1).float()
 
 
-def errors(pairs: list[tuple[Reference, str]]) -> list[str | dict[str, float]]:
-    """The largest difference of each form, or why a pair is refused. Runs on every rank."""
+def compute(references: dict[Case, Reference]) -> dict[Case, str | dict[str, float]]:
+    """The largest difference of each form, or the error that mca raises. Runs on every rank."""
     from mca_models.megatron import AutoModel
 
-    found: list[str | dict[str, float]] = []
-    for reference, layout in pairs:
+    found: dict[Case, str | dict[str, float]] = {}
+    for case, reference in references.items():
         try:
-            models = AutoModel.from_pretrained(reference.path, arguments(layout))
-            found.append(differences(models, reference))
+            models = AutoModel.from_pretrained(reference.path, arguments(case.layout))
+            found[case] = differences(models, reference)
         except McaError as error:
-            found.append(str(error))
+            found[case] = str(error)
     return found
 
 
@@ -113,24 +92,34 @@ def differences(models: Any, reference: Reference) -> dict[str, float]:
     return {key: float(value) for key, value in found.items()}
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-def test_they_equal_those_of_transformers(grid: str, tmp_path: Path) -> None:
-    groups: dict[int, list[tuple[Reference, str]]] = {}
-    for case, layout in GRIDS[grid]:
-        groups.setdefault(world_size(layout), []).append((make_reference(case, tmp_path), layout))
-    refused: dict[tuple[str, str], str] = {}
-    for size, pairs in groups.items():
-        for of_rank in run_ranks(size, errors, pairs):
-            for (reference, layout), found in zip(pairs, of_rank, strict=True):
-                if isinstance(found, str):
-                    refused[reference.case, layout] = found
-                else:
-                    assert max(found.values()) < ALLOWED.get(reference.case, 1e-5), (
-                        reference.case,
-                        layout,
-                        found,
-                    )
-    assert len(refused) < (len(GRIDS[grid]) if EVERY else 1), refused
+Computed = dict[Case, list[str | dict[str, float]]]
+"""What each rank found."""
+
+
+@pytest.fixture(scope="module")
+def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Computed:
+    folder, found = tmp_path_factory.mktemp("log_probs"), {}
+    for num_ranks, cases in group_by_ranks(needed(request)).items():
+        references = {case: make_reference(case.model, folder) for case in cases}
+        ranks = run_ranks(num_ranks, compute, references, timeout=300)
+        found |= {case: [rank[case] for rank in ranks] for case in cases}
+    return found
+
+
+DEFAULT = (
+    *("qwen3-tied-cp2tp2sp", "llama-pp2vpp2dp2", "gemma2-tp2pp2"),
+    *("qwen3_moe-tp2ep2etp1dp2sp", "kimi_linear-tp2pp2"),
+)
+
+
+@pytest.mark.cases(0, always=DEFAULT)
+@pytest.mark.parametrize("case", as_params(LOG_PROBS))
+def test_they_equal_those_of_transformers(case: Case, computed: Computed) -> None:
+    for found in computed[case]:
+        if isinstance(found, str):
+            assert case.id not in DEFAULT, found
+            pytest.skip(found)  # the model does not support the layout
+        assert max(found.values()) < ALLOWED.get(case.model, 1e-5), found
 
 
 def gradients(width: int, vocab: int) -> list[float]:

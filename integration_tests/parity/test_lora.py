@@ -7,52 +7,36 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from case_tables import TRAINED_ADAPTER_CASES
+from cases import Case, as_params, group_by_layout, needed
 from harness import run_ranks
-from layouts import Pair, arguments, by_layout, sample, selected, spread, tiered, world_size
-from lora_cases import TRAINED
+from layouts import arguments
+from lora_cases import CASES
 from lora_training import adapter_of, loaded_logits, tokens, train_megatron
-from parity import is_sparse
 from reference import make_reference
 
 pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
 
-# the others by default only in test_lora_gradients.py, which goes through the same code
-DENSE_LAYOUTS = sample(
-    ("tp1", "tp2", "tp2sp", "pp2", "pp2vpp2", "tp2pp2", "tp2pp2sp", "cp2", "tp2cp2sp"),
-    *("tp1", "tp2", "pp2vpp2", "tp2pp2sp", "cp2"),
-)
-EXPERT_LAYOUTS = sample(
-    ("tp1", "ep2", "pp2", "tp2ep2etp1sp", "tp2ep2etp2sp", "pp2ep2", "cp2ep2"),
-    *("tp1", "ep2", "pp2", "tp2ep2etp2sp", "pp2ep2"),
-)
-SPARSE = [case for case, (base, _) in TRAINED.items() if is_sparse(base)]
-PAIRS = spread([case for case in TRAINED if case not in SPARSE], DENSE_LAYOUTS) + spread(
-    SPARSE, EXPERT_LAYOUTS
-)
-WIDE = (
-    *(("qwen2-tied-qv", "tp2"), ("gemma2", "tp1"), ("olmo3", "tp2")),
-    *(("qwen2_moe-bare", "pp2"), ("glm4_moe_lite", "tp1"), ("minimax_m2", "ep2")),
-)
 TOLERANCE = 1e-4
 
 
 Logits = dict[str, torch.Tensor]
-Found = dict[Pair, tuple[list[Logits | str], Path]]
-"""By case and layout: what every rank made of it, or why it failed, and where the adapter was saved."""
+Found = dict[Case, tuple[list[Logits | str], Path]]
+"""By case: the logits on every rank, or why it failed, and where the adapter was saved."""
 
 
 @pytest.fixture(scope="module")
 def theirs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
-    """By case: the base directory and what peft makes of it."""
+    """By adapter: the base directory and what peft computes with it."""
     folder = tmp_path_factory.mktemp("lora")
     made = {}
-    for case in dict.fromkeys(case for case, _ in selected(request, PAIRS)):
-        base, settings = TRAINED[case]
+    for name in dict.fromkeys(case.model for case in needed(request)):
+        base, settings = CASES[name]
         path = make_reference(base, folder).path
-        made[case] = {"base": path, **adapter_of(path, folder / f"{case}-peft", settings)}
+        made[name] = {"base": path, **adapter_of(path, folder / f"{name}-peft", settings)}
     return made
 
 
@@ -95,27 +79,26 @@ def ours(
     theirs: dict[str, dict[str, Any]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Found:
-    """What the factory makes of every case on every layout."""
+    """What mca computes for each case."""
     folder = tmp_path_factory.mktemp("trained")
     found: Found = {}
-    for layout, cases in by_layout(selected(request, PAIRS)).items():
-        jobs = [(theirs[c]["base"], theirs[c]["adapter"], layout, folder / f"{c}-{layout}") for c in cases]
-        for of_rank in run_ranks(world_size(layout), run_cases, jobs, timeout=300):
-            for case, each in zip(cases, of_rank, strict=True):
-                found.setdefault((case, layout), ([], folder / f"{case}-{layout}"))[0].append(each)
+    for layout, cases in group_by_layout(needed(request)).items():
+        jobs = [
+            (theirs[case.model]["base"], theirs[case.model]["adapter"], layout, folder / case.id)
+            for case in cases
+        ]
+        for rank in run_ranks(cases[0].num_ranks, run_cases, jobs, timeout=300):
+            for case, logits in zip(cases, rank, strict=True):
+                found.setdefault(case, ([], folder / case.id))[0].append(logits)
     return found
 
 
+# test_lora_gradients.py tests the other layouts by default
 @pytest.mark.cases(0, always=["qwen2_moe-ep2", "mixtral-tp2ep2etp2sp"])
-@pytest.mark.parametrize(("case", "layout"), tiered(PAIRS, *WIDE))
-def test_training_equals_peft(
-    case: str,
-    layout: str,
-    theirs: dict[str, dict[str, Any]],
-    ours: Found,
-) -> None:
-    right = theirs[case]
-    by_rank, saved = ours[case, layout]
+@pytest.mark.parametrize("case", as_params(TRAINED_ADAPTER_CASES))
+def test_training_equals_peft(case: Case, theirs: dict[str, dict[str, Any]], ours: Found) -> None:
+    right = theirs[case.model]
+    by_rank, saved = ours[case]
     assert float((right["after"] - right["before"]).abs().max()) > 0.05
     for found in by_rank:
         assert not isinstance(found, str), found

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import train_cases
 from harness import run_ranks
-from layouts import EVERY, arguments, sample, world_size
+from layouts import arguments, world_size
 from lora_training import gradients_of, tokens, train_megatron
 from mca_config.errors import McaError
 from reference import make_reference
@@ -48,7 +48,8 @@ def load(base: Path, layout: str, adapter: Path) -> torch.Tensor:
     return load_adapter(AutoModel.from_pretrained(base, arguments(layout)), adapter).logits(tokens())
 
 
-@pytest.mark.parametrize("start", [True, False, "gaussian"] if EVERY else [True, False])
+@pytest.mark.cases(0, always=["True", "False"])
+@pytest.mark.parametrize("start", [True, False, "gaussian"])
 def test_a_new_adapter_is_the_same_on_every_layout(start: bool | str, tmp_path: Path) -> None:
     base = make_reference("llama-one-group", tmp_path).path
     settings = lora(target_modules=ATTENTION + MLP, init_lora_weights=start)
@@ -71,8 +72,9 @@ def plain(base: Path) -> torch.Tensor:
     return AutoModel.from_pretrained(base).logits(tokens())
 
 
-@pytest.mark.parametrize("one", sample(["tp2ep2etp2sp", "pp2ep2"], "tp2ep2etp2sp"))
-def test_experts_of_their_own_train_alike_and_load_on_other_layouts(one: str, tmp_path: Path) -> None:
+@pytest.mark.cases(0, always=["tp2ep2etp2sp"])
+@pytest.mark.parametrize("one", ["tp2ep2etp2sp", "pp2ep2"])
+def test_adapters_of_single_experts_train_alike_and_load_on_other_layouts(one: str, tmp_path: Path) -> None:
     """Every expert's projections as modules of their own, which transformers 5 no longer has."""
     base = make_reference("qwen3_moe", tmp_path).path
     settings = lora(target_modules=["q_proj", *MLP])
@@ -94,10 +96,8 @@ def merged_files(base: Path, layout: str, adapter: Path, target: Path) -> None:
     assert not models.merged
 
 
-@pytest.mark.parametrize(
-    ("case", "layout"),
-    [pytest.param("qwen2", "tp2pp2", marks=pytest.mark.qualify), ("qwen3_moe", "tp2ep2etp1sp")],
-)
+@pytest.mark.cases(0, always=["qwen3_moe-tp2ep2etp1sp"])
+@pytest.mark.parametrize(("case", "layout"), [("qwen2", "tp2pp2"), ("qwen3_moe", "tp2ep2etp1sp")])
 def test_live_merging_equals_the_converters(case: str, layout: str, tmp_path: Path) -> None:
     from mca_models.checkpoint_kinds import open_checkpoint
     from mca_models.lora import merge_to_hf, open_adapter
@@ -134,28 +134,38 @@ def trained_by_trainer(checkpoint: Path, out: Path, changes: dict[str, Any]) -> 
     return {key: train_cases.history(trainer, key) for key in ("loss", "grad_norm")}
 
 
-def test_the_trainer_trains_adapters_alike_on_every_layout(tmp_path: Path) -> None:
-    checkpoint = train_cases.tiny_checkpoint(tmp_path / "base", num_hidden_layers=4 if EVERY else 2)
-    tp = {"tensor_model_parallel_size": 2}
-    layouts: list[tuple[int, dict[str, Any]]] = [
-        (1, {}),
-        (4, {**tp, "sequence_parallel": True, "use_distributed_optimizer": True, "gradient_accumulation_steps": 2}),
-        (2, {"pipeline_model_parallel_size": 2, "recompute_granularity": "full", "recompute_method": "uniform",
-             "recompute_num_layers": 1}),
-        (4, {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True, "overlap_grad_reduce": True,
-             "overlap_param_gather": True, "gradient_accumulation_steps": 2}),
-    ]  # fmt: skip
-    if EVERY:
-        layouts.append((4, {**tp, "sequence_parallel": True, "context_parallel_size": 2}))
-        layouts.append((4, {**tp, "pipeline_model_parallel_size": 2}))
-        layouts.append((2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}))
-    logged = [
-        run_ranks(size, trained_by_trainer, checkpoint, tmp_path / str(i), changes, timeout=200)[0]
-        for i, (size, changes) in enumerate(layouts)
-    ]
-    for other in logged[1:]:
-        for key, values in logged[0].items():
-            assert other[key] == pytest.approx(values, rel=1e-4), key
+TP, PP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+SP = TP | {"sequence_parallel": True}
+ZERO = {"use_distributed_optimizer": True}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2-sp-dp2": (4, {**SP, **ZERO, "gradient_accumulation_steps": 2}),
+    "pp2-recompute": (2, PP | RECOMPUTE),
+    "pp2-dp2-overlap": (4, {**PP, **ZERO, **OVERLAP, "gradient_accumulation_steps": 2}),
+    "tp2-sp-cp2": (4, SP | {"context_parallel_size": 2}),
+    "tp2-pp2": (4, TP | PP),
+    "pp2-vpp2": (2, PP | {"virtual_pipeline_model_parallel_size": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[float]]]:
+    """A checkpoint, and what one rank logs."""
+    folder = tmp_path_factory.mktemp("single")
+    checkpoint = train_cases.tiny_checkpoint(folder / "base", num_hidden_layers=4)
+    return checkpoint, run_ranks(1, trained_by_trainer, checkpoint, folder / "run", {})[0]
+
+
+@pytest.mark.cases(0, always=["tp2-sp-dp2", "pp2-recompute"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_trainer_trains_adapters_alike_on_every_layout(
+    name: str, single: tuple[Path, dict[str, list[float]]], tmp_path: Path
+) -> None:
+    (checkpoint, right), (num_ranks, changes) = single, LAYOUTS[name]
+    found = run_ranks(num_ranks, trained_by_trainer, checkpoint, tmp_path, changes, timeout=200)[0]
+    for key, values in right.items():
+        assert found[key] == pytest.approx(values, rel=1e-4), key
 
 
 def optimizer_round_trip(base: Path, layout: str, folder: Path) -> list[str]:
@@ -200,7 +210,8 @@ def _sharded(models: Any) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
-@pytest.mark.parametrize("layout", sample(["tp1", "tp2ep2etp1sp", "pp2ep2"], "tp2ep2etp1sp"))
+@pytest.mark.cases(0, always=["tp2ep2etp1sp"])
+@pytest.mark.parametrize("layout", ["tp1", "tp2ep2etp1sp", "pp2ep2"])
 def test_distributed_checkpoints_hold_factors_under_canonical_names(layout: str, tmp_path: Path) -> None:
     base = make_reference("qwen3_moe", tmp_path).path
     names = run_ranks(world_size(layout), optimizer_round_trip, base, layout, tmp_path / "dist")[0]
@@ -227,7 +238,8 @@ def with_dropout(base: Path, layout: str) -> tuple[torch.Tensor, list[dict[str, 
     return logits, everyone
 
 
-@pytest.mark.parametrize("layout", sample(["tp2", "tp2sp"], "tp2sp"))
+@pytest.mark.cases(0, always=["tp2sp"])
+@pytest.mark.parametrize("layout", ["tp2", "tp2sp"])
 def test_dropout_keeps_replicas_equal_and_is_off_in_evaluation(layout: str, tmp_path: Path) -> None:
     base = make_reference("qwen2", tmp_path).path
     alone, _ = run_ranks(1, with_dropout, base, "tp1")[0]

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 
+from cases import needed
 from checkpoint_files import read
 from gradients import export_gradient, worst_errors
 from harness import RanksFailed, run_ranks
-from layouts import arguments, sample, world_size
+from layouts import arguments, world_size
 from mca_models.megatron import platform
 from parity import TOLERANCE
 from prediction import BESIDE, SCALE, WithPrediction, deepseek_with_prediction
@@ -23,7 +24,7 @@ from reference import Reference, hf_model, make_reference
 pytestmark = pytest.mark.ranks
 
 CASE, BATCH = "deepseek_v3", 4
-LAYOUTS = sample(("tp1", "pp2", "ep2", "tp2sp", "pp2vpp2ep2", "tp2ep2etp1"), "tp1", "tp2sp", "pp2vpp2ep2")
+LAYOUTS = ("tp1", "pp2", "ep2", "tp2sp", "pp2vpp2ep2", "tp2ep2etp1")
 
 
 def total_loss(model: WithPrediction, input_ids: torch.Tensor) -> torch.Tensor:
@@ -38,7 +39,7 @@ def total_loss(model: WithPrediction, input_ids: torch.Tensor) -> torch.Tensor:
     return entropy + SCALE * further / input_ids[:, lost:].numel()
 
 
-def computed(case: str, model: WithPrediction, folder: Path, layouts: Sequence[str]) -> Path:
+def computed(case: str, model: WithPrediction, folder: Path, layouts: Iterable[str]) -> Path:
     """The model, its gradients as transformers' autograd has them, and those of every layout."""
     plain = make_reference(case, folder, batch=BATCH)
     reference = Reference(case, model.save(folder / "with"), plain.input_ids, plain.logits)
@@ -53,9 +54,10 @@ def computed(case: str, model: WithPrediction, folder: Path, layouts: Sequence[s
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of DeepSeek V3 on every layout."""
-    return computed(CASE, deepseek_with_prediction(), tmp_path_factory.mktemp("mtp"), LAYOUTS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of DeepSeek V3."""
+    layouts = dict.fromkeys(["tp1", *needed(request, "layout")])  # what tp1 saves is read again
+    return computed(CASE, deepseek_with_prediction(), tmp_path_factory.mktemp("mtp"), layouts)
 
 
 def run(reference: Reference, layout: str, folder: Path) -> None:
@@ -70,12 +72,14 @@ def run(reference: Reference, layout: str, folder: Path) -> None:
     export_gradient(reference, layout, folder / f"{layout}-gradients", **settings)
 
 
+@pytest.mark.cases(0, always=["tp2sp", "pp2vpp2ep2"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_prediction_gradients_equal_autograd(layout: str, folder: Path) -> None:
     worst = worst_errors(folder / "expected", folder / f"{layout}-gradients")
     assert worst[0][1] <= TOLERANCE, worst
 
 
+@pytest.mark.cases(0, always=["tp2sp", "pp2vpp2ep2"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_prediction_layers_are_exported_bit_for_bit(layout: str, folder: Path) -> None:
     source, export = read(folder / "with"), read(folder / f"{layout}-hf")
@@ -83,26 +87,30 @@ def test_prediction_layers_are_exported_bit_for_bit(layout: str, folder: Path) -
     assert all(torch.equal(source[name], export[name]) for name in source)
 
 
-@pytest.mark.parametrize("case", sample(("deepseek_v32", "glm_moe_dsa"), "deepseek_v32"))
-def test_prediction_layers_have_an_indexer_of_their_own(case: str, tmp_path: Path) -> None:
+@pytest.mark.cases(0, always=["deepseek_v32"])
+@pytest.mark.parametrize("case", ["deepseek_v32", "glm_moe_dsa"])
+def test_mtp_layers_have_their_own_indexer(case: str, tmp_path: Path) -> None:
     found = computed(case, WithPrediction(copy.deepcopy(hf_model(case))), tmp_path, ["tp1"])
     worst = worst_errors(found / "expected", found / "tp1-gradients")
     assert worst[0][1] <= TOLERANCE, worst
     assert any("layers.4.self_attn.indexer." in name for name in read(found / "tp1-hf"))
 
 
-BEFORE_NORM = sample(("tp1", "tp2sp", "pp2", "pp2vpp2"), "tp1", "tp2sp", "pp2vpp2")
-
-
-def test_prediction_layers_before_the_final_norm(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def before_norm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of MiMo, whose MTP layers take the hidden states before the final norm."""
     mimo = WithPrediction(copy.deepcopy(hf_model("mimo")), names=BESIDE)
-    found = computed("mimo", mimo, tmp_path, BEFORE_NORM)
-    for layout in BEFORE_NORM:
-        worst = worst_errors(found / "expected", found / f"{layout}-gradients")
-        assert worst[0][1] <= TOLERANCE, (layout, worst)
-        source, export = read(found / "with"), read(found / f"{layout}-hf")
-        assert source.keys() == export.keys()
-        assert all(torch.equal(source[name], export[name]) for name in source)
+    return computed("mimo", mimo, tmp_path_factory.mktemp("mimo"), needed(request, "layout"))
+
+
+@pytest.mark.cases(0, always=["tp2sp", "pp2vpp2"])
+@pytest.mark.parametrize("layout", ["tp1", "tp2sp", "pp2", "pp2vpp2"])
+def test_mtp_layers_take_the_input_of_the_final_norm(layout: str, before_norm: Path) -> None:
+    worst = worst_errors(before_norm / "expected", before_norm / f"{layout}-gradients")
+    assert worst[0][1] <= TOLERANCE, worst
+    source, export = read(before_norm / "with"), read(before_norm / f"{layout}-hf")
+    assert source.keys() == export.keys()
+    assert all(torch.equal(source[name], export[name]) for name in source)
 
 
 def test_megatrons_own_loss_over_context_ranks_is_refused(folder: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from tiny_versions import require
 
-from layouts import chosen, tiered
+from cases import needed
 from net.case import numbers
 from net.drawing import draw
 from net.faults import FAULTS
@@ -31,7 +31,6 @@ CHOSEN = numbers(
     SAMPLE if DEFAULT else os.environ.get("MCA_NET_ONLY", ""), int(os.environ.get("MCA_NET_CASES", "0"))
 )
 BLOCK = 60
-WIDE = (8, 24)
 
 
 class Net:
@@ -52,10 +51,11 @@ class Net:
 
 @pytest.fixture(scope="module")
 def net(request: pytest.FixtureRequest) -> Net:
-    return Net(sorted(chosen(request, "number")))
+    return Net(sorted(needed(request, "number")))
 
 
-@pytest.mark.parametrize("number", tiered(CHOSEN, *(WIDE if DEFAULT else ())))
+@pytest.mark.cases(int(not DEFAULT), always=["4", "18", "28"] if DEFAULT else [])
+@pytest.mark.parametrize("number", CHOSEN)
 def test_training_equals_one_process_of_transformers(number: int, net: Net) -> None:
     require(net[number].case.base, net[number].case.changes)
     assert not net[number].wrong, str(net[number])
@@ -70,7 +70,7 @@ def test_most_of_the_sample_is_trained(net: Net) -> None:
 @pytest.fixture(scope="module")
 def small(request: pytest.FixtureRequest) -> dict[str, Verdict]:
     """Of the cases that faults spoil, without and with them, and of those that are known."""
-    names = chosen(request, "name")
+    names = needed(request, "name")
     faults = {name: case for name, (_, case, _) in FAULTS.items() if name in names}
     cases = [replace(case, fault=fault) for name, case in faults.items() for fault in ("", name)]
     cases += [case for name, case in KNOWN.items() if name in names]
@@ -87,7 +87,9 @@ def test_a_planted_fault_is_seen(name: str, small: dict[str, Verdict]) -> None:
     assert any(line.startswith(where) for line in wrong), wrong
 
 
-@pytest.mark.parametrize("name", tiered(tuple(KNOWN), "prediction-rates"))
+# faults found before, all but one, whose rates test_train_muon.py has too
+@pytest.mark.cases(0, always=[name for name in KNOWN if name != "prediction-rates"])
+@pytest.mark.parametrize("name", KNOWN)
 def test_what_was_found_before_is_right(name: str, small: dict[str, Verdict]) -> None:
     require(KNOWN[name].base, KNOWN[name].changes)
     verdict = small[KNOWN[name].name]

@@ -1,33 +1,23 @@
 """Packed sequences compute what each computes alone, also cut over context ranks and with windows."""
 
-from pathlib import Path
-
 import pytest
 
-from harness import run_ranks
-from layouts import EVERY, world_size
-from packed_rows import compare_all
-from reference import make_reference
+from case_tables import PACKED
+from cases import Case, as_params, needed
+from packed_rows import compare_on_ranks
 
 pytestmark = pytest.mark.ranks
 
-LAYOUTS = ("tp1", "cp2", "tp2sp", "tp2cp2sp")
-CASES = ("qwen3", "mistral", "qwen2-yarn", "deepseek_v3")
+
+@pytest.fixture(scope="module")
+def packed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Case, tuple[float, float, float]]:
+    """The largest differences of packed rows, over all ranks."""
+    return compare_on_ranks(needed(request), tmp_path_factory.mktemp("packed"))
 
 
-@pytest.mark.cases(2)
-@pytest.mark.parametrize(
-    "size",
-    [
-        pytest.param(size, marks=[pytest.mark.qualify] if size == 4 else [])
-        for size in sorted({world_size(layout) for layout in LAYOUTS})
-    ],
-)
-def test_packed_equals_separate(size: int, tmp_path: Path) -> None:
-    references = [make_reference(case, tmp_path) for case in CASES]
-    layouts = [layout for layout in LAYOUTS if world_size(layout) == size]
-    if size == 4 and not EVERY:
-        references = references[1:3]
-    for of_rank in run_ranks(size, compare_all, references, layouts):
-        for pair, found in of_rank.items():
-            assert max(found) <= 1e-4, pair
+@pytest.mark.cases(0, always=["qwen2-yarn-cp2", "mistral-cp2", "deepseek_v3-cp2", "qwen3-tp2sp"])
+@pytest.mark.parametrize("case", as_params(PACKED))
+def test_packed_equals_separate(case: Case, packed: dict[Case, tuple[float, float, float]]) -> None:
+    assert max(packed[case]) <= 1e-4

@@ -8,12 +8,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from tiny_hf import ALIKE
 
+from case_tables import TE_CONTEXT_PARALLEL
+from cases import Case, as_params, group_by_layout, needed
 from checkpoint_files import read
 from emulated_te import needs_te, run_emulated
 from gradients import NO_DROPOUT, compute, expected_gradients, worst_errors
-from layouts import EVERY, Pair, arguments, by_layout, selected, spread, world_size
+from layouts import arguments
 from packed_rows import compare as compare_packed
 from parity import TOLERANCE
 from reference import FAMILY_CASES, Reference, make_reference
@@ -22,9 +23,6 @@ pytestmark = [pytest.mark.ranks, needs_te]
 
 WAYS = ("p2p", "all_gather", "a2a")
 SINKS = "counts their whole gradient"
-CASES = [case for case in FAMILY_CASES if EVERY or case not in ALIKE]
-FOUR_RANKS = [("qwen3", "tp2cp2sp"), ("deepseek_v3", "tp2cp2sp"), ("qwen2", "cp4"), ("mixtral", "cp2ep2pp2")]
-GRID = list(dict.fromkeys([*spread(CASES, ("cp2",)), *FOUR_RANKS, ("qwen3_moe", "cp2ep2")]))
 
 
 def in_some_way(
@@ -44,30 +42,38 @@ def in_some_way(
 
 
 @pytest.fixture(scope="module")
-def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Pair, Any]:
+def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Any]:
     folder = tmp_path_factory.mktemp("context")
-    chosen = selected(request, GRID)
-    references = {case: make_reference(case, folder, batch=4) for case, _ in chosen}
+    cases = needed(request)
+    references = {model: make_reference(model, folder, batch=4) for model in {case.model for case in cases}}
     for reference in references.values():
         expected_gradients(reference, folder)
-    by_pair: dict[Pair, Any] = {}
-    for layout, cases in by_layout(chosen).items():
-        first = [WAYS[list(FAMILY_CASES).index(case) % len(WAYS)] for case in cases]
-        models = [references[case] for case in cases]
-        ranks = run_emulated(world_size(layout), in_some_way, models, layout, folder, first, timeout=500)
-        for number, case in enumerate(cases):
-            by_pair[case, layout] = folder, [of_rank[number] for of_rank in ranks]
-    return by_pair
+    found: dict[Case, Any] = {}
+    for layout, group in group_by_layout(cases).items():
+        first = [WAYS[list(FAMILY_CASES).index(case.model) % len(WAYS)] for case in group]
+        models = [references[case.model] for case in group]
+        ranks = run_emulated(group[0].num_ranks, in_some_way, models, layout, folder, first, timeout=500)
+        for number, case in enumerate(group):
+            found[case] = folder, [rank[number] for rank in ranks]
+    return found
 
 
-@pytest.mark.parametrize("case,layout", GRID)
-def test_logits_and_gradients_equal_transformers(case: str, layout: str, computed: dict[Pair, Any]) -> None:
-    folder, found = computed[case, layout]
+@pytest.mark.cases(
+    4,
+    always=[
+        *("qwen3-tp2cp2sp", "deepseek_v3-tp2cp2sp", "qwen2-cp4", "mixtral-cp2ep2pp2", "qwen3_moe-cp2ep2"),
+        *("llama-cp2", "qwen2-cp2", "qwen3-cp2", "deepseek_v3-cp2", "gemma3_text-cp2", "gpt_oss-cp2"),
+        *("qwen3_5_text-cp2", "nemotron_h-cp2"),
+    ],
+)
+@pytest.mark.parametrize("case", as_params(TE_CONTEXT_PARALLEL))
+def test_logits_and_gradients_equal_transformers(case: Case, computed: dict[Case, Any]) -> None:
+    folder, found = computed[case]
     if SINKS in str(found[0][1]):
         assert all(SINKS in str(result) for _, result in found)
         return
     assert all(isinstance(result, float) and result <= TOLERANCE for _, result in found), found
-    worst = worst_errors(folder / f"{case}-expected", folder / f"{case}-{layout}")
+    worst = worst_errors(folder / f"{case.model}-expected", folder / case.id)
     assert worst[0][1] <= TOLERANCE, (found[0][0], worst)
 
 

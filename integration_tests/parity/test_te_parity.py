@@ -1,6 +1,6 @@
-"""Transformer Engine's layers hold and compute what the local ones do, and what ``transformers`` computes.
+"""Transformer Engine's layers have the parameters of the local ones, and compute what ``transformers`` computes.
 
-Every family is built on one layout of the parity matrix, on all of them with `--cases all`.
+`--cases all` tests every family on every layout.
 """
 
 from pathlib import Path
@@ -8,23 +8,20 @@ from typing import Any
 
 import pytest
 
+from case_tables import TE_LAYERS
+from cases import Case, as_params, group_by_layout, needed
 from emulated_te import needs_te, run_emulated
 from gradients import compute, expected_gradients, worst_errors
-from layouts import Pair, arguments, by_layout, selected, spread, world_size
+from layouts import arguments
 from lora_gradients import assert_equal_pefts, expected_of
 from lora_gradients import gradients as adapter_gradients
 from packed_rows import compare as compare_packed
 from parity import TOLERANCE, is_sparse
-from reference import FAMILY_CASES, Reference, make_reference
+from reference import Reference, make_reference
 
 pytestmark = [pytest.mark.ranks, needs_te]
 
 LOCAL = {"transformer_impl": "local"}
-DENSE_LAYOUTS = ("tp2sp", "tp2pp2sp", "pp2vpp2", "tp2")
-MOE_LAYOUTS = ("tp2ep2etp1sp", "pp2vpp2ep2", "tp2sp", "tp2ep2etp1", "ep2")
-DENSE = [case for case in FAMILY_CASES if not is_sparse(case)]
-MOE = [case for case in FAMILY_CASES if is_sparse(case)]
-GRID = spread(DENSE, DENSE_LAYOUTS) + spread(MOE, MOE_LAYOUTS)
 
 
 def anatomy(model: Any) -> dict[str, dict[str, Any]]:
@@ -88,63 +85,79 @@ def compared(reference: Reference, layout: str) -> dict[str, Any]:
     return {"different": different, "classes": {type(module).__name__ for module in model.modules()}}
 
 
-def of_ranks(measured: "Measured", case: str, layout: str) -> list[dict[str, Any]]:
+def of_ranks(measured: "Measured", case: Case) -> list[dict[str, Any]]:
     """What the ranks found of one model, which local layers take too on this layout."""
-    ranks = measured[1][case, layout]
+    ranks = measured[1][case]
     if "refused" in ranks[0]:
         pytest.skip(ranks[0]["refused"])
     return ranks
 
 
-Measured = tuple[Path, dict[Pair, list[dict[str, Any]]]]
+Measured = tuple[Path, dict[Case, list[dict[str, Any]]]]
 """Where gradients lie, and what all ranks found."""
 
 
 @pytest.fixture(scope="module")
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    folder, ranks = tmp_path_factory.mktemp("engine"), {}
-    chosen = selected(request, GRID)
-    references = {case: make_reference(case, folder, batch=4) for case, _ in chosen}
+    folder, ranks, cases = tmp_path_factory.mktemp("engine"), {}, needed(request)
+    references = {model: make_reference(model, folder, batch=4) for model in {case.model for case in cases}}
     for reference in references.values():
         expected_gradients(reference, folder)
-    for layout, cases in by_layout(chosen).items():
-        models = [references[case] for case in cases]
-        found = run_emulated(world_size(layout), measure, models, layout, folder, timeout=500)
-        for number, case in enumerate(cases):
-            ranks[case, layout] = [of_rank[number] for of_rank in found]
+    for layout, group in group_by_layout(cases).items():
+        models = [references[case.model] for case in group]
+        found = run_emulated(group[0].num_ranks, measure, models, layout, folder, timeout=500)
+        ranks |= {case: [rank[number] for rank in found] for number, case in enumerate(group)}
     return folder, ranks
 
 
-@pytest.mark.parametrize("case,layout", GRID)
+# an axis each, of dense models and of experts; what they make otherwise than local layers
+DEFAULT = pytest.mark.cases(
+    8,
+    always=[
+        *("qwen3-tp2sp", "gemma2-tp2pp2sp", "llama-pp2vpp2", "qwen3_5_text-tp2"),
+        *("deepseek_v3-tp2ep2etp1sp", "qwen3_moe-pp2vpp2ep2", "qwen3_next-tp2ep2etp1", "gpt_oss-ep2"),
+    ],
+)
+
+
+@DEFAULT
+@pytest.mark.parametrize("case", as_params(TE_LAYERS))
 def test_names_shapes_marks_and_sharded_keys_are_those_of_local_layers(
-    case: str, layout: str, measured: Measured
+    case: Case, measured: Measured
 ) -> None:
-    for found in of_ranks(measured, case, layout):
+    for found in of_ranks(measured, case):
         assert found["different"] == {"shapes": {}, "marks": {}, "sharded": {}}
 
 
-@pytest.mark.parametrize("case,layout", GRID)
-def test_logits_and_gradients_equal_transformers(case: str, layout: str, measured: Measured) -> None:
+@DEFAULT
+@pytest.mark.parametrize("case", as_params(TE_LAYERS))
+def test_logits_and_gradients_equal_transformers(case: Case, measured: Measured) -> None:
     folder, _ = measured
-    found = [of_rank["logits"] for of_rank in of_ranks(measured, case, layout)]
+    found = [of_rank["logits"] for of_rank in of_ranks(measured, case)]
     assert all(isinstance(difference, float) and difference <= TOLERANCE for difference in found), found
-    worst = worst_errors(folder / f"{case}-expected", folder / f"{case}-{layout}")
+    worst = worst_errors(folder / f"{case.model}-expected", folder / case.id)
     assert worst[0][1] <= TOLERANCE, worst
 
 
-@pytest.mark.parametrize("case,layout", GRID)
-def test_the_modules_are_transformer_engines(case: str, layout: str, measured: Measured) -> None:
-    classes = set().union(*(of_rank["classes"] for of_rank in of_ranks(measured, case, layout)))
+@DEFAULT
+@pytest.mark.parametrize("case", as_params(TE_LAYERS))
+def test_the_modules_are_transformer_engines(case: Case, measured: Measured) -> None:
+    classes = set().union(*(of_rank["classes"] for of_rank in of_ranks(measured, case)))
     assert "TERowParallelLinear" in classes
-    assert is_sparse(case) == any(name.startswith("TE") and "Grouped" in name for name in classes)
+    assert is_sparse(case.model) == any(name.startswith("TE") and "Grouped" in name for name in classes)
 
 
-PACKED = (("qwen3", "tp2sp"), ("mistral", "tp2"), ("deepseek_v3", "tp2sp"), ("gpt_oss", "ep2"))
+PACKED = (
+    Case("qwen3", "tp2sp"),
+    Case("mistral", "tp2"),
+    Case("deepseek_v3", "tp2sp"),
+    Case("gpt_oss", "ep2"),
+)
 
 
-@pytest.mark.parametrize("case,layout", PACKED)
-def test_packed_equals_separate_and_transformers(case: str, layout: str, tmp_path: Path) -> None:
-    for found in run_emulated(2, compare_packed, make_reference(case, tmp_path), layout):
+@pytest.mark.parametrize("case", as_params(PACKED))
+def test_packed_equals_separate_and_transformers(case: Case, tmp_path: Path) -> None:
+    for found in run_emulated(2, compare_packed, make_reference(case.model, tmp_path), case.layout):
         assert max(found) <= TOLERANCE
 
 
@@ -155,11 +168,14 @@ def test_fused_rotary_embeddings_equal_transformers(tmp_path: Path) -> None:
         assert max(found) <= TOLERANCE, case
 
 
-ADAPTERS = (("qwen3", "tp2"), ("qwen3_moe", "tp2ep2etp1sp"), ("deepseek_v3", "tp2sp"), ("qwen3_next", "ep2"))
+ADAPTERS = (
+    *(Case("qwen3", "tp2"), Case("qwen3_moe", "tp2ep2etp1sp")),
+    *(Case("deepseek_v3", "tp2sp"), Case("qwen3_next", "ep2")),
+)
 
 
 def test_gradients_of_adapters_equal_pefts(tmp_path: Path) -> None:
-    expected = {case: expected_of(case, tmp_path) for case, _ in ADAPTERS}
-    jobs = [(expected[case].base, expected[case].adapter, layout) for case, layout in ADAPTERS]
-    for (case, _), found in zip(ADAPTERS, run_emulated(2, adapter_gradients, jobs)[0], strict=True):
-        assert_equal_pefts(expected[case], found)
+    expected = [expected_of(case.model, tmp_path) for case in ADAPTERS]
+    jobs = [(each.base, each.adapter, case.layout) for each, case in zip(expected, ADAPTERS, strict=True)]
+    for each, found in zip(expected, run_emulated(2, adapter_gradients, jobs)[0], strict=True):
+        assert_equal_pefts(each, found)

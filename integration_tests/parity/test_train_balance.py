@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from balance_reference import BIAS_RATE, COEFFICIENTS, PER_MICRO_BATCH, expected, prediction_loss, samples
+from cases import needed
 from checkpoint_files import read
 from gradients import worst_errors
 from harness import run_ranks
-from layouts import selected
 from parity import TOLERANCE
 from prediction import SCALE, deepseek_with_prediction
 from train_cases import arguments, history, quietly, sparse_checkpoint
@@ -161,7 +161,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     ranks: dict[str, list[Rank]] = {}
     folder = tmp_path_factory.mktemp("balance")
     checkpoint = deepseek_with_prediction().save(folder / "model")
-    chosen = selected(request, list(CASES))
+    chosen = needed(request, "case", "layout")
     for kind in {kind for kind, _ in chosen}:
         expected(folder / kind, kind)
     for size in (1, 2, 3, 4):

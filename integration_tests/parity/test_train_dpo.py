@@ -15,7 +15,6 @@ import pytest
 
 from dpo_reference import BETA, PAIRS, RATE, STEPS, hf_model, pairs, train_plain
 from harness import run_ranks
-from layouts import sample
 from mca_config.errors import McaError
 from train_cases import arguments, history, quietly, tiny_checkpoint
 
@@ -153,15 +152,23 @@ def warnings(checkpoint: Path, output: Path, adapter: Path) -> list[list[str]]:
     return found
 
 
-def test_lora_against_the_model_without_its_adapter(checkpoint, tmp_path):
-    theirs = run_ranks(1, peft_in_plain_torch, checkpoint, tmp_path / "adapter")[0]
-    for name in sample(("tp2-sp", "pp2"), "tp2-sp"):
-        size, changes = LAYOUTS[name]
-        ours = run_ranks(
-            size, with_megatron, checkpoint, tmp_path, "sigmoid", adapter=tmp_path / "adapter", **changes
-        )[0]
-        same(ours, theirs)
-    adapted, dropped, plain = run_ranks(1, warnings, checkpoint, tmp_path, tmp_path / "adapter")[0]
+@pytest.fixture(scope="module")
+def adapter(checkpoint, tmp_path_factory):
+    """The directory of an adapter, and what plain torch logs of its training."""
+    folder = tmp_path_factory.mktemp("adapter")
+    return folder, run_ranks(1, peft_in_plain_torch, checkpoint, folder)[0]
+
+
+@pytest.mark.cases(0, always=["tp2-sp"])
+@pytest.mark.parametrize("name", ["tp2-sp", "pp2"])
+def test_lora_trains_against_the_model_without_its_adapter(name, adapter, checkpoint, tmp_path):
+    (folder, theirs), (size, changes) = adapter, LAYOUTS[name]
+    ours = run_ranks(size, with_megatron, checkpoint, tmp_path, "sigmoid", adapter=folder, **changes)[0]
+    same(ours, theirs)
+
+
+def test_a_trained_adapter_and_dropout_are_warned_of(adapter, checkpoint, tmp_path):
+    adapted, dropped, plain = run_ranks(1, warnings, checkpoint, tmp_path, adapter[0])[0]
     assert ["the adapter is already trained" in line for line in adapted] == [True]
     assert dropped[0].startswith("dropout is on (attention_dropout 0.1)") and dropped[1:] == adapted
     assert not plain

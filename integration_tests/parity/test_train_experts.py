@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from tiny_hf import save
 
+from cases import needed
 from harness import run_ranks
-from layouts import chosen, sample, tiered
 from reference import make_reference
 from train_cases import arguments, history, quietly
 
@@ -47,8 +47,6 @@ ADAPTED: dict[str, tuple[int, dict[str, Any]]] = {
     "tp4-ep2-etp2-split": (4, TP4 | EP2 | ETP2 | SPLIT),
     "ep2-etp2": (4, EP2 | ETP2),
 }
-SOME = sample(LAYOUTS, "etp2-allgather", "tp2-etp1-split", "pp2-etp2-split")
-SOME_ADAPTED = sample(ADAPTED, "etp2-split", "tp2-etp1", "ep2-etp2")
 
 
 @dataclass(frozen=True)
@@ -167,7 +165,7 @@ def whole(
     """The whole model, trained in plain torch and on each layout."""
     folder = tmp_path_factory.mktemp("whole")
     return in_plain_torch(from_base(base), folder / "torch"), on_all(
-        {name: LAYOUTS[name] for name in SOME if name in chosen(request, "name")}, base, None, folder
+        {name: LAYOUTS[name] for name in needed(request, "name")}, base, None, folder
     )
 
 
@@ -191,14 +189,15 @@ def adapted(
     folder = tmp_path_factory.mktemp("adapted")
     model = peft.PeftModel.from_pretrained(from_base(base), adapter, is_trainable=True)
     return in_plain_torch(model, folder / "torch"), on_all(
-        {name: ADAPTED[name] for name in SOME_ADAPTED if name in chosen(request, "name")},
+        {name: ADAPTED[name] for name in needed(request, "name")},
         base,
         adapter,
         folder,
     )
 
 
-@pytest.mark.parametrize("name", tiered(SOME, "tp2-etp1-split", "etp2-allgather"))
+@pytest.mark.cases(0, always=["pp2-etp2-split"])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_experts_train_as_in_transformers(
     name: str, base: Path, whole: tuple[Trained, dict[str, Trained]]
 ) -> None:
@@ -206,8 +205,8 @@ def test_experts_train_as_in_transformers(
     compare(expected, found[name], tensors(base))
 
 
-@pytest.mark.cases(2)
-@pytest.mark.parametrize("name", tiered(SOME_ADAPTED, "ep2-etp2"))
+@pytest.mark.cases(0, always=["tp2-etp1"])
+@pytest.mark.parametrize("name", ADAPTED)
 def test_adapters_of_experts_train_as_in_peft(
     name: str, adapter: Path, adapted: tuple[Trained, dict[str, Trained]]
 ) -> None:

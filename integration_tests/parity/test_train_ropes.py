@@ -11,24 +11,6 @@ from train_cases import arguments, history, quietly
 
 pytestmark = pytest.mark.ranks
 
-LONGROPE = {
-    **{"rope_type": "longrope", "rope_theta": 1e4},
-    **{"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 4.0, 8.0]},
-}
-MORE: dict[str, tuple[str, dict[str, Any]]] = {
-    "phi3-of-15": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 15}),
-    "phi3-of-16": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
-    "minicpm3-of-16": (
-        "minicpm3",
-        {
-            "rope_parameters": {**LONGROPE, "short_factor": [1.0, 1.0], "long_factor": [4.0, 16.0]},
-            "original_max_position_embeddings": 16,
-        },
-    ),
-}
-for case, (base, different) in MORE.items():
-    reference.CASES[case] = (base, {**reference.CASES[base][1], **different})
-
 RAGGED, EVEN = (8, 24), (12, 12, 12, 12)
 PACKED = {"sequence_packing": True}
 AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import trl_formulas
+from cases import needed
 from harness import prepare_parent, run_ranks
-from layouts import EVERY, selected, tiered
 from loss_curves import SMALL
 from train_cases import history, quietly, tiny_checkpoint
-from trl_kinds import KINDS, LABELS, PLAIN, STEPS, Logged, Theirs, mca_trained, mca_trainer, with_trl
+from trl_kinds import KINDS, LABELS, STEPS, Logged, Theirs, mca_trained, mca_trainer, with_trl
 
 pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
@@ -35,18 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "cp2-dp2": {"context_parallel_size": 2, "replicas": 2},
 }
-_BY_FORMULA = ("ipo", "sigmoid_norm", "robust", "exo_pair", *PLAIN, "grpo-dapo")
-"""By default compared by their formulas alone, or as another of their kind."""
-TRAINED = {
-    "single": [kind for kind in KINDS if EVERY or kind not in _BY_FORMULA],
-    "tp2-pp2": list(KINDS) if EVERY else ["sft", "reward", "grpo-grpo"],
-    "cp2-dp2": list(KINDS) if EVERY else ["precomputed", "classes", "kto", "grpo-dapo"],
-}
-GRID = [(kind, layout) for layout, kinds in TRAINED.items() for kind in kinds]
 KEPT = ("precomputed", "single")
-WIDE = [(kind, "single") for kind in ("hinge", "simpo", "rpo", "several", "number", "grpo-grpo")]
-WIDE += [("grpo-grpo", "tp2-pp2"), ("classes", "cp2-dp2"), ("precomputed", "cp2-dp2"), ("sft", "single")]
-WIDE += [("reward", "single"), ("kto", "single")]
 
 
 @pytest.fixture(scope="module")
@@ -103,14 +92,14 @@ def with_mca(folder: Path, grid: list[tuple[str, str]]) -> dict[tuple[str, str],
 
 @pytest.fixture(scope="module")
 def theirs(request: pytest.FixtureRequest, folder: Path) -> Theirs:
-    kinds = sorted({kind for kind, _ in selected(request, GRID)})
+    kinds = sorted(set(needed(request, "kind")))
     return run_ranks(1, with_trl, folder, kinds, process_group=False, timeout=300)[0]
 
 
 @pytest.fixture(scope="module")
 def ours(request: pytest.FixtureRequest, folder: Path) -> Any:
     """By layout; those of one number of ranks are run together."""
-    grid = dict.fromkeys([*selected(request, GRID), KEPT])
+    grid = dict.fromkeys([*needed(request, "kind", "layout"), KEPT])
 
     @cache
     def of_size(size: int) -> dict[tuple[str, str], Logged]:
@@ -121,9 +110,8 @@ def ours(request: pytest.FixtureRequest, folder: Path) -> Any:
 
 
 @pytest.mark.cases(0, always=["sigmoid-single", "precomputed-single", "reward-tp2-pp2", "grpo-dapo-cp2-dp2"])
-@pytest.mark.parametrize(("case", "layout"), tiered(GRID, *WIDE))
-def test_every_step_is_that_of_trl(case: str, layout: str, theirs: Theirs, ours: Any) -> None:
-    kind = case
+@pytest.mark.parametrize(("kind", "layout"), [(kind, layout) for layout in LAYOUTS for kind in KINDS])
+def test_every_step_is_that_of_trl(kind: str, layout: str, theirs: Theirs, ours: Any) -> None:
     right, found = theirs.logged[kind], ours(kind, layout)
     assert len(right["loss"]) == STEPS
     assert right["loss"][-1] != pytest.approx(right["loss"][0], rel=0.02)  # it learns
@@ -202,7 +190,7 @@ RESUMED: dict[str, dict[str, Any]] = {
     "classes": {"sequence_packing": True, "seq_length": 160, "lora_modules_to_save": ["score"]},
     "reward": {"lora_modules_to_save": ["score"]},
 }
-"""What is trained as an adapter, stopped, and gone on with on another layout; the last by test_train_kinds too."""
+"""What is trained as an adapter, stopped, and gone on with on another layout; the last by test_adapter_commands too."""
 
 
 def resumed(folder: Path, kinds: list[str]) -> list[tuple[Logged, Logged]]:
@@ -225,7 +213,7 @@ def resumed(folder: Path, kinds: list[str]) -> list[tuple[Logged, Logged]]:
 
 @pytest.mark.qualify
 def test_an_adapter_goes_on_as_if_it_had_not_stopped(folder: Path) -> None:
-    kinds = list(RESUMED) if EVERY else ["kto"]
+    kinds = list(RESUMED)
     for kind, (whole, again) in zip(kinds, run_ranks(2, resumed, folder, kinds)[0], strict=True):
         assert whole["loss"][0] != pytest.approx(whole["loss"][-1], rel=1e-3), kind
         for name, values in whole.items():

@@ -10,50 +10,17 @@ import pytest
 import torch
 
 import vision_reference
+from case_tables import IMAGES
+from cases import Case, as_params, group_by_layout, needed
 from checkpoint_files import read
 from gradients import worst_errors
 from harness import run_ranks
-from layouts import EVERY, Pair, arguments, by_layout, selected, tiered, world_size
+from layouts import arguments, world_size
 from parity import TOLERANCE
 from vision_passes import DENSE, SPARSE, forward_backward, of_all_parts, sizes, wrapped
 from vision_reference import Mixed, mixed
 
 pytestmark = pytest.mark.ranks
-
-COMMON = (
-    "tp1",
-    "tp2",
-    "tp2sp",
-    "pp2",
-    "cp2",
-    "dp2",
-    "cp2packed",
-    "tp2cp2packed-sp",
-    "pp2recompute",
-    "dp2overlap",
-)
-DENSE_LAYOUTS = (*COMMON, "tp2cp2sp", "pp2vpp2")
-SPARSE_LAYOUTS = (*(layout for layout in COMMON if layout != "tp2"), "ep2", "tp2ep2etp1", "cp2ep2pp2")
-STACKED = ("qwen3_vl", "qwen3_vl_moe")
-"""Their features enter after each of the first two layers, so a first stage of one is refused."""
-ALWAYS = (
-    ("qwen2_vl", "pp2vpp2"),
-    ("gemma3", "pp2recompute"),
-    ("qwen3_5_moe", "tp2ep2etp1"),
-)
-GRID = [
-    (case, layout)
-    for cases, layouts in ((DENSE, DENSE_LAYOUTS), (SPARSE, SPARSE_LAYOUTS))
-    for row, case in enumerate(cases)
-    for column, layout in enumerate(layouts)
-    if (EVERY or (row + column) % 7 == 0 or (case, layout) in ALWAYS)
-    and not (case in STACKED and "vpp2" in layout)
-]
-WIDE = (
-    *(("qwen2_5_vl", "tp1"), ("qwen2_vl", "cp2packed"), ("internvl", "pp2"), ("mistral3", "dp2overlap")),
-    *(("glm4v", "tp2"), ("gemma3", "tp1"), ("gemma3", "pp2recompute"), ("qwen3_5_moe", "tp1")),
-    *(("qwen3_5", "dp2"), ("glm4v", "pp2recompute"), ("mistral3-mistral4-moe", "tp2ep2etp1")),
-)
 
 
 def compute(work: list[Mixed], layout: str, folder: Path) -> list[str | list[float]]:
@@ -81,20 +48,20 @@ def _one(reference: Mixed, layout: str, path: Path) -> list[float]:
     return losses
 
 
-Computed = tuple[Path, dict[str, Mixed], dict[Pair, list[Any]]]
+Computed = tuple[Path, dict[str, Mixed], dict[Case, list[Any]]]
 
 
 @pytest.fixture(scope="module")
 def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Computed:
-    grid, folder = selected(request, GRID), tmp_path_factory.mktemp("images")
-    references = {case: mixed(case, folder) for case in dict.fromkeys(case for case, _ in grid)}
-    by_pair: dict[Pair, list[Any]] = {}
-    for layout, cases in by_layout(grid).items():
-        work = [references[case] for case in cases]
-        for of_rank in run_ranks(world_size(sizes(layout)), compute, work, layout, folder, timeout=300):
-            for case, found in zip(cases, of_rank, strict=True):
-                by_pair.setdefault((case, layout), []).append(found)
-    return folder, references, by_pair
+    cases, folder = needed(request), tmp_path_factory.mktemp("images")
+    references = {model: mixed(model, folder) for model in {case.model for case in cases}}
+    ranks: dict[Case, list[Any]] = {}
+    for layout, group in group_by_layout(cases).items():
+        work = [references[case.model] for case in group]
+        for rank in run_ranks(group[0].num_ranks, compute, work, layout, folder, timeout=300):
+            for case, found in zip(group, rank, strict=True):
+                ranks.setdefault(case, []).append(found)
+    return folder, references, ranks
 
 
 @pytest.mark.cases(
@@ -104,14 +71,14 @@ def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         *("qwen3_5_moe-tp2ep2etp1", "glm4v_moe-cp2packed"),
     ],
 )
-@pytest.mark.parametrize("case,layout", tiered(GRID, *WIDE))
-def test_losses_and_gradients_equal_transformers(case: str, layout: str, computed: Computed) -> None:
-    folder, references, by_pair = computed
-    found = by_pair[case, layout]
+@pytest.mark.parametrize("case", as_params(IMAGES))
+def test_losses_and_gradients_equal_transformers(case: Case, computed: Computed) -> None:
+    folder, references, ranks = computed
+    found, reference = ranks[case], references[case.model]
     assert all(isinstance(each, list) for each in found), found
-    if layout in ("tp1", "tp2", "tp2sp"):  # where each rank sees whole rows, all of them
-        assert found[0] == pytest.approx(references[case].losses.tolist(), rel=1e-5)
-    worst = worst_errors(references[case].gradients, folder / f"{case}-{layout}")
+    if case.layout in ("tp1", "tp2", "tp2sp"):  # where each rank has all tokens of all rows
+        assert found[0] == pytest.approx(reference.losses.tolist(), rel=1e-5)
+    worst = worst_errors(reference.gradients, folder / case.id)
     assert worst[0][1] <= TOLERANCE, worst
 
 

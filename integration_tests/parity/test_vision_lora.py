@@ -11,19 +11,16 @@ import pytest
 import torch
 
 import vision_reference
+from case_tables import IMAGE_ADAPTERS
+from cases import Case, as_params
 from gradients import worst_errors
 from harness import run_ranks
-from layouts import EVERY, arguments, world_size
+from layouts import arguments
 from parity import TOLERANCE
 from vision_passes import forward_backward, sizes, wrapped
 from vision_reference import Mixed, mixed
 
 pytestmark = pytest.mark.ranks
-
-GRID = [("qwen3_vl", "tp2sp")]
-if EVERY:
-    DENSE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "gemma3", "internvl", "mistral3")
-    GRID = [(case, layout) for case in DENSE for layout in ("tp2sp", "tp2", "pp2", "cp2packed", "dp2overlap")]
 
 
 def with_peft(case: str, reference: Mixed, folder: Path) -> None:
@@ -68,11 +65,12 @@ def adapted(reference: Mixed, layout: str, folder: Path) -> None:
     assert unloaded == before and any("vision_model." in name and not unloaded[name] for name in unloaded)
 
 
-@pytest.mark.parametrize(("case", "layout"), GRID)
-def test_gradients_and_merged_weights_equal_pefts(case: str, layout: str, tmp_path: Path) -> None:
-    reference = mixed(case, tmp_path)
-    with_peft(case, reference, tmp_path)
-    run_ranks(world_size(sizes(layout)), adapted, reference, layout, tmp_path)
+@pytest.mark.cases(0, always=["qwen3_vl-tp2sp"])
+@pytest.mark.parametrize("case", as_params(IMAGE_ADAPTERS))
+def test_gradients_and_merged_weights_equal_pefts(case: Case, tmp_path: Path) -> None:
+    reference = mixed(case.model, tmp_path)
+    with_peft(case.model, reference, tmp_path)
+    run_ranks(case.num_ranks, adapted, reference, case.layout, tmp_path)
     theirs, ours = (tensors(tmp_path / name) for name in ("expected", "found"))
     assert ours.keys() == theirs.keys()
     assert sum("visual" in name or "vision_tower" in name for name in theirs) > 10

@@ -13,10 +13,12 @@ import torch
 import transformers
 
 import vision_reference
+from case_tables import IMAGE_STEPS
+from cases import Case, as_params, needed
 from checkpoint_files import read
 from fp64_judge import PLAIN, double_precision, in_double
 from harness import run_ranks
-from layouts import EVERY, arguments
+from layouts import arguments
 from vision_passes import DENSE, SPARSE, forward_backward, of_all_parts, sizes
 from vision_reference import Mixed, mixed
 
@@ -52,47 +54,44 @@ def exported(references: list[Mixed], folder: Path) -> None:
         model.save_pretrained_as_hf(folder / f"{reference.path.name}-exported")
 
 
-def test_transformers_makes_the_same_of_an_export_and_images(tmp_path: Path) -> None:
-    cases = (*DENSE, *SPARSE) if EVERY else ("qwen3_vl",)
-    references = [mixed(case, tmp_path) for case in cases]
-    run_ranks(2, exported, references, tmp_path)
-    for case, reference in zip(cases, references, strict=True):
-        path = tmp_path / f"{case}-exported"
-        model = transformers.AutoModelForImageTextToText.from_pretrained(
-            path, attn_implementation="eager"
-        ).eval()
-        with torch.no_grad():
-            found, right = (
-                vision_reference.logits_of(each, reference.input_ids, reference.images)
-                for each in (model, vision_reference.vision_model(case))
-            )
-        assert torch.equal(found, right), case
-        other = tuple(
-            {name: -x if name == "pixel_values" else x for name, x in each.items()}
-            for each in reference.images
+@pytest.fixture(scope="module")
+def exports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Mixed]:
+    """The references of models that are exported in the same folder."""
+    folder = tmp_path_factory.mktemp("exported")
+    references = {model: mixed(model, folder) for model in needed(request, "model")}
+    run_ranks(2, exported, list(references.values()), folder, timeout=300)
+    return references
+
+
+@pytest.mark.cases(0, always=["qwen3_vl"])
+@pytest.mark.parametrize("model", (*DENSE, *SPARSE))
+def test_transformers_makes_the_same_of_an_export_and_images(model: str, exports: dict[str, Mixed]) -> None:
+    reference, theirs = exports[model], vision_reference.vision_model(model)
+    path = reference.path.parent / f"{model}-exported"
+    ours = transformers.AutoModelForImageTextToText.from_pretrained(path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        found, right = (
+            vision_reference.logits_of(each, reference.input_ids, reference.images) for each in (ours, theirs)
         )
-        with torch.no_grad():
-            assert not torch.equal(vision_reference.logits_of(model, reference.input_ids, other), right), case
+    assert torch.equal(found, right)
+    negative = tuple(
+        {name: -x if name == "pixel_values" else x for name, x in each.items()} for each in reference.images
+    )
+    with torch.no_grad():
+        assert not torch.equal(vision_reference.logits_of(ours, reference.input_ids, negative), right)
 
 
-STEPPED = [("qwen2_5_vl", "tp2sp", True), ("qwen3_vl", "dp2", True)]
-if EVERY:
-    STEPPED = [
-        (case, layout, True) for case in (*DENSE, *SPARSE) for layout in ("tp2sp", "pp2", "cp2", "dp2")
-    ]
-    STEPPED += [("qwen2_5_vl", "tp2sp", False), ("gemma3", "dp2", False)]
-
-
-@pytest.mark.parametrize(("case", "layout", "shared"), STEPPED)
-def test_three_clipped_steps_equal_transformers(case: str, layout: str, shared: bool, tmp_path: Path) -> None:
+@pytest.mark.cases(0, always=["qwen2_5_vl-tp2sp-distributed-optimizer", "qwen3_vl-dp2-distributed-optimizer"])
+@pytest.mark.parametrize("case", as_params(IMAGE_STEPS))
+def test_three_clipped_steps_equal_transformers(case: Case, tmp_path: Path) -> None:
     """The vision model counts once in the norm of all gradients, and moves with the rest."""
-    reference = mixed(case, tmp_path)
-    model = copy.deepcopy(vision_reference.vision_model(case))
+    reference, shared = mixed(case.model, tmp_path), "distributed-optimizer" in case.options
+    model = copy.deepcopy(vision_reference.vision_model(case.model))
     norms = vision_reference.stepped(model, reference, STEPS, RATE, CLIP)
     model.save_pretrained(tmp_path / "theirs")
     # the gradients of a delta net are those of transformers to 1e-5, and Adam's third step is of their roundings too
-    within = 5e-4 if case.startswith("qwen3_5") else 1e-4
-    for found in run_ranks(2, stepped, reference, layout, tmp_path / "ours", shared=shared):
+    within = 5e-4 if case.model.startswith("qwen3_5") else 1e-4
+    for found in run_ranks(2, stepped, reference, case.layout, tmp_path / "ours", shared=shared):
         assert found == pytest.approx(norms, rel=within)
     folders = (reference.path, tmp_path / "theirs", tmp_path / "ours", reference.gradients)
     before, theirs, ours, gradients = (read(folder) for folder in folders)

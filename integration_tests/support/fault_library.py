@@ -1,7 +1,6 @@
 """`faults.c` compiled, and the errors that it gives."""
 
 import errno
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 
 HERE = Path(__file__).parent
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES)
-EVERY = bool(os.environ.get("MCA_ALL_CASES"))
 
 
 def compiled(target: Path) -> Path:

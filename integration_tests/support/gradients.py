@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from cases import Case, group_by_layout
 from checkpoint_files import read
 from harness import run_ranks
-from layouts import Pair, arguments, by_layout, world_size
+from layouts import arguments
 from parity import TOLERANCE
 from reference import Reference, hf_model, make_reference
 from routing import compare
@@ -162,27 +163,27 @@ class Computed:
     """What `compute` found, on every rank, and where the gradients are, beside those expected."""
 
     folder: Path
-    by_rank: dict[Pair, list[Found]]
+    by_rank: dict[Case, list[Found]]
 
-    def check(self, case: str, layout: str) -> None:
+    def check(self, case: Case) -> None:
         """Logits, experts and gradients are those of transformers."""
-        found = self.by_rank[case, layout]
+        found = self.by_rank[case]
         assert all(isinstance(difference, float) and difference <= TOLERANCE for difference in found), found
-        worst = worst_errors(self.folder / f"{case}-expected", self.folder / f"{case}-{layout}")
+        worst = worst_errors(self.folder / f"{case.model}-expected", self.folder / case.id)
         assert worst[0][1] <= TOLERANCE, worst
 
 
-def compute_all(grid: Sequence[Pair], folder: Path) -> Computed:
-    """Every pair of ``grid``."""
-    references = {case: make_reference(case, folder, batch=4) for case, _ in grid}
+def compute_all(cases: Sequence[Case], folder: Path) -> Computed:
+    """Return what `compute` finds for each case."""
+    references = {model: make_reference(model, folder, batch=4) for model in {case.model for case in cases}}
     for reference in references.values():
         expected_gradients(reference, folder)
     computed = Computed(folder, {})
-    for layout, cases in by_layout(grid).items():
-        chosen = [references[case] for case in cases]
-        for of_rank in run_ranks(world_size(layout), compute, chosen, layout, folder, timeout=300):
-            for case, found in zip(cases, of_rank, strict=True):
-                computed.by_rank.setdefault((case, layout), []).append(found)
+    for layout, group in group_by_layout(cases).items():
+        models = [references[case.model] for case in group]
+        for rank in run_ranks(group[0].num_ranks, compute, models, layout, folder, timeout=300):
+            for case, found in zip(group, rank, strict=True):
+                computed.by_rank.setdefault(case, []).append(found)
     return computed
 
 

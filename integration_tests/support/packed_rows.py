@@ -1,11 +1,15 @@
 """Rows that are packed into one, or computed one after the other, and what differs."""
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from layouts import Pair, arguments
-from reference import Reference
+from cases import Case, group_by_ranks
+from harness import run_ranks
+from layouts import arguments
+from reference import Reference, make_reference
 
 LENGTHS = (8, 16, 4, 12)
 
@@ -63,8 +67,20 @@ def compare(reference: Reference, layout: str, **settings: Any) -> tuple[float, 
     return float((one - many).abs().max()), float((one_grad - many_grad).abs().max()) / scale, whole
 
 
-def compare_all(references: list[Reference], layouts: list[str]) -> dict[Pair, tuple[float, float, float]]:
-    """`compare` of each on each. Runs on every rank."""
-    return {
-        (reference.case, layout): compare(reference, layout) for layout in layouts for reference in references
-    }
+def compare_all(cases: dict[Case, Reference]) -> dict[Case, tuple[float, float, float]]:
+    """Return `compare` of each case. Runs on every rank."""
+    return {case: compare(reference, case.layout) for case, reference in cases.items()}
+
+
+def compare_on_ranks(cases: Iterable[Case], folder: Path) -> dict[Case, tuple[float, float, float]]:
+    """Return the largest result of `compare` over all ranks, for each case."""
+    found = {}
+    for num_ranks, group in group_by_ranks(cases).items():
+        references = {case: make_reference(case.model, folder) for case in group}
+        ranks = run_ranks(num_ranks, compare_all, references, timeout=300)
+        for case in group:
+            one, gradient, whole = (
+                max(values) for values in zip(*(rank[case] for rank in ranks), strict=True)
+            )
+            found[case] = one, gradient, whole
+    return found

@@ -18,13 +18,14 @@ from tiny_hf import SIZE
 from mca_models.megatron.families import sparse_mixer
 from routing import Experts, recorded_experts
 
-Case = tuple[str, dict[str, Any]]
+Model = tuple[str, dict[str, Any]]
+"""Its type in ``config.json``, and the settings that differ from `SIZE`."""
 
 # transformers' models are in evaluation: where ours draw experts in training, the likeliest come
 patch.object(sparse_mixer, "exponential", torch.ones_like).start()
 
 _ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 16}
-ROPE_CASES: dict[str, Case] = {
+ROPE_CASES: dict[str, Model] = {
     "llama-linear": ("llama", {"rope_parameters": {**_ROPE, "rope_type": "linear", "factor": 3.0}}),
     "llama-dynamic": (
         "llama",
@@ -55,7 +56,7 @@ ROPE_CASES: dict[str, Case] = {
 _LATENT_YARN = {**_ROPE, "rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
-def _families() -> dict[str, Case]:
+def _families() -> dict[str, Model]:
     """The families' cases; transformers takes DeepSeek's rotary size from ``head_dim``, which no file says."""
     fixed = {"deepseek_v3": {"head_dim": 4}}
     return {
@@ -63,9 +64,88 @@ def _families() -> dict[str, Case]:
     }
 
 
-CASES: dict[str, Case] = {**_families(), **ROPE_CASES}
-if "deepseek_v3" in CASES:
-    CASES["deepseek_v3-yarn"] = ("deepseek_v3", {**CASES["deepseek_v3"][1], "rope_parameters": _LATENT_YARN})
+_COMMON: dict[str, Model] = {**_families(), **ROPE_CASES}
+_COMMON["deepseek_v3-yarn"] = ("deepseek_v3", {**_COMMON["deepseek_v3"][1], "rope_parameters": _LATENT_YARN})
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.5],
+    "long_factor": [1.0, 2.0, 4.0, 8.0],
+}
+# a dict for each model: transformers writes into it
+_LINEAR_FULL = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+_YARN_FULL = {
+    "full_attention": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "attention_factor": 1.5,
+        "beta_fast": 2.0,
+        "original_max_position_embeddings": 16,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+_VARIANTS: dict[str, Model] = {
+    "phi3-short": ("phi3", {"rope_parameters": dict(_LONGROPE), "original_max_position_embeddings": 32}),
+    "phi3-long": ("phi3", {"rope_parameters": dict(_LONGROPE), "original_max_position_embeddings": 16}),
+    "phi3-partial": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "gemma3-two-ropes": (
+        "gemma3_text",
+        {"rope_parameters": _LINEAR_FULL, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "olmo3-yarn": ("olmo3", {"rope_parameters": _YARN_FULL}),
+    "smollm3-windows": (
+        "smollm3",
+        {"no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": 6},
+    ),
+    "deepseek_v3-choice": (
+        "deepseek_v3",
+        {
+            "n_routed_experts": 8,
+            "topk_group": 1,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "attention_factor": 1.3,
+                "mscale_all_dim": 0.7,
+                "beta_fast": 4.0,
+                "truncate": False,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "phimoe-noisy": ("phimoe", {"input_jitter_noise": 0.2}),
+    # on both sides of the length of 16 from which LongRoPE takes its long factors
+    "phi3-of-15": ("phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 15}),
+    "phi3-of-16": ("phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 16}),
+    "minicpm3-of-16": (
+        "minicpm3",
+        {
+            "rope_parameters": {**_LONGROPE, "short_factor": [1.0, 1.0], "long_factor": [4.0, 16.0]},
+            "original_max_position_embeddings": 16,
+        },
+    ),
+}
+"""Models with other settings than one in `_COMMON`, by name: its name, and what differs."""
+
+
+def _variants() -> dict[str, Model]:
+    """Return the variants with the settings that they share with the other model."""
+    return {
+        name: (_COMMON[base][0], {**_COMMON[base][1], **different})
+        for name, (base, different) in _VARIANTS.items()
+    }
+
+
+CASES: dict[str, Model] = {**_COMMON, **_variants()}
 NEWEST = (
     *(
         "nemotron_h",
@@ -101,8 +181,8 @@ NEWEST = (
 MLP, an indexer."""
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "seed_oss")
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3")
-DENSE_CASES = tuple(case for case, (kind, _) in CASES.items() if kind in DENSE)
-MOE_CASES = tuple(case for case, (kind, _) in CASES.items() if kind in MOE)
+DENSE_CASES = tuple(case for case, (kind, _) in _COMMON.items() if kind in DENSE)
+MOE_CASES = tuple(case for case, (kind, _) in _COMMON.items() if kind in MOE)
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,30 @@
 """Runs up to a step and on from the checkpoint of another run, of whole models and of adapters."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 from train_cases import history, make_trainer, quietly
 
-EVERY = bool(os.environ.get("MCA_ALL_CASES"))
-FIRST, ALL = (4, 24) if EVERY else (2, 4)
+FIRST, ALL = 2, 4
 EXPERTS_ALONE = {"target_parameters": ["mlp.experts.gate_up_proj"]}
 WITH_EXPERTS = EXPERTS_ALONE | {"target_modules": ["q_proj"]}
 
 
-def run(checkpoint: Path, output_dir: Path, steps: int, resume: Path | None = None, **changes: Any) -> Any:
-    """Up to ``steps``, from the beginning or from ``resume``; leaves a checkpoint of step `FIRST`."""
+def run(
+    checkpoint: Path,
+    output_dir: Path,
+    steps: int,
+    resume: Path | None = None,
+    *,
+    first: int = FIRST,
+    **changes: Any,
+) -> Any:
+    """Train up to ``steps``, from the beginning or from ``resume``, and leave a checkpoint of step ``first``."""
     from transformers import TrainerCallback
 
     class Save(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_save = state.global_step == FIRST and not resume
+            control.should_save = state.global_step == first and not resume
 
     settings: dict[str, Any] = {"lr_scheduler_type": "constant", "learning_rate": 2e-3}
     settings["gradient_accumulation_steps"] = 4

@@ -1,10 +1,8 @@
 """Lengths, prints, exports and metadata of the four packages. Each check is shown to fail on planted source."""
 
 import ast
-import os
 import re
 import subprocess
-import sys
 import sysconfig
 import tomllib
 from collections.abc import Iterable
@@ -252,35 +250,3 @@ def test_a_qualification_replaces_the_one_before() -> None:
     assert written(once, ["passed: c"], "Commit 2:") == written(page, ["passed: c"], "Commit 2:")
     assert "Commit 2:\n\n- passed: c\n" in written(once, ["passed: c"], "Commit 2:")
     assert page.partition(BEGIN)[0] == once.partition(BEGIN)[0]
-
-
-SHORT = """
-import pytest
-
-@pytest.mark.cases(3, always=["7"])
-@pytest.mark.parametrize("number", range(LAST))
-def test_it(number):
-    pass
-"""
-
-
-def test_more_cases_change_none_of_those_that_run_by_default(tmp_path: Path) -> None:
-    def chosen(last: int, *words: str) -> set[int]:
-        file = tmp_path / f"test_{last}.py"
-        file.write_text(SHORT.replace("LAST", str(last)))
-        command = [sys.executable, "-m", "pytest", "-p", "conftest", "-n", "0", "-q", "--collect-only"]
-        ran = subprocess.run(
-            [*command, "-m", "not qualify", *words, str(file)],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=True,
-        )
-        return {int(number) for number in re.findall(r"test_it\[(\d+)\]", ran.stdout)}
-
-    few, many = chosen(20), chosen(60)
-    assert few == {number for number in many if number < 20} and 7 in few
-    assert 10 < len(many) < 40
-    assert chosen(60, "--cases", "all") == set(range(60))

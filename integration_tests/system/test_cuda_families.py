@@ -1,11 +1,10 @@
 """A step for CUDA of every family mixes no devices, and waits for the GPU only where it must; see `test_cuda_paths`.
 
-`--cases all` runs every family, padded and packed, and those with a vision model on images; the default two. It
-can be done in pieces: only what ``-k`` selects is run.
+`--cases all` runs every family, padded and packed, and those with a vision model on images, or those that ``-k``
+selects.
 """
 
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import tiny_hf
 import tiny_vision
 import transformers
 
+from cases import needed
 from cuda_waits import ALWAYS, ONCE, waits_of
 from family_sizes import described
 
@@ -35,13 +35,11 @@ KNOWN: dict[str, frozenset[str]] = {
     "longcat_flash": frozenset({"value in shortcut.py:counted"}),
 }
 """What some cases wait for beside, by how their names begin."""
-EVERY = [
+CASES = [
     f"{case}, {kind}"
     for case in (*tiny_hf.ALL, *(f"images {case}" for case in tiny_vision.CASES))
     for kind in KINDS
 ]
-SAMPLE = ("images qwen2_5_vl, packed", "gemma4_text-e2b, padded")
-CHOSEN = EVERY if os.environ.get("MCA_ALL_CASES") else SAMPLE
 PROCESSES = 2
 
 
@@ -56,7 +54,7 @@ def description(case: str) -> dict[str, Any]:
 
 
 def case_of(name: str, folder: Path) -> dict[str, Any]:
-    """What `fake_cuda` runs for a name of `EVERY`."""
+    """What `fake_cuda` runs for a name of `CASES`."""
     case, kind = name.split(", ")
     model = folder / case.replace(" ", "-")
     model.mkdir(exist_ok=True)
@@ -72,11 +70,10 @@ def case_of(name: str, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
-    items = [item for item in request.session.items if item.path == request.path]
-    chosen = [item.callspec.params["name"] for item in items if isinstance(item, pytest.Function)]
-    folders = [tmp_path_factory.mktemp("families") for _ in range(max(min(PROCESSES, len(chosen) // 2), 1))]
+    names = needed(request, "name")
+    folders = [tmp_path_factory.mktemp("families") for _ in range(max(min(PROCESSES, len(names) // 2), 1))]
     cases = [
-        {name: case_of(name, folder) for name in chosen[number :: len(folders)]}
+        {name: case_of(name, folder) for name in names[number :: len(folders)]}
         for number, folder in enumerate(folders)
     ]
     with ThreadPoolExecutor(len(folders)) as pool:
@@ -85,7 +82,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 
 @pytest.mark.qualify
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("name", CASES)
 def test_a_family_waits_for_the_gpu_only_where_it_must(name: str, found: dict[str, Any]) -> None:
     waits = found[name]
     assert isinstance(waits, dict), waits

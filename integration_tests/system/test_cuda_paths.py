@@ -1,20 +1,18 @@
 """A step for CUDA mixes no devices and waits for the GPU only where Megatron must know sizes, or at the step's end.
 
-Here there is no GPU: see fake_cuda. Kernels, values and the order of streams are not covered. `--cases all` runs
-every case, the default a sample.
+These tests use no GPU: see `fake_cuda`. They do not cover kernels, values and the order of streams.
 """
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cases import needed
 from cuda_waits import ALWAYS, ONCE, waits_of
 from dry_run_cases import CP, FULL, LORA, MODELS, PP, SPLIT, TP
-from layouts import chosen
 
 pytestmark = pytest.mark.fork
 CASES: dict[str, dict[str, Any]] = {
@@ -34,13 +32,11 @@ CASES: dict[str, dict[str, Any]] = {
     "planted item": {"run": ("sft", {"bf16": True}), "planted": "item"},
 }
 PLANTED = ("planted tensor", "planted item")
-SAMPLE = ("packed lora", "experts ep", *PLANTED)
-CHOSEN = tuple(CASES) if os.environ.get("MCA_ALL_CASES") else SAMPLE
 
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    names = [name for name in CHOSEN if name in PLANTED or name in chosen(request, "name")]
+    names = [*PLANTED, *needed(request, "name")]
     folder: Path = tmp_path_factory.mktemp("cuda")
     for name, config in MODELS.items():
         (folder / name).mkdir()
@@ -48,8 +44,8 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return waits_of(folder, {name: {"model": "dense"} | CASES[name] for name in names}, 240)
 
 
-@pytest.mark.cases(2)
-@pytest.mark.parametrize("name", [name for name in CHOSEN if name not in PLANTED])
+@pytest.mark.cases(0, always=["experts ep"])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in PLANTED])
 def test_a_step_waits_for_the_gpu_only_where_it_must(name: str, found: dict[str, Any]) -> None:
     waits = found[name]
     assert isinstance(waits, dict), waits

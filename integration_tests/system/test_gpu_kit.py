@@ -25,8 +25,8 @@ from tools.gpu_kit.steps import STEPS, Step, step_of
 from harness import run_ranks
 from source_tree import ROOT
 
-EVERY = bool(os.environ.get("MCA_GPU_KIT"))
-CASES = parity.TINY if EVERY else parity.TINY[:1]
+IS_FULL = bool(os.environ.get("MCA_GPU_KIT"))
+CASES = parity.TINY if IS_FULL else parity.TINY[:1]
 IS_THERE = find_spec("transformer_engine") is not None  # mca hides it on a CPU
 
 pytestmark = [pytest.mark.ranks, pytest.mark.fork]
@@ -72,7 +72,7 @@ def one_of_each_kind() -> list[str]:
     found: dict[tuple[str, ...], str] = {}
     for step in STEPS:
         kind = step.call, step.options.get("layers", ""), step.options.get("rival", "")
-        found.setdefault((*kind, step.name) if EVERY else kind, step.name)
+        found.setdefault((*kind, step.name) if IS_FULL else kind, step.name)
     return list(found.values())
 
 

@@ -15,7 +15,6 @@ import torch
 import transformers
 
 import forked_cli
-from layouts import EVERY
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "mca-models" / "tests"))
 import tiny_vision
@@ -23,7 +22,8 @@ import tiny_vision
 pytestmark = pytest.mark.ranks
 
 STEPS, RATE, VISION, PROJECTOR = 3, 1e-3, 5e-4, 2e-3
-CASES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5") if EVERY else ("qwen2_5_vl",)
+MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+DEFAULT = pytest.mark.cases(0, always=["qwen2_5_vl"])
 PICTURES = {"small": (16, 16), "wide": (24, 16), "tall": (16, 40)}
 ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("<image>what, beside <image>?", ("small", "wide"), "red"),
@@ -37,7 +37,7 @@ Row = dict[str, torch.Tensor]
 Said = Callable[[Row], torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=MODELS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with tokenizer and image processor, pictures, and the rows about them."""
     from drawn_images import draw, image_tokenizer, processor
@@ -181,6 +181,7 @@ def _answers_alike(found: Path, model: Any, folder: Path) -> None:
         assert torch.allclose(ours, theirs, atol=2e-4, rtol=0), float((ours - theirs).abs().max())
 
 
+@DEFAULT
 def test_all_parts_train_as_in_transformers(folder: Path) -> None:
     losses, model = _expected(folder)
     logs = _trained(folder, "one", *ALL, "--dataloader_num_workers", "1")
@@ -201,6 +202,7 @@ def test_the_same_on_four_ranks_packed_and_resumed(folder: Path) -> None:
     _answers_alike(folder / "four" / "hf", model, folder)
 
 
+@DEFAULT
 def test_replicas_with_and_without_an_image_reduce_gradients_in_one_order(folder: Path) -> None:
     losses, model = _expected(folder)
     lines = (folder / "sft.jsonl").read_text().splitlines()
@@ -297,7 +299,7 @@ LAYOUTS = {
 
 
 @pytest.mark.qualify
-@pytest.mark.parametrize("layout", LAYOUTS if EVERY else ["tp2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_judged_answers_to_pictures_train_as_in_transformers(layout: str, folder: Path) -> None:
     reported = ("--freeze", "[]", "--kto_beta", "1", "--save_hf_model", "false", *LAYOUTS[layout])
     logs = _trained(folder, f"judged-{layout}", *reported, kind="kto")
@@ -306,7 +308,7 @@ def test_judged_answers_to_pictures_train_as_in_transformers(layout: str, folder
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.mark.skipif(not EVERY, reason="`--cases all` runs it")
+@pytest.mark.qualify
 @pytest.mark.parametrize("source", ["file", "stream"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_texts_with_pictures_train_as_in_transformers(layout: str, source: str, folder: Path) -> None:
@@ -326,7 +328,7 @@ def test_texts_with_pictures_train_as_in_transformers(layout: str, source: str, 
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.mark.skipif(not EVERY, reason="`--cases all` runs it")
+@pytest.mark.qualify
 @pytest.mark.parametrize("layout", [*LAYOUTS, "dp2"])
 def test_a_stream_of_pictures_trains_as_in_transformers(layout: str, folder: Path) -> None:
     losses, _ = _expected(folder)
@@ -336,6 +338,7 @@ def test_a_stream_of_pictures_trains_as_in_transformers(layout: str, folder: Pat
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
 
 
+@DEFAULT
 def test_pairs_with_pictures_are_compared_as_in_transformers(folder: Path) -> None:
     split = LAYOUTS["tp2"]
     logs = _trained(folder, "pairs", "--freeze", "[]", *split, "--save_hf_model", "false", kind="dpo")
@@ -344,7 +347,7 @@ def test_pairs_with_pictures_are_compared_as_in_transformers(folder: Path) -> No
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.mark.skipif(not EVERY, reason="`--cases all` runs it")
+@pytest.mark.qualify
 def test_the_text_part_may_be_frozen(folder: Path) -> None:
     """The last stage has nothing to train then, and one row in four has no image."""
     losses, model = _expected(folder, "language")
@@ -354,7 +357,8 @@ def test_the_text_part_may_be_frozen(folder: Path) -> None:
     assert _worst(folder / "seeing" / "hf", model)[0] < 2e-5
 
 
-def test_vision_and_projector_are_frozen_unless_told(folder: Path) -> None:
+@DEFAULT
+def test_vision_and_projector_are_frozen_by_default(folder: Path) -> None:
     before = transformers.AutoModelForImageTextToText.from_pretrained(folder / "model")
     losses, _ = _expected(folder)
     saving = ("--max_steps", "1", "--save_strategy", "steps", "--save_steps", "1")

@@ -1,37 +1,20 @@
 """The loss of a run is the same on every layout."""
 
-import os
-
 import pytest
 
 import loss_curves
 from harness import run_ranks
-from layouts import tiered
 from loss_curves import ALL, CurvesOf, worst
 from train_cases import STEPS, tiny_checkpoint, train_losses
 from train_settings import OVERLAP, TP, VPP
 
 pytestmark = pytest.mark.ranks
 
-SAMPLE = (
-    "dense/micro-batch-4",
-    "dense/pp3-uneven",
-    "dense/dp2-zero-reduce-gather",
-    "dense/tp2-sp-cp2",
-    "dense/dp2-pp2-vpp2-zero-reduce-gather",
-    "moe/cp2",
-    "moe/ep2-zero-reduce-gather",
-)
-"""Of `ALL`, which take ten minutes: they are run with `--cases all`, for fifty steps."""
-WIDE = ("dense/pp3-uneven", "dense/dp2-zero-reduce-gather", "dense/tp2-sp-cp2", "moe/cp2")
-EVERY = bool(os.environ.get("MCA_ALL_CASES"))
-CURVES = tuple(ALL) if EVERY else SAMPLE
-
 
 @pytest.fixture(scope="module")
-def curves(tmp_path_factory):
+def curves(tmp_path_factory, every_case):
     """Of more steps than an epoch has, the last of which is short."""
-    run = (loss_curves.STEPS, loss_curves.COUNT) if EVERY else (5, 14)
+    run = (loss_curves.STEPS, loss_curves.COUNT) if every_case else (5, 14)
     return CurvesOf(tmp_path_factory.mktemp("curves"), *run)
 
 
@@ -45,7 +28,13 @@ def test_the_single_run_learns_and_counts_its_steps(single):
     assert single["loss"][-1] < single["loss"][0] - 0.5
 
 
-@pytest.mark.parametrize("name", tiered(CURVES, *(() if EVERY else WIDE)))
+@pytest.mark.cases(
+    0,
+    always=[
+        *("dense/micro-batch-4", "dense/dp2-pp2-vpp2-zero-reduce-gather", "moe/ep2-zero-reduce-gather"),
+    ],
+)
+@pytest.mark.parametrize("name", ALL)
 def test_losses_equal_the_single_process_run(name, curves):
     difference = curves.difference(name)
     assert difference.small, difference

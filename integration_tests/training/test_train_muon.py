@@ -89,9 +89,11 @@ SPLITS = {
 }
 
 
+@pytest.mark.cases(0, always=["gemma4_text-e2b"])
 @pytest.mark.parametrize(
     ("case", "settings"),
-    [("gemma4_text-e2b", {}), pytest.param("gemma4_text", {"bf16": True}, marks=pytest.mark.qualify)],
+    [("gemma4_text-e2b", {}), ("gemma4_text", {"bf16": True})],
+    ids=["gemma4_text-e2b", "gemma4_text"],
 )
 def test_every_layer_is_split_at_its_own_heads(case, settings, tmp_path):
     each = reference.make_reference(case, tmp_path / "model")

@@ -1,16 +1,14 @@
 """Optimizer state in host memory changes nothing but the host's rounding, and is saved as any other.
 
-A sample of the cases; all with `--cases all`.
+`--cases all` runs every case, and more steps.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness import run_ranks
-from layouts import tiered
 from loss_curves import worst
 from optimizer_states import BF16, HALF, LOADED, OFF, PRECISE, after_loading
 from reshard_runs import ALL, FIRST, run
@@ -20,12 +18,6 @@ from train_settings import ASYNC, DP, PP, TP, ZERO
 pytestmark = pytest.mark.ranks
 
 EACH = HALF | {"overlap_cpu_optimizer_d2h_h2d": True}
-EVERY = bool(os.environ.get("MCA_ALL_CASES"))
-STEPS = 20 if EVERY else 4
-
-
-def sample(cases: dict[str, Any], *names: str) -> list[str]:
-    return [name for name in cases if EVERY or name in names]
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +25,15 @@ def checkpoint(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
 
 
-def curve(checkpoint: Path, output: Path, *, one_adam: bool = False, **changes: Any) -> dict[str, Any]:
+def curve(
+    checkpoint: Path, output: Path, steps: int, *, one_adam: bool = False, **changes: Any
+) -> dict[str, Any]:
     """Losses and norms of a run, and which share of its parameters stepped on the host.
 
     Args:
         checkpoint: The model.
         output: For the run.
+        steps: Of the run.
         one_adam: The optimizer on the host is the device's own instead of torch's.
         changes: Arguments.
     """
@@ -48,7 +43,7 @@ def curve(checkpoint: Path, output: Path, *, one_adam: bool = False, **changes: 
         from mca_models.megatron.platform import FusedAdam
 
         megatron.CPUAdam = type("HostAdam", (FusedAdam,), {})
-    trainer = make_trainer(checkpoint, output, max_steps=STEPS, decoupled_lr=2e-3, **changes)
+    trainer = make_trainer(checkpoint, output, max_steps=steps, decoupled_lr=2e-3, **changes)
     quietly(trainer.train)
     return {
         "loss": history(trainer, "loss"),
@@ -72,13 +67,16 @@ def on_host(trainer: Any) -> tuple[float, int] | None:
 
 
 def curves(
-    checkpoint: Path, output: Path, base: dict[str, Any], changes: dict[str, dict[str, Any]]
+    checkpoint: Path, output: Path, steps: int, base: dict[str, Any], changes: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    plain = curve(checkpoint, output, **base)
+    plain = curve(checkpoint, output, steps, **base)
     assert plain["host"] is None
-    found = {name: curve(checkpoint, output, **(base | more)) for name, more in changes.items()}
+    found = {name: curve(checkpoint, output, steps, **(base | more)) for name, more in changes.items()}
     # last, for it replaces the host's optimizer for good
-    same = {name: curve(checkpoint, output, one_adam=True, **(base | more)) for name, more in changes.items()}
+    same = {
+        name: curve(checkpoint, output, steps, one_adam=True, **(base | more))
+        for name, more in changes.items()
+    }
     return {"plain": plain, "found": found, "same": same}
 
 
@@ -93,10 +91,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", sample(LAYOUTS, "split bf16"))
-def test_offloading_changes_nothing_but_the_hosts_rounding(layout, checkpoint, tmp_path):
-    size, base, changes = LAYOUTS[layout]
-    for rank in run_ranks(size, curves, checkpoint, tmp_path, base, changes, timeout=240):
+@pytest.mark.cases(0, always=["split bf16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_offloading_changes_nothing_but_the_hosts_rounding(layout, checkpoint, tmp_path, every_case):
+    (size, base, changes), steps = LAYOUTS[layout], 20 if every_case else 4
+    for rank in run_ranks(size, curves, checkpoint, tmp_path, steps, base, changes, timeout=240):
         plain = rank["plain"]
         assert max(plain["grad_norm"]) > 1, "something has to be clipped"
         for name, more in changes.items():
@@ -124,22 +123,18 @@ RESUMED: dict[str, tuple[tuple[int, dict[str, Any]], tuple[int, dict[str, Any]]]
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    tiered(
-        sample(RESUMED, "exactly, split, precise, in background", "pp2 to split, precise"),
-        "pp2 to split, precise",
-    ),
-)
-def test_the_loss_curve_goes_on(name, checkpoint, tmp_path):
+@pytest.mark.cases(0, always=["exactly, split, precise, in background"])
+@pytest.mark.parametrize("name", RESUMED)
+def test_the_loss_curve_goes_on(name, checkpoint, tmp_path, every_case):
     (size, before), (other, after) = RESUMED[name]
-    straight = run_ranks(size, run, checkpoint, tmp_path / "straight", ALL, **before)[0]
-    saved = tmp_path / "straight" / f"checkpoint-{FIRST}"
-    resumed = run_ranks(other, run, checkpoint, tmp_path / "resumed", ALL, saved, **after)[0]
-    assert len(resumed["loss"]) == ALL
+    first, steps = (4, 24) if every_case else (FIRST, ALL)
+    straight = run_ranks(size, run, checkpoint, tmp_path / "straight", steps, first=first, **before)[0]
+    saved = tmp_path / "straight" / f"checkpoint-{first}"
+    resumed = run_ranks(other, run, checkpoint, tmp_path / "resumed", steps, saved, **after)[0]
+    assert len(resumed["loss"]) == steps
     if before == after:
         assert resumed == straight
-    assert resumed["loss"][:FIRST] == straight["loss"][:FIRST]
+    assert resumed["loss"][:first] == straight["loss"][:first]
     assert worst(straight["loss"], resumed["loss"]) < 1e-4
 
 

@@ -87,7 +87,7 @@ def ways(request, monkeypatch) -> None:
         monkeypatch.setattr(Limits, "computed_bytes", property(lambda self: 0))
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(4)
 @pytest.mark.usefixtures("ways")
 @pytest.mark.parametrize("flag", DTYPES)
 @pytest.mark.parametrize("case", ["llama", "deepseek_v3"])

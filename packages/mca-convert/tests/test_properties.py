@@ -166,27 +166,9 @@ def to_mca(source: Any, layout: ParallelLayout, target: Path) -> McaSource | Non
     return McaSource(target)
 
 
-RESEMBLING = (
-    "cwm",
-    "exaone4",
-    "glm4_moe_lite",
-    "granite",
-    "mistral",
-    "olmoe",
-    "qwen2",
-    "seed_oss",
-    "smollm3",
-)
-"""Those whose tensors another one has too, cut alike."""
-
-
-@pytest.mark.cases(4)
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(kind, marks=[pytest.mark.qualify] if kind in RESEMBLING else [])
-        for kind in sorted({kind for kind, _ in CASES.values() if FAMILIES[kind].vision is None})
-    ],
+    "family", sorted({kind for kind, _ in CASES.values() if FAMILIES[kind].vision is None})
 )
 def test_round_trips(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     base = tmp_path_factory.mktemp(family)

@@ -1,14 +1,12 @@
 """HF -> MCA -> HF gives every tensor back bit for bit, and any layout equals any other."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 from files import LAYOUT, assert_same_tensors, layout_flags, tree
-from tiny_hf import ALIKE, TIERED
-from tiny_hf import SOME as CASES
+from tiny_hf import ALIKE, ALL
 
 from mca_config.checks import check_layout
 from mca_config.layout import ParallelLayout
@@ -35,7 +33,6 @@ EXPERTS = [
     {"tp": 2, "pp": 2, "vpp": 2, "ep": 4, "etp": 2},
 ]
 DTYPES = ("float32", "bfloat16", "float16")
-EVERY = bool(os.environ.get("MCA_ALL_CASES"))
 
 
 def trainable(case: str, layout: dict) -> dict:
@@ -43,16 +40,25 @@ def trainable(case: str, layout: dict) -> dict:
     return {**layout, "etp": 1} if case == "gpt_oss" else layout
 
 
-@pytest.mark.cases(2)
-@pytest.mark.parametrize("case", TIERED)
-def test_round_trip_is_bit_exact_on_every_layout(case: str, tiny, convert, tmp_path: Path) -> None:
-    """Every family meets every third layout that it can be trained in, and every layout every third family."""
+@pytest.mark.cases(
+    60,
+    always=[
+        # an architecture each: dense, experts, MLA, states, windows
+        *("qwen2-0", "qwen3_5_text-1", "gemma3_text-2", "phi3-0", "nemotron_h-dense-1"),
+        *("qwen2_moe-2", "qwen3_next-0", "deepseek_v3-1"),
+    ],
+)
+@pytest.mark.parametrize("third", range(3))
+@pytest.mark.parametrize("case", sorted(ALL))
+def test_round_trip_is_bit_exact_on_every_layout(
+    case: str, third: int, tiny, convert, tmp_path: Path
+) -> None:
+    """Each case takes every third layout, and the next third begins one layout later."""
     config = McaModelConfig.load(convert(tiny(case), "any"))
-    offset = sorted(CASES).index(case)
     for number, layout in enumerate(DENSE + (EXPERTS if config.num_moe_experts else [])):
-        if (number + offset) % 3 and not EVERY:
+        if number % 3 != third:
             continue
-        source = tiny(case, DTYPES[(number + offset // 3) % len(DTYPES)])
+        source = tiny(case, DTYPES[(number + number // 3) % len(DTYPES)])
         layout = trainable(case, layout)
         if check_layout(config, ParallelLayout(**{LAYOUT[key]: size for key, size in layout.items()})):
             target = tmp_path / f"refused{number}"
@@ -98,8 +104,8 @@ def test_families_of_shared_parts_come_back_from_one_layout(case: str, tiny, con
     assert_same_tensors_and_config(source, back)
 
 
-@pytest.mark.cases(2)
-@pytest.mark.parametrize("case", TIERED)
+@pytest.mark.cases(20, always=["gpt_oss", "deepseek_v3", "qwen3_moe", "nemotron_h", "phi3", "llama"])
+@pytest.mark.parametrize("case", sorted(ALL))
 def test_verify_finds_them_the_same(case: str, tiny, convert) -> None:
     source = tiny(case, "bfloat16")
     whole = case == "gemma4_text-e2b"  # its layers' own embeddings are made on one stage

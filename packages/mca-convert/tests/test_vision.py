@@ -1,7 +1,6 @@
 """Families with a vision model: all of it goes both ways, with what a processor needs beside it."""
 
 import json
-import os
 import shutil
 import time
 from dataclasses import replace
@@ -23,16 +22,13 @@ from mca_models.templates import get_family
 CASES = sorted(tiny_vision.CASES)
 LAYOUTS = ({"tp": 2, "pp": 2, "vpp": 2}, {"pp": 4}, {"tp": 4}, {"tp": 2, "pp": 3, "first": 2})
 MOE = ({"ep": 2, "pp": 2}, {"tp": 2, "ep": 2, "etp": 1}, {"tp": 2, "pp": 2, "vpp": 2, "ep": 4, "etp": 2})
-EVERY = bool(os.environ.get("MCA_ALL_CASES"))
 PROCESSOR = (
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     *("chat_template.json", "chat_template.jinja"),
 )
-SMALLER = ("gemma-3-27b", "internvl3-78b", "qwen2.5-vl-72b")
 CONFIGS = Path(__file__).parents[2] / "mca-models/tests/data/vision_configs"
 
-PLANNED = [path.stem for path in CONFIGS.glob("*.json") if EVERY or path.stem in SMALLER]
-"""Those with experts take five seconds each."""
+PLANNED = sorted(path.stem for path in CONFIGS.glob("*.json"))
 
 
 @pytest.fixture(scope="module")
@@ -53,19 +49,19 @@ def sizes(layout: dict) -> ParallelLayout:
     return ParallelLayout(**{LAYOUT[key]: size for key, size in layout.items()})
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(
+    0, always=["gemma3-two", "glm4v-two", "mistral3-two", "mistral3-mistral4-moe-two", "qwen3_5-two"]
+)
+@pytest.mark.parametrize("count", [2, len(LAYOUTS + MOE)], ids=["two", "every"])
 @pytest.mark.parametrize("case", CASES)
-def test_everything_goes_both_ways_on_every_layout(case: str, saved, convert) -> None:
+def test_everything_goes_both_ways_on_every_layout(case: str, count: int, saved, convert) -> None:
     source = saved(case)
     hf = json.loads((source / "config.json").read_text())
     sparse = any("experts" in name for name in hf_tensors(source))
     config = McaModelConfig.load(convert(source, "any"))
     layouts = [each for each in LAYOUTS + (MOE if sparse else ()) if not check_layout(config, sizes(each))]
-    first = CASES.index(case)
-    count = 2 if first % 3 == 0 else 1
-    chosen = layouts if EVERY else [layouts[first % len(layouts)], layouts[-1]][-count:]
     before: Path | None = None
-    for number, layout in enumerate(chosen):
+    for number, layout in enumerate(layouts[-count:]):
         mca = convert(before or source, f"mca{number}", *(["--to=mca"] if before else []), **layout)
         back = convert(mca, f"hf{number}")
         assert_same_tensors(source, back)
@@ -164,7 +160,9 @@ def test_inspect_tells_both_parts(saved, convert, capsys) -> None:
         assert "depth 3, hidden_size 16" in facts["vision part"]
 
 
-@pytest.mark.parametrize("name", sorted(PLANNED))
+# those with experts take five seconds each
+@pytest.mark.cases(0, always=["gemma-3-27b", "internvl3-78b", "qwen2.5-vl-72b"])
+@pytest.mark.parametrize("name", PLANNED)
 def test_published_models_plan_from_config_json_alone(name: str, tmp_path: Path, capsys) -> None:
     source = tmp_path / "hf"
     source.mkdir()

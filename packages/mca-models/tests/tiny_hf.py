@@ -1,11 +1,9 @@
 """Tiny random HF checkpoints of every supported family, made and saved by transformers itself."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tiny_classes
 import tiny_versions
 import torch
@@ -336,17 +334,6 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Families of parts that those above have too, put together otherwise: not every test takes them by default."""
 ALL = {**CASES, **ALIKE}
-SOME = ALL if os.environ.get("MCA_ALL_CASES") else CASES
-TIED_OR_PLAIN = (
-    *("cwm", "exaone4-no-window", "granite", "llama-tied", "minimax_m2", "mistral", "mistral-tied", "olmoe"),
-    *("deepseek_v2-no-q-lora", "glm4_moe_lite", "qwen2-tied", "qwen3-tied", "seed_oss", "smollm3"),
-)
-"""Those of `CASES` whose tensors another one has too, cut alike."""
-TIERED = [
-    pytest.param(case, marks=[pytest.mark.qualify] if case in TIED_OR_PLAIN and SOME is CASES else [])
-    for case in sorted(SOME)
-]
-"""`SOME`, of which ``pytest --cases all`` takes those."""
 tiny_classes.register()
 
 

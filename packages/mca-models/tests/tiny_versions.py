@@ -62,8 +62,8 @@ def available(cases: Iterable[str]) -> list[str]:
 
 
 def skip(items: Iterable[pytest.Item]) -> None:
-    """Skips each test that has the name of a model that is not to be had for a parameter."""
+    """Skip each test with a parameter whose name is, or starts with, that of a model that is not to be had."""
     for item in items:
         values = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        for reason in filter(None, (lacking(value) for value in values if isinstance(value, str))):
+        for reason in filter(None, (lacking(str(value)) for value in values)):
             item.add_marker(pytest.mark.skip(reason=reason))

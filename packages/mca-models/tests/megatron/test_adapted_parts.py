@@ -1,7 +1,6 @@
 """Which modules of a vision-language model an adapter is on, by the parts that are adapted."""
 
 import copy
-import os
 from itertools import chain, combinations
 
 import pytest
@@ -15,15 +14,14 @@ from mca_models.lora.targets import linear_targets
 from mca_models.megatron.families.vision_tower import model_part
 from mca_models.templates import config_from_hf
 
-EVERY = bool(os.environ.get("MCA_ALL_CASES"))
 PARTS = ("language", "vision", "projector")
-SOME = list(chain.from_iterable(combinations(PARTS, count) for count in (1, 2, 3)))
+COMBINATIONS = list(chain.from_iterable(combinations(PARTS, count) for count in (1, 2, 3)))
 
 
 @pytest.mark.parametrize("case", ["qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "mistral3", "glm4v_moe"])
 def test_the_parts_that_are_not_adapted_are_excluded(case: str) -> None:
     config = config_from_hf(tiny_vision.described(case))
-    for adapted in SOME:
+    for adapted in COMBINATIONS:
         document = {"peft_type": "LORA", "target_modules": "all-linear", "exclude_modules": ["1.mlp.fc1"]}
         exclude_unadapted(document, config, adapted)
         adapter = AdapterConfig.from_dict(document)
@@ -37,9 +35,8 @@ def test_the_parts_that_are_not_adapted_are_excluded(case: str) -> None:
         assert not any(target.module.endswith("1.mlp.fc1") for target in found)
 
 
-@pytest.mark.parametrize(
-    "case", sorted(tiny_vision.CASES) if EVERY else ["gemma3", "glm4v", "internvl", "qwen3_vl"]
-)
+@pytest.mark.cases(0, always=["gemma3", "glm4v", "internvl", "qwen3_vl"])
+@pytest.mark.parametrize("case", sorted(tiny_vision.CASES))
 def test_targets_in_the_vision_model_are_its_linears(case: str) -> None:
     described = transformers.AutoConfig.for_model(**copy.deepcopy(tiny_vision.described(case)))
     with torch.device("meta"):

@@ -39,7 +39,7 @@ def test_every_config_is_checked() -> None:
     assert {path.stem for path in CONFIGS.glob("*.json")} == set(PUBLISHED)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(0, always=["qwen3-235b-a22b", "deepseek-v3"])
 @pytest.mark.parametrize("name", list(PUBLISHED))
 def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
     hf = read(name)
@@ -54,7 +54,7 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
     assert family.hf_shapes(family.with_checkpoint_names(config, expected.keys())) == expected
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(0, always=["deepseek-v3"])
 @pytest.mark.parametrize("name", list(PUBLISHED))
 def test_parameters_are_as_many_as_published(name: str) -> None:
     config = without_prediction(config_from_hf(read(name)))
@@ -65,7 +65,7 @@ def test_parameters_are_as_many_as_published(name: str) -> None:
 SIZES: dict[str, Any] = json.loads((CONFIGS.parent / "published.json").read_text())
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("name", list(SIZES))
 def test_written_down_sizes_have_as_many_parameters_as_published(name: str) -> None:
     size = SIZES[name]

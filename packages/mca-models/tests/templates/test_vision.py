@@ -109,7 +109,7 @@ def test_both_spellings_are_read_and_written(checkpoint: Checkpoint) -> None:
     assert named >= {name for name in modules if "experts" not in name}
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("kind", sorted(kind for kind, family in FAMILIES.items() if family.vision))
 @pytest.mark.parametrize("inner", [None, False, True])
 @pytest.mark.parametrize("outer", [None, False, True])
@@ -177,7 +177,7 @@ def test_flat_configurations_mean_the_same(case: str) -> None:
     assert theirs.text_config.rope_parameters["mrope_section"] == list(read.mrope_section or ())
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(0, always=["minimax_m3_vl", "qwen2_5_vl"])
 @pytest.mark.parametrize("kind", sorted(kind for kind, family in FAMILIES.items() if family.vision))
 def test_absent_keys_mean_what_transformers_says(kind: str) -> None:
     text = (
@@ -227,7 +227,7 @@ def test_every_published_config_is_checked() -> None:
     assert set(published()) == set(PUBLISHED)
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(0, always=["internvl3-78b"])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_have_transformers_tensors(name: str) -> None:
     hf = json.loads((CONFIGS / f"{name}.json").read_text())

@@ -91,9 +91,9 @@ def test_every_layout_and_spelling_is_recovered(
                 assert (piece.view(np.int16) == param.shard.take(whole, rank, side)).all()
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("rename", [roll_tree.te_grouped, roll_tree.local_sequential])
-@pytest.mark.parametrize("case", tiny_hf.SOME)
+@pytest.mark.parametrize("case", tiny_hf.ALL)
 def test_every_family_is_recovered(tmp_path: Path, checkpoint: Any, case: str, rename: Any) -> None:
     made = checkpoint(case)
     stages = 1 if made[0].per_layer_input_size else 2

@@ -112,9 +112,9 @@ def test_parts_of_fused_projections_are_joined(
     assert_same(source, hf)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("form", [by_layer, singleton])
-@pytest.mark.parametrize("case", tiny_hf.SOME)
+@pytest.mark.parametrize("case", tiny_hf.ALL)
 def test_every_family_is_read(tmp_path: Path, checkpoint: Any, case: str, form: Callable[..., State]) -> None:
     config, hf = checkpoint(case)
     assert_same(open_torch_dist(save(tmp_path / "c", form(config, hf)), config), hf)

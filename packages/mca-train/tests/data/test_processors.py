@@ -329,17 +329,19 @@ def with_template(family, style):
     tokenizer.chat_template = whole.chat_template = template
 
 
-def pairs():
-    """Every family in every style; by default those that differ in what their processors write."""
-    few = ("raw", "raw and trimmed", "images first", "answers are marked")
-    chosen = {"gemma3": tuple(STYLES), **dict.fromkeys(("qwen2_5_vl", "internvl", "mistral3"), few)}
-    for family in CASES:
-        for style in STYLES:
-            marks = () if style in chosen.get(family, ("raw",)) else pytest.mark.qualify
-            yield pytest.param(family, style, marks=marks)
+FEW = ("raw", "raw and trimmed", "images first", "answers are marked")
 
 
-@pytest.mark.parametrize(("family", "style"), pairs())
+@pytest.mark.cases(
+    0,
+    always=[
+        # processors of each kind write something else
+        *(f"{family}-raw" for family in CASES),
+        *(f"gemma3-{style}" for style in STYLES),
+        *(f"{family}-{style}" for family in ("qwen2_5_vl", "internvl", "mistral3") for style in FEW),
+    ],
+)
+@pytest.mark.parametrize(("family", "style"), [(family, style) for family in CASES for style in STYLES])
 def test_chats_have_the_tokens_of_the_familys_processor(family, style, folder):
     with_template(family, style)
     tokenizer, whole, _ = made(family)

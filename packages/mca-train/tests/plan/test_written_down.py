@@ -1,7 +1,6 @@
 """Published sizes of every family are planned from what their config.json says."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ from mca_train.plan.memory import make_plan
 
 DATA = Path(__file__).parents[3] / "mca-models/tests/data/published.json"
 SIZES: dict[str, Any] = json.loads(DATA.read_text())
-SAMPLE = ("gemma-4-31b", "command-r-plus")  # heads by kind of layer, and a parallel block
-NAMES = list(SIZES) if os.environ.get("MCA_ALL_CASES") else SAMPLE
 
 
-@pytest.mark.parametrize("name", NAMES)
+# heads by kind of layer, and a parallel block
+@pytest.mark.cases(0, always=["gemma-4-31b", "command-r-plus"])
+@pytest.mark.parametrize("name", SIZES)
 def test_a_stage_holds_the_published_parameters(name: str, tmp_path: Path) -> None:
     config = config_from_hf(SIZES[name]["config"])
     training = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])

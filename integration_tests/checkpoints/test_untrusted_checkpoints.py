@@ -1,4 +1,4 @@
-"""Checkpoints that are not what a run takes them for: pickles that would run, other models, other optimizers."""
+"""Checkpoints that a run must not load: pickles with code, other models, other optimizers."""
 
 import json
 import os
@@ -203,7 +203,7 @@ def places(model: Path, folder: Path) -> dict[str, str]:
     return said
 
 
-def test_what_others_wrote_into_output_dir_stays(tmp_path):
+def test_files_of_other_programs_in_output_dir_are_kept(tmp_path):
     model = tiny_checkpoint(tmp_path / "tiny")
     (said,) = run_ranks(1, places, model, tmp_path)
     assert "mine holds hf/precious.txt, iter_0000009, which mca did not write" in said["mine"]

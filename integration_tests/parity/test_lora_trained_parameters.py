@@ -1,4 +1,4 @@
-"""What of an adapter is trained, and what it must hold, so that its directory is the model that was trained."""
+"""Parameters that an adapter trains, and those that its directory stores so that PEFT loads the trained model."""
 
 import json
 from pathlib import Path
@@ -67,7 +67,7 @@ def continued(base: Path, adapter: Path) -> dict[str, Any]:
     return found
 
 
-def test_what_peft_saved_unasked_stays_as_it_is(tmp_path: Path) -> None:
+def test_tensors_that_peft_saves_by_itself_are_kept(tmp_path: Path) -> None:
     base = make_reference("llama", tmp_path).path
     made = adapter_of(base, tmp_path, {"target_modules": ["q_proj", "lm_head"]}, train=False)["adapter"]
     file = made / "adapter_model.safetensors"

@@ -1,4 +1,4 @@
-"""A run that stops inside an epoch and goes on with steps of another size trains on every sample once."""
+"""A run that stops inside an epoch and resumes with another global batch size trains on every sample once."""
 
 from collections.abc import Sized
 from copy import copy
@@ -144,7 +144,7 @@ def packed_again(checkpoint: Path, output_dir: Path) -> list[list[str]]:
     return reported
 
 
-def test_packs_of_another_context_size_are_told_of(tmp_path):
+def test_packs_of_another_context_size_are_reported(tmp_path):
     (reported,) = run_ranks(
         1, packed_again, tiny_checkpoint(tmp_path / "tiny", num_hidden_layers=2), tmp_path / "run"
     )

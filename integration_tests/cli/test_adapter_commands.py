@@ -42,7 +42,7 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_sft_of_an_adapter_packed_resumed_and_on_with_preferences(folder):
+def test_sft_trains_an_adapter_packed_and_dpo_continues_it(folder):
     base = digest(folder / "model" / "model.safetensors")
     run = LORA | {"sequence_packing": True, "save_hf_model": True, "save_strategy": "steps", "save_steps": 2}
     run |= {"tensor_model_parallel_size": 2, "gradient_accumulation_steps": 1}
@@ -86,7 +86,7 @@ def peft_takes(model: Path, adapter: Path) -> int:
 
 
 @pytest.mark.qualify
-def test_a_reward_adapter_with_its_head_resumed_and_taken_by_peft(folder):
+def test_a_reward_adapter_with_its_head_resumes_and_is_loaded_by_peft(folder):
     import peft
     import torch
     from safetensors.torch import load_file
@@ -124,7 +124,7 @@ def test_a_reward_adapter_with_its_head_resumed_and_taken_by_peft(folder):
         ("dpo", {"dpo_loss": "kto"}, "dpo_loss is 'kto'; it needs unpaired answers with a label"),
     ],
 )
-def test_keys_that_say_nothing_are_refused(folder, kind, changes, message):
+def test_keys_without_effect_raise_an_error(folder, kind, changes, message):
     from mca_train.run.checks import check, make_settings
     from mca_train.tasks.table import TASKS
 

@@ -1,4 +1,4 @@
-"""What ``mca-train plan --dry_run`` says of a step of which it has run a part, and how the command tells it."""
+"""``mca-train plan --dry_run`` runs some micro-batches of a step, and reports the whole step."""
 
 import contextlib
 import io
@@ -10,7 +10,6 @@ import pytest
 
 from dry_run_cases import DENSE, PP, SPLIT, TP, VPP, be_no_rank, prepared
 from harness import run_ranks
-from layouts import tiered
 from mca_train.dry_run.step import StepNeeds
 
 pytestmark = pytest.mark.ranks
@@ -42,8 +41,9 @@ def needs(folder: Path, name: str, micro_batches: int) -> StepNeeds:
     return measure_step(run.task, run.settings, run.model, 0, size, micro_batches)
 
 
-@pytest.mark.parametrize("name", tiered([*STEPS], *STEPS))
-def test_messages_of_a_few_micro_batches_tell_those_of_a_step(name: str, folder: Path) -> None:
+@pytest.mark.qualify
+@pytest.mark.parametrize("name", STEPS)
+def test_messages_of_a_few_micro_batches_give_those_of_a_step(name: str, folder: Path) -> None:
     few, whole = (
         run_ranks(1, needs, folder, name, count, process_group=False)[0] for count in (STEPS[name][2], WHOLE)
     )
@@ -78,7 +78,7 @@ def printed(folder: Path) -> list[str]:
     return found
 
 
-def test_the_command_runs_draws_and_tells_a_step(folder: Path) -> None:
+def test_the_command_runs_draws_and_reports_a_step(folder: Path) -> None:
     keys = {"model_name_or_path": str(folder), "output_dir": str(folder / "out"), "seq_length": 128}
     keys |= {PP: 2, "gradient_accumulation_steps": WHOLE, "bf16": True}
     (folder / "run.yaml").write_text(json.dumps(keys))

@@ -1,4 +1,4 @@
-"""Models with a vision part, trained on text alone: the text computes as in transformers, the vision part stays."""
+"""Vision models that train on text alone: logits equal those of transformers, and the vision model does not change."""
 
 import json
 from dataclasses import asdict
@@ -9,24 +9,15 @@ import pytest
 import tiny_vision
 import torch
 
-import reference  # noqa: F401 (finds tiny_vision)
+from case_tables import TEXT_OF_VISION_MODELS
+from cases import Case, as_params, group_by_ranks, needed
 from checkpoint_files import tensors_of
 from harness import run_ranks
-from layouts import EVERY, arguments, selected, world_size
+from layouts import arguments
 from mca_convert.cli import main as convert
 from parity import TOLERANCE
 
 pytestmark = pytest.mark.ranks
-
-CASES = tuple(tiny_vision.CASES)
-SPARSE = tuple(case for case in CASES if "moe" in case)
-LAYOUTS = ("tp2pp2vpp2", "pp2", "tp2sp", "cp2", "tp1")
-GRID = [
-    (case, layout)
-    for row, case in enumerate(CASES)
-    for column, layout in enumerate(("tp2ep2etp1", *LAYOUTS[1:]) if case in SPARSE else LAYOUTS)
-    if EVERY or (row + column) % 5 == 0
-]
 
 
 def carried(work: list[tuple[Path, torch.Tensor, torch.Tensor, str]], folder: Path) -> list[float]:
@@ -47,40 +38,42 @@ def carried(work: list[tuple[Path, torch.Tensor, torch.Tensor, str]], folder: Pa
 @pytest.fixture(scope="module")
 def found(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict[tuple[str, str], float]]:
-    grid, folder = selected(request, GRID), tmp_path_factory.mktemp("carried")
+) -> tuple[Path, dict[Case, float]]:
+    folder = tmp_path_factory.mktemp("carried")
     input_ids = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(0))
     work: dict[str, tuple[Path, torch.Tensor, torch.Tensor]] = {}
-    for case in dict.fromkeys(case for case, _ in grid):
-        model = tiny_vision.model_of(case).eval()
-        model.save_pretrained(folder / case)
+    for name in dict.fromkeys(case.model for case in needed(request)):
+        model = tiny_vision.model_of(name).eval()
+        model.save_pretrained(folder / name)
         with torch.no_grad():
-            work[case] = folder / case, input_ids, model(input_ids=input_ids, use_cache=False).logits
+            work[name] = folder / name, input_ids, model(input_ids=input_ids, use_cache=False).logits
     differences = {}
-    for size in (1, 2, 4):
-        mine = [(case, layout) for case, layout in grid if world_size(layout) == size]
-        each_rank = run_ranks(size, carried, [(*work[case], layout) for case, layout in mine], folder)
-        differences |= {
-            pair: max(found) for pair, found in zip(mine, zip(*each_rank, strict=True), strict=True)
-        }
+    for num_ranks, cases in group_by_ranks(needed(request)).items():
+        ranks = run_ranks(num_ranks, carried, [(*work[case.model], case.layout) for case in cases], folder)
+        differences |= dict(zip(cases, map(max, zip(*ranks, strict=True)), strict=True))
     return folder, differences
 
 
-@pytest.mark.cases(3)
-@pytest.mark.parametrize("case,layout", GRID)
-def test_text_computes_the_same_and_everything_is_exported(
-    case: str, layout: str, found: Any, tmp_path: Path
-) -> None:
+@pytest.mark.cases(
+    16,
+    always=[
+        *("qwen2_5_vl-tp1", "qwen3_vl-tied-tp2sp", "glm4v-cp2", "qwen3_vl_moe-pp2"),
+        *("qwen2_vl-tp2pp2vpp2", "mistral3-mistral4-moe-tp2ep2etp1"),
+    ],
+)
+@pytest.mark.parametrize("case", as_params(TEXT_OF_VISION_MODELS))
+def test_text_computes_the_same_and_everything_is_exported(case: Case, found: Any, tmp_path: Path) -> None:
     folder, differences = found
-    assert differences[case, layout] < TOLERANCE
-    assert tensors_of(folder / f"{case}-{layout}-hf") == tensors_of(folder / case)
-    written = json.loads((folder / f"{case}-{layout}-hf/config.json").read_text())
-    assert written == json.loads((folder / case / "config.json").read_text())
+    source, layout = folder / case.model, case.layout
+    assert differences[case] < TOLERANCE
+    assert tensors_of(folder / f"{case.id}-hf") == tensors_of(source)
+    written = json.loads((folder / f"{case.id}-hf/config.json").read_text())
+    assert written == json.loads((source / "config.json").read_text())
     sizes = arguments(layout).layout()
     flags = [f"--{name}={size}" for name, size in asdict(sizes).items() if type(size) is int]
     converted = tmp_path / "converted"
-    assert convert([f"--checkpoint_path={folder / case}", f"--output_path={converted}", *flags]) == 0
-    assert tensors_of(converted) == tensors_of(folder / f"{case}-{layout}-mca")
+    assert convert([f"--checkpoint_path={source}", f"--output_path={converted}", *flags]) == 0
+    assert tensors_of(converted) == tensors_of(folder / f"{case.id}-mca")
 
 
 def trained_on_text(source: Path, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Runs that begin, begin anew and go back in one ``output_dir``: their checkpoints never mix."""
+"""Runs that start, restart and resume in one ``output_dir``: their checkpoints never mix."""
 
 import json
 import shutil

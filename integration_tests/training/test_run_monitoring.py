@@ -1,4 +1,4 @@
-"""Signals of a run: speed and use of the devices, gradients that are no numbers, and being printed to stop."""
+"""A run logs its speed and memory, stops on SIGTERM, and reports a gradient that is NaN."""
 
 import json
 import os
@@ -95,13 +95,8 @@ def patience(trainer: Any) -> set[float]:
     }
 
 
-@pytest.mark.parametrize(
-    ("size", "changes"),
-    [
-        pytest.param(1, {}, marks=pytest.mark.qualify),
-        (2, PP),
-    ],  # one rank: test_train_life.py interrupts it too
-)
+@pytest.mark.cases(0, always=["pp2"])  # one rank: test_interrupted_runs.py interrupts it too
+@pytest.mark.parametrize(("size", "changes"), [(1, {}), (2, PP)], ids=["one", "pp2"])
 def test_sigterm_to_any_rank_saves_and_ends_at_one_step(size, changes, checkpoint, tmp_path):
     found = run_ranks(size, stopped_and_resumed, checkpoint, tmp_path, size - 1, max_steps=6, **changes)
     for rank in found:
@@ -157,10 +152,9 @@ def poisoned(checkpoint: Path, output_dir: Path, **changes: Any) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize(
-    ("size", "changes"), [pytest.param(1, {}, marks=pytest.mark.qualify), (2, PP | {"bf16": True})]
-)
-def test_a_gradient_that_is_no_number_is_named_and_not_saved(size, changes, checkpoint, tmp_path):
+@pytest.mark.cases(0, always=["pp2-bf16"])
+@pytest.mark.parametrize(("size", "changes"), [(1, {}), (2, PP | {"bf16": True})], ids=["one", "pp2-bf16"])
+def test_a_gradient_that_is_nan_is_named_and_not_saved(size, changes, checkpoint, tmp_path):
     for message in run_ranks(size, poisoned, checkpoint, tmp_path, **changes):
         assert message.startswith("step 3: the gradient norm is nan")
         assert f"decoder.layers.1.mlp.linear_fc2.weight (rank {size - 1}: nan)" in message
@@ -248,7 +242,7 @@ def broken_adapter(model: Path, adapter: Path, output_dir: Path) -> str:
     return str(error.value)
 
 
-def test_an_adapter_that_is_no_number_is_named_and_not_saved(checkpoint, tmp_path):
+def test_an_adapter_that_is_nan_is_named_and_not_saved(checkpoint, tmp_path):
     import peft
     import transformers
 

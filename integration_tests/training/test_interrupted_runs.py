@@ -1,21 +1,20 @@
-"""A run that was stopped or killed at any moment and then resumed logs, decides and writes what a whole one does."""
+"""A run that is stopped or killed at any step and then resumed logs and writes the same as one that is not."""
 
 import contextlib
 import json
-import os
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cases import needed
 from harness import run_ranks
 from interruptions import Killed, interruption
 from train_cases import make_trainer, quietly, sparse_checkpoint, tiny_checkpoint
 
 pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
-EVERY = bool(os.environ.get("MCA_ALL_CASES"))
 RUN = {
     "max_steps": 8,
     "gradient_accumulation_steps": 2,
@@ -47,12 +46,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "in an epoch after one that a callback ended": (4, SHORT),
 }
 """Runs, and the step at which they are interrupted; with `--cases all` at every step."""
-MORE = (
-    "early stopping",
-    "steps that end epochs",
-    "begins with an evaluation",
-    "epochs that a callback ended",
-)
 TIMES = ("runtime", "per_second", "step_time", "tflops", "memory", "time", "slowest")
 
 
@@ -159,19 +152,19 @@ def going_on_after_a_pause(checkpoint: Path, output: Path) -> list[str]:
 
 
 def differences(
-    checkpoint: Path, output: Path, cases: dict[str, tuple[list[int], dict[str, Any]]]
-) -> list[str]:
-    """Which interruptions changed something, and what."""
-    found = []
-    for name, (steps, changes) in cases.items():
-        number = list(CASES).index(name)
-        folder = output / name.replace(" ", "-")
+    checkpoint: Path, output: Path, cases: dict[str, list[tuple[str, int]]]
+) -> dict[str, list[str]]:
+    """Return which interruptions of each run, by signal and step, changed something, and what."""
+    found: dict[str, list[str]] = {}
+    for name, interruptions in cases.items():
+        changes, folder = CASES[name][1], output / name.replace(" ", "-")
         whole = outcome(made(checkpoint, folder / "whole", **changes), folder / "whole")
         assert whole["logged"]
-        for how, step in product(HOWS if EVERY else HOWS[number % 2 :][:1], steps):
+        found[name] = []
+        for how, step in interruptions:
             one = interrupted(checkpoint, folder / f"{how}{step}", step, how, **changes)
-            found += [
-                f"{name}, {how} at {step}: {key}: {one[key]} for {whole[key]}"
+            found[name] += [
+                f"{how} at {step}: {key}: {one[key]} for {whole[key]}"
                 for key in whole
                 if one[key] != whole[key]
             ]
@@ -186,23 +179,33 @@ def other_differences(checkpoint: Path, output: Path) -> list[str]:
 
 
 @pytest.mark.qualify
-def test_runs_that_are_ended_again_or_by_a_callback_are_whole_ones(tmp_path):
+def test_runs_that_stop_twice_or_by_a_callback_equal_uninterrupted_ones(tmp_path):
     model = tiny_checkpoint(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
     (found,) = run_ranks(1, other_differences, model, tmp_path, timeout=600)
     assert found == []
 
 
-@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.qualify)], ids=["", "more"])
-def test_an_interrupted_run_is_the_whole_one(more, tmp_path):
-    model = tiny_checkpoint(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
-    last = RUN["max_steps"]
-    cases = {
-        name: (list(range(1, last + 1)) if EVERY else [step], changes)
-        for name, (step, changes) in CASES.items()
-        if (name in MORE) == more
-    }
-    (found,) = run_ranks(1, differences, model, tmp_path, cases, timeout=3600 if EVERY else 600)
-    assert found == []
+@pytest.fixture(scope="module")
+def differing(request, every_case, tmp_path_factory):
+    folder, last = tmp_path_factory.mktemp("life"), RUN["max_steps"]
+    model = tiny_checkpoint(folder / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    once = {name: [(HOWS[number % 2], CASES[name][0])] for number, name in enumerate(CASES)}
+    everywhere = list(product(HOWS, range(1, last + 1)))
+    cases = {name: everywhere if every_case else once[name] for name in needed(request, "name")}
+    (found,) = run_ranks(1, differences, model, folder, cases, timeout=3600 if every_case else 600)
+    return found
+
+
+@pytest.mark.cases(
+    0,
+    always=[
+        *("plateau", "best", "intervals of logs", "epochs"),
+        "in an epoch after one that a callback ended",
+    ],
+)
+@pytest.mark.parametrize("name", CASES)
+def test_an_interrupted_run_equals_an_uninterrupted_one(name, differing):
+    assert differing[name] == []
 
 
 def trained(checkpoint: Path, output: Path, last: int, **changes: Any) -> Any:
@@ -220,7 +223,7 @@ def trained(checkpoint: Path, output: Path, last: int, **changes: Any) -> Any:
 
 
 @pytest.mark.qualify
-def test_an_interval_of_logs_that_is_cut_goes_on_upon_another_layout(tmp_path):
+def test_a_logging_interval_continues_on_another_layout(tmp_path):
     model = sparse_checkpoint(tmp_path / "model")
     run = {
         "max_steps": 8,
