@@ -166,7 +166,7 @@ def to_mca(source: Any, layout: ParallelLayout, target: Path) -> McaSource | Non
     return McaSource(target)
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(8)
 @pytest.mark.parametrize(
     "family", sorted({kind for kind, _ in CASES.values() if FAMILIES[kind].vision is None})
 )

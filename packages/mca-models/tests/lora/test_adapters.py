@@ -45,16 +45,11 @@ EXPERT_LAYOUTS = [
 ]
 
 
-OFTEN = ("deepseek_v3", "llama-saved", "qwen3_moe")
-"""Between them these have every kind of part; `--cases all` runs the others."""
+DEFAULT = pytest.mark.cases(0, always=["deepseek_v3", "llama-saved", "qwen3_moe"])
+"""Together these have every kind of module."""
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.qualify]) for name in adapters.CASES
-    ],
-)
+@pytest.fixture(scope="module", params=list(adapters.CASES))
 def saved(request: Any, tmp_path_factory: Any) -> tuple[Path, Path]:
     return adapters.save(request.param, tmp_path_factory.mktemp("adapter"))
 
@@ -63,6 +58,7 @@ def layouts(base: Path) -> list[ParallelLayout]:
     return DENSE_LAYOUTS + (EXPERT_LAYOUTS if open_checkpoint(base).config.num_moe_experts else [])
 
 
+@DEFAULT
 def test_round_trip_is_bit_exact_in_every_layout(saved: tuple[Path, Path], tmp_path: Path) -> None:
     base, source = saved
     adapter = open_adapter(source, open_checkpoint(base).config)
@@ -74,6 +70,7 @@ def test_round_trip_is_bit_exact_in_every_layout(saved: tuple[Path, Path], tmp_p
         adapters.same_files(source, tmp_path / f"peft{i}")
 
 
+@DEFAULT
 def test_merging_equals_peft(saved: tuple[Path, Path], tmp_path: Path) -> None:
     base, source = saved
     checkpoint = open_checkpoint(base)
@@ -101,6 +98,7 @@ def test_merging_in_bf16_rounds_once(name: str, tmp_path: Path) -> None:
             assert torch.equal(ours[key], tensor), key
 
 
+@DEFAULT
 def test_merging_from_a_cut_checkpoint_and_a_cut_adapter_is_the_same(
     saved: tuple[Path, Path], tmp_path: Path
 ) -> None:

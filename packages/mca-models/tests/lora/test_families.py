@@ -99,9 +99,8 @@ def test_linears_are_called_as_modules_whatever_files_call_them(case: str) -> No
     assert len(adapted) > 8 and adapted <= modules.keys()
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case in ROUTERS else [pytest.mark.qualify]) for case in UNADAPTED]
-)
+@pytest.mark.cases(0, always=[case for case in UNADAPTED if case in ROUTERS])
+@pytest.mark.parametrize("case", UNADAPTED)
 def test_all_linear_leaves_out_what_peft_cannot_adapt(case: str) -> None:
     kind, different = tiny_hf.ALL[case]
     described = transformers.AutoConfig.for_model(kind, **{**tiny_hf.SIZE, **different})
@@ -123,24 +122,23 @@ SHARED = ["o_proj", "shared_experts.up_proj"]
 SIZES = {"rank_pattern": {"shared_experts.up_proj": 3}, "alpha_pattern": {"mlp.gate_proj": 16}}
 
 
+@pytest.mark.cases(0, always=["glm4_moe"])
 @pytest.mark.parametrize(
     "case,settings",
     [
-        pytest.param("glm4_moe", {"target_modules": PROJECTIONS, **SIZES}, id="glm4_moe"),
-        *(
-            pytest.param(case, {"target_modules": targets, **more}, id=name, marks=pytest.mark.qualify)
-            for name, case, targets, more in (
-                ("pattern", "glm4_moe", rf".*\.({'|'.join(PROJECTIONS)})", {}),
-                ("shared", "glm4_moe", SHARED, {}),
-                ("layer", "glm4_moe", SHARED, {"layers_to_transform": [2]}),
-                ("afmoe", "afmoe", PROJECTIONS, {}),
-                ("longcat_flash", "longcat_flash", PROJECTIONS, {}),
-                ("deepseek_v3", "deepseek_v3", PROJECTIONS, {}),
-                ("deepseek_v32", "deepseek_v32", PROJECTIONS, {}),
-                ("qwen3_moe", "qwen3_moe", ["q_proj", *PROJECTIONS], {}),
-                ("down", "mixtral", ["q_proj", "w2"], {}),
-            )
-        ),
+        pytest.param(case, {"target_modules": targets, **more}, id=name)
+        for name, case, targets, more in (
+            ("glm4_moe", "glm4_moe", PROJECTIONS, SIZES),
+            ("pattern", "glm4_moe", rf".*\.({'|'.join(PROJECTIONS)})", {}),
+            ("shared", "glm4_moe", SHARED, {}),
+            ("layer", "glm4_moe", SHARED, {"layers_to_transform": [2]}),
+            ("afmoe", "afmoe", PROJECTIONS, {}),
+            ("longcat_flash", "longcat_flash", PROJECTIONS, {}),
+            ("deepseek_v3", "deepseek_v3", PROJECTIONS, {}),
+            ("deepseek_v32", "deepseek_v32", PROJECTIONS, {}),
+            ("qwen3_moe", "qwen3_moe", ["q_proj", *PROJECTIONS], {}),
+            ("down", "mixtral", ["q_proj", "w2"], {}),
+        )
     ],
 )
 def test_peft_reads_all_factors_of_given_names_beside_experts(

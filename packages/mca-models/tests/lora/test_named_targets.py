@@ -83,13 +83,8 @@ def settings_of(config: McaModelConfig) -> Iterator[Settings]:
     yield {"target_modules": [last], "layers_to_transform": [int(layer)]}
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[] if case in DEFAULT else [pytest.mark.qualify])
-        for case in (*TEXT, *sorted(tiny_vision.CASES))
-    ],
-)
+@pytest.mark.cases(0, always=DEFAULT)
+@pytest.mark.parametrize("case", (*TEXT, *sorted(tiny_vision.CASES)))
 def test_peft_adapts_what_is_trained_and_nothing_else(case: str, caplog: pytest.LogCaptureFixture) -> None:
     model, config = hf_model(case)
     for settings in settings_of(config):
@@ -113,20 +108,20 @@ def test_peft_adapts_what_is_trained_and_nothing_else(case: str, caplog: pytest.
         assert found == expected, settings
 
 
+@pytest.mark.cases(0, always=["qwen3_moe", "pattern", "glm4_moe"])
 @pytest.mark.parametrize(
     "case,settings",
     [
-        ("qwen3_moe", {"target_modules": "all-linear"}),
-        ("qwen3_moe", {"target_modules": r".*\.1\.self_attn\.o_proj"}),
-        ("glm4_moe", {"target_modules": "all-linear"}),
-        *(
-            pytest.param(case, settings, marks=pytest.mark.qualify)
-            for case, settings in (
-                ("mixtral", {"target_modules": "all-linear", "modules_to_save": ["lm_head"]}),
-                ("minimax_m3_vl_text", {"target_modules": ["q_proj", "k_proj"]}),
-                *((case, {"target_modules": "all-linear"}) for case in ALL_LINEAR),
-                ("qwen3_vl-tied", {"target_modules": "all-linear", "modules_to_save": ["norm"]}),
-            )
+        pytest.param("qwen3_moe", {"target_modules": "all-linear"}, id="qwen3_moe"),
+        pytest.param("qwen3_moe", {"target_modules": r".*\.1\.self_attn\.o_proj"}, id="pattern"),
+        pytest.param("glm4_moe", {"target_modules": "all-linear"}, id="glm4_moe"),
+        pytest.param(
+            "mixtral", {"target_modules": "all-linear", "modules_to_save": ["lm_head"]}, id="mixtral"
+        ),
+        pytest.param("minimax_m3_vl_text", {"target_modules": ["q_proj", "k_proj"]}, id="minimax_m3_vl_text"),
+        *(pytest.param(case, {"target_modules": "all-linear"}, id=f"{case}-all") for case in ALL_LINEAR),
+        pytest.param(
+            "qwen3_vl-tied", {"target_modules": "all-linear", "modules_to_save": ["norm"]}, id="qwen3_vl-tied"
         ),
     ],
 )

@@ -70,13 +70,8 @@ def written_as_blocks(config: McaModelConfig) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[] if case in NAMED else [pytest.mark.qualify])
-        for case in sorted(tiny_hf.ALL.keys() - set(UNREAD))
-    ],
-)
+@pytest.mark.cases(0, always=NAMED)
+@pytest.mark.parametrize("case", sorted(tiny_hf.ALL.keys() - set(UNREAD)))
 def test_blocks_are_written_where_they_are_read(case: str) -> None:
     model, config = described(case)
     assert written_as_blocks(config) == read_as_blocks(model, config)

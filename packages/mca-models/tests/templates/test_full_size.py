@@ -65,7 +65,7 @@ def test_parameters_are_as_many_as_published(name: str) -> None:
 SIZES: dict[str, Any] = json.loads((CONFIGS.parent / "published.json").read_text())
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("name", list(SIZES))
 def test_written_down_sizes_have_as_many_parameters_as_published(name: str) -> None:
     size = SIZES[name]

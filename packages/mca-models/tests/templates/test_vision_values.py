@@ -44,13 +44,8 @@ def changed(hf: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 yield other
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[] if case == "internvl" else [pytest.mark.qualify])
-        for case in sorted(tiny_vision.CASES)
-    ],
-)
+@pytest.mark.cases(0, always=["internvl"])
+@pytest.mark.parametrize("case", sorted(tiny_vision.CASES))
 def test_whatever_a_file_says_is_a_model_or_one_line(case: str) -> None:
     refused = 0
     for hf in changed(tiny_vision.described(case)):

@@ -143,9 +143,8 @@ class Counting:
         return self.whole(text, **options)
 
 
-@pytest.mark.parametrize(
-    "row", ["text", *(pytest.param(row, marks=pytest.mark.qualify) for row in ("completion", "messages"))]
-)
+@pytest.mark.cases(0, always=["text"])
+@pytest.mark.parametrize("row", ["text", "completion", "messages"])
 def test_of_a_row_of_megabytes_only_what_is_trained_on_is_tokenized(row, tmp_path):
     long = "ab c" * 500_000
     answer = [{"role": "user", "content": "q"}, {"role": "assistant", "content": long}]
