@@ -105,4 +105,4 @@ def _fault(record: TensorRecord, tensor: Tensor) -> str | None:
 def tensor_crc32(tensor: Tensor) -> int:
     """Return the CRC-32 of the bytes of ``tensor`` (copied to the CPU) in row-major order."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(memoryview(flat.view(torch.uint8).numpy()))
+    return zlib.crc32(flat.view(torch.uint8).numpy().tobytes())
