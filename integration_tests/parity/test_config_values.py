@@ -133,11 +133,11 @@ def computed(references: list[Reference]) -> dict[str, str]:
         try:
             compared = compare(AutoModel.from_pretrained(each.path, arguments("tp1")), each)
         except McaError as error:
-            found[each.case] = f"refused: {error}"
+            found[each.model] = f"refused: {error}"
             continue
         limit = TOLERANCE * max(1.0, float(each.logits.abs().max()))
         right = math.isfinite(compared.difference) and compared.difference <= limit
-        found[each.case] = (
+        found[each.model] = (
             "same" if right and not compared.misrouted else f"{compared.difference} {compared.problem()}"
         )
     return found

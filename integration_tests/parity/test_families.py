@@ -95,7 +95,7 @@ def recomputed_gradients(each: reference.Reference, folder: Path) -> None:
     """The gradients under every kind of full recomputation. Runs on a rank."""
     for name, settings in AGAIN.items():
         full = {"recompute_granularity": "full", **settings}
-        export_gradient(each, "tp1", folder / f"{each.case}-{name}", **full)
+        export_gradient(each, "tp1", folder / f"{each.model}-{name}", **full)
 
 
 def test_what_layers_hand_on_comes_back_through_recomputation(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_what_layers_hand_on_comes_back_through_recomputation(tmp_path: Path) ->
     expected = expected_gradients(each, tmp_path)
     run_ranks(1, recomputed_gradients, each, tmp_path)
     for name in AGAIN:
-        worst = worst_errors(expected, tmp_path / f"{each.case}-{name}")
+        worst = worst_errors(expected, tmp_path / f"{each.model}-{name}")
         assert worst[0][1] <= TOLERANCE, (name, worst)
 
 

@@ -50,7 +50,7 @@ def test_logits_and_gradients_equal_transformers(case: Case, computed: Computed)
 def export_gradients(references: list[Reference], layout: str, folder: Path) -> None:
     """`export_gradient` of each. Runs on every rank."""
     for each in references:
-        export_gradient(each, layout, folder / f"{each.case}-{layout}")
+        export_gradient(each, layout, folder / f"{each.model}-{layout}")
 
 
 @pytest.mark.cases(0, always=["tp2sp"])
@@ -60,11 +60,11 @@ def test_the_padding_token_gets_no_gradient_as_an_input(layout: str, tmp_path: P
     references = [make_reference(case.model, tmp_path, batch=4) for case in cases]
     padded = [replace(each, input_ids=each.input_ids.clone()) for each in references]
     for each in padded:
-        each.input_ids[:, 5::4] = hf_model(each.case).config.pad_token_id
+        each.input_ids[:, 5::4] = hf_model(each.model).config.pad_token_id
         expected_gradients(each, tmp_path)
     run_ranks(2, export_gradients, padded, layout, tmp_path)
     for each in padded:
-        worst = worst_errors(tmp_path / f"{each.case}-expected", tmp_path / f"{each.case}-{layout}")
+        worst = worst_errors(tmp_path / f"{each.model}-expected", tmp_path / f"{each.model}-{layout}")
         assert worst[0][1] <= TOLERANCE, worst
 
 

@@ -77,11 +77,11 @@ def differences(models: Any, reference: Reference) -> dict[str, float]:
     }
     if models.rank_context.layout.vpp > 1:
         models.megatron.microbatch_group_size_per_vp_stage = 3  # more than pipeline ranks
-        logits = Reference(reference.case, reference.path, ids, models.logits(ids).cpu(), reference.experts)
+        logits = Reference(reference.model, reference.path, ids, models.logits(ids).cpu(), reference.experts)
         of_logits, of_tokens = expected(logits)[0], models.log_probs(ids, micro_batch_size=1).log_probs
         found["groups"] = (torch.stack([of_logits, of_tokens]) - plain).abs().max()
-    if reference.case in ALLOWED:
-        own = Reference(reference.case, reference.path, ids, models.logits(ids).cpu(), reference.experts)
+    if reference.model in ALLOWED:
+        own = Reference(reference.model, reference.path, ids, models.logits(ids).cpu(), reference.experts)
         assert (models.log_probs(ids).log_probs - expected(own)[0]).abs().max() < 1e-5
     at = models.rank_context.coordinates
     first = models.log_probs(ids[: 1 + at.dp], to="replicas")  # replicas may have other batches

@@ -88,7 +88,7 @@ PACKED = {
 
 def packed(references: list[Reference]) -> dict[str, Any]:
     """Differences of packed rows to separate ones and to transformers. Runs on every rank."""
-    return {each.case: compare_packed(each, "cp2", cp_comm_type=PACKED[each.case]) for each in references}
+    return {each.model: compare_packed(each, "cp2", cp_comm_type=PACKED[each.model]) for each in references}
 
 
 def test_packed_equals_separate_and_transformers(tmp_path: Path) -> None:

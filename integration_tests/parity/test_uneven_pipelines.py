@@ -42,12 +42,12 @@ def differences(references: list[Reference], size: int, folder: Path) -> dict[tu
             continue
         for reference in references:
             model = AutoModel.from_pretrained(reference.path, DistributingParallelArguments(**split))
-            saved = folder / f"{reference.case}-{name}"
+            saved = folder / f"{reference.model}-{name}"
             model.save_pretrained(saved)
             again = AutoModel.from_pretrained(saved)
             assert again.config.layout == model.config.layout
             difference = (again.logits(reference.input_ids) - reference.logits).abs().max()
-            found[reference.case, name] = float(difference)
+            found[reference.model, name] = float(difference)
     return found
 
 

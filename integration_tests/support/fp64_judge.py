@@ -138,7 +138,7 @@ def export_both(references: list[Reference], layout: str, folder: Path) -> None:
     for each in references:
         for name, mode in (("ours", nullcontext()), ("double", double_precision())):
             with mode:
-                export_gradient(each, layout, folder / f"{each.case}-{layout}-{name}", **NO_DROPOUT)
+                export_gradient(each, layout, folder / f"{each.model}-{layout}-{name}", **NO_DROPOUT)
 
 
 def judge(references: list[Reference], layout: str, folder: Path) -> dict[str, Judged]:
@@ -146,11 +146,11 @@ def judge(references: list[Reference], layout: str, folder: Path) -> dict[str, J
     run_ranks(world_size(layout), export_both, references, layout, folder, timeout=300)
     found = {}
     for each in references:
-        path = folder / f"{each.case}-truth"
+        path = folder / f"{each.model}-truth"
         with double_precision():
-            export_transformers_gradient(double_model(each.case), each.input_ids, path)
-        ours, double = (read(folder / f"{each.case}-{layout}-{name}") for name in ("ours", "double"))
-        found[each.case] = Judged(read(path), read(expected_gradients(each, folder)), ours, double)
+            export_transformers_gradient(double_model(each.model), each.input_ids, path)
+        ours, double = (read(folder / f"{each.model}-{layout}-{name}") for name in ("ours", "double"))
+        found[each.model] = Judged(read(path), read(expected_gradients(each, folder)), ours, double)
     return found
 
 

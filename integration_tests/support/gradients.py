@@ -28,8 +28,8 @@ UNTRAINED = ("e_score_correction_bias", "expert_bias", "layer_scalar", "act_fn.b
 
 def expected_gradients(reference: Reference, folder: Path) -> Path:
     """A checkpoint with transformers' gradients in the place of weights."""
-    path = folder / f"{reference.case}-expected"
-    return export_transformers_gradient(copy.deepcopy(hf_model(reference.case)), reference.input_ids, path)
+    path = folder / f"{reference.model}-expected"
+    return export_transformers_gradient(copy.deepcopy(hf_model(reference.model)), reference.input_ids, path)
 
 
 def export_transformers_gradient(model: Any, input_ids: torch.Tensor, path: Path) -> Path:
@@ -90,7 +90,7 @@ def compute(references: list[Reference], layout: str, folder: Path, **settings: 
         try:
             model = _model(reference, layout, **NO_DROPOUT, **settings)
             compared = compare(model, reference)
-            export_gradient_of(model, reference, folder / f"{reference.case}-{layout}")
+            export_gradient_of(model, reference, folder / f"{reference.model}-{layout}")
             found.append(compared.problem() or compared.difference)
         except Exception as error:  # the same on every rank: go on with the other models
             found.append(f"{type(error).__name__}: {error}")

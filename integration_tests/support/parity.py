@@ -51,22 +51,22 @@ def measure_all(references: list[Reference], layouts: list[str]) -> dict[tuple[s
     found = {}
     for layout in layouts:
         for reference in references:
-            if "ep" in layout and not is_sparse(reference.case):
+            if "ep" in layout and not is_sparse(reference.model):
                 continue
-            more = CASES[reference.case][1].get("num_hidden_layers", 4) // 4
+            more = CASES[reference.model][1].get("num_hidden_layers", 4) // 4
             uneven = {"pipeline_model_parallel_layout": UNEVEN.replace("t", "t" * more)}
             extra = uneven if layout.endswith("uneven") else {}
             try:
                 model = AutoModel.from_pretrained(reference.path, arguments(layout, **extra))
             except McaError as error:
-                found[reference.case, layout] = Measured(0.0, " ".join(str(error).split()))
+                found[reference.model, layout] = Measured(0.0, " ".join(str(error).split()))
                 continue
             except Exception as error:  # the same on every rank: go on with the other models
-                found[reference.case, layout] = Measured(math.inf, f"{type(error).__name__}: {error}"[:300])
+                found[reference.model, layout] = Measured(math.inf, f"{type(error).__name__}: {error}"[:300])
                 continue
             compared = compare(model, reference)
             problem = compared.problem()
-            found[reference.case, layout] = Measured(math.inf if problem else compared.difference, problem)
+            found[reference.model, layout] = Measured(math.inf if problem else compared.difference, problem)
     return found
 
 

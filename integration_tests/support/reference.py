@@ -190,14 +190,14 @@ class Reference:
     """A checkpoint directory and the logits that belong to it.
 
     Args:
-        case: Its name in ``CASES``.
+        model: Its name in ``CASES``.
         path: The directory that transformers saved.
         input_ids: ``[batch, seq]``.
         logits: fp32 ``[batch, seq, vocab]``.
         experts: Where each token is sent.
     """
 
-    case: str
+    model: str
     path: Path
     input_ids: torch.Tensor
     logits: torch.Tensor

@@ -32,7 +32,7 @@ def fp32(kit: Kit, layers: Layers, *, more: bool = False) -> None:
 def _exact(kit: Kit, reference: Any, layers: Layers, settings: dict[str, Any]) -> None:
     from mca_models.megatron import AutoModel
 
-    gradients, case = of_tests("gradients"), reference.case
+    gradients, case = of_tests("gradients"), reference.model
     args = of_tests("layouts").arguments("tp1", attention_dropout=0.0, **settings)
     model: Any = AutoModel.from_pretrained(reference.path, args)
     kit.holds(
