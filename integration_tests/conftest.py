@@ -1,4 +1,4 @@
-"""Makes ``harness`` and its neighbours, and what packages' tests share, importable; the model of most trainer tests."""
+"""Import paths of shared test modules, and fixtures of most trainer tests."""
 
 import subprocess
 import sys
@@ -9,7 +9,9 @@ import pytest
 
 _HERE = Path(__file__).parent
 _SHARED = ("mca-models/tests", "mca-models/tests/torch_checkpoint", "mca-train/tests")
-pytest.register_assert_rewrite("gradients", "lora_gradients", "optimizer_states")
+pytest.register_assert_rewrite(
+    *(path.stem for path in (_HERE / "support").glob("*.py") if path.stem not in sys.modules)
+)
 sys.path[:0] = [
     str(_HERE.parent),
     *(str(_HERE.parent / "packages" / tests) for tests in _SHARED),
@@ -17,7 +19,7 @@ sys.path[:0] = [
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the models that this transformers has not, or not right."""
+    """Skip models that the installed transformers lacks or computes wrongly."""
     from tiny_versions import skip
 
     skip(items)
