@@ -101,7 +101,7 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("torch_checkpoint",),
         ("checkpoint_kinds",),
         ("lora",),
-        ("megatron",),
+        ("auto_config", "megatron"),
     ),
     "mca_models.megatron": (
         ("names", "tensors", "types"),
@@ -154,7 +154,6 @@ ANY = {
     "mca_config.lazy_names": 2,
     "mca_config.reference": 1,
     "mca_convert.commands": 3,
-    "mca_models": 1,
     "mca_models.megatron.families.sparse_mixer": 2,
     "mca_models.megatron.platform.block_padding": 10,
     "mca_models.storage.safetensors": 1,
