@@ -114,8 +114,8 @@ def _default(field: "dataclasses.Field[Typed]") -> Typed:
 def hf_arguments() -> type:
     """Return a dataclass with the fields of Hugging Face's ``TrainingArguments``: names, types, defaults, help texts.
 
-    They are read from the source of the installed transformers, with the enumerations of their choices: its import takes
-    seconds, ``--help`` 0.2 s.
+    They are read from the source of the installed transformers, with the enumerations of their choices: its import
+    takes seconds, ``--help`` 0.2 s.
 
     If the source cannot be read in this way, return the class itself.
     """
