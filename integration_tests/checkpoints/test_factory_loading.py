@@ -82,15 +82,12 @@ def save_again(paths: list[Path], folder: Path) -> None:
 
 def test_weights_of_torch_save_are_read_as_safetensors_are(tmp_path: Path) -> None:
     reference = make_reference("qwen3", tmp_path)
-    weights, paths = load_file(reference.path / "model.safetensors"), []
-    for name, modern in (("zip", True), ("legacy", False)):
-        paths.append(tmp_path / name)
-        shutil.copytree(reference.path, paths[-1])
-        (paths[-1] / "model.safetensors").unlink()
-        torch.save(weights, paths[-1] / "pytorch_model.bin", _use_new_zipfile_serialization=modern)
-    run_ranks(2, save_again, paths, tmp_path)
-    for path in paths:
-        assert tensors_of(tmp_path / f"{path.name}-saved") == tensors_of(reference.path)
+    weights, path = load_file(reference.path / "model.safetensors"), tmp_path / "pickled"
+    shutil.copytree(reference.path, path)
+    (path / "model.safetensors").unlink()
+    torch.save(weights, path / "pytorch_model.bin")
+    run_ranks(2, save_again, [path], tmp_path)
+    assert tensors_of(tmp_path / "pickled-saved") == tensors_of(reference.path)
 
 
 RANDOM = {

@@ -14,7 +14,6 @@ pytestmark = pytest.mark.ranks
 def model_only(checkpoint: Path, output_dir: Path) -> str:
     from mca_config.errors import McaError
     from mca_models.checkpoint_kinds import open_checkpoint
-    from mca_train.trainer import stop_signal
 
     saving = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True, "save_total_limit": 2}
     quietly(make_trainer(checkpoint, output_dir, max_steps=4, **saving).train)
@@ -34,7 +33,6 @@ def model_only(checkpoint: Path, output_dir: Path) -> str:
         again = make_trainer(checkpoint, output_dir / "megatron", max_steps=3, **megatron)
         with pytest.raises(McaError, match=r"checkpoint-.: holds no optimizer state \(save_only_model\?\)"):
             again.train(resume_from_checkpoint=resume)
-    stop_signal._EVERY = 0.0  # ranks agree after every step, however short
     stopped = make_trainer(checkpoint, output_dir / "stopped", max_steps=4, **saving)
     stopped.add_callback(interruption(2, "SIGTERM"))
     quietly(stopped.train)

@@ -1,5 +1,6 @@
 """What makes a site of the documentation: links out of it become text, every page has a place in it."""
 
+import importlib
 import importlib.util
 import re
 from pathlib import Path
@@ -36,6 +37,22 @@ def test_every_page_has_a_place_in_the_site():
     settings = yaml.safe_load(site)
     assert settings["strict"] is True
     assert settings["theme"]["font"] is False  # nothing is fetched from elsewhere
+
+
+def test_the_python_reference_lists_exactly_the_public_names():
+    page = (ROOT / "docs" / "python_reference.md").read_text()
+    listed = re.findall(r"^::: (\w+)\.(\w+)$", page, re.MULTILINE)
+    public = []
+    for name in ("mca_config", "mca_convert", "mca_models", "mca_train"):
+        package = importlib.import_module(name)
+        assert package.__all__ == sorted(package.__all__)
+        assert all(getattr(package, each).__doc__ for each in package.__all__)
+        public += [(name, each) for each in package.__all__]
+    assert sorted(listed) == public
+    assert page.count("\n::: ") == len(listed)
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    paths = settings["plugins"][1]["mkdocstrings"]["handlers"]["python"]["paths"]
+    assert {f"packages/{name.replace('_', '-')}/src" for name, _ in public} == set(paths)
 
 
 def test_the_page_of_commands_is_what_they_say(monkeypatch):

@@ -75,9 +75,6 @@ def pausing(step: int) -> Any:
 def made(checkpoint: Path, output: Path, **changes: Any) -> Any:
     from transformers import EarlyStoppingCallback
 
-    from mca_train.trainer import stop_signal
-
-    stop_signal._EVERY = 0.0  # as with steps of more than a second
     patience, size = changes.pop("early", None), changes.pop("steps_of_epochs", None)
     trainer = make_trainer(checkpoint, output, **(RUN | changes))
     if size:

@@ -55,9 +55,7 @@ def stopped_in_an_evaluation(
 
 
 def stopped_and_resumed(checkpoint: Path, output_dir: Path, rank: int, **changes: Any) -> dict[str, Any]:
-    from mca_train.trainer import stop_signal
 
-    stop_signal._EVERY = 0.0  # as with steps of more than a second
     straight = make_trainer(checkpoint, output_dir / "straight", **changes)
     quietly(straight.train)
     first = make_trainer(checkpoint, output_dir, **changes)
@@ -73,22 +71,20 @@ def stopped_and_resumed(checkpoint: Path, output_dir: Path, rank: int, **changes
         "straight": history(straight, "loss"),
         "resumed": history(second, "loss"),
         "handler": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
-        "patience": patience(first),
+        "patience": patience(),
     }
 
 
-def patience(trainer: Any) -> set[float]:
+def patience() -> set[float]:
     """Seconds that ranks wait for each other, in every group that they wait in."""
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state as state
 
-    watch = trainer.watch.signal._groups
     groups = [
         dist.group.WORLD,
         state.get_tensor_model_parallel_group(),
         state.get_data_parallel_group(),
-        *watch,
     ]
     return {
         group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups if group

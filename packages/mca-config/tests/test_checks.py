@@ -9,10 +9,14 @@ from mca_config import (
     McaModelConfig,
     ParallelLayout,
     check_layout,
+)
+from mca_config.checks import (
+    fp8_token_multiple,
+    length_multiple,
+    position_problem,
     require_layout,
     sequence_multiple,
 )
-from mca_config.checks import fp8_token_multiple, length_multiple, position_problem
 
 DENSE: dict[str, Any] = {
     "model_type": "llama",

@@ -354,7 +354,10 @@ def test_what_is_no_adapter(tiny, tmp_path: Path, capsys) -> None:
         (["--merge"], "--merge needs --adapter_path"),
         (["plan", "--merge"], "--merge needs --adapter_path"),
         (["plan"], "missing --checkpoint_path"),
-        (["plan", "--adapter_path", "{adapter}", "--merge"], "missing --checkpoint_path"),
+        (
+            ["plan", "--adapter_path", "{adapter}", "--merge"],
+            "--merge needs the base model: --checkpoint_path",
+        ),
         (["--adapter_path", "{adapter}", "--merge"], "--merge needs the base model: --checkpoint_path"),
     ],
 )

@@ -1,9 +1,11 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mca_convert.chunks import ChunkCache, split
+from mca_convert.fills import Chunking, Fill, split
 from mca_models.storage.byte_ranges import Gather, Move, clip
+from mca_models.weights import Param
 
+PARAM = Param(mca="x", hf=("x",))
 moves = st.builds(
     lambda source, target, run, repeat, source_gap, target_gap, source_step, target_step: Move(
         0,
@@ -67,9 +69,10 @@ def test_chunks_cover_a_tensor_once(move: Move, elements: int) -> None:
 
 
 def test_chunks_are_cut_once_for_each_gather() -> None:
-    cache, gather = ChunkCache(4), Gather((10,), (Move(0, 0, 0, 10, 1, 10, 10),))
-    assert cache.chunks(gather) is cache.chunks(gather)
-    assert [(chunk.start, chunk.stop) for chunk in cache.chunks(gather)] == [(0, 4), (4, 8), (8, 10)]
+    chunking, gather = Chunking(16), Gather((10,), (Move(0, 0, 0, 10, 1, 10, 10),))
+    first, second = (Fill("file", name, 0, gather, (), "F32", "F32", PARAM) for name in "ab")
+    assert chunking.chunks(first) is chunking.chunks(second)
+    assert [(chunk.start, chunk.stop) for chunk in chunking.chunks(first)] == [(0, 4), (4, 8), (8, 10)]
 
 
 def test_two_checkpoints_are_compared_in_the_same_stretches(tiny, convert, monkeypatch) -> None:

@@ -19,8 +19,8 @@ from mca_convert.interrupts import Interrupts
 
 SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 STAGES = {
-    "opening": "mca_convert.commands.convert.open_checkpoint",
-    "planning": "mca_convert.commands.convert.plan_to_mca",
+    "opening": "mca_convert.conversion.open_checkpoint",
+    "planning": "mca_convert.conversion.plan_to_mca",
     "making the folder": "mca_models.storage.partial_folder.PartialFolder.mark",
     "making files": "mca_models.storage.writer.make_file",
     "reading": "mca_convert.reader.SourceFile.read_into",
@@ -96,7 +96,7 @@ def test_at_the_renaming_it_comes_too_late(exists, after, tiny, tmp_path: Path, 
 
 def test_after_the_last_file_it_changes_nothing(tiny, tmp_path: Path, capsys, monkeypatch) -> None:
     source, output = tiny("llama"), tmp_path / "out"
-    raised = signalling(monkeypatch, "mca_convert.commands.conversion_run._summary", signal.SIGTERM)
+    raised = signalling(monkeypatch, "mca_convert.commands._summary", signal.SIGTERM)
     assert main(["--checkpoint_path", str(source), "--output_path", str(output), "--to", "hf"]) == 0
     assert raised and "nothing is left" not in capsys.readouterr().err
     assert_same_tensors(source, output)

@@ -23,7 +23,7 @@ KILLS = int(os.environ.get("MCA_TEST_KILLS", "8"))  # 50 for the whole proof
 CHILD = """
 import itertools, os, signal, sys
 from mca_convert import cli
-from mca_convert.commands import convert
+from mca_convert import commands, conversion, engine
 number, seconds, count = int(sys.argv[1]), float(sys.argv[2]), itertools.count(1)
 def hear(event, args):
     if event.startswith(("open", "os.", "mmap.")) and next(count) == number:

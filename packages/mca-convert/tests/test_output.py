@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from mca_config.printable import printable
-from mca_convert import progress
+from mca_convert import output
 from mca_convert.cli import main
 from mca_convert.flags import byte_count
 from mca_models.storage import atomic
@@ -169,7 +169,7 @@ def test_permissions_are_those_of_the_source_but_for_the_umask(
 
 
 def test_quiet_and_lines_of_progress(tiny, tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(output, "_SECONDS_BETWEEN_LINES", 0.0)
     sizes = ["--tensor_model_parallel_size=2", "--expert_model_parallel_size=2"]
     assert main([*arguments(tiny("mixtral"), tmp_path / "loud"), *sizes]) == 0
     reported = capsys.readouterr().err

@@ -14,7 +14,7 @@ import pytest
 from files import layout_flags as flags
 
 from mca_convert.cli import main
-from mca_convert.forecast.stages import plan_stages
+from mca_convert.forecast import plan_stages
 
 CONFIGS = Path(__file__).parents[2] / "mca-models/tests/data/configs"
 # published model -> a layout that people train it in

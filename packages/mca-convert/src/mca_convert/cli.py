@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING
 from mca_convert.interrupts import Interrupted, Interrupts
 
 if TYPE_CHECKING:
-    import argparse
-
-    from mca_config.parser import Parser
     from mca_config.program import Program
 
 
@@ -53,7 +50,6 @@ def _run_command(argv: Sequence[str], interrupts: Interrupts) -> int:
     import logging
 
     from mca_config.errors import McaError
-    from mca_config.printable import printable
     from mca_config.program import fail
     from mca_convert.flags import program
     from mca_convert.output import write_line
@@ -71,28 +67,18 @@ def _run_command(argv: Sequence[str], interrupts: Interrupts) -> int:
             return 0
     except McaError as error:
         return fail(error)
-    from mca_convert.commands.sources import local_sources
-    from mca_convert.sigbus import catching_truncated_files
-
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the workers are threads enough
     level = logging.WARNING if getattr(options, "quiet", False) else logging.INFO
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     for name in ("mca_config", "mca_models", "mca_convert"):  # not what libraries say of their requests
         logging.getLogger(name).setLevel(level)
     try:
-        with (
-            without_gc(),
-            catching_truncated_files(interrupts.note),
-            local_sources(command, options) as called,
-        ):
-            code = _run(command, parser, options, interrupts, called)
-            if interrupts.fault is None:
-                return code
-            raise interrupts.fault
+        with without_gc():
+            from mca_convert.commands import RUN
+
+            return RUN[command](parser, options, interrupts)
     except McaError as error:
         return fail(error)
-    except OSError as error:
-        sys.stderr.write(f"error: {printable(f'{_error_prefix(error)}{error.strerror or error}')}\n")
     except MemoryError:
         sys.stderr.write("error: out of memory; give fewer --workers, or a smaller --memory_limit\n")
     return 1
@@ -115,36 +101,6 @@ def _completion(known: "Program", shell: str) -> str:
 
     flags = {name: known.parser(name).flags for name in known.commands}
     return completion(known.name, shell, flags, known.default)
-
-
-def _error_prefix(error: OSError) -> str:
-    return f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
-
-
-def _run(
-    command: str,
-    parser: "Parser",
-    options: "argparse.Namespace",
-    interrupts: Interrupts,
-    called: "dict[str, str]",
-) -> int:
-    if command == "convert":
-        from mca_convert.commands.convert import convert
-
-        return convert(parser, options, interrupts)
-    if command == "verify":
-        from mca_convert.commands.verify import verify
-
-        return verify(options, interrupts)
-    if command == "plan":
-        from mca_convert.commands.plan import plan
-
-        return plan(parser, options, called)
-    if command == "inspect":
-        from mca_convert.commands.inspect import inspect
-
-        return inspect(options, called)
-    raise AssertionError(command)
 
 
 if __name__ == "__main__":

@@ -1,31 +1,31 @@
-"""Streaming comparison of two checkpoints as models: same parameters, same shapes, same elements.
+"""Comparison of two checkpoints as models, or of two LoRA adapters: same tensors, same shapes, same elements.
 
-Both are read in the order of the Hugging Face tensors, so differences have Hugging Face names in any layout.
+Models are read in the order of the Hugging Face tensors, so differences have Hugging Face names in any layout; adapters
+are compared under PEFT's names, without their base models.
 """
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from pathlib import Path
 
+from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
 from mca_config.types import Typed, Values
-from mca_convert.chunks import Chunk, split_exactly
-from mca_convert.collect import Buffers, Collector
-from mca_convert.pool import Limits, run_all
-from mca_convert.reader import SourceFiles
-from mca_convert.tasks import source_dtypes
+from mca_convert.fills import Chunk, source_dtypes, split_exactly
+from mca_convert.pool import ByteCounter, Limits, Progress, allow_open_files, run_all
+from mca_convert.reader import Buffers, Collector, SourceFiles
+from mca_models.checkpoint.mca_directory import load_config
+from mca_models.checkpoint_kinds import checkpoint_kind
 from mca_models.storage.copy_plan import HF
-from mca_models.storage.dtypes import ITEM_SIZES
+from mca_models.storage.dtypes import ITEM_SIZES, dtype_code
 from mca_models.storage.finite import counts_in
 from mca_models.storage.source import ModelSource
 from mca_models.weights import Param
 from mca_models.weights.arrays import NumpyArray
-
-if TYPE_CHECKING:
-    pass
 
 _SAME_MODEL_MAY_DIFFER = {"layout", "hf_config", "extra", "dtype", "vision"}
 _SAYS_NOTHING = frozenset(
@@ -34,7 +34,8 @@ _SAYS_NOTHING = frozenset(
     "is_encoder_decoder problem_type id2label label2id".split()
 )
 """Keys of a vision configuration without effect on the features."""
-_Pair = tuple[str, str, "_Side", "_Side", tuple[int, ...]]
+_SCALES = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+_Tensors = Mapping[str, Callable[[], NumpyArray]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,49 +48,67 @@ class _Side:
     dtype: str
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TensorDifference:
     """Difference between two versions of a tensor."""
 
-    elements: int = 0
-    first: tuple[int, tuple[int, ...], float, float] | None = None
-    """Position, index, and the two values of the first different element."""
-    largest: float = 0.0
+    elements: int
+    """Number of different elements."""
+    index: tuple[int, ...]
+    """Index of the first one in the tensor."""
+    values: tuple[float, float]
+    """Its two values."""
+    largest: float
+    """Largest absolute difference; infinite where one value is NaN."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Comparison:
-    """The outcome: the same model if there are neither ``problems`` nor ``differences``."""
+    """Outcome of a comparison: the two are the same if there are neither ``problems`` nor ``differences``."""
 
     problems: list[str] = field(default_factory=list)
+    """Differences of configurations, names, shapes and dtypes; values are compared only if there are none."""
     differences: dict[str, TensorDifference] = field(default_factory=dict)
+    """Tensors with different elements, by their Hugging Face names (PEFT's for adapters)."""
     tensors: int = 0
+    """Number of compared tensors."""
     elements: int = 0
+    """Number of compared elements."""
     not_finite: tuple[dict[str, int], dict[str, int]] = field(default_factory=lambda: ({}, {}))
     """Numbers of infinite and NaN values of the first and second checkpoint, by tensor."""
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    adapters: bool = False
+    """True if two LoRA adapters were compared."""
 
     @property
     def same(self) -> bool:
-        """Return whether the two are the same model."""
+        """Return whether the two are the same."""
         return not self.problems and not self.differences
 
-    def note(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        arrays: "Sequence[NumpyArray]",
-        tolerance: float | None,
-        start: int = 0,
+
+class _Recorder:
+    """Comparison of ranges of elements by several threads.
+
+    Args:
+        result: Outcome that it fills.
+        tolerance: Largest absolute difference allowed; None compares bits.
+    """
+
+    def __init__(self, result: Comparison, tolerance: float | None) -> None:
+        self.result, self._tolerance = result, tolerance
+        self._positions: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def compare(
+        self, name: str, shape: tuple[int, ...], arrays: Sequence[NumpyArray], start: int = 0
     ) -> None:
-        """Compare two flat ranges of tensor ``name`` that begin at its element ``start``; thread-safe."""
+        """Compare two flat ranges of tensor ``name`` that begin at its element ``start``."""
         import numpy as np
 
-        for counts, array in zip(self.not_finite, arrays, strict=True):
+        for counts, array in zip(self.result.not_finite, arrays, strict=True):
             if number := counts_in([(name, array)]).get(name):
                 with self._lock:
                     counts[name] = counts.get(name, 0) + number
-        different = _different(arrays[0], arrays[1], tolerance)
+        different = _different(arrays[0], arrays[1], self._tolerance)
         if not different.size:
             return
         values = [array[different].astype(np.float64) for array in arrays]
@@ -97,24 +116,31 @@ class Comparison:
             apart = np.abs(values[0] - values[1])
         apart[np.isnan(apart)] = np.inf  # a NaN on one side
         apart[np.isnan(values[0]) & np.isnan(values[1])] = 0.0
-        largest = float(apart.max())
         position = start + int(different[0])
         index = tuple(int(i) for i in np.unravel_index(position, shape)) if shape else ()
+        found = TensorDifference(
+            elements=different.size,
+            index=index,
+            values=(float(values[0][0]), float(values[1][0])),
+            largest=float(apart.max()),
+        )
         with self._lock:
-            entry = self.differences.setdefault(name, TensorDifference())
-            entry.elements += different.size
-            entry.largest = max(entry.largest, largest)
-            if entry.first is None or position < entry.first[0]:
-                entry.first = position, index, float(values[0][0]), float(values[1][0])
+            before = self.result.differences.setdefault(name, found)
+            if before is not found:
+                before.elements += found.elements
+                before.largest = max(before.largest, found.largest)
+            if position <= self._positions.setdefault(name, position):
+                self._positions[name] = position
+                before.index, before.values = found.index, found.values
 
 
-def compare(
+def compare_models(
     first: ModelSource,
     second: ModelSource,
     limits: Limits,
     *,
     tolerance: float | None = None,
-    progress: Callable[[int], None] = lambda nbytes: None,
+    progress: Progress | None = None,
 ) -> Comparison:
     """Compare every element of two models.
 
@@ -123,18 +149,20 @@ def compare(
         second: The other.
         limits: Threads and memory.
         tolerance: Largest absolute difference allowed, and dtypes may differ; None compares bits.
-        progress: Called with the bytes of ``first`` that have been compared.
+        progress: See `Progress`; the bytes are those of ``first``.
     """
     result = Comparison(problems=_different_models(first, second, tolerance))
     for source in (first, second):
         source.check_duplicates()
     if result.problems:
         return result
+    allow_open_files(len({info.file for source in (first, second) for info in source.tensors()}))
     files = SourceFiles({**first.checksums(), **second.checksums()})
-    worker = _Worker(files, limits, result, tolerance, progress)
+    counter = ByteCounter(sum(info.nbytes for info in first.tensors()), progress)
+    worker = _Worker(files, limits, _Recorder(result, tolerance), counter)
     try:
         run_all(_pairs(first, second, result, limits), limits.workers, worker.start)
-        files.check(limits.workers)
+        files.check(limits.workers, counter.check)
     finally:
         files.close()
     return result
@@ -204,16 +232,8 @@ def _pairs(
 class _Worker:
     """Comparison of chunks in one thread."""
 
-    def __init__(
-        self,
-        files: SourceFiles,
-        limits: Limits,
-        result: Comparison,
-        tolerance: float | None,
-        progress: Callable[[int], None],
-    ) -> None:
-        self._files, self._limits, self._result = files, limits, result
-        self._tolerance, self._progress = tolerance, progress
+    def __init__(self, files: SourceFiles, limits: Limits, recorder: _Recorder, counter: ByteCounter) -> None:
+        self._files, self._limits, self._recorder, self._counter = files, limits, recorder, counter
 
     def start(self) -> Callable[[tuple[str, tuple[int, ...], _Side, _Side]], None]:
         """Return the function that one thread calls for each chunk."""
@@ -227,8 +247,8 @@ class _Worker:
             collector.collect(side.chunk, side.source.parts(side.param), side.dtype, buffer)
             for side, buffer in ((first, "first"), (second, "second"))
         ]
-        self._result.note(name, shape, arrays, self._tolerance, first.chunk.start)
-        self._progress(arrays[0].nbytes)
+        self._recorder.compare(name, shape, arrays, first.chunk.start)
+        self._counter.add(arrays[0].nbytes)
 
 
 def _different(first: NumpyArray, second: NumpyArray, tolerance: float | None) -> NumpyArray:
@@ -244,3 +264,80 @@ def _different(first: NumpyArray, second: NumpyArray, tolerance: float | None) -
             close = np.abs(one - two) <= tolerance
         same = close | (one == two) | (np.isnan(one) & np.isnan(two))
     return np.flatnonzero(~same)
+
+
+def compare_adapters(first: Path, second: Path, *, tolerance: float | None = None) -> Comparison:
+    """Compare every element of two adapters, and their scales.
+
+    Args:
+        first: One directory.
+        second: The other.
+        tolerance: Largest absolute difference allowed, and dtypes may differ; None compares bits.
+
+    Raises:
+        McaError: One is damaged, or a full model.
+    """
+    for path, other in ((first, second), (second, first)):
+        if not checkpoint_kind(path).is_adapter:
+            raise McaError(
+                f"{path} is a full model and {other} an adapter; merge the adapter (--merge) to compare models"
+            )
+    result = Comparison(problems=list(_different_scales(first, second)), adapters=True)
+    recorder = _Recorder(result, tolerance)
+    model = _described_model(first) or _described_model(second)
+    mine, its = _tensors(first, model), _tensors(second, model)
+    for path, names in ((first, mine.keys() - its.keys()), (second, its.keys() - mine.keys())):
+        if names:
+            result.problems.append(
+                f"{counted(len(names), 'tensor')} only in {path} ({', '.join(sorted(names)[:4])})"
+            )
+    for name in sorted(mine.keys() & its.keys()):
+        _compare_arrays(name, mine[name](), its[name](), recorder, tolerance)
+    return result
+
+
+def _compare_arrays(
+    name: str,
+    mine: NumpyArray,
+    its: NumpyArray,
+    recorder: _Recorder,
+    tolerance: float | None,
+) -> None:
+    result = recorder.result
+    result.tensors += 1
+    result.elements += mine.size
+    if mine.shape != its.shape:
+        result.problems.append(f"{name}: shapes {list(mine.shape)} and {list(its.shape)}")
+    elif mine.dtype != its.dtype and tolerance is None:
+        codes = f"{dtype_code(mine.dtype)} and {dtype_code(its.dtype)}"
+        result.problems.append(f"{name}: {codes} (--tolerance allows this)")
+    else:
+        recorder.compare(name, mine.shape, [mine.reshape(-1), its.reshape(-1)])
+
+
+def _different_scales(first: Path, second: Path) -> Iterator[str]:
+    from mca_models.lora import AdapterConfig
+
+    mine, its = (AdapterConfig.load(path).document for path in (first, second))
+    for key in _SCALES:
+        default = 8 if key in ("r", "lora_alpha") else None
+        if (mine.get(key, default) or None) != (its.get(key, default) or None):
+            yield f"adapter_config.json, {key}: {mine.get(key)!r} and {its.get(key)!r}"
+
+
+def _described_model(path: Path) -> McaModelConfig | None:
+    """Return the configuration of the base model, which only an MCA adapter has."""
+    from mca_models.lora import is_mca_adapter
+
+    return load_config(path) if is_mca_adapter(path) else None
+
+
+def _tensors(path: Path, model: McaModelConfig | None) -> _Tensors:
+    """Return a reader of each tensor; names are checked against ``model`` if that is known."""
+    from mca_models.lora import open_adapter
+    from mca_models.lora.peft_directory import PeftTensors, stored_tensors
+
+    if model is None:
+        return {name: info.array for name, info in stored_tensors(path)[1].items()}
+    tensors = PeftTensors(open_adapter(path, model))
+    return {name: partial(tensors.array, name) for name in tensors.sources}

@@ -1,14 +1,16 @@
 """A conversion from one directory to another: planned and checked for completeness, then executed by `engine`."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_convert.engine import Engine
+from mca_convert.fills import Fill, fills_to_hf, fills_to_mca, source_dtypes, target_dtypes
 from mca_convert.non_finite import (
     Notes,
     RefusedParam,
@@ -17,14 +19,14 @@ from mca_convert.non_finite import (
     non_finite_warning,
     search,
 )
-from mca_convert.pool import Limits
+from mca_convert.pool import ByteCounter, Limits, Progress, allow_open_files
 from mca_convert.reader import SourceFiles
-from mca_convert.tasks import Fill, fills_to_hf, fills_to_mca, source_dtypes, target_dtypes
+from mca_convert.request import OptionsError, Request, layout_problem, target_layout
 from mca_models.checkpoint.contents import foreign_entry, is_checkpoint
 from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES, METADATA, HfLayout
 from mca_models.checkpoint.mca_directory import McaLayout, iteration_name
-from mca_models.checkpoint.side_files import copy_side_files, side_files, side_names
-from mca_models.checkpoint_kinds import checkpoint_kind
+from mca_models.checkpoint.side_files import copy_side_files, different_tokenizer, side_files, side_names
+from mca_models.checkpoint_kinds import checkpoint_kind, open_checkpoint
 from mca_models.storage.atomic import PartialDirectory, require_absent, require_free
 from mca_models.storage.dtypes import DTYPE_NAMES
 from mca_models.storage.manifest import FileRecord
@@ -32,8 +34,6 @@ from mca_models.storage.safetensors import FilePlan, plan_file
 from mca_models.storage.source import ModelSource
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,11 @@ class Conversion:
         }
 
     @property
+    def kind(self) -> Literal["mca", "hf"]:
+        """The target."""
+        return "mca" if isinstance(self.target, McaLayout) else "hf"
+
+    @property
     def open_files(self) -> int:
         """Files that are open at once."""
         return len(self.target.files) + len({info.file for info in self.source.tensors()})
@@ -74,8 +79,7 @@ class Conversion:
         self,
         destination: Path,
         limits: Limits,
-        progress: Progress = lambda nbytes: None,
-        proceed: Callable[[], None] = lambda: None,
+        progress: Progress | None = None,
         *,
         overwrite: bool = False,
     ) -> Path:
@@ -84,53 +88,86 @@ class Conversion:
         Args:
             destination: Absent, or an empty directory, or with ``overwrite`` any.
             limits: Threads and memory.
-            progress: Called with the bytes of each written chunk, from any thread.
-            proceed: Called between steps, from any thread; raises to stop.
+            progress: See `Progress`; called with 0 before the first file is made, and before the result is put in
+                place.
             overwrite: Replace the contents of ``destination``.
 
         Raises:
             McaError: The destination exists, a file cannot be read or written, or the conversion computes values from
                 NaN or infinite ones.
         """
+        allow_open_files(self.open_files)
         self.source.check_duplicates()
         small = side_files(self.source.path)  # before the work, because this can raise an error
+        counter = ByteCounter(self.nbytes, progress)
+        counter.check()
         partial = PartialDirectory(destination, overwrite=overwrite)
         with partial.writing(self.nbytes + sum(file.stat().st_size for file in small)) as path:
-            records = self._write_weights(path, limits, progress, proceed)
+            records = self._write_weights(path, limits, counter)
             files = {str(Path(self.prefix, name)): record.nbytes for name, record in records.items()}
             files |= copy_side_files(self.source.path, path)
             if isinstance(self.target, McaLayout):
                 files |= self.target.finish(path, records)
             else:
                 files |= self.target.finish(path)
-            proceed()
+            counter.check()
             partial.publish(files)
         return destination
 
-    def _write_weights(
-        self, directory: Path, limits: Limits, progress: Progress, proceed: Callable[[], None]
-    ) -> dict[str, FileRecord]:
-        def advance(nbytes: int) -> None:
-            proceed()
-            progress(nbytes)
-
+    def _write_weights(self, directory: Path, limits: Limits, counter: ByteCounter) -> dict[str, FileRecord]:
         sources = SourceFiles(self.source.checksums())
         to_mca, notes = isinstance(self.target, McaLayout), Notes(self.source, self.fills)
         plans = self.file_plans(directory)
         try:
-            engine = Engine(plans, sources, limits, checksum=to_mca, progress=advance, note=notes.note)
+            engine = Engine(plans, sources, limits, checksum=to_mca, progress=counter.add, note=notes.note)
             records = engine.run(self.fills)
-            sources.check(limits.workers, proceed)
+            sources.check(limits.workers, counter.check)
         except RefusedParam as refused:
             casts = notes.casts()
-            (first, *_) = search(self.source, [refused.param], limits, casts=casts, proceed=proceed)
+            (first, *_) = search(self.source, [refused.param], limits, casts=casts, proceed=counter.check)
             raise non_finite_error(first, notes.work or "", casts.get(refused.param.mca_name(), "")) from None
         finally:
             sources.close()
         if notes.params:
-            found = search(self.source, list(notes.params.values()), limits, proceed=proceed)
+            found = search(self.source, list(notes.params.values()), limits, proceed=counter.check)
             logger.warning("%s", non_finite_warning(self.source.path, count_by_name(found)))
         return records
+
+
+def plan_conversion(request: Request) -> Conversion:
+    """Plan the conversion of a model, with an adapter merged into it if requested.
+
+    Raises:
+        OptionsError: The options exclude each other.
+        McaError: The source is incomplete or damaged, or cannot be converted in this way.
+    """
+    path = request.require_checkpoint()
+    from_megatron = checkpoint_kind(path).is_megatron
+    target = request.to or ("hf" if from_megatron or request.merge else "mca")
+    if target == "hf" and (
+        problem := layout_problem(request.layout, from_megatron=from_megatron or request.merge)
+    ):
+        raise OptionsError(problem)
+    if target == "mca" and request.fp8:
+        raise OptionsError("--fp8 is for Hugging Face targets; add --to hf, or remove it")
+    source = open_checkpoint(path, request.cast)
+    if request.adapter is not None:
+        source = _merged(source, request.adapter, request.cast)
+    if target == "hf":
+        return plan_to_hf(source, request.cast, request.max_shard_bytes, fp8=request.fp8)
+    return plan_to_mca(source, target_layout(request.layout, source.config.layout), request.cast)
+
+
+def _merged(base: ModelSource, adapter: Path, cast: str | None) -> ModelSource:
+    from mca_models.lora import MergedSource, open_adapter
+
+    if names := different_tokenizer(base.path, adapter):
+        logger.info(
+            "tokenizer: the base model's files are written; %s has other versions of %s",
+            adapter,
+            ", ".join(names),
+        )
+    return MergedSource(base, open_adapter(adapter, base.config), cast)
 
 
 def plan_to_mca(source: ModelSource, layout: ParallelLayout, cast: str | None = None) -> Conversion:

@@ -11,11 +11,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 
-from mca_convert.chunks import Chunk
-from mca_convert.collect import Buffers, Collector, is_any_kept
+from mca_convert.fills import Chunk, Chunking, Fill, band_elements, fill_item_size
 from mca_convert.pool import Limits, run_all
-from mca_convert.reader import SourceFiles
-from mca_convert.tasks import Chunking, Fill, band_elements, fill_item_size
+from mca_convert.reader import Buffers, Collector, SourceFiles, is_any_kept
 from mca_models.quantization.fp8_tile import Fp8Tile
 from mca_models.quantization.fp8_write import quantize, scale_shape
 from mca_models.storage.cast import Overflow, cast_into

@@ -150,8 +150,8 @@ def _adapter_flags(parser: Parser) -> None:
 def _dtype_flags(parser: Parser) -> None:
     group = parser.add_argument_group("dtype", "cast floating-point weights; default: no cast")
     choice = group.add_mutually_exclusive_group()
-    for flag, code in (("bf16", "BF16"), ("fp16", "F16"), ("fp32", "F32")):
-        choice.add_argument(f"--{flag}", dest="cast", action="store_const", const=code, help=f"to {flag}")
+    for flag in ("bf16", "fp16", "fp32"):
+        choice.add_argument(f"--{flag}", dest="dtype", action="store_const", const=flag, help=f"to {flag}")
     group.add_argument(
         "--fp8",
         action="store_true",

@@ -37,10 +37,11 @@ _SIZES = (
 
 @dataclass
 class Inspection:
-    """Contents of a directory."""
+    """Contents of a checkpoint or adapter directory."""
 
     path: str
     kind: str
+    """Kind for people, such as ``MCA checkpoint``."""
     facts: JsonObject = field(default_factory=dict)
     """Properties by their name for people, in display order."""
     sizes: JsonObject = field(default_factory=dict)
@@ -50,15 +51,11 @@ class Inspection:
     dtypes: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Numbers of tensors and bytes of each dtype."""
     biggest: list[tuple[str, str, list[int], int]] = field(default_factory=list)
-    """Name, dtype, shape and bytes."""
+    """Name, dtype, shape and bytes of the largest tensors."""
     not_finite: dict[str, int] | None = None
     """Numbers of non-finite values by tensor; None: no value was read."""
     problem: str | None = None
     """Error that prevents reading the checkpoint."""
-
-    def as_dict(self) -> JsonObject:
-        """Return the document of ``--json``."""
-        return dataclasses.asdict(self)
 
 
 def inspect_directory(path: Path, top: int = 5, limits: Limits | None = None) -> Inspection:

@@ -1,4 +1,4 @@
-"""Signals that end the command (Ctrl-C, SIGTERM, SIGHUP), and asynchronous errors.
+"""Signals that end the command: Ctrl-C, SIGTERM, SIGHUP.
 
 The code that writes files removes incomplete ones.
 """
@@ -6,12 +6,8 @@ The code that writes files removes incomplete ones.
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from mca_config.errors import McaError
 
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 
@@ -23,13 +19,12 @@ class Interrupted(BaseException):
 class Interrupts:
     """The first signal and its handling.
 
-    Outside ``holding`` a signal raises `Interrupted` at once. In ``holding``, while files are written, it is recorded
-    and ``check`` raises, so that the output is either removed or complete. Further signals have no effect.
+    Usually a signal raises `Interrupted` at once. While files are written (``holding``) it is recorded and ``check``
+    raises, so that the output is either removed or complete. Further signals have no effect.
     """
 
     def __init__(self) -> None:
         self.arrived: signal.Signals | None = None
-        self.fault: McaError | None = None
         self._held = self._done = False
         self._last_line: str | None = None
 
@@ -51,12 +46,17 @@ class Interrupts:
                 signal.signal(number, signal.SIG_IGN if to_the_end else before[number])
 
     @contextmanager
-    def holding(self) -> Iterator[None]:
-        """Record signals in the block, which writes files; ignore them after it ends without an error."""
-        self._held = True
+    def holding(self) -> Iterator[Callable[[], None]]:
+        """Yield a function to call before files are written: from then on signals are recorded until the block ends.
+
+        After a block that ends without an error they are ignored.
+        """
+
+        def hold() -> None:
+            self._held = True
+
         try:
-            self.check()
-            yield
+            yield hold
             self.finish()
         finally:
             self._held = False
@@ -77,14 +77,8 @@ class Interrupts:
         """Ignore signals from now on."""
         self._done = True
 
-    def note(self, fault: "McaError") -> None:
-        """Record ``fault`` for ``check``, unless there is an earlier one."""
-        self.fault = self.fault or fault
-
     def check(self) -> None:
-        """Raise the recorded fault or, after a signal, `Interrupted`."""
-        if self.fault is not None:
-            raise self.fault
+        """Raise `Interrupted` after a signal."""
         if self.arrived is not None and not self._done:
             raise Interrupted
 

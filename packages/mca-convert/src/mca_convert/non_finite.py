@@ -12,11 +12,9 @@ from types import MappingProxyType
 
 from mca_config.errors import McaError
 from mca_config.printable import counted
-from mca_convert.chunks import Chunk, split_exactly
-from mca_convert.collect import Buffers, Collector
+from mca_convert.fills import Chunk, Fill, split_exactly
 from mca_convert.pool import Limits, run_all
-from mca_convert.reader import SourceFiles
-from mca_convert.tasks import Fill
+from mca_convert.reader import Buffers, Collector, SourceFiles
 from mca_models.quantization.fp8_read import Fp8Tensor
 from mca_models.quantization.mxfp4_read import Mxfp4Tensor
 from mca_models.storage.cast import overflows, too_narrow

@@ -1,26 +1,30 @@
-"""Source files: positioned reads, memory maps for strided reads, and checksums of the bytes read."""
+"""Source files: positioned reads, memory maps for strided reads, checksums of the bytes read; chunks made of them."""
 
+import errno
 import mmap
 import os
 import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mca_config.errors import McaError
 from mca_config.files import naming_read_errors, open_regular
+from mca_convert.fills import Chunk
 from mca_convert.pool import run_all
+from mca_models.storage.byte_ranges import Move
 from mca_models.storage.checksum import crc32_join, file_crc32
+from mca_models.storage.dtypes import numpy_dtype
 from mca_models.storage.partial_folder import close
+from mca_models.storage.safetensors import TensorInfo
+from mca_models.storage.source import Part, copy_move
 from mca_models.storage.writer import as_bytes
 from mca_models.weights.arrays import Contiguous, NumpyArray
 
-if TYPE_CHECKING:
-    pass
-
-
 _AT_ONCE = 1 << 20
+_BAND = 1 << 20  # elements that are computed at a time, where a part is too large to keep
+_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14
 
 
 class SourceFile:
@@ -71,7 +75,20 @@ class SourceFile:
                 raise McaError(f"{self.path}: cannot be read ({error.strerror})") from None
         if self._map is None or offset + nbytes > self.nbytes:
             raise self._truncated_error(self.nbytes)
+        self._populate(offset, nbytes)
         return np.frombuffer(self._map, np.uint8, nbytes, offset)
+
+    def _populate(self, offset: int, nbytes: int) -> None:
+        """Have the kernel map the pages: one that cannot be read is an error now, and SIGBUS when it is touched."""
+        assert self._map is not None
+        first = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        try:
+            self._map.madvise(_POPULATE_READ, first, offset + nbytes - first)
+        except OSError as error:
+            if error.errno == errno.EFAULT:  # others mean that the kernel has no such advice
+                raise McaError(
+                    f"{self.path}: cannot be read to its end; was it changed while it was read, or is its disk broken?"
+                ) from None
 
     def _truncated_error(self, position: int) -> McaError:
         return McaError(f"{self.path}: ended at byte {position} while it was read; was it changed?")
@@ -146,3 +163,121 @@ class SourceFiles:
         """Close all files."""
         for file in self._files.values():
             file.close()
+
+
+class Buffers:
+    """Reusable buffers of one thread, allocated on first use."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._raw: dict[str, NumpyArray] = {}
+        self._typed: dict[tuple[str, str], NumpyArray] = {}
+
+    def array(self, name: str, dtype: str, size: int) -> NumpyArray:
+        """Return the first ``size`` elements of buffer ``name``."""
+        typed = self._typed.get((name, dtype))
+        if typed is None:
+            typed = self._typed[name, dtype] = self._bytes(name).view(numpy_dtype(dtype))
+        return typed[:size]
+
+    def _bytes(self, name: str) -> NumpyArray:
+        import numpy as np
+
+        if name not in self._raw:
+            self._raw[name] = np.empty(self._nbytes, np.uint8)
+        return self._raw[name]
+
+
+class Collector:
+    """Reader of the source elements of a chunk; each thread has one."""
+
+    def __init__(self, sources: SourceFiles, buffers: Buffers, computed_bytes: int = 0) -> None:
+        self._sources, self._buffers = sources, buffers
+        self._computed = ComputedParts(computed_bytes)
+
+    def collect(self, chunk: Chunk, parts: tuple[Part, ...], dtype: str, buffer: str) -> NumpyArray:
+        """Return the elements of ``chunk``, in the ``dtype`` of the parts, in buffer ``buffer``."""
+        self._computed.keep(parts)
+        out = self._buffers.array(buffer, dtype, chunk.stop - chunk.start)
+        for start, stop in chunk.zeros:
+            out[start:stop] = 0
+        for move in chunk.moves:
+            part = parts[move.part]
+            if isinstance(part.info, TensorInfo):
+                self._copy(part.info, part.start, move, out)
+            else:
+                self._computed.copy(part, move, out)
+        return out
+
+    def _copy(self, info: TensorInfo, start: int, move: Move, out: NumpyArray) -> None:
+        file, size = self._sources.get(info.file), info.itemsize
+        offset = info.offset + (start + move.source) * size
+        elements = move.run * move.repeat
+        if not move.reads_in_order:
+            mapped = file.mapped(offset, move.source_span * size).view(out.dtype)
+            copy_move(mapped, out, move._replace(source=0))
+        elif not move.writes_in_order:
+            scratch = self._buffers.array("scratch", info.dtype, elements)
+            file.read_into(scratch, offset)
+            copy_move(scratch, out, move._replace(source=0))
+        else:
+            file.read_into(out[move.target : move.target + elements], offset)
+
+
+def computed_bytes(part: Part) -> int:
+    """Return the bytes of ``part`` after reading."""
+    return prod(part.shape) * part.info.itemsize
+
+
+def is_any_kept(parts: tuple[Part, ...], limit: int) -> bool:
+    """Return whether any of ``parts`` is computed and small enough for the cache."""
+    return any(not isinstance(part.info, TensorInfo) and computed_bytes(part) <= limit for part in parts)
+
+
+class ComputedParts:
+    """Source of computed (dequantized or merged) parts, with a cache of small ones for the next chunk.
+
+    Args:
+        nbytes: Largest size of a cached part.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._limit = nbytes
+        self._kept: dict[tuple[int, int], tuple[Part, NumpyArray]] = {}
+
+    def copy(self, part: Part, move: Move, out: NumpyArray) -> None:
+        """Copy ``move`` from ``part`` to ``out``."""
+        if computed_bytes(part) <= self._limit:
+            copy_move(self._whole(part), out, move)
+            return
+        flat = part.elements()
+        for piece in split_bands(move, _BAND):
+            start = part.start + piece.source
+            band = flat[start : start + piece.source_span]
+            copy_move(band, out, piece._replace(source=0))
+
+    def keep(self, parts: tuple[Part, ...]) -> None:
+        """Remove all cached parts except ``parts``."""
+        if self._kept:
+            keys = {_key(part) for part in parts}
+            self._kept = {key: kept for key, kept in self._kept.items() if key in keys}
+
+    def _whole(self, part: Part) -> NumpyArray:
+        if _key(part) not in self._kept:
+            self._kept[_key(part)] = part, part.flat()
+        return self._kept[_key(part)][1]
+
+
+def _key(part: Part) -> tuple[int, int]:
+    return id(part.info), part.start
+
+
+def split_bands(move: Move, elements: int) -> Iterator[Move]:
+    """Split ``move`` so that each part spans about ``elements`` of the source, unless single runs are longer."""
+    step = max(1, elements // max(1, move.source_stride))
+    for first in range(0, move.repeat, step):
+        yield move._replace(
+            source=move.source + first * move.source_stride,
+            target=move.target + first * move.target_stride,
+            repeat=min(step, move.repeat - first),
+        )

@@ -1,20 +1,42 @@
 """The weights and models of mca.
 
-The base install has ``mca_models.weights``, ``templates`` and ``checkpoint``, none of which imports torch. With the
-extra ``megatron`` there are ``AutoModel`` and ``VirtualModels``, imported when first asked for.
+Exported names are imported on first use. ``AutoConfig``, ``config_from_hf`` and ``open_checkpoint`` need no torch; the
+others need the extra ``megatron``.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mca_config.lazy_names import make_lazy_getattr
 
 if TYPE_CHECKING:
-    from mca_models.megatron import AutoModel, VirtualModels
+    from mca_models.auto_config import AutoConfig
+    from mca_models.checkpoint_kinds import open_checkpoint
+    from mca_models.megatron.auto import AutoModel
+    from mca_models.megatron.log_probs.vocabulary import TokenValues
+    from mca_models.megatron.peft.create import get_peft_model, load_adapter
+    from mca_models.megatron.virtual_models import VirtualModels
+    from mca_models.templates import config_from_hf
 
-__all__ = ["AutoModel", "VirtualModels"]
+__all__ = [
+    "AutoConfig",
+    "AutoModel",
+    "TokenValues",
+    "VirtualModels",
+    "config_from_hf",
+    "get_peft_model",
+    "load_adapter",
+    "open_checkpoint",
+]
 
+_HOME = {
+    "AutoConfig": "auto_config",
+    "AutoModel": "megatron.auto",
+    "TokenValues": "megatron.log_probs.vocabulary",
+    "VirtualModels": "megatron.virtual_models",
+    "config_from_hf": "templates",
+    "get_peft_model": "megatron.peft.create",
+    "load_adapter": "megatron.peft.create",
+    "open_checkpoint": "checkpoint_kinds",
+}
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from mca_models import megatron
-
-    return getattr(megatron, name)
+__getattr__ = make_lazy_getattr(__name__, _HOME)

@@ -88,16 +88,30 @@ def _pickled(path: Path) -> Sequence[StoredTensor] | None:
     return pickled_tensors(path)
 
 
-def open_checkpoint(path: Path, dtype: str | None = None) -> ModelSource:
-    """The checkpoint in directory ``path``, whichever kind it is.
+def open_checkpoint(path: str | Path, dtype: str | None = None) -> ModelSource:
+    """Open a checkpoint of any kind: Hugging Face, MCA, ROLL or Megatron ``torch_dist``. No weight is read yet.
 
     Args:
         path: The directory.
-        dtype: Safetensors code that quantised weights are read as; None: what ``config.json`` says.
+        dtype: Safetensors code (``BF16``, ``F16``, ``F32``) that quantised weights are read as; None: what
+            ``config.json`` says.
+
+    Returns:
+        The source: ``config`` (`mca_config.McaModelConfig`), ``params`` (one rule for each Megatron parameter, with its
+        names), ``full_shape(param)`` and ``tensors()``, the stored tensors with ``name``, ``dtype``, ``shape`` and
+        ``array()``, which maps the elements from the file.
 
     Raises:
         McaError: It is incomplete or damaged, or an adapter.
+
+    Example:
+        ```python
+        source = open_checkpoint("Qwen3-8B")
+        for tensor in source.tensors():
+            print(tensor.name, tensor.dtype, tensor.array().mean(dtype="float32"))
+        ```
     """
+    path = Path(path)
     kind = checkpoint_kind(path)
     if kind.is_adapter:
         raise McaError(

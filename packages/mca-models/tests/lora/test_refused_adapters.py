@@ -76,10 +76,6 @@ from mca_models.templates import config_from_hf
         ({"target_modules": 5}, "target_modules must be a pattern or a list of names, not 5"),
         ({"target_modules": ["q_proj", 5]}, "target_modules must be a pattern or a list of names"),
         ({"target_modules": "(["}, "is no regular expression"),
-        ({"target_modules": "((a|b|.)+)+x"}, "may take for ever to match"),
-        ({"target_modules": r"(.*)*([\])}]|x)"}, "may take for ever to match"),
-        ({"target_modules": ".*" * 30 + "x"}, "repeats at 30 places, more than 6"),
-        ({"modules_to_save": ["((.)+)+!"]}, "modules_to_save: .* may take for ever"),
         ({"exclude_modules": 7}, "exclude_modules must be"),
         ({"layers_to_transform": "x"}, "layers_to_transform must be a layer's number"),
         (

@@ -14,8 +14,7 @@ import pytest
 
 from mca_config.errors import McaError
 from mca_models.storage import partial_folder
-from mca_models.storage.atomic import PartialDirectory, atomic_directory, write_file
-from mca_models.storage.renames import move
+from mca_models.storage.atomic import PartialDirectory, atomic_directory, move, write_file
 
 WRITER = """
 import sys, time
@@ -292,7 +291,7 @@ def test_an_empty_directory_keeps_what_it_is(tmp_path: Path) -> None:
 FILLER = """
 import os, sys
 from pathlib import Path
-from mca_models.storage import atomic, renames
+from mca_models.storage import atomic
 from mca_models.storage.atomic import PartialDirectory
 moves = 0
 def move(*words):
@@ -300,8 +299,8 @@ def move(*words):
     if moves == int(sys.argv[2]):
         os.kill(os.getpid(), 9)
     moves += 1
-    renames.move(*words)
-atomic.move = move
+    original(*words)
+original, atomic.move = atomic.move, move
 partial = PartialDirectory(Path(sys.argv[1]))
 for name in ("mca_config.json", "weights", "config.json"):
     (partial.path / name).write_text("x")
@@ -365,7 +364,7 @@ def test_without_an_exchange_of_the_file_system_the_old_one_steps_aside(
     def unknown(*words: object) -> None:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-    monkeypatch.setattr("mca_models.storage.renames._renameat2", unknown)
+    monkeypatch.setattr("mca_models.storage.atomic._renameat2", unknown)
     test_overwrite_exchanges_whole_directories(tmp_path)
     folder = left_by(tmp_path / "x")
     (tmp_path / "x").rename(folder / partial_folder.DISPLACED)  # killed between the two steps

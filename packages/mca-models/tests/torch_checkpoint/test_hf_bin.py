@@ -1,4 +1,4 @@
-"""``pytorch_model.bin``: the same model as from safetensors, whatever format and however many files."""
+"""``pytorch_model.bin``: the same model as from safetensors, in however many files."""
 
 import json
 from pathlib import Path
@@ -14,30 +14,25 @@ from mca_config.errors import McaError
 from mca_models.checkpoint_kinds import open_checkpoint
 from mca_models.storage.source import read_shard
 
-KINDS = {"zip": {}, "legacy": {"_use_new_zipfile_serialization": False}}
 
-
-def pickled(folder: Path, *, sharded: bool = False, legacy: bool = False, strided: bool = False) -> Path:
+def pickled(folder: Path, *, sharded: bool = False, strided: bool = False) -> Path:
     """The same directory with its weights in files of torch.save."""
     weights: dict[str, Any] = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     if strided:
         weights = {n: t.t().contiguous().t() if t.dim() == 2 else t for n, t in weights.items()}
-    options = KINDS["legacy" if legacy else "zip"]
     if not sharded:
-        torch.save(weights, folder / "pytorch_model.bin", **options)
+        torch.save(weights, folder / "pytorch_model.bin")
         return folder
     names, files = sorted(weights), ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
     where = {name: files[number % 2] for number, name in enumerate(names)}
     for file in files:
-        torch.save({n: weights[n] for n in names if where[n] == file}, folder / file, **options)
+        torch.save({n: weights[n] for n in names if where[n] == file}, folder / file)
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
     return folder
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"sharded": True}, {"legacy": True}, {"sharded": True, "strided": True}]
-)
+@pytest.mark.parametrize("changes", [{}, {"sharded": True}, {"sharded": True, "strided": True}])
 def test_it_is_the_same_model(tmp_path: Path, changes: dict[str, bool]) -> None:
     expected = open_checkpoint(save("llama", tmp_path / "safe"))
     found = open_checkpoint(pickled(save("llama", tmp_path / "bin"), **changes))

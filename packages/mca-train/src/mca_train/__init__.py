@@ -1,6 +1,6 @@
 """Megatron-core training on the Hugging Face Trainer's lifecycle.
 
-``McaTrainer`` is imported when first asked for: it needs torch, transformers and megatron-core.
+Exported names are imported on first use: the trainers need torch, transformers and megatron-core.
 """
 
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mca_train.data.preferences import PairDataset
     from mca_train.data.token_dataset import TokenDataset
     from mca_train.losses.preference import PreferenceLoss
+    from mca_train.tasks.task import Task
     from mca_train.trainer.dpo import DpoTrainer
     from mca_train.trainer.kto import KtoTrainer
     from mca_train.trainer.scores import ClassificationTrainer, RewardTrainer
@@ -26,6 +27,7 @@ __all__ = [
     "PairDataset",
     "PreferenceLoss",
     "RewardTrainer",
+    "Task",
     "TokenDataset",
 ]
 
@@ -38,6 +40,7 @@ _HOME = {
     "PairDataset": "data.preferences",
     "PreferenceLoss": "losses.preference",
     "RewardTrainer": "trainer.scores",
+    "Task": "tasks.task",
     "TokenDataset": "data.token_dataset",
 }
 

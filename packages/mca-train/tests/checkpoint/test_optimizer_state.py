@@ -20,7 +20,6 @@ def test_a_leaf_that_is_stored_as_several_tensors_needs_all_of_them(
         "_sharded": lambda *args, **options: {},
         "_require_same_kind": lambda *args: None,
         "_use_saved_keys": lambda *args: None,
-        "request_legacy_adapter_rows": lambda *args: None,
         "_leaves": lambda state: [({}, "weight", leaf)],
         "_keys": lambda leaf: {f"{key}.query", f"{key}.key"},
         "_counts_steps": lambda part: True,

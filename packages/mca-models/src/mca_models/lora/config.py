@@ -6,15 +6,15 @@ itself is kept verbatim, so that writing it again loses nothing.
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from mca_config.errors import raise_problems
 from mca_config.files import read_json, resolve_inside
 from mca_config.types import Typed, Values
 from mca_models.lora.config_types import value_problems
-from mca_models.lora.name_patterns import PatternMatcher
 
 FILE_NAME = "adapter_config.json"
 ALL_LINEAR = "all-linear"
@@ -55,11 +55,9 @@ class AdapterConfig:
 
     Args:
         document: The parsed ``adapter_config.json``.
-        patterns: Matches those in it.
     """
 
     document: Values
-    patterns: PatternMatcher = field(default_factory=PatternMatcher, compare=False, repr=False)
 
     @staticmethod
     def from_dict(document: Values, where: object = FILE_NAME) -> "AdapterConfig":
@@ -105,7 +103,7 @@ class AdapterConfig:
         if isinstance(target, str):
             if target.lower() == ALL_LINEAR:
                 return linear
-            return self.patterns.fullmatch(target, module)
+            return re.fullmatch(target, module) is not None
         names = target or ()
         return ends_with(module, names) and (module in names or self._in_layers(module))
 
@@ -141,16 +139,16 @@ class AdapterConfig:
 
     def names(self, pattern: str, module: str) -> bool:
         """Return whether ``pattern`` of ``rank_pattern`` or ``alpha_pattern`` means ``module``."""
-        return self.patterns.match(rf"(.*\.)?({pattern})$", module) is not None
+        return re.match(rf"(.*\.)?({pattern})$", module) is not None
 
     def _excluded(self, module: str) -> bool:
         exclude = self.document.get("exclude_modules") or ()
         if isinstance(exclude, str):
-            excluded = self.patterns.fullmatch(exclude, module)
+            excluded = re.fullmatch(exclude, module) is not None
         else:
             excluded = ends_with(module, exclude)
         saved = (rf"(^|.*\.){name}($|\..*)" for name in self.modules_to_save)
-        return excluded or any(self.patterns.match(pattern, module) for pattern in saved)
+        return excluded or any(re.match(pattern, module) for pattern in saved)
 
     def _in_layers(self, module: str) -> bool:
         wanted = self.document.get("layers_to_transform")
@@ -158,7 +156,7 @@ class AdapterConfig:
             return True
         patterns = self.document.get("layers_pattern") or [r"[^.]*"]
         for pattern in [patterns] if isinstance(patterns, str) else patterns:
-            if match := self.patterns.match(rf"(?:^|.*?\.)(?:{pattern})\.(\d+)\.", module):
+            if match := re.match(rf"(?:^|.*?\.)(?:{pattern})\.(\d+)\.", module):
                 return int(match[match.lastindex or 1]) in ([wanted] if isinstance(wanted, int) else wanted)
         return False
 

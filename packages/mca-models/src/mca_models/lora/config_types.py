@@ -4,10 +4,10 @@
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 
 from mca_config.types import Typed, Values
-from mca_models.lora.name_patterns import pattern_fault
 
 _LARGEST_RANK = 1 << 16
 
@@ -95,5 +95,7 @@ def _wrong_patterns(document: Values) -> Iterator[str]:
 
 def _faults(key: str, patterns: Typed) -> Iterator[str]:
     for pattern in patterns:
-        if fault := pattern_fault(pattern):
-            yield f"{key}: {pattern!r:.80} {fault}"
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            yield f"{key}: {pattern!r:.80} is no regular expression ({error})"

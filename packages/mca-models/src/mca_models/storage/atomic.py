@@ -6,6 +6,8 @@ made in it, and what was written is moved up, last of all the file without which
 replaces a directory gets its owner and mode.
 """
 
+import ctypes
+import errno
 import fcntl
 import logging
 import os
@@ -20,6 +22,7 @@ from mca_config.files import write_error
 from mca_config.printable import counted
 from mca_models.storage.partial_folder import (
     CONTENT,
+    DISPLACED,
     PartialFolder,
     close,
     leftovers,
@@ -27,7 +30,6 @@ from mca_models.storage.partial_folder import (
     remove_entry,
     remove_leftovers,
 )
-from mca_models.storage.renames import exchange, move
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,9 @@ __all__ = [
     "write_file",
 ]
 
+_AT_FDCWD = -100
+_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
+_NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 _LAST = ("config.json", "adapter_config.json", "latest_checkpointed_iteration.txt", "mca_config.json")
 
 
@@ -366,3 +371,37 @@ def _lock(fd: int, directory: Path) -> None:
         raise McaError(f"{directory}: another program is writing there; name another directory") from None
     except OSError:
         return
+
+
+def exchange(folder: PartialFolder, old: Path) -> None:
+    """Swap two directories in one step, so that ``old`` is complete at every moment."""
+    try:
+        _renameat2(CONTENT, os.fspath(old), folder.fd, _AT_FDCWD, _RENAME_EXCHANGE)
+    except OSError as error:
+        if error.errno not in _NOT_SUPPORTED:
+            raise
+        # a file system without exchange: the old one steps aside first
+        os.rename(old, DISPLACED, dst_dir_fd=folder.fd)
+        try:
+            os.rename(CONTENT, old, src_dir_fd=folder.fd)
+        except OSError:
+            os.rename(DISPLACED, old, src_dir_fd=folder.fd)
+            raise
+
+
+def move(name: str, fd: int, new_fd: int) -> None:
+    """Move ``name`` from directory ``fd`` to ``new_fd``, without replacing an entry where the kernel supports that."""
+    try:
+        _renameat2(name, name, fd, new_fd, _RENAME_NOREPLACE)
+    except OSError as error:
+        if error.errno not in _NOT_SUPPORTED:
+            raise
+        os.rename(name, name, src_dir_fd=fd, dst_dir_fd=new_fd)
+
+
+def _renameat2(name: str, new: str, fd: int, new_fd: int, flags: int) -> None:
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    code = -1 if function is None else function(fd, os.fsencode(name), new_fd, os.fsencode(new), flags)
+    if code != 0:
+        number = errno.ENOSYS if function is None else ctypes.get_errno()
+        raise OSError(number, os.strerror(number), name)

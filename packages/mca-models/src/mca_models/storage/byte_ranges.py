@@ -145,13 +145,13 @@ def plan_gather(positions: NumpyArray, part: NumpyArray, starts: Sequence[int], 
     for index, start in enumerate(starts):
         mine = np.flatnonzero((owners == index) & ~padding)
         runs = np.stack([sources[mine] - start, targets[mine], lengths[mine]]) * block
-        moves += (Move(index, *move) for move in _strided(runs))
+        moves += (Move(index, *move) for move in strided_runs(runs))
     shape = (*part.shape[:-1], part.shape[-1] * block) if part.ndim else ()
     return Gather(shape, tuple(sorted(moves, key=lambda move: (move.target, move.part))), zeros)
 
 
-def _strided(runs: NumpyArray) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """Join runs (rows: source, target, length) of equal length at constant distances."""
+def strided_runs(runs: NumpyArray) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """Join runs (rows: source, target, length) of equal length at constant distances; yield the fields of moves."""
     import numpy as np
 
     count = runs.shape[1]

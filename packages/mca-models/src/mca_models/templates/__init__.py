@@ -176,7 +176,10 @@ def get_family(model_type: str) -> Family:
 
 
 def config_from_hf(hf: JsonObject) -> McaModelConfig:
-    """The model that a parsed ``config.json`` describes.
+    """Return the configuration of the model that a parsed ``config.json`` describes.
+
+    Args:
+        hf: The contents of ``config.json``; it is kept verbatim in the result.
 
     Raises:
         McaError: Its family or one of its values cannot be represented.

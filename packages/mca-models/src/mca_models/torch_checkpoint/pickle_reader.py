@@ -7,31 +7,16 @@ what a pickle can do, not how much memory the interpreter asks for on its behalf
 
 import io
 import pickle
-from typing import Protocol
 
 from mca_config.errors import McaError
-from mca_models.torch_checkpoint.allowed_globals import GLOBALS, Pickled, StorageRef, persistent
+from mca_models.torch_checkpoint.allowed_globals import GLOBALS, Pickled, persistent
 
 
 class _Refused(Exception):
     """A global that is not in the table."""
 
 
-class PickleStream(Protocol):
-    """Stream that the pickle interpreter reads from."""
-
-    def read(self, count: int, /) -> bytes:
-        """Read ``count`` bytes."""
-
-    def readline(self) -> bytes:
-        """Read a line."""
-
-
 class _Reader(pickle.Unpickler):
-    def __init__(self, stream: PickleStream) -> None:
-        super().__init__(stream)
-        self.storages: dict[str, StorageRef] = {}
-
     def find_class(self, module: str, name: str) -> Pickled:
         """The stand-in for a global; nothing is imported."""
         try:
@@ -41,9 +26,7 @@ class _Reader(pickle.Unpickler):
 
     def persistent_load(self, pid: Pickled) -> Pickled:
         """The storage that a persistent id names."""
-        storage = persistent(pid)
-        self.storages[storage.key] = storage
-        return storage
+        return persistent(pid)
 
 
 def read_pickle(data: bytes, where: str) -> Pickled:
@@ -52,14 +35,8 @@ def read_pickle(data: bytes, where: str) -> Pickled:
     Raises:
         McaError: It names a global that has no stand-in, or is damaged.
     """
-    return read_pickled(io.BytesIO(data), where)[0]
-
-
-def read_pickled(stream: PickleStream, where: str) -> tuple[Pickled, dict[str, StorageRef]]:
-    """Read the next pickle of ``stream``; return its content and the storages that it names."""
     try:
-        reader = _Reader(stream)
-        return reader.load(), reader.storages
+        return _Reader(io.BytesIO(data)).load()
     except _Refused as refused:
         raise McaError(
             f"{where}: the pickle names {refused}, which a checkpoint of weights does not need; nothing was "

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mca_models.storage.byte_ranges import Gather, Move, in_unit_steps
+from mca_models.storage.byte_ranges import Gather, Move, in_unit_steps, strided_runs
 from mca_models.storage.lazy_tensor import GridTensor, Shape, StridedTensor
 from mca_models.storage.safetensors import TensorInfo
 from mca_models.storage.source import Part
@@ -156,34 +156,6 @@ def _moves(pieces: NumpyArray) -> list[Move]:
     moves: list[Move] = []
     for storage in sorted(set(pieces[0].tolist())):
         mine = pieces[1:, pieces[0] == storage]
-        moves += _strided(storage, mine[:, np.argsort(mine[1], kind="stable")])
+        ordered = mine[:, np.argsort(mine[1], kind="stable")]
+        moves += (Move(storage, *run) for run in strided_runs(ordered))
     return sorted(moves, key=lambda move: (move.target, move.part))
-
-
-def _strided(storage: int, runs: NumpyArray) -> list[Move]:
-    """Join runs (rows: source, target, length) of equal length at constant distances."""
-    steps = np.diff(runs, axis=1)
-    joins = (steps[2] == 0) & (steps[0] >= 0)  # as long as the one before, and not before it
-    alike = np.zeros_like(joins)
-    alike[1:] = (steps[:, 1:] == steps[:, :-1]).all(axis=0)
-    moves, first = [], 0
-    table, step_table = runs.T.tolist(), steps.T.tolist()
-    # where a run's step differs from the step before it, a series can end; walk from end to end
-    ends = [*np.flatnonzero(~alike).tolist(), len(joins)]
-    series = 0
-    while first < len(table):
-        source, target, length = table[first]
-        while series < len(ends) and ends[series] <= first:
-            series += 1
-        if first == len(joins) or not joins[first]:
-            moves.append(Move(storage, source, target, length, 1, length, length))
-            first += 1
-            continue
-        last = ends[series] if series < len(ends) else len(joins)
-        moves.append(
-            Move(
-                storage, source, target, length, last - first + 1, step_table[first][0], step_table[first][1]
-            )
-        )
-        first = last + 1
-    return moves

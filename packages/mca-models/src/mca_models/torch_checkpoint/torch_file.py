@@ -8,26 +8,34 @@ Since torch 1.6 such a file is a zip archive of uncompressed members under one f
     <folder>/version, .format_version, .storage_alignment, .data/serialization_id
 
 The pickle is read by ``pickle_reader``, which executes nothing. A tensor that is a small view of a large
-storage costs what the view holds, not what the file stores. What older versions wrote is read by `legacy_file`.
+storage costs what the view holds, not what the file stores.
 """
 
+import errno
+import io
 import os
+import struct
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from mca_config.errors import McaError
 from mca_config.files import open_regular
 from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.lazy_tensor import StridedTensor
 from mca_models.torch_checkpoint.allowed_globals import Dtype, Pickled, StorageRef, TensorRef
-from mca_models.torch_checkpoint.legacy_file import is_legacy, read_legacy
 from mca_models.torch_checkpoint.pickle_reader import read_pickle
-from mca_models.torch_checkpoint.zip_regions import Member, ZipFault, data_offset, read_directory, starts_zip
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 MAX_PICKLE_BYTES = 1 << 30
 EXTRA_STATE = "_extra_state"
+_ZIP, _BEFORE_1_6 = b"PK\x03\x04", b"\x80\x02\x8a\n"
+"""How files begin."""
+_LOCAL = struct.Struct("<4s5H3L2H")  # header of a member, right before its name and its data
 
 
 @dataclass(frozen=True)
@@ -102,8 +110,6 @@ def open_torch_file(file: Path) -> TorchFile:
     """
     try:
         with os.fdopen(open_regular(file), "rb") as stream:
-            if is_legacy(stream.read(4)):
-                return TorchFile(file, *read_legacy(stream, file))
             return read_archive(stream, file)
     except OSError as error:
         raise McaError(f"{file}: cannot be read ({error.strerror})") from None
@@ -121,7 +127,7 @@ def read_archive(stream: BinaryIO, file: Path, start: int = 0, length: int | Non
     stream.seek(start)
     _require_zip(stream.read(4), where)
     try:
-        members = read_directory(stream, start, length)
+        members = _members(_Section(stream, start, length))
         folder = _folder(members)
         order = members.get(f"{folder}byteorder")
         if order is not None and _content(stream, start, order) != b"little":
@@ -129,33 +135,98 @@ def read_archive(stream: BinaryIO, file: Path, start: int = 0, length: int | Non
         tree = read_pickle(_content(stream, start, members[f"{folder}data.pkl"]), where)
         prefix = f"{folder}data/"
         storages = {
-            name.removeprefix(prefix): (start + data_offset(stream, start, member), member.nbytes)
+            name.removeprefix(prefix): (_data_start(stream, start, member), member.file_size)
             for name, member in members.items()
             if name.startswith(prefix)
         }
         if any(offset + nbytes > start + length for offset, nbytes in storages.values()):
-            raise ZipFault("a storage reaches beyond its end; the file is truncated")
-    except ZipFault as fault:
+            raise zipfile.BadZipFile("a storage reaches beyond its end; the file is truncated")
+    except McaError:
+        raise
+    except (zipfile.BadZipFile, NotImplementedError, OverflowError, ValueError, struct.error) as fault:
         raise McaError(f"{where}: not a file of torch.save: {fault}") from None
     return TorchFile(file, tree, storages)
 
 
+class _Section(io.RawIOBase):
+    """A range of bytes of an open file, as a file."""
+
+    def __init__(self, stream: BinaryIO, start: int, length: int) -> None:
+        self._stream, self._start, self._length, self._at = stream, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        at = (0, self._at, self._length)[whence] + offset
+        if at < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self._at = at
+        return at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: "WriteableBuffer") -> int:
+        view = memoryview(buffer).cast("B")
+        self._stream.seek(self._start + self._at)
+        data = self._stream.read(max(0, min(len(view), self._length - self._at)))
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def _members(section: _Section) -> dict[str, zipfile.ZipInfo]:
+    """Return the members of the archive by name; all are stored without compression."""
+    try:
+        with zipfile.ZipFile(section) as archive:
+            infos = archive.infolist()
+    except zipfile.BadZipFile as error:
+        raise zipfile.BadZipFile(f"{error}; the file is truncated or damaged") from None
+    members = {info.filename: info for info in infos}
+    if len(members) != len(infos):
+        raise zipfile.BadZipFile("two members have one name; the file is damaged")
+    for name, info in members.items():
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+            raise zipfile.BadZipFile(
+                f"its member {name!r} is compressed; torch.save stores without compression"
+            )
+    return members
+
+
 def _require_zip(first: bytes, where: str) -> None:
-    if starts_zip(first):
+    if first == _ZIP:
         return
+    if first == _BEFORE_1_6:
+        raise McaError(
+            f"{where}: torch before version 1.6 wrote it; read it with torch.load and write it again with torch.save, "
+            "or use the model's safetensors"
+        )
     raise McaError(f"{where}: not a file of torch.save (it begins with {first!r})")
 
 
-def _folder(members: dict[str, Member]) -> str:
+def _folder(members: Mapping[str, zipfile.ZipInfo]) -> str:
     """The folder of all members, with its slash."""
     pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) != 1:
-        raise ZipFault("it has no data.pkl")
+        raise zipfile.BadZipFile("it has no data.pkl")
     return pickles[0].removesuffix("data.pkl")
 
 
-def _content(stream: BinaryIO, start: int, member: Member) -> bytes:
-    if member.nbytes > MAX_PICKLE_BYTES:
-        raise ZipFault(f"a pickle of {member.nbytes} bytes")
-    stream.seek(start + data_offset(stream, start, member))
-    return stream.read(member.nbytes)
+def _data_start(stream: BinaryIO, start: int, member: zipfile.ZipInfo) -> int:
+    """Return the first byte of the data of ``member`` of the archive at ``start``."""
+    stream.seek(start + member.header_offset)
+    magic, *_, name, extra = _LOCAL.unpack(stream.read(_LOCAL.size))
+    if magic != _ZIP:
+        raise zipfile.BadZipFile("a member without its local header; the file is damaged")
+    return start + member.header_offset + _LOCAL.size + int(name) + int(extra)
+
+
+def _content(stream: BinaryIO, start: int, member: zipfile.ZipInfo) -> bytes:
+    if member.file_size > MAX_PICKLE_BYTES:
+        raise zipfile.BadZipFile(f"a pickle of {member.file_size} bytes")
+    stream.seek(_data_start(stream, start, member))
+    return stream.read(member.file_size)

@@ -25,7 +25,6 @@ from mca_models.torch_checkpoint.storage_forms import global_spellings
 from mca_train import groups
 from mca_train.checkpoint import main_params
 from mca_train.checkpoint.distributed_optimizer import per_parameter_states
-from mca_train.checkpoint.legacy_adapter_rows import request_legacy_adapter_rows
 from mca_train.checkpoint.main_params import SavedWeights
 from mca_train.engine.offload import as_adam, init_precision_aware_state, is_precision_aware
 from mca_train.types import Chunk, MegatronOptimizer, OptimizerState
@@ -99,7 +98,6 @@ def _load(
     _require_same_kind(folder, _kinds(saved) - set(ignored), state)
     counting = [_counts_steps(part) for part in _parts(state)]
     _use_saved_keys(state, saved)
-    request_legacy_adapter_rows(list(_leaves(state)), saved, folder)
     requested, absent = {}, []
     stale = (
         numbers.optimizer is None and weights.in_fp32

@@ -1,9 +1,9 @@
 """Lock that allows one run at a time in an ``output_dir``, released with the processes that hold it.
 
 ``<output_dir>/.mca-train.lock`` is locked with ``flock``. Forked ranks inherit the lock, so the last of them releases
-it. Some file systems (mounts of NFS, Lustre, FUSE) keep such locks to one machine. A run on another machine is then
-known by its record in the file, whose modification time it updates every few seconds; a stale record was left by a dead
-run. The modification time is compared only with itself, never with a clock.
+it. Some file systems (mounts of NFS, Lustre, FUSE) keep such locks to one machine, or have none. There the record in
+the file decides: a run on another machine takes the directory over, so that a job that is requeued after a lost node
+goes on at once. The earlier run, if it is alive, compares the record before it saves, and ends without writing.
 """
 
 import fcntl
@@ -11,10 +11,8 @@ import json
 import logging
 import os
 import platform
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from mca_config.errors import McaError
@@ -23,8 +21,6 @@ from mca_config.types import JsonObject
 logger = logging.getLogger(__name__)
 
 NAME = ".mca-train.lock"
-_BEAT = 5.0  # seconds between two updates
-_STILL = 30.0  # seconds without an update after which a record is stale
 _LINGER = 10.0  # seconds; data loaders inherit the lock and notice after 5 that their rank was killed
 _POLL = 0.2
 
@@ -34,13 +30,10 @@ class OutputLock:
 
     Args:
         output_dir: Created if missing; removed again if it stays empty.
-        still: Seconds without an update after which the record of another machine's run is stale.
-        beat: Seconds between the updates of this run's record.
     """
 
-    def __init__(self, output_dir: Path, *, still: float = _STILL, beat: float = _BEAT) -> None:
+    def __init__(self, output_dir: Path) -> None:
         self._output_dir, self._path = output_dir, output_dir / NAME
-        self._still, self._beat = still, beat
         self._fd = -1
         self._made: list[Path] = []
         self._record: JsonObject = {}
@@ -55,7 +48,7 @@ class OutputLock:
         try:
             self._output_dir.mkdir(parents=True, exist_ok=True)
             self._fd = self._locked()
-            self._record = _record(self._fd)
+            self._record = _record()
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, json.dumps(self._record).encode(), 0)
         except BaseException as error:
@@ -84,20 +77,6 @@ class OutputLock:
             with suppress(OSError):
                 path.rmdir()
 
-    @contextmanager
-    def heartbeat(self) -> Iterator[None]:
-        """Update the record from a thread within the block; one process of a run at a time."""
-        ended = threading.Event()
-        thread = threading.Thread(target=self._touch_until, args=(ended,), daemon=True)
-        if self._fd >= 0:
-            thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            if self._fd >= 0:
-                thread.join()
-
     def verify(self) -> None:
         """Raise if a run on another machine, which does not see the lock, may have taken the directory since.
 
@@ -121,46 +100,28 @@ class OutputLock:
         if record != self._record:
             raise McaError(f"output_dir: {self._output_dir} was taken by {_describe(record)}; this run ends")
 
-    def _touch_until(self, ended: threading.Event) -> None:
-        while not ended.wait(self._beat):
-            with suppress(OSError):
-                os.utime(self._fd)
-
     def _locked(self) -> int:
         """Return the file, opened and locked, once no other process holds it."""
         last = time.monotonic() + _LINGER
         while True:
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
-                seen, record = _lock(fd), _read(self._path)
-                if seen is False and (_is_alive(record) or time.monotonic() > last):
+                is_locked, record = _lock(fd), _read(self._path)
+                if is_locked is not True and _is_alive(record):
                     raise self._in_use(record)
-                if (
-                    seen is not False
-                    and _is_at(fd, self._path)
-                    and self._is_stale(record, fd, locked=bool(seen))
-                ):
+                if is_locked is False and time.monotonic() > last:
+                    raise self._in_use(record)
+                if is_locked is not False and _is_at(fd, self._path):
+                    if record and record.get("boot") != _record()["boot"]:
+                        logger.warning(
+                            "%s: taken over from %s; that run ends at its next save if it is alive",
+                            self._path,
+                            _describe(record),
+                        )
                     return os.dup(fd)
             finally:
                 os.close(fd)
             time.sleep(_POLL)
-
-    def _is_stale(self, record: JsonObject, fd: int, *, locked: bool) -> bool:
-        """Return True if the writer of ``record`` is gone; False if another run has taken its place."""
-        mine = _record(fd)
-        if not record or (locked and all(record.get(key) == mine[key] for key in ("boot", "device"))):
-            return True
-        logger.info(
-            "%s: waiting up to %.0f s for an update by %s", self._path, self._still, _describe(record)
-        )
-        touched, last = os.fstat(fd).st_mtime_ns, time.monotonic() + self._still
-        while time.monotonic() < last:
-            time.sleep(_POLL)
-            if not _is_at(fd, self._path) or _read(self._path) != record:
-                return False
-            if self._path.stat().st_mtime_ns != touched:
-                raise self._in_use(record)
-        return True
 
     def _in_use(self, record: JsonObject) -> McaError:
         return McaError(
@@ -169,8 +130,8 @@ class OutputLock:
         )
 
 
-def _record(fd: int) -> JsonObject:
-    """Return the record of this process; the lock is visible on the same kernel and mounted file system."""
+def _record() -> JsonObject:
+    """Return the record of this process; ``boot`` identifies the running kernel."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return {
@@ -179,9 +140,8 @@ def _record(fd: int) -> JsonObject:
             "machine": platform.node(),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
             "boot": boot,
-            "device": os.fstat(fd).st_dev,
         }
-    return {"process": os.getpid(), "machine": platform.node(), "boot": "", "device": -1}
+    return {"process": os.getpid(), "machine": platform.node(), "boot": ""}
 
 
 def _read(path: Path) -> JsonObject:
@@ -208,7 +168,8 @@ def _describe(record: JsonObject) -> str:
 def _is_alive(record: JsonObject) -> bool:
     """Return True if the process that wrote ``record`` is alive on this machine."""
     started = record.get("started")
-    return bool(started) and started == _start_time(record.get("process"))
+    here = record.get("boot") == _record()["boot"]
+    return here and bool(started) and started == _start_time(record.get("process"))
 
 
 def _start_time(process: object) -> str:

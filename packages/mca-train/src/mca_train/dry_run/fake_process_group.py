@@ -7,11 +7,11 @@ once, and nothing is sent.
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+from mca_train.dry_run.replacement import replaced
 from mca_train.types import Upstream
 
 
@@ -29,9 +29,9 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     with ExitStack() as stack:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(_end)
-        stack.enter_context(patch.object(dist, "new_group", fake_group))
-        stack.enter_context(patch.object(dist, "all_gather_object", _gather_same_object))
-        stack.enter_context(patch.object(dist, "broadcast_object_list", _skip_broadcast))
+        stack.enter_context(replaced(dist, "new_group", fake_group))
+        stack.enter_context(replaced(dist, "all_gather_object", _gather_same_object))
+        stack.enter_context(replaced(dist, "broadcast_object_list", _skip_broadcast))
         yield
 
 
@@ -66,7 +66,7 @@ def replace_moved_parameters() -> Iterator[None]:
             _move(module, args[0])
         return module
 
-    with patch.object(torch.nn.Module, "to", move):
+    with replaced(torch.nn.Module, "to", move):
         yield
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 
 from mca_train.batching.micro_batch import StepBatch
+from mca_train.dry_run.replacement import replaced
 from mca_train.dry_run.tracker import Tracker
 from mca_train.plan.schedule import Pass
 
@@ -76,8 +76,8 @@ class PassTracer:
             return backward(input_tensor, output_tensor, *args, **kwargs)
 
         with ExitStack() as stack:
-            stack.enter_context(patch.object(schedules, "forward_step", traced_forward))
-            stack.enter_context(patch.object(schedules, "backward_step", traced_backward))
+            stack.enter_context(replaced(schedules, "forward_step", traced_forward))
+            stack.enter_context(replaced(schedules, "backward_step", traced_backward))
             yield
 
 
@@ -116,7 +116,7 @@ def schedule_order(
     with ExitStack() as stack:
         for config in engine.configs:
             for name in _PARAMETER_HOOKS:
-                stack.enter_context(patch.object(config, name, None))
+                stack.enter_context(replaced(config, name, None))
         stack.enter_context(passes.trace(skip_compute=True))
         engine.run(like, forward_only=False)
     return tuple(passes.ran)

@@ -4,12 +4,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from unittest.mock import patch
 
 import numpy as np
 import torch
 
 from mca_train.dry_run.fake_values import FakeValues
+from mca_train.dry_run.replacement import replaced
 from mca_train.losses.moe_aux import routers
 
 Routing = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -63,7 +63,7 @@ def convert_known_values(answers: FakeValues) -> Iterator[None]:
     def either(tensor: torch.Tensor, **options: bool) -> object:
         return plain(tensor, **options) if type(tensor) is torch.Tensor else np.array(answers.to_list(tensor))
 
-    with patch.object(torch.Tensor, "numpy", either):
+    with replaced(torch.Tensor, "numpy", either):
         yield
 
 
@@ -75,5 +75,5 @@ def skip_sinkhorn_iterations() -> Iterator[None]:
     """
     from megatron.core.transformer.moe import router
 
-    with patch.object(router, "sinkhorn", partial(router.sinkhorn, tol=math.inf)):
+    with replaced(router, "sinkhorn", partial(router.sinkhorn, tol=math.inf)):
         yield

@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -25,6 +24,7 @@ from mca_train.dry_run.fake_process_group import fake_process_group, replace_mov
 from mca_train.dry_run.fake_values import FakeValues
 from mca_train.dry_run.modules import ModuleNames
 from mca_train.dry_run.passes import PassTracer, schedule_order
+from mca_train.dry_run.replacement import replaced
 from mca_train.dry_run.routing import convert_known_values, route_evenly, skip_sinkhorn_iterations
 from mca_train.dry_run.samples import LongestSamples
 from mca_train.dry_run.tracker import (
@@ -237,7 +237,7 @@ def _count_wrapping_as_gradients(tracker: Tracker) -> Iterator[None]:
         with tracker.phase(GRADIENTS):
             return wrap(engine, chunks)
 
-    with patch.object(Engine, "_wrap", counted):
+    with replaced(Engine, "_wrap", counted):
         yield
 
 
@@ -314,10 +314,10 @@ def _skip_optimizer_value_checks() -> Iterator[None]:
     unscale = "_unscale_main_grads_and_check_for_nan"
     finite = _without_inf_check(getattr(MixedPrecisionOptimizer, unscale))
     with ExitStack() as stack:
-        stack.enter_context(patch.object(clip_grads, "l2_norm_impl", _l2_norm))
-        stack.enter_context(patch.object(MixedPrecisionOptimizer, unscale, finite))
+        stack.enter_context(replaced(clip_grads, "l2_norm_impl", _l2_norm))
+        stack.enter_context(replaced(MixedPrecisionOptimizer, unscale, finite))
         if hasattr(MegatronOptimizer, "has_grad_norm_group"):
-            stack.enter_context(patch.object(MegatronOptimizer, "has_grad_norm_group", _has_grad_norm_group))
+            stack.enter_context(replaced(MegatronOptimizer, "has_grad_norm_group", _has_grad_norm_group))
         yield
 
 

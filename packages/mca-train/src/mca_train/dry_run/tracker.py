@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from mca_train.dry_run.modules import ModuleNames
+from mca_train.dry_run.replacement import replaced
 
 WEIGHTS, GRADIENTS, OPTIMIZER, REFERENCE, STEP = "weights", "gradients", "optimizer", "reference", "step"
 """Phases of allocations."""
@@ -124,8 +124,8 @@ class Tracker(TorchDispatchMode):
             return storage if storage.device.type == "meta" else copy(storage, source, *rest)
 
         with ExitStack() as stack:
-            stack.enter_context(patch.object(torch.UntypedStorage, "resize_", tracked_resize))
-            stack.enter_context(patch.object(torch.UntypedStorage, "copy_", filled))
+            stack.enter_context(replaced(torch.UntypedStorage, "resize_", tracked_resize))
+            stack.enter_context(replaced(torch.UntypedStorage, "copy_", filled))
             yield
 
     @contextmanager

@@ -45,8 +45,7 @@ def prepare_inputs(run: Run, lock: OutputLock) -> Inputs:
     """Lock ``output_dir`` and read tokenizer and data."""
     if os.environ.get("RANK", "0") == "0":
         lock.take()
-    with lock.heartbeat():
-        return read_inputs(run, lock)
+    return read_inputs(run, lock)
 
 
 def read_inputs(run: Run, lock: OutputLock) -> Inputs:

@@ -169,8 +169,7 @@ def _train_rank(inputs: Inputs, attempt: "Attempt | None") -> None:
     from mca_models.megatron.distributed import parallel
 
     set_log_levels(inputs.run.settings.training)
-    with inputs.lock.heartbeat() if os.environ["RANK"] == "0" else nullcontext():
-        _train(inputs, attempt)
+    _train(inputs, attempt)
     parallel.stop()
 
 

@@ -152,7 +152,7 @@ class DpoTrainer(McaTrainer):
         if reference is None or not self._precomputes:
             return
         require_usable(output_dir, [self.model.source])
-        with self._alone(), self.watch.signal.other_steps():
+        with self._alone():
             name = reference.name()
 
             def precomputed(dataset: SampleSource, part: str) -> Samples | None:

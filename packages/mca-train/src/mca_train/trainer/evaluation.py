@@ -84,8 +84,7 @@ class EvaluationMixin(DataLoaderMixin):
         pipeline = self._pipeline
         self.callback_handler.eval_dataloader = loader
         meter = LossMeter(self.ranks.context_parallel_rank)
-        other_steps = self.watch.signal.other_steps()
-        with preserved_rng(), preserved_output(self.model.chunks), pipeline.params_gathered(), other_steps:
+        with preserved_rng(), preserved_output(self.model.chunks), pipeline.params_gathered():
             self._set_output()
             for batch in self._rounds(loader, "evaluation"):
                 self.watch.hang_detector.enter("evaluating", self.state.global_step)

@@ -42,8 +42,7 @@ class CheckpointMixin(LoggingMixin):
         run_on_first_rank_unwrapped(lock.take)
         self.output_lock = lock
         try:
-            with lock.heartbeat():
-                yield
+            yield
         finally:
             self.output_lock = None
             lock.release()

@@ -1,23 +1,56 @@
-"""The work of a conversion as data: the target tensors and the parts that fill them; `engine` executes it."""
+"""The work of a conversion as data: each target tensor, the parts that fill it, and its split into chunks.
+
+A chunk in mca_convert is a range of elements of one tensor that fits a buffer, not a pipeline chunk. `engine` executes
+the fills.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 
 from mca_config.errors import McaError
-from mca_convert.chunks import Chunk, ChunkCache
 from mca_models.checkpoint.hf_writer import HfLayout
 from mca_models.checkpoint.mca_directory import McaLayout
 from mca_models.checkpoint.placement import shard_count, shard_files
 from mca_models.quantization.fp8_tile import BLOCK
 from mca_models.quantization.fp8_write import SCALE_CODE, scale_shape
-from mca_models.storage.byte_ranges import Gather
+from mca_models.storage.byte_ranges import Gather, Move, clip
 from mca_models.storage.copy_plan import HF
 from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.source import ModelSource, Part
 from mca_models.weights import Param
 
 FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Elements ``start:stop`` of a target tensor; target positions of its moves are relative to ``start``."""
+
+    start: int
+    stop: int
+    moves: tuple[Move, ...]
+    zeros: tuple[tuple[int, int], ...]
+
+
+def split(gather: Gather, elements: int) -> Iterator[Chunk]:
+    """Split ``gather`` after ``elements`` or slightly fewer, so that strided moves are not split within a period."""
+    step = elements
+    period = lcm(*(move.target_stride for move in gather.moves if move.repeat > 1), 1)
+    if period <= elements:
+        step -= elements % period
+    return split_exactly(gather, step)
+
+
+def split_exactly(gather: Gather, elements: int) -> Iterator[Chunk]:
+    """Split ``gather`` after every ``elements``."""
+    for start in range(0, gather.size, elements):
+        stop = min(start + elements, gather.size)
+        moves = tuple(part for move in gather.moves for part in clip(move, start, stop))
+        zeros = tuple(
+            (max(a, start) - start, min(b, stop) - start) for a, b in gather.zeros if a < stop and b > start
+        )
+        yield Chunk(start, stop, moves, zeros)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +121,7 @@ def fill_item_size(fill: Fill) -> int:
 
 
 class Chunking:
-    """The chunks of each fill.
+    """The chunks of each fill, cached by gather: layers and experts share gathers, so most tensors hit the cache.
 
     Args:
         buffer_bytes: Size of one buffer; larger rows of fp8 blocks are not split.
@@ -96,16 +129,20 @@ class Chunking:
 
     def __init__(self, buffer_bytes: int) -> None:
         self._buffer_bytes = buffer_bytes
-        self._caches: dict[tuple[int, int], ChunkCache] = {}
+        self._known: dict[tuple[int, int, int], tuple[Gather, tuple[Chunk, ...]]] = {}
 
     def chunks(self, fill: Fill) -> tuple[Chunk, ...]:
         """Return the chunks of ``fill``."""
-        size, band = fill_item_size(fill), band_elements(fill)
-        elements = self._buffer_bytes // size
-        if band:
-            elements = max(elements // band, 1) * band
-        cache = self._caches.setdefault((size, band), ChunkCache(elements, exactly=band > 0))
-        return cache.chunks(fill.gather)
+        gather, size, band = fill.gather, fill_item_size(fill), band_elements(fill)
+        key = id(gather), size, band  # the cache keeps the gather alive, so no other object gets its id
+        if key not in self._known:
+            elements = self._buffer_bytes // size
+            if band:
+                chunks = split_exactly(gather, max(elements // band, 1) * band)
+            else:
+                chunks = split(gather, elements)
+            self._known[key] = gather, tuple(chunks)
+        return self._known[key][1]
 
 
 def band_elements(fill: Fill) -> int:

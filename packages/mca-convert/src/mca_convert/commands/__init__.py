@@ -1,1 +1,0 @@
-"""The sub-commands of ``mca-convert``: their arguments, output and exit codes."""

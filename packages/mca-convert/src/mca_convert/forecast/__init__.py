@@ -1,1 +1,0 @@
-"""Forecast of a conversion: sizes, files, memory and errors, without reading tensors or writing files."""

@@ -1,0 +1,108 @@
+"""A conversion as it is requested, and the options that exclude each other."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mca_config.arguments import DistributingParallelArguments
+from mca_config.arguments.distributing import LAYOUT_FIELDS
+from mca_config.errors import McaError, UsageError
+from mca_config.layout import ParallelLayout
+from mca_convert.pool import Limits, require_count
+
+_CODES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+TargetLayout = ParallelLayout | DistributingParallelArguments
+"""A layout, or parallel sizes that replace those of the source's layout."""
+
+
+class OptionsError(UsageError):
+    """Options of a conversion that exclude each other, or that lack another one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A conversion as it is requested.
+
+    Args:
+        checkpoint: The checkpoint to read; None if only an adapter is converted that needs no base model.
+        destination: Output path; None for a plan without one.
+        to: The target; None for the default.
+        layout: Layout of an MCA target; None: the source's.
+        dtype: Dtype to cast to.
+        fp8: Write weights of linears as fp8 blocks.
+        adapter: A LoRA adapter to convert, or to merge into the checkpoint.
+        merge: Merge it.
+        max_shard_bytes: Largest file of a Hugging Face target.
+        overwrite: Replace a checkpoint at the destination.
+        limits: Threads and memory.
+        values: Of a plan: read all weights and report values that are not finite.
+
+    Raises:
+        OptionsError: They exclude each other.
+        McaError: One has a value that it cannot have.
+    """
+
+    checkpoint: Path | None
+    destination: Path | None
+    to: Literal["mca", "hf"] | None
+    layout: TargetLayout | None
+    dtype: Literal["bf16", "fp16", "fp32"] | None
+    fp8: bool
+    adapter: Path | None
+    merge: bool
+    max_shard_bytes: int
+    overwrite: bool
+    limits: Limits
+    values: bool = False
+
+    def __post_init__(self) -> None:
+        if self.to not in (None, "mca", "hf"):
+            raise McaError(f"to: expected mca, hf or None, not {self.to!r}")
+        if self.dtype is not None and self.dtype not in _CODES:
+            raise McaError(f"dtype: expected one of {', '.join(_CODES)} or None, not {self.dtype!r}")
+        require_count("max_shard_size", self.max_shard_bytes)
+        if self.merge and self.adapter is None:
+            raise OptionsError("--merge needs --adapter_path")
+        if self.merge and self.checkpoint is None:
+            raise OptionsError("--merge needs the base model: --checkpoint_path")
+        if self.adapter is None:
+            self.require_checkpoint()
+
+    @property
+    def cast(self) -> str | None:
+        """Safetensors code of ``dtype``."""
+        return None if self.dtype is None else _CODES[self.dtype]
+
+    def require_checkpoint(self) -> Path:
+        """Return the checkpoint.
+
+        Raises:
+            OptionsError: There is none.
+        """
+        if self.checkpoint is None:
+            raise OptionsError("missing --checkpoint_path")
+        return self.checkpoint
+
+
+def target_layout(layout: TargetLayout | None, base: ParallelLayout) -> ParallelLayout:
+    """Return the requested layout; sizes that are not set are those of ``base``, the source's.
+
+    Raises:
+        OptionsError: The sizes contradict each other.
+    """
+    if layout is None or isinstance(layout, ParallelLayout):
+        return layout or base
+    try:
+        return layout.layout(base)
+    except McaError as error:
+        raise OptionsError(str(error)) from error
+
+
+def layout_problem(layout: TargetLayout | None, *, from_megatron: bool) -> str | None:
+    """Return the message about a layout for a target that has none; None without a layout."""
+    if layout is None:
+        return None
+    named = vars(layout) if isinstance(layout, DistributingParallelArguments) else {}
+    names = [f"--{name}" for name in LAYOUT_FIELDS if named.get(name) is not None] or ["layout"]
+    hint = ", or add --to mca to write the same model in another layout" if from_megatron else ""
+    return f"{names[0]} is only for MCA targets, the target is hf; remove it{hint}"
