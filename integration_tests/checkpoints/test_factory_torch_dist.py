@@ -159,7 +159,7 @@ def refusals(paths: list[Path]) -> list[str]:
     return messages
 
 
-def test_every_missing_and_unexpected_name_is_told(saved: Path, tmp_path: Path) -> None:
+def test_every_missing_and_unexpected_name_is_reported(saved: Path, tmp_path: Path) -> None:
     formats = {"hf": saved / "hf" / "qwen2-bfloat16", "torch_dist": saved / "qwen2-cp2"}
     assert convert([f"--checkpoint_path={formats['hf']}", f"--output_path={tmp_path / 'mca'}"]) == 0
     formats["mca"] = tmp_path / "mca"

@@ -1,4 +1,4 @@
-"""A live model's fingerprint is that of its weights, whatever the layout."""
+"""A live model's fingerprint depends on its weights and not on the layout."""
 
 from pathlib import Path
 

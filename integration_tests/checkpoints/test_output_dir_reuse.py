@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 def trained(
     checkpoint: Path, output_dir: Path, max_steps: int, resume: str | None, **changes: Any
 ) -> list[str]:
-    """Trains with a checkpoint at every second step, of which two stay; those that stand afterwards."""
+    """Train with a checkpoint at every second step, of which two are kept; return those that are left."""
     settings = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, "max_steps": max_steps}
     settings |= {"gradient_accumulation_steps": 1}
     trainer = make_trainer(checkpoint, output_dir, **settings | changes)
@@ -30,7 +30,7 @@ def standing(output_dir: Path) -> list[str]:
 
 
 def refused(checkpoint: Path, output_dir: Path, resume: Path | None) -> list[Any]:
-    """Why a run cannot begin in ``output_dir``, and what stands there then."""
+    """Return why a run cannot start in ``output_dir``, and the files that are left there."""
     from mca_config.errors import UsageError
 
     trainer = make_trainer(checkpoint, output_dir)

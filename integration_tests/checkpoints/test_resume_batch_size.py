@@ -73,7 +73,7 @@ def again(checkpoint: Path, output_dir: Path) -> list[dict[str, Any]]:
     return [run(checkpoint, output_dir, f"checkpoint-{step}") for step in (STOP, 10, 15)]
 
 
-def test_every_sample_comes_once_whatever_the_batch_size(tmp_path):
+def test_every_sample_comes_once_with_any_batch_size(tmp_path):
     model, output = tiny_checkpoint(tmp_path / "tiny", num_hidden_layers=2), tmp_path / "run"
     (first,) = run_ranks(1, run, model, output, None, STOP)
     assert [len(step) for step in first["seen"]] == [2] * STOP

@@ -155,7 +155,7 @@ def test_every_tensor_is_recovered(case: Case, saved: Any, folder: Path) -> None
     assert_same(source, load_file(folder / case.model / "model.safetensors"))
 
 
-def test_the_configuration_is_found_beside_the_iterations(saved: Any, folder: Path) -> None:
+def test_the_configuration_is_found_next_to_the_iterations(saved: Any, folder: Path) -> None:
     directory: Path = saved(CASES[0])
     root = folder / "megatron"
     root.mkdir()

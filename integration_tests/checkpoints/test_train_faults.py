@@ -119,7 +119,7 @@ KILLED = SAVED | {
 
 @pytest.fixture(scope="module")
 def whole(checkpoint, tmp_path_factory):
-    """By name in `KILLED`: a run that nothing interrupts, which every rank tells of."""
+    """By name in `KILLED`: what every rank logs of a run that nothing interrupts."""
     return cache(
         lambda name: run_ranks(
             KILLED[name][0], uninterrupted, checkpoint, tmp_path_factory.mktemp("whole"), **KILLED[name][1]
@@ -130,7 +130,7 @@ def whole(checkpoint, tmp_path_factory):
 @pytest.mark.cases(0, always=["two ranks"])
 @pytest.mark.parametrize("name", KILLED if SEEDS else ("two ranks", "two ranks in background"))
 def test_killed_runs_go_on_from_their_last_complete_checkpoint(name, whole, checkpoint, tmp_path):
-    """Twenty times with MCA_TEST_KILLS=20, also one rank. Every kill also leaves whatever it interrupted beside."""
+    """Twenty times with MCA_TEST_KILLS=20, also one rank. Every SIGKILL also leaves an incomplete directory."""
     from mca_train.checkpoint.directory import checkpoints
 
     size, changes = KILLED[name]
@@ -264,7 +264,7 @@ def only_damaged(checkpoint: Path, output_dir: Path) -> str:
     return "no error"
 
 
-def test_nothing_starts_anew_where_every_checkpoint_is_damaged(checkpoint, finished, tmp_path):
+def test_a_run_does_not_restart_if_every_checkpoint_is_damaged(checkpoint, finished, tmp_path):
     source, _ = finished
     folder = copy(source, tmp_path / "run")
     for path in list(folder.glob("checkpoint-*")):

@@ -1,8 +1,8 @@
 """Every call of a rank that touches a file fails once, while it saves, resumes and exports.
 
-Complete or absent, one line says so, nothing is left, and what goes on has the same losses. A sample by default. With
-`--cases all` each site (see `fault_sites`: calls of one function on one kind of file from the same code are one)
-fails with each of the errors: the first, the middle and the last call from it, one a turn.
+The result is complete or absent, one line reports it, nothing is left, and a resumed run has the same losses.
+By default a few calls fail. With `--cases all` each site (see `fault_sites`: calls of one function on one kind of file
+from the same code are one) fails with each of the errors: the first, the middle and the last call from it, one a turn.
 """
 
 import dataclasses

@@ -158,7 +158,7 @@ def test_layers_with_fused_projections_go_on(case, changes, tmp_path):
 
 @pytest.mark.qualify
 @pytest.mark.parametrize(("before", "after"), [("tp2", "dp2-split"), ("dp2-split", "tp2")])
-def test_state_spaces_beside_attention_go_on(before, after, tmp_path):
+def test_mamba_next_to_attention_goes_on(before, after, tmp_path):
     """Falcon H1: both take parts of one layer, and each is cut over tensor ranks in its own way."""
     from reference import make_reference
 

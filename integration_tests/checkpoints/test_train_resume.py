@@ -206,7 +206,7 @@ def test_the_best_model_by_another_metric_is_none(checkpoint, tmp_path):
     assert "by eval_loss (greater is better), this run's by eval_loss (smaller is better)" in reported
 
 
-def test_a_checkpoint_is_deleted_beside_the_training(tmp_path, monkeypatch):
+def test_a_checkpoint_is_deleted_while_training_goes_on(tmp_path, monkeypatch):
     """Renamed at once, so that nobody takes half of one for whole; gone before the next is written."""
     import shutil
     import threading
@@ -229,7 +229,7 @@ def test_a_checkpoint_is_deleted_beside_the_training(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_told_whatever_is_written(tmp_path):
+def test_a_full_disk_is_reported_for_every_file(tmp_path):
     import errno
 
     from mca_config.errors import McaError, RankFailed

@@ -68,7 +68,9 @@ DEFAULT = (
 
 @pytest.mark.cases(0, always=DEFAULT)
 @pytest.mark.parametrize("case", as_params(WEIGHT_LOADING))
-def test_any_order_and_pieces_give_the_same_weights(case: Case, loaded: dict[Case, str | None]) -> None:
+def test_any_order_and_split_of_tensors_gives_the_same_weights(
+    case: Case, loaded: dict[Case, str | None]
+) -> None:
     if (error := loaded[case]) is not None:
         assert case.id not in DEFAULT, error
         pytest.skip(error)
@@ -154,7 +156,7 @@ def spoil(path: Path) -> dict[str, str]:
     return said
 
 
-def test_what_is_wrong_is_told_at_once_on_every_rank(tmp_path: Path) -> None:
+def test_wrong_weights_are_all_reported_on_every_rank(tmp_path: Path) -> None:
     first, second = run_ranks(2, spoil, make_reference("qwen3-tied", tmp_path).path)
     rank, weights, norm = "rank {} could not load the weights: ", "the weights: ", "model.norm.weight"
     assert first == second
@@ -216,7 +218,7 @@ def overflowing(path: Path) -> list[str]:
     return said
 
 
-def test_what_overflows_fp16_is_told_by_name(tmp_path: Path) -> None:
+def test_weights_that_overflow_fp16_are_named(tmp_path: Path) -> None:
     fc1 = "decoder.layers.0.mlp.linear_fc1.weight"
     reported = [
         text.partition("tensor ")[2]

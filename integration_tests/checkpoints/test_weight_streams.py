@@ -100,7 +100,7 @@ def test_a_stream_is_the_written_checkpoint(case: Case, streamed: Streamed) -> N
         pytest.skip(ranks[0])  # the model does not support the layout
     source, expected = stored(streamed.sources[case.model]), stored(streamed.folder / case.id)
     assert expected.keys() == source.keys()
-    # Megatron keeps the routers' biases in fp32, and so are they written, whatever the source had
+    # Megatron keeps the routers' biases in fp32, so they are written in fp32
     widened = {name for name in source if name.endswith("e_score_correction_bias")}
     assert [name for name in source if expected[name] != source[name] and name not in widened] == []
     assert all(expected[name][:2] == ("F32", source[name][1]) for name in widened)
@@ -350,7 +350,7 @@ def dying(path: Path, folder: Path) -> None:
         os._exit(1)  # as a program that ends on an error: what waits for it is reported too
 
 
-def test_a_rank_that_dies_is_told_to_all(tmp_path: Path) -> None:
+def test_a_rank_that_dies_ends_all_ranks(tmp_path: Path) -> None:
     path = make_reference("llama", tmp_path / "hf").path
     with pytest.raises(RanksFailed):
         run_ranks(4, dying, path, tmp_path, timeout=60)

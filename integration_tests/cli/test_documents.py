@@ -2,7 +2,7 @@
 
 ``Qwen3-8B`` is a random model of four layers and ``data/`` has a few rows. Only sizes are changed (`_SMALL`).
 What a page shows as printed (its blocks of ``text``) must be printed, but for the numbers.
-By default a few pages are run; `--cases all` runs all.
+By default README.md is run; `--cases all` runs all pages.
 """
 
 import json

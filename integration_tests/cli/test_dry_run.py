@@ -1,4 +1,4 @@
-"""A step without memory and without ranks needs what the same step needs on real ones, on every stage.
+"""A step on fake tensors and fake ranks needs what the same step needs on real ones, on every stage.
 
 The tracker is the same in both; so bytes, floating-point operations and messages are equal but for what an allocation
 of the library's own makes of real values.
@@ -86,7 +86,7 @@ def images_in(run: Any) -> Any:
 
 
 def without_memory(folder: Path, kind: str, changes: dict[str, Any], rank: int, world_size: int) -> StepNeeds:
-    """Runs in a process of its own, which is no rank."""
+    """Run in a separate process, which is no rank."""
     from mca_train.dry_run.step import measure_step
 
     be_no_rank()
@@ -173,7 +173,7 @@ UNSEEN = {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 2, "check_f
 
 
 def of_stages(folder: Path) -> list[StepNeeds]:
-    """Runs in a process of its own, which is no rank and forks one for each stage."""
+    """Run in a separate process, which is no rank and forks one for each stage."""
     from mca_train.dry_run.stages import measure_stages
 
     be_no_rank()

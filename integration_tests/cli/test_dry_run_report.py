@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def needs(folder: Path, name: str, micro_batches: int) -> StepNeeds:
-    """Of the first rank; runs in a process of its own, which is no rank."""
+    """Return what the first rank needs. Runs in a separate process, which is no rank."""
     from mca_train.dry_run.step import measure_step
 
     be_no_rank()

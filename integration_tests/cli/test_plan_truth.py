@@ -86,7 +86,7 @@ SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4,
 
 
 def evaluations(folder: Path) -> list[tuple[int, int]]:
-    """Bytes that evaluation takes beside weights, gradients and optimizer, and those that the plan says."""
+    """Return the bytes of evaluation without weights, gradients and optimizer: measured and planned."""
     from dataclasses import replace
 
     from mca_models import AutoModel

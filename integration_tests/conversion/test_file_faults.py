@@ -1,6 +1,6 @@
 """Every call that touches a file fails once: the result is complete or absent, one line says so, nothing is left.
 
-A sample by default, with one, two and four workers by turns. With `--cases all` each site (see `fault_sites`: calls
+By default a few calls fail. With `--cases all` each site (see `fault_sites`: calls
 of one function on one kind of file from the same code are one) fails with each of the errors, the first, the middle or
 the last call from it, with each number of workers.
 """

@@ -1,4 +1,4 @@
-"""Families with layers of their own: logits, gradients and packed sequences as ``transformers`` has them."""
+"""Families with special layers: logits, gradients and packed sequences equal those of ``transformers``."""
 
 import re
 from dataclasses import asdict

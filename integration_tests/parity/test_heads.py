@@ -60,7 +60,7 @@ def by_megatron(folder: Path, layout: str) -> dict[str, Any]:
     if layout in VALUES:
         head = Head(kind="token_classification", labels=("value",))
     new = AutoModel.from_pretrained(folder / "plain", arguments(layout), head=head)
-    found["has a rate of its own"] = [
+    found["uses decoupled_lr"] = [
         name
         for chunk in new.chunks
         for name, parameter in chunk.named_parameters()
@@ -90,7 +90,7 @@ def test_scores_and_files_are_those_of_transformers(folder: Path, layout: str) -
     written = scores(folder / f"new-{layout}", task)
     assert written.shape[-1] == (1 if layout in VALUES else 3)
     torch.testing.assert_close(found[0]["new"], written, rtol=0, atol=1e-5)
-    named = {name for rank in found for name in rank["has a rate of its own"]}  # decoupled_lr
+    named = {name for rank in found for name in rank["uses decoupled_lr"]}  # decoupled_lr
     assert {"embedding.word_embeddings.weight", "output_layer.weight"} <= named
     assert 0.1 < float(written.std()) < 10  # drawn, the same on every layout
 

@@ -114,7 +114,7 @@ DEFAULT = (
 
 @pytest.mark.cases(0, always=DEFAULT)
 @pytest.mark.parametrize("case", as_params(LOG_PROBS))
-def test_they_equal_those_of_transformers(case: Case, computed: Computed) -> None:
+def test_log_probs_and_entropies_equal_those_of_transformers(case: Case, computed: Computed) -> None:
     for found in computed[case]:
         if isinstance(found, str):
             assert case.id not in DEFAULT, found

@@ -75,7 +75,7 @@ def plain(base: Path) -> torch.Tensor:
 @pytest.mark.cases(0, always=["tp2ep2etp2sp"])
 @pytest.mark.parametrize("one", ["tp2ep2etp2sp", "pp2ep2"])
 def test_adapters_of_single_experts_train_alike_and_load_on_other_layouts(one: str, tmp_path: Path) -> None:
-    """Every expert's projections as modules of their own, which transformers 5 no longer has."""
+    """The projections of every expert are separate modules, which transformers 5 no longer has."""
     base = make_reference("qwen3_moe", tmp_path).path
     settings = lora(target_modules=["q_proj", *MLP])
     alone = run_ranks(1, new_adapter, base, "tp1", settings, tmp_path / "tp1", True)[0]

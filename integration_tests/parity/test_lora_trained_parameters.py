@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ranks
 
 
 def settings_in(adapter: Path, **changes: Any) -> Path:
-    """A copy of ``adapter`` beside it with other settings in its configuration."""
+    """A copy of ``adapter`` next to it with other settings in its configuration."""
     target = adapter.with_name("-".join([adapter.name, *changes]))
     target.mkdir()
     (target / "adapter_model.safetensors").write_bytes((adapter / "adapter_model.safetensors").read_bytes())

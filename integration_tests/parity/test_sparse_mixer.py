@@ -151,7 +151,7 @@ def routed(each: Reference, layout: str, **settings: Any) -> Routed:
         return Routed(drawn, found, model.chunks[0].decoder.layers[0].mlp.router.weight.grad.clone())
 
 
-def test_tensor_ranks_draw_for_tokens_of_their_own(tmp_path: Path) -> None:
+def test_tensor_ranks_draw_for_their_own_tokens(tmp_path: Path) -> None:
     """Megatron trains experts on several tensor ranks with sequence parallelism only."""
     one, other = run_ranks(2, routed, make_reference(CASE, tmp_path), "tp2sp")
     assert one.drawn and not any(torch.equal(a, b) for a, b in zip(one.drawn, other.drawn, strict=True))

@@ -1,6 +1,6 @@
-"""Context parallelism over Transformer Engine's attention computes what transformers does, whatever way keys travel.
+"""Context parallelism over Transformer Engine's attention computes what transformers does, with every cp_comm_type.
 
-What it cannot compute, or would compute wrongly, is refused by name. `--cases all` tests every family.
+What it cannot compute, or would compute wrongly, raises an error that names the option.
 """
 
 from pathlib import Path

@@ -93,7 +93,7 @@ class Rank:
 
 
 def digests(pairs: Iterable[tuple[Any, torch.Tensor]]) -> dict[tuple[Any, ...], str]:
-    """Of this rank's weights; those with one key are copies of each other, on whatever ranks and stages."""
+    """Of this rank's weights; those with one key are copies of each other on all ranks and stages."""
     from megatron.core import parallel_state as state
 
     found = {}
@@ -212,7 +212,7 @@ def assert_copies_are_equal(ranks: list[Rank]) -> None:
 
 
 def losses(checkpoint: Path, output: Path, settings: Settings) -> list[float]:
-    """The losses of two steps, beside evaluations that draw numbers as Transformer Engine's fused attention does."""
+    """The losses of two steps, between evaluations that draw numbers as Transformer Engine's fused attention does."""
     import torch
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -267,7 +267,7 @@ def counted_otherwise(checkpoint: Path, output: Path) -> list[Any]:
     return [*found, str(error.value)]
 
 
-def test_what_a_loss_counts_must_be_told_where_experts_have_losses(tmp_path: Path) -> None:
+def test_a_custom_loss_needs_its_count_with_losses_of_experts(tmp_path: Path) -> None:
     checkpoint = sparse_checkpoint(tmp_path / "model")
     plain, lighter, reported = run_ranks(1, counted_otherwise, checkpoint, tmp_path)[0]
     assert lighter == pytest.approx(plain, rel=1e-5)
@@ -321,7 +321,7 @@ def moved_biases(checkpoint: Path, run: Path) -> torch.Tensor:
     return (after[first] - before[first]).sign()
 
 
-def test_biases_of_experts_move_by_what_chose_them_whatever_is_dropped(dealt: Path) -> None:
+def test_biases_of_experts_move_by_the_router_and_not_by_dropped_tokens(dealt: Path) -> None:
     moved = {name: moved_biases(dealt / "biased", dealt / "once" / name).tolist() for name in BIASED}
     assert {-1.0, 1.0} <= {*moved["chosen"]}
     assert moved["dropped"] == moved["filled"] == moved["chosen"]

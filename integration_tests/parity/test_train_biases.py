@@ -1,4 +1,4 @@
-"""Biases of experts that are updated move alike however samples are padded, those of prediction layers too.
+"""Updates of expert biases do not depend on how samples are padded, those of MTP layers included.
 
 Padding is one token many times, and the last tokens of a sample have nothing that a prediction layer could look at: if
 they counted, they would decide where many of the biases go.
@@ -41,7 +41,7 @@ def rows() -> list[tuple[Any, Any]]:
 
 
 def run(checkpoint: Path, output: Path, settings: Settings) -> list[float]:
-    """The losses of its steps; what it has trained stands in ``output / "hf"``."""
+    """Return the losses of its steps; the trained model is in ``output / "hf"``."""
     from mca_models import AutoModel
     from mca_train import McaTrainer, TokenDataset
 
@@ -96,7 +96,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.cases(0, always=["padded"])
 @pytest.mark.parametrize("name", ["padded", "tp4"])
-def test_biases_move_alike_however_samples_are_padded(name: str, trained: Trained) -> None:
+def test_expert_biases_do_not_depend_on_padding(name: str, trained: Trained) -> None:
     start, right, found = read(trained.folder / "model"), trained.weights("packed"), trained.weights(name)
     biases = [tensor for tensor in right if "e_score_correction_bias" in tensor]
     assert len(biases) == 4

@@ -295,7 +295,7 @@ def kept_in_rounds(checkpoint: Path, output: Path) -> dict[str, int]:
 
     lock = OutputLock(output)
     lock.take()
-    found = {"beside another run": train()}
+    found = {"next to another run": train()}
     lock.release()
     found |= {"stopped": train(reported=2, parts_of=16), "killed": train(2), "again": train()}
     (other := output / "checkpoint-1").mkdir()
@@ -312,7 +312,7 @@ def kept_in_rounds(checkpoint: Path, output: Path) -> dict[str, int]:
 
 def test_log_probabilities_are_kept_as_they_come_and_for_the_same_weights_alone(checkpoint, tmp_path):
     assert run_ranks(1, kept_in_rounds, checkpoint, tmp_path / "run")[0] == {
-        "beside another run": 0,
+        "next to another run": 0,
         "stopped": 2,
         "killed": 2,
         "again": 2,

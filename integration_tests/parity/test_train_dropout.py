@@ -84,7 +84,7 @@ def experts_drawn(checkpoint: Path, output: Path, **changes: Any) -> list[list[f
 
 @pytest.mark.cases(0, always=["dp2"])
 @pytest.mark.parametrize(("size", "changes"), [(2, {}), (4, PP | CP)], ids=["dp2", "pp2-cp2"])
-def test_ranks_draw_experts_of_their_own(size, changes, tmp_path):
+def test_ranks_draw_different_experts(size, changes, tmp_path):
     from transformers import PhimoeConfig, PhimoeForCausalLM
 
     path = tiny_checkpoint(tmp_path / "model", PhimoeConfig, PhimoeForCausalLM, num_local_experts=4)

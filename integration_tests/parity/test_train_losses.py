@@ -264,7 +264,7 @@ def test_what_python_gives_wrongly_is_one_line(checkpoint, tmp_path):
 
 
 def fused_gradients(dtype: torch.dtype) -> float:
-    """The largest error of this rank's gradients from Megatron's fused cross entropy, beside torch's largest."""
+    """The largest error of this rank's gradients from Megatron's fused cross entropy, and torch's largest."""
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 
     from mca_config.layout import ParallelLayout

@@ -1,4 +1,4 @@
-"""Ropes that depend on the length follow the sequences of their own micro-batch, whatever rows are padded to."""
+"""RoPE that depends on the length takes the longest sequence of the micro-batch, and no padding."""
 
 from pathlib import Path
 from typing import Any

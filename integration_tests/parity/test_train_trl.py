@@ -1,4 +1,4 @@
-"""TRL is the referee: ``mca-train`` logs its losses, gradient norms and metrics, step by step, from the same files."""
+"""``mca-train`` logs the losses, gradient norms and metrics of TRL, step by step, from the same files."""
 
 import json
 from functools import cache
@@ -132,7 +132,7 @@ def test_every_step_is_that_of_trl(kind: str, layout: str, theirs: Theirs, ours:
 def test_losses_of_pairs_and_their_gradients_are_those_of_trl(theirs: Theirs) -> None:
     ours = trl_formulas.by_mca()
     assert ours.keys() == theirs.formulas.keys()
-    assert len({round(loss, 4) for loss, _ in ours.values()}) == len(ours)  # none stands for another
+    assert len({round(loss, 4) for loss, _ in ours.values()}) == len(ours)  # no two are the same
     for kind, (loss, gradient) in theirs.formulas.items():
         assert ours[kind][0] == pytest.approx(loss, rel=1e-6), kind
         assert torch.allclose(ours[kind][1], gradient, rtol=1e-5, atol=1e-6), kind

@@ -1,4 +1,4 @@
-"""Pipelines that are not cut evenly compute what transformers computes, also through a checkpoint of their own."""
+"""Pipelines that are not cut evenly compute what transformers computes, also through their own checkpoint."""
 
 from pathlib import Path
 from typing import Any

@@ -127,7 +127,7 @@ def test_three_clipped_steps_of_a_delta_net_are_exact_in_fp64(tmp_path: Path) ->
 
 
 def _frozen_in_python(model: Any, reported: Any) -> str:
-    """Parameters that are trained though they were frozen beside others of their parts."""
+    """Parameters that are trained though others of the same part are frozen."""
     frozen = [tensor for _, tensor in model.trained_parameters()][::2]
     for tensor in frozen:
         tensor.requires_grad_(False)
@@ -167,7 +167,7 @@ def refused(reference: Mixed) -> list[str]:
     ]
 
 
-def test_parts_that_cannot_be_trained_as_told_are_refused_on_every_rank(tmp_path: Path) -> None:
+def test_parts_that_cannot_be_trained_raise_an_error_on_every_rank(tmp_path: Path) -> None:
     both = run_ranks(2, refused, mixed("qwen2_5_vl", tmp_path))
     gather = "overlap_param_gather is not supported with a trained vision tower"
     one_rate = "vision_learning_rate: an adapter has one learning rate"

@@ -1,5 +1,7 @@
 """Tables of test cases by subject: the models on parallel layouts that ``pytest --cases all`` runs."""
 
+from collections.abc import Iterable, Sequence
+
 import tiny_vision
 from tiny_hf import ALIKE
 
@@ -11,6 +13,17 @@ from parity import is_sparse
 from reference import DENSE_CASES, FAMILY_CASES, MOE_CASES, NEWEST
 from vision_passes import DENSE as DENSE_VISION
 from vision_passes import SPARSE as SPARSE_VISION
+
+
+def _with_experts(models: Iterable[str], layouts: Sequence[str]) -> list[Case]:
+    """Return every model on every layout; only models with experts have expert parallelism."""
+    return [
+        case
+        for case in product(models, layouts)
+        if "ep2" not in case.layout
+        or ("moe" in case.model if case.model in tiny_vision.CASES else is_sparse(case.model))
+    ]
+
 
 _DENSE_LAYOUTS = (
     *("tp1", "tp2sp", "tp4", "tp2", "cp2", "pp2vpp2"),
@@ -107,14 +120,14 @@ _LOG_PROB_MODELS = (
     *("qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"),
 )
 LOG_PROBS = (
-    *product(
+    *_with_experts(
         _LOG_PROB_MODELS,
         (
             *("tp1", "tp2sp", "tp2pp2", "pp2vpp2", "cp2tp2sp"),
             *("pp2cp2", "ep2", "tp2ep2etp1sp", "ep2pp2vpp2", "dp2tp2"),
         ),
     ),
-    *product(NEWEST, ("tp1", "tp2pp2", "cp2tp2sp", "ep2pp2vpp2")),
+    *_with_experts(NEWEST, ("tp1", "tp2pp2", "cp2tp2sp", "ep2pp2vpp2")),
     Case("llama", "pp2vpp2dp2"),
     Case("qwen3_moe", "tp2ep2etp1dp2sp"),
 )
@@ -122,13 +135,15 @@ LOG_PROBS = (
 
 _ALL_MODELS = (*FAMILY_CASES, *tiny_vision.CASES)
 WEIGHT_LOADING = (
-    *product(_ALL_MODELS, ("tp2pp2sp", "tp2pp2vpp2sp", "tp2ep2etp1dp2sp")),
+    *_with_experts(_ALL_MODELS, ("tp2pp2sp", "tp2pp2vpp2sp", "tp2ep2etp1dp2sp")),
     Case("gpt_oss", "ep2pp2"),
     Case("gemma4_text-e2b", "tp2sp"),  # its layers cannot be split over pipeline stages
 )
 """Hugging Face tensors that are loaded into a live model."""
 WEIGHT_STREAMS = tuple(
-    product(_ALL_MODELS, ("tp2pp2sp", "tp2pp2vpp2sp", "pp2dp2", "tp2cp2sp", "tp2ep2etp1dp2sp", "ep2pp2"))
+    _with_experts(
+        _ALL_MODELS, ("tp2pp2sp", "tp2pp2vpp2sp", "pp2dp2", "tp2cp2sp", "tp2ep2etp1dp2sp", "ep2pp2")
+    )
 )
 """Weights of a live model as a stream of Hugging Face tensors."""
 

@@ -1,7 +1,6 @@
-"""Gradients of the factory's models beside those of transformers' autograd, as directories of tensors.
+"""Gradients of mca's models and of transformers' autograd, as directories of tensors.
 
-They travel as weights do: they are put in the place of the weights and exported, so that gathering and templates are
-the tested ones.
+Gradients are put in the place of weights and exported, so gathering and templates are tested too.
 """
 
 import copy
@@ -160,7 +159,7 @@ def export_gradient_of(model: Any, reference: Reference, path: Path) -> None:
 
 @dataclass(frozen=True)
 class Computed:
-    """What `compute` found, on every rank, and where the gradients are, beside those expected."""
+    """The results of `compute` on every rank, and the folder of found and expected gradients."""
 
     folder: Path
     by_rank: dict[Case, list[Found]]

@@ -8,7 +8,7 @@ from mca_config.layout import SIZE_FIELDS
 
 
 def arguments(name: str, **settings: Any) -> DistributingParallelArguments:
-    """The arguments of layout ``name``; ``sp`` at its end is sequence parallelism, ``allgather`` that dispatcher."""
+    """Return the arguments of layout ``name``; it may end with ``sp`` (sequence parallelism) or ``allgather``."""
     sizes = {SIZE_FIELDS["tp"]: 1, SIZE_FIELDS["pp"]: 1}
     sizes |= {
         SIZE_FIELDS[axis]: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)", name) if axis != "dp"
@@ -20,7 +20,7 @@ def arguments(name: str, **settings: Any) -> DistributingParallelArguments:
 
 
 def world_size(name: str) -> int:
-    """Ranks that layout ``name`` needs: tp x pp x cp x dp, and as many as ep x etp x pp needs."""
+    """Return the ranks that layout ``name`` needs: the larger of tp x pp x cp x dp and ep x etp x pp."""
     sizes = {axis: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)", name)}
     pp, tp = sizes.get("pp", 1), sizes.get("tp", 1)
     dense = tp * pp * sizes.get("cp", 1) * sizes.get("dp", 1)

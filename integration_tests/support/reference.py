@@ -177,8 +177,7 @@ NEWEST = (
         "qwen3_5_moe_text",
     ),
 )
-"""Cases of parts that few others have: layers with a state, positions that are learned or biases, experts beside an
-MLP, an indexer."""
+"""Models with parts that few others have: states, learned positions or ALiBi, experts next to an MLP, an indexer."""
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "seed_oss")
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3")
 DENSE_CASES = tuple(case for case, (kind, _) in _COMMON.items() if kind in DENSE)

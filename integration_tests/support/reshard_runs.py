@@ -28,7 +28,7 @@ def run(
 
     settings: dict[str, Any] = {"lr_scheduler_type": "constant", "learning_rate": 2e-3}
     settings["gradient_accumulation_steps"] = 4
-    settings["overwrite_output_dir"] = resume is None  # a curve is made longer by making it anew
+    settings["overwrite_output_dir"] = resume is None  # a longer curve starts again
     data = changes.pop("data", None)
     data = {"count": 200} if data is None else {"train_dataset": data()}
     trainer = make_trainer(checkpoint, output_dir, max_steps=steps, **settings | data | changes)

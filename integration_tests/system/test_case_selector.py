@@ -29,7 +29,7 @@ def faults_of(select: Selector) -> set[str]:
     return {each for ids in fewer for each in select(ids) ^ (every & set(ids))}
 
 
-def test_a_case_is_selected_whatever_other_cases_there_are() -> None:
+def test_other_cases_do_not_change_whether_a_case_runs() -> None:
     assert faults_of(by_hash) == set()
     assert "model7-tp2" in by_hash(IDS)
     assert len(IDS) / 6 < len(by_hash(IDS)) < len(IDS) / 3

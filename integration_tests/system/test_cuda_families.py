@@ -18,7 +18,7 @@ from cases import needed
 from cuda_waits import ALWAYS, ONCE, waits_of
 from family_sizes import described
 
-pytestmark = [pytest.mark.fork, pytest.mark.timeout(0)]  # the processes have limits of their own
+pytestmark = [pytest.mark.fork, pytest.mark.timeout(0)]  # the processes have their own limits
 RUN = {"bf16": True, "transformer_impl": "local"}
 KINDS: dict[str, dict[str, Any]] = {"padded": {}, "packed": {"sequence_packing": True}}
 OF_IMAGES = {"count": 2, "pixels": 32}
@@ -34,7 +34,7 @@ KNOWN: dict[str, frozenset[str]] = {
     # how many tokens go to experts that have weights is known when they are routed
     "longcat_flash": frozenset({"value in shortcut.py:counted"}),
 }
-"""What some cases wait for beside, by how their names begin."""
+"""What else some cases wait for, by how their names begin."""
 CASES = [
     f"{case}, {kind}"
     for case in (*tiny_hf.ALL, *(f"images {case}" for case in tiny_vision.CASES))

@@ -122,7 +122,7 @@ def workspace(tmp_path: Path) -> run.Workspace:
 @pytest.mark.parametrize("name", one_of_each_kind())
 def test_every_kind_of_step_is_rehearsed(name: str, tmp_path: Path, workspace: run.Workspace) -> None:
     over_engine = name.endswith("-engine")
-    if over_engine and IS_THERE:  # emulated in a process of its own
+    if over_engine and IS_THERE:  # emulated in a separate process
         result = run.run(step_of(name), workspace, 600)
         assert result["status"] == "passed", result
         assert result["checks"]

@@ -83,7 +83,7 @@ def apart(checkpoint: Path, output: Path, **changes: Any) -> tuple[set[str], set
 
 
 @pytest.mark.parametrize("changes", [{}, {"use_distributed_optimizer": True}])
-def test_a_rate_of_their_own_for_embedding_and_output(changes, tmp_path):
+def test_decoupled_lr_is_the_rate_of_embedding_and_output_layer(changes, tmp_path):
     checkpoint = tiny_checkpoint(tmp_path / "model", **SMALL)
     ((changed, names),) = run_ranks(1, apart, checkpoint, tmp_path, **changes)
     assert names - changed == {"embedding.word_embeddings.weight", "output_layer.weight"}
@@ -181,7 +181,7 @@ def stopped_by_nan(checkpoint: Path, output: Path) -> str:
     return str(found.value)
 
 
-def test_nan_before_gradients_are_reduced_is_told_in_one_line(tmp_path):
+def test_nan_before_gradients_are_reduced_is_reported_in_one_line(tmp_path):
     (reported,) = run_ranks(1, stopped_by_nan, tiny_checkpoint(tmp_path / "model"), tmp_path)
     assert reported.startswith("check_for_nan_in_grad: found NaN in local grad norm"), reported
     assert "\n" not in reported

@@ -134,7 +134,7 @@ def test_other_quantisations_are_refused_by_name(method: str, tiny, tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
-def test_a_config_that_promises_blocks_beside_plain_weights_is_told(source: Path, convert, caplog) -> None:
+def test_a_config_with_fp8_blocks_and_plain_weights_is_reported(source: Path, convert, caplog) -> None:
     config = json.loads((source / "config.json").read_text())
     said = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     (source / "config.json").write_text(json.dumps({**config, **said}))

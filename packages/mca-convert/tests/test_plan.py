@@ -186,7 +186,7 @@ def test_the_table_is_for_people(tiny, capsys) -> None:
     assert "nothing was written" in out
 
 
-def test_all_reasons_are_told_at_once(tiny, capsys, tmp_path: Path) -> None:
+def test_all_reasons_are_reported_together(tiny, capsys, tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/x").touch()
     plan = planned(
@@ -206,7 +206,7 @@ def test_all_reasons_are_told_at_once(tiny, capsys, tmp_path: Path) -> None:
     assert len(plan["refusals"]) < 12  # alike parameters once
 
 
-def test_a_damaged_source_and_a_bad_layout_are_both_told(tiny, capsys, tmp_path: Path) -> None:
+def test_a_damaged_source_and_a_bad_layout_are_both_reported(tiny, capsys, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_bytes((tiny("llama") / "config.json").read_bytes())

@@ -112,7 +112,7 @@ def test_a_vision_model_that_computes_otherwise_is_another_model(saved, tmp_path
             assert (f"{key}.num_heads: 2 and 4" if key == "vision_config" else key) in capsys.readouterr().out
 
 
-def test_what_is_missing_or_damaged_is_told(saved, tmp_path: Path, capsys) -> None:
+def test_missing_and_damaged_tensors_are_reported(saved, tmp_path: Path, capsys) -> None:
     source = saved("qwen2_5_vl")
     tensors = load_file(source / "model.safetensors")
     for name, change, message in (
@@ -141,7 +141,7 @@ def test_a_cast_reaches_both_parts(case: str, saved, convert) -> None:
     }
 
 
-def test_fp8_is_read_beside_a_vision_model(saved, convert, tmp_path: Path) -> None:
+def test_fp8_is_read_next_to_a_vision_model(saved, convert, tmp_path: Path) -> None:
     plain = fp8_copy(saved("qwen3_vl"), tmp_path / "fp8")
     back = hf_tensors(convert(convert(tmp_path / "fp8", "mca", "--fp32", tp=2, pp=2), "hf"))
     assert back.keys() == plain.keys()

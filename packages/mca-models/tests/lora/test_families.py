@@ -86,7 +86,7 @@ def test_every_linear_of_every_family(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", OTHERWISE_CALLED)
-def test_linears_are_called_as_modules_whatever_files_call_them(case: str) -> None:
+def test_linears_have_the_names_of_modules_and_not_of_files(case: str) -> None:
     kind, different = tiny_hf.ALL[case]
     described = transformers.AutoConfig.for_model(kind, **{**tiny_hf.SIZE, **different})
     with torch.device("meta"):
@@ -141,7 +141,7 @@ SIZES = {"rank_pattern": {"shared_experts.up_proj": 3}, "alpha_pattern": {"mlp.g
         )
     ],
 )
-def test_peft_reads_all_factors_of_given_names_beside_experts(
+def test_peft_reads_all_factors_of_given_names_next_to_experts(
     case: str, settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = adapters.loaded_by_peft(case, settings, tmp_path)
@@ -160,7 +160,9 @@ REFUSED_BY_PEFT = ("gate-alone",)
 
 
 @pytest.mark.parametrize("name", UNREAD)
-def test_what_peft_does_not_read_of_experts_is_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_factors_of_experts_that_peft_does_not_read_are_reported(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     case, settings = UNREAD[name]
     kind, different = tiny_hf.ALL[case]
     config = config_from_hf({**tiny_hf.SIZE, **different, "model_type": kind})
@@ -176,7 +178,7 @@ def test_what_peft_does_not_read_of_experts_is_told(name: str, caplog: pytest.Lo
 
 @pytest.mark.qualify
 @pytest.mark.parametrize("name", UNREAD)
-def test_what_is_told_peft_does_not_read(name: str, tmp_path: Path) -> None:
+def test_peft_does_not_read_the_reported_factors(name: str, tmp_path: Path) -> None:
     case, settings = UNREAD[name]
     if name in REFUSED_BY_PEFT:
         with pytest.raises(ValueError, match="without also targeting"):

@@ -46,7 +46,7 @@ def changed(hf: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.cases(0, always=["internvl"])
 @pytest.mark.parametrize("case", sorted(tiny_vision.CASES))
-def test_whatever_a_file_says_is_a_model_or_one_line(case: str) -> None:
+def test_every_changed_value_gives_a_model_or_one_line(case: str) -> None:
     refused = 0
     for hf in changed(tiny_vision.described(case)):
         try:

@@ -112,7 +112,7 @@ def test_a_broken_file_is_one_line_that_names_it(name, streaming, tmp_path):
     assert len(reported) < 500
 
 
-def test_a_file_that_changes_or_goes_between_passes_is_told(tmp_path, caplog):
+def test_a_file_that_changes_or_disappears_between_passes_is_reported(tmp_path, caplog):
     file = tmp_path / "a.jsonl"
     file.write_bytes(WHOLE)
     arguments = DataArguments(model_name_or_path="m", streaming=True, seq_length=32)
