@@ -87,7 +87,7 @@ def convert(
         workers: Number of threads. None: one per processor, at most 8.
         memory_limit: Bytes of all buffers. None: 3 MB per thread.
         progress: Called with the bytes done and in all, by one thread at a time; may raise an error to stop. The first
-            call comes before the first file is made, the last before ``dst`` is put in place.
+            call comes before the first file is made, the last before ``dst`` is put in place. Of an adapter both are 0.
 
     Returns:
         The conversion: sizes, target and time.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
@@ -46,6 +47,14 @@ class _Side:
     param: Param
     chunk: Chunk
     dtype: str
+
+
+class _Pair(NamedTuple):
+    """The same elements of a tensor in both checkpoints."""
+
+    name: str
+    shape: tuple[int, ...]
+    sides: tuple[_Side, _Side]
 
 
 @dataclass(kw_only=True)
@@ -159,9 +168,23 @@ def compare_models(
     allow_open_files(len({info.file for source in (first, second) for info in source.tensors()}))
     files = SourceFiles({**first.checksums(), **second.checksums()})
     counter = ByteCounter(sum(info.nbytes for info in first.tensors()), progress)
-    worker = _Worker(files, limits, _Recorder(result, tolerance), counter)
+    recorder = _Recorder(result, tolerance)
+
+    def start() -> Callable[[_Pair], None]:
+        collector = Collector(files, Buffers(limits.buffer_bytes), limits.computed_bytes)
+
+        def compare(pair: _Pair) -> None:
+            arrays = [
+                collector.collect(side.chunk, side.source.parts(side.param), side.dtype, buffer)
+                for side, buffer in zip(pair.sides, ("first", "second"), strict=True)
+            ]
+            recorder.compare(pair.name, pair.shape, arrays, pair.sides[0].chunk.start)
+            counter.add(arrays[0].nbytes)
+
+        return compare
+
     try:
-        run_all(_pairs(first, second, result, limits), limits.workers, worker.start)
+        run_all(_pairs(first, second, result, limits), limits.workers, start)
         files.check(limits.workers, counter.check)
     finally:
         files.close()
@@ -208,10 +231,8 @@ def _different_keys(where: str, first: Values, second: Values) -> Iterator[tuple
             yield where + key, mine, its
 
 
-def _pairs(
-    first: ModelSource, second: ModelSource, result: Comparison, limits: Limits
-) -> Iterator[tuple[str, tuple[int, ...], _Side, _Side]]:
-    """Yield the pairs of chunks to compare with the tensor's shape, and count tensors and elements."""
+def _pairs(first: ModelSource, second: ModelSource, result: Comparison, limits: Limits) -> Iterator[_Pair]:
+    """Yield the pairs of chunks to compare, and count tensors and elements."""
     dtypes = source_dtypes(first), source_dtypes(second)
     theirs = {param.mca_name(): param for param in second.params}
     for mine in first.params:
@@ -226,29 +247,7 @@ def _pairs(
             step = limits.buffer_bytes // size
             for one, two in zip(split_exactly(gather, step), split_exactly(other, step), strict=True):
                 sides = _Side(first, mine, one, dtypes[0][name]), _Side(second, its, two, dtypes[1][name])
-                yield label, gather.shape, *sides
-
-
-class _Worker:
-    """Comparison of chunks in one thread."""
-
-    def __init__(self, files: SourceFiles, limits: Limits, recorder: _Recorder, counter: ByteCounter) -> None:
-        self._files, self._limits, self._recorder, self._counter = files, limits, recorder, counter
-
-    def start(self) -> Callable[[tuple[str, tuple[int, ...], _Side, _Side]], None]:
-        """Return the function that one thread calls for each chunk."""
-        collector = Collector(self._files, Buffers(self._limits.buffer_bytes), self._limits.computed_bytes)
-        return lambda item: self._compare(*item, collector)
-
-    def _compare(
-        self, name: str, shape: tuple[int, ...], first: _Side, second: _Side, collector: Collector
-    ) -> None:
-        arrays = [
-            collector.collect(side.chunk, side.source.parts(side.param), side.dtype, buffer)
-            for side, buffer in ((first, "first"), (second, "second"))
-        ]
-        self._recorder.compare(name, shape, arrays, first.chunk.start)
-        self._counter.add(arrays[0].nbytes)
+                yield _Pair(label, gather.shape, sides)
 
 
 def _different(first: NumpyArray, second: NumpyArray, tolerance: float | None) -> NumpyArray:

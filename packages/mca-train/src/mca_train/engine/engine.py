@@ -65,35 +65,22 @@ def optimizer_settings(args: TrainingArguments, params_dtype: torch.dtype) -> Js
 
 
 _FIXED = ("freeze", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon")
-_VISION_RATES = ("vision_learning_rate", "projector_learning_rate")
-_SEPARATE_RATES = (*_VISION_RATES, "decoupled_lr")
-_MIN_LR = "min_lr"
+_PART_RATES = ("vision_learning_rate", "projector_learning_rate", "decoupled_lr", "decoupled_min_lr")
+_RUN_RATES = ("learning_rate", "min_lr")
 
 
 def _fixed_arguments(args: TrainingArguments) -> JsonObject:
-    """Return the arguments that are read only when the engine and its optimizer are built."""
-    values = {name: getattr(args, name) for name in (*_FIXED, *_VISION_RATES)}
+    """Return the arguments that are read only when the engine and its optimizer are built.
+
+    With a learning rate of its own for a part, those of the run are fixed too: equal ones share a parameter group.
+    """
+    values = {name: getattr(args, name) for name in (*_FIXED, *_PART_RATES)}
     values |= args.optimizer_config_overrides() | args.ddp_config_overrides()
-    return {name: value for name, value in values.items() if name != _MIN_LR}
-
-
-def _default_rate_keys(args: TrainingArguments) -> list[str]:
-    """Return the separate learning rates that equal ``learning_rate``."""
-    return [name for name in _SEPARATE_RATES if getattr(args, name) == args.learning_rate]
-
-
-def _default_rate_groups(args: TrainingArguments, groups: Sequence[JsonObject]) -> dict[str, list[int]]:
-    """Return the indices of parameter groups whose ``max_lr`` and ``min_lr`` are the run's and may change later."""
-    rates = {"max_lr": args.learning_rate, "min_lr": args.min_lr}
-    indices = {
-        name: [index for index, group in enumerate(groups) if group.get(name) == value]
-        for name, value in rates.items()
-    }
-    if args.decoupled_min_lr is not None and args.decoupled_lr != args.learning_rate:
-        indices["min_lr"] = [
-            index for index in indices["min_lr"] if groups[index]["max_lr"] != args.decoupled_lr
-        ]
-    return indices
+    values |= {name: getattr(args, name) for name in _RUN_RATES}
+    if all(values[name] is None for name in _PART_RATES):
+        for name in _RUN_RATES:
+            del values[name]
+    return values
 
 
 def _no_loss(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -136,8 +123,6 @@ class Engine(Pipeline):
         self.optimizer_name = args.optimizer or "adam"
         self._fixed_arguments = _fixed_arguments(args)
         self._trained = self._requires_grad()
-        self._default_rates = _default_rate_keys(args)
-        self._default_rate_groups = _default_rate_groups(args, self.optimizer.param_groups)
         self._wire()
         for chunk in self.chunks:
             chunk.train()
@@ -186,30 +171,16 @@ class Engine(Pipeline):
         if changed:
             raise McaError(
                 f"{', '.join(changed)} changed after the first train(), which built the optimizer; create a new "
-                "trainer, or change only learning_rate, min_lr and weight_decay"
+                f"trainer (without {', '.join(_PART_RATES)}, learning_rate and min_lr may change; weight_decay always)"
             )
         if self._requires_grad() != self._trained:
             raise McaError(
                 "requires_grad of parameters changed after the first train(), which built the optimizer; create a new "
                 "trainer"
             )
-        equal = _default_rate_keys(args)
-        if split := [name for name in self._default_rates if name not in equal]:
-            raise McaError(
-                f"{', '.join(split)}: equal to learning_rate at the first train(), which put both into one parameter "
-                "group; create a new trainer to use different rates"
-            )
-        has_decoupled_min = args.decoupled_min_lr not in (None, args.min_lr)
-        merged = [name for name in equal if name not in self._default_rates]
-        if merged and not (merged == ["decoupled_lr"] and has_decoupled_min):
-            raise McaError(
-                f"{', '.join(merged)}: now equal to learning_rate, different at the first train(), and groups "
-                "with the same rate cannot be distinguished in a checkpoint; create a new trainer, or set another rate"
-            )
-        groups = self.optimizer.param_groups
-        for name, value in (("max_lr", args.learning_rate), ("min_lr", args.min_lr)):
-            for index in self._default_rate_groups[name]:
-                groups[index][name] = value
+        if "learning_rate" not in current:
+            for group in self.optimizer.param_groups:
+                group["max_lr"], group["min_lr"] = args.learning_rate, args.min_lr
 
     def _requires_grad(self) -> list[bool]:
         """Return ``requires_grad`` of every parameter."""
