@@ -1,7 +1,7 @@
 """Write recipes/*.yaml and the table of docs/recipes.md: layouts that fit and are predicted to be fast.
 
-Run ``uv run tools/recipes_page.py NAME ...`` to search the layouts of recipes again (a minute each; ``all``: every one),
-and without names to write the table from the files. A file holds a complete run and, in its first line, the prediction.
+Run ``uv run tools/recipes_page.py NAME ...`` to search the layouts of recipes again (a minute each; ``all``: every
+one), and without names to write the table from the files. A file holds a complete run and, at its top, the prediction.
 """
 
 import contextlib
@@ -26,7 +26,8 @@ _CONFIGS = (ROOT / "tools" / "recipes", ROOT / "packages" / "mca-models" / "test
 _DEVICE = "h100-80"
 _GIB = 1 << 30
 HEADER = re.compile(
-    r"# mca-train (\w+) on (\d+) x H100 80 GB\n# Predicted: (\d+) GiB on the fullest rank, ([\d,]+) tokens/s and device\n"
+    r"# mca-train (\w+) on (\d+) x H100 80 GB\n"
+    r"# Predicted: (\d+) GiB on the fullest rank, ([\d,]+) tokens/s and device\n"
 )
 """First lines of a file: job, devices, GiB, tokens per second and device."""
 JOBS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
@@ -133,7 +134,8 @@ def written(model: Model, job: str, values: dict[str, Any], needs: int, speed: f
     }
     return (
         f"# mca-train {kind} on {model.devices[job]} x H100 80 GB\n"
-        f"# Predicted: {needs / _GIB:.0f} GiB on the fullest rank, {round(speed / digits) * digits:,} tokens/s and device\n"
+        f"# Predicted: {needs / _GIB:.0f} GiB on the fullest rank, "
+        f"{round(speed / digits) * digits:,} tokens/s and device\n"
         f"{yaml.safe_dump(run, sort_keys=False)}"
     )
 
@@ -150,15 +152,8 @@ def table() -> str:
         if header is None:
             raise SystemExit(f"{path}: expected first lines as tools/recipes_page.py writes them")
         values, end = yaml.safe_load(text), {"lora": "sft, LoRA"}.get(job, job)
-        cells = (
-            model.name,
-            end,
-            header[2],
-            _layout(values),
-            header[3],
-            header[4],
-            f"[`recipes/{path.name}`](../recipes/{path.name})",
-        )
+        link = f"[`recipes/{path.name}`](../recipes/{path.name})"
+        cells = (model.name, end, header[2], _layout(values), header[3], header[4], link)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

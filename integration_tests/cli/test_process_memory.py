@@ -1,8 +1,8 @@
 """What the process of a rank takes beyond what it took before the run is what the dry run says, to a tenth.
 
 What is there before is subtracted: the interpreter and all that is imported. Of what comes on top of tensors, pages
-that the allocator keeps free are left out (`memory.peak`); docs/validation/evidence.md says how many they are. `--cases all`
-runs every case, the default one.
+that the allocator keeps free are left out (`memory.peak`); docs/validation/evidence.md says how many they are.
+`--cases all` runs every case, the default one.
 """
 
 import os

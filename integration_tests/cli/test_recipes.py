@@ -51,7 +51,7 @@ def test_a_recipe_is_accepted_by_its_job(name):
 @pytest.mark.cases(12, always=["qwen3-8b-sft", "qwen3-30b-a3b-lora"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_fits_and_needs_what_it_says(name):
-    model, job, path = RECIPES[name]
+    model, _, path = RECIPES[name]
     text = path.read_text()
     kind, devices, gib, _ = TOOL.HEADER.match(text).groups()
     needs = TOOL.fullest(model, kind, yaml.safe_load(text), int(devices)) / 2**30
