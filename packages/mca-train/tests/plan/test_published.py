@@ -175,8 +175,8 @@ DISORDERED = {
     ("Qwen3 235B-A22B", "25.11", GB300),
     ("Llama-3.1 405B", "26.02", GB300),
 }
-"""docs/validation/evidence.md says why. Qwen3 on GB200 and GB300 runs with HybridEP and CUDA graphs, which are not modelled, and
-mxfp8 is predicted as fast as one scale for each tensor."""
+"""docs/validation/evidence.md says why. Qwen3 on GB200 and GB300 runs with HybridEP and CUDA graphs, which are not
+modelled, and mxfp8 is predicted as fast as one scale for each tensor."""
 APART = 1.05
 """Published speeds whose order is looked at; nearer ones say as much of the day as of the layout."""
 
