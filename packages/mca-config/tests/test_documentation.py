@@ -19,9 +19,7 @@ def block(before: str, language: str = "") -> str:
 
 
 def test_the_tables_are_up_to_date() -> None:
-    assert update_document(TEXT, reference.TABLES) == TEXT, (
-        "run: python -m mca_config.reference docs/keys.md"
-    )
+    assert update_document(TEXT, reference.TABLES) == TEXT, "run: python -m mca_config.reference docs/keys.md"
     for _, options in reference.LEVELS:
         assert reference.argument_table(options) in TEXT
 

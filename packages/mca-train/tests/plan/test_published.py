@@ -263,7 +263,7 @@ def test_published_speeds_are_predicted_within_a_third_and_in_their_order_or_nam
     for row in ROWS:
         *_, published, ratio, fits = row
         speed, fitted, fitted_as_published = _ran(row, tmp_path)
-        assert speed / published == pytest.approx(ratio, abs=0.02), row  # what docs/validation/evidence.md says
+        assert speed / published == pytest.approx(ratio, abs=0.02), row
         assert (abs(speed / published - 1) <= 0.35) == (row[:3] not in MISSED), row
         assert fitted == fits, row
         assert fitted_as_published == (row[:3] != CONTRADICTORY), row
