@@ -273,14 +273,14 @@ def memory() -> Drawing:
     picture = Drawing(
         640, 70 + 30 * len(rows), "Memory of a rank by what it holds, for each row of the table"
     )
-    scale, left = 2.2, 250
+    scale, left = 1.9, 250
     for number, (keys, cells) in enumerate(rows):
         x, y = float(left), 14 + 30 * number
         picture.words(left - 8, y + 15, keys.replace("`", "").partition(",")[0], "end")
         for part, size in enumerate(cells[:-1]):
             picture.box(x, y, scale * size, 20, _COLOURS[part])
             x += scale * size
-        picture.words(x + 6, y + 15, f"{cells[-1]:.0f} GiB")
+        picture.words(624, y + 15, f"{cells[-1]:.0f} GiB", "end")
     limit, bottom = left + scale * 75.1, 20 + 30 * len(rows)
     picture.line(limit, 8, limit, bottom)
     picture.words(limit, bottom + 14, "75 GiB usable", "middle")
