@@ -225,11 +225,14 @@ def step() -> Drawing:
     picture.box(332, 84, 288, 48, _COLOURS[2], "the same stages, its own samples")
     picture.arrow(146, 60, 172, 100)
     picture.arrow(304, 108, 330, 108)
-    flow = (
-        "sums of the loss, numbers of targets and gradients of both replicas: summed, divided once, clipped,"
-    )
-    picture.words(320, 160, flow, "middle")
-    picture.words(320, 180, "then the optimizer updates its shard and the weights are gathered", "middle")
+    for row, words in enumerate(
+        (
+            "The sums of the loss, the numbers of targets and the gradients of both replicas are added,",
+            "divided once and clipped. Each rank steps its shard of the optimizer, and the weights",
+            "are gathered.",
+        )
+    ):
+        picture.words(320, 160 + 18 * row, words, "middle")
     return picture
 
 
