@@ -3,7 +3,7 @@
 The model has 2.4 million parameters in fp32; its optimizer is distributed over the replicas, or not. Held and asked for
 are the tensors that are handed to Megatron's writer and reader; read is what the kernel counted (``rchar`` of the
 process) and what was mapped of files, the second time, when everything is imported. Prints the last table of
-docs/clusters.md.
+docs/validation/clusters.md.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Measures one model by the plan, by the dry run and on real CPU ranks: ``python benchmarks/three_ways.py``.
 
-Prints the tables of "One model, three ways" in docs/planning.md: MiB of the first rank of each stage, and of runs on
-one rank those of the process.
+Prints the tables of "One model, three ways" in docs/validation/evidence.md: MiB of the first rank of each
+stage, and of runs on one rank those of the process.
 """
 
 import argparse

@@ -23,7 +23,7 @@ COMMANDS = (
 _HEAD = """# Commands
 
 This page shows what each command prints for `--help`; `tools/commands_page.py` writes it. The keys of the commands that
-train are listed in [Keys of a run](arguments.md) and [Configuration](configuration.md).
+train are listed in [Keys](keys.md).
 
 Both programs read words in the same way: flags are written with `-` or `_`, a misspelt command or flag is answered with
 the one that was probably meant, wrong usage ends with exit code 2 and any other failure with 1, and `--version` prints

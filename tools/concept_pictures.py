@@ -1,12 +1,16 @@
-"""Draws the pictures of docs/concepts.md into docs/pictures. Run as ``uv run tools/concept_pictures.py``.
+"""Draw the pictures of the documents into docs/pictures. Run as ``uv run tools/concept_pictures.py``.
 
-Ranks and stages are those of `mca_config.RankGrid` and `mca_config.pipeline_plan`, not drawn by hand.
+Ranks and stages are those of `mca_config.RankGrid` and `mca_config.pipeline_plan`, passes those of the planner's
+schedule, and memory that of the table in docs/out_of_memory.md, which a test compares with the planner.
 """
 
+import re
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 from mca_config import ParallelLayout, RankGrid, pipeline_plan
+from mca_train.plan.schedule import Order
+from mca_train.plan.timeline import timeline
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 _COLOURS = ("#bcd7f0", "#f6cfa8", "#c6e5bd", "#e3c7ea")
@@ -47,6 +51,12 @@ class Drawing:
         self._parts.append(
             f'<line x1="{x0:g}" y1="{y0:g}" x2="{x1:g}" y2="{y1:g}" stroke="{_INK}" '
             'stroke-width="1.5" marker-end="url(#head)"/>'
+        )
+
+    def line(self, x0: float, y0: float, x1: float, y1: float) -> None:
+        """A dashed line."""
+        self._parts.append(
+            f'<line x1="{x0:g}" y1="{y0:g}" x2="{x1:g}" y2="{y1:g}" stroke="{_INK}" stroke-dasharray="4 3"/>'
         )
 
     def svg(self) -> str:
@@ -196,6 +206,93 @@ def journey() -> Drawing:
     return picture
 
 
+def step() -> Drawing:
+    """Data flow of a step, from the global batch to the updated weights."""
+    picture = Drawing(
+        640, 196, "A global batch is divided into micro-batches, computed by stages, and reduced"
+    )
+    boxes = (
+        ("global batch\n16 samples", _GREY),
+        ("replica 0\n4 micro-batches", _COLOURS[0]),
+        ("stage 0\nembedding, layers", _COLOURS[1]),
+        ("stage 1\nlayers, loss", _COLOURS[1]),
+    )
+    for number, (words, colour) in enumerate(boxes):
+        picture.box(16 + 158 * number, 20, 130, 48, colour, words)
+        if number:
+            picture.arrow(146 + 158 * (number - 1), 44, 172 + 158 * (number - 1), 44)
+    picture.box(174, 84, 130, 48, _COLOURS[2], "replica 1\n4 micro-batches")
+    picture.box(332, 84, 288, 48, _COLOURS[2], "the same stages, its own samples")
+    picture.arrow(146, 60, 172, 100)
+    picture.arrow(304, 108, 330, 108)
+    for row, words in enumerate(
+        (
+            "The sums of the loss, the numbers of targets and the gradients of both replicas are added,",
+            "divided once and clipped. Each rank steps its shard of the optimizer, and the weights",
+            "are gathered.",
+        )
+    ):
+        picture.words(320, 160 + 18 * row, words, "middle")
+    return picture
+
+
+def schedule() -> Drawing:
+    """Passes of four micro-batches on two stages of two chunks; a backward pass takes twice as long."""
+    pp, vpp, micro_batches = 2, 2, 4
+    orders = [list(Order(pp, vpp, micro_batches).passes(rank)) for rank in range(pp)]
+    passes = timeline(orders, vpp, lambda _, each: 1.0 if each.forward else 2.0)
+    unit = 550 / max(each.end for each in passes)
+    picture = Drawing(640, 150, "Schedule of a step: passes of each micro-batch on two pipeline stages")
+    for rank in range(pp):
+        picture.words(16, 40 + 48 * rank, f"stage {rank}")
+        picture.box(74, 18 + 48 * rank, 550, 36, _GREY)
+    for each in passes:
+        colour = _COLOURS[each.step.chunk if each.step.forward else 2 + each.step.chunk]
+        width = unit * (each.end - each.start)
+        picture.box(
+            74 + unit * each.start, 18 + 48 * each.rank, width, 36, colour, str(each.step.micro_batch)
+        )
+    legend = ("forward, chunk 0", "forward, chunk 1", "backward, chunk 0", "backward, chunk 1", "waiting")
+    for number, (words, colour) in enumerate(zip(legend, (*_COLOURS, _GREY), strict=True)):
+        picture.box(16 + 124 * number, 118, 14, 14, colour)
+        picture.words(34 + 124 * number, 130, words)
+    return picture
+
+
+MEMORY_PAGE = FOLDER.parent / "out_of_memory.md"
+_MEMORY = ("weights", "gradients", "optimizer", "activations")
+
+
+def memory_rows() -> list[tuple[str, list[float]]]:
+    """Return the keys and the GiB of each row of the table in docs/out_of_memory.md."""
+    table = MEMORY_PAGE.read_text(encoding="utf-8").partition("<!-- memory of qwen3-8b -->")[2]
+    rows = re.findall(r"^\| (.+?) ((?:\| [\d.]+ ){5})\|$", table.partition("<!-- end")[0], re.MULTILINE)
+    return [(keys, [float(cell) for cell in cells.split("|") if cell.strip()]) for keys, cells in rows]
+
+
+def memory() -> Drawing:
+    """Memory of a rank by what it holds, for each row of the table."""
+    rows = memory_rows()
+    picture = Drawing(
+        640, 70 + 30 * len(rows), "Memory of a rank by what it holds, for each row of the table"
+    )
+    scale, left = 1.9, 250
+    for number, (keys, cells) in enumerate(rows):
+        x, y = float(left), 14 + 30 * number
+        picture.words(left - 8, y + 15, keys.replace("`", "").partition(",")[0], "end")
+        for part, size in enumerate(cells[:-1]):
+            picture.box(x, y, scale * size, 20, _COLOURS[part])
+            x += scale * size
+        picture.words(624, y + 15, f"{cells[-1]:.0f} GiB", "end")
+    limit, bottom = left + scale * 75.1, 20 + 30 * len(rows)
+    picture.line(limit, 8, limit, bottom)
+    picture.words(limit, bottom + 14, "75 GiB usable", "middle")
+    for part, words in enumerate(_MEMORY):
+        picture.box(16 + 110 * part, bottom + 26, 14, 14, _COLOURS[part])
+        picture.words(34 + 110 * part, bottom + 38, words)
+    return picture
+
+
 PICTURES = {
     "journey": journey,
     "layout": layout,
@@ -203,6 +300,9 @@ PICTURES = {
     "packing": packing,
     "loss": loss,
     "checkpoint": checkpoint,
+    "step": step,
+    "schedule": schedule,
+    "memory": memory,
 }
 
 

@@ -1,4 +1,4 @@
-"""Write the stages that ``.ci/qualify`` ran into docs/evidence.md, with commit, date and machine."""
+"""Write the stages that ``.ci/qualify`` ran into docs/validation/evidence.md, with commit, date and machine."""
 
 import os
 import platform
@@ -7,7 +7,7 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "evidence.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "validation" / "evidence.md"
 BEGIN, END = "<!-- qualified -->\n", "<!-- end of qualified -->\n"
 
 

@@ -1,51 +1,44 @@
-"""Writes docs/recipes.md: for models that people ask for, a layout that fits and is predicted to be fast.
+"""Write recipes/*.yaml and the table of docs/recipes.md: layouts that fit and are predicted to be fast.
 
-Run as ``uv run tools/recipes_page.py [NAME ...]``; without names all recipes are made anew (some minutes). Each is what
-``mca-train plan sft --search`` finds, with the memory that ``mca-train plan sft --device`` says of it.
+Run ``uv run tools/recipes_page.py NAME ...`` to search the layouts of recipes again (a minute each; ``all``: every
+one), and without names to write the table from the files. A file holds a complete run and, at its top, the prediction.
 """
 
 import contextlib
 import io
 import json
+import re
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
 
+from mca_config.page_tables import update_document
+
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "recipes.md"
-_FOLDERS = (ROOT / "tools" / "recipes", ROOT / "packages" / "mca-models" / "tests" / "data" / "configs")
+PAGE, FOLDER = ROOT / "docs" / "recipes.md", ROOT / "recipes"
+_CONFIGS = (ROOT / "tools" / "recipes", ROOT / "packages" / "mca-models" / "tests" / "data" / "configs")
 _DEVICE = "h100-80"
 _GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """One model, and on how many devices it is trained whole and by an adapter."""
-
-    model: str
-    config: str
-    whole: int
-    adapter: int
-
-
-RECIPES = (
-    Recipe("Qwen/Qwen3-8B", "qwen3-8b", 8, 1),
-    Recipe("Qwen/Qwen3-32B", "qwen3-32b", 32, 4),
-    Recipe("Qwen/Qwen3-30B-A3B", "qwen3-30b-a3b", 16, 4),
-    Recipe("Qwen/Qwen3-235B-A22B", "qwen3-235b-a22b", 128, 16),
-    Recipe("meta-llama/Llama-3.1-8B", "llama-3.1-8b", 8, 1),
-    Recipe("meta-llama/Llama-3.3-70B-Instruct", "llama-3.3-70b", 64, 8),
-    Recipe("meta-llama/Llama-3.1-405B", "llama-3.1-405b", 256, 32),
-    Recipe("openai/gpt-oss-20b", "gpt-oss-20b", 16, 2),
-    Recipe("openai/gpt-oss-120b", "gpt-oss-120b", 64, 8),
-    Recipe("mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b", 32, 4),
-    Recipe("zai-org/GLM-4.5-Air", "glm-4.5-air", 64, 8),
-    Recipe("deepseek-ai/DeepSeek-V3", "deepseek-v3", 512, 64),
+HEADER = re.compile(
+    r"# mca-train (\w+) on (\d+) x H100 80 GB\n"
+    r"# Predicted: (\d+) GiB on the fullest rank, ([\d,]+) tokens/s and device\n"
 )
+"""First lines of a file: job, devices, GiB, tokens per second and device."""
+JOBS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
+    {
+        "sft": ("sft", {"learning_rate": 1.0e-5}),
+        "lora": ("sft", {"lora_rank": 16, "learning_rate": 1.0e-4}),
+        "dpo": ("dpo", {"learning_rate": 5.0e-7}),
+    }
+)
+"""Job and its keys, by the end of a file's name."""
+_FILES = {"sft": "data/chat.jsonl", "dpo": "data/pairs.jsonl"}
 _RUN: dict[str, Any] = {
     "seq_length": 8192,
     "sequence_packing": True,
@@ -55,70 +48,134 @@ _RUN: dict[str, Any] = {
     "overlap_param_gather": True,
 }
 _SAMPLES = 128
-_WHOLE = {"learning_rate": 1.0e-5}
-_LORA = {"lora_rank": 16, "learning_rate": 1.0e-4}
-_HEAD = f"""# Recipes
+_SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
 
-This page has recipes for twelve models: fine-tuning with packed rows of 8,192 tokens, {_SAMPLES} rows in a
-step, in bf16 on {_DEVICE} devices. Each recipe is the fastest layout that `mca-train plan sft
-CONFIG.yaml --search` finds; its memory is that of the fullest stage in `mca-train plan sft CONFIG.yaml
---device {_DEVICE}`. These are predictions, made by `tools/recipes_page.py`: none of these models has been
-trained with mca on such a machine. For other sizes, devices or lengths, run a search; it takes seconds.
 
-Paste a recipe below these lines, and enter the path of your data:
+@dataclass(frozen=True)
+class Model:
+    """A model, and the number of devices of each of its recipes."""
 
-```yaml
-# sft.yaml
-train_file: data/chat.jsonl
-output_dir: runs/sft
-num_train_epochs: 1
-save_hf_model: true
-```
-"""
+    name: str
+    config: str
+    devices: Mapping[str, int]
+
+
+def _model(name: str, config: str, sft: int, lora: int, **more: int) -> Model:
+    return Model(name, config, {"sft": sft, "lora": lora, **more})
+
+
+MODELS = (
+    _model("Qwen/Qwen3-8B", "qwen3-8b", 8, 1, dpo=8),
+    _model("Qwen/Qwen3-32B", "qwen3-32b", 32, 4),
+    _model("Qwen/Qwen3-30B-A3B", "qwen3-30b-a3b", 16, 4),
+    _model("Qwen/Qwen3-235B-A22B", "qwen3-235b-a22b", 128, 16),
+    _model("meta-llama/Llama-3.1-8B", "llama-3.1-8b", 8, 1),
+    _model("meta-llama/Llama-3.3-70B-Instruct", "llama-3.3-70b", 64, 8),
+    _model("meta-llama/Llama-3.1-405B", "llama-3.1-405b", 256, 32),
+    _model("openai/gpt-oss-20b", "gpt-oss-20b", 16, 2),
+    _model("openai/gpt-oss-120b", "gpt-oss-120b", 64, 8),
+    _model("mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b", 32, 4),
+    _model("zai-org/GLM-4.5-Air", "glm-4.5-air", 64, 8),
+    _model("deepseek-ai/DeepSeek-V3", "deepseek-v3", 512, 64),
+)
+
+
+def recipes() -> Iterator[tuple[Model, str, Path]]:
+    """Yield model, end of the name, and file of every recipe."""
+    for model in MODELS:
+        for job in model.devices:
+            yield model, job, FOLDER / f"{model.config}-{job}.yaml"
 
 
 def main(names: list[str]) -> None:
-    """Make the recipes of ``names`` (all, if there are none) anew and keeps the others."""
-    old = _sections(PAGE.read_text(encoding="utf-8")) if PAGE.exists() and names else {}
-    made: list[str] = []
-    for recipe in RECIPES:
-        made.append(recipe_text(recipe) if not names or recipe.config in names else old[recipe.model])
-        PAGE.write_text("\n".join([_HEAD, *made]), encoding="utf-8")
+    """Search the recipes ``names`` again, then write the table."""
+    for model, job, path in recipes():
+        if path.stem in names or names == ["all"]:
+            sys.stderr.write(f"{path.stem}\n")
+            path.write_text(recipe_text(model, job), encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(update_document(text, {"recipes": table}), encoding="utf-8")
 
 
-def _sections(page: str) -> dict[str, str]:
-    parts = page.split("\n## ")[1:]
-    return {part.partition("\n")[0]: f"## {part}" for part in parts}
+def recipe_text(model: Model, job: str) -> str:
+    """Return the file of the fastest layout that fits.
+
+    Raises:
+        SystemExit: No layout fits.
+    """
+    kind, keys = JOBS[job]
+    gpus = model.devices[job]
+    values = _RUN | keys
+    found = plan(model, kind, values | _samples(gpus), gpus, "--search")["layouts"]
+    if not found:
+        raise SystemExit(f"{model.name} does not fit {gpus} x {_DEVICE}: {job}")
+    values |= {name: value for name, value in found[0]["changes"].items() if _is_written(name, value)}
+    return written(model, job, values, fullest(model, kind, values, gpus), _speed(found[0]))
 
 
-def recipe_text(recipe: Recipe) -> str:
-    """The section of one model."""
-    texts = [f"## {recipe.model}\n"]
-    for title, gpus, more in (("Whole model", recipe.whole, _WHOLE), ("LoRA", recipe.adapter, _LORA)):
-        sys.stderr.write(f"{recipe.model}, {title.lower()}, {gpus} devices\n")
-        values = _RUN | more
-        found = _said(recipe, values | _samples(gpus), gpus, "--search")["layouts"]
-        if not found:
-            raise SystemExit(f"{recipe.model} does not fit {gpus} x {_DEVICE}: {title}")
-        best = found[0]
-        values |= {name: value for name, value in best["changes"].items() if _is_said(name, value)}
-        needs = fullest(recipe, values, gpus)
-        texts += [
-            f"**{title}** on {gpus} device{'s' * (gpus > 1)}: {needs / _GIB:.1f} GiB of the fullest device, about "
-            f"{best['tokens_per_second_and_device']:,.0f} tokens a second and device predicted.\n",
-            f"```yaml\n{_written(recipe, values)}```\n",
-        ]
-    return "\n".join(texts)
+def written(model: Model, job: str, values: dict[str, Any], needs: int, speed: float) -> str:
+    """Return the text of a file, with its prediction in two digits."""
+    kind = JOBS[job][0]
+    digits = 10 ** (len(str(round(speed))) - 2)
+    run = {
+        "model_name_or_path": model.name,
+        "train_file": _FILES[kind],
+        "output_dir": f"runs/{model.config}-{job}",
+        "num_train_epochs": 1,
+        "save_hf_model": True,
+        **values,
+    }
+    return (
+        f"# mca-train {kind} on {model.devices[job]} x H100 80 GB\n"
+        f"# Predicted: {needs / _GIB:.0f} GiB on the fullest rank, "
+        f"{round(speed / digits) * digits:,} tokens/s and device\n"
+        f"{yaml.safe_dump(run, sort_keys=False)}"
+    )
 
 
-def _is_said(name: str, value: Any) -> bool:
-    """Return whether a recipe names this key; a parallel size of 1 is the default, except that of expert tensors."""
+def table() -> str:
+    """Return the table of all files."""
+    lines = [
+        "| model | job | devices | layout | GiB of a rank | tokens/s and device | file |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for model, job, path in recipes():
+        text = path.read_text(encoding="utf-8")
+        header = HEADER.match(text)
+        if header is None:
+            raise SystemExit(f"{path}: expected first lines as tools/recipes_page.py writes them")
+        values, end = yaml.safe_load(text), {"lora": "sft, LoRA"}.get(job, job)
+        link = f"[`recipes/{path.name}`](../recipes/{path.name})"
+        cells = (model.name, end, header[2], _layout(values), header[3], header[4], link)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _layout(values: dict[str, Any]) -> str:
+    sizes = [f"{short} {values[key]}" for short, key in _SIZES.items() if key in values]
+    recompute = values.get("recompute_granularity")
+    return ", ".join([*sizes, *([f"{recompute} recompute"] if recompute else [])]) or "data parallel"
+
+
+def _speed(found: dict[str, Any]) -> float:
+    return float(found["tokens_per_second_and_device"])
+
+
+def _is_written(name: str, value: Any) -> bool:
+    """Return whether a file has this key; a parallel size of 1 is the default, except that of expert tensors."""
     is_default = name.endswith("_parallel_size") and name != "expert_tensor_parallel_size" and value == 1
     return value is not None and not is_default
 
 
 def _samples(gpus: int) -> dict[str, int]:
-    """Keys by which a step has `_SAMPLES` samples; the search takes nothing else of them."""
+    """Return keys by which a step has `_SAMPLES` samples; the search takes nothing else of them."""
     return {
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": max(_SAMPLES // gpus, 1),
@@ -126,44 +183,33 @@ def _samples(gpus: int) -> dict[str, int]:
     }
 
 
-def _written(recipe: Recipe, values: dict[str, Any]) -> str:
-    shown: str = yaml.safe_dump({"model_name_or_path": recipe.model} | values, sort_keys=False)
-    return shown
-
-
-def fullest(recipe: Recipe, values: dict[str, Any], gpus: int) -> int:
-    """Bytes of the fullest stage of a run, by the plan."""
-    stages = _said(recipe, values, gpus)["stages"]
+def fullest(model: Model, kind: str, values: dict[str, Any], gpus: int) -> int:
+    """Return the bytes of the fullest stage of a run, by the plan."""
+    stages = plan(model, kind, values, gpus)["stages"]
     return max(int(stage["total"]) for stage in stages)
 
 
-def _said(recipe: Recipe, values: dict[str, Any], gpus: int, *flags: str) -> dict[str, Any]:
-    """Return the output of ``mca-train plan sft --json``."""
+def plan(model: Model, kind: str, values: dict[str, Any], gpus: int, *flags: str) -> dict[str, Any]:
+    """Return the output of ``mca-train plan --json``, with the model's published ``config.json``.
+
+    Raises:
+        SystemExit: The run is impossible.
+    """
     from mca_train.cli import main as mca_train
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = next(path for root in _FOLDERS if (path := root / f"{recipe.config}.json").exists())
+        config = next(path for root in _CONFIGS if (path := root / f"{model.config}.json").exists())
         (folder / "config.json").write_text(config.read_text())
-        run = {"model_name_or_path": name, "train_file": "x.jsonl", "output_dir": f"{name}/runs", **values}
+        run = {"train_file": "x.jsonl", **values, "model_name_or_path": name, "output_dir": f"{name}/runs"}
         (folder / "run.yaml").write_text(yaml.safe_dump(run))
-        words = [
-            "plan",
-            "sft",
-            f"{name}/run.yaml",
-            "--gpus",
-            str(gpus),
-            "--device",
-            _DEVICE,
-            "--json",
-            *flags,
-        ]
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said):
+        words = ["plan", kind, f"{name}/run.yaml", "--gpus", str(gpus), "--device", _DEVICE, "--json", *flags]
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
             mca_train(words)
-    document: dict[str, Any] = json.loads(said.getvalue())
+    document: dict[str, Any] = json.loads(printed.getvalue())
     if document.get("possible") is False:
-        raise SystemExit(f"{recipe.model}: {document['problems']}")
+        raise SystemExit(f"{model.name}: {document['problems']}")
     return document
 
 

@@ -42,7 +42,7 @@ EXAMPLE_SECONDS = 120
 Seconds of processors and not of a clock, so that other work on the machine does not count. `_run` forks ``mca-train``
 and scripts from this process, so what they import (some ten seconds each time) does not count either.
 """
-AS_PUBLISHED = {"docs/planning.md": "tools/recipes/qwen3-8b.json"}
+AS_PUBLISHED = dict.fromkeys(("docs/plan.md", "docs/out_of_memory.md"), "tools/recipes/qwen3-8b.json")
 """Pages whose sizes are not changed, as plans need neither weights nor data; and the model's ``config.json``."""
 NOT_RUN = ("pip ", "uv ", "sbatch ", "python tools/", "PYTHONPATH=", "git ", "#", "eval ", "mkdocs ")
 """Beginnings of commands that install, lock, or need another machine."""

@@ -45,7 +45,7 @@ def test_the_plan_of_a_stage_is_what_the_engine_allocates(name: str, stage: int,
 
 def documented() -> tuple[dict[str, list[float]], str]:
     """Return by how many percent the plan of each stage differs from the engine, and the pages that say so."""
-    text = "".join((ROOT / "docs" / page).read_text() for page in ("planning.md", "evidence.md"))
+    text = "".join((ROOT / "docs" / page).read_text() for page in ("validation.md", "validation/evidence.md"))
     head, rows = "| run | % | run | % | run | % |\n", []
     for line in text.partition(head)[2].splitlines()[1:]:
         if not line.startswith("|"):

@@ -18,8 +18,8 @@ from source_tree import ROOT
 FILE = re.compile(r"# (\w+\.yaml)\n(?:# on (\d+) x H100 80 GB\n)?")
 BY_FLAGS = re.compile(r"^\$ mca-train (\w+ --.*)  # on (\d+) x H100 80 GB$", re.MULTILINE)
 ELSEWHERE = {
-    "planning.md": "its file is planned on the page, and does not fit there",
-    "recipes.md": "test_recipes.py plans its recipes",
+    "plan.md": "its file is planned on the page, and does not fit there",
+    "out_of_memory.md": "the same",
 }
 KINDS = ("pretrain", "sft", "dpo", "kto", "reward", "classify")
 

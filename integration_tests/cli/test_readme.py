@@ -80,10 +80,10 @@ def quoted_messages(page: str) -> list[str]:
     return [part for part in parts if part]
 
 
-def test_the_messages_in_troubleshooting_are_those_of_the_programs():
+def test_the_messages_of_the_faq_are_those_of_the_programs():
     said = "".join(path.read_text() for path in ROOT.glob("packages/*/src/**/*.py"))
     said = re.sub(r'"\s*\n\s*[rf]*"', "", said)  # strings that go on in the next line
-    messages = quoted_messages((ROOT / "docs" / "troubleshooting.md").read_text())
+    messages = quoted_messages((ROOT / "docs" / "faq.md").read_text())
     assert len(messages) > 14
     assert not [message for message in messages if message not in said]
 
@@ -114,11 +114,7 @@ def test_flags_of_mca_convert_exist():
 KIND_OF = {"mixture": "sft", "lora": "sft", "images": "sft", "tokens": "pretrain", "indexed": "pretrain"}
 """The kind of run that a file is for, where its name does not say so."""
 CONFIGURED = [
-    page
-    for page in PAGES
-    if any(re.match(r"# \w+\.yaml\n", text) for text in blocks(page, "yaml"))
-    and page.name
-    != "recipes.md"  # whose first lines lack a model: test_recipes.py joins them with each recipe
+    page for page in PAGES if any(re.match(r"# \w+\.yaml\n", text) for text in blocks(page, "yaml"))
 ]
 
 

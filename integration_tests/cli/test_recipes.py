@@ -1,10 +1,9 @@
-"""The recipes of docs/recipes.md are runs that can be made, and need what the page says.
+"""The files in recipes/ are runs that can be made, and need what their first lines say.
 
 Whether they are the fastest is not searched again.
 """
 
 import importlib.util
-import re
 import sys
 from pathlib import Path
 
@@ -12,47 +11,69 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "recipes.md").read_text()
-SECTIONS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")[1:]}
-_SHOWN = re.compile(r"\*\*.*?\*\* on (\d+) devices?: ([\d.]+) GiB.*?```yaml\n(.*?)```", re.DOTALL)
+USABLE = 75.1
+"""GiB that an H100 of 80 GB leaves."""
 
 
-@pytest.fixture(scope="module")
-def tool():
-    spec = importlib.util.spec_from_file_location("recipes_page", ROOT / "tools" / "recipes_page.py")
-    sys.modules["recipes_page"] = module = importlib.util.module_from_spec(spec)
+def _tool(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_every_recipe_below_the_first_lines_is_a_configuration(tool, tmp_path):
+TOOL = _tool("recipes_page")
+RECIPES = {path.stem: (model, job, path) for model, job, path in TOOL.recipes()}
+
+
+def test_every_file_is_a_recipe_and_the_page_has_a_row_for_each():
+    assert {path.stem for path in TOOL.FOLDER.iterdir()} == set(RECIPES)
+    assert f"<!-- recipes -->\n{TOOL.table()}\n<!-- end recipes -->" in TOOL.PAGE.read_text(), (
+        "uv run tools/recipes_page.py"
+    )
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_accepted_by_its_job(name):
     from mca_train.config.run_config import parse
-    from mca_train.config.source import read_yaml
 
-    head, *recipes = re.findall(r"```yaml\n(.*?)```", tool.PAGE.read_text(), re.DOTALL)
-    assert len(recipes) == 2 * len(tool.RECIPES)
-    for number, recipe in enumerate(recipes):
-        (tmp_path / "sft.yaml").write_text(head + recipe)
-        values = read_yaml(tmp_path / "sft.yaml")
-        assert values.pop("bf16") is True  # refused by Hugging Face where there is no GPU
-        settings = parse(values, "sft.yaml", kind="sft")
-        assert settings.data.model_name_or_path == tool.RECIPES[number // 2].model
-        assert settings.training.learning_rate == (1e-4 if settings.lora.lora_rank else 1e-5)
-
-
-def test_the_page_has_a_section_for_each_recipe(tool):
-    assert list(SECTIONS) == [recipe.model for recipe in tool.RECIPES]
+    model, job, path = RECIPES[name]
+    text = path.read_text()
+    kind, devices, *_ = TOOL.HEADER.match(text).groups()
+    assert (kind, int(devices)) == (TOOL.JOBS[job][0], model.devices[job])
+    values = yaml.safe_load(text)
+    assert values.pop("bf16") is True  # refused by Hugging Face where there is no GPU
+    settings = parse(values, path.name, kind=kind)
+    assert settings.data.model_name_or_path == model.name
+    assert (settings.lora.lora_rank is not None) == (job == "lora")
 
 
-@pytest.mark.cases(0, always=["Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B"])
-@pytest.mark.parametrize("model", SECTIONS)
-def test_recipes_need_what_the_page_says(model, tool):
-    (recipe,) = (recipe for recipe in tool.RECIPES if recipe.model == model)
-    shown = _SHOWN.findall(SECTIONS[model])
-    assert [int(gpus) for gpus, _, _ in shown] == [recipe.whole, recipe.adapter]
-    for gpus, gib, text in shown:
-        values = yaml.safe_load(text)
-        assert values.pop("model_name_or_path") == recipe.model
-        needs = tool.fullest(recipe, values, int(gpus)) / 2**30
-        assert needs == pytest.approx(float(gib), abs=0.06)  # a tenth is shown
-        assert needs <= 75.1  # what an H100 leaves
+@pytest.mark.cases(12, always=["qwen3-8b-sft", "qwen3-30b-a3b-lora"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_fits_and_needs_what_it_says(name):
+    model, _, path = RECIPES[name]
+    text = path.read_text()
+    kind, devices, gib, _ = TOOL.HEADER.match(text).groups()
+    needs = TOOL.fullest(model, kind, yaml.safe_load(text), int(devices)) / 2**30
+    assert needs == pytest.approx(float(gib), abs=0.55)
+    assert needs <= USABLE
+
+
+@pytest.mark.qualify
+def test_the_table_of_the_page_on_memory_is_what_the_planner_says():
+    """Plan each row of docs/out_of_memory.md; the picture is drawn from them."""
+    pictures = _tool("concept_pictures")
+    page = pictures.MEMORY_PAGE.read_text()
+    run = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
+    values = {key: value for key, value in run.items() if not key.endswith(("_file", "_dir", "_path"))}
+    first, *rows = pictures.memory_rows()
+    assert len(rows) == 8
+    base = {"use_distributed_optimizer": True}
+    for keys, cells in [("", first[1]), *rows]:
+        more = base | yaml.safe_load(keys.replace("`, `", "\n").strip("`")) if keys else {}
+        (stage, *_) = sorted(
+            TOOL.plan(TOOL.MODELS[0], "sft", values | more, 8)["stages"], key=lambda each: -each["total"]
+        )
+        sizes = [stage[part] for part in ("weights", "gradients", "optimizer")]
+        sizes += [stage["activations"] + stage["temporaries"], stage["total"]]
+        assert [size / 2**30 for size in sizes] == pytest.approx(cells, abs=0.11), keys

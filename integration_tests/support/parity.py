@@ -1,6 +1,6 @@
 """The parity matrix: every family on every kind of layout against ``transformers``.
 
-    .venv/bin/python integration_tests/support/parity.py docs/parity.md [CASE ...]
+    .venv/bin/python integration_tests/support/parity.py docs/validation/parity.md [CASE ...]
 
 Prints a table of the largest absolute differences of the fp32 logits, and which combinations are refused and why;
 fails where a difference is too large or a token is sent to other experts.
@@ -92,7 +92,7 @@ def render(found: dict[tuple[str, str], Measured], cases: Iterable[str], layouts
     lines = [
         "# Parity with transformers",
         "",
-        "Printed by `.venv/bin/python integration_tests/support/parity.py docs/parity.md`; do not edit.",
+        "Printed by `.venv/bin/python integration_tests/support/parity.py docs/validation/parity.md`; do not edit.",
         f"megatron-core {version('megatron-core')}, transformers {version('transformers')}, torch CPU over gloo.",
         "",
         "Each figure is the largest absolute difference of the fp32 logits of a tiny random model (4 layers; 8 where",

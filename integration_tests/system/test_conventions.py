@@ -245,7 +245,7 @@ def test_every_stage_of_ci_has_its_command(tier: str) -> None:
 
 
 def test_a_qualification_replaces_the_one_before() -> None:
-    page = (ROOT / "docs" / "evidence.md").read_text()
+    page = (ROOT / "docs" / "validation" / "evidence.md").read_text()
     once = written(page, ["passed: a", "FAILED: b"], "Commit 1:")
     assert written(once, ["passed: c"], "Commit 2:") == written(page, ["passed: c"], "Commit 2:")
     assert "Commit 2:\n\n- passed: c\n" in written(once, ["passed: c"], "Commit 2:")

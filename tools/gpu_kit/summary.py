@@ -1,4 +1,4 @@
-"""The results of all parts as one table, as JSON and as markdown for docs/performance.md.
+"""The results of all parts as one table, as JSON and as markdown for docs/validation/performance.md.
 
 python -m tools.gpu_kit.summary FOLDER [RESULTS.jsonl ...]       # summary.json and summary.md of them into FOLDER
 """

@@ -63,7 +63,7 @@ def test_what_is_followed_and_refused_is_megatrons_and_nothing_is_both() -> None
 
 
 def test_the_documents_name_all_that_is_followed() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "keys.md").read_text(encoding="utf-8")
     table = page.partition("## Any other setting of Megatron")[2].partition("On the local layers")[0]
     named = [name for row in re.findall(r"^\| (.*?) \|", table, re.M) for name in re.findall("`(.*?)`", row)]
     followed = {name for names in _unsupported_settings.SUPPORTED.values() for name in names}

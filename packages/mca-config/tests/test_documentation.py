@@ -1,4 +1,4 @@
-"""docs/configuration.md says what the code does: its tables, its picture, its example file."""
+"""docs/keys.md says what the code does: its tables, its picture, its example file."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import yaml
 from mca_config import McaError, ParallelLayout, TrainingArguments, pipeline_plan, reference
 from mca_config.page_tables import update_document
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "configuration.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "keys.md"
 TEXT = DOCUMENT.read_text(encoding="utf-8")
 
 
@@ -19,9 +19,7 @@ def block(before: str, language: str = "") -> str:
 
 
 def test_the_tables_are_up_to_date() -> None:
-    assert update_document(TEXT, reference.TABLES) == TEXT, (
-        "run: python -m mca_config.reference docs/configuration.md"
-    )
+    assert update_document(TEXT, reference.TABLES) == TEXT, "run: python -m mca_config.reference docs/keys.md"
     for _, options in reference.LEVELS:
         assert reference.argument_table(options) in TEXT
 

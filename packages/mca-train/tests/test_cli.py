@@ -257,7 +257,7 @@ def test_help_goes_where_it_can(where, code, reported):
 def test_readme_and_docs_name_the_keys_of_the_data():
     from mca_train.config.arguments import DataArguments, LaunchArguments
 
-    text = (Path(__file__).parents[3] / "docs" / "arguments.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "keys.md").read_text()
     for cls in (DataArguments, LaunchArguments):
         for name in cls.__dataclass_fields__:
             assert f"`{name}`" in text, name

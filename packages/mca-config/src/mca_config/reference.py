@@ -1,6 +1,6 @@
 """Tables of arguments in the documentation, generated from the dataclasses.
 
-Run ``python -m mca_config.reference docs/configuration.md``; a test fails when that is needed.
+Run ``python -m mca_config.reference docs/keys.md``; a test fails when that is needed.
 """
 
 import dataclasses

@@ -86,7 +86,7 @@ def test_qwen3_30b_a3b_on_eight_ranks(tmp_path):
 
 
 def test_the_first_stage_of_llama_405b_on_1024_ranks(tmp_path):
-    """54 GiB by the engine itself, which takes 100 s (docs/planning.md). A micro-batch less would be 3.3 GiB less."""
+    """54 GiB by the engine itself, which takes 100 s. A micro-batch less would be 3.3 GiB less."""
     settings = {"output_dir": str(tmp_path), "bf16": True, "use_cpu": True, "report_to": "none"}
     settings |= {
         "tensor_model_parallel_size": 8,

@@ -1,4 +1,4 @@
-"""Predicted speeds against those that Megatron-Bridge publishes with the misses that docs/evidence.md has.
+"""Predicted speeds against those that Megatron-Bridge publishes with the misses that docs/validation/evidence.md has.
 
 Source: docs/performance-summary.md and performance-summary-archive.md of NVIDIA-NeMo/Megatron-Bridge, releases 25.09,
 25.11 and 26.02, tables DGX-H100 and DGX-B200, all rows without FSDP but those of DeepSeek-V3; of DGX-GB200, DGX-GB300
@@ -175,8 +175,8 @@ DISORDERED = {
     ("Qwen3 235B-A22B", "25.11", GB300),
     ("Llama-3.1 405B", "26.02", GB300),
 }
-"""docs/evidence.md says why. Qwen3 on GB200 and GB300 runs with HybridEP and CUDA graphs, which are not modelled, and
-mxfp8 is predicted as fast as one scale for each tensor."""
+"""docs/validation/evidence.md says why. Qwen3 on GB200 and GB300 runs with HybridEP and CUDA graphs, which are not
+modelled, and mxfp8 is predicted as fast as one scale for each tensor."""
 APART = 1.05
 """Published speeds whose order is looked at; nearer ones say as much of the day as of the layout."""
 
@@ -263,7 +263,7 @@ def test_published_speeds_are_predicted_within_a_third_and_in_their_order_or_nam
     for row in ROWS:
         *_, published, ratio, fits = row
         speed, fitted, fitted_as_published = _ran(row, tmp_path)
-        assert speed / published == pytest.approx(ratio, abs=0.02), row  # what docs/evidence.md says
+        assert speed / published == pytest.approx(ratio, abs=0.02), row
         assert (abs(speed / published - 1) <= 0.35) == (row[:3] not in MISSED), row
         assert fitted == fits, row
         assert fitted_as_published == (row[:3] != CONTRADICTORY), row

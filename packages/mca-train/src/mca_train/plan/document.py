@@ -1,4 +1,4 @@
-"""JSON object of a plan: ``mca-train/plan``, version 1. docs/planning.md explains its keys."""
+"""JSON object of a plan: ``mca-train/plan``, version 1. docs/plan.md explains its keys."""
 
 from collections.abc import Sequence
 from dataclasses import asdict

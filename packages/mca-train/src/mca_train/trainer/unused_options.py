@@ -1,6 +1,6 @@
 """Options without effect in a run, for its model, ranks and machine, are logged in one line.
 
-`docs/configuration.md` lists them. Options that can never have an effect raise an error when the arguments are built.
+`docs/keys.md` lists them. Options that can never have an effect raise an error when the arguments are built.
 """
 
 import dataclasses
