@@ -417,7 +417,7 @@ class VirtualModels(torch.nn.Module):
     def save_pretrained_as_hf(
         self, directory: str | Path, *, overwrite: bool = False, max_shard_bytes: int | None = None
     ) -> None:
-        """Write a Hugging Face checkpoint; collective. A rank needs the memory of a few parameters (docs/limits.md).
+        """Write a Hugging Face checkpoint; collective. A rank needs the memory of a few parameters.
 
         Args:
             directory: Path of the checkpoint, which is complete or absent.
