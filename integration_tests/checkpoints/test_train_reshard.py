@@ -208,7 +208,6 @@ def test_a_stage_that_trains_nothing_has_the_step_of_the_others(tmp_path):
 
 def thawed(model: Path, output_dir: Path) -> str:
     """What a run says whose embedding was frozen until its checkpoint."""
-    from mca_config.errors import McaError
 
     def trainer() -> Any:
         return make_trainer(model, output_dir, save_strategy="steps", save_steps=1, max_steps=1, **PP)
@@ -253,37 +252,3 @@ def test_states_are_found_under_their_earlier_names(case, tmp_path):
     straight = run_ranks(1, run_as_it_once_was, model, tmp_path / "old", FIRST + 2, **changes)
     before = tmp_path / "old" / f"checkpoint-{FIRST}"
     assert run_ranks(1, run, model, tmp_path / "new", FIRST + 2, before, **changes) == straight
-
-
-def run_as_0_1_0_cut(*args: Any, **changes: Any) -> Any:
-    """`run` that writes a factor of fused projections as one tensor, of each rank's rows one below the other."""
-    from unittest import mock
-
-    from mca_models.megatron.peft import sharded_state
-
-    def whole(param: Any, tensor: Any, place: Any) -> Any:
-        cut = sharded_state.shard_rank_and_size(param, place.layout, place.coordinates)
-        replica = sharded_state._replica(param, place.coordinates, place.layout.cp)
-        return sharded_state._piece(param.mca_name(), tensor, param, cut, replica)
-
-    with mock.patch.object(sharded_state, "_sharded", whole):
-        return run(*args, **changes)
-
-
-def refused(*args: Any, **changes: Any) -> str:
-    with pytest.raises(McaError) as error:
-        run(*args, **changes)
-    return str(error.value)
-
-
-@pytest.mark.cases(0, always=["of-one"])
-@pytest.mark.parametrize("size,other", [(1, 2), (2, 1)], ids=["of-one", "of-two"])
-def test_rows_of_ranks_go_on_where_as_many_ranks_are(size, other, tmp_path):
-    model, adapter = adapter_of("phi3", tmp_path, target_modules=["gate_up_proj"])
-    changes = {"data": lambda: tokens(96), "adapter": adapter, "learning_rate": 2e-2} | ZERO
-    layouts = {1: changes, 2: changes | TP}
-    straight = run_ranks(size, run_as_0_1_0_cut, model, tmp_path / "old", FIRST + 2, **layouts[size])
-    before = tmp_path / "old" / f"checkpoint-{FIRST}"
-    assert run_ranks(size, run, model, tmp_path / "new", FIRST + 2, before, **layouts[size]) == straight
-    for message in run_ranks(other, refused, model, tmp_path / "other", FIRST + 2, before, **layouts[other]):
-        assert f"tensor_model_parallel_size (of experts expert_tensor_parallel_size) {size}; later" in message
