@@ -1,1 +1,0 @@
-"""Conversion of checkpoints by ``mca-convert``."""
