@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def every_case(request: pytest.FixtureRequest) -> bool:
-    """Whether ``--cases all`` is given: a case then also trains longer, or plants every fault."""
+    """Return whether ``--cases all`` is given: cases then also train longer, or plant every fault."""
     every: bool = request.config.option.cases == "all"
     return every
 

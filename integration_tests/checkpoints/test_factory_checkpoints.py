@@ -34,7 +34,7 @@ READ = (
     *(Case("qwen3-tied", "tp1", ("float32",)), Case("qwen3-tied", "tp2pp2vpp2", ("float32",))),
     *(Case("llama", "tp2", ("bfloat16",)), Case("llama", "tp2pp2", ("bfloat16",))),
 )
-"""What tests of the module read that have no case."""
+"""References for tests without cases."""
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ CASES = (
     Case("olmoe", "dp2etp2", ("tp2etp1sp",)),
 )
 DEFAULT = (CASES[0], CASES[1], CASES[3])
-"""What other tests of the module need too."""
+"""Cases that other tests of the module need too."""
 TESTED = pytest.mark.cases(0, always=[case.id for case in DEFAULT])
 
 

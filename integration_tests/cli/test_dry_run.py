@@ -128,7 +128,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def real(request: pytest.FixtureRequest, folder: Path) -> Callable[[str], list[StepNeeds]]:
-    """What each rank of a case measures; cases of one number of ranks share a fork."""
+    """Each rank's figures of each case; cases with equal numbers of ranks share a fork."""
     names = needed(request, "name")
 
     @cache

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ranks
 
 TEMPERATURE = 0.7
 ALLOWED = {"minimax_m3_vl_text": 2e-5, "qwen3_next": 3e-5, "qwen3_5_moe_text": 6e-5}
-"""Where the logits themselves differ by 1e-5 and more from transformers' (docs/validation/parity.md), in one process
+"""Models whose logits themselves differ by 1e-5 and more from transformers' (docs/validation/parity.md), in one process
 too. Of layers with a state by 2e-5: the state is summed in another order, and transformers' own logits in fp32 and fp64
 differ as much. Of these logits log-probabilities are within 1e-5, as is tested."""
 
@@ -93,7 +93,7 @@ def differences(models: Any, reference: Reference) -> dict[str, float]:
 
 
 Computed = dict[Case, list[str | dict[str, float]]]
-"""What each rank found."""
+"""Differences that each rank found, or the error."""
 
 
 @pytest.fixture(scope="module")

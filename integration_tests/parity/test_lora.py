@@ -79,7 +79,7 @@ def ours(
     theirs: dict[str, dict[str, Any]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Found:
-    """What mca computes for each case."""
+    """Return mca's figures of each case."""
     folder = tmp_path_factory.mktemp("trained")
     found: Found = {}
     for layout, cases in group_by_layout(needed(request)).items():

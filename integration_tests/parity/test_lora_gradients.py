@@ -21,7 +21,7 @@ def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, expected: dict[str, Expected]) -> dict[Case, Found]:
-    """What rank 0 computes for each case."""
+    """Return rank 0's figures of each case."""
     made: dict[Case, Found] = {}
     for layout, cases in group_by_layout(needed(request)).items():
         jobs = [(expected[case.model].base, expected[case.model].adapter, layout) for case in cases]

@@ -18,7 +18,7 @@ from harness import RanksFailed, run_ranks
 from layouts import arguments, world_size
 from mca_models.megatron import platform
 from parity import TOLERANCE
-from prediction import BESIDE, SCALE, WithPrediction, deepseek_with_prediction
+from prediction import MIMO, SCALE, WithPrediction, deepseek_with_prediction
 from reference import Reference, hf_model, make_reference
 
 pytestmark = pytest.mark.ranks
@@ -55,7 +55,7 @@ def computed(case: str, model: WithPrediction, folder: Path, layouts: Iterable[s
 
 @pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of DeepSeek V3."""
+    """Return the results of DeepSeek V3."""
     layouts = dict.fromkeys(["tp1", *needed(request, "layout")])  # what tp1 saves is read again
     return computed(CASE, deepseek_with_prediction(), tmp_path_factory.mktemp("mtp"), layouts)
 
@@ -98,8 +98,8 @@ def test_mtp_layers_have_their_own_indexer(case: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def before_norm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of MiMo, whose MTP layers take the hidden states before the final norm."""
-    mimo = WithPrediction(copy.deepcopy(hf_model("mimo")), names=BESIDE)
+    """Return the results of MiMo, whose MTP layers take the hidden states before the final norm."""
+    mimo = WithPrediction(copy.deepcopy(hf_model("mimo")), names=MIMO)
     return computed("mimo", mimo, tmp_path_factory.mktemp("mimo"), needed(request, "layout"))
 
 

@@ -93,7 +93,7 @@ class Rank:
 
 
 def digests(pairs: Iterable[tuple[Any, torch.Tensor]]) -> dict[tuple[Any, ...], str]:
-    """Of this rank's weights; those with one key are copies of each other on all ranks and stages."""
+    """Return digests of this rank's weights; those with one key are copies of each other on all ranks and stages."""
     from megatron.core import parallel_state as state
 
     found = {}

@@ -190,7 +190,7 @@ RESUMED: dict[str, dict[str, Any]] = {
     "classes": {"sequence_packing": True, "seq_length": 160, "lora_modules_to_save": ["score"]},
     "reward": {"lora_modules_to_save": ["score"]},
 }
-"""What is trained as an adapter, stopped, and gone on with on another layout; the last by test_adapter_commands too."""
+"""Runs of adapters that stop and go on with another layout; the last by test_adapter_commands too."""
 
 
 def resumed(folder: Path, kinds: list[str]) -> list[tuple[Logged, Logged]]:

@@ -27,7 +27,7 @@ APART = {
     "inside": "mtp.layers.{layer}.",
 }
 """Qwen's names."""
-BESIDE = {
+MIMO = {
     "enorm": "model.mtp_layers.{layer}.token_layernorm",
     "hnorm": "model.mtp_layers.{layer}.hidden_layernorm",
     "eh_proj": "model.mtp_layers.{layer}.input_proj",
@@ -95,7 +95,7 @@ class WithPrediction(torch.nn.Module):
         self.main, self.names = main, names
         generator = torch.Generator().manual_seed(3)
         self.layers = torch.nn.ModuleList(
-            PredictionLayer(main, generator, hidden_first=names is BESIDE) for _ in range(count)
+            PredictionLayer(main, generator, hidden_first=names is MIMO) for _ in range(count)
         )
 
     def logits(self, input_ids: torch.Tensor) -> list[torch.Tensor]:
@@ -110,7 +110,7 @@ class WithPrediction(torch.nn.Module):
         if hasattr(inner.rotary_emb, "mrope_section"):
             positions = positions.expand(3, 1, -1)  # which older transformers do not do by themselves
         rotary = inner.rotary_emb(hidden, positions)
-        hidden = before[0] if self.names is BESIDE else hidden
+        hidden = before[0] if self.names is MIMO else hidden
         for depth, layer in enumerate(self.layers, 1):
             hidden = layer(hidden, inner.embed_tokens(input_ids.roll(-depth, 1)), rotary)
             found.append(self.main.lm_head(hidden))

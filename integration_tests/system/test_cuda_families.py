@@ -34,7 +34,7 @@ KNOWN: dict[str, frozenset[str]] = {
     # how many tokens go to experts that have weights is known when they are routed
     "longcat_flash": frozenset({"value in shortcut.py:counted"}),
 }
-"""What else some cases wait for, by how their names begin."""
+"""Further waits of some cases, by prefix of their names."""
 CASES = [
     f"{case}, {kind}"
     for case in (*tiny_hf.ALL, *(f"images {case}" for case in tiny_vision.CASES))
@@ -54,7 +54,7 @@ def description(case: str) -> dict[str, Any]:
 
 
 def case_of(name: str, folder: Path) -> dict[str, Any]:
-    """What `fake_cuda` runs for a name of `CASES`."""
+    """Return the run of `fake_cuda` for a name of `CASES`."""
     case, kind = name.split(", ")
     model = folder / case.replace(" ", "-")
     model.mkdir(exist_ok=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 from lora_cases import CASES as ADAPTED
 from parity import _EXPERTS
-from prediction import APART, BESIDE, NUMBERED
+from prediction import APART, MIMO, NUMBERED
 from reference import FAMILY_CASES
 
 LATENT = (
@@ -36,7 +36,7 @@ PREDICTING = {
     "glm4_moe": NUMBERED,
     "glm4_moe_lite": NUMBERED,
     "glm_moe_dsa": NUMBERED,
-    "mimo": BESIDE,
+    "mimo": MIMO,
     "qwen3_next": APART,
     "qwen3_5_text": APART,
     "qwen3_5_moe_text": APART,

@@ -131,7 +131,7 @@ activation_checkpointing_kwargs gradient_checkpointing_kwargs use_cache log_on_e
 prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps remove_unused_columns
 length_column_name hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision local_rank
 """
-"""Those that mean nothing here, as docs/keys.md says."""
+"""Arguments without effect, as docs/keys.md says."""
 
 
 def test_every_field_of_the_installed_transformers_is_known() -> None:

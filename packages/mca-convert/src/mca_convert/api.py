@@ -21,6 +21,7 @@ from mca_models.hub import headers_only, is_hub_id, resolve_directory
 
 if TYPE_CHECKING:
     from mca_convert.compare import Comparison
+    from mca_convert.conversion import Conversion
     from mca_convert.forecast import ConversionPlan
     from mca_convert.inspection import Inspection
 
@@ -132,20 +133,7 @@ def convert(
             request = replace(request, checkpoint=resolve_directory(request.checkpoint))
         if request.adapter is not None and not merge:
             return _convert_adapter(request, request.adapter, destination, progress)
-        conversion = plan_conversion(request)
-        started = time.monotonic()
-        conversion.run(destination, request.limits, progress, overwrite=overwrite)
-        return ConversionResult(
-            path=destination,
-            target=conversion.kind,
-            model_type=conversion.target.config.model_type,
-            layout=conversion.target.config.layout if conversion.kind == "mca" else None,
-            is_adapter=False,
-            tensors=len({fill.tensor for fill in conversion.fills}),
-            files=len(conversion.target.files),
-            nbytes=conversion.nbytes,
-            seconds=time.monotonic() - started,
-        )
+        return _convert_model(request, plan_conversion(request), destination, progress)
 
 
 def plan(
@@ -299,6 +287,25 @@ def verify(
             return compare_adapters(*paths, tolerance=tolerance)
         first, second = (open_checkpoint(path) for path in paths)
         return compare_models(first, second, limits, tolerance=tolerance, progress=progress)
+
+
+def _convert_model(
+    request: Request, conversion: "Conversion", destination: Path, progress: Callable[[int, int], None] | None
+) -> ConversionResult:
+    started = time.monotonic()
+    conversion.run(destination, request.limits, progress, overwrite=request.overwrite)
+    config = conversion.target.config
+    return ConversionResult(
+        path=destination,
+        target=conversion.kind,
+        model_type=config.model_type,
+        layout=config.layout if conversion.kind == "mca" else None,
+        is_adapter=False,
+        tensors=len({fill.tensor for fill in conversion.fills}),
+        files=len(conversion.target.files),
+        nbytes=conversion.nbytes,
+        seconds=time.monotonic() - started,
+    )
 
 
 def _convert_adapter(

@@ -81,7 +81,7 @@ class PlannedStage:
 
 @dataclass(kw_only=True)
 class ConversionPlan:
-    """What a conversion would read, write and hold in memory, and the errors that it would raise."""
+    """Reads, writes and memory of a conversion, and the errors that it would raise."""
 
     source: str
     """The checkpoint, or the adapter if that is converted."""

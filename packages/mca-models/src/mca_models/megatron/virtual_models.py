@@ -3,7 +3,7 @@
 It combines the chunks of `factory` with the functions of `state`, `forward` and `log_probs`.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -38,6 +38,7 @@ from mca_models.megatron.state.export import (
 from mca_models.megatron.state.load import load_weights
 from mca_models.megatron.state.save import save_hf, save_mca
 from mca_models.megatron.state.sender import WeightSender
+from mca_models.megatron.state.stream import Piece
 from mca_models.megatron.state.torch_dist import PendingSave, save_torch_dist
 from mca_models.megatron.state.weight_receiver import Weight
 from mca_models.megatron.types import MegatronConfig
@@ -391,8 +392,12 @@ class VirtualModels(torch.nn.Module):
             split_experts=split_experts,
             merged=merged,
         )
+        return WeightSender(self, request, self._sender_piece(merged=merged), checksums=checksums)
+
+    def _sender_piece(self, *, merged: bool) -> Callable[[], Piece] | None:
+        """Return what makes the shards of a `weight_sender`; None: the live ones."""
         self._reject_merged(merged)
-        return WeightSender(self, request, checksums=checksums)
+        return None
 
     def _reject_merged(self, merged: bool) -> None:
         if merged:

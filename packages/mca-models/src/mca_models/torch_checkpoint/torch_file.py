@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MAX_PICKLE_BYTES = 1 << 30
 EXTRA_STATE = "_extra_state"
 _ZIP, _BEFORE_1_6 = b"PK\x03\x04", b"\x80\x02\x8a\n"
-"""How files begin."""
+"""First bytes of files."""
 _LOCAL = struct.Struct("<4s5H3L2H")  # header of a member, right before its name and its data
 
 

@@ -72,7 +72,7 @@ _RUN_RATES = ("learning_rate", "min_lr")
 def _fixed_arguments(args: TrainingArguments) -> JsonObject:
     """Return the arguments that are read only when the engine and its optimizer are built.
 
-    With a learning rate of its own for a part, those of the run are fixed too: equal ones share a parameter group.
+    If a part has a separate learning rate, those of the run are fixed too: equal ones share a parameter group.
     """
     values = {name: getattr(args, name) for name in (*_FIXED, *_PART_RATES)}
     values |= args.optimizer_config_overrides() | args.ddp_config_overrides()

@@ -52,7 +52,6 @@ from mca_models.megatron.state.export import (
 )
 from mca_models.megatron.state.load import load_local_weights
 from mca_models.megatron.state.save import save_hf
-from mca_models.megatron.state.sender import WeightSender
 from mca_models.megatron.state.stream import Piece
 from mca_models.megatron.state.weight_receiver import Weight, load_on_all_ranks
 from mca_models.megatron.tensors import cast_finite, to_torch
@@ -403,36 +402,12 @@ class PeftModels(VirtualModels):
                 raise McaError(f"{name} is not supported for an adapter; remove {name}, or set merged")
         return self._adapter_buckets(request, per_expert=per_expert)
 
-    def weight_sender(
-        self,
-        *,
-        to: Destination = "all",
-        bucket_bytes: int = BUCKET_BYTES,
-        dtype: DtypeName | None = None,
-        fp8: bool = False,
-        split_experts: bool = False,
-        merged: bool = False,
-        checksums: bool = False,
-    ) -> WeightSender:
-        """Return a sender of the merged model's weights; see ``VirtualModels.weight_sender``. Collective.
-
-        Raises:
-            McaError: ``merged`` is not set: an adapter is small, and `export_weights` sends all of it.
-        """
-        request = checked_request(
-            method="weight_sender",
-            to=to,
-            bucket_bytes=bucket_bytes,
-            dtype=dtype,
-            fp8=fp8,
-            split_experts=split_experts,
-            merged=merged,
-        )
+    def _sender_piece(self, *, merged: bool) -> Callable[[], Piece]:
         if not merged:
             raise McaError(
                 "weight_sender sends full models; set merged=True, or send the adapter with export_weights"
             )
-        return WeightSender(self, request, self._merged_piece, checksums=checksums)
+        return self._merged_piece
 
     def peft_config(self, *, per_expert: bool = False) -> JsonObject:
         """Return the contents of ``adapter_config.json``.
