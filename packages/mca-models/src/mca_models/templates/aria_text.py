@@ -6,12 +6,13 @@ from mca_config.model_config import McaModelConfig
 from mca_models.templates.common import renamed
 from mca_models.templates.config_table import SWIGLU_WITHOUT_BIASES, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 from mca_models.templates.moe import (
     TRANSPOSED,
     detect_stacked_experts,
     fuse_shared_experts,
     moe_params,
-    restore_shared_experts,
+    write_shared_experts,
 )
 from mca_models.templates.names import TRANSPOSED_EXPERTS, MoeNames
 from mca_models.weights import Param
@@ -33,8 +34,12 @@ CONFIG = ConfigTable(
     ),
     defaults={"pad_token_id": 2},
     fixed=SWIGLU_WITHOUT_BIASES,
-    derive=lambda hf: fuse_shared_experts(hf, SHARED, 2, "intermediate_size"),
-    restore=lambda config: restore_shared_experts(config, SHARED),
+    facts=(
+        Lens(
+            lambda hf: fuse_shared_experts(hf, SHARED, 2, "intermediate_size"),
+            lambda values: write_shared_experts(values, SHARED),
+        ),
+    ),
 )
 
 

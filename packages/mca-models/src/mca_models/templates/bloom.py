@@ -11,6 +11,7 @@ from mca_models.templates.falcon import OUTER
 from mca_models.templates.family import Family
 from mca_models.templates.gpt2 import BARE
 from mca_models.templates.gpt_neox import token_head
+from mca_models.templates.lens import Lens
 from mca_models.templates.shapes import Shape
 from mca_models.weights import Param, Stage
 
@@ -34,9 +35,9 @@ def derive(hf: HfConfig) -> JsonObject:
     return {"num_query_groups": heads, "kv_channels": size // heads, **ends}
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"seq_length": config.max_position_embeddings}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return {"seq_length": values["max_position_embeddings"]}
 
 
 CONFIG = ConfigTable(
@@ -59,8 +60,7 @@ CONFIG = ConfigTable(
         Fixed("apply_residual_connection_post_layernorm", (False,), "residuals are what was not normalised"),
     ),
     aliases={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 

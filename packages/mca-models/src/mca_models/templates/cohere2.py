@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Values
 from mca_models.templates import cohere
 from mca_models.templates.config_table import Field, HfConfig
-from mca_models.templates.dual_rope import restore_layer_types
+from mca_models.templates.dual_rope import write_layer_types
 from mca_models.templates.exaone4 import pattern, rotated_windows
+from mca_models.templates.lens import Lens
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -15,17 +15,16 @@ def derive(hf: HfConfig) -> JsonObject:
     return cohere.scale(hf) | rotated_windows(hf.get("layer_types") or pattern(hf))
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"logit_scale": 1 / config.logits_scaling, **restore_layer_types(config)}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return {"logit_scale": 1 / values["logits_scaling"], **write_layer_types(values)}
 
 
 CONFIG = replace(
     cohere.CONFIG,
     fields=(*cohere.CONFIG.fields, Field("window_size", "sliding_window", 4096)),
     defaults={"pad_token_id": 0},
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 FAMILY = replace(cohere.FAMILY, model_type="cohere2", architecture="Cohere2ForCausalLM", config=CONFIG)

@@ -4,17 +4,17 @@ from dataclasses import replace
 from functools import partial
 
 from mca_config.errors import HfConfigError
-from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Values
 from mca_models.templates import cohere, cohere2
 from mca_models.templates.config_table import HfConfig, read_rope
-from mca_models.templates.dual_rope import FULL, SLIDING, restore_layer_types
+from mca_models.templates.dual_rope import FULL, SLIDING, write_layer_types
+from mca_models.templates.lens import Lens
 from mca_models.templates.moe import (
     expert_fields,
     moe_params,
     require_sigmoid_routing,
-    restore_moe_layers,
-    restore_shared_experts,
+    write_moe_layers,
+    write_shared_experts,
 )
 from mca_models.templates.names import MoeNames
 
@@ -52,19 +52,19 @@ def derive(hf: HfConfig) -> JsonObject:
     }
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    kinds = {**restore_layer_types(config), **restore_moe_layers(config)}
-    dense = {"prefix_dense_intermediate_size": config.ffn_hidden_size}
-    score = {"expert_selection_fn": config.moe_router_score_function}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    kinds = {**write_layer_types(values), **write_moe_layers(values)}
+    dense = {"prefix_dense_intermediate_size": values["ffn_hidden_size"]}
+    score = {"expert_selection_fn": values["moe_router_score_function"]}
     parallel = {
-        "norm_topk_prob": config.moe_router_normalised,
-        **restore_shared_experts(config, "num_shared_experts"),
-        "shared_expert_combination_strategy": "average" if config.moe_shared_expert_mean else "sum",
+        "norm_topk_prob": values["moe_router_normalised"],
+        **write_shared_experts(values, "num_shared_experts"),
+        "shared_expert_combination_strategy": "average" if values["moe_shared_expert_mean"] else "sum",
     }
-    eps, root = config.layernorm_epsilon, config.normalization == "RMSNorm"
+    eps, root = values["layernorm_epsilon"], values["normalization"] == "RMSNorm"
     norms = {"rms_norm_eps": eps if root else None} | ({} if root else {"layer_norm_eps": eps})
-    return {"logit_scale": 1 / config.logits_scaling, **kinds, **dense, **score, **parallel, **norms}
+    return {"logit_scale": 1 / values["logits_scaling"], **kinds, **dense, **score, **parallel, **norms}
 
 
 def _shared(hf: HfConfig) -> JsonObject:
@@ -95,8 +95,7 @@ CONFIG = replace(
         *expert_fields(count="num_experts", default=8, ffn="intermediate_size"),
     ),
     defaults={**cohere2.CONFIG.defaults, "num_experts_per_tok": 2, "head_dim": 128},
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 FAMILY = replace(

@@ -4,7 +4,7 @@ The tables of the families are in the files of the families.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,10 +12,11 @@ from mca_config.bounds import require_bounded
 from mca_config.errors import HfConfigError, McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.rope import require_rope
-from mca_config.types import FamilyConfig, JsonObject, Typed, Values
+from mca_config.types import JsonObject, Typed, Values
 from mca_models.templates.composite_config import QUANTIZATION, TEXT_ONLY, CompositeConfig
+from mca_models.templates.lens import HfConfig as HfConfig
+from mca_models.templates.lens import Lens
 
-HfConfig = JsonObject
 REQUIRED: Typed = object()
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -122,8 +123,8 @@ class ConfigTable:
         defaults: What absent HF keys mean, where it is not what the fields say.
         constants: ``McaModelConfig`` fields that follow from the family alone.
         fixed: HF keys with values that cannot be represented, alone or together.
-        derive: Further fields computed from the HF dict.
-        restore: The HF keys for what ``derive`` computed; used only when there is no source ``config.json``.
+        facts: Lenses for what no single key holds; a later one wins. They write only where there is no source
+            ``config.json``.
         aliases: Other names of HF keys, which win in transformers where a file has both.
         partial_rotary: Whether HF's models rotate ``partial_rotary_factor`` of a head; others rotate all of it.
         config_class: ``McaModelConfig`` or its MLA subclass.
@@ -134,8 +135,7 @@ class ConfigTable:
     defaults: Values = dataclasses.field(default_factory=dict)
     constants: Values = dataclasses.field(default_factory=dict)
     fixed: tuple[Fixed | DropoutTogether, ...] = ()
-    derive: Callable[[HfConfig], JsonObject] = lambda hf: {}
-    restore: Callable[[FamilyConfig], HfConfig] = lambda config: {}
+    facts: tuple[Lens, ...] = ()
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     partial_rotary: bool = False
     config_class: type[McaModelConfig] = McaModelConfig
@@ -168,7 +168,9 @@ class ConfigTable:
             fixed.check(hf)
         values = {field.mca: field.read(hf) for field in self.fields}
         require_bounded(values)  # before lists are made that are as long as they say
-        values |= dict(self.constants) | read_rope(hf) | self.derive(hf)
+        values |= dict(self.constants) | read_rope(hf)
+        for fact in self.facts:
+            values |= fact.read(hf)
         if self.partial_rotary:
             _require_pairs(values)
         else:
@@ -208,7 +210,9 @@ class ConfigTable:
         rope = {"rope_theta": config.rotary_base, "rope_type": "default", **(config.rope_scaling or {})}
         if config.rotary_percent != 1.0:
             rope["partial_rotary_factor"] = config.rotary_percent
-        hf |= {"rope_parameters": rope, "hidden_act": config.hidden_act} | self.restore(config)
+        hf |= {"rope_parameters": rope, "hidden_act": config.hidden_act}
+        for fact in self.facts:
+            hf |= fact.write(vars(config))
         hf = self.composite.compose(hf, config)
         back, skipped = self.to_mca(hf), ("hf_config", "extra", "layout")
         names = [field.name for field in dataclasses.fields(config) if field.name not in skipped]

@@ -1,7 +1,7 @@
 """DeepSeek V2: HF ``DeepseekV2ForCausalLM``: latent attention, experts chosen by softmax."""
 
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
-from mca_config.types import JsonObject
+from mca_config.model_config import MlaMcaModelConfig
+from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     NO_MLP_BIAS,
@@ -10,8 +10,9 @@ from mca_models.templates.config_table import (
     Fixed,
     HfConfig,
 )
-from mca_models.templates.deepseek_v3 import MLA_FIELDS, NAMES, mla, params, restore_groups
+from mca_models.templates.deepseek_v3 import MLA_FIELDS, NAMES, mla, params, write_groups
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 
 GREEDY, LIMITED = "greedy", "group_limited_greedy"
 
@@ -23,9 +24,9 @@ def derive(hf: HfConfig) -> JsonObject:
     return {**mla(hf), "moe_router_group_score": "max"}
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {**restore_groups(config), "topk_method": LIMITED if config.moe_router_num_groups else GREEDY}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return {**write_groups(values), "topk_method": LIMITED if values["moe_router_num_groups"] else GREEDY}
 
 
 CONFIG = ConfigTable(
@@ -47,8 +48,7 @@ CONFIG = ConfigTable(
         Fixed("moe_layer_freq", (1,), "every layer after the first dense ones has experts"),
     ),
     aliases={"num_experts": "n_routed_experts"},
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
     config_class=MlaMcaModelConfig,
 )
 

@@ -1,6 +1,6 @@
 """DeepSeek V3 and R1: HF ``DeepseekV3ForCausalLM``: latent attention, experts, multi-token prediction."""
 
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.model_config import MlaMcaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates.common import ATTN, inner
 from mca_models.templates.config_table import (
@@ -13,13 +13,14 @@ from mca_models.templates.config_table import (
     dense_fields,
 )
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens, is_moe_layer
 from mca_models.templates.moe import (
     SIGMOID_ROUTER,
     expert_fields,
     fuse_shared_experts,
     moe_params,
     require_sigmoid_routing,
-    restore_shared_experts,
+    write_shared_experts,
 )
 from mca_models.templates.mtp import mtp_copies
 from mca_models.templates.names import HF_ATTN, MoeNames
@@ -64,15 +65,15 @@ def grouped_experts(hf: HfConfig) -> JsonObject:
     }
 
 
-def restore_groups(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    dense = [layer for layer in range(config.num_layers) if not config.is_moe_layer(layer)]
+def write_groups(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    dense = [layer for layer in range(values["num_layers"]) if not is_moe_layer(values, layer)]
     return {
         "first_k_dense_replace": len(dense),
-        **restore_shared_experts(config, "n_shared_experts"),
-        "n_group": config.moe_router_num_groups or 1,
-        "topk_group": config.moe_router_group_topk or 1,
-        "num_nextn_predict_layers": config.mtp_num_layers,
+        **write_shared_experts(values, "n_shared_experts"),
+        "n_group": values["moe_router_num_groups"] or 1,
+        "topk_group": values["moe_router_group_topk"] or 1,
+        "num_nextn_predict_layers": values["mtp_num_layers"],
     }
 
 
@@ -109,8 +110,7 @@ CONFIG = ConfigTable(
         INTERLEAVED,
     ),
     aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
-    derive=derive,
-    restore=restore_groups,
+    facts=(Lens(derive, write_groups),),
     config_class=MlaMcaModelConfig,
 )
 

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
-from mca_config.types import JsonObject
+from mca_config.model_config import MlaMcaModelConfig
+from mca_config.types import JsonObject, Values
 from mca_models.templates import deepseek_v3, glm4_moe_lite
 from mca_models.templates.common import inner
 from mca_models.templates.config_table import Field, HfConfig
+from mca_models.templates.lens import Lens
 from mca_models.templates.moe import derive_moe_layers, moe_params
 from mca_models.weights import Param
 
@@ -26,9 +27,9 @@ def derive(hf: HfConfig) -> JsonObject:
     return {**deepseek_v3.derive(hf), **derive_moe_layers({"first_k_dense_replace": 3, **hf})}
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return glm4_moe_lite.restore(config)
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return glm4_moe_lite.write(values)
 
 
 def params(config: MlaMcaModelConfig) -> list[Param]:
@@ -43,8 +44,7 @@ CONFIG = replace(
     fields=(*deepseek_v3.MLA_FIELDS, *INDEX_FIELDS),
     fixed=tuple(fixed for fixed in deepseek_v3.CONFIG.fixed if fixed is not deepseek_v3.INTERLEAVED),
     aliases=dict.fromkeys(("num_local_experts", "num_experts"), "n_routed_experts"),
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 FAMILY = replace(

@@ -3,8 +3,7 @@
 The layers that use them are built in `mca_models.megatron.families.dual_rope`.
 """
 
-from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import Fixed, HfConfig, read_rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -31,13 +30,13 @@ def derive_dual_rope(hf: HfConfig, base: float, local_base: float) -> JsonObject
     return {**whole, "rotary_base_local": sliding["rotary_base"]}
 
 
-def restore_dual_rope(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    full = {"rope_theta": config.rotary_base, "rope_type": "default", **(config.rope_scaling or {})}
-    local = {"rope_theta": config.rotary_base_local, "rope_type": "default"}
+def write_dual_rope(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    full = {"rope_theta": values["rotary_base"], "rope_type": "default", **(values["rope_scaling"] or {})}
+    local = {"rope_theta": values["rotary_base_local"], "rope_type": "default"}
     return {"rope_parameters": {FULL: full, SLIDING: local}}
 
 
-def restore_layer_types(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"layer_types": list(config.layer_types)} if config.layer_types else {}
+def write_layer_types(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return {"layer_types": list(values["layer_types"])} if values["layer_types"] else {}

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Values
 from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import SILU, ConfigTable, HfConfig, dense_fields
-from mca_models.templates.dual_rope import FULL, SLIDING, restore_layer_types
+from mca_models.templates.dual_rope import FULL, SLIDING, write_layer_types
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 
 
 def pattern(hf: HfConfig) -> list[str]:
@@ -30,9 +30,9 @@ def rotated_windows(kinds: Sequence[str]) -> JsonObject:
     return {"layer_types": tuple(kinds), "no_rope_freq": tuple(int(kind == FULL) for kind in kinds)}
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"sliding_window": config.window_size, **restore_layer_types(config)}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return {"sliding_window": values["window_size"], **write_layer_types(values)}
 
 
 CONFIG = ConfigTable(
@@ -40,8 +40,7 @@ CONFIG = ConfigTable(
     defaults={"sliding_window": 4096},
     constants={"norm_placement": "post", "qk_layernorm": True},
     fixed=(SILU,),
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 FAMILY = Family(model_type="exaone4", architecture="Exaone4ForCausalLM", config=CONFIG, params=dense_layers)

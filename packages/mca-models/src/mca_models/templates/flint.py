@@ -13,9 +13,10 @@ from mca_models.templates.config_table import (
     HfConfig,
     dense_fields,
 )
-from mca_models.templates.dual_rope import FULL, SLIDING, restore_layer_types
+from mca_models.templates.dual_rope import FULL, SLIDING, write_layer_types
 from mca_models.templates.exaone4 import rotated_windows
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 from mca_models.templates.moe import expert_fields, moe_params, require_sigmoid_routing
 from mca_models.templates.names import MoeNames
 from mca_models.weights import Param
@@ -44,8 +45,7 @@ CONFIG = ConfigTable(
     },
     constants={"qk_layernorm": True, "softmax_type": "learnable", "moe_router_score_function": "sigmoid"},
     fixed=(SILU, NO_ATTENTION_BIAS, Fixed("norm_topk_prob", (True,), "Megatron normalises sigmoid scores")),
-    derive=derive,
-    restore=lambda config: qwen3_moe.restore_sparse(config) | restore_layer_types(config),
+    facts=(Lens(derive, lambda values: qwen3_moe.write_sparse(values) | write_layer_types(values)),),
 )
 
 

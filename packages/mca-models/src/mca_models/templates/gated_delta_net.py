@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import gcd
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import FamilyConfig, JsonObject
+from mca_config.types import FamilyConfig, JsonObject, Values
 from mca_models.templates.common import ATTN, attention, inner
 from mca_models.templates.config_table import Field, HfConfig
 from mca_models.weights import COLUMN, ROW, Param, Shard, expand_rules
@@ -33,9 +33,9 @@ def mixed_layers(hf: HfConfig) -> JsonObject:
     return {"layer_types": tuple(kinds)}
 
 
-def restore_layers(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"layer_types": list(config.layer_types or ())}
+def write_layers(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return {"layer_types": list(values["layer_types"] or ())}
 
 
 def segments(config: FamilyConfig) -> tuple[int, int, int, int, int, int]:

@@ -5,6 +5,7 @@ from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, ConfigTable, Fixed, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.gemma3_text import CAUSAL, GELU
+from mca_models.templates.lens import Lens
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -18,7 +19,7 @@ CONFIG = ConfigTable(
     constants={"hidden_act": GELU, "layernorm_zero_centered_gamma": True},
     # transformers reads the old name as the new one
     fixed=(NO_ATTENTION_BIAS, Fixed("hidden_act", (GELU, "gelu"), "Gemma's gated MLP"), CAUSAL),
-    derive=derive,
+    facts=(Lens(derive),),
 )
 
 FAMILY = Family(model_type="gemma", architecture="GemmaForCausalLM", config=CONFIG, params=dense_layers)

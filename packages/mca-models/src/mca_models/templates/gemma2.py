@@ -1,12 +1,12 @@
 """Gemma 2: HF ``Gemma2ForCausalLM``: capped scores and logits, norms around each block, alternating windows."""
 
-from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Values
 from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, ConfigTable, Field, HfConfig, dense_fields
 from mca_models.templates.dual_rope import FULL, SLIDING
 from mca_models.templates.family import Family
-from mca_models.templates.gemma3_text import CAUSAL, CONSTANTS, GELU_ONLY, restore_scale, scales
+from mca_models.templates.gemma3_text import CAUSAL, CONSTANTS, GELU_ONLY, scales, write_scale
+from mca_models.templates.lens import Lens
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -15,9 +15,9 @@ def derive(hf: HfConfig) -> JsonObject:
     return {"layer_types": tuple(hf.get("layer_types") or pattern), **scales(hf)}
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"layer_types": list(config.layer_types or ()), **restore_scale(config)}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return {"layer_types": list(values["layer_types"] or ()), **write_scale(values)}
 
 
 CONFIG = ConfigTable(
@@ -33,8 +33,7 @@ CONFIG = ConfigTable(
     },
     constants=CONSTANTS,
     fixed=(NO_ATTENTION_BIAS, GELU_ONLY, CAUSAL),
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 FAMILY = Family(model_type="gemma2", architecture="Gemma2ForCausalLM", config=CONFIG, params=dense_layers)

@@ -1,6 +1,5 @@
 """Gemma 3, the text model: HF ``Gemma3ForCausalLM``: norms around each block, windows, two ropes."""
 
-from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import (
@@ -11,8 +10,9 @@ from mca_models.templates.config_table import (
     HfConfig,
     dense_fields,
 )
-from mca_models.templates.dual_rope import FULL, SLIDING, derive_dual_rope, restore_dual_rope
+from mca_models.templates.dual_rope import FULL, SLIDING, derive_dual_rope, write_dual_rope
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 
 GELU = "gelu_pytorch_tanh"
 CONSTANTS: Values = {
@@ -32,11 +32,11 @@ def scales(hf: HfConfig) -> JsonObject:
     }
 
 
-def restore_scale(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
+def write_scale(values: Values) -> HfConfig:
+    """Write the HF keys."""
     return {
         "hidden_activation": GELU,
-        "query_pre_attn_scalar": round((config.softmax_scale or 1.0) ** -2),
+        "query_pre_attn_scalar": round((values["softmax_scale"] or 1.0) ** -2),
     }
 
 
@@ -53,12 +53,12 @@ def derive(hf: HfConfig) -> JsonObject:
     }
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
     return {
-        **restore_dual_rope(config),
-        "layer_types": list(config.layer_types or ()),
-        **restore_scale(config),
+        **write_dual_rope(values),
+        "layer_types": list(values["layer_types"] or ()),
+        **write_scale(values),
     }
 
 
@@ -73,8 +73,7 @@ CONFIG = ConfigTable(
         Fixed("final_logit_softcapping", (None,), "Gemma 3 has none"),
         CAUSAL,
     ),
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 FAMILY = Family(

@@ -29,9 +29,10 @@ from mca_models.templates.config_table import (
     HfConfig,
     dense_fields,
 )
-from mca_models.templates.dual_rope import FULL, PER_LAYER_TYPE, SLIDING, restore_layer_types
+from mca_models.templates.dual_rope import FULL, PER_LAYER_TYPE, SLIDING, write_layer_types
 from mca_models.templates.family import Family
 from mca_models.templates.gemma3_text import GELU, GELU_ONLY
+from mca_models.templates.lens import Lens
 from mca_models.templates.names import HF, HF_ATTN, HF_MLP
 from mca_models.templates.shapes import Shape
 from mca_models.weights import COLUMN, GATED, ROW, Param, Stage, expand_rules
@@ -150,20 +151,23 @@ def _experts(hf: HfConfig) -> JsonObject:
     }
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    own = (config.of_kind or {})[FULL]
-    full = {"rope_theta": config.rotary_base, **(config.rope_scaling or {})}
-    local = {"rope_theta": config.rotary_base_local, "rope_type": "default"}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    own = (values["of_kind"] or {})[FULL]
+    full = {"rope_theta": values["rotary_base"], **(values["rope_scaling"] or {})}
+    local = {"rope_theta": values["rotary_base_local"], "rope_type": "default"}
     sizes = {"global_head_dim": own["kv_channels"], "num_global_key_value_heads": own["num_query_groups"]}
     shared = {
         "attention_k_eq_v": own["values_are_keys"],
         "hidden_activation": GELU,
-        **restore_layer_types(config),
+        **write_layer_types(values),
     }
-    experts = {"num_experts": config.num_moe_experts, "moe_intermediate_size": config.moe_ffn_hidden_size}
-    if config.experts_beside_mlp:
-        shared |= {**experts, "top_k_experts": config.moe_router_topk, "enable_moe_block": True}
+    experts = {
+        "num_experts": values["num_moe_experts"],
+        "moe_intermediate_size": values["moe_ffn_hidden_size"],
+    }
+    if values["experts_beside_mlp"]:
+        shared |= {**experts, "top_k_experts": values["moe_router_topk"], "enable_moe_block": True}
     return {**shared, **sizes, "rope_parameters": {FULL: full, SLIDING: local}}
 
 
@@ -191,8 +195,7 @@ CONFIG = ConfigTable(
         PER_LAYER_TYPE,
         Fixed("use_bidirectional_attention", (None, "vision"), "Megatron's decoder is causal"),
     ),
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 

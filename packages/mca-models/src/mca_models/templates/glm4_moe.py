@@ -3,8 +3,9 @@
 from functools import partial
 
 from mca_models.templates.config_table import SILU, ConfigTable, Field, dense_fields
-from mca_models.templates.deepseek_v3 import NORMALISED, SCALED, restore_groups, sigmoid_experts
+from mca_models.templates.deepseek_v3 import NORMALISED, SCALED, sigmoid_experts, write_groups
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 from mca_models.templates.moe import SIGMOID_ROUTER, expert_fields, moe_params
 from mca_models.templates.mtp import mtp_copies
 from mca_models.templates.names import MoeNames
@@ -30,8 +31,7 @@ CONFIG = ConfigTable(
     constants=SIGMOID_ROUTER,
     fixed=(SILU, NORMALISED),
     aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
-    derive=sigmoid_experts,
-    restore=restore_groups,
+    facts=(Lens(sigmoid_experts, write_groups),),
     partial_rotary=True,
 )
 

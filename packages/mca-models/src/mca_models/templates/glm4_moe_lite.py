@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Values
 from mca_models.templates import deepseek_v3
 from mca_models.templates.config_table import HfConfig
-from mca_models.templates.moe import derive_moe_layers, restore_moe_layers
+from mca_models.templates.lens import Lens
+from mca_models.templates.moe import derive_moe_layers, write_moe_layers
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -14,9 +14,9 @@ def derive(hf: HfConfig) -> JsonObject:
     return deepseek_v3.derive(hf) | derive_moe_layers({**hf, "first_k_dense_replace": 1})
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {**deepseek_v3.restore_groups(config), **restore_moe_layers(config)}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return {**deepseek_v3.write_groups(values), **write_moe_layers(values)}
 
 
 CONFIG = replace(
@@ -29,8 +29,7 @@ CONFIG = replace(
         "n_routed_experts": 64,
     },
     aliases={"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 FAMILY = replace(

@@ -7,9 +7,10 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import glm4, glm4_moe
 from mca_models.templates.config_table import HfConfig, head_dim
-from mca_models.templates.deepseek_v3 import restore_groups, sigmoid_experts
+from mca_models.templates.deepseek_v3 import sigmoid_experts, write_groups
 from mca_models.templates.family import Family
-from mca_models.templates.moe import aux_loss, restore_aux_loss
+from mca_models.templates.lens import Lens
+from mca_models.templates.moe import aux_loss, write_aux_loss
 from mca_models.templates.qwen2_vl import VISUAL, patches
 from mca_models.templates.vision_language import vision_language_family
 from mca_models.templates.vision_tower import (
@@ -78,7 +79,7 @@ def dense_text() -> Family:
         fields=tuple(field for field in glm4.CONFIG.fields if field.hf not in named),
         defaults={"num_key_value_heads": 2, "rms_norm_eps": 1e-5},
         constants={**glm4.CONFIG.constants, "add_qkv_bias": True},
-        derive=_derive,
+        facts=(Lens(_derive),),
     )
     return replace(glm4.FAMILY, model_type="glm4v_text", config=config)
 
@@ -99,8 +100,7 @@ def moe_text() -> Family:
         },
         constants={**glm4_moe.CONFIG.constants, "qk_layernorm": False},
         aliases={"num_local_experts": "n_routed_experts"},
-        derive=_experts,
-        restore=lambda config: restore_groups(config) | restore_aux_loss(config),
+        facts=(Lens(_experts, lambda values: write_groups(values) | write_aux_loss(values)),),
     )
     return replace(glm4_moe.FAMILY, model_type="glm4v_moe_text", config=config)
 

@@ -6,6 +6,7 @@ from mca_config.errors import HfConfigError
 from mca_config.types import JsonObject
 from mca_models.templates import deepseek_v32
 from mca_models.templates.config_table import HfConfig
+from mca_models.templates.lens import Lens
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -26,7 +27,7 @@ CONFIG = replace(
         **{"q_lora_rank": 2048, "index_n_heads": 32},
     },
     constants={**deepseek_v32.CONFIG.constants, "index_rotary_interleaved": True},
-    derive=derive,
+    facts=(Lens(derive, deepseek_v32.write),),
 )
 
 FAMILY = replace(

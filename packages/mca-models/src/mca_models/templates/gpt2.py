@@ -10,6 +10,7 @@ from mca_models.templates.common import attention, dense_mlp, embedding, fused_q
 from mca_models.templates.config_table import ConfigTable, DropoutTogether, Field, Fixed, HfConfig
 from mca_models.templates.family import Family
 from mca_models.templates.gpt_neox import token_head
+from mca_models.templates.lens import Lens
 from mca_models.templates.shapes import Shape
 from mca_models.weights import Param, Transposed, expand_rules
 
@@ -26,9 +27,9 @@ def derive(hf: HfConfig) -> JsonObject:
     return {"num_query_groups": hf["n_head"], "kv_channels": hf["n_embd"] // hf["n_head"]}
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"activation_function": config.hidden_act}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return {"activation_function": values["hidden_act"]}
 
 
 CONFIG = ConfigTable(
@@ -50,8 +51,7 @@ CONFIG = ConfigTable(
         Fixed("add_cross_attention", (False,), "a decoder without an encoder"),
     ),
     aliases=gptj.CONFIG.aliases,
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 

@@ -3,12 +3,13 @@
 from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Values
 from mca_models.templates import gpt2
 from mca_models.templates.common import fused_qkv, grouped_qkv
 from mca_models.templates.config_table import HfConfig
 from mca_models.templates.family import Family
 from mca_models.templates.gemma3_text import GELU
+from mca_models.templates.lens import Lens
 from mca_models.weights import Param
 
 
@@ -18,16 +19,15 @@ def derive(hf: HfConfig) -> JsonObject:
     return {**gpt2.derive(hf), **shared}
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {**gpt2.restore(config), "multi_query": config.num_query_groups == 1}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return {**gpt2.write(values), "multi_query": values["num_query_groups"] == 1}
 
 
 CONFIG = replace(
     gpt2.CONFIG,
     defaults={**gpt2.CONFIG.defaults, "activation_function": GELU},
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 

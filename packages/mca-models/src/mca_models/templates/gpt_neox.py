@@ -1,12 +1,13 @@
 """GPT-NeoX and Pythia: HF ``GPTNeoXForCausalLM``: attention and MLP side by side, each after a LayerNorm."""
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Values
 from mca_models.templates import gptj, persimmon
 from mca_models.templates.common import renamed
 from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig, read_rope
 from mca_models.templates.family import Family
 from mca_models.templates.jais2 import BOTH
+from mca_models.templates.lens import Lens
 from mca_models.weights import Param
 
 OUTER = {
@@ -31,9 +32,9 @@ def derive(hf: HfConfig) -> JsonObject:
     }
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"use_parallel_residual": config.parallel_block != "none"}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return {"use_parallel_residual": values["parallel_block"] != "none"}
 
 
 def token_head(config: McaModelConfig) -> dict[str, str]:
@@ -51,8 +52,7 @@ CONFIG = ConfigTable(
         Fixed("attention_bias", (True,), BOTH),
         Fixed("hidden_dropout", (0.0,), "embeddings have no dropout here"),
     ),
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
     partial_rotary=True,
 )
 

@@ -1,10 +1,11 @@
 """GPT-J: HF ``GPTJForCausalLM``: attention and MLP side by side after one LayerNorm, biases in the MLP only."""
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import FamilyConfig, JsonObject
+from mca_config.types import FamilyConfig, JsonObject, Values
 from mca_models.templates.common import dense_layers, renamed
 from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 from mca_models.weights import Param
 
 INNER = {
@@ -28,10 +29,10 @@ def derive(hf: HfConfig) -> JsonObject:
     return {**sizes, **rope, "rotary_percent": (hf.get("rotary_dim") or width) / width}
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    rotated = round(config.kv_channels * config.rotary_percent)
-    return {"rotary_dim": rotated, "activation_function": config.hidden_act}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    rotated = round(values["kv_channels"] * values["rotary_percent"])
+    return {"rotary_dim": rotated, "activation_function": values["hidden_act"]}
 
 
 CONFIG = ConfigTable(
@@ -59,8 +60,7 @@ CONFIG = ConfigTable(
         **{"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
         "max_position_embeddings": "n_positions",
     },
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
     partial_rotary=True,
 )
 

@@ -7,7 +7,8 @@ from mca_models.templates import granite
 from mca_models.templates.common import attention, embedding, head, inner
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable
 from mca_models.templates.family import Family
-from mca_models.templates.moe import aux_loss, detect_stacked_experts, expert_fields, restore_aux_loss
+from mca_models.templates.lens import Lens
+from mca_models.templates.moe import aux_loss, detect_stacked_experts, expert_fields, write_aux_loss
 from mca_models.weights import GATED, ROW, Param, expand_rules
 
 CONFIG = ConfigTable(
@@ -17,8 +18,7 @@ CONFIG = ConfigTable(
     ),
     defaults={"num_experts_per_tok": 2},
     fixed=(SILU, NO_ATTENTION_BIAS),
-    derive=aux_loss,
-    restore=restore_aux_loss,
+    facts=(Lens(aux_loss, write_aux_loss),),
 )
 
 

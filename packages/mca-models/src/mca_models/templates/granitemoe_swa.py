@@ -8,8 +8,7 @@ CONFIG = replace(
     granitemoe.CONFIG,
     fields=(*granitemoe.CONFIG.fields, granite_swa.WINDOW),
     constants=granite_swa.CONFIG.constants,
-    derive=lambda hf: granitemoeshared.derive(hf) | granite_swa.derive(hf),
-    restore=lambda config: granitemoeshared.restore(config) | granite_swa.restore(config),
+    facts=(*granitemoeshared.FAMILY.config.facts, *granite_swa.CONFIG.facts),
 )
 
 FAMILY = replace(

@@ -13,6 +13,7 @@ from mca_models.templates.config_table import (
     read_rope,
 )
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 from mca_models.weights import Param
 
 QK_NORMS = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
@@ -33,7 +34,7 @@ CONFIG = ConfigTable(
     defaults={"pad_token_id": 0},
     constants={"qk_layernorm": True, "qk_layernorm_after_rope": True},
     fixed=(SILU, NO_ATTENTION_BIAS),
-    derive=derive_rope,
+    facts=(Lens(derive_rope),),
 )
 
 

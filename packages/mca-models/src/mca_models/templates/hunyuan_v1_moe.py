@@ -2,11 +2,12 @@
 
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Values
 from mca_models.templates import hunyuan_v1_dense
 from mca_models.templates.common import renamed
 from mca_models.templates.config_table import ConfigTable, Fixed, HfConfig, dense_fields
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 from mca_models.templates.moe import moe_params
 from mca_models.templates.names import MoeNames
 from mca_models.weights import Param
@@ -38,9 +39,9 @@ def single_value(hf: HfConfig, key: str) -> int:
     return number
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"num_experts": config.num_moe_experts, "moe_topk": config.moe_router_topk}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return {"num_experts": values["num_moe_experts"], "moe_topk": values["moe_router_topk"]}
 
 
 CONFIG = ConfigTable(
@@ -53,8 +54,7 @@ CONFIG = ConfigTable(
         Fixed("use_mixed_mlp_moe", (True,), "transformers ignores it"),
     ),
     aliases={"num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"},
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 

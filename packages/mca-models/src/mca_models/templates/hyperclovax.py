@@ -1,11 +1,12 @@
 """HyperCLOVA X: HF ``HyperCLOVAXForCausalLM``: Granite with norms after each block, and a factor on logits."""
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Values
 from mca_models.templates import granite
 from mca_models.templates.common import dense_layers, renamed
 from mca_models.templates.config_table import ConfigTable, Field, HfConfig, head_dim
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 from mca_models.weights import Param
 
 SANDWICH = {
@@ -21,9 +22,12 @@ def derive(hf: HfConfig) -> JsonObject:
     return {"norm_placement": placement, "logits_scaling": 1 / hf.get("logits_scaling", 1.0)}
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"use_post_norm": config.norm_placement == "sandwich", "logits_scaling": 1 / config.logits_scaling}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return {
+        "use_post_norm": values["norm_placement"] == "sandwich",
+        "logits_scaling": 1 / values["logits_scaling"],
+    }
 
 
 def params(config: McaModelConfig) -> list[Param]:
@@ -41,8 +45,7 @@ CONFIG = ConfigTable(
         ),
     ),
     fixed=granite.CONFIG.fixed,
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 FAMILY = Family(model_type="hyperclovax", architecture="HyperCLOVAXForCausalLM", config=CONFIG, params=params)

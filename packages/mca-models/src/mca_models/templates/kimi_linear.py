@@ -18,14 +18,15 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.deepseek_v3 import LATENT_FIELDS, SCALED, latent_attention, sigmoid_experts
 from mca_models.templates.family import Family
-from mca_models.templates.gated_delta_net import fused, restore_layers
+from mca_models.templates.gated_delta_net import fused, write_layers
+from mca_models.templates.lens import Lens
 from mca_models.templates.mixtral import NAMES as MIXTRAL
 from mca_models.templates.moe import (
     SIGMOID_ROUTER,
     derive_moe_layers,
     mlp_layers,
-    restore_moe_layers,
-    restore_shared_experts,
+    write_moe_layers,
+    write_shared_experts,
 )
 from mca_models.templates.names import HF_ATTN
 from mca_models.templates.shapes import Shape
@@ -67,17 +68,17 @@ def derive(hf: HfConfig) -> JsonObject:
     }
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
     return {
-        **restore_shared_experts(config, "num_shared_experts"),
-        "num_expert_group": config.moe_router_num_groups or 1,
-        "topk_group": config.moe_router_group_topk or 1,
-        "linear_num_heads": config.linear_num_key_heads,
-        "linear_head_dim": config.linear_key_head_dim,
-        "linear_conv_kernel_dim": config.linear_conv_kernel_dim,
-        **restore_layers(config),
-        **restore_moe_layers(config),
+        **write_shared_experts(values, "num_shared_experts"),
+        "num_expert_group": values["moe_router_num_groups"] or 1,
+        "topk_group": values["moe_router_group_topk"] or 1,
+        "linear_num_heads": values["linear_num_key_heads"],
+        "linear_head_dim": values["linear_key_head_dim"],
+        "linear_conv_kernel_dim": values["linear_conv_kernel_dim"],
+        **write_layers(values),
+        **write_moe_layers(values),
     }
 
 
@@ -106,8 +107,7 @@ CONFIG = ConfigTable(
         Fixed("mla_use_nope", (True,), "transformers ignores it"),
     ),
     aliases=ALIASES,
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
     config_class=MlaMcaModelConfig,
 )
 

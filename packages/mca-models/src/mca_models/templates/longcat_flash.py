@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from mca_config.bounds import require_bounded
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Values
 from mca_models.templates.common import dense_mlp, embedding, head, renamed
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
@@ -21,6 +21,7 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.deepseek_v3 import LATENT_FIELDS, SCALED, latent_attention
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 from mca_models.templates.moe import experts, router, shared_experts
 from mca_models.templates.names import HF, MoeNames
 from mca_models.templates.passthrough import with_mtp_passthrough
@@ -48,9 +49,9 @@ def derive(hf: HfConfig) -> JsonObject:
     }
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"num_layers": config.num_layers // 2}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return {"num_layers": values["num_layers"] // 2}
 
 
 CONFIG = ConfigTable(
@@ -88,8 +89,7 @@ CONFIG = ConfigTable(
         **{"num_local_experts": "n_routed_experts", "num_experts_per_tok": "moe_topk"},
         **{"intermediate_size": "ffn_hidden_size", "moe_intermediate_size": "expert_ffn_hidden_size"},
     },
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
     config_class=MlaMcaModelConfig,
 )
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
-from mca_config.types import FamilyConfig, JsonObject
+from mca_config.types import FamilyConfig, JsonObject, Values
 from mca_models.templates.common import attention, inner
 from mca_models.templates.config_table import Field, Fixed, HfConfig
 from mca_models.templates.gated_delta_net import fused
@@ -75,12 +75,12 @@ def derive_bamba(hf: HfConfig, inside: int | None = None) -> JsonObject:
     return {"mamba_head_dim": width, "mamba_least_step": float(least)}
 
 
-def restore_bamba(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    inside = (config.mamba_num_heads or 0) * (config.mamba_head_dim or 0)
+def write_bamba(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    inside = (values["mamba_num_heads"] or 0) * (values["mamba_head_dim"] or 0)
     return {
-        "mamba_expand": inside // config.hidden_size,
-        "time_step_limit": [config.mamba_least_step, math.inf],
+        "mamba_expand": inside // values["hidden_size"],
+        "time_step_limit": [values["mamba_least_step"], math.inf],
     }
 
 
@@ -99,9 +99,9 @@ def layer_types_from_hf(kinds: Iterable[str]) -> tuple[str, ...]:
     return tuple(ours.get(kind, kind) for kind in kinds)
 
 
-def layer_types_to_hf(config: McaModelConfig) -> list[str]:
+def layer_types_to_hf(values: Values) -> list[str]:
     """The way back of ``layer_types_from_hf``."""
-    return ["linear_attention" if kind == "mamba" else kind for kind in config.layer_types or ()]
+    return ["linear_attention" if kind == "mamba" else kind for kind in values["layer_types"] or ()]
 
 
 def segments(config: FamilyConfig) -> tuple[int, int, int, int, int]:

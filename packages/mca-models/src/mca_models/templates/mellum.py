@@ -2,18 +2,18 @@
 
 from dataclasses import replace
 
-from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Values
 from mca_models.templates import qwen3_moe
 from mca_models.templates.config_table import Field, HfConfig
 from mca_models.templates.dual_rope import (
     FULL,
     PER_LAYER_TYPE,
     derive_dual_rope,
-    restore_dual_rope,
-    restore_layer_types,
+    write_dual_rope,
+    write_layer_types,
 )
-from mca_models.templates.moe import derive_moe_layers, restore_moe_layers
+from mca_models.templates.lens import Lens
+from mca_models.templates.moe import derive_moe_layers, write_moe_layers
 from mca_models.templates.passthrough import with_mtp_passthrough
 
 
@@ -25,10 +25,10 @@ def derive(hf: HfConfig) -> JsonObject:
     return {**qwen3_moe.sparse_layers(hf), **sparse, **ropes, "layer_types": tuple(kinds)}
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    sparse = qwen3_moe.restore_sparse(config) | restore_moe_layers(config)
-    return {**sparse, **restore_dual_rope(config), **restore_layer_types(config)}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    sparse = qwen3_moe.write_sparse(values) | write_moe_layers(values)
+    return {**sparse, **write_dual_rope(values), **write_layer_types(values)}
 
 
 CONFIG = replace(
@@ -37,8 +37,7 @@ CONFIG = replace(
     defaults={"num_key_value_heads": 4, "head_dim": 128, "norm_topk_prob": True, "num_local_experts": 64},
     fixed=(*qwen3_moe.CONFIG.fixed, PER_LAYER_TYPE),
     aliases={"num_experts": "num_local_experts"},
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 FAMILY = with_mtp_passthrough(

@@ -2,8 +2,8 @@
 
 from math import sqrt
 
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
-from mca_config.types import JsonObject
+from mca_config.model_config import MlaMcaModelConfig
+from mca_config.types import JsonObject, Values
 from mca_models.templates import youtu
 from mca_models.templates.config_table import (
     SWIGLU_WITHOUT_BIASES,
@@ -15,6 +15,7 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.deepseek_v3 import LATENT_FIELDS
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -28,10 +29,10 @@ def derive(hf: HfConfig) -> JsonObject:
     }
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    depth = round(config.residual_multiplier * sqrt(config.num_layers), 9)
-    return {"scale_depth": depth, "dim_model_base": round(config.hidden_size / config.logits_scaling)}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    depth = round(values["residual_multiplier"] * sqrt(values["num_layers"]), 9)
+    return {"scale_depth": depth, "dim_model_base": round(values["hidden_size"] / values["logits_scaling"])}
 
 
 CONFIG = ConfigTable(
@@ -47,8 +48,7 @@ CONFIG = ConfigTable(
     },
     constants={"qk_layernorm": True, "rotary_halves": True},
     fixed=SWIGLU_WITHOUT_BIASES,
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
     config_class=MlaMcaModelConfig,
 )
 

@@ -14,6 +14,7 @@ from mca_models.templates.config_table import (
     read_rope,
 )
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 from mca_models.templates.mixtral import NAMES as MIXTRAL
 from mca_models.templates.moe import (
     NO_JITTER,
@@ -22,7 +23,7 @@ from mca_models.templates.moe import (
     expert_fields,
     moe_params,
     require_sigmoid_routing,
-    restore_aux_loss,
+    write_aux_loss,
 )
 
 NAMES = replace(MIXTRAL, router_bias="block_sparse_moe.e_score_correction_bias")
@@ -49,8 +50,7 @@ CONFIG = ConfigTable(
         Fixed("use_qk_norm", (True,), "all published models have these norms"),
     ),
     aliases={"num_experts": "num_local_experts"},
-    derive=derive,
-    restore=restore_aux_loss,
+    facts=(Lens(derive, write_aux_loss),),
     partial_rotary=True,
 )
 

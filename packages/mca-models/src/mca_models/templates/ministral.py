@@ -3,8 +3,9 @@
 from mca_config.types import JsonObject
 from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import SILU, ConfigTable, Field, HfConfig, dense_fields
-from mca_models.templates.dual_rope import SLIDING, restore_layer_types
+from mca_models.templates.dual_rope import SLIDING, write_layer_types
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -18,8 +19,7 @@ CONFIG = ConfigTable(
     fields=(*dense_fields(), Field("window_size", "sliding_window", None)),
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     fixed=(SILU,),
-    derive=derive,
-    restore=restore_layer_types,
+    facts=(Lens(derive, write_layer_types),),
 )
 
 FAMILY = Family(

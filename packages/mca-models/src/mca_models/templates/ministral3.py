@@ -3,7 +3,8 @@
 from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import SILU, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.query_temperature import derive_query_temperature, restore_query_temperature
+from mca_models.templates.lens import Lens
+from mca_models.templates.query_temperature import derive_query_temperature, write_query_temperature
 
 ROPE = {
     **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384},
@@ -16,8 +17,7 @@ CONFIG = ConfigTable(
     fields=(*dense_fields(eps=1e-5), Field("window_size", "sliding_window", None)),
     defaults={"num_key_value_heads": 8, "head_dim": 128, "pad_token_id": 11},
     fixed=(SILU,),
-    derive=lambda hf: derive_query_temperature(hf, ROPE),
-    restore=restore_query_temperature,
+    facts=(Lens(lambda hf: derive_query_temperature(hf, ROPE), write_query_temperature),),
 )
 
 FAMILY = Family(

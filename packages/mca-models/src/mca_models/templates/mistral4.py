@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Values
 from mca_models.templates import deepseek_v3, ministral3
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, Fixed, HfConfig
-from mca_models.templates.query_temperature import derive_query_temperature, restore_query_temperature
+from mca_models.templates.lens import Lens
+from mca_models.templates.query_temperature import derive_query_temperature, write_query_temperature
 
 ROPE = {
     **ministral3.ROPE,
@@ -20,9 +20,9 @@ def derive(hf: HfConfig) -> JsonObject:
     return {**deepseek_v3.mla(hf), **derive_query_temperature(hf, ROPE), "rotary_percent": 1.0}
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {**deepseek_v3.restore_groups(config), **restore_query_temperature(config)}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return {**deepseek_v3.write_groups(values), **write_query_temperature(values)}
 
 
 CONFIG = replace(
@@ -40,8 +40,7 @@ CONFIG = replace(
         Fixed("topk_group", (1, None), "there is one group of experts to choose from"),
     ),
     aliases={"num_local_experts": "n_routed_experts"},
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 FAMILY = replace(deepseek_v3.FAMILY, model_type="mistral4", architecture="Mistral4ForCausalLM", config=CONFIG)

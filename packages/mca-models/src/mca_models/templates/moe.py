@@ -23,6 +23,7 @@ from mca_models.templates.common import (
     up,
 )
 from mca_models.templates.config_table import Field, Fixed, HfConfig
+from mca_models.templates.lens import is_moe_layer
 from mca_models.templates.mtp import mtp_params
 from mca_models.templates.names import FUSED, HF, MoeNames
 from mca_models.templates.shapes import Shape
@@ -208,9 +209,9 @@ def fuse_shared_experts(
     return {"moe_shared_expert_intermediate_size": hf[ffn] * (hf.get(key, default) or 0) or None}
 
 
-def restore_shared_experts(config: McaModelConfig, key: str) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {key: (config.moe_shared_expert_intermediate_size or 0) // (config.moe_ffn_hidden_size or 1)}
+def write_shared_experts(values: Values, key: str) -> HfConfig:
+    """Write the HF keys."""
+    return {key: (values["moe_shared_expert_intermediate_size"] or 0) // (values["moe_ffn_hidden_size"] or 1)}
 
 
 def derive_moe_layers(hf: HfConfig) -> dict[str, object]:
@@ -220,16 +221,16 @@ def derive_moe_layers(hf: HfConfig) -> dict[str, object]:
     return {"moe_layer_freq": tuple(int(kind == "sparse") for kind in kinds)}
 
 
-def restore_moe_layers(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    layers = range(config.num_layers)
-    return {"mlp_layer_types": ["sparse" if config.is_moe_layer(layer) else "dense" for layer in layers]}
+def write_moe_layers(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    layers = range(values["num_layers"])
+    return {"mlp_layer_types": ["sparse" if is_moe_layer(values, layer) else "dense" for layer in layers]}
 
 
-def restore_aux_loss(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    on = config.moe_router_load_balancing_type != "none"
-    return {"output_router_logits": on, "router_aux_loss_coef": config.moe_aux_loss_coeff}
+def write_aux_loss(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    on = values["moe_router_load_balancing_type"] != "none"
+    return {"output_router_logits": on, "router_aux_loss_coef": values["moe_aux_loss_coeff"]}
 
 
 def aux_loss(hf: HfConfig) -> dict[str, object]:

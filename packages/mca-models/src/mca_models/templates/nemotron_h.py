@@ -19,6 +19,7 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.deepseek_v3 import NORMALISED, SCALED
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 from mca_models.templates.mamba import (
     PLAIN_STEPS,
     SILU,
@@ -90,13 +91,13 @@ def _experts(hf: HfConfig, layers: Collection[str]) -> JsonObject:
     }
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    shared = config.moe_shared_expert_intermediate_size
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    shared = values["moe_shared_expert_intermediate_size"]
     return {
-        "layers_block_type": layer_types_to_hf(config),
-        "n_group": config.moe_router_num_groups or 1,
-        "topk_group": config.moe_router_group_topk or 1,
+        "layers_block_type": layer_types_to_hf(values),
+        "n_group": values["moe_router_num_groups"] or 1,
+        "topk_group": values["moe_router_group_topk"] or 1,
         **({"moe_shared_expert_intermediate_size": shared} if shared else {}),
     }
 
@@ -144,8 +145,7 @@ CONFIG = ConfigTable(
         Fixed("residual_in_fp32", (False,), "transformers keeps no residual in fp32"),
     ),
     aliases={"num_local_experts": "n_routed_experts"},
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 

@@ -1,12 +1,12 @@
 """OLMo 3: HF ``Olmo3ForCausalLM``: OLMo 2's layers; three of four have a window and a rope without scaling."""
 
-from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Values
 from mca_models.templates import olmo2
 from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import ConfigTable, Field, HfConfig, dense_fields
-from mca_models.templates.dual_rope import FULL, SLIDING, derive_dual_rope, restore_dual_rope
+from mca_models.templates.dual_rope import FULL, SLIDING, derive_dual_rope, write_dual_rope
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -18,9 +18,9 @@ def derive(hf: HfConfig) -> JsonObject:
     }
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"layer_types": list(config.layer_types or ()), **restore_dual_rope(config)}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return {"layer_types": list(values["layer_types"] or ()), **write_dual_rope(values)}
 
 
 CONFIG = ConfigTable(
@@ -28,8 +28,7 @@ CONFIG = ConfigTable(
     defaults={"sliding_window": 4096, "pad_token_id": 1},
     constants=olmo2.CONFIG.constants,
     fixed=olmo2.CONFIG.fixed,
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 FAMILY = Family(model_type="olmo3", architecture="Olmo3ForCausalLM", config=CONFIG, params=dense_layers)

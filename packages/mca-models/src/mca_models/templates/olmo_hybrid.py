@@ -11,6 +11,7 @@ from mca_models.templates import olmo2
 from mca_models.templates.common import attention, dense_mlp, embedding, head, renamed
 from mca_models.templates.config_table import ConfigTable, HfConfig, dense_fields
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 from mca_models.templates.names import HF
 from mca_models.templates.passthrough import with_mtp_passthrough
 from mca_models.templates.shapes import Shape
@@ -49,11 +50,11 @@ def derive(hf: HfConfig) -> JsonObject:
     }
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    kinds = {**delta.restore_layers(config), "linear_allow_neg_eigval": config.linear_beta_factor == 2.0}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    kinds = {**delta.write_layers(values), "linear_allow_neg_eigval": values["linear_beta_factor"] == 2.0}
     none = {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}
-    return {**kinds, **(none if config.no_rope_freq else {})}
+    return {**kinds, **(none if values["no_rope_freq"] else {})}
 
 
 CONFIG = ConfigTable(
@@ -64,8 +65,7 @@ CONFIG = ConfigTable(
         "of_kind": {FULL: {"norm_placement": "post"}},
     },
     fixed=olmo2.CONFIG.fixed,
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 

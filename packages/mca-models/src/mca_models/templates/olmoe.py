@@ -10,8 +10,9 @@ from mca_models.templates.config_table import (
     dense_fields,
 )
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 from mca_models.templates.moe import expert_fields
-from mca_models.templates.qwen3_moe import NAMES, params, restore_sparse, sparse_layers
+from mca_models.templates.qwen3_moe import NAMES, params, sparse_layers, write_sparse
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -29,8 +30,7 @@ CONFIG = ConfigTable(
     constants={"qk_layernorm": True, "qk_layernorm_full_width": True},
     fixed=(SILU, NO_ATTENTION_BIAS),
     aliases={"num_local_experts": "num_experts"},
-    derive=derive,
-    restore=restore_sparse,
+    facts=(Lens(derive, write_sparse),),
 )
 
 FAMILY = Family(model_type="olmoe", architecture="OlmoeForCausalLM", config=CONFIG, params=params, moe=NAMES)

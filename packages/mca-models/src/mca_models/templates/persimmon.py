@@ -8,6 +8,7 @@ from mca_models.templates.arcee import CONSTANTS, RELU2
 from mca_models.templates.common import attention, dense_mlp, embedding, grouped_qkv, head, renamed
 from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig, dense_fields, norm_epsilon
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 from mca_models.weights import Param, expand_rules
 
 NAMES = {**phi.NAMES, "up_proj": "dense_h_to_4h", "down_proj": "dense_4h_to_h"}
@@ -36,7 +37,7 @@ CONFIG = ConfigTable(
     defaults={"partial_rotary_factor": 0.5},
     constants={**CONSTANTS, "normalization": "LayerNorm", "add_bias_linear": True},
     fixed=(RELU2, Fixed("hidden_dropout", (0.0,), "transformers drops after the MLP only")),
-    derive=heads,
+    facts=(Lens(heads),),
     partial_rotary=True,
 )
 

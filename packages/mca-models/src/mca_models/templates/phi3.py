@@ -1,7 +1,7 @@
 """Phi 3 and 4: HF ``Phi3ForCausalLM``: q, k, v in one tensor, gate and up too, partial and long rope."""
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Values
 from mca_models.templates.common import attention, dense_mlp, embedding, fused_mlp, fused_qkv, head
 from mca_models.templates.config_table import (
     ORIGINAL,
@@ -13,6 +13,7 @@ from mca_models.templates.config_table import (
     read_rope,
 )
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 from mca_models.weights import Param, expand_rules
 
 
@@ -27,9 +28,9 @@ def long_rope(hf: HfConfig) -> JsonObject:
     return rope
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {ORIGINAL: (config.rope_scaling or {}).get(ORIGINAL, 4096)}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return {ORIGINAL: (values["rope_scaling"] or {}).get(ORIGINAL, 4096)}
 
 
 CONFIG = ConfigTable(
@@ -40,8 +41,7 @@ CONFIG = ConfigTable(
     ),
     defaults={"pad_token_id": 32000, ORIGINAL: 4096},
     fixed=(SILU,),
-    derive=long_rope,
-    restore=restore,
+    facts=(Lens(long_rope, write),),
     partial_rotary=True,
 )
 

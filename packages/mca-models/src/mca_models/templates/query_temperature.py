@@ -1,8 +1,7 @@
 """A rope whose parameters also say how queries beyond the first context grow with their position."""
 
 from mca_config.errors import HfConfigError
-from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import ORIGINAL, HfConfig, read_rope
 
 _HEAT = {"beta": "llama_4_scaling_beta", "length": ORIGINAL}
@@ -20,8 +19,8 @@ def derive_query_temperature(hf: HfConfig, default: JsonObject) -> JsonObject:
     return {**rope, "attn_temperature": {**heat, "first": 0}}
 
 
-def restore_query_temperature(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    scaling = {"rope_theta": config.rotary_base, "rope_type": "default", **(config.rope_scaling or {})}
-    heat = config.attn_temperature or {}
+def write_query_temperature(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    scaling = {"rope_theta": values["rotary_base"], "rope_type": "default", **(values["rope_scaling"] or {})}
+    heat = values["attn_temperature"] or {}
     return {"rope_parameters": {**scaling, **{key: heat[name] for name, key in _HEAT.items()}}}

@@ -1,11 +1,11 @@
 """Qwen 2 and 2.5: HF ``Qwen2ForCausalLM``, Llama's weights with biases on q, k and v."""
 
-from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Values
 from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import SILU, ConfigTable, dense_fields
-from mca_models.templates.dual_rope import FULL, SLIDING, restore_layer_types
+from mca_models.templates.dual_rope import FULL, SLIDING, write_layer_types
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 
 
 def window(hf: JsonObject) -> JsonObject:
@@ -17,19 +17,18 @@ def window(hf: JsonObject) -> JsonObject:
     return {"window_size": hf.get("sliding_window", 4096), "layer_types": tuple(kinds)}
 
 
-def restore_window(config: McaModelConfig) -> JsonObject:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    if config.window_size is None:
+def write_window(values: Values) -> JsonObject:
+    """Write the HF keys."""
+    if values["window_size"] is None:
         return {"use_sliding_window": False}
-    return {"use_sliding_window": True, "sliding_window": config.window_size, **restore_layer_types(config)}
+    return {"use_sliding_window": True, "sliding_window": values["window_size"], **write_layer_types(values)}
 
 
 CONFIG = ConfigTable(
     fields=dense_fields(),
     constants={"add_qkv_bias": True},
     fixed=(SILU,),
-    derive=window,
-    restore=restore_window,
+    facts=(Lens(window, write_window),),
 )
 
 FAMILY = Family(

@@ -5,10 +5,11 @@ from functools import partial
 from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, dense_fields
 from mca_models.templates.dual_rope import FULL, SLIDING
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 from mca_models.templates.moe import expert_fields, moe_params
 from mca_models.templates.names import MoeNames
 from mca_models.templates.qwen2 import window
-from mca_models.templates.qwen3_moe import restore_sparse, sparse_layers
+from mca_models.templates.qwen3_moe import sparse_layers, write_sparse
 
 SHARED = Field("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size")
 NAMES = MoeNames(shared="mlp.shared_expert.")
@@ -25,8 +26,7 @@ CONFIG = ConfigTable(
     fields=(*dense_fields(), *expert_fields(count="num_experts", default=60), SHARED),
     constants={"add_qkv_bias": True, "moe_shared_expert_gate": True},
     fixed=(SILU, Fixed("qkv_bias", (True,), "all published models have it")),
-    derive=derive,
-    restore=restore_sparse,
+    facts=(Lens(derive, write_sparse),),
 )
 
 

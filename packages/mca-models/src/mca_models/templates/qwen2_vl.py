@@ -7,6 +7,7 @@ from mca_config.types import JsonObject
 from mca_models.templates import qwen2
 from mca_models.templates.config_table import HfConfig, head_dim
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 from mca_models.templates.vision_language import vision_language_family
 from mca_models.templates.vision_tower import (
     NestedTextConfig,
@@ -35,7 +36,9 @@ def derive(hf: HfConfig) -> JsonObject:
 def text_family(kind: str) -> Family:
     """Qwen 2 as the text part."""
     fields = tuple(field for field in qwen2.CONFIG.fields if field.hf != "head_dim")
-    config = replace(qwen2.CONFIG, fields=fields, defaults=_DEFAULTS, derive=derive)
+    config = replace(
+        qwen2.CONFIG, fields=fields, defaults=_DEFAULTS, facts=(Lens(derive, qwen2.write_window),)
+    )
     return replace(qwen2.FAMILY, model_type=kind, config=config)
 
 

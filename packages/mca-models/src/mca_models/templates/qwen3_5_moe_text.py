@@ -1,6 +1,7 @@
 """Qwen 3.5 with experts, the text model: HF ``Qwen3_5MoeForCausalLM``."""
 
 from mca_config.model_config import McaModelConfig
+from mca_config.types import Values
 from mca_models.templates import gated_delta_net as delta
 from mca_models.templates.common import attention, embedding, head
 from mca_models.templates.config_table import (
@@ -12,7 +13,8 @@ from mca_models.templates.config_table import (
     dense_fields,
 )
 from mca_models.templates.family import Family
-from mca_models.templates.moe import aux_loss, expert_fields, last_layer, mlp_layers, restore_aux_loss
+from mca_models.templates.lens import Lens
+from mca_models.templates.moe import aux_loss, expert_fields, last_layer, mlp_layers, write_aux_loss
 from mca_models.templates.mtp import mtp_params
 from mca_models.templates.qwen2_moe import SHARED
 from mca_models.templates.qwen3_5_text import OWN_EMBEDDING, PREFIX_KEY, detect_extra, in_proj, prefixed
@@ -25,9 +27,9 @@ def derive(hf: HfConfig) -> dict[str, object]:
     return delta.mixed_layers(hf) | aux_loss(hf)
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return delta.restore_layers(config) | restore_aux_loss(config)
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return delta.write_layers(values) | write_aux_loss(values)
 
 
 def expert_width(hf: HfConfig) -> int:
@@ -48,8 +50,7 @@ CONFIG = ConfigTable(
     defaults={**delta.DEFAULTS, "num_key_value_heads": 2},
     constants={**delta.CONSTANTS, "moe_shared_expert_gate": True},
     fixed=(SILU, NO_ATTENTION_BIAS, OWN_EMBEDDING),
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
     partial_rotary=True,
 )
 

@@ -15,6 +15,7 @@ from mca_models.templates.config_table import (
     dense_fields,
 )
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 from mca_models.templates.mtp import mtp_params
 from mca_models.templates.names import HF
 from mca_models.templates.shapes import Shape
@@ -30,8 +31,7 @@ CONFIG = ConfigTable(
     defaults={**delta.DEFAULTS, "num_key_value_heads": 4},
     constants=delta.CONSTANTS,
     fixed=(SILU, NO_ATTENTION_BIAS, OWN_EMBEDDING),
-    derive=delta.mixed_layers,
-    restore=delta.restore_layers,
+    facts=(Lens(delta.mixed_layers, delta.write_layers),),
     partial_rotary=True,
 )
 

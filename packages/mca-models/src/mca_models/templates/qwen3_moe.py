@@ -2,12 +2,13 @@
 
 from functools import partial
 
-from mca_config.model_config import McaModelConfig
+from mca_config.types import Values
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, HfConfig, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.moe import aux_loss, expert_fields, moe_params, restore_aux_loss
+from mca_models.templates.lens import Lens, is_moe_layer
+from mca_models.templates.moe import aux_loss, expert_fields, moe_params, write_aux_loss
 from mca_models.templates.names import MoeNames
-from mca_models.templates.qwen2 import restore_window
+from mca_models.templates.qwen2 import write_window
 
 NAMES = MoeNames()
 
@@ -27,14 +28,14 @@ def derive(hf: HfConfig) -> dict[str, object]:
     return sparse_layers(hf) | {"window_size": window}
 
 
-def restore_sparse(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
+def write_sparse(values: Values) -> HfConfig:
+    """Write the HF keys."""
     return {
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [i for i in range(config.num_layers) if not config.is_moe_layer(i)],
-        "norm_topk_prob": not config.moe_router_pre_softmax,
-        **restore_aux_loss(config),
-        **restore_window(config),
+        "mlp_only_layers": [i for i in range(values["num_layers"]) if not is_moe_layer(values, i)],
+        "norm_topk_prob": not values["moe_router_pre_softmax"],
+        **write_aux_loss(values),
+        **write_window(values),
     }
 
 
@@ -44,8 +45,7 @@ CONFIG = ConfigTable(
     constants={"qk_layernorm": True},
     fixed=(SILU, NO_ATTENTION_BIAS),
     aliases={"num_experts": "num_local_experts"},
-    derive=derive,
-    restore=restore_sparse,
+    facts=(Lens(derive, write_sparse),),
 )
 
 

@@ -1,15 +1,17 @@
 """Qwen 3 Next: HF ``Qwen3NextForCausalLM``: gated delta nets, gated attention, experts."""
 
 from mca_config.model_config import McaModelConfig
+from mca_config.types import Values
 from mca_models.templates import gated_delta_net as delta
 from mca_models.templates.common import attention, embedding, head
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, HfConfig, dense_fields
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 from mca_models.templates.moe import expert_fields, last_layer, mlp_layers
 from mca_models.templates.mtp import mtp_params
 from mca_models.templates.names import HF, MoeNames
 from mca_models.templates.qwen2_moe import SHARED
-from mca_models.templates.qwen3_moe import restore_sparse, sparse_layers
+from mca_models.templates.qwen3_moe import sparse_layers, write_sparse
 from mca_models.weights import Concat, GroupedHeads, Param, PerTensor
 
 NAMES = MoeNames(shared="mlp.shared_expert.")
@@ -20,9 +22,9 @@ def derive(hf: HfConfig) -> dict[str, object]:
     return sparse_layers(hf) | delta.mixed_layers(hf)
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return restore_sparse(config) | delta.restore_layers(config)
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return write_sparse(values) | delta.write_layers(values)
 
 
 CONFIG = ConfigTable(
@@ -30,8 +32,7 @@ CONFIG = ConfigTable(
     defaults={**delta.DEFAULTS, "num_key_value_heads": 2, "norm_topk_prob": True},
     constants={**delta.CONSTANTS, "moe_shared_expert_gate": True},
     fixed=(SILU, NO_ATTENTION_BIAS),
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
     partial_rotary=True,
 )
 

@@ -7,6 +7,7 @@ from mca_config.types import JsonObject
 from mca_models.templates import qwen3
 from mca_models.templates.config_table import ConfigTable
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 from mca_models.templates.qwen2_vl import VISUAL, patches
 from mca_models.templates.vision_language import vision_language_family
 from mca_models.templates.vision_tower import (
@@ -35,8 +36,7 @@ INSIDE = NestedTextConfig(text_model_type="", rope=((24, 20, 20), True), deepsta
 
 def without_window(config: ConfigTable) -> ConfigTable:
     """Return the table of a text part without sliding windows, which the file may have."""
-    found = config.derive
-    return replace(config, derive=lambda hf: {**found(hf), "window_size": None, "layer_types": None})
+    return replace(config, facts=(*config.facts, Lens(lambda hf: {"window_size": None, "layer_types": None})))
 
 
 def text_family() -> Family:

@@ -12,6 +12,7 @@ from mca_config.types import Values
 from mca_models.templates import qwen3_moe
 from mca_models.templates.config_table import HfConfig, dense_fields
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 from mca_models.templates.moe import TRANSPOSED, expert_fields
 from mca_models.templates.names import FUSED
 from mca_models.templates.qwen3_vl import INSIDE, MERGERS, SPELLINGS, tensors, without_window
@@ -40,7 +41,7 @@ def text_family() -> Family:
         qwen3_moe.CONFIG,
         fields=(*dense_fields(), *expert_fields(count="num_experts", default=60)),
         defaults={"rope_theta": 5e5, "num_key_value_heads": 16, "num_experts_per_tok": 4},
-        derive=derive,
+        facts=(Lens(derive, qwen3_moe.write_sparse),),
     )
     family = replace(qwen3_moe.FAMILY, model_type="qwen3_vl_moe_text", config=without_window(table))
     return replace(family, detect_extra=detect_extra)

@@ -3,8 +3,9 @@
 from mca_config.types import JsonObject
 from mca_models.templates import glm4_moe
 from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, dense_fields
-from mca_models.templates.deepseek_v3 import NORMALISED, SCALED, restore_groups, sigmoid_experts
+from mca_models.templates.deepseek_v3 import NORMALISED, SCALED, sigmoid_experts, write_groups
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 from mca_models.templates.moe import SIGMOID_ROUTER, expert_fields
 
 
@@ -25,8 +26,7 @@ CONFIG = ConfigTable(
     constants=SIGMOID_ROUTER,
     fixed=(SILU, NORMALISED, Fixed("use_qk_norm", (False,), "transformers ignores it")),
     aliases={"num_local_experts": "n_routed_experts"},
-    derive=derive,
-    restore=restore_groups,
+    facts=(Lens(derive, write_groups),),
 )
 
 FAMILY = Family(

@@ -13,6 +13,7 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.deepseek_v3 import INTERLEAVED, LATENT_FIELDS, latent_attention
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
 from mca_models.weights import Param, expand_rules
 
 
@@ -31,7 +32,7 @@ CONFIG = ConfigTable(
     defaults={"q_lora_rank": 1536},
     constants={"qk_layernorm": True},
     fixed=(SILU, NO_ATTENTION_BIAS, INTERLEAVED),
-    derive=derive,
+    facts=(Lens(derive),),
     config_class=MlaMcaModelConfig,
 )
 
