@@ -50,7 +50,7 @@ def test_no_family_is_asked_for_by_name() -> None:
     [
         ("mca_train.data.image_processors", 'wanted = config.model_type == "gemma3"'),
         ("mca_models.megatron.factory.chunks", 'if kind in ("bloom", "llama"): pass'),
-        ("mca_models.templates.common", 'OWN = {"gpt2": 1}'),
+        ("mca_models.templates.parts.common", 'OWN = {"gpt2": 1}'),
         ("mca_models.templates.llama", 'def f(kind):\n    return kind == "mistral"'),
         ("mca_models.templates.llama", 'match kind:\n    case "llama": pass'),
     ],

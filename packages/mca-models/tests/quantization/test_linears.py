@@ -19,8 +19,8 @@ from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.hf_writer import HfLayout
 from mca_models.quantization.linears import is_linear
 from mca_models.templates import FAMILIES, config_from_hf
+from mca_models.templates.parts.vision_tower import SPELLING
 from mca_models.templates.shapes import full_shape
-from mca_models.templates.vision_tower import SPELLING
 from mca_models.weights import Stage
 
 UNREAD = sorted(case for case, (kind, _) in tiny_hf.ALL.items() if FAMILIES[kind].fp8_unsupported)

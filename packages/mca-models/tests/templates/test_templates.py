@@ -17,7 +17,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint_kinds import open_checkpoint
 from mca_models.templates import FAMILIES, config_from_hf, config_to_hf, get_family
 from mca_models.templates.config_table import REQUIRED
-from mca_models.templates.passthrough import without_passthrough
+from mca_models.templates.parts.passthrough import without_passthrough
 from mca_models.templates.shapes import full_shape
 from mca_models.weights import Param
 

@@ -17,7 +17,8 @@ from torch_dist_files import State, by_layer, save
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import gated_delta_net, get_family, mamba
+from mca_models.templates import get_family
+from mca_models.templates.parts import gated_delta_net, mamba
 from mca_models.torch_checkpoint.torch_dist import find_torch_dist, open_torch_dist
 from mca_models.weights import Stage
 

@@ -26,7 +26,7 @@ from mca_models.megatron.virtual_models import VirtualModels
 from mca_models.storage.source import ModelSource
 from mca_models.templates import get_family
 from mca_models.templates.classification_head import SCORE, Head, with_head
-from mca_models.templates.passthrough import PASSTHROUGH, with_mtp_count, without_passthrough
+from mca_models.templates.parts.passthrough import PASSTHROUGH, with_mtp_count, without_passthrough
 from mca_models.weights import Param
 
 _log = logging.getLogger(__name__)

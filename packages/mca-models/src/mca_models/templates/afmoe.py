@@ -2,7 +2,6 @@
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates.common import attention, gated_qkv, renamed
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -11,11 +10,12 @@ from mca_models.templates.config_table import (
     HfConfig,
     dense_fields,
 )
-from mca_models.templates.dual_rope import FULL, SLIDING, write_layer_types
 from mca_models.templates.exaone4 import rotated_windows
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens, is_moe_layer
-from mca_models.templates.moe import (
+from mca_models.templates.parts.common import attention, gated_qkv, renamed
+from mca_models.templates.parts.dual_rope import FULL, SLIDING, write_layer_types
+from mca_models.templates.parts.moe import (
     SIGMOID_ROUTER,
     expert_fields,
     fuse_shared_experts,
@@ -23,7 +23,7 @@ from mca_models.templates.moe import (
     require_sigmoid_routing,
     write_shared_experts,
 )
-from mca_models.templates.names import MoeNames
+from mca_models.templates.parts.names import MoeNames
 from mca_models.weights import Param
 
 NAMES = MoeNames(router="mlp.router.gate.weight", router_bias="mlp.expert_bias")

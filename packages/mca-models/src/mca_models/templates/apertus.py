@@ -2,7 +2,6 @@
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_models.templates.common import dense_layers, inner, renamed
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     ConfigTable,
@@ -14,6 +13,7 @@ from mca_models.templates.config_table import (
 from mca_models.templates.cwm import LLAMA3
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import dense_layers, inner, renamed
 from mca_models.weights import SEPARATE, Layout, Param, Shaped, expand_rules
 
 ROPE = {**LLAMA3, "rope_theta": 12e6, "factor": 8.0}

@@ -1,8 +1,8 @@
 """Arcee AFM: HF ``ArceeForCausalLM``: Llama with an MLP of squared ReLUs, without a gate."""
 
-from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, NO_MLP_BIAS, ConfigTable, Fixed, dense_fields
 from mca_models.templates.family import Family
+from mca_models.templates.parts.common import dense_layers
 
 RELU2 = Fixed("hidden_act", ("relu2",), "this family's MLP")
 CONSTANTS = {"hidden_act": "relu2", "gated_linear_unit": False}

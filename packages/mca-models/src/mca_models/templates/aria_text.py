@@ -3,18 +3,18 @@
 from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates.common import renamed
 from mca_models.templates.config_table import SWIGLU_WITHOUT_BIASES, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.moe import (
+from mca_models.templates.parts.common import renamed
+from mca_models.templates.parts.moe import (
     TRANSPOSED,
     detect_stacked_experts,
     fuse_shared_experts,
     moe_params,
     write_shared_experts,
 )
-from mca_models.templates.names import TRANSPOSED_EXPERTS, MoeNames
+from mca_models.templates.parts.names import TRANSPOSED_EXPERTS, MoeNames
 from mca_models.weights import Param
 
 NAMES = MoeNames(router="mlp.router.weight")

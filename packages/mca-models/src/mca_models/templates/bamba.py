@@ -2,7 +2,6 @@
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates.common import dense_mlp, embedding, head, renamed
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     NO_MLP_BIAS,
@@ -15,7 +14,8 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens, is_mamba_layer
-from mca_models.templates.mamba import (
+from mca_models.templates.parts.common import dense_mlp, embedding, head, renamed
+from mca_models.templates.parts.mamba import (
     BAMBA,
     PLAIN_STEPS,
     bamba_fields,

@@ -5,13 +5,13 @@ from collections.abc import Collection, Mapping
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates import persimmon
-from mca_models.templates.common import renamed, with_norm_biases
 from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig
 from mca_models.templates.falcon import OUTER
 from mca_models.templates.family import Family
 from mca_models.templates.gpt2 import BARE
 from mca_models.templates.gpt_neox import token_head
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import renamed, with_norm_biases
 from mca_models.templates.shapes import Shape
 from mca_models.weights import Param, Stage
 

@@ -1,7 +1,6 @@
 """Command R: HF ``CohereForCausalLM``: attention and MLP side by side after one LayerNorm without a bias."""
 
 from mca_config.types import JsonObject, Values
-from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -12,6 +11,7 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import dense_layers
 
 
 def scale(hf: HfConfig) -> JsonObject:

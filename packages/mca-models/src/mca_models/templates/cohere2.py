@@ -5,9 +5,9 @@ from dataclasses import replace
 from mca_config.types import JsonObject, Values
 from mca_models.templates import cohere
 from mca_models.templates.config_table import Field, HfConfig
-from mca_models.templates.dual_rope import write_layer_types
 from mca_models.templates.exaone4 import pattern, rotated_windows
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.dual_rope import write_layer_types
 
 
 def derive(hf: HfConfig) -> JsonObject:

@@ -7,16 +7,16 @@ from mca_config.errors import HfConfigError
 from mca_config.types import JsonObject, Values
 from mca_models.templates import cohere, cohere2
 from mca_models.templates.config_table import HfConfig, read_rope
-from mca_models.templates.dual_rope import FULL, SLIDING, write_layer_types
 from mca_models.templates.lens import Lens
-from mca_models.templates.moe import (
+from mca_models.templates.parts.dual_rope import FULL, SLIDING, write_layer_types
+from mca_models.templates.parts.moe import (
     expert_fields,
     moe_params,
     require_sigmoid_routing,
     write_moe_layers,
     write_shared_experts,
 )
-from mca_models.templates.names import MoeNames
+from mca_models.templates.parts.names import MoeNames
 
 NAMES = MoeNames()
 

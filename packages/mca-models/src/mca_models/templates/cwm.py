@@ -1,7 +1,6 @@
 """Code World Model: HF ``CwmForCausalLM``, Llama's weights; three of four layers have a sliding window."""
 
 from mca_config.types import JsonObject, Values
-from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import (
     SWIGLU_WITHOUT_BIASES,
     ConfigTable,
@@ -9,9 +8,10 @@ from mca_models.templates.config_table import (
     dense_fields,
     read_rope,
 )
-from mca_models.templates.dual_rope import FULL, SLIDING, write_layer_types
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import dense_layers
+from mca_models.templates.parts.dual_rope import FULL, SLIDING, write_layer_types
 
 LLAMA3 = {
     "rope_type": "llama3",

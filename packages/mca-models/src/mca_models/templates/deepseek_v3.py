@@ -2,7 +2,6 @@
 
 from mca_config.model_config import MlaMcaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates.common import ATTN, inner
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -14,7 +13,8 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens, is_moe_layer
-from mca_models.templates.moe import (
+from mca_models.templates.parts.common import ATTN, inner
+from mca_models.templates.parts.moe import (
     SIGMOID_ROUTER,
     expert_fields,
     fuse_shared_experts,
@@ -22,8 +22,8 @@ from mca_models.templates.moe import (
     require_sigmoid_routing,
     write_shared_experts,
 )
-from mca_models.templates.mtp import mtp_copies
-from mca_models.templates.names import HF_ATTN, MoeNames
+from mca_models.templates.parts.mtp import mtp_copies
+from mca_models.templates.parts.names import HF_ATTN, MoeNames
 from mca_models.weights import COLUMN, ROW, Concat, GroupedHeads, Interleaved, Param
 
 NAMES = MoeNames()

@@ -5,10 +5,10 @@ from dataclasses import replace
 from mca_config.model_config import MlaMcaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates import deepseek_v3, glm4_moe_lite
-from mca_models.templates.common import inner
 from mca_models.templates.config_table import Field, HfConfig
 from mca_models.templates.lens import Lens
-from mca_models.templates.moe import derive_moe_layers, moe_params
+from mca_models.templates.parts.common import inner
+from mca_models.templates.parts.moe import derive_moe_layers, moe_params
 from mca_models.weights import Param
 
 INDEX_FIELDS = (

@@ -7,8 +7,8 @@ from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTab
 from mca_models.templates.deepseek_v3 import NORMALISED, SCALED, sigmoid_experts, write_groups
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.moe import SIGMOID_ROUTER, expert_fields, moe_params
-from mca_models.templates.names import MoeNames
+from mca_models.templates.parts.moe import SIGMOID_ROUTER, expert_fields, moe_params
+from mca_models.templates.parts.names import MoeNames
 from mca_models.templates.qwen2 import window, write_window
 
 NAMES = MoeNames()

@@ -3,13 +3,13 @@
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates import ernie4_5
-from mca_models.templates.common import in_fp32
 from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens, is_moe_layer
-from mca_models.templates.moe import aux_loss, moe_params, write_aux_loss
-from mca_models.templates.names import MoeNames
-from mca_models.templates.passthrough import with_mtp_passthrough
+from mca_models.templates.parts.common import in_fp32
+from mca_models.templates.parts.moe import aux_loss, moe_params, write_aux_loss
+from mca_models.templates.parts.names import MoeNames
+from mca_models.templates.parts.passthrough import with_mtp_passthrough
 from mca_models.weights import Param, Shaped
 
 BIAS = "moe_statics.e_score_correction_bias"

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from mca_config.types import JsonObject, Values
-from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import SILU, ConfigTable, HfConfig, dense_fields
-from mca_models.templates.dual_rope import FULL, SLIDING, write_layer_types
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import dense_layers
+from mca_models.templates.parts.dual_rope import FULL, SLIDING, write_layer_types
 
 
 def pattern(hf: HfConfig) -> list[str]:

@@ -8,9 +8,9 @@ from mca_models.templates.config_table import SILU, ConfigTable, HfConfig, dense
 from mca_models.templates.deepseek_v3 import NORMALISED, SCALED, sigmoid_experts, write_groups
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.moe import SIGMOID_ROUTER, derive_moe_layers, expert_fields, moe_params
-from mca_models.templates.names import MoeNames
-from mca_models.templates.passthrough import with_mtp_passthrough
+from mca_models.templates.parts.moe import SIGMOID_ROUTER, derive_moe_layers, expert_fields, moe_params
+from mca_models.templates.parts.names import MoeNames
+from mca_models.templates.parts.passthrough import with_mtp_passthrough
 
 BIAS = "mlp.e_score_correction_bias"
 NAMES = MoeNames(router_bias=BIAS, in_memory=((BIAS, "mlp.gate.e_score_correction_bias"),))

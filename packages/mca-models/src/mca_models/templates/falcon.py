@@ -4,11 +4,11 @@ from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates import persimmon
-from mca_models.templates.common import renamed
 from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig, dense_fields, norm_epsilon
 from mca_models.templates.family import Family
 from mca_models.templates.gpt_neox import token_head
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import renamed
 from mca_models.weights import Param
 
 OUTER = {

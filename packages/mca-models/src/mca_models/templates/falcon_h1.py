@@ -6,7 +6,6 @@ from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates.bamba import NAMES
-from mca_models.templates.common import attention, dense_mlp, embedding, head, renamed
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     NO_MLP_BIAS,
@@ -19,7 +18,8 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.mamba import (
+from mca_models.templates.parts.common import attention, dense_mlp, embedding, head, renamed
+from mca_models.templates.parts.mamba import (
     BAMBA,
     PLAIN_STEPS,
     bamba_fields,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from mca_models.templates import olmoe
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, dense_fields
-from mca_models.templates.moe import expert_fields
+from mca_models.templates.parts.moe import expert_fields
 
 CONFIG = replace(
     olmoe.CONFIG,

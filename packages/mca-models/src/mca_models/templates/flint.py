@@ -3,7 +3,6 @@
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import qwen3_moe
-from mca_models.templates.common import in_fp32, renamed
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -13,12 +12,13 @@ from mca_models.templates.config_table import (
     HfConfig,
     dense_fields,
 )
-from mca_models.templates.dual_rope import FULL, SLIDING, write_layer_types
 from mca_models.templates.exaone4 import rotated_windows
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.moe import expert_fields, moe_params, require_sigmoid_routing
-from mca_models.templates.names import MoeNames
+from mca_models.templates.parts.common import in_fp32, renamed
+from mca_models.templates.parts.dual_rope import FULL, SLIDING, write_layer_types
+from mca_models.templates.parts.moe import expert_fields, moe_params, require_sigmoid_routing
+from mca_models.templates.parts.names import MoeNames
 from mca_models.weights import Param
 
 NAMES = MoeNames(shared="mlp.shared_expert.")

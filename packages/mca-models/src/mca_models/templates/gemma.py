@@ -1,11 +1,11 @@
 """Gemma 1: HF ``GemmaForCausalLM``: zero-centred norms, scaled embeddings."""
 
 from mca_config.types import JsonObject
-from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, ConfigTable, Fixed, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.gemma3_text import CAUSAL, GELU
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import dense_layers
 
 
 def derive(hf: HfConfig) -> JsonObject:

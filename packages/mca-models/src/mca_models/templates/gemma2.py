@@ -1,12 +1,12 @@
 """Gemma 2: HF ``Gemma2ForCausalLM``: capped scores and logits, norms around each block, alternating windows."""
 
 from mca_config.types import JsonObject, Values
-from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, ConfigTable, Field, HfConfig, dense_fields
-from mca_models.templates.dual_rope import FULL, SLIDING
 from mca_models.templates.family import Family
 from mca_models.templates.gemma3_text import CAUSAL, CONSTANTS, GELU_ONLY, scales, write_scale
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import dense_layers
+from mca_models.templates.parts.dual_rope import FULL, SLIDING
 
 
 def derive(hf: HfConfig) -> JsonObject:

@@ -5,8 +5,8 @@ from dataclasses import replace
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import gemma3_text
 from mca_models.templates.family import Family
-from mca_models.templates.vision_language import vision_language_family
-from mca_models.templates.vision_tower import (
+from mca_models.templates.parts.vision_language import vision_language_family
+from mca_models.templates.parts.vision_tower import (
     NestedTextConfig,
     Shapes,
     Spelling,
@@ -17,7 +17,7 @@ from mca_models.templates.vision_tower import (
     norm,
     repeat_shapes,
 )
-from mca_models.templates.vision_values import vision_values
+from mca_models.templates.parts.vision_values import vision_values
 
 TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector."
 _INNER = f"{TOWER}vision_model."

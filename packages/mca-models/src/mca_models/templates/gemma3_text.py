@@ -1,7 +1,6 @@
 """Gemma 3, the text model: HF ``Gemma3ForCausalLM``: norms around each block, windows, two ropes."""
 
 from mca_config.types import JsonObject, Values
-from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     ConfigTable,
@@ -10,9 +9,10 @@ from mca_models.templates.config_table import (
     HfConfig,
     dense_fields,
 )
-from mca_models.templates.dual_rope import FULL, SLIDING, derive_dual_rope, write_dual_rope
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import dense_layers
+from mca_models.templates.parts.dual_rope import FULL, SLIDING, derive_dual_rope, write_dual_rope
 
 GELU = "gelu_pytorch_tanh"
 CONSTANTS: Values = {

@@ -10,7 +10,18 @@ from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
 from mca_config.types import JsonObject, Typed, Values
-from mca_models.templates.common import (
+from mca_models.templates.config_table import (
+    NO_ATTENTION_BIAS,
+    ConfigTable,
+    Field,
+    Fixed,
+    HfConfig,
+    dense_fields,
+)
+from mca_models.templates.family import Family
+from mca_models.templates.gemma3_text import GELU, GELU_ONLY
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import (
     MLP,
     attention,
     dense_layers,
@@ -21,19 +32,8 @@ from mca_models.templates.common import (
     in_layers,
     inner,
 )
-from mca_models.templates.config_table import (
-    NO_ATTENTION_BIAS,
-    ConfigTable,
-    Field,
-    Fixed,
-    HfConfig,
-    dense_fields,
-)
-from mca_models.templates.dual_rope import FULL, PER_LAYER_TYPE, SLIDING, write_layer_types
-from mca_models.templates.family import Family
-from mca_models.templates.gemma3_text import GELU, GELU_ONLY
-from mca_models.templates.lens import Lens
-from mca_models.templates.names import HF, HF_ATTN, HF_MLP
+from mca_models.templates.parts.dual_rope import FULL, PER_LAYER_TYPE, SLIDING, write_layer_types
+from mca_models.templates.parts.names import HF, HF_ATTN, HF_MLP
 from mca_models.templates.shapes import Shape
 from mca_models.weights import COLUMN, GATED, ROW, Param, Stage, expand_rules
 

@@ -6,9 +6,9 @@ from mca_models.templates.config_table import SILU, ConfigTable, Field, dense_fi
 from mca_models.templates.deepseek_v3 import NORMALISED, SCALED, sigmoid_experts, write_groups
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.moe import SIGMOID_ROUTER, expert_fields, moe_params
-from mca_models.templates.mtp import mtp_copies
-from mca_models.templates.names import MoeNames
+from mca_models.templates.parts.moe import SIGMOID_ROUTER, expert_fields, moe_params
+from mca_models.templates.parts.mtp import mtp_copies
+from mca_models.templates.parts.names import MoeNames
 
 NAMES = MoeNames()
 

@@ -6,7 +6,7 @@ from mca_config.types import JsonObject, Values
 from mca_models.templates import deepseek_v3
 from mca_models.templates.config_table import HfConfig
 from mca_models.templates.lens import Lens
-from mca_models.templates.moe import derive_moe_layers, write_moe_layers
+from mca_models.templates.parts.moe import derive_moe_layers, write_moe_layers
 
 
 def derive(hf: HfConfig) -> JsonObject:

@@ -10,10 +10,9 @@ from mca_models.templates.config_table import HfConfig, head_dim
 from mca_models.templates.deepseek_v3 import sigmoid_experts, write_groups
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.moe import aux_loss, write_aux_loss
-from mca_models.templates.qwen2_vl import VISUAL, patches
-from mca_models.templates.vision_language import vision_language_family
-from mca_models.templates.vision_tower import (
+from mca_models.templates.parts.moe import aux_loss, write_aux_loss
+from mca_models.templates.parts.vision_language import vision_language_family
+from mca_models.templates.parts.vision_tower import (
     NestedTextConfig,
     Shapes,
     VisionModel,
@@ -22,7 +21,8 @@ from mca_models.templates.vision_tower import (
     norm,
     repeat_shapes,
 )
-from mca_models.templates.vision_values import vision_values
+from mca_models.templates.parts.vision_values import vision_values
+from mca_models.templates.qwen2_vl import VISUAL, patches
 
 _norm, _linear = partial(norm, bias=False), partial(linear, bias=False)
 

@@ -6,11 +6,19 @@ from dataclasses import replace
 from mca_config.model_config import McaModelConfig
 from mca_config.types import FamilyConfig, JsonObject, Values
 from mca_models.templates import gptj
-from mca_models.templates.common import attention, dense_mlp, embedding, fused_qkv, head, positions, renamed
 from mca_models.templates.config_table import ConfigTable, DropoutTogether, Field, Fixed, HfConfig
 from mca_models.templates.family import Family
 from mca_models.templates.gpt_neox import token_head
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import (
+    attention,
+    dense_mlp,
+    embedding,
+    fused_qkv,
+    head,
+    positions,
+    renamed,
+)
 from mca_models.templates.shapes import Shape
 from mca_models.weights import Param, Transposed, expand_rules
 

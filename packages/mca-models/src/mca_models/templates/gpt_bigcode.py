@@ -5,11 +5,11 @@ from dataclasses import replace
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates import gpt2
-from mca_models.templates.common import fused_qkv, grouped_qkv
 from mca_models.templates.config_table import HfConfig
 from mca_models.templates.family import Family
 from mca_models.templates.gemma3_text import GELU
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import fused_qkv, grouped_qkv
 from mca_models.weights import Param
 
 

@@ -3,11 +3,11 @@
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates import gptj, persimmon
-from mca_models.templates.common import renamed
 from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig, read_rope
 from mca_models.templates.family import Family
 from mca_models.templates.jais2 import BOTH
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import renamed
 from mca_models.weights import Param
 
 OUTER = {

@@ -2,7 +2,6 @@
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates.common import MLP, attention, embedding, head, inner
 from mca_models.templates.config_table import (
     SILU,
     ConfigTable,
@@ -14,8 +13,9 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.moe import aux_loss, expert_fields, write_aux_loss
-from mca_models.templates.names import HF
+from mca_models.templates.parts.common import MLP, attention, embedding, head, inner
+from mca_models.templates.parts.moe import aux_loss, expert_fields, write_aux_loss
+from mca_models.templates.parts.names import HF
 from mca_models.weights import GATED, ROW, Concat, GroupedHeads, Param, Transposed, expand_rules
 
 YARN = {

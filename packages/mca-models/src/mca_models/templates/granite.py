@@ -1,8 +1,8 @@
 """Granite 3: HF ``GraniteForCausalLM``, Llama's weights with scaled embeddings, residuals and logits."""
 
-from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import SWIGLU_WITHOUT_BIASES, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
+from mca_models.templates.parts.common import dense_layers
 
 CONFIG = ConfigTable(
     fields=(

@@ -7,8 +7,8 @@ from mca_config.errors import HfConfigError
 from mca_config.types import JsonObject, Values
 from mca_models.templates import granite
 from mca_models.templates.config_table import Field, HfConfig, read_rope
-from mca_models.templates.dual_rope import FULL, SLIDING, write_layer_types
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.dual_rope import FULL, SLIDING, write_layer_types
 
 WINDOW = Field("window_size", "sliding_window", 128)
 

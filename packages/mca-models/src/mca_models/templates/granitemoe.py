@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import granite
-from mca_models.templates.common import attention, embedding, head, inner
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.moe import aux_loss, detect_stacked_experts, expert_fields, write_aux_loss
+from mca_models.templates.parts.common import attention, embedding, head, inner
+from mca_models.templates.parts.moe import aux_loss, detect_stacked_experts, expert_fields, write_aux_loss
 from mca_models.weights import GATED, ROW, Param, expand_rules
 
 CONFIG = ConfigTable(

@@ -6,7 +6,7 @@ from mca_config.types import JsonObject, Values
 from mca_models.templates import granitemoe
 from mca_models.templates.config_table import HfConfig
 from mca_models.templates.lens import Lens
-from mca_models.templates.moe import aux_loss, write_aux_loss
+from mca_models.templates.parts.moe import aux_loss, write_aux_loss
 
 
 def derive(hf: HfConfig) -> JsonObject:

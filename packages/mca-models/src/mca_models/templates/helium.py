@@ -1,8 +1,8 @@
 """Helium: HF ``HeliumForCausalLM``, Llama's weights; the rope turns neighbouring channels."""
 
-from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import SWIGLU_WITHOUT_BIASES, ConfigTable, dense_fields
 from mca_models.templates.family import Family
+from mca_models.templates.parts.common import dense_layers
 
 CONFIG = ConfigTable(
     fields=dense_fields(eps=1e-8),

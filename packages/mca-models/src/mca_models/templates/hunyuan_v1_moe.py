@@ -4,12 +4,12 @@ from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates import hunyuan_v1_dense
-from mca_models.templates.common import renamed
 from mca_models.templates.config_table import ConfigTable, Fixed, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.moe import moe_params
-from mca_models.templates.names import MoeNames
+from mca_models.templates.parts.common import renamed
+from mca_models.templates.parts.moe import moe_params
+from mca_models.templates.parts.names import MoeNames
 from mca_models.weights import Param
 
 NAMES = MoeNames(router="mlp.gate.wg.weight", shared="mlp.shared_mlp.")

@@ -15,15 +15,15 @@ from mca_models.templates.config_table import (
 from mca_models.templates.deepseek_v3 import sigmoid_experts, write_groups
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.moe import (
+from mca_models.templates.parts.moe import (
     SIGMOID_ROUTER,
     derive_moe_layers,
     expert_fields,
     moe_params,
     write_moe_layers,
 )
-from mca_models.templates.names import MoeNames
-from mca_models.templates.passthrough import with_mtp_passthrough
+from mca_models.templates.parts.names import MoeNames
+from mca_models.templates.parts.passthrough import with_mtp_passthrough
 
 NAMES = MoeNames(
     router="mlp.router.gate.weight",

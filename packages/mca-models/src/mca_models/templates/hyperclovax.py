@@ -3,10 +3,10 @@
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates import granite
-from mca_models.templates.common import dense_layers, renamed
 from mca_models.templates.config_table import ConfigTable, Field, HfConfig, head_dim
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import dense_layers, renamed
 from mca_models.weights import Param
 
 SANDWICH = {

@@ -3,8 +3,8 @@
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import gpt_oss, llama, qwen2, qwen3, qwen3_moe
 from mca_models.templates.gemma3 import PROJECTOR, TOWER
-from mca_models.templates.vision_language import vision_language_family
-from mca_models.templates.vision_tower import (
+from mca_models.templates.parts.vision_language import vision_language_family
+from mca_models.templates.parts.vision_tower import (
     NestedTextConfig,
     Shapes,
     VisionModel,
@@ -14,7 +14,7 @@ from mca_models.templates.vision_tower import (
     norm,
     repeat_shapes,
 )
-from mca_models.templates.vision_values import vision_values
+from mca_models.templates.parts.vision_values import vision_values
 
 TEXTS = (qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY, llama.FAMILY, gpt_oss.FAMILY)
 

@@ -1,9 +1,9 @@
 """Jais 2: HF ``Jais2ForCausalLM``: LayerNorms, biases everywhere, squared ReLUs."""
 
 from mca_models.templates.arcee import CONSTANTS, RELU2
-from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import ConfigTable, Fixed, dense_fields, norm_epsilon
 from mca_models.templates.family import Family
+from mca_models.templates.parts.common import dense_layers
 
 BOTH = "Megatron has biases on all linears or on none"
 

@@ -6,7 +6,6 @@ from itertools import chain
 
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_config.types import FamilyConfig, JsonObject, Values
-from mca_models.templates.common import ATTN, embedding, head, inner, renamed
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -18,17 +17,18 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.deepseek_v3 import LATENT_FIELDS, SCALED, latent_attention, sigmoid_experts
 from mca_models.templates.family import Family
-from mca_models.templates.gated_delta_net import fused, write_layers
 from mca_models.templates.lens import Lens
 from mca_models.templates.mixtral import NAMES as MIXTRAL
-from mca_models.templates.moe import (
+from mca_models.templates.parts.common import ATTN, embedding, head, inner, renamed
+from mca_models.templates.parts.gated_delta_net import fused, write_layers
+from mca_models.templates.parts.moe import (
     SIGMOID_ROUTER,
     derive_moe_layers,
     mlp_layers,
     write_moe_layers,
     write_shared_experts,
 )
-from mca_models.templates.names import HF_ATTN
+from mca_models.templates.parts.names import HF_ATTN
 from mca_models.templates.shapes import Shape
 from mca_models.weights import COLUMN, ROW, SEPARATE, Concat, Layout, Param, Shaped, expand_rules
 

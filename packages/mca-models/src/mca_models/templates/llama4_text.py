@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates.common import renamed
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -14,11 +13,12 @@ from mca_models.templates.config_table import (
     HfConfig,
     dense_fields,
 )
-from mca_models.templates.dual_rope import FULL, write_layer_types
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens, is_moe_layer
-from mca_models.templates.moe import NO_JITTER, TRANSPOSED, moe_params
-from mca_models.templates.names import TRANSPOSED_EXPERTS, MoeNames
+from mca_models.templates.parts.common import renamed
+from mca_models.templates.parts.dual_rope import FULL, write_layer_types
+from mca_models.templates.parts.moe import NO_JITTER, TRANSPOSED, moe_params
+from mca_models.templates.parts.names import TRANSPOSED_EXPERTS, MoeNames
 from mca_models.weights import Param
 
 NAMES = MoeNames(router="mlp.router.weight", shared="mlp.shared_expert.")

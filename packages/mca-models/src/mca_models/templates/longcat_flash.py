@@ -9,7 +9,6 @@ from dataclasses import replace
 from mca_config.bounds import require_bounded
 from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates.common import dense_mlp, embedding, head, renamed
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -22,9 +21,10 @@ from mca_models.templates.config_table import (
 from mca_models.templates.deepseek_v3 import LATENT_FIELDS, SCALED, latent_attention
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.moe import experts, router, shared_experts
-from mca_models.templates.names import HF, MoeNames
-from mca_models.templates.passthrough import with_mtp_passthrough
+from mca_models.templates.parts.common import dense_mlp, embedding, head, renamed
+from mca_models.templates.parts.moe import experts, router, shared_experts
+from mca_models.templates.parts.names import HF, MoeNames
+from mca_models.templates.parts.passthrough import with_mtp_passthrough
 from mca_models.weights import Param
 
 NAMES = MoeNames(

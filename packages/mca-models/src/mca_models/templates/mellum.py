@@ -5,16 +5,16 @@ from dataclasses import replace
 from mca_config.types import JsonObject, Values
 from mca_models.templates import qwen3_moe
 from mca_models.templates.config_table import Field, HfConfig
-from mca_models.templates.dual_rope import (
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.dual_rope import (
     FULL,
     PER_LAYER_TYPE,
     derive_dual_rope,
     write_dual_rope,
     write_layer_types,
 )
-from mca_models.templates.lens import Lens
-from mca_models.templates.moe import derive_moe_layers, write_moe_layers
-from mca_models.templates.passthrough import with_mtp_passthrough
+from mca_models.templates.parts.moe import derive_moe_layers, write_moe_layers
+from mca_models.templates.parts.passthrough import with_mtp_passthrough
 
 
 def derive(hf: HfConfig) -> JsonObject:

@@ -5,10 +5,10 @@ from functools import partial
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import qwen2
-from mca_models.templates.common import attention, dense_layers, dense_mlp
 from mca_models.templates.config_table import Field, Fixed
 from mca_models.templates.family import count_mtp_layers
-from mca_models.templates.mtp import mtp_params
+from mca_models.templates.parts.common import attention, dense_layers, dense_mlp
+from mca_models.templates.parts.mtp import mtp_params
 from mca_models.weights import Param, SwappedHalves
 
 MTP = "model.mtp_layers."

@@ -3,7 +3,6 @@
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates.common import renamed
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -14,10 +13,11 @@ from mca_models.templates.config_table import (
     read_rope,
 )
 from mca_models.templates.deepseek_v3 import NORMALISED, grouped_experts
-from mca_models.templates.dual_rope import FULL, PER_LAYER_TYPE, SLIDING, write_layer_types
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.moe import (
+from mca_models.templates.parts.common import renamed
+from mca_models.templates.parts.dual_rope import FULL, PER_LAYER_TYPE, SLIDING, write_layer_types
+from mca_models.templates.parts.moe import (
     SIGMOID_ROUTER,
     derive_moe_layers,
     expert_fields,
@@ -25,8 +25,8 @@ from mca_models.templates.moe import (
     require_sigmoid_routing,
     write_moe_layers,
 )
-from mca_models.templates.names import MoeNames
-from mca_models.templates.passthrough import with_mtp_passthrough
+from mca_models.templates.parts.names import MoeNames
+from mca_models.templates.parts.passthrough import with_mtp_passthrough
 from mca_models.weights import Param
 
 NAMES = MoeNames()

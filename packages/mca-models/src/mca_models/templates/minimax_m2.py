@@ -16,7 +16,7 @@ from mca_models.templates.config_table import (
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.mixtral import NAMES as MIXTRAL
-from mca_models.templates.moe import (
+from mca_models.templates.parts.moe import (
     NO_JITTER,
     SIGMOID_ROUTER,
     aux_loss,

@@ -3,8 +3,8 @@
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import minimax_m3_vl_text
 from mca_models.templates.gemma3 import PROJECTOR, TOWER
-from mca_models.templates.vision_language import vision_language_family
-from mca_models.templates.vision_tower import (
+from mca_models.templates.parts.vision_language import vision_language_family
+from mca_models.templates.parts.vision_tower import (
     NestedTextConfig,
     Shapes,
     Spelling,
@@ -14,7 +14,7 @@ from mca_models.templates.vision_tower import (
     norm,
     repeat_shapes,
 )
-from mca_models.templates.vision_values import vision_values
+from mca_models.templates.parts.vision_values import vision_values
 
 _INNER = f"{TOWER}vision_model."
 PUBLISHED = Spelling(

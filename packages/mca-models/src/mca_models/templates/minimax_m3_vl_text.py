@@ -7,13 +7,13 @@ from itertools import chain
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates.common import attention, embedding, head, inner
 from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig, dense_fields, read_rope
 from mca_models.templates.deepseek_v3 import SCALED
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.minimax_m2 import NAMES as MINIMAX_M2
-from mca_models.templates.moe import (
+from mca_models.templates.parts.common import attention, embedding, head, inner
+from mca_models.templates.parts.moe import (
     SIGMOID_ROUTER,
     aux_loss,
     expert_fields,
@@ -22,7 +22,7 @@ from mca_models.templates.moe import (
     write_aux_loss,
     write_moe_layers,
 )
-from mca_models.templates.passthrough import with_mtp_passthrough
+from mca_models.templates.parts.passthrough import with_mtp_passthrough
 from mca_models.templates.shapes import Shape
 from mca_models.weights import SEPARATE, Param, expand_rules
 

@@ -1,11 +1,11 @@
 """Ministral 8B: HF ``MinistralForCausalLM``, Mistral's weights with a window in the layers that are named."""
 
 from mca_config.types import JsonObject
-from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import SILU, ConfigTable, Field, HfConfig, dense_fields
-from mca_models.templates.dual_rope import SLIDING, write_layer_types
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import dense_layers
+from mca_models.templates.parts.dual_rope import SLIDING, write_layer_types
 
 
 def derive(hf: HfConfig) -> JsonObject:

@@ -1,10 +1,10 @@
 """Ministral 3: HF ``Ministral3ForCausalLM``: Mistral, queries beyond the first context grow with their position."""
 
-from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import SILU, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.query_temperature import derive_query_temperature, write_query_temperature
+from mca_models.templates.parts.common import dense_layers
+from mca_models.templates.parts.query_temperature import derive_query_temperature, write_query_temperature
 
 ROPE = {
     **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384},

@@ -1,8 +1,8 @@
 """Mistral 7B and its successors: HF ``MistralForCausalLM``, Llama's weights with a sliding window."""
 
-from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import SILU, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
+from mca_models.templates.parts.common import dense_layers
 
 CONFIG = ConfigTable(
     fields=(*dense_fields(), Field("window_size", "sliding_window", None)),

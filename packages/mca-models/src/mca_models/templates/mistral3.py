@@ -5,8 +5,8 @@ from functools import partial
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import ministral3, mistral, mistral4
 from mca_models.templates.gemma3 import PROJECTOR, TOWER
-from mca_models.templates.vision_language import vision_language_family
-from mca_models.templates.vision_tower import (
+from mca_models.templates.parts.vision_language import vision_language_family
+from mca_models.templates.parts.vision_tower import (
     NestedTextConfig,
     Shapes,
     VisionModel,
@@ -16,7 +16,7 @@ from mca_models.templates.vision_tower import (
     norm,
     repeat_shapes,
 )
-from mca_models.templates.vision_values import vision_values
+from mca_models.templates.parts.vision_values import vision_values
 
 _norm, _linear = partial(norm, bias=False), partial(linear, bias=False)
 

@@ -6,7 +6,7 @@ from mca_config.types import JsonObject, Values
 from mca_models.templates import deepseek_v3, ministral3
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, Fixed, HfConfig
 from mca_models.templates.lens import Lens
-from mca_models.templates.query_temperature import derive_query_temperature, write_query_temperature
+from mca_models.templates.parts.query_temperature import derive_query_temperature, write_query_temperature
 
 ROPE = {
     **ministral3.ROPE,

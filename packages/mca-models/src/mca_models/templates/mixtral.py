@@ -5,8 +5,8 @@ from functools import partial
 from mca_models.templates.config_table import SILU, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.moe import NO_JITTER, aux_loss, expert_fields, moe_params, write_aux_loss
-from mca_models.templates.names import MoeNames
+from mca_models.templates.parts.moe import NO_JITTER, aux_loss, expert_fields, moe_params, write_aux_loss
+from mca_models.templates.parts.names import MoeNames
 
 CONFIG = ConfigTable(
     fields=(

@@ -2,9 +2,9 @@
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.arcee import CONSTANTS, RELU2
-from mca_models.templates.common import dense_layers, renamed
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
+from mca_models.templates.parts.common import dense_layers, renamed
 from mca_models.weights import Param
 
 CONFIG = ConfigTable(

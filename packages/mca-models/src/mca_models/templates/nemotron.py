@@ -1,7 +1,6 @@
 """Nemotron 3 and 4, Minitron: HF ``NemotronForCausalLM``: zero-centred LayerNorms, squared ReLUs, partial rope."""
 
 from mca_models.templates.arcee import CONSTANTS, RELU2
-from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     NO_MLP_BIAS,
@@ -10,6 +9,7 @@ from mca_models.templates.config_table import (
     norm_epsilon,
 )
 from mca_models.templates.family import Family
+from mca_models.templates.parts.common import dense_layers
 
 CONFIG = ConfigTable(
     fields=norm_epsilon(dense_fields(eps=1e-5), "norm_eps"),

@@ -6,7 +6,6 @@ from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates.arcee import CONSTANTS
-from mca_models.templates.common import attention, dense_mlp, embedding, head, renamed
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     NO_MLP_BIAS,
@@ -20,7 +19,8 @@ from mca_models.templates.config_table import (
 from mca_models.templates.deepseek_v3 import NORMALISED, SCALED
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.mamba import (
+from mca_models.templates.parts.common import attention, dense_mlp, embedding, head, renamed
+from mca_models.templates.parts.mamba import (
     PLAIN_STEPS,
     SILU,
     fields,
@@ -29,9 +29,9 @@ from mca_models.templates.mamba import (
     mamba,
     require_groups,
 )
-from mca_models.templates.moe import SIGMOID_ROUTER, moe_layers, require_sigmoid_routing
-from mca_models.templates.names import MoeNames
-from mca_models.templates.passthrough import with_mtp_passthrough
+from mca_models.templates.parts.moe import SIGMOID_ROUTER, moe_layers, require_sigmoid_routing
+from mca_models.templates.parts.names import MoeNames
+from mca_models.templates.parts.passthrough import with_mtp_passthrough
 from mca_models.templates.shapes import Shape
 from mca_models.weights import Param, expand_rules
 

@@ -1,8 +1,8 @@
 """OLMo: HF ``OlmoForCausalLM``: LayerNorms without weights; q, k and v may be clipped."""
 
-from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
+from mca_models.templates.parts.common import dense_layers
 
 CONFIG = ConfigTable(
     fields=(

@@ -1,8 +1,8 @@
 """OLMo 2: HF ``Olmo2ForCausalLM``: norms after each block, and over all heads of q and of k."""
 
-from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, dense_fields
 from mca_models.templates.family import Family
+from mca_models.templates.parts.common import dense_layers
 
 CONFIG = ConfigTable(
     fields=dense_fields(eps=1e-5),

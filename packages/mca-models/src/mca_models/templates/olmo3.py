@@ -2,11 +2,11 @@
 
 from mca_config.types import JsonObject, Values
 from mca_models.templates import olmo2
-from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import ConfigTable, Field, HfConfig, dense_fields
-from mca_models.templates.dual_rope import FULL, SLIDING, derive_dual_rope, write_dual_rope
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import dense_layers
+from mca_models.templates.parts.dual_rope import FULL, SLIDING, derive_dual_rope, write_dual_rope
 
 
 def derive(hf: HfConfig) -> JsonObject:

@@ -6,14 +6,14 @@ from itertools import chain
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates import gated_delta_net as delta
 from mca_models.templates import olmo2
-from mca_models.templates.common import attention, dense_mlp, embedding, head, renamed
 from mca_models.templates.config_table import ConfigTable, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.names import HF
-from mca_models.templates.passthrough import with_mtp_passthrough
+from mca_models.templates.parts import gated_delta_net as delta
+from mca_models.templates.parts.common import attention, dense_mlp, embedding, head, renamed
+from mca_models.templates.parts.names import HF
+from mca_models.templates.parts.passthrough import with_mtp_passthrough
 from mca_models.templates.shapes import Shape
 from mca_models.weights import Concat, Param, expand_rules
 

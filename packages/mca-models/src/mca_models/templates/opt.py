@@ -2,10 +2,10 @@
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates.common import attention, dense_mlp, embedding, head, positions, renamed
 from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import attention, dense_mlp, embedding, head, positions, renamed
 from mca_models.weights import Param, expand_rules
 
 INNER = {

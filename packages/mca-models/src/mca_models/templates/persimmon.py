@@ -5,10 +5,10 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import phi
 from mca_models.templates.arcee import CONSTANTS, RELU2
-from mca_models.templates.common import attention, dense_mlp, embedding, grouped_qkv, head, renamed
 from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig, dense_fields, norm_epsilon
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import attention, dense_mlp, embedding, grouped_qkv, head, renamed
 from mca_models.weights import Param, expand_rules
 
 NAMES = {**phi.NAMES, "up_proj": "dense_h_to_4h", "down_proj": "dense_4h_to_h"}

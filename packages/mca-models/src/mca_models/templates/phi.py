@@ -1,9 +1,9 @@
 """Phi 1, 1.5, 2: HF ``PhiForCausalLM``: attention and MLP side by side after one LayerNorm, biases everywhere."""
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates.common import dense_layers, renamed
 from mca_models.templates.config_table import ConfigTable, DropoutTogether, Field, dense_fields, norm_epsilon
 from mca_models.templates.family import Family
+from mca_models.templates.parts.common import dense_layers, renamed
 from mca_models.weights import Param
 
 NAMES = {

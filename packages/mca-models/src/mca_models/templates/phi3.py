@@ -2,7 +2,6 @@
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates.common import attention, dense_mlp, embedding, fused_mlp, fused_qkv, head
 from mca_models.templates.config_table import (
     ORIGINAL,
     SILU,
@@ -14,6 +13,7 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import attention, dense_mlp, embedding, fused_mlp, fused_qkv, head
 from mca_models.weights import Param, expand_rules
 
 

@@ -9,7 +9,7 @@ from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, H
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.mixtral import NAMES as MIXTRAL
-from mca_models.templates.moe import aux_loss, expert_fields, moe_params, write_aux_loss
+from mca_models.templates.parts.moe import aux_loss, expert_fields, moe_params, write_aux_loss
 from mca_models.templates.phi3 import long_rope
 
 NAMES = replace(

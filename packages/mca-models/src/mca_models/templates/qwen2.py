@@ -1,11 +1,11 @@
 """Qwen 2 and 2.5: HF ``Qwen2ForCausalLM``, Llama's weights with biases on q, k and v."""
 
 from mca_config.types import JsonObject, Values
-from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import SILU, ConfigTable, dense_fields
-from mca_models.templates.dual_rope import FULL, SLIDING, write_layer_types
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import dense_layers
+from mca_models.templates.parts.dual_rope import FULL, SLIDING, write_layer_types
 
 
 def window(hf: JsonObject) -> JsonObject:

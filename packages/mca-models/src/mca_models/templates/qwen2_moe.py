@@ -3,11 +3,11 @@
 from functools import partial
 
 from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, dense_fields
-from mca_models.templates.dual_rope import FULL, SLIDING
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.moe import expert_fields, moe_params
-from mca_models.templates.names import MoeNames
+from mca_models.templates.parts.dual_rope import FULL, SLIDING
+from mca_models.templates.parts.moe import expert_fields, moe_params
+from mca_models.templates.parts.names import MoeNames
 from mca_models.templates.qwen2 import window
 from mca_models.templates.qwen3_moe import sparse_layers, write_sparse
 

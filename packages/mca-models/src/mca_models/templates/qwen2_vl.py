@@ -8,8 +8,8 @@ from mca_models.templates import qwen2
 from mca_models.templates.config_table import HfConfig, head_dim
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.vision_language import vision_language_family
-from mca_models.templates.vision_tower import (
+from mca_models.templates.parts.vision_language import vision_language_family
+from mca_models.templates.parts.vision_tower import (
     NestedTextConfig,
     Shapes,
     Spelling,
@@ -19,7 +19,7 @@ from mca_models.templates.vision_tower import (
     norm,
     repeat_shapes,
 )
-from mca_models.templates.vision_values import VisionValues, vision_values
+from mca_models.templates.parts.vision_values import VisionValues, vision_values
 
 VISUAL = "visual."
 SPELLINGS = (Spelling("model.", "lm_head.", {VISUAL: VISUAL}), module_spelling(VISUAL))

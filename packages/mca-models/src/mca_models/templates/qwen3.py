@@ -1,9 +1,9 @@
 """Qwen 3, dense: HF ``Qwen3ForCausalLM``, with norms on the heads of q and k."""
 
-from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import dense_layers
 from mca_models.templates.qwen2 import window, write_window
 
 CONFIG = ConfigTable(

@@ -2,8 +2,6 @@
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
-from mca_models.templates import gated_delta_net as delta
-from mca_models.templates.common import attention, embedding, head
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -14,8 +12,10 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.moe import aux_loss, expert_fields, last_layer, mlp_layers, write_aux_loss
-from mca_models.templates.mtp import mtp_params
+from mca_models.templates.parts import gated_delta_net as delta
+from mca_models.templates.parts.common import attention, embedding, head
+from mca_models.templates.parts.moe import aux_loss, expert_fields, last_layer, mlp_layers, write_aux_loss
+from mca_models.templates.parts.mtp import mtp_params
 from mca_models.templates.qwen2_moe import SHARED
 from mca_models.templates.qwen3_5_text import OWN_EMBEDDING, PREFIX_KEY, detect_extra, in_proj, prefixed
 from mca_models.templates.qwen3_next import NAMES

@@ -5,8 +5,6 @@ from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
-from mca_models.templates import gated_delta_net as delta
-from mca_models.templates.common import attention, dense_mlp, embedding, head
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -16,10 +14,12 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.mtp import mtp_params
-from mca_models.templates.names import HF
+from mca_models.templates.parts import gated_delta_net as delta
+from mca_models.templates.parts.common import attention, dense_mlp, embedding, head
+from mca_models.templates.parts.mtp import mtp_params
+from mca_models.templates.parts.names import HF
+from mca_models.templates.parts.vision_tower import Spelling
 from mca_models.templates.shapes import Shape
-from mca_models.templates.vision_tower import Spelling
 from mca_models.weights import Concat, Param, expand_rules
 
 OWN_EMBEDDING = Fixed(

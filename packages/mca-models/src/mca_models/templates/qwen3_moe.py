@@ -6,8 +6,8 @@ from mca_config.types import Values
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens, is_moe_layer
-from mca_models.templates.moe import aux_loss, expert_fields, moe_params, write_aux_loss
-from mca_models.templates.names import MoeNames
+from mca_models.templates.parts.moe import aux_loss, expert_fields, moe_params, write_aux_loss
+from mca_models.templates.parts.names import MoeNames
 from mca_models.templates.qwen2 import write_window
 
 NAMES = MoeNames()

@@ -2,14 +2,14 @@
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
-from mca_models.templates import gated_delta_net as delta
-from mca_models.templates.common import attention, embedding, head
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.moe import expert_fields, last_layer, mlp_layers
-from mca_models.templates.mtp import mtp_params
-from mca_models.templates.names import HF, MoeNames
+from mca_models.templates.parts import gated_delta_net as delta
+from mca_models.templates.parts.common import attention, embedding, head
+from mca_models.templates.parts.moe import expert_fields, last_layer, mlp_layers
+from mca_models.templates.parts.mtp import mtp_params
+from mca_models.templates.parts.names import HF, MoeNames
 from mca_models.templates.qwen2_moe import SHARED
 from mca_models.templates.qwen3_moe import sparse_layers, write_sparse
 from mca_models.weights import Concat, GroupedHeads, Param, PerTensor

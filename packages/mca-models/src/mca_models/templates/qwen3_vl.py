@@ -8,9 +8,8 @@ from mca_models.templates import qwen3
 from mca_models.templates.config_table import ConfigTable
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.qwen2_vl import VISUAL, patches
-from mca_models.templates.vision_language import vision_language_family
-from mca_models.templates.vision_tower import (
+from mca_models.templates.parts.vision_language import vision_language_family
+from mca_models.templates.parts.vision_tower import (
     NestedTextConfig,
     Shapes,
     VisionModel,
@@ -19,7 +18,8 @@ from mca_models.templates.vision_tower import (
     norm,
     repeat_shapes,
 )
-from mca_models.templates.vision_values import VisionValues, vision_values
+from mca_models.templates.parts.vision_values import VisionValues, vision_values
+from mca_models.templates.qwen2_vl import VISUAL, patches
 
 SPELLINGS = (module_spelling(VISUAL),)
 MERGERS = (f"{VISUAL}merger.", f"{VISUAL}deepstack_merger_list.")

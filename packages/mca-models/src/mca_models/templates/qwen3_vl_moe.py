@@ -13,12 +13,12 @@ from mca_models.templates import qwen3_moe
 from mca_models.templates.config_table import HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.moe import TRANSPOSED, expert_fields
-from mca_models.templates.names import FUSED
+from mca_models.templates.parts.moe import TRANSPOSED, expert_fields
+from mca_models.templates.parts.names import FUSED
+from mca_models.templates.parts.vision_language import vision_language_family
+from mca_models.templates.parts.vision_tower import VisionModel
 from mca_models.templates.qwen3_vl import INSIDE, MERGERS, SPELLINGS, tensors, without_window
 from mca_models.templates.shapes import Shape
-from mca_models.templates.vision_language import vision_language_family
-from mca_models.templates.vision_tower import VisionModel
 
 
 def derive(hf: HfConfig) -> dict[str, object]:

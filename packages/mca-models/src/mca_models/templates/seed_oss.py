@@ -1,8 +1,8 @@
 """Seed-OSS: HF ``SeedOssForCausalLM``, Llama's weights with biases on q, k and v."""
 
-from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import NO_MLP_BIAS, SILU, ConfigTable, Field, Fixed, dense_fields
 from mca_models.templates.family import Family
+from mca_models.templates.parts.common import dense_layers
 
 CONFIG = ConfigTable(
     fields=(

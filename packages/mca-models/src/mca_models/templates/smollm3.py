@@ -1,10 +1,10 @@
 """SmolLM 3: HF ``SmolLM3ForCausalLM``, Llama's weights; every fourth layer has no rope."""
 
 from mca_config.types import JsonObject, Values
-from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import SWIGLU_WITHOUT_BIASES, ConfigTable, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import dense_layers
 from mca_models.templates.qwen2 import write_window
 
 

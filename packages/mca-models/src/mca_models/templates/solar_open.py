@@ -6,7 +6,7 @@ from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, H
 from mca_models.templates.deepseek_v3 import NORMALISED, SCALED, sigmoid_experts, write_groups
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.moe import SIGMOID_ROUTER, expert_fields
+from mca_models.templates.parts.moe import SIGMOID_ROUTER, expert_fields
 
 
 def derive(hf: HfConfig) -> JsonObject:

@@ -1,8 +1,8 @@
 """StableLM: HF ``StableLmForCausalLM``: LayerNorms, a quarter of each head is rotated."""
 
-from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, dense_fields, norm_epsilon
 from mca_models.templates.family import Family
+from mca_models.templates.parts.common import dense_layers
 
 CONFIG = ConfigTable(
     fields=(

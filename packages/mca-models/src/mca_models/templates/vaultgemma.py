@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import gemma2
-from mca_models.templates.common import dense_layers, renamed
 from mca_models.templates.family import Family
+from mca_models.templates.parts.common import dense_layers, renamed
 from mca_models.weights import Param
 
 CONFIG = replace(gemma2.CONFIG, constants={**gemma2.CONFIG.constants, "norm_placement": "pre"})

@@ -2,7 +2,6 @@
 
 from mca_config.model_config import MlaMcaModelConfig
 from mca_config.types import JsonObject
-from mca_models.templates.common import dense_mlp, embedding, head
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -14,6 +13,7 @@ from mca_models.templates.config_table import (
 from mca_models.templates.deepseek_v3 import INTERLEAVED, LATENT_FIELDS, latent_attention
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import dense_mlp, embedding, head
 from mca_models.weights import Param, expand_rules
 
 

@@ -27,7 +27,7 @@ from mca_models.checkpoint.placement import stored_params
 from mca_models.checkpoint.side_files import config_folder
 from mca_models.storage.lazy_tensor import Block, Shape, assemble
 from mca_models.templates import config_from_hf, get_family
-from mca_models.templates.common import EMBEDDING
+from mca_models.templates.parts.common import EMBEDDING
 from mca_models.templates.shapes import full_shape
 from mca_models.torch_checkpoint.dcp import METADATA, DcpDirectory, TensorEntry
 from mca_models.torch_checkpoint.roll import read_config

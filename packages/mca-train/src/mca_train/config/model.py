@@ -34,7 +34,7 @@ def model_config(path: str) -> McaModelConfig:
     from mca_models.checkpoint.mca_directory import is_mca, load_config
     from mca_models.checkpoint_kinds import CheckpointKind, checkpoint_kind, open_checkpoint
     from mca_models.templates import config_from_hf
-    from mca_models.templates.passthrough import without_passthrough
+    from mca_models.templates.parts.passthrough import without_passthrough
 
     folder = Path(path)
     if not folder.is_dir():

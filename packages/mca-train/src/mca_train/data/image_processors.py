@@ -19,7 +19,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
 from mca_models.images import ImageSpan, placeholders
 from mca_models.templates import get_family
-from mca_models.templates.vision_tower import ImageTokenKind
+from mca_models.templates.parts.vision_tower import ImageTokenKind
 from mca_train.data.chat import with_image_text
 from mca_train.data.image_tokens import Grid, ImageTokens
 from mca_train.types import ImageProcessor

@@ -24,7 +24,7 @@ from mca_models.megatron.families.state_space import state_space_layer
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, PackedSeqParams, ShardedState, Spec, WithBias
-from mca_models.templates.mamba import segments
+from mca_models.templates.parts.mamba import segments
 
 _HEADS = ("dt_bias", "A_log", "D")
 _CUT = (*_HEADS, "conv1d.weight", "conv1d.bias", "norm.weight")

@@ -14,7 +14,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.megatron.types import GptModel, HfModel
 from mca_models.templates import config_to_hf, get_family
-from mca_models.templates.vision_tower import PREFIX
+from mca_models.templates.parts.vision_tower import PREFIX
 from mca_models.weights import Param, Stage
 
 _NO_TEXT: Mapping[str, object] = {"num_hidden_layers": 0, "vocab_size": 1, "pad_token_id": None}

@@ -9,8 +9,8 @@ from math import gcd
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import FamilyConfig, JsonObject, Values
-from mca_models.templates.common import ATTN, attention, inner
 from mca_models.templates.config_table import Field, HfConfig
+from mca_models.templates.parts.common import ATTN, attention, inner
 from mca_models.weights import COLUMN, ROW, Param, Shard, expand_rules
 
 DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}

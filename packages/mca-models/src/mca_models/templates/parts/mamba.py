@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import FamilyConfig, JsonObject, Values
-from mca_models.templates.common import attention, inner
 from mca_models.templates.config_table import Field, Fixed, HfConfig
-from mca_models.templates.gated_delta_net import fused
+from mca_models.templates.parts.common import attention, inner
+from mca_models.templates.parts.gated_delta_net import fused
 from mca_models.weights import COLUMN, ROW, Param, expand_rules
 
 SILU = Fixed("mamba_hidden_act", ("silu",), "what is convolved is activated by SiLU")

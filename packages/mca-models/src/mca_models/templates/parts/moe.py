@@ -9,7 +9,9 @@ from dataclasses import replace
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates.common import (
+from mca_models.templates.config_table import Field, Fixed, HfConfig
+from mca_models.templates.lens import is_moe_layer
+from mca_models.templates.parts.common import (
     MLP,
     attention,
     dense_mlp,
@@ -22,10 +24,8 @@ from mca_models.templates.common import (
     norms_around_mlp,
     up,
 )
-from mca_models.templates.config_table import Field, Fixed, HfConfig
-from mca_models.templates.lens import is_moe_layer
-from mca_models.templates.mtp import mtp_params
-from mca_models.templates.names import FUSED, HF, MoeNames
+from mca_models.templates.parts.mtp import mtp_params
+from mca_models.templates.parts.names import FUSED, HF, MoeNames
 from mca_models.templates.shapes import Shape
 from mca_models.weights import COLUMN, GATED, ROW, SEPARATE, Concat, Layout, Param, Transposed, expand_rules
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
 from mca_models.templates.classification_head import SCORE
-from mca_models.templates.names import HF, HF_ATTN, HF_EMBEDDING, HF_HEAD, HF_HEAD_BIAS, HF_MLP
+from mca_models.templates.parts.names import HF, HF_ATTN, HF_EMBEDDING, HF_HEAD, HF_HEAD_BIAS, HF_MLP
 from mca_models.weights import (
     COLUMN,
     GATED,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates.names import HF, HF_EMBEDDING, HF_HEAD
+from mca_models.templates.parts.names import HF, HF_EMBEDDING, HF_HEAD
 from mca_models.weights import COLUMN, REPLICATED, Param, Stage
 
 DECODER, MTP = "decoder.layers.{layer}.", "mtp.layers.{layer}."
