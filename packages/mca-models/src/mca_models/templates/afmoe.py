@@ -10,7 +10,6 @@ from mca_models.templates.config_table import (
     HfConfig,
     dense_fields,
 )
-from mca_models.templates.exaone4 import rotated_windows
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens, is_moe_layer
 from mca_models.templates.parts.common import attention, gated_qkv, renamed
@@ -24,6 +23,7 @@ from mca_models.templates.parts.moe import (
     write_shared_experts,
 )
 from mca_models.templates.parts.names import MoeNames
+from mca_models.templates.parts.sliding_window import rotated_windows
 from mca_models.weights import Param
 
 NAMES = MoeNames(router="mlp.router.gate.weight", router_bias="mlp.expert_bias")

@@ -10,10 +10,10 @@ from mca_models.templates.config_table import (
     dense_fields,
     read_rope,
 )
-from mca_models.templates.cwm import LLAMA3
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import dense_layers, inner, renamed
+from mca_models.templates.parts.rope import LLAMA3
 from mca_models.weights import SEPARATE, Layout, Param, Shaped, expand_rules
 
 ROPE = {**LLAMA3, "rope_theta": 12e6, "factor": 8.0}

@@ -17,6 +17,7 @@ from mca_models.templates.lens import Lens, is_mamba_layer
 from mca_models.templates.parts.common import dense_mlp, embedding, head, renamed
 from mca_models.templates.parts.mamba import (
     BAMBA,
+    FEED_FORWARD,
     PLAIN_STEPS,
     bamba_fields,
     derive_bamba,
@@ -24,12 +25,6 @@ from mca_models.templates.parts.mamba import (
     write_bamba,
 )
 from mca_models.weights import Param, expand_rules
-
-NAMES = {
-    "mlp.": "feed_forward.",
-    "post_attention_layernorm": "pre_ff_layernorm",
-    "model.norm": "model.final_layernorm",
-}
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -64,7 +59,7 @@ CONFIG = ConfigTable(
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     mlps = expand_rules(dense_mlp(config), layers=range(config.num_layers))
-    return renamed([embedding(), *mixed_layers(config), *mlps, *head(config)], NAMES)
+    return renamed([embedding(), *mixed_layers(config), *mlps, *head(config)], FEED_FORWARD)
 
 
 FAMILY = Family(model_type="bamba", architecture="BambaForCausalLM", config=CONFIG, params=params)

@@ -4,14 +4,11 @@ from collections.abc import Collection, Mapping
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates import persimmon
 from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig
-from mca_models.templates.falcon import OUTER
 from mca_models.templates.family import Family
-from mca_models.templates.gpt2 import BARE
-from mca_models.templates.gpt_neox import token_head
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import renamed, with_norm_biases
+from mca_models.templates.parts.legacy import BARE, FALCON_OUTER, fused_params, token_head
 from mca_models.templates.shapes import Shape
 from mca_models.weights import Param, Stage
 
@@ -71,10 +68,10 @@ def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping
 
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
-    first, *rest = persimmon.params(config)
+    first, *rest = fused_params(config)
     own = {"model.word_embeddings_layernorm": "transformer.word_embeddings_layernorm"}
     norm = renamed(with_norm_biases(config, [NORM]), own)
-    named = [*renamed([first], OUTER), *norm, *renamed(rest, OUTER | token_head(config))]
+    named = [*renamed([first], FALCON_OUTER), *norm, *renamed(rest, FALCON_OUTER | token_head(config))]
     return renamed(named, {"transformer.": ""}) if config.extra.get(BARE) else named
 
 

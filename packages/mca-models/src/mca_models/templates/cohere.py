@@ -12,17 +12,13 @@ from mca_models.templates.config_table import (
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import dense_layers
-
-
-def scale(hf: HfConfig) -> JsonObject:
-    """The factor on logits, by which this family multiplies."""
-    return {"logits_scaling": 1 / hf.get("logit_scale", 0.0625)}
+from mca_models.templates.parts.multipliers import read_logit_scale
 
 
 def derive(hf: HfConfig) -> JsonObject:
     """The factor on logits, and the norms of q and k."""
     own = bool(hf.get("use_qk_norm", False))
-    return {"qk_layernorm": own, "qk_layernorm_per_head": own, **scale(hf)}
+    return {"qk_layernorm": own, "qk_layernorm_per_head": own, **read_logit_scale(hf)}
 
 
 def write(values: Values) -> HfConfig:

@@ -5,14 +5,15 @@ from dataclasses import replace
 from mca_config.types import JsonObject, Values
 from mca_models.templates import cohere
 from mca_models.templates.config_table import Field, HfConfig
-from mca_models.templates.exaone4 import pattern, rotated_windows
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.dual_rope import write_layer_types
+from mca_models.templates.parts.multipliers import read_logit_scale
+from mca_models.templates.parts.sliding_window import rotated_windows, window_pattern
 
 
 def derive(hf: HfConfig) -> JsonObject:
     """Kinds of layers, and the factor on logits."""
-    return cohere.scale(hf) | rotated_windows(hf.get("layer_types") or pattern(hf))
+    return read_logit_scale(hf) | rotated_windows(hf.get("layer_types") or window_pattern(hf))
 
 
 def write(values: Values) -> HfConfig:

@@ -5,7 +5,7 @@ from functools import partial
 
 from mca_config.errors import HfConfigError
 from mca_config.types import JsonObject, Values
-from mca_models.templates import cohere, cohere2
+from mca_models.templates import cohere2
 from mca_models.templates.config_table import HfConfig, read_rope
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.dual_rope import FULL, SLIDING, write_layer_types
@@ -16,6 +16,7 @@ from mca_models.templates.parts.moe import (
     write_moe_layers,
     write_shared_experts,
 )
+from mca_models.templates.parts.multipliers import read_logit_scale
 from mca_models.templates.parts.names import MoeNames
 
 NAMES = MoeNames()
@@ -39,7 +40,7 @@ def derive(hf: HfConfig) -> JsonObject:
     forced = hf.get("prefix_dense_sliding_window_pattern", 1) == 1
     plain = zip(kinds, sparse, strict=True)
     return {
-        **cohere.scale(hf),
+        **read_logit_scale(hf),
         **read_rope({**hf, "rope_scaling": None}),  # a key that transformers does not read here
         "layer_types": tuple(kinds),
         "no_rope_freq": tuple(int(kind == FULL and (yes or not forced)) for kind, yes in plain),

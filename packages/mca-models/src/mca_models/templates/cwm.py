@@ -12,13 +12,8 @@ from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import dense_layers
 from mca_models.templates.parts.dual_rope import FULL, SLIDING, write_layer_types
+from mca_models.templates.parts.rope import LLAMA3
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 _ROPE = {**LLAMA3, "rope_theta": 1e6, "factor": 16.0}
 """Default of transformers where ``config.json`` has no rope."""
 

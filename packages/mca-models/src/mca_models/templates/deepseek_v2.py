@@ -10,9 +10,11 @@ from mca_models.templates.config_table import (
     Fixed,
     HfConfig,
 )
-from mca_models.templates.deepseek_v3 import MLA_FIELDS, NAMES, mla, params, write_groups
+from mca_models.templates.deepseek_v3 import NAMES
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.mla import MLA_FIELDS, derive_mla, mla_moe_params
+from mca_models.templates.parts.moe import write_groups
 
 GREEDY, LIMITED = "greedy", "group_limited_greedy"
 
@@ -20,8 +22,8 @@ GREEDY, LIMITED = "greedy", "group_limited_greedy"
 def derive(hf: HfConfig) -> JsonObject:
     """Derive as DeepSeek V3, but groups count only if named, and by their best expert."""
     if hf["topk_method"] == GREEDY:
-        return mla({**hf, "n_group": 1})
-    return {**mla(hf), "moe_router_group_score": "max"}
+        return derive_mla({**hf, "n_group": 1})
+    return {**derive_mla(hf), "moe_router_group_score": "max"}
 
 
 def write(values: Values) -> HfConfig:
@@ -53,5 +55,9 @@ CONFIG = ConfigTable(
 )
 
 FAMILY = Family(
-    model_type="deepseek_v2", architecture="DeepseekV2ForCausalLM", config=CONFIG, params=params, moe=NAMES
+    model_type="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    config=CONFIG,
+    params=mla_moe_params,
+    moe=NAMES,
 )

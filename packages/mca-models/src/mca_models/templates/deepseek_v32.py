@@ -8,6 +8,7 @@ from mca_models.templates import deepseek_v3, glm4_moe_lite
 from mca_models.templates.config_table import Field, HfConfig
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import inner
+from mca_models.templates.parts.mla import INTERLEAVED, MLA_FIELDS, derive_sigmoid_mla, latent_attention
 from mca_models.templates.parts.moe import derive_moe_layers, moe_params
 from mca_models.weights import Param
 
@@ -24,7 +25,7 @@ NAMES = {
 
 def derive(hf: HfConfig) -> JsonObject:
     """Derive as DeepSeek V3, and the layers with experts."""
-    return {**deepseek_v3.derive(hf), **derive_moe_layers({"first_k_dense_replace": 3, **hf})}
+    return {**derive_sigmoid_mla(hf), **derive_moe_layers({"first_k_dense_replace": 3, **hf})}
 
 
 def write(values: Values) -> HfConfig:
@@ -36,13 +37,13 @@ def params(config: MlaMcaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     mca, hf = "self_attention.core_attention.indexer.", "self_attn.indexer."
     indexer = [inner(mca + own, hf + its) for own, its in NAMES.items()]
-    return moe_params(config, deepseek_v3.NAMES, [*deepseek_v3.latent_attention(config), *indexer])
+    return moe_params(config, deepseek_v3.NAMES, [*latent_attention(config), *indexer])
 
 
 CONFIG = replace(
     deepseek_v3.CONFIG,
-    fields=(*deepseek_v3.MLA_FIELDS, *INDEX_FIELDS),
-    fixed=tuple(fixed for fixed in deepseek_v3.CONFIG.fixed if fixed is not deepseek_v3.INTERLEAVED),
+    fields=(*MLA_FIELDS, *INDEX_FIELDS),
+    fixed=tuple(fixed for fixed in deepseek_v3.CONFIG.fixed if fixed is not INTERLEAVED),
     aliases=dict.fromkeys(("num_local_experts", "num_experts"), "n_routed_experts"),
     facts=(Lens(derive, write),),
 )

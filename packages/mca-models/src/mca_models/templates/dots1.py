@@ -4,12 +4,19 @@ from functools import partial
 
 from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, HfConfig, dense_fields
-from mca_models.templates.deepseek_v3 import NORMALISED, SCALED, sigmoid_experts, write_groups
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.moe import SIGMOID_ROUTER, expert_fields, moe_params
+from mca_models.templates.parts.moe import (
+    NORMALISED,
+    SCALED,
+    SIGMOID_ROUTER,
+    expert_fields,
+    moe_params,
+    sigmoid_experts,
+    write_groups,
+)
 from mca_models.templates.parts.names import MoeNames
-from mca_models.templates.qwen2 import window, write_window
+from mca_models.templates.parts.sliding_window import window, write_window
 
 NAMES = MoeNames()
 

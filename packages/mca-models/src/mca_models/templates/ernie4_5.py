@@ -1,10 +1,9 @@
 """ERNIE 4.5, dense: HF ``Ernie4_5ForCausalLM``, Llama's weights; the rope turns neighbouring channels."""
 
-from mca_models.templates.config_table import SILU, ConfigTable, Fixed, dense_fields
+from mca_models.templates.config_table import SILU, ConfigTable, dense_fields
 from mca_models.templates.family import Family
+from mca_models.templates.parts.activations import NO_BIAS
 from mca_models.templates.parts.common import dense_layers
-
-NO_BIAS = Fixed("use_bias", (False, None), "no published model has biases")
 
 CONFIG = ConfigTable(
     fields=dense_fields(tied=True, eps=1e-5),

@@ -6,6 +6,7 @@ from mca_models.templates import ernie4_5
 from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens, is_moe_layer
+from mca_models.templates.parts.activations import NO_BIAS
 from mca_models.templates.parts.common import in_fp32
 from mca_models.templates.parts.moe import aux_loss, moe_params, write_aux_loss
 from mca_models.templates.parts.names import MoeNames
@@ -52,7 +53,7 @@ CONFIG = ConfigTable(
         "moe_intermediate_size": 1536,
     },
     constants={"rotary_interleaved": True, "moe_router_enable_expert_bias": True},
-    fixed=(SILU, ernie4_5.NO_BIAS, Fixed("moe_norm_min", (1e-12,), "a bound that no published model meets")),
+    fixed=(SILU, NO_BIAS, Fixed("moe_norm_min", (1e-12,), "a bound that no published model meets")),
     aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
     facts=(Lens(derive, write),),
 )

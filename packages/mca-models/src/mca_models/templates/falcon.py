@@ -3,20 +3,13 @@
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates import persimmon
 from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig, dense_fields, norm_epsilon
 from mca_models.templates.family import Family
-from mca_models.templates.gpt_neox import token_head
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import renamed
+from mca_models.templates.parts.legacy import FALCON_OUTER, fused_params, token_head
 from mca_models.weights import Param
 
-OUTER = {
-    "model.layers.{layer}.self_attn": "transformer.h.{layer}.self_attention",
-    "model.layers": "transformer.h",
-    "model.embed_tokens": "transformer.word_embeddings",
-    "model.final_layernorm": "transformer.ln_f",
-}
 TWO_NORMS = {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"}
 
 
@@ -88,7 +81,7 @@ CONFIG = ConfigTable(
 
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
-    rules = renamed(persimmon.params(config), OUTER | token_head(config))
+    rules = renamed(fused_params(config), FALCON_OUTER | token_head(config))
     return renamed(rules, TWO_NORMS) if config.parallel_block == "two_norms" else rules
 
 

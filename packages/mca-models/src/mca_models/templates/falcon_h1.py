@@ -5,7 +5,6 @@ from math import isfinite
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates.bamba import NAMES
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     NO_MLP_BIAS,
@@ -21,6 +20,7 @@ from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import attention, dense_mlp, embedding, head, renamed
 from mca_models.templates.parts.mamba import (
     BAMBA,
+    FEED_FORWARD,
     PLAIN_STEPS,
     bamba_fields,
     derive_bamba,
@@ -115,7 +115,8 @@ def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     layer_config = [*attention(config), *mamba_mixer(config, "self_attention.mamba."), *dense_mlp(config)]
     return renamed(
-        [embedding(), *expand_rules(layer_config, layers=range(config.num_layers)), *head(config)], NAMES
+        [embedding(), *expand_rules(layer_config, layers=range(config.num_layers)), *head(config)],
+        FEED_FORWARD,
     )
 
 

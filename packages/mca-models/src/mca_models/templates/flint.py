@@ -2,7 +2,6 @@
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_models.templates import qwen3_moe
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -12,13 +11,19 @@ from mca_models.templates.config_table import (
     HfConfig,
     dense_fields,
 )
-from mca_models.templates.exaone4 import rotated_windows
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import in_fp32, renamed
 from mca_models.templates.parts.dual_rope import FULL, SLIDING, write_layer_types
-from mca_models.templates.parts.moe import expert_fields, moe_params, require_sigmoid_routing
+from mca_models.templates.parts.moe import (
+    expert_fields,
+    moe_params,
+    require_sigmoid_routing,
+    sparse_layers,
+    write_sparse,
+)
 from mca_models.templates.parts.names import MoeNames
+from mca_models.templates.parts.sliding_window import rotated_windows
 from mca_models.weights import Param
 
 NAMES = MoeNames(shared="mlp.shared_expert.")
@@ -29,7 +34,7 @@ def derive(hf: HfConfig) -> JsonObject:
     require_sigmoid_routing(hf)
     last = hf["num_hidden_layers"] - 1
     kinds = [FULL if i < 2 or i % 4 == 1 or i == last else SLIDING for i in range(last + 1)]
-    return qwen3_moe.sparse_layers(hf) | rotated_windows(hf.get("layer_types") or kinds)
+    return sparse_layers(hf) | rotated_windows(hf.get("layer_types") or kinds)
 
 
 CONFIG = ConfigTable(
@@ -45,7 +50,7 @@ CONFIG = ConfigTable(
     },
     constants={"qk_layernorm": True, "softmax_type": "learnable", "moe_router_score_function": "sigmoid"},
     fixed=(SILU, NO_ATTENTION_BIAS, Fixed("norm_topk_prob", (True,), "Megatron normalises sigmoid scores")),
-    facts=(Lens(derive, lambda values: qwen3_moe.write_sparse(values) | write_layer_types(values)),),
+    facts=(Lens(derive, lambda values: write_sparse(values) | write_layer_types(values)),),
 )
 
 

@@ -3,8 +3,8 @@
 from mca_config.types import JsonObject
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, ConfigTable, Fixed, HfConfig, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.gemma3_text import CAUSAL, GELU
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.activations import GELU, NO_BIDIRECTIONAL
 from mca_models.templates.parts.common import dense_layers
 
 
@@ -18,7 +18,7 @@ CONFIG = ConfigTable(
     defaults={"head_dim": 256, "pad_token_id": 0, "hidden_act": GELU},
     constants={"hidden_act": GELU, "layernorm_zero_centered_gamma": True},
     # transformers reads the old name as the new one
-    fixed=(NO_ATTENTION_BIAS, Fixed("hidden_act", (GELU, "gelu"), "Gemma's gated MLP"), CAUSAL),
+    fixed=(NO_ATTENTION_BIAS, Fixed("hidden_act", (GELU, "gelu"), "Gemma's gated MLP"), NO_BIDIRECTIONAL),
     facts=(Lens(derive),),
 )
 

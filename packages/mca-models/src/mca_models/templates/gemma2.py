@@ -3,10 +3,11 @@
 from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, ConfigTable, Field, HfConfig, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.gemma3_text import CAUSAL, CONSTANTS, GELU_ONLY, scales, write_scale
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.activations import GELU_ONLY, GELU_SANDWICH, NO_BIDIRECTIONAL
 from mca_models.templates.parts.common import dense_layers
 from mca_models.templates.parts.dual_rope import FULL, SLIDING
+from mca_models.templates.parts.multipliers import scales, write_scale
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -31,8 +32,8 @@ CONFIG = ConfigTable(
         **{"head_dim": 256, "num_key_value_heads": 4, "pad_token_id": 0},
         **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     },
-    constants=CONSTANTS,
-    fixed=(NO_ATTENTION_BIAS, GELU_ONLY, CAUSAL),
+    constants=GELU_SANDWICH,
+    fixed=(NO_ATTENTION_BIAS, GELU_ONLY, NO_BIDIRECTIONAL),
     facts=(Lens(derive, write),),
 )
 

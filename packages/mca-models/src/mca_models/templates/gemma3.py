@@ -7,6 +7,8 @@ from mca_models.templates import gemma3_text
 from mca_models.templates.family import Family
 from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import (
+    PROJECTOR,
+    TOWER,
     NestedTextConfig,
     Shapes,
     Spelling,
@@ -19,7 +21,6 @@ from mca_models.templates.parts.vision_tower import (
 )
 from mca_models.templates.parts.vision_values import vision_values
 
-TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector."
 _INNER = f"{TOWER}vision_model."
 SPELLINGS = (
     Spelling("language_model.model.", "language_model.lm_head.", {TOWER: _INNER, PROJECTOR: PROJECTOR}),

@@ -11,33 +11,10 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.activations import GELU_ONLY, GELU_SANDWICH, NO_BIDIRECTIONAL
 from mca_models.templates.parts.common import dense_layers
 from mca_models.templates.parts.dual_rope import FULL, SLIDING, derive_dual_rope, write_dual_rope
-
-GELU = "gelu_pytorch_tanh"
-CONSTANTS: Values = {
-    "hidden_act": GELU,
-    "layernorm_zero_centered_gamma": True,
-    "norm_placement": "sandwich",
-}
-GELU_ONLY = Fixed("hidden_activation", (GELU,), "Gemma's gated MLP")
-CAUSAL = Fixed("use_bidirectional_attention", (False, None), "Megatron's decoder is causal")
-
-
-def scales(hf: HfConfig) -> JsonObject:
-    """The factors on scores and embeddings that HF computes from sizes."""
-    return {
-        "softmax_scale": hf.get("query_pre_attn_scalar", 256) ** -0.5,
-        "embedding_multiplier": hf["hidden_size"] ** 0.5,
-    }
-
-
-def write_scale(values: Values) -> HfConfig:
-    """Write the HF keys."""
-    return {
-        "hidden_activation": GELU,
-        "query_pre_attn_scalar": round((values["softmax_scale"] or 1.0) ** -2),
-    }
+from mca_models.templates.parts.multipliers import scales, write_scale
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -65,13 +42,13 @@ def write(values: Values) -> HfConfig:
 CONFIG = ConfigTable(
     fields=(*dense_fields(tied=True), Field("window_size", "sliding_window", None)),
     defaults={"head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096, "pad_token_id": 0},
-    constants={**CONSTANTS, "qk_layernorm": True},
+    constants={**GELU_SANDWICH, "qk_layernorm": True},
     fixed=(
         NO_ATTENTION_BIAS,
         GELU_ONLY,
         Fixed("attn_logit_softcapping", (None,), "Gemma 3 has none"),
         Fixed("final_logit_softcapping", (None,), "Gemma 3 has none"),
-        CAUSAL,
+        NO_BIDIRECTIONAL,
     ),
     facts=(Lens(derive, write),),
 )

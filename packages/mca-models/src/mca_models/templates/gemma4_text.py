@@ -19,8 +19,8 @@ from mca_models.templates.config_table import (
     dense_fields,
 )
 from mca_models.templates.family import Family
-from mca_models.templates.gemma3_text import GELU, GELU_ONLY
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.activations import GELU, GELU_ONLY
 from mca_models.templates.parts.common import (
     MLP,
     attention,

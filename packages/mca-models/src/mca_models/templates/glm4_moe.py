@@ -3,10 +3,17 @@
 from functools import partial
 
 from mca_models.templates.config_table import SILU, ConfigTable, Field, dense_fields
-from mca_models.templates.deepseek_v3 import NORMALISED, SCALED, sigmoid_experts, write_groups
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.moe import SIGMOID_ROUTER, expert_fields, moe_params
+from mca_models.templates.parts.moe import (
+    NORMALISED,
+    SCALED,
+    SIGMOID_ROUTER,
+    expert_fields,
+    moe_params,
+    sigmoid_experts,
+    write_groups,
+)
 from mca_models.templates.parts.mtp import mtp_copies
 from mca_models.templates.parts.names import MoeNames
 

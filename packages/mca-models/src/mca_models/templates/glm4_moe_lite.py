@@ -6,17 +6,18 @@ from mca_config.types import JsonObject, Values
 from mca_models.templates import deepseek_v3
 from mca_models.templates.config_table import HfConfig
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.moe import derive_moe_layers, write_moe_layers
+from mca_models.templates.parts.mla import derive_sigmoid_mla
+from mca_models.templates.parts.moe import derive_moe_layers, write_groups, write_moe_layers
 
 
 def derive(hf: HfConfig) -> JsonObject:
     """Derive as DeepSeek V3; the layers with experts are listed, or all but the first."""
-    return deepseek_v3.derive(hf) | derive_moe_layers({**hf, "first_k_dense_replace": 1})
+    return derive_sigmoid_mla(hf) | derive_moe_layers({**hf, "first_k_dense_replace": 1})
 
 
 def write(values: Values) -> HfConfig:
     """Write the HF keys."""
-    return {**deepseek_v3.write_groups(values), **write_moe_layers(values)}
+    return {**write_groups(values), **write_moe_layers(values)}
 
 
 CONFIG = replace(

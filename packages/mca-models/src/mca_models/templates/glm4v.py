@@ -7,10 +7,10 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import glm4, glm4_moe
 from mca_models.templates.config_table import HfConfig, head_dim
-from mca_models.templates.deepseek_v3 import sigmoid_experts, write_groups
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.moe import aux_loss, write_aux_loss
+from mca_models.templates.parts.moe import aux_loss, sigmoid_experts, write_aux_loss, write_groups
+from mca_models.templates.parts.patch_merger import VISUAL, patches
 from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import (
     NestedTextConfig,
@@ -22,7 +22,6 @@ from mca_models.templates.parts.vision_tower import (
     repeat_shapes,
 )
 from mca_models.templates.parts.vision_values import vision_values
-from mca_models.templates.qwen2_vl import VISUAL, patches
 
 _norm, _linear = partial(norm, bias=False), partial(linear, bias=False)
 

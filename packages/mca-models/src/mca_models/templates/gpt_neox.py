@@ -2,12 +2,12 @@
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates import gptj, persimmon
 from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig, read_rope
 from mca_models.templates.family import Family
-from mca_models.templates.jais2 import BOTH
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.activations import BOTH
 from mca_models.templates.parts.common import renamed
+from mca_models.templates.parts.legacy import FUSED_FIELDS, equal_heads, fused_params, gpt_masks, token_head
 from mca_models.weights import Param
 
 OUTER = {
@@ -26,7 +26,7 @@ def derive(hf: HfConfig) -> JsonObject:
     rope = {**hf, "rope_theta": base, "partial_rotary_factor": share}
     side_by_side = hf.get("use_parallel_residual", True)
     return {
-        **persimmon.heads(hf),
+        **equal_heads(hf),
         **read_rope(rope),
         "parallel_block": "two_norms" if side_by_side else "none",
     }
@@ -37,14 +37,9 @@ def write(values: Values) -> HfConfig:
     return {"use_parallel_residual": values["parallel_block"] != "none"}
 
 
-def token_head(config: McaModelConfig) -> dict[str, str]:
-    """Rename the token-classification head."""
-    return {"score.": "classifier."} if config.head == "token_classification" else {}
-
-
 CONFIG = ConfigTable(
     fields=(
-        *(field for field in persimmon.FIELDS if field.mca != "pad_token_id"),  # its row is trained
+        *(field for field in FUSED_FIELDS if field.mca != "pad_token_id"),  # its row is trained
         Field("hidden_act", "hidden_act", "gelu"),
     ),
     constants={"normalization": "LayerNorm", "add_bias_linear": True, "gated_linear_unit": False},
@@ -60,7 +55,7 @@ CONFIG = ConfigTable(
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     output = {} if config.extra.get(MODULES) else {"lm_head": "embed_out"}
-    return renamed(persimmon.params(config), OUTER | output | token_head(config))
+    return renamed(fused_params(config), OUTER | output | token_head(config))
 
 
 FAMILY = Family(
@@ -69,5 +64,5 @@ FAMILY = Family(
     config=CONFIG,
     params=params,
     module_names={MODULES: True},
-    ignored_hf=lambda config: gptj.masks("gpt_neox.layers.{layer}.attention", config),
+    ignored_hf=lambda config: gpt_masks("gpt_neox.layers.{layer}.attention", config),
 )

@@ -6,11 +6,10 @@ from dataclasses import replace
 from mca_config.errors import HfConfigError
 from mca_config.types import JsonObject, Values
 from mca_models.templates import granite
-from mca_models.templates.config_table import Field, HfConfig, read_rope
+from mca_models.templates.config_table import HfConfig, read_rope
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.dual_rope import FULL, SLIDING, write_layer_types
-
-WINDOW = Field("window_size", "sliding_window", 128)
+from mca_models.templates.parts.sliding_window import WINDOW
 
 
 def derive(hf: HfConfig) -> JsonObject:

@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 from mca_models.templates import granite_swa, granitemoe, granitemoeshared
+from mca_models.templates.parts.sliding_window import WINDOW
 
 CONFIG = replace(
     granitemoe.CONFIG,
-    fields=(*granitemoe.CONFIG.fields, granite_swa.WINDOW),
+    fields=(*granitemoe.CONFIG.fields, WINDOW),
     constants=granite_swa.CONFIG.constants,
     facts=(*granitemoeshared.FAMILY.config.facts, *granite_swa.CONFIG.facts),
 )

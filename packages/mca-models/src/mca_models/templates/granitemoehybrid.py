@@ -5,7 +5,6 @@ from mca_config.types import JsonObject, Values
 from mca_models.templates import granite
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, Field, HfConfig
 from mca_models.templates.family import Family
-from mca_models.templates.granitemoe import expert_layers
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import embedding, head, inner
 from mca_models.templates.parts.mamba import (
@@ -19,6 +18,7 @@ from mca_models.templates.parts.mamba import (
     write_bamba,
 )
 from mca_models.templates.parts.moe import aux_loss, detect_stacked_experts, write_aux_loss
+from mca_models.templates.parts.stacked_experts import expert_layers
 from mca_models.weights import GATED, ROW, Param, expand_rules
 
 

@@ -9,7 +9,8 @@ from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import renamed
 from mca_models.templates.parts.moe import moe_params
-from mca_models.templates.parts.names import MoeNames
+from mca_models.templates.parts.names import QK_NORMS, MoeNames
+from mca_models.templates.parts.rope import alpha_rope
 from mca_models.weights import Param
 
 NAMES = MoeNames(router="mlp.gate.wg.weight", shared="mlp.shared_mlp.")
@@ -19,7 +20,7 @@ def derive(hf: HfConfig) -> JsonObject:
     """The rope, and experts; files may list the same number for each layer."""
     width = hf["intermediate_size"]
     return {
-        **hunyuan_v1_dense.derive_rope(hf),
+        **alpha_rope(hf),
         "num_moe_experts": single_value(hf, "num_experts"),
         "moe_router_topk": single_value(hf, "moe_topk"),
         "moe_ffn_hidden_size": width,
@@ -60,7 +61,7 @@ CONFIG = ConfigTable(
 
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
-    return renamed(moe_params(config, NAMES), hunyuan_v1_dense.QK_NORMS)
+    return renamed(moe_params(config, NAMES), QK_NORMS)
 
 
 FAMILY = Family(

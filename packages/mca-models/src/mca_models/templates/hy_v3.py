@@ -12,7 +12,6 @@ from mca_models.templates.config_table import (
     HfConfig,
     dense_fields,
 )
-from mca_models.templates.deepseek_v3 import sigmoid_experts, write_groups
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.moe import (
@@ -20,6 +19,8 @@ from mca_models.templates.parts.moe import (
     derive_moe_layers,
     expert_fields,
     moe_params,
+    sigmoid_experts,
+    write_groups,
     write_moe_layers,
 )
 from mca_models.templates.parts.names import MoeNames

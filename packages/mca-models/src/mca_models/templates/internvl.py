@@ -2,9 +2,10 @@
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import gpt_oss, llama, qwen2, qwen3, qwen3_moe
-from mca_models.templates.gemma3 import PROJECTOR, TOWER
 from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import (
+    PROJECTOR,
+    TOWER,
     NestedTextConfig,
     Shapes,
     VisionModel,

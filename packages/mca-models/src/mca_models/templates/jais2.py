@@ -1,15 +1,13 @@
 """Jais 2: HF ``Jais2ForCausalLM``: LayerNorms, biases everywhere, squared ReLUs."""
 
-from mca_models.templates.arcee import CONSTANTS, RELU2
 from mca_models.templates.config_table import ConfigTable, Fixed, dense_fields, norm_epsilon
 from mca_models.templates.family import Family
+from mca_models.templates.parts.activations import BOTH, RELU2, RELU2_MLP
 from mca_models.templates.parts.common import dense_layers
-
-BOTH = "Megatron has biases on all linears or on none"
 
 CONFIG = ConfigTable(
     fields=norm_epsilon(dense_fields(eps=1e-5), "layer_norm_eps"),
-    constants={**CONSTANTS, "normalization": "LayerNorm", "add_bias_linear": True},
+    constants={**RELU2_MLP, "normalization": "LayerNorm", "add_bias_linear": True},
     fixed=(RELU2, Fixed("attention_bias", (True,), BOTH), Fixed("mlp_bias", (True,), BOTH)),
 )
 

@@ -15,25 +15,28 @@ from mca_models.templates.config_table import (
     HfConfig,
     dense_fields,
 )
-from mca_models.templates.deepseek_v3 import LATENT_FIELDS, SCALED, latent_attention, sigmoid_experts
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.mixtral import NAMES as MIXTRAL
 from mca_models.templates.parts.common import ATTN, embedding, head, inner, renamed
 from mca_models.templates.parts.gated_delta_net import fused, write_layers
+from mca_models.templates.parts.mla import LATENT_FIELDS, latent_attention
 from mca_models.templates.parts.moe import (
+    SCALED,
     SIGMOID_ROUTER,
     derive_moe_layers,
     mlp_layers,
+    sigmoid_experts,
     write_moe_layers,
     write_shared_experts,
 )
-from mca_models.templates.parts.names import HF_ATTN
+from mca_models.templates.parts.names import BLOCK_SPARSE, HF_ATTN
 from mca_models.templates.shapes import Shape
 from mca_models.weights import COLUMN, ROW, SEPARATE, Concat, Layout, Param, Shaped, expand_rules
 
 BLOCK = "block_sparse_moe."
-NAMES = replace(MIXTRAL, router_bias=f"{BLOCK}gate.e_score_correction_bias", shared=f"{BLOCK}shared_experts.")
+NAMES = replace(
+    BLOCK_SPARSE, router_bias=f"{BLOCK}gate.e_score_correction_bias", shared=f"{BLOCK}shared_experts."
+)
 OTHER = {
     "num_experts_per_tok": "num_experts_per_token",
     "n_group": "num_expert_group",

@@ -18,11 +18,11 @@ from mca_models.templates.config_table import (
     HfConfig,
     dense_fields,
 )
-from mca_models.templates.deepseek_v3 import LATENT_FIELDS, SCALED, latent_attention
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import dense_mlp, embedding, head, renamed
-from mca_models.templates.parts.moe import experts, router, shared_experts
+from mca_models.templates.parts.mla import LATENT_FIELDS, latent_attention
+from mca_models.templates.parts.moe import SCALED, experts, router, shared_experts
 from mca_models.templates.parts.names import HF, MoeNames
 from mca_models.templates.parts.passthrough import with_mtp_passthrough
 from mca_models.weights import Param

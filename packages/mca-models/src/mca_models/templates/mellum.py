@@ -13,7 +13,7 @@ from mca_models.templates.parts.dual_rope import (
     write_dual_rope,
     write_layer_types,
 )
-from mca_models.templates.parts.moe import derive_moe_layers, write_moe_layers
+from mca_models.templates.parts.moe import derive_moe_layers, sparse_layers, write_moe_layers, write_sparse
 from mca_models.templates.parts.passthrough import with_mtp_passthrough
 
 
@@ -22,12 +22,12 @@ def derive(hf: HfConfig) -> JsonObject:
     sparse = derive_moe_layers({**hf, "first_k_dense_replace": 0})
     kinds = hf.get("layer_types") or [FULL] * hf["num_hidden_layers"]
     ropes = derive_dual_rope(hf, 5e5, 1e4)
-    return {**qwen3_moe.sparse_layers(hf), **sparse, **ropes, "layer_types": tuple(kinds)}
+    return {**sparse_layers(hf), **sparse, **ropes, "layer_types": tuple(kinds)}
 
 
 def write(values: Values) -> HfConfig:
     """Write the HF keys."""
-    sparse = qwen3_moe.write_sparse(values) | write_moe_layers(values)
+    sparse = write_sparse(values) | write_moe_layers(values)
     return {**sparse, **write_dual_rope(values), **write_layer_types(values)}
 
 

@@ -12,15 +12,16 @@ from mca_models.templates.config_table import (
     dense_fields,
     read_rope,
 )
-from mca_models.templates.deepseek_v3 import NORMALISED, grouped_experts
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import renamed
 from mca_models.templates.parts.dual_rope import FULL, PER_LAYER_TYPE, SLIDING, write_layer_types
 from mca_models.templates.parts.moe import (
+    NORMALISED,
     SIGMOID_ROUTER,
     derive_moe_layers,
     expert_fields,
+    grouped_experts,
     moe_params,
     require_sigmoid_routing,
     write_moe_layers,

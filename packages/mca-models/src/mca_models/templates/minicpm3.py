@@ -4,7 +4,6 @@ from math import sqrt
 
 from mca_config.model_config import MlaMcaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates import youtu
 from mca_models.templates.config_table import (
     SWIGLU_WITHOUT_BIASES,
     ConfigTable,
@@ -13,9 +12,9 @@ from mca_models.templates.config_table import (
     dense_fields,
     head_dim,
 )
-from mca_models.templates.deepseek_v3 import LATENT_FIELDS
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.mla import LATENT_FIELDS, key_channels, mla_dense_params
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -23,7 +22,7 @@ def derive(hf: HfConfig) -> JsonObject:
     layers, base = hf["num_hidden_layers"], hf.get("dim_model_base") or hf["hidden_size"]
     depth = hf["scale_depth"]
     return {
-        **youtu.derive(hf),
+        **key_channels(hf),
         "residual_multiplier": 1.0 if depth is None else depth / sqrt(layers),
         "logits_scaling": hf["hidden_size"] / base,
     }
@@ -52,4 +51,6 @@ CONFIG = ConfigTable(
     config_class=MlaMcaModelConfig,
 )
 
-FAMILY = Family(model_type="minicpm3", architecture="MiniCPM3ForCausalLM", config=CONFIG, params=youtu.params)
+FAMILY = Family(
+    model_type="minicpm3", architecture="MiniCPM3ForCausalLM", config=CONFIG, params=mla_dense_params
+)

@@ -1,6 +1,5 @@
 """MiniMax M2: HF ``MiniMaxM2ForCausalLM``: sigmoid routing with a bias, norms over all heads of q and of k."""
 
-from dataclasses import replace
 from functools import partial
 
 from mca_config.types import JsonObject
@@ -15,7 +14,6 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.mixtral import NAMES as MIXTRAL
 from mca_models.templates.parts.moe import (
     NO_JITTER,
     SIGMOID_ROUTER,
@@ -25,8 +23,7 @@ from mca_models.templates.parts.moe import (
     require_sigmoid_routing,
     write_aux_loss,
 )
-
-NAMES = replace(MIXTRAL, router_bias="block_sparse_moe.e_score_correction_bias")
+from mca_models.templates.parts.names import BLOCK_SPARSE_BIASED
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -58,6 +55,6 @@ FAMILY = Family(
     model_type="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
     config=CONFIG,
-    params=partial(moe_params, names=NAMES),
-    moe=NAMES,
+    params=partial(moe_params, names=BLOCK_SPARSE_BIASED),
+    moe=BLOCK_SPARSE_BIASED,
 )

@@ -8,12 +8,11 @@ from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig, dense_fields, read_rope
-from mca_models.templates.deepseek_v3 import SCALED
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.minimax_m2 import NAMES as MINIMAX_M2
 from mca_models.templates.parts.common import attention, embedding, head, inner
 from mca_models.templates.parts.moe import (
+    SCALED,
     SIGMOID_ROUTER,
     aux_loss,
     expert_fields,
@@ -22,12 +21,13 @@ from mca_models.templates.parts.moe import (
     write_aux_loss,
     write_moe_layers,
 )
+from mca_models.templates.parts.names import BLOCK_SPARSE_BIASED
 from mca_models.templates.parts.passthrough import with_mtp_passthrough
 from mca_models.templates.shapes import Shape
 from mca_models.weights import SEPARATE, Param, expand_rules
 
 NAMES = replace(
-    MINIMAX_M2,
+    BLOCK_SPARSE_BIASED,
     shared="block_sparse_moe.shared_experts.",
     in_memory=(("block_sparse_moe.e_score", "mlp.gate.e_score"), ("block_sparse_moe.", "mlp.")),
 )

@@ -4,9 +4,10 @@ from functools import partial
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import ministral3, mistral, mistral4
-from mca_models.templates.gemma3 import PROJECTOR, TOWER
 from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import (
+    PROJECTOR,
+    TOWER,
     NestedTextConfig,
     Shapes,
     VisionModel,

@@ -3,13 +3,19 @@
 from dataclasses import replace
 
 from mca_config.types import JsonObject, Values
-from mca_models.templates import deepseek_v3, ministral3
+from mca_models.templates import deepseek_v3
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, Fixed, HfConfig
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.query_temperature import derive_query_temperature, write_query_temperature
+from mca_models.templates.parts.mla import INTERLEAVED, derive_mla
+from mca_models.templates.parts.moe import write_groups
+from mca_models.templates.parts.query_temperature import (
+    YARN,
+    derive_query_temperature,
+    write_query_temperature,
+)
 
 ROPE = {
-    **ministral3.ROPE,
+    **YARN,
     **{"rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192},
 }
 """Default of transformers where ``config.json`` has no rope."""
@@ -17,12 +23,12 @@ ROPE = {
 
 def derive(hf: HfConfig) -> JsonObject:
     """Experts and heads, the rope and how queries grow."""
-    return {**deepseek_v3.mla(hf), **derive_query_temperature(hf, ROPE), "rotary_percent": 1.0}
+    return {**derive_mla(hf), **derive_query_temperature(hf, ROPE), "rotary_percent": 1.0}
 
 
 def write(values: Values) -> HfConfig:
     """Write the HF keys."""
-    return {**deepseek_v3.write_groups(values), **write_query_temperature(values)}
+    return {**write_groups(values), **write_query_temperature(values)}
 
 
 CONFIG = replace(
@@ -30,7 +36,7 @@ CONFIG = replace(
     defaults={"q_lora_rank": 1024, "n_shared_experts": 1, "n_routed_experts": 128, "pad_token_id": 11},
     constants={"qk_layernorm": True},
     fixed=(
-        *(SILU, NO_ATTENTION_BIAS, deepseek_v3.INTERLEAVED),
+        *(SILU, NO_ATTENTION_BIAS, INTERLEAVED),
         Fixed("norm_topk_prob", (True,), "the softmax is over the chosen experts"),
         Fixed(
             "n_group",

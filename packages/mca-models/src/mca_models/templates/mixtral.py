@@ -6,7 +6,7 @@ from mca_models.templates.config_table import SILU, ConfigTable, Field, dense_fi
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.moe import NO_JITTER, aux_loss, expert_fields, moe_params, write_aux_loss
-from mca_models.templates.parts.names import MoeNames
+from mca_models.templates.parts.names import BLOCK_SPARSE
 
 CONFIG = ConfigTable(
     fields=(
@@ -19,17 +19,10 @@ CONFIG = ConfigTable(
     aliases={"num_experts": "num_local_experts"},
     facts=(Lens(aux_loss, write_aux_loss),),
 )
-NAMES = MoeNames(
-    router="block_sparse_moe.gate.weight",
-    experts="block_sparse_moe.experts.",
-    gate="w1.weight",
-    up="w3.weight",
-    down="w2.weight",
-)
 
 
-params = partial(moe_params, names=NAMES)
+params = partial(moe_params, names=BLOCK_SPARSE)
 
 FAMILY = Family(
-    model_type="mixtral", architecture="MixtralForCausalLM", config=CONFIG, params=params, moe=NAMES
+    model_type="mixtral", architecture="MixtralForCausalLM", config=CONFIG, params=params, moe=BLOCK_SPARSE
 )

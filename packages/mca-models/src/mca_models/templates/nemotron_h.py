@@ -5,7 +5,6 @@ from collections.abc import Collection, Mapping
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates.arcee import CONSTANTS
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     NO_MLP_BIAS,
@@ -16,9 +15,9 @@ from mca_models.templates.config_table import (
     dense_fields,
     norm_epsilon,
 )
-from mca_models.templates.deepseek_v3 import NORMALISED, SCALED
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.activations import RELU2_MLP
 from mca_models.templates.parts.common import attention, dense_mlp, embedding, head, renamed
 from mca_models.templates.parts.mamba import (
     PLAIN_STEPS,
@@ -29,7 +28,13 @@ from mca_models.templates.parts.mamba import (
     mamba,
     require_groups,
 )
-from mca_models.templates.parts.moe import SIGMOID_ROUTER, moe_layers, require_sigmoid_routing
+from mca_models.templates.parts.moe import (
+    NORMALISED,
+    SCALED,
+    SIGMOID_ROUTER,
+    moe_layers,
+    require_sigmoid_routing,
+)
 from mca_models.templates.parts.names import MoeNames
 from mca_models.templates.parts.passthrough import with_mtp_passthrough
 from mca_models.templates.shapes import Shape
@@ -129,7 +134,7 @@ CONFIG = ConfigTable(
     fields=_FIELDS,
     defaults={**_SIZES, "norm_topk_prob": True},
     constants={
-        **{**CONSTANTS, **SIGMOID_ROUTER},
+        **{**RELU2_MLP, **SIGMOID_ROUTER},
         **{"hidden_act": "relu2", "single_blocks": True, "pad_token_id": None},
     },
     fixed=(

@@ -11,8 +11,8 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.moe import expert_fields
-from mca_models.templates.qwen3_moe import NAMES, params, sparse_layers, write_sparse
+from mca_models.templates.parts.moe import expert_fields, sparse_layers, write_sparse
+from mca_models.templates.qwen3_moe import NAMES, params
 
 
 def derive(hf: HfConfig) -> JsonObject:

@@ -8,12 +8,12 @@ from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.mixtral import NAMES as MIXTRAL
 from mca_models.templates.parts.moe import aux_loss, expert_fields, moe_params, write_aux_loss
-from mca_models.templates.phi3 import long_rope
+from mca_models.templates.parts.names import BLOCK_SPARSE
+from mca_models.templates.parts.rope import long_rope
 
 NAMES = replace(
-    MIXTRAL,
+    BLOCK_SPARSE,
     in_memory=(("block_sparse_moe.gate.", "mlp.router."), ("block_sparse_moe.", "mlp.")),
 )
 _SCALES = ("short_mscale", "long_mscale")

@@ -1,10 +1,11 @@
 """Qwen 2.5 VL: HF ``Qwen2_5_VLForConditionalGeneration``: Qwen 2 VL with windows in the vision model."""
 
 from mca_config.model_config import McaModelConfig
+from mca_models.templates.parts.patch_merger import INSIDE, MERGERS, SPELLINGS, VISUAL, merger, patches
 from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import Shapes, VisionModel, linear, norm, repeat_shapes
 from mca_models.templates.parts.vision_values import vision_values
-from mca_models.templates.qwen2_vl import INSIDE, MERGERS, SPELLINGS, VISUAL, merger, patches, text_family
+from mca_models.templates.qwen2_vl import text_family
 
 
 def tensors(config: McaModelConfig) -> Shapes:

@@ -2,16 +2,20 @@
 
 from functools import partial
 
-from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, dense_fields
+from mca_models.templates.config_table import SILU, ConfigTable, Fixed, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.dual_rope import FULL, SLIDING
-from mca_models.templates.parts.moe import expert_fields, moe_params
+from mca_models.templates.parts.moe import (
+    SHARED_WIDTH,
+    expert_fields,
+    moe_params,
+    sparse_layers,
+    write_sparse,
+)
 from mca_models.templates.parts.names import MoeNames
-from mca_models.templates.qwen2 import window
-from mca_models.templates.qwen3_moe import sparse_layers, write_sparse
+from mca_models.templates.parts.sliding_window import window
 
-SHARED = Field("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size")
 NAMES = MoeNames(shared="mlp.shared_expert.")
 
 
@@ -23,7 +27,7 @@ def derive(hf: HfConfig) -> dict[str, object]:
 
 
 CONFIG = ConfigTable(
-    fields=(*dense_fields(), *expert_fields(count="num_experts", default=60), SHARED),
+    fields=(*dense_fields(), *expert_fields(count="num_experts", default=60), SHARED_WIDTH),
     constants={"add_qkv_bias": True, "moe_shared_expert_gate": True},
     fixed=(SILU, Fixed("qkv_bias", (True,), "all published models have it")),
     facts=(Lens(derive, write_sparse),),

@@ -4,7 +4,7 @@ from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTab
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import dense_layers
-from mca_models.templates.qwen2 import window, write_window
+from mca_models.templates.parts.sliding_window import window, write_window
 
 CONFIG = ConfigTable(
     fields=dense_fields(),

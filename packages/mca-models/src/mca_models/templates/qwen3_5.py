@@ -3,9 +3,9 @@
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import qwen3_5_moe_text, qwen3_5_text
 from mca_models.templates.family import Family
+from mca_models.templates.parts.deepstack import MERGERS, SPELLINGS, tower
 from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import NestedTextConfig, Shapes, VisionModel
-from mca_models.templates.qwen3_vl import MERGERS, SPELLINGS, tower
 
 
 def tensors(config: McaModelConfig) -> Shapes:

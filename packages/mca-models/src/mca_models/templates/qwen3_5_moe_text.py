@@ -14,10 +14,16 @@ from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts import gated_delta_net as delta
 from mca_models.templates.parts.common import attention, embedding, head
-from mca_models.templates.parts.moe import aux_loss, expert_fields, last_layer, mlp_layers, write_aux_loss
-from mca_models.templates.parts.mtp import mtp_params
-from mca_models.templates.qwen2_moe import SHARED
-from mca_models.templates.qwen3_5_text import OWN_EMBEDDING, PREFIX_KEY, detect_extra, in_proj, prefixed
+from mca_models.templates.parts.gated_delta_net import PREFIX_KEY, detect_prefix, in_proj, prefixed
+from mca_models.templates.parts.moe import (
+    SHARED_WIDTH,
+    aux_loss,
+    expert_fields,
+    last_layer,
+    mlp_layers,
+    write_aux_loss,
+)
+from mca_models.templates.parts.mtp import OWN_EMBEDDING, mtp_params
 from mca_models.templates.qwen3_next import NAMES
 from mca_models.weights import Param
 
@@ -44,7 +50,7 @@ CONFIG = ConfigTable(
         *SIZES,
         Field("ffn_hidden_size", "intermediate_size", expert_width),
         *expert_fields(count="num_experts", default=256),
-        SHARED,
+        SHARED_WIDTH,
         *delta.FIELDS,
     ),
     defaults={**delta.DEFAULTS, "num_key_value_heads": 2},
@@ -69,7 +75,7 @@ FAMILY = Family(
     config=CONFIG,
     params=params,
     moe=NAMES,
-    detect_extra=detect_extra,
+    detect_extra=detect_prefix,
     count_mtp=delta.detect_mtp_layers,
     module_names={PREFIX_KEY: ""},
 )

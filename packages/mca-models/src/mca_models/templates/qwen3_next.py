@@ -7,11 +7,16 @@ from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts import gated_delta_net as delta
 from mca_models.templates.parts.common import attention, embedding, head
-from mca_models.templates.parts.moe import expert_fields, last_layer, mlp_layers
+from mca_models.templates.parts.moe import (
+    SHARED_WIDTH,
+    expert_fields,
+    last_layer,
+    mlp_layers,
+    sparse_layers,
+    write_sparse,
+)
 from mca_models.templates.parts.mtp import mtp_params
 from mca_models.templates.parts.names import HF, MoeNames
-from mca_models.templates.qwen2_moe import SHARED
-from mca_models.templates.qwen3_moe import sparse_layers, write_sparse
 from mca_models.weights import Concat, GroupedHeads, Param, PerTensor
 
 NAMES = MoeNames(shared="mlp.shared_expert.")
@@ -28,7 +33,7 @@ def write(values: Values) -> HfConfig:
 
 
 CONFIG = ConfigTable(
-    fields=(*dense_fields(), *expert_fields(count="num_experts", default=512), SHARED, *delta.FIELDS),
+    fields=(*dense_fields(), *expert_fields(count="num_experts", default=512), SHARED_WIDTH, *delta.FIELDS),
     defaults={**delta.DEFAULTS, "num_key_value_heads": 2, "norm_topk_prob": True},
     constants={**delta.CONSTANTS, "moe_shared_expert_gate": True},
     fixed=(SILU, NO_ATTENTION_BIAS),

@@ -13,18 +13,18 @@ from mca_models.templates import qwen3_moe
 from mca_models.templates.config_table import HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.moe import TRANSPOSED, expert_fields
+from mca_models.templates.parts.deepstack import INSIDE, MERGERS, SPELLINGS, tensors, without_window
+from mca_models.templates.parts.moe import TRANSPOSED, expert_fields, sparse_layers, write_sparse
 from mca_models.templates.parts.names import FUSED
 from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import VisionModel
-from mca_models.templates.qwen3_vl import INSIDE, MERGERS, SPELLINGS, tensors, without_window
 from mca_models.templates.shapes import Shape
 
 
 def derive(hf: HfConfig) -> dict[str, object]:
     """Derive as Qwen 3, with weights that are always normalised; experts are stored as in published files."""
     extra = {"fused_experts": True, TRANSPOSED: True}
-    return {**qwen3_moe.sparse_layers({**hf, "norm_topk_prob": True}), "extra": extra}
+    return {**sparse_layers({**hf, "norm_topk_prob": True}), "extra": extra}
 
 
 def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
@@ -41,7 +41,7 @@ def text_family() -> Family:
         qwen3_moe.CONFIG,
         fields=(*dense_fields(), *expert_fields(count="num_experts", default=60)),
         defaults={"rope_theta": 5e5, "num_key_value_heads": 16, "num_experts_per_tok": 4},
-        facts=(Lens(derive, qwen3_moe.write_sparse),),
+        facts=(Lens(derive, write_sparse),),
     )
     family = replace(qwen3_moe.FAMILY, model_type="qwen3_vl_moe_text", config=without_window(table))
     return replace(family, detect_extra=detect_extra)

@@ -5,7 +5,7 @@ from mca_models.templates.config_table import SWIGLU_WITHOUT_BIASES, ConfigTable
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import dense_layers
-from mca_models.templates.qwen2 import write_window
+from mca_models.templates.parts.sliding_window import write_window
 
 
 def derive(hf: HfConfig) -> JsonObject:

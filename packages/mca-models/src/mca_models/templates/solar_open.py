@@ -3,10 +3,16 @@
 from mca_config.types import JsonObject
 from mca_models.templates import glm4_moe
 from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, dense_fields
-from mca_models.templates.deepseek_v3 import NORMALISED, SCALED, sigmoid_experts, write_groups
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.moe import SIGMOID_ROUTER, expert_fields
+from mca_models.templates.parts.moe import (
+    NORMALISED,
+    SCALED,
+    SIGMOID_ROUTER,
+    expert_fields,
+    sigmoid_experts,
+    write_groups,
+)
 
 
 def derive(hf: HfConfig) -> JsonObject:

@@ -10,7 +10,7 @@ from mca_models.templates.config_table import (
     norm_epsilon,
 )
 from mca_models.templates.family import Family
-from mca_models.templates.gemma3_text import GELU
+from mca_models.templates.parts.activations import GELU
 from mca_models.templates.parts.common import dense_layers, renamed
 from mca_models.weights import Param
 

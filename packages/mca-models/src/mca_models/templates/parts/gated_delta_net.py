@@ -3,15 +3,22 @@
 `mca_models.megatron.families` computes these layers.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import gcd
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import FamilyConfig, JsonObject, Values
-from mca_models.templates.config_table import Field, HfConfig
+from mca_models.templates.config_table import (
+    Field,
+    HfConfig,
+)
+from mca_models.templates.parts import gated_delta_net as delta
 from mca_models.templates.parts.common import ATTN, attention, inner
-from mca_models.weights import COLUMN, ROW, Param, Shard, expand_rules
+from mca_models.templates.parts.names import HF
+from mca_models.templates.parts.vision_tower import Spelling
+from mca_models.templates.shapes import Shape
+from mca_models.weights import COLUMN, ROW, Concat, Param, Shard, expand_rules
 
 DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
 CONSTANTS = {"qk_layernorm": True, "attention_output_gate": True, "layernorm_zero_centered_gamma": True}
@@ -86,3 +93,31 @@ MTP_NAMES = {
 def detect_mtp_layers(config: McaModelConfig, names: Collection[str]) -> int:
     """Return the number of MTP layers of a checkpoint: ``config.json`` need not count them."""
     return int("mtp.fc.weight" in names)
+
+
+PREFIX = "model.language_model."
+"""Prefix of names where transformers saved the text part of a larger model."""
+
+
+PREFIX_KEY = "hf_prefix"
+"""The fact in ``extra`` that they do."""
+
+
+def detect_prefix(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
+    """Detect whether the names have the prefix of a vision-language checkpoint."""
+    return {PREFIX_KEY: PREFIX} if any(name.startswith(PREFIX) for name in names) else {}
+
+
+def prefixed(config: McaModelConfig, params: list[Param]) -> list[Param]:
+    """``params`` under the names that the checkpoint has."""
+    if not config.extra.get(PREFIX_KEY):
+        return params
+    spelled = Spelling(PREFIX, "lm_head.", {}).text_to_file
+    return [replace(param, hf=tuple(map(spelled, param.hf))) for param in params]
+
+
+def in_proj(config: McaModelConfig) -> Param:
+    """The input projection: HF has q, k, v in one tensor."""
+    q, k, v, *others = delta.segments(config)
+    names = tuple(f"{HF}linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a"))
+    return Param(mca="", hf=names, layout=Concat((q + k + v, *others)))

@@ -9,7 +9,11 @@ from collections.abc import Iterable, Iterator
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import FamilyConfig, JsonObject, Values
-from mca_models.templates.config_table import Field, Fixed, HfConfig
+from mca_models.templates.config_table import (
+    Field,
+    Fixed,
+    HfConfig,
+)
 from mca_models.templates.parts.common import attention, inner
 from mca_models.templates.parts.gated_delta_net import fused
 from mca_models.weights import COLUMN, ROW, Param, expand_rules
@@ -144,3 +148,10 @@ def mixed_layers(config: McaModelConfig) -> Iterator[Param]:
     yield from expand_rules(
         attention(config), layers=[layer for layer in layers if not config.is_mamba_layer(layer)]
     )
+
+
+FEED_FORWARD = {
+    "mlp.": "feed_forward.",
+    "post_attention_layernorm": "pre_ff_layernorm",
+    "model.norm": "model.final_layernorm",
+}

@@ -26,6 +26,7 @@ from mca_models.templates.parts.common import (
 )
 from mca_models.templates.parts.mtp import mtp_params
 from mca_models.templates.parts.names import FUSED, HF, MoeNames
+from mca_models.templates.parts.sliding_window import write_window
 from mca_models.templates.shapes import Shape
 from mca_models.weights import COLUMN, GATED, ROW, SEPARATE, Concat, Layout, Param, Transposed, expand_rules
 
@@ -242,4 +243,64 @@ def aux_loss(hf: HfConfig) -> dict[str, object]:
     return {
         "moe_aux_loss_coeff": float(hf.get("router_aux_loss_coef", 0.001)) if on else 0.0,
         "moe_router_load_balancing_type": "aux_loss" if on else "none",
+    }
+
+
+SCALED = Field("moe_router_topk_scaling_factor", "routed_scaling_factor", 1.0)
+
+
+NORMALISED = Fixed("norm_topk_prob", (True,), "Megatron normalises sigmoid scores over the chosen experts")
+
+
+def sigmoid_experts(hf: HfConfig) -> JsonObject:
+    """``grouped_experts``, chosen by sigmoid scores."""
+    require_sigmoid_routing(hf)
+    return grouped_experts(hf)
+
+
+def grouped_experts(hf: HfConfig) -> JsonObject:
+    """Dense first layers, shared experts as one wide one, and group-limited routing."""
+    layers, dense = hf["num_hidden_layers"], hf.get("first_k_dense_replace") or 0
+    groups = hf.get("n_group") or 1
+    return {
+        "moe_layer_freq": tuple(int(layer >= dense) for layer in range(layers)),
+        **fuse_shared_experts(hf, "n_shared_experts", 0),
+        "moe_router_num_groups": groups if groups > 1 else None,
+        "moe_router_group_topk": (hf.get("topk_group") or 1) if groups > 1 else None,
+        "mtp_num_layers": hf.get("num_nextn_predict_layers") or 0,
+    }
+
+
+def write_groups(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    dense = [layer for layer in range(values["num_layers"]) if not is_moe_layer(values, layer)]
+    return {
+        "first_k_dense_replace": len(dense),
+        **write_shared_experts(values, "n_shared_experts"),
+        "n_group": values["moe_router_num_groups"] or 1,
+        "topk_group": values["moe_router_group_topk"] or 1,
+        "num_nextn_predict_layers": values["mtp_num_layers"],
+    }
+
+
+SHARED_WIDTH = Field("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size")
+
+
+def sparse_layers(hf: HfConfig) -> dict[str, object]:
+    """Derive the layers with experts, and the router weights of the chosen ones."""
+    step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
+    freq = tuple(int(i not in dense and (i + 1) % step == 0) for i in range(hf["num_hidden_layers"]))
+    # weights normalised over the chosen experts are a softmax after the choice
+    pre_softmax = not hf.get("norm_topk_prob", False)
+    return {"moe_layer_freq": freq, "moe_router_pre_softmax": pre_softmax} | aux_loss(hf)
+
+
+def write_sparse(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i in range(values["num_layers"]) if not is_moe_layer(values, i)],
+        "norm_topk_prob": not values["moe_router_pre_softmax"],
+        **write_aux_loss(values),
+        **write_window(values),
     }

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
+from mca_models.templates.config_table import Fixed
 from mca_models.templates.parts.names import HF, HF_EMBEDDING, HF_HEAD
 from mca_models.weights import COLUMN, REPLICATED, Param, Stage
 
@@ -56,3 +57,8 @@ def mtp_copies(config: McaModelConfig) -> dict[str, str]:
     head = HF_EMBEDDING if config.tie_word_embeddings else HF_HEAD
     copies = {f"{HF}embed_tokens.weight": HF_EMBEDDING, f"{HF}shared_head.head.weight": head}
     return {name.format(layer=layer): source for layer in layers for name, source in copies.items()}
+
+
+OWN_EMBEDDING = Fixed(
+    "mtp_use_dedicated_embeddings", (False,), "Megatron's prediction layers share the model's embedding"
+)

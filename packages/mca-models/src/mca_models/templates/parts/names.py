@@ -3,7 +3,7 @@
 Megatron's names are in the rules, those of its live modules in `live_names`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mca_models.weights import SEPARATE, Layout
 
@@ -39,3 +39,18 @@ class MoeNames:
         for old, new in self.in_memory:
             name = name.replace(old, new)
         return name
+
+
+QK_NORMS = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
+
+
+BLOCK_SPARSE = MoeNames(
+    router="block_sparse_moe.gate.weight",
+    experts="block_sparse_moe.experts.",
+    gate="w1.weight",
+    up="w3.weight",
+    down="w2.weight",
+)
+
+
+BLOCK_SPARSE_BIASED = replace(BLOCK_SPARSE, router_bias="block_sparse_moe.e_score_correction_bias")

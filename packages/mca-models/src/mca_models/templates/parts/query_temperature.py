@@ -2,7 +2,11 @@
 
 from mca_config.errors import HfConfigError
 from mca_config.types import JsonObject, Values
-from mca_models.templates.config_table import ORIGINAL, HfConfig, read_rope
+from mca_models.templates.config_table import (
+    ORIGINAL,
+    HfConfig,
+    read_rope,
+)
 
 _HEAT = {"beta": "llama_4_scaling_beta", "length": ORIGINAL}
 
@@ -24,3 +28,11 @@ def write_query_temperature(values: Values) -> HfConfig:
     scaling = {"rope_theta": values["rotary_base"], "rope_type": "default", **(values["rope_scaling"] or {})}
     heat = values["attn_temperature"] or {}
     return {"rope_parameters": {**scaling, **{key: heat[name] for name, key in _HEAT.items()}}}
+
+
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384},
+    **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0},
+    "llama_4_scaling_beta": 0.1,
+}
+"""Default of transformers where ``config.json`` has no rope."""

@@ -251,3 +251,9 @@ def _without_sections(rope: JsonObject) -> JsonObject:
         if kept.get(key) == "mrope":
             kept[key] = "default"
     return kept
+
+
+TOWER = "vision_tower."
+
+
+PROJECTOR = "multi_modal_projector."
