@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 from mca_config.types import JsonObject, Values
-from mca_models.templates import cohere
+from mca_models.templates import get_family
 from mca_models.templates.config_table import Field, HfConfig
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.dual_rope import write_layer_types
 from mca_models.templates.parts.multipliers import read_logit_scale
 from mca_models.templates.parts.sliding_window import rotated_windows, window_pattern
+
+COHERE = get_family("cohere")
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -22,10 +24,10 @@ def write(values: Values) -> HfConfig:
 
 
 CONFIG = replace(
-    cohere.CONFIG,
-    fields=(*cohere.CONFIG.fields, Field("window_size", "sliding_window", 4096)),
+    COHERE.table,
+    fields=(*COHERE.table.fields, Field("window_size", "sliding_window", 4096)),
     defaults={"pad_token_id": 0},
     facts=(Lens(derive, write),),
 )
 
-FAMILY = replace(cohere.FAMILY, model_type="cohere2", architecture="Cohere2ForCausalLM", config=CONFIG)
+FAMILY = replace(COHERE, model_type="cohere2", architecture="Cohere2ForCausalLM", config=CONFIG)

@@ -5,7 +5,7 @@ from functools import partial
 
 from mca_config.errors import HfConfigError
 from mca_config.types import JsonObject, Values
-from mca_models.templates import cohere2
+from mca_models.templates import get_family
 from mca_models.templates.config_table import HfConfig, read_rope
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.dual_rope import FULL, SLIDING, write_layer_types
@@ -18,6 +18,8 @@ from mca_models.templates.parts.moe import (
 )
 from mca_models.templates.parts.multipliers import read_logit_scale
 from mca_models.templates.parts.names import MoeNames
+
+COHERE2 = get_family("cohere2")
 
 NAMES = MoeNames()
 
@@ -90,17 +92,17 @@ def _norms(hf: HfConfig) -> JsonObject:
 _DERIVED = ("ffn_hidden_size", "layernorm_epsilon")
 
 CONFIG = replace(
-    cohere2.CONFIG,
+    COHERE2.table,
     fields=(
-        *(field for field in cohere2.CONFIG.fields if field.mca not in _DERIVED),
+        *(field for field in COHERE2.table.fields if field.mca not in _DERIVED),
         *expert_fields(count="num_experts", default=8, ffn="intermediate_size"),
     ),
-    defaults={**cohere2.CONFIG.defaults, "num_experts_per_tok": 2, "head_dim": 128},
+    defaults={**COHERE2.table.defaults, "num_experts_per_tok": 2, "head_dim": 128},
     facts=(Lens(derive, write),),
 )
 
 FAMILY = replace(
-    cohere2.FAMILY,
+    COHERE2,
     model_type="cohere2_moe",
     architecture="Cohere2MoeForCausalLM",
     config=CONFIG,

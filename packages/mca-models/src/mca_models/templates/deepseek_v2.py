@@ -10,11 +10,11 @@ from mca_models.templates.config_table import (
     Fixed,
     HfConfig,
 )
-from mca_models.templates.deepseek_v3 import NAMES
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.mla import MLA_FIELDS, derive_mla, mla_moe_params
 from mca_models.templates.parts.moe import write_groups
+from mca_models.templates.parts.names import MoeNames
 
 GREEDY, LIMITED = "greedy", "group_limited_greedy"
 
@@ -59,5 +59,5 @@ FAMILY = Family(
     architecture="DeepseekV2ForCausalLM",
     config=CONFIG,
     params=mla_moe_params,
-    moe=NAMES,
+    moe=MoeNames(),
 )

@@ -4,13 +4,16 @@ from dataclasses import replace
 
 from mca_config.model_config import MlaMcaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates import deepseek_v3, glm4_moe_lite
+from mca_models.templates import get_family
 from mca_models.templates.config_table import Field, HfConfig
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import inner
 from mca_models.templates.parts.mla import INTERLEAVED, MLA_FIELDS, derive_sigmoid_mla, latent_attention
-from mca_models.templates.parts.moe import derive_moe_layers, moe_params
+from mca_models.templates.parts.moe import derive_moe_layers, moe_params, write_groups, write_moe_layers
+from mca_models.templates.parts.names import MoeNames
 from mca_models.weights import Param
+
+DEEPSEEK_V3 = get_family("deepseek_v3")
 
 INDEX_FIELDS = (
     Field("index_topk", "index_topk", 2048),
@@ -30,26 +33,26 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def write(values: Values) -> HfConfig:
     """Write the HF keys."""
-    return glm4_moe_lite.write(values)
+    return {**write_groups(values), **write_moe_layers(values)}
 
 
 def params(config: MlaMcaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     mca, hf = "self_attention.core_attention.indexer.", "self_attn.indexer."
     indexer = [inner(mca + own, hf + its) for own, its in NAMES.items()]
-    return moe_params(config, deepseek_v3.NAMES, [*latent_attention(config), *indexer])
+    return moe_params(config, MoeNames(), [*latent_attention(config), *indexer])
 
 
 CONFIG = replace(
-    deepseek_v3.CONFIG,
+    DEEPSEEK_V3.table,
     fields=(*MLA_FIELDS, *INDEX_FIELDS),
-    fixed=tuple(fixed for fixed in deepseek_v3.CONFIG.fixed if fixed is not INTERLEAVED),
+    fixed=tuple(fixed for fixed in DEEPSEEK_V3.table.fixed if fixed is not INTERLEAVED),
     aliases=dict.fromkeys(("num_local_experts", "num_experts"), "n_routed_experts"),
     facts=(Lens(derive, write),),
 )
 
 FAMILY = replace(
-    deepseek_v3.FAMILY,
+    DEEPSEEK_V3,
     model_type="deepseek_v32",
     architecture="DeepseekV32ForCausalLM",
     config=CONFIG,

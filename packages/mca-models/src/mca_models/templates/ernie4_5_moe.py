@@ -2,7 +2,7 @@
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates import ernie4_5
+from mca_models.templates import get_family
 from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens, is_moe_layer
@@ -12,6 +12,8 @@ from mca_models.templates.parts.moe import aux_loss, moe_params, write_aux_loss
 from mca_models.templates.parts.names import MoeNames
 from mca_models.templates.parts.passthrough import with_mtp_passthrough
 from mca_models.weights import Param, Shaped
+
+ERNIE4_5 = get_family("ernie4_5")
 
 BIAS = "moe_statics.e_score_correction_bias"
 NAMES = MoeNames(
@@ -48,7 +50,7 @@ CONFIG = ConfigTable(
         Field("moe_router_topk", "moe_k", 6),
     ),
     defaults={
-        **ernie4_5.CONFIG.defaults,
+        **ERNIE4_5.table.defaults,
         "num_key_value_heads": 4,
         "moe_intermediate_size": 1536,
     },

@@ -98,6 +98,12 @@ class Family:
     texts: Mapping[str, "Family"] = field(default_factory=dict)
     vision: VisionModel | None = None
 
+    @property
+    def table(self) -> ConfigTable:
+        """Return the table of a text-only family, for the families that differ from it in a few values."""
+        assert isinstance(self.config, ConfigTable), "text parts do not nest"
+        return self.config
+
     def hf_shapes(self, config: McaModelConfig) -> dict[str, Shape]:
         """Every HF tensor of a model and its shape, known without a checkpoint."""
         return hf_shapes(self.params(config), config)
@@ -178,9 +184,7 @@ class Family:
         if kind not in (self.texts or (None,)):
             known = ", ".join(self.texts) or "none"
             raise McaError(f"text_model_type is {kind!r:.80}; expected of a {self.model_type} model: {known}")
-        table = self.text(config).config
-        assert isinstance(table, ConfigTable), "text parts do not nest"
-        if type(config) is not table.config_class:
+        if type(config) is not self.text(config).table.config_class:
             raise McaError(f"kv_lora_rank is set or missing, unlike in a {self.model_type} model")
         if self.vision is not None:
             self.vision.tensors(config)

@@ -3,11 +3,13 @@
 from dataclasses import replace
 
 from mca_config.types import JsonObject, Values
-from mca_models.templates import deepseek_v3
+from mca_models.templates import get_family
 from mca_models.templates.config_table import HfConfig
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.mla import derive_sigmoid_mla
 from mca_models.templates.parts.moe import derive_moe_layers, write_groups, write_moe_layers
+
+DEEPSEEK_V3 = get_family("deepseek_v3")
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -21,7 +23,7 @@ def write(values: Values) -> HfConfig:
 
 
 CONFIG = replace(
-    deepseek_v3.CONFIG,
+    DEEPSEEK_V3.table,
     defaults={
         "rms_norm_eps": 1e-5,
         "routed_scaling_factor": 1.8,
@@ -34,5 +36,5 @@ CONFIG = replace(
 )
 
 FAMILY = replace(
-    deepseek_v3.FAMILY, model_type="glm4_moe_lite", architecture="Glm4MoeLiteForCausalLM", config=CONFIG
+    DEEPSEEK_V3, model_type="glm4_moe_lite", architecture="Glm4MoeLiteForCausalLM", config=CONFIG
 )

@@ -5,7 +5,7 @@ from functools import partial
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_models.templates import glm4, glm4_moe
+from mca_models.templates import get_family
 from mca_models.templates.config_table import HfConfig, head_dim
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
@@ -22,6 +22,9 @@ from mca_models.templates.parts.vision_tower import (
     repeat_shapes,
 )
 from mca_models.templates.parts.vision_values import vision_values
+
+GLM4 = get_family("glm4")
+GLM4_MOE = get_family("glm4_moe")
 
 _norm, _linear = partial(norm, bias=False), partial(linear, bias=False)
 
@@ -74,13 +77,13 @@ def dense_text() -> Family:
     """GLM 4 as the text part: always with biases on q, k and v, and with heads that follow from the width."""
     named = ("head_dim", "attention_bias")
     config = replace(
-        glm4.CONFIG,
-        fields=tuple(field for field in glm4.CONFIG.fields if field.hf not in named),
+        GLM4.table,
+        fields=tuple(field for field in GLM4.table.fields if field.hf not in named),
         defaults={"num_key_value_heads": 2, "rms_norm_eps": 1e-5},
-        constants={**glm4.CONFIG.constants, "add_qkv_bias": True},
+        constants={**GLM4.table.constants, "add_qkv_bias": True},
         facts=(Lens(_derive),),
     )
-    return replace(glm4.FAMILY, model_type="glm4v_text", config=config)
+    return replace(GLM4, model_type="glm4v_text", config=config)
 
 
 def _experts(hf: HfConfig) -> JsonObject:
@@ -91,17 +94,17 @@ def moe_text() -> Family:
     """GLM 4.5 as the text part: without norms of q and k and prediction layers, with a load-balancing loss."""
     left = ("use_qk_norm", "num_nextn_predict_layers")
     config = replace(
-        glm4_moe.CONFIG,
-        fields=tuple(field for field in glm4_moe.CONFIG.fields if field.hf not in left),
+        GLM4_MOE.table,
+        fields=tuple(field for field in GLM4_MOE.table.fields if field.hf not in left),
         defaults={
-            **glm4_moe.CONFIG.defaults,
+            **GLM4_MOE.table.defaults,
             **{"attention_bias": True, "num_nextn_predict_layers": 0, "router_aux_loss_coef": 1e-4},
         },
-        constants={**glm4_moe.CONFIG.constants, "qk_layernorm": False},
+        constants={**GLM4_MOE.table.constants, "qk_layernorm": False},
         aliases={"num_local_experts": "n_routed_experts"},
         facts=(Lens(_experts, lambda values: write_groups(values) | write_aux_loss(values)),),
     )
-    return replace(glm4_moe.FAMILY, model_type="glm4v_moe_text", config=config)
+    return replace(GLM4_MOE, model_type="glm4v_moe_text", config=config)
 
 
 def _family(model_type: str, architecture: str, text: Family) -> Family:

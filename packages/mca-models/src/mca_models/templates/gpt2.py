@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import FamilyConfig, Values
-from mca_models.templates import gptj
+from mca_models.templates import get_family
 from mca_models.templates.config_table import ConfigTable, DropoutTogether, Field, Fixed
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
@@ -25,9 +25,11 @@ from mca_models.templates.parts.legacy import (
 from mca_models.templates.shapes import Shape
 from mca_models.weights import Param, Transposed
 
+GPTJ = get_family("gptj")
+
 CONFIG = ConfigTable(
     fields=(
-        *(its for its in gptj.CONFIG.fields if its.mca not in ("tie_word_embeddings", *GPT_DROPOUTS)),
+        *(its for its in GPTJ.table.fields if its.mca not in ("tie_word_embeddings", *GPT_DROPOUTS)),
         Field("tie_word_embeddings", "tie_word_embeddings", True),
         *(Field(mca, hf, 0.1) for mca, hf in GPT_DROPOUTS.items()),
         Field("embedding_dropout", "embd_pdrop", 0.1),
@@ -43,7 +45,7 @@ CONFIG = ConfigTable(
         Fixed("scale_attn_by_inverse_layer_idx", (False,), "scores of all layers have one scale"),
         Fixed("add_cross_attention", (False,), "a decoder without an encoder"),
     ),
-    aliases=gptj.CONFIG.aliases,
+    aliases=GPTJ.table.aliases,
     facts=(Lens(gpt2_heads, write_gpt2_heads),),
 )
 

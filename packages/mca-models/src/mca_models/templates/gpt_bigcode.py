@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates import gpt2
+from mca_models.templates import get_family
 from mca_models.templates.config_table import HfConfig
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
@@ -12,6 +12,8 @@ from mca_models.templates.parts.activations import GELU
 from mca_models.templates.parts.common import fused_qkv, grouped_qkv
 from mca_models.templates.parts.legacy import gpt2_around, gpt2_heads, gpt2_layer_rules, write_gpt2_heads
 from mca_models.weights import Param
+
+GPT2 = get_family("gpt2")
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -26,8 +28,8 @@ def write(values: Values) -> HfConfig:
 
 
 CONFIG = replace(
-    gpt2.CONFIG,
-    defaults={**gpt2.CONFIG.defaults, "activation_function": GELU},
+    GPT2.table,
+    defaults={**GPT2.table.defaults, "activation_function": GELU},
     facts=(Lens(derive, write),),
 )
 

@@ -5,11 +5,13 @@ from dataclasses import replace
 
 from mca_config.errors import HfConfigError
 from mca_config.types import JsonObject, Values
-from mca_models.templates import granite
+from mca_models.templates import get_family
 from mca_models.templates.config_table import HfConfig, read_rope
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.dual_rope import FULL, SLIDING, write_layer_types
 from mca_models.templates.parts.sliding_window import WINDOW
+
+GRANITE = get_family("granite")
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -47,13 +49,11 @@ def write(values: Values) -> HfConfig:
 
 
 CONFIG = replace(
-    granite.CONFIG,
-    fields=(*granite.CONFIG.fields, WINDOW),
+    GRANITE.table,
+    fields=(*GRANITE.table.fields, WINDOW),
     defaults={"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "num_key_value_heads": 4},
     constants={"softmax_type": "learnable"},
     facts=(Lens(derive, write),),
 )
 
-FAMILY = replace(
-    granite.FAMILY, model_type="granite_swa", architecture="GraniteSWAForCausalLM", config=CONFIG
-)
+FAMILY = replace(GRANITE, model_type="granite_swa", architecture="GraniteSWAForCausalLM", config=CONFIG)

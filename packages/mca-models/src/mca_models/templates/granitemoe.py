@@ -1,7 +1,7 @@
 """Granite 3 with experts: HF ``GraniteMoeForCausalLM``: stacked experts, Granite's factors."""
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import granite
+from mca_models.templates import get_family
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
@@ -10,9 +10,11 @@ from mca_models.templates.parts.moe import aux_loss, detect_stacked_experts, exp
 from mca_models.templates.parts.stacked_experts import expert_layers
 from mca_models.weights import Param, expand_rules
 
+GRANITE = get_family("granite")
+
 CONFIG = ConfigTable(
     fields=(
-        *granite.CONFIG.fields,
+        *GRANITE.table.fields,
         *expert_fields(count="num_local_experts", default=8, ffn="intermediate_size"),
     ),
     defaults={"num_experts_per_tok": 2},

@@ -2,7 +2,7 @@
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates import granite
+from mca_models.templates import get_family
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, Field, HfConfig
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
@@ -20,6 +20,8 @@ from mca_models.templates.parts.mamba import (
 from mca_models.templates.parts.moe import aux_loss, detect_stacked_experts, write_aux_loss
 from mca_models.templates.parts.stacked_experts import expert_layers
 from mca_models.weights import GATED, ROW, Param, expand_rules
+
+GRANITE = get_family("granite")
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -56,7 +58,7 @@ def write(values: Values) -> HfConfig:
 
 CONFIG = ConfigTable(
     fields=(
-        *granite.CONFIG.fields,
+        *GRANITE.table.fields,
         Field("moe_router_topk", "num_experts_per_tok"),
         *bamba_fields(),
     ),

@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 from mca_config.types import JsonObject, Values
-from mca_models.templates import granitemoe
+from mca_models.templates import get_family
 from mca_models.templates.config_table import HfConfig
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.moe import aux_loss, write_aux_loss
+
+GRANITEMOE = get_family("granitemoe")
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -23,8 +25,8 @@ def write(values: Values) -> HfConfig:
 
 
 FAMILY = replace(
-    granitemoe.FAMILY,
+    GRANITEMOE,
     model_type="granitemoeshared",
     architecture="GraniteMoeSharedForCausalLM",
-    config=replace(granitemoe.CONFIG, facts=(Lens(derive, write),)),
+    config=replace(GRANITEMOE.table, facts=(Lens(derive, write),)),
 )

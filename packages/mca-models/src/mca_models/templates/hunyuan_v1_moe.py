@@ -3,7 +3,7 @@
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates import hunyuan_v1_dense
+from mca_models.templates import get_family
 from mca_models.templates.config_table import ConfigTable, Fixed, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
@@ -12,6 +12,8 @@ from mca_models.templates.parts.moe import moe_params
 from mca_models.templates.parts.names import QK_NORMS, MoeNames
 from mca_models.templates.parts.rope import alpha_rope
 from mca_models.weights import Param
+
+HUNYUAN_V1_DENSE = get_family("hunyuan_v1_dense")
 
 NAMES = MoeNames(router="mlp.gate.wg.weight", shared="mlp.shared_mlp.")
 
@@ -47,10 +49,10 @@ def write(values: Values) -> HfConfig:
 
 CONFIG = ConfigTable(
     fields=dense_fields(eps=1e-5),
-    defaults=hunyuan_v1_dense.CONFIG.defaults,
-    constants=hunyuan_v1_dense.CONFIG.constants,
+    defaults=HUNYUAN_V1_DENSE.table.defaults,
+    constants=HUNYUAN_V1_DENSE.table.constants,
     fixed=(
-        *hunyuan_v1_dense.CONFIG.fixed,
+        *HUNYUAN_V1_DENSE.table.fixed,
         Fixed("use_cla", (False,), "transformers ignores it"),
         Fixed("use_mixed_mlp_moe", (True,), "transformers ignores it"),
     ),

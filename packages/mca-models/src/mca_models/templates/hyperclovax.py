@@ -2,12 +2,14 @@
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates import granite
+from mca_models.templates import get_family
 from mca_models.templates.config_table import ConfigTable, Field, HfConfig, head_dim
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import dense_layers, renamed
 from mca_models.weights import Param
+
+GRANITE = get_family("granite")
 
 SANDWICH = {
     "post_attention_layernorm": "post_norm1",
@@ -39,12 +41,12 @@ def params(config: McaModelConfig) -> list[Param]:
 OTHERS = ("softmax_scale", "logits_scaling")
 CONFIG = ConfigTable(
     fields=(
-        *(field for field in granite.CONFIG.fields if field.mca not in OTHERS),
+        *(field for field in GRANITE.table.fields if field.mca not in OTHERS),
         Field(
             "softmax_scale", "attention_multiplier", lambda hf: (hf.get("head_dim") or head_dim(hf)) ** -0.5
         ),
     ),
-    fixed=granite.CONFIG.fixed,
+    fixed=GRANITE.table.fixed,
     facts=(Lens(derive, write),),
 )
 

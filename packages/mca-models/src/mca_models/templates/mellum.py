@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from mca_config.types import JsonObject, Values
-from mca_models.templates import qwen3_moe
+from mca_models.templates import get_family
 from mca_models.templates.config_table import Field, HfConfig
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.dual_rope import (
@@ -15,6 +15,8 @@ from mca_models.templates.parts.dual_rope import (
 )
 from mca_models.templates.parts.moe import derive_moe_layers, sparse_layers, write_moe_layers, write_sparse
 from mca_models.templates.parts.passthrough import with_mtp_passthrough
+
+QWEN3_MOE = get_family("qwen3_moe")
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -32,17 +34,17 @@ def write(values: Values) -> HfConfig:
 
 
 CONFIG = replace(
-    qwen3_moe.CONFIG,
-    fields=(*qwen3_moe.CONFIG.fields, Field("window_size", "sliding_window", 1024)),
+    QWEN3_MOE.table,
+    fields=(*QWEN3_MOE.table.fields, Field("window_size", "sliding_window", 1024)),
     defaults={"num_key_value_heads": 4, "head_dim": 128, "norm_topk_prob": True, "num_local_experts": 64},
-    fixed=(*qwen3_moe.CONFIG.fixed, PER_LAYER_TYPE),
+    fixed=(*QWEN3_MOE.table.fixed, PER_LAYER_TYPE),
     aliases={"num_experts": "num_local_experts"},
     facts=(Lens(derive, write),),
 )
 
 FAMILY = with_mtp_passthrough(
     replace(
-        qwen3_moe.FAMILY,
+        QWEN3_MOE,
         model_type="mellum",
         architecture="MellumForCausalLM",
         config=CONFIG,

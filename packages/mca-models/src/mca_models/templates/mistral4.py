@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from mca_config.types import JsonObject, Values
-from mca_models.templates import deepseek_v3
+from mca_models.templates import get_family
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, Fixed, HfConfig
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.mla import INTERLEAVED, derive_mla
@@ -13,6 +13,8 @@ from mca_models.templates.parts.query_temperature import (
     derive_query_temperature,
     write_query_temperature,
 )
+
+DEEPSEEK_V3 = get_family("deepseek_v3")
 
 ROPE = {
     **YARN,
@@ -32,7 +34,7 @@ def write(values: Values) -> HfConfig:
 
 
 CONFIG = replace(
-    deepseek_v3.CONFIG,
+    DEEPSEEK_V3.table,
     defaults={"q_lora_rank": 1024, "n_shared_experts": 1, "n_routed_experts": 128, "pad_token_id": 11},
     constants={"qk_layernorm": True},
     fixed=(
@@ -49,4 +51,4 @@ CONFIG = replace(
     facts=(Lens(derive, write),),
 )
 
-FAMILY = replace(deepseek_v3.FAMILY, model_type="mistral4", architecture="Mistral4ForCausalLM", config=CONFIG)
+FAMILY = replace(DEEPSEEK_V3, model_type="mistral4", architecture="Mistral4ForCausalLM", config=CONFIG)

@@ -1,12 +1,14 @@
 """OLMo 3: HF ``Olmo3ForCausalLM``: OLMo 2's layers; three of four have a window and a rope without scaling."""
 
 from mca_config.types import JsonObject, Values
-from mca_models.templates import olmo2
+from mca_models.templates import get_family
 from mca_models.templates.config_table import ConfigTable, Field, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import dense_layers
 from mca_models.templates.parts.dual_rope import FULL, SLIDING, derive_dual_rope, write_dual_rope
+
+OLMO2 = get_family("olmo2")
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -26,8 +28,8 @@ def write(values: Values) -> HfConfig:
 CONFIG = ConfigTable(
     fields=(*dense_fields(eps=1e-5), Field("window_size", "sliding_window", None)),
     defaults={"sliding_window": 4096, "pad_token_id": 1},
-    constants=olmo2.CONFIG.constants,
-    fixed=olmo2.CONFIG.fixed,
+    constants=OLMO2.table.constants,
+    fixed=OLMO2.table.fixed,
     facts=(Lens(derive, write),),
 )
 

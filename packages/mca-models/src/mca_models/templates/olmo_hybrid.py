@@ -6,7 +6,7 @@ from itertools import chain
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates import olmo2
+from mca_models.templates import get_family
 from mca_models.templates.config_table import ConfigTable, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
@@ -16,6 +16,8 @@ from mca_models.templates.parts.names import HF
 from mca_models.templates.parts.passthrough import with_mtp_passthrough
 from mca_models.templates.shapes import Shape
 from mca_models.weights import Concat, Param, expand_rules
+
+OLMO2 = get_family("olmo2")
 
 FULL, LINEAR, CONV = "full_attention", "linear_attention", "linear_attn.{}_conv1d.weight"
 PUBLISHED = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
@@ -64,7 +66,7 @@ CONFIG = ConfigTable(
         **{"qk_layernorm": True, "qk_layernorm_full_width": True, "linear_norm_epsilon": 1e-5},
         "of_kind": {FULL: {"norm_placement": "post"}},
     },
-    fixed=olmo2.CONFIG.fixed,
+    fixed=OLMO2.table.fixed,
     facts=(Lens(derive, write),),
 )
 

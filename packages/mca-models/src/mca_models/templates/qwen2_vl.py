@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_models.templates import qwen2
+from mca_models.templates import get_family
 from mca_models.templates.config_table import HfConfig, head_dim
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
@@ -20,6 +20,8 @@ from mca_models.templates.parts.vision_tower import (
 )
 from mca_models.templates.parts.vision_values import vision_values
 
+QWEN2 = get_family("qwen2")
+
 _DEFAULTS = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_window_layers": 80}
 
 
@@ -28,11 +30,11 @@ def derive(hf: HfConfig) -> JsonObject:
     return {**window(hf), "kv_channels": head_dim(hf)}
 
 
-def text_family(kind: str) -> Family:
+def text_family() -> Family:
     """Qwen 2 as the text part."""
-    fields = tuple(field for field in qwen2.CONFIG.fields if field.hf != "head_dim")
-    config = replace(qwen2.CONFIG, fields=fields, defaults=_DEFAULTS, facts=(Lens(derive, write_window),))
-    return replace(qwen2.FAMILY, model_type=kind, config=config)
+    fields = tuple(field for field in QWEN2.table.fields if field.hf != "head_dim")
+    config = replace(QWEN2.table, fields=fields, defaults=_DEFAULTS, facts=(Lens(derive, write_window),))
+    return replace(QWEN2, model_type="qwen2_vl_text", config=config)
 
 
 def tensors(config: McaModelConfig) -> Shapes:
@@ -59,7 +61,7 @@ def tensors(config: McaModelConfig) -> Shapes:
 FAMILY = vision_language_family(
     "qwen2_vl",
     "Qwen2VLForConditionalGeneration",
-    {"qwen2_vl_text": text_family("qwen2_vl_text")},
+    {"qwen2_vl_text": text_family()},
     VisionModel(tensors=tensors, spellings=SPELLINGS, projector=MERGERS),
     INSIDE,
 )

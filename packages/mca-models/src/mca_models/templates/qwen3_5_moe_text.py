@@ -24,7 +24,7 @@ from mca_models.templates.parts.moe import (
     write_aux_loss,
 )
 from mca_models.templates.parts.mtp import OWN_EMBEDDING, mtp_params
-from mca_models.templates.qwen3_next import NAMES
+from mca_models.templates.parts.names import MoeNames
 from mca_models.weights import Param
 
 
@@ -43,6 +43,7 @@ def expert_width(hf: HfConfig) -> int:
     return int(hf["moe_intermediate_size"])
 
 
+NAMES = MoeNames(shared="mlp.shared_expert.")
 SIZES = tuple(field for field in dense_fields() if field.mca != "ffn_hidden_size")
 
 CONFIG = ConfigTable(

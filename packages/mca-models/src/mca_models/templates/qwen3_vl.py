@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from mca_models.templates import qwen3
+from mca_models.templates import get_family
 from mca_models.templates.family import Family
 from mca_models.templates.parts.deepstack import INSIDE, MERGERS, SPELLINGS, tensors, without_window
 from mca_models.templates.parts.vision_language import vision_language_family
@@ -10,13 +10,15 @@ from mca_models.templates.parts.vision_tower import (
     VisionModel,
 )
 
+QWEN3 = get_family("qwen3")
+
 
 def text_family() -> Family:
     """Qwen 3 as the text part."""
     config = replace(
-        without_window(qwen3.CONFIG), defaults={"head_dim": 128, "rope_theta": 5e5, "num_key_value_heads": 32}
+        without_window(QWEN3.table), defaults={"head_dim": 128, "rope_theta": 5e5, "num_key_value_heads": 32}
     )
-    return replace(qwen3.FAMILY, model_type="qwen3_vl_text", config=config)
+    return replace(QWEN3, model_type="qwen3_vl_text", config=config)
 
 
 FAMILY = vision_language_family(

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
-from mca_models.templates import qwen3_moe
+from mca_models.templates import get_family
 from mca_models.templates.config_table import HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
@@ -19,6 +19,8 @@ from mca_models.templates.parts.names import FUSED
 from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import VisionModel
 from mca_models.templates.shapes import Shape
+
+QWEN3_MOE = get_family("qwen3_moe")
 
 
 def derive(hf: HfConfig) -> dict[str, object]:
@@ -38,12 +40,12 @@ def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping
 def text_family() -> Family:
     """Qwen 3 with experts as the text part."""
     table = replace(
-        qwen3_moe.CONFIG,
+        QWEN3_MOE.table,
         fields=(*dense_fields(), *expert_fields(count="num_experts", default=60)),
         defaults={"rope_theta": 5e5, "num_key_value_heads": 16, "num_experts_per_tok": 4},
         facts=(Lens(derive, write_sparse),),
     )
-    family = replace(qwen3_moe.FAMILY, model_type="qwen3_vl_moe_text", config=without_window(table))
+    family = replace(QWEN3_MOE, model_type="qwen3_vl_moe_text", config=without_window(table))
     return replace(family, detect_extra=detect_extra)
 
 

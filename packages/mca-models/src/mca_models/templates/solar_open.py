@@ -1,7 +1,7 @@
 """Solar Open: HF ``SolarOpenForCausalLM``: GLM 4.5's experts in every layer, Llama's attention."""
 
 from mca_config.types import JsonObject
-from mca_models.templates import glm4_moe
+from mca_models.templates import get_family
 from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
@@ -13,6 +13,8 @@ from mca_models.templates.parts.moe import (
     sigmoid_experts,
     write_groups,
 )
+
+GLM4_MOE = get_family("glm4_moe")
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -39,6 +41,6 @@ FAMILY = Family(
     model_type="solar_open",
     architecture="SolarOpenForCausalLM",
     config=CONFIG,
-    params=glm4_moe.FAMILY.params,
-    moe=glm4_moe.NAMES,
+    params=GLM4_MOE.params,
+    moe=GLM4_MOE.moe,
 )

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates.config_table import ConfigTable
 from mca_models.templates.family import Family
 from mca_models.templates.parts.vision_tower import NestedTextConfig, VisionModel
 from mca_models.templates.text_families import TextFamilyTable
@@ -34,7 +33,7 @@ def vision_language_family(
         assumed: A text part without a type is of the first family, as it is where there is but one.
     """
     tables = {
-        kind: replace(_config_table(text), composite=replace(inside, text_model_type=kind))
+        kind: replace(text.table, composite=replace(inside, text_model_type=kind))
         for kind, text in texts.items()
     }
 
@@ -57,8 +56,3 @@ def vision_language_family(
         texts=texts,
         vision=vision,
     )
-
-
-def _config_table(text: Family) -> ConfigTable:
-    assert isinstance(text.config, ConfigTable), "text parts do not nest"
-    return text.config
