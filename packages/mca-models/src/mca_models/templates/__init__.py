@@ -47,7 +47,8 @@ class _Families(MutableMapping[str, Family]):
 
 
 def _family_in(module: str, name: str) -> Family:
-    family = getattr(import_module(module), name)
+    found = vars(import_module(module))
+    family = found[name] if name in found else found["FAMILIES"][name]
     assert isinstance(family, Family), f"{module}.{name} is no Family"
     return family
 
@@ -55,7 +56,6 @@ def _family_in(module: str, name: str) -> Family:
 _IN_ITS_FILE = (
     "afmoe",
     "apertus",
-    "arcee",
     "aria_text",
     "bamba",
     "bloom",
@@ -67,15 +67,12 @@ _IN_ITS_FILE = (
     "deepseek_v3",
     "deepseek_v32",
     "dots1",
-    "ernie4_5",
     "ernie4_5_moe",
-    "exaone4",
     "exaone_moe",
     "falcon",
     "falcon_h1",
     "flex_olmo",
     "flint",
-    "gemma",
     "gemma2",
     "gemma3",
     "gemma3_text",
@@ -92,24 +89,18 @@ _IN_ITS_FILE = (
     "gpt_neox",
     "gpt_oss",
     "gptj",
-    "granite",
     "granite_swa",
     "granitemoe",
     "granitemoe_swa",
     "granitemoehybrid",
     "granitemoeshared",
-    "helium",
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
     "hy_v3",
     "hyperclovax",
-    "internlm3",
     "internvl",
-    "iquestcoder",
-    "jais2",
     "kimi_k2",
     "kimi_linear",
-    "llama",
     "llama4_text",
     "longcat_flash",
     "mellum",
@@ -119,17 +110,11 @@ _IN_ITS_FILE = (
     "minimax_m2",
     "minimax_m3_vl",
     "minimax_m3_vl_text",
-    "ministral",
-    "ministral3",
-    "mistral",
     "mistral3",
     "mistral4",
     "mixtral",
     "nanochat",
-    "nemotron",
     "nemotron_h",
-    "olmo",
-    "olmo2",
     "olmo3",
     "olmo_hybrid",
     "olmoe",
@@ -138,11 +123,9 @@ _IN_ITS_FILE = (
     "phi",
     "phi3",
     "phimoe",
-    "qwen2",
     "qwen2_5_vl",
     "qwen2_moe",
     "qwen2_vl",
-    "qwen3",
     "qwen3_5",
     "qwen3_5_moe_text",
     "qwen3_5_text",
@@ -150,18 +133,47 @@ _IN_ITS_FILE = (
     "qwen3_next",
     "qwen3_vl",
     "qwen3_vl_moe",
-    "seed_oss",
     "smollm3",
     "solar_open",
-    "stablelm",
     "starcoder2",
     "vaultgemma",
     "youtu",
 )
 """Types whose family is ``FAMILY`` of the module of their name."""
 _WITH_ANOTHER = {"glm4v_moe": "glm4v:MOE_FAMILY", "qwen3_5_moe": "qwen3_5:MOE_FAMILY"}
+_LLAMA_LIKE = (
+    "arcee",
+    "ernie4_5",
+    "exaone4",
+    "gemma",
+    "granite",
+    "helium",
+    "internlm3",
+    "iquestcoder",
+    "jais2",
+    "llama",
+    "ministral",
+    "ministral3",
+    "mistral",
+    "nemotron",
+    "olmo",
+    "olmo2",
+    "qwen2",
+    "qwen3",
+    "seed_oss",
+    "stablelm",
+)
+"""Types whose family is a value of `llama_like`."""
 
-FAMILIES = _Families(sorted([*zip(_IN_ITS_FILE, _IN_ITS_FILE, strict=True), *_WITH_ANOTHER.items()]))
+FAMILIES = _Families(
+    sorted(
+        [
+            *zip(_IN_ITS_FILE, _IN_ITS_FILE, strict=True),
+            *_WITH_ANOTHER.items(),
+            *((kind, f"llama_like:{kind}") for kind in _LLAMA_LIKE),
+        ]
+    )
+)
 
 
 def get_family(model_type: str) -> Family:

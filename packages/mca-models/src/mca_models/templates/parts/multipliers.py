@@ -5,6 +5,7 @@ from mca_models.templates.config_table import (
     Field,
     HfConfig,
 )
+from mca_models.templates.lens import Lens
 from mca_models.templates.parts.activations import GELU
 
 
@@ -35,3 +36,7 @@ FACTORS = (
     Field("residual_multiplier", "residual_multiplier", 1.0),
     Field("logits_scaling", "logits_scaling", 1.0),
 )
+
+
+EMBEDDING_SCALE = Lens(lambda hf: {"embedding_multiplier": hf["hidden_size"] ** 0.5})
+"""The factor on embeddings, which HF computes from the size."""

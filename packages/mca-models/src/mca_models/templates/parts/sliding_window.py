@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import Field, HfConfig
+from mca_models.templates.lens import Lens
 from mca_models.templates.parts.dual_rope import FULL, SLIDING, write_layer_types
 
 
@@ -49,3 +50,13 @@ def write_window(values: Values) -> JsonObject:
 
 
 WINDOW = Field("window_size", "sliding_window", 128)
+
+
+def _read_listed_windows(hf: HfConfig) -> JsonObject:
+    if hf.get("sliding_window") is None:
+        return {"layer_types": None}
+    return {"layer_types": tuple(hf.get("layer_types") or [SLIDING] * hf["num_hidden_layers"])}
+
+
+LISTED_WINDOWS = Lens(_read_listed_windows, write_layer_types)
+"""The sliding-window layers: all unless listed."""
