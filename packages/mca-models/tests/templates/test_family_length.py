@@ -70,7 +70,7 @@ def lines_of_code(text: str) -> int:
 
 
 def test_a_family_of_known_parts_is_short() -> None:
-    assert len(FILES) > 0.9 * len(IMPORTED)
+    assert len(FILES) > 0.7 * len(IMPORTED)
     counts = {name: lines_of_code(file.read_text()) for name, file in FILES.items()}
     excused = {name for names in LONGER.values() for name in names}
     longer = {name: count for name, count in counts.items() if count > BOUND}

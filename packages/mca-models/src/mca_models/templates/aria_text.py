@@ -5,14 +5,12 @@ from dataclasses import replace
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.config_table import SWIGLU_WITHOUT_BIASES, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import renamed
 from mca_models.templates.parts.moe import (
     TRANSPOSED,
     detect_stacked_experts,
-    fuse_shared_experts,
     moe_params,
-    write_shared_experts,
+    shared_experts_lens,
 )
 from mca_models.templates.parts.names import TRANSPOSED_EXPERTS, MoeNames
 from mca_models.weights import Param
@@ -34,12 +32,7 @@ CONFIG = ConfigTable(
     ),
     defaults={"pad_token_id": 2},
     fixed=SWIGLU_WITHOUT_BIASES,
-    facts=(
-        Lens(
-            lambda hf: fuse_shared_experts(hf, SHARED, 2, "intermediate_size"),
-            lambda values: write_shared_experts(values, SHARED),
-        ),
-    ),
+    facts=(shared_experts_lens(SHARED, 2, "intermediate_size"),),
 )
 
 

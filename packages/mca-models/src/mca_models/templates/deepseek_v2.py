@@ -12,23 +12,22 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.mla import MLA_FIELDS, derive_mla, mla_moe_params
-from mca_models.templates.parts.moe import write_groups
+from mca_models.templates.parts.mla import MLA, MLA_FIELDS, mla_moe_params
 from mca_models.templates.parts.names import MoeNames
 
 GREEDY, LIMITED = "greedy", "group_limited_greedy"
 
 
-def derive(hf: HfConfig) -> JsonObject:
-    """Derive as DeepSeek V3, but groups count only if named, and by their best expert."""
+def read_groups(hf: HfConfig) -> JsonObject:
+    """Groups count only if named, and by their best expert."""
     if hf["topk_method"] == GREEDY:
-        return derive_mla({**hf, "n_group": 1})
-    return {**derive_mla(hf), "moe_router_group_score": "max"}
+        return {"moe_router_num_groups": None, "moe_router_group_topk": None}
+    return {"moe_router_group_score": "max"}
 
 
-def write(values: Values) -> HfConfig:
-    """Write the HF keys."""
-    return {**write_groups(values), "topk_method": LIMITED if values["moe_router_num_groups"] else GREEDY}
+def write_groups(values: Values) -> HfConfig:
+    """Write the routing method."""
+    return {"topk_method": LIMITED if values["moe_router_num_groups"] else GREEDY}
 
 
 CONFIG = ConfigTable(
@@ -50,7 +49,7 @@ CONFIG = ConfigTable(
         Fixed("moe_layer_freq", (1,), "every layer after the first dense ones has experts"),
     ),
     aliases={"num_experts": "n_routed_experts"},
-    facts=(Lens(derive, write),),
+    facts=(MLA, Lens(read_groups, write_groups)),
     config_class=MlaMcaModelConfig,
 )
 

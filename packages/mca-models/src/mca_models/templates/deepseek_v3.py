@@ -8,12 +8,15 @@ from mca_models.templates.config_table import (
     Fixed,
 )
 from mca_models.templates.family import Family
-from mca_models.templates.lens import Lens
-from mca_models.templates.parts.mla import INTERLEAVED, MLA_FIELDS, derive_sigmoid_mla, mla_moe_params
+from mca_models.templates.parts.mla import (
+    INTERLEAVED,
+    MLA_FIELDS,
+    SIGMOID_MLA,
+    mla_moe_params,
+)
 from mca_models.templates.parts.moe import (
     NORMALISED,
     SIGMOID_ROUTER,
-    write_groups,
 )
 from mca_models.templates.parts.mtp import mtp_copies
 from mca_models.templates.parts.names import MoeNames
@@ -43,7 +46,7 @@ CONFIG = ConfigTable(
         INTERLEAVED,
     ),
     aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
-    facts=(Lens(derive_sigmoid_mla, write_groups),),
+    facts=(SIGMOID_MLA,),
     config_class=MlaMcaModelConfig,
 )
 

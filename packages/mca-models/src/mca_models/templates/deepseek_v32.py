@@ -3,13 +3,19 @@
 from dataclasses import replace
 
 from mca_config.model_config import MlaMcaModelConfig
-from mca_config.types import JsonObject, Values
 from mca_models.templates import get_family
-from mca_models.templates.config_table import Field, HfConfig
-from mca_models.templates.lens import Lens
+from mca_models.templates.config_table import Field
 from mca_models.templates.parts.common import inner
-from mca_models.templates.parts.mla import INTERLEAVED, MLA_FIELDS, derive_sigmoid_mla, latent_attention
-from mca_models.templates.parts.moe import derive_moe_layers, moe_params, write_groups, write_moe_layers
+from mca_models.templates.parts.mla import (
+    INTERLEAVED,
+    MLA_FIELDS,
+    SIGMOID_MLA,
+    latent_attention,
+)
+from mca_models.templates.parts.moe import (
+    MOE_LAYERS,
+    moe_params,
+)
 from mca_models.templates.parts.names import MoeNames
 from mca_models.weights import Param
 
@@ -26,16 +32,6 @@ NAMES = {
 }
 
 
-def derive(hf: HfConfig) -> JsonObject:
-    """Derive as DeepSeek V3, and the layers with experts."""
-    return {**derive_sigmoid_mla(hf), **derive_moe_layers({"first_k_dense_replace": 3, **hf})}
-
-
-def write(values: Values) -> HfConfig:
-    """Write the HF keys."""
-    return {**write_groups(values), **write_moe_layers(values)}
-
-
 def params(config: MlaMcaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     mca, hf = "self_attention.core_attention.indexer.", "self_attn.indexer."
@@ -48,7 +44,7 @@ CONFIG = replace(
     fields=(*MLA_FIELDS, *INDEX_FIELDS),
     fixed=tuple(fixed for fixed in DEEPSEEK_V3.table.fixed if fixed is not INTERLEAVED),
     aliases=dict.fromkeys(("num_local_experts", "num_experts"), "n_routed_experts"),
-    facts=(Lens(derive, write),),
+    facts=(SIGMOID_MLA, MOE_LAYERS),
 )
 
 FAMILY = replace(

@@ -82,6 +82,7 @@ def write(values: Values) -> HfConfig:
     return {
         **write_bamba(values),
         "mamba_d_ssm": (values["mamba_num_heads"] or 0) * (values["mamba_head_dim"] or 0),
+        **{"attention_in_multiplier": 1.0, "ssm_in_multiplier": 1.0},  # parts of the others
         "mamba_rms_norm": values["mamba_norm"] != "none",
         "mamba_norm_before_gate": values["mamba_norm"] != "gated",
         **{"ssm_multipliers": of_states, "ssm_out_multiplier": after},

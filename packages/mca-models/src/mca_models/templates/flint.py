@@ -16,11 +16,10 @@ from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import in_fp32, renamed
 from mca_models.templates.parts.dual_rope import FULL, SLIDING, write_layer_types
 from mca_models.templates.parts.moe import (
+    SIGMOID_ROUTING,
+    SPARSE_LAYERS,
     expert_fields,
     moe_params,
-    require_sigmoid_routing,
-    sparse_layers,
-    write_sparse,
 )
 from mca_models.templates.parts.names import MoeNames
 from mca_models.templates.parts.sliding_window import rotated_windows
@@ -30,11 +29,10 @@ NAMES = MoeNames(shared="mlp.shared_expert.")
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """Kinds of layers, and which have experts."""
-    require_sigmoid_routing(hf)
+    """Kinds of layers."""
     last = hf["num_hidden_layers"] - 1
     kinds = [FULL if i < 2 or i % 4 == 1 or i == last else SLIDING for i in range(last + 1)]
-    return sparse_layers(hf) | rotated_windows(hf.get("layer_types") or kinds)
+    return rotated_windows(hf.get("layer_types") or kinds)
 
 
 CONFIG = ConfigTable(
@@ -50,7 +48,7 @@ CONFIG = ConfigTable(
     },
     constants={"qk_layernorm": True, "softmax_type": "learnable", "moe_router_score_function": "sigmoid"},
     fixed=(SILU, NO_ATTENTION_BIAS, Fixed("norm_topk_prob", (True,), "Megatron normalises sigmoid scores")),
-    facts=(Lens(derive, lambda values: write_sparse(values) | write_layer_types(values)),),
+    facts=(SIGMOID_ROUTING, SPARSE_LAYERS, Lens(derive, write_layer_types)),
 )
 
 

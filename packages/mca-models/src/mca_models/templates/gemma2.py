@@ -1,25 +1,11 @@
 """Gemma 2: HF ``Gemma2ForCausalLM``: capped scores and logits, norms around each block, alternating windows."""
 
-from mca_config.types import JsonObject, Values
-from mca_models.templates.config_table import NO_ATTENTION_BIAS, ConfigTable, Field, HfConfig, dense_fields
+from mca_models.templates.config_table import NO_ATTENTION_BIAS, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts.activations import GELU_ONLY, GELU_SANDWICH, NO_BIDIRECTIONAL
 from mca_models.templates.parts.common import dense_layers
-from mca_models.templates.parts.dual_rope import FULL, SLIDING
-from mca_models.templates.parts.multipliers import scales, write_scale
-
-
-def derive(hf: HfConfig) -> JsonObject:
-    """Kinds of layers, every other one with a window, and the scales that HF computes from sizes."""
-    pattern = [FULL if i % 2 else SLIDING for i in range(hf["num_hidden_layers"])]
-    return {"layer_types": tuple(hf.get("layer_types") or pattern), **scales(hf)}
-
-
-def write(values: Values) -> HfConfig:
-    """Write the HF keys."""
-    return {"layer_types": list(values["layer_types"] or ()), **write_scale(values)}
-
+from mca_models.templates.parts.dual_rope import layer_types
+from mca_models.templates.parts.multipliers import QUERY_SCALE
 
 CONFIG = ConfigTable(
     fields=(
@@ -34,7 +20,7 @@ CONFIG = ConfigTable(
     },
     constants=GELU_SANDWICH,
     fixed=(NO_ATTENTION_BIAS, GELU_ONLY, NO_BIDIRECTIONAL),
-    facts=(Lens(derive, write),),
+    facts=(layer_types(lambda layer: layer % 2 == 1), QUERY_SCALE),
 )
 
 FAMILY = Family(model_type="gemma2", architecture="Gemma2ForCausalLM", config=CONFIG, params=dense_layers)

@@ -4,15 +4,13 @@ from functools import partial
 
 from mca_models.templates.config_table import SILU, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts.moe import (
+    GROUPED_EXPERTS,
     NORMALISED,
     SCALED,
     SIGMOID_ROUTER,
     expert_fields,
     moe_params,
-    sigmoid_experts,
-    write_groups,
 )
 from mca_models.templates.parts.mtp import mtp_copies
 from mca_models.templates.parts.names import MoeNames
@@ -38,7 +36,7 @@ CONFIG = ConfigTable(
     constants=SIGMOID_ROUTER,
     fixed=(SILU, NORMALISED),
     aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
-    facts=(Lens(sigmoid_experts, write_groups),),
+    facts=(GROUPED_EXPERTS,),
     partial_rotary=True,
 )
 

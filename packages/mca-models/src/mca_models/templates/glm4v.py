@@ -9,7 +9,10 @@ from mca_models.templates import get_family
 from mca_models.templates.config_table import HfConfig, head_dim
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.moe import aux_loss, sigmoid_experts, write_aux_loss, write_groups
+from mca_models.templates.parts.moe import (
+    AUX_LOSS,
+    GROUPED_EXPERTS,
+)
 from mca_models.templates.parts.patch_merger import VISUAL, patches
 from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import (
@@ -86,10 +89,6 @@ def dense_text() -> Family:
     return replace(GLM4, model_type="glm4v_text", config=config)
 
 
-def _experts(hf: HfConfig) -> JsonObject:
-    return sigmoid_experts(hf) | aux_loss(hf)
-
-
 def moe_text() -> Family:
     """GLM 4.5 as the text part: without norms of q and k and prediction layers, with a load-balancing loss."""
     left = ("use_qk_norm", "num_nextn_predict_layers")
@@ -102,7 +101,7 @@ def moe_text() -> Family:
         },
         constants={**GLM4_MOE.table.constants, "qk_layernorm": False},
         aliases={"num_local_experts": "n_routed_experts"},
-        facts=(Lens(_experts, lambda values: write_groups(values) | write_aux_loss(values)),),
+        facts=(GROUPED_EXPERTS, AUX_LOSS),
     )
     return replace(GLM4_MOE, model_type="glm4v_moe_text", config=config)
 

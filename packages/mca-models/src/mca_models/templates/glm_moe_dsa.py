@@ -25,7 +25,12 @@ def require_indexers(hf: HfConfig) -> JsonObject:
 CONFIG = replace(
     DEEPSEEK_V32.table,
     defaults={
-        **{"rms_norm_eps": 1e-5, "routed_scaling_factor": 2.5, "n_shared_experts": 1},
+        **{
+            "rms_norm_eps": 1e-5,
+            "routed_scaling_factor": 2.5,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 3,
+        },
         **{"q_lora_rank": 2048, "index_n_heads": 32},
     },
     constants={**DEEPSEEK_V32.table.constants, "index_rotary_interleaved": True},

@@ -4,9 +4,12 @@ from mca_config.model_config import McaModelConfig
 from mca_models.templates import get_family
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable
 from mca_models.templates.family import Family
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import attention, embedding, head
-from mca_models.templates.parts.moe import aux_loss, detect_stacked_experts, expert_fields, write_aux_loss
+from mca_models.templates.parts.moe import (
+    AUX_LOSS,
+    detect_stacked_experts,
+    expert_fields,
+)
 from mca_models.templates.parts.stacked_experts import expert_layers
 from mca_models.weights import Param, expand_rules
 
@@ -19,7 +22,7 @@ CONFIG = ConfigTable(
     ),
     defaults={"num_experts_per_tok": 2},
     fixed=(SILU, NO_ATTENTION_BIAS),
-    facts=(Lens(aux_loss, write_aux_loss),),
+    facts=(AUX_LOSS,),
 )
 
 

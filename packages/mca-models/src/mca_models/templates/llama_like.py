@@ -12,21 +12,17 @@ from mca_models.templates.config_table import (
     norm_epsilon,
 )
 from mca_models.templates.family import Family
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts.activations import BOTH, GELU, NO_BIAS, NO_BIDIRECTIONAL, RELU2, RELU2_MLP
 from mca_models.templates.parts.common import dense_layers
 from mca_models.templates.parts.multipliers import EMBEDDING_SCALE, FACTORS
 from mca_models.templates.parts.query_temperature import (
     YARN,
-    derive_query_temperature,
-    write_query_temperature,
+    query_temperature,
 )
 from mca_models.templates.parts.sliding_window import (
     LISTED_WINDOWS,
-    derive_rotated_windows,
-    window,
-    write_rotated_windows,
-    write_window,
+    ROTATED_WINDOWS,
+    SWITCHED_WINDOW,
 )
 
 
@@ -105,7 +101,7 @@ _ALL = (
             fields=(*dense_fields(eps=1e-5), Field("window_size", "sliding_window", None)),
             defaults={"num_key_value_heads": 8, "head_dim": 128, "pad_token_id": 11},
             fixed=(SILU,),
-            facts=(Lens(lambda hf: derive_query_temperature(hf, YARN), write_query_temperature),),
+            facts=(query_temperature(YARN),),
         ),
     ),
     # Qwen 2 and 2.5: Llama's weights with biases on q, k and v.
@@ -116,7 +112,7 @@ _ALL = (
             fields=dense_fields(),
             constants={"add_qkv_bias": True},
             fixed=(SILU,),
-            facts=(Lens(window, write_window),),
+            facts=(SWITCHED_WINDOW,),
         ),
     ),
     # Qwen 3, dense: with norms on the heads of q and k.
@@ -128,7 +124,7 @@ _ALL = (
             defaults={"head_dim": 128},
             constants={"qk_layernorm": True},
             fixed=(SILU, NO_ATTENTION_BIAS),
-            facts=(Lens(window, write_window),),
+            facts=(SWITCHED_WINDOW,),
         ),
     ),
     # Seed-OSS: Llama's weights with biases on q, k and v.
@@ -183,7 +179,7 @@ _ALL = (
             defaults={"sliding_window": 4096},
             constants={"norm_placement": "post", "qk_layernorm": True},
             fixed=(SILU,),
-            facts=(Lens(derive_rotated_windows, write_rotated_windows),),
+            facts=(ROTATED_WINDOWS,),
         ),
     ),
     # Granite 3: Llama's weights with scaled embeddings, residuals and logits.

@@ -2,35 +2,22 @@
 
 from dataclasses import replace
 
-from mca_config.types import JsonObject, Values
 from mca_models.templates import get_family
-from mca_models.templates.config_table import Field, HfConfig
+from mca_models.templates.config_table import Field
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.dual_rope import (
-    FULL,
     PER_LAYER_TYPE,
     derive_dual_rope,
+    layer_types,
     write_dual_rope,
-    write_layer_types,
 )
-from mca_models.templates.parts.moe import derive_moe_layers, sparse_layers, write_moe_layers, write_sparse
+from mca_models.templates.parts.moe import (
+    SPARSE_LAYERS,
+    listed_moe_layers,
+)
 from mca_models.templates.parts.passthrough import with_mtp_passthrough
 
 QWEN3_MOE = get_family("qwen3_moe")
-
-
-def derive(hf: HfConfig) -> JsonObject:
-    """Kinds of layers and their ropes, and which have experts."""
-    sparse = derive_moe_layers({**hf, "first_k_dense_replace": 0})
-    kinds = hf.get("layer_types") or [FULL] * hf["num_hidden_layers"]
-    ropes = derive_dual_rope(hf, 5e5, 1e4)
-    return {**sparse_layers(hf), **sparse, **ropes, "layer_types": tuple(kinds)}
-
-
-def write(values: Values) -> HfConfig:
-    """Write the HF keys."""
-    sparse = write_sparse(values) | write_moe_layers(values)
-    return {**sparse, **write_dual_rope(values), **write_layer_types(values)}
 
 
 CONFIG = replace(
@@ -39,7 +26,12 @@ CONFIG = replace(
     defaults={"num_key_value_heads": 4, "head_dim": 128, "norm_topk_prob": True, "num_local_experts": 64},
     fixed=(*QWEN3_MOE.table.fixed, PER_LAYER_TYPE),
     aliases={"num_experts": "num_local_experts"},
-    facts=(Lens(derive, write),),
+    facts=(
+        SPARSE_LAYERS,
+        listed_moe_layers(0),
+        Lens(lambda hf: derive_dual_rope(hf, 5e5, 1e4), write_dual_rope),
+        layer_types(lambda layer: True),
+    ),
 )
 
 FAMILY = with_mtp_passthrough(

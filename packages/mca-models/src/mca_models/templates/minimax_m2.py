@@ -15,24 +15,22 @@ from mca_models.templates.config_table import (
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.moe import (
+    AUX_LOSS,
     NO_JITTER,
     SIGMOID_ROUTER,
-    aux_loss,
+    SIGMOID_ROUTING,
     expert_fields,
     moe_params,
-    require_sigmoid_routing,
-    write_aux_loss,
 )
 from mca_models.templates.parts.names import BLOCK_SPARSE_BIASED
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """The load-balancing loss, and the rotated share of a head, which published files give in channels."""
-    require_sigmoid_routing(hf)
+    """The rotated share of a head, which published files give in channels."""
     rope = read_rope(hf)
     if hf.get("rotary_dim") and rope["rotary_percent"] == 1.0:
         rope["rotary_percent"] = hf["rotary_dim"] / hf["head_dim"]
-    return rope | aux_loss(hf)
+    return rope
 
 
 CONFIG = ConfigTable(
@@ -47,7 +45,7 @@ CONFIG = ConfigTable(
         Fixed("use_qk_norm", (True,), "all published models have these norms"),
     ),
     aliases={"num_experts": "num_local_experts"},
-    facts=(Lens(derive, write_aux_loss),),
+    facts=(SIGMOID_ROUTING, Lens(derive), AUX_LOSS),
     partial_rotary=True,
 )
 

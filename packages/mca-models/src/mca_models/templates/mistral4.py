@@ -2,16 +2,13 @@
 
 from dataclasses import replace
 
-from mca_config.types import JsonObject, Values
 from mca_models.templates import get_family
-from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, Fixed, HfConfig
+from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, Fixed
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.mla import INTERLEAVED, derive_mla
-from mca_models.templates.parts.moe import write_groups
+from mca_models.templates.parts.mla import INTERLEAVED, MLA
 from mca_models.templates.parts.query_temperature import (
     YARN,
-    derive_query_temperature,
-    write_query_temperature,
+    query_temperature,
 )
 
 DEEPSEEK_V3 = get_family("deepseek_v3")
@@ -21,16 +18,6 @@ ROPE = {
     **{"rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192},
 }
 """Default of transformers where ``config.json`` has no rope."""
-
-
-def derive(hf: HfConfig) -> JsonObject:
-    """Experts and heads, the rope and how queries grow."""
-    return {**derive_mla(hf), **derive_query_temperature(hf, ROPE), "rotary_percent": 1.0}
-
-
-def write(values: Values) -> HfConfig:
-    """Write the HF keys."""
-    return {**write_groups(values), **write_query_temperature(values)}
 
 
 CONFIG = replace(
@@ -48,7 +35,7 @@ CONFIG = replace(
         Fixed("topk_group", (1, None), "there is one group of experts to choose from"),
     ),
     aliases={"num_local_experts": "n_routed_experts"},
-    facts=(Lens(derive, write),),
+    facts=(MLA, query_temperature(ROPE), Lens(lambda hf: {"rotary_percent": 1.0})),
 )
 
 FAMILY = replace(DEEPSEEK_V3, model_type="mistral4", architecture="Mistral4ForCausalLM", config=CONFIG)

@@ -4,8 +4,12 @@ from functools import partial
 
 from mca_models.templates.config_table import SILU, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.lens import Lens
-from mca_models.templates.parts.moe import NO_JITTER, aux_loss, expert_fields, moe_params, write_aux_loss
+from mca_models.templates.parts.moe import (
+    AUX_LOSS,
+    NO_JITTER,
+    expert_fields,
+    moe_params,
+)
 from mca_models.templates.parts.names import BLOCK_SPARSE
 
 CONFIG = ConfigTable(
@@ -17,7 +21,7 @@ CONFIG = ConfigTable(
     defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
     fixed=(SILU, NO_JITTER),
     aliases={"num_experts": "num_local_experts"},
-    facts=(Lens(aux_loss, write_aux_loss),),
+    facts=(AUX_LOSS,),
 )
 
 

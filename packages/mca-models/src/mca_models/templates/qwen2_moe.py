@@ -8,10 +8,9 @@ from mca_models.templates.lens import Lens
 from mca_models.templates.parts.dual_rope import FULL, SLIDING
 from mca_models.templates.parts.moe import (
     SHARED_WIDTH,
+    SPARSE_LAYERS,
     expert_fields,
     moe_params,
-    sparse_layers,
-    write_sparse,
 )
 from mca_models.templates.parts.names import MoeNames
 from mca_models.templates.parts.sliding_window import window
@@ -20,17 +19,17 @@ NAMES = MoeNames(shared="mlp.shared_expert.")
 
 
 def derive(hf: HfConfig) -> dict[str, object]:
-    """Derive ``sparse_layers``, and sliding windows: every other layer before ``max_window_layers`` unless listed."""
+    """Derive sliding windows: every other layer before ``max_window_layers`` unless listed."""
     last = hf.get("max_window_layers", 28)
     pattern = [FULL if i % 2 or i >= last else SLIDING for i in range(hf["num_hidden_layers"])]
-    return sparse_layers(hf) | window({**hf, "layer_types": hf.get("layer_types") or pattern})
+    return window({**hf, "layer_types": hf.get("layer_types") or pattern})
 
 
 CONFIG = ConfigTable(
     fields=(*dense_fields(), *expert_fields(count="num_experts", default=60), SHARED_WIDTH),
     constants={"add_qkv_bias": True, "moe_shared_expert_gate": True},
     fixed=(SILU, Fixed("qkv_bias", (True,), "all published models have it")),
-    facts=(Lens(derive, write_sparse),),
+    facts=(SPARSE_LAYERS, Lens(derive)),
 )
 
 

@@ -1,7 +1,6 @@
 """Qwen 3.5 with experts, the text model: HF ``Qwen3_5MoeForCausalLM``."""
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import Values
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -11,31 +10,19 @@ from mca_models.templates.config_table import (
     dense_fields,
 )
 from mca_models.templates.family import Family
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts import gated_delta_net as delta
 from mca_models.templates.parts.common import attention, embedding, head
 from mca_models.templates.parts.gated_delta_net import PREFIX_KEY, detect_prefix, in_proj, prefixed
 from mca_models.templates.parts.moe import (
+    AUX_LOSS,
     SHARED_WIDTH,
-    aux_loss,
     expert_fields,
     last_layer,
     mlp_layers,
-    write_aux_loss,
 )
 from mca_models.templates.parts.mtp import OWN_EMBEDDING, mtp_params
 from mca_models.templates.parts.names import MoeNames
 from mca_models.weights import Param
-
-
-def derive(hf: HfConfig) -> dict[str, object]:
-    """Derive the layers with linear attention, and the load-balancing loss."""
-    return delta.mixed_layers(hf) | aux_loss(hf)
-
-
-def write(values: Values) -> HfConfig:
-    """Write the HF keys."""
-    return delta.write_layers(values) | write_aux_loss(values)
 
 
 def expert_width(hf: HfConfig) -> int:
@@ -57,7 +44,7 @@ CONFIG = ConfigTable(
     defaults={**delta.DEFAULTS, "num_key_value_heads": 2},
     constants={**delta.CONSTANTS, "moe_shared_expert_gate": True},
     fixed=(SILU, NO_ATTENTION_BIAS, OWN_EMBEDDING),
-    facts=(Lens(derive, write),),
+    facts=(delta.MIXED_LAYERS, AUX_LOSS),
     partial_rotary=True,
 )
 

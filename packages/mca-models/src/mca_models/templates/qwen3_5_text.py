@@ -3,7 +3,6 @@
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts import gated_delta_net as delta
 from mca_models.templates.parts.common import attention, dense_mlp, embedding, head
 from mca_models.templates.parts.gated_delta_net import PREFIX_KEY, detect_prefix, in_proj, prefixed
@@ -15,7 +14,7 @@ CONFIG = ConfigTable(
     defaults={**delta.DEFAULTS, "num_key_value_heads": 4},
     constants=delta.CONSTANTS,
     fixed=(SILU, NO_ATTENTION_BIAS, OWN_EMBEDDING),
-    facts=(Lens(delta.mixed_layers, delta.write_layers),),
+    facts=(delta.MIXED_LAYERS,),
     partial_rotary=True,
 )
 

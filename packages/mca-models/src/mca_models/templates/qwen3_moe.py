@@ -5,16 +5,20 @@ from functools import partial
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.moe import expert_fields, moe_params, sparse_layers, write_sparse
+from mca_models.templates.parts.moe import (
+    SPARSE_LAYERS,
+    expert_fields,
+    moe_params,
+)
 from mca_models.templates.parts.names import MoeNames
 
 NAMES = MoeNames()
 
 
 def derive(hf: HfConfig) -> dict[str, object]:
-    """Derive ``sparse_layers``, and the sliding window, which all layers have or none."""
+    """Derive the sliding window, which all layers have or none."""
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
-    return sparse_layers(hf) | {"window_size": window}
+    return {"window_size": window}
 
 
 CONFIG = ConfigTable(
@@ -23,7 +27,7 @@ CONFIG = ConfigTable(
     constants={"qk_layernorm": True},
     fixed=(SILU, NO_ATTENTION_BIAS),
     aliases={"num_experts": "num_local_experts"},
-    facts=(Lens(derive, write_sparse),),
+    facts=(SPARSE_LAYERS, Lens(derive)),
 )
 
 

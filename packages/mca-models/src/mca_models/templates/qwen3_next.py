@@ -1,19 +1,16 @@
 """Qwen 3 Next: HF ``Qwen3NextForCausalLM``: gated delta nets, gated attention, experts."""
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import Values
-from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, HfConfig, dense_fields
+from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts import gated_delta_net as delta
 from mca_models.templates.parts.common import attention, embedding, head
 from mca_models.templates.parts.moe import (
     SHARED_WIDTH,
+    SPARSE_LAYERS,
     expert_fields,
     last_layer,
     mlp_layers,
-    sparse_layers,
-    write_sparse,
 )
 from mca_models.templates.parts.mtp import mtp_params
 from mca_models.templates.parts.names import HF, MoeNames
@@ -22,22 +19,12 @@ from mca_models.weights import Concat, GroupedHeads, Param, PerTensor
 NAMES = MoeNames(shared="mlp.shared_expert.")
 
 
-def derive(hf: HfConfig) -> dict[str, object]:
-    """Derive the layers with linear attention, and those with experts."""
-    return sparse_layers(hf) | delta.mixed_layers(hf)
-
-
-def write(values: Values) -> HfConfig:
-    """Write the HF keys."""
-    return write_sparse(values) | delta.write_layers(values)
-
-
 CONFIG = ConfigTable(
     fields=(*dense_fields(), *expert_fields(count="num_experts", default=512), SHARED_WIDTH, *delta.FIELDS),
     defaults={**delta.DEFAULTS, "num_key_value_heads": 2, "norm_topk_prob": True},
     constants={**delta.CONSTANTS, "moe_shared_expert_gate": True},
     fixed=(SILU, NO_ATTENTION_BIAS),
-    facts=(Lens(derive, write),),
+    facts=(SPARSE_LAYERS, delta.MIXED_LAYERS),
     partial_rotary=True,
 )
 

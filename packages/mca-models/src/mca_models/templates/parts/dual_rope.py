@@ -3,8 +3,11 @@
 The layers that use them are built in `mca_models.megatron.families.dual_rope`.
 """
 
+from collections.abc import Callable
+
 from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import Fixed, HfConfig, read_rope
+from mca_models.templates.lens import Lens
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 PER_LAYER_TYPE = Fixed("rope_scaling", (None, {}), "'rope_parameters' has a rope for each kind of layer")
@@ -40,3 +43,13 @@ def write_dual_rope(values: Values) -> HfConfig:
 def write_layer_types(values: Values) -> HfConfig:
     """Write the HF keys."""
     return {"layer_types": list(values["layer_types"])} if values["layer_types"] else {}
+
+
+def layer_types(is_full: Callable[[int], bool]) -> Lens:
+    """Return the lens of ``layer_types``; without it ``is_full`` says which layers have no window."""
+
+    def read(hf: HfConfig) -> JsonObject:
+        pattern = [FULL if is_full(layer) else SLIDING for layer in range(hf["num_hidden_layers"])]
+        return {"layer_types": tuple(hf.get("layer_types") or pattern)}
+
+    return Lens(read, write_layer_types)

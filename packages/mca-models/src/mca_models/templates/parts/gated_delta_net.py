@@ -13,6 +13,7 @@ from mca_models.templates.config_table import (
     Field,
     HfConfig,
 )
+from mca_models.templates.lens import Lens
 from mca_models.templates.parts import gated_delta_net as delta
 from mca_models.templates.parts.common import ATTN, attention, inner
 from mca_models.templates.parts.names import HF
@@ -121,3 +122,6 @@ def in_proj(config: McaModelConfig) -> Param:
     q, k, v, *others = delta.segments(config)
     names = tuple(f"{HF}linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a"))
     return Param(mca="", hf=names, layout=Concat((q + k + v, *others)))
+
+
+MIXED_LAYERS = Lens(mixed_layers, write_layers)

@@ -8,6 +8,7 @@ from mca_models.templates.config_table import (
     HfConfig,
     dense_fields,
 )
+from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import ATTN, dense_mlp, embedding, head, inner
 from mca_models.templates.parts.moe import (
     SCALED,
@@ -15,6 +16,7 @@ from mca_models.templates.parts.moe import (
     grouped_experts,
     moe_params,
     require_sigmoid_routing,
+    write_groups,
 )
 from mca_models.templates.parts.names import HF_ATTN, MoeNames
 from mca_models.weights import COLUMN, ROW, Concat, GroupedHeads, Interleaved, Param, expand_rules
@@ -96,3 +98,7 @@ def mla_dense_params(config: MlaMcaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     rules = [*latent_attention(config), *dense_mlp(config)]
     return [embedding(), *expand_rules(rules, layers=range(config.num_layers)), *head(config)]
+
+
+MLA = Lens(derive_mla, write_groups)
+SIGMOID_MLA = Lens(derive_sigmoid_mla, write_groups)

@@ -10,7 +10,7 @@ from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import Field, Fixed, HfConfig
-from mca_models.templates.lens import is_moe_layer
+from mca_models.templates.lens import Lens, is_moe_layer
 from mca_models.templates.parts.common import (
     MLP,
     attention,
@@ -304,3 +304,29 @@ def write_sparse(values: Values) -> HfConfig:
         **write_aux_loss(values),
         **write_window(values),
     }
+
+
+def listed_moe_layers(dense: int) -> Lens:
+    """Return the lens of ``mlp_layer_types``; without it all layers but the first ``dense`` have experts."""
+    return Lens(lambda hf: derive_moe_layers({**hf, "first_k_dense_replace": dense}), write_moe_layers)
+
+
+def shared_experts_lens(key: str, default: int, ffn: str = "moe_intermediate_size") -> Lens:
+    """Return the lens of shared experts, whose number is at ``key`` and the width of one at ``ffn``."""
+    return Lens(
+        lambda hf: fuse_shared_experts(hf, key, default, ffn),
+        lambda values: write_shared_experts(values, key),
+    )
+
+
+def _check_sigmoid_routing(hf: HfConfig) -> JsonObject:
+    require_sigmoid_routing(hf)
+    return {}
+
+
+SIGMOID_ROUTING = Lens(_check_sigmoid_routing)
+"""Reject what Megatron's sigmoid routing computes otherwise."""
+AUX_LOSS = Lens(aux_loss, write_aux_loss)
+MOE_LAYERS = Lens(derive_moe_layers, write_moe_layers)
+SPARSE_LAYERS = Lens(sparse_layers, write_sparse)
+GROUPED_EXPERTS = Lens(sigmoid_experts, write_groups)

@@ -40,3 +40,7 @@ FACTORS = (
 
 EMBEDDING_SCALE = Lens(lambda hf: {"embedding_multiplier": hf["hidden_size"] ** 0.5})
 """The factor on embeddings, which HF computes from the size."""
+
+
+QUERY_SCALE = Lens(scales, write_scale)
+LOGIT_SCALE = Lens(read_logit_scale, lambda values: {"logit_scale": 1 / values["logits_scaling"]})

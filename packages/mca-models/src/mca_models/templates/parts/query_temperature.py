@@ -7,6 +7,7 @@ from mca_models.templates.config_table import (
     HfConfig,
     read_rope,
 )
+from mca_models.templates.lens import Lens
 
 _HEAT = {"beta": "llama_4_scaling_beta", "length": ORIGINAL}
 
@@ -36,3 +37,8 @@ YARN = {
     "llama_4_scaling_beta": 0.1,
 }
 """Default of transformers where ``config.json`` has no rope."""
+
+
+def query_temperature(default: JsonObject) -> Lens:
+    """Return the lens of a rope with a query temperature; ``default`` are its parameters without a named rope."""
+    return Lens(lambda hf: derive_query_temperature(hf, default), write_query_temperature)

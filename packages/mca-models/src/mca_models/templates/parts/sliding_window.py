@@ -60,3 +60,7 @@ def _read_listed_windows(hf: HfConfig) -> JsonObject:
 
 LISTED_WINDOWS = Lens(_read_listed_windows, write_layer_types)
 """The sliding-window layers: all unless listed."""
+
+
+SWITCHED_WINDOW = Lens(window, write_window)
+ROTATED_WINDOWS = Lens(derive_rotated_windows, write_rotated_windows)
