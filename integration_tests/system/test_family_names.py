@@ -10,7 +10,9 @@ from mca_models.templates import FAMILIES
 from source_tree import SOURCES, Source
 
 TEMPLATES = "mca_models.templates"
-TABLES = frozenset({TEMPLATES, f"{TEMPLATES}.catalog", f"{TEMPLATES}.classification_head", f"{TEMPLATES}.llama_like"})
+TABLES = frozenset(
+    {TEMPLATES, f"{TEMPLATES}.catalog", f"{TEMPLATES}.classification_head", f"{TEMPLATES}.llama_like"}
+)
 """Modules that list families: what they are, what is particular to each or why it is refused, HF's classes of heads."""
 
 NAMES = frozenset(FAMILIES) | {kind for family in FAMILIES.values() for kind in family.texts}

@@ -32,12 +32,7 @@ def write_groups(values: Values) -> HfConfig:
 
 CONFIG = ConfigTable(
     fields=MLA_FIELDS,
-    defaults={
-        "topk_method": GREEDY,
-        "n_routed_experts": 64,
-        "n_shared_experts": 2,
-        "q_lora_rank": 1536,
-    },
+    defaults={"topk_method": GREEDY, "n_routed_experts": 64, "n_shared_experts": 2, "q_lora_rank": 1536},
     constants={"qk_layernorm": True, "moe_router_pre_softmax": True},
     fixed=(
         SILU,
