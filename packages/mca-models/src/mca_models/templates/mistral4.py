@@ -8,7 +8,8 @@ from mca_models.templates.lens import Lens
 from mca_models.templates.parts.mla import INTERLEAVED, MLA
 from mca_models.templates.parts.query_temperature import (
     YARN,
-    query_temperature,
+    derive_query_temperature,
+    write_query_temperature,
 )
 
 DEEPSEEK_V3 = get_family("deepseek_v3")
@@ -35,7 +36,12 @@ CONFIG = replace(
         Fixed("topk_group", (1, None), "there is one group of experts to choose from"),
     ),
     aliases={"num_local_experts": "n_routed_experts"},
-    facts=(MLA, query_temperature(ROPE), Lens(lambda hf: {"rotary_percent": 1.0})),
+    facts=(
+        MLA,
+        Lens(
+            lambda hf: {**derive_query_temperature(hf, ROPE), "rotary_percent": 1.0}, write_query_temperature
+        ),
+    ),
 )
 
 FAMILY = replace(DEEPSEEK_V3, model_type="mistral4", architecture="Mistral4ForCausalLM", config=CONFIG)
