@@ -132,7 +132,7 @@ class McaModelConfig:
             McaError: Values are out of range or contradict each other; the message names all of them.
         """
         own, groups = group_fields(values)
-        made: dict[str, Section | None] = {}
+        made: JsonObject = {}
         problems: list[str] = []
         for name, group in groups.items():
             try:
@@ -350,7 +350,7 @@ def _read_model(model: JsonObject, where: str) -> McaModelConfig:
     made: JsonObject = {}
     problems: list[str] = []
     for name, entry in SECTIONS.items():
-        value = model.get(name)
+        value: Typed = model.get(name)
         if value is None and (entry.key is not None or name not in model):
             continue
         try:

@@ -8,7 +8,7 @@ import math
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from mca_config.errors import McaError
@@ -111,15 +111,20 @@ def range_problems(values: Values, types: NumericFields) -> Iterator[str]:
             yield problem
 
 
-@cache
-def numeric_fields(cls: type) -> NumericFields:
+def get_origin(hint: Typed) -> Typed:
+    """Return the form of a type, such as ``Annotated``; None: it is a class."""
+    return typing.get_origin(hint)
+
+
+@lru_cache(maxsize=None)
+def numeric_fields(cls: Typed) -> NumericFields:
     """Return the number types and the range of each numeric field of dataclass ``cls``."""
     found = {}
     for entry in dataclasses.fields(cls):
         kinds: set[type] = set()
         bounds = Range()
         for member in _union_members(entry.type):
-            if typing.get_origin(member) is Annotated:
+            if get_origin(member) is Annotated:
                 member, bounds = typing.get_args(member)
             kinds |= {member}
         if kinds and kinds <= {int, float}:
@@ -129,7 +134,7 @@ def numeric_fields(cls: type) -> NumericFields:
 
 def _union_members(hint: Typed) -> list[Typed]:
     """Return the members of a field's type without None."""
-    members = [hint] if typing.get_origin(hint) is Annotated else typing.get_args(hint) or [hint]
+    members = [hint] if get_origin(hint) is Annotated else typing.get_args(hint) or [hint]
     return [member for member in members if member is not type(None)]
 
 

@@ -86,7 +86,7 @@ def adapter_for(path: Path, model: McaModelConfig) -> Adapter:
         McaError: As `open_adapter`, or it holds a head for scores that the model does not have.
     """
     adapter = open_adapter(path, model)
-    if adapter.model.num_labels is not None and model.num_labels is None:
+    if adapter.model.head.num_labels is not None and model.head.num_labels is None:
         raise McaError(
             f"{path}: its adapter is of a model with a head for {adapter.model.head}; open the base model with "
             f"head=Head(kind={adapter.model.head!r}, ...)"
@@ -108,7 +108,7 @@ def load_adapter_rules(path: Path, model: McaModelConfig) -> tuple[AdapterConfig
 def _shape_mismatches(adapter: Adapter, model: McaModelConfig) -> Iterator[str]:
     """Yield the weights that ``adapter`` changes and whose shape in ``model`` differs, in words."""
     own = adapter.model  # whose head may be new
-    model = replace(model, head=own.head, num_labels=own.num_labels)
+    model = model.replace_fields(head=own.head, num_labels=own.head.num_labels)
     changed = [*(pair.target.base for pair in adapter.rules.factors), *adapter.rules.full_params]
     for param in {param.mca_name(): param for param in changed}.values():
         its, here = full_shape(param, own), full_shape(param, model)

@@ -229,7 +229,7 @@ class VirtualModels(torch.nn.Module):
             sequence and for padding.
         """
         self.reject_hidden_adapter()
-        if self.config.num_labels is not None:
+        if self.config.head.num_labels is not None:
             raise McaError(
                 f"the model has a head for {self.config.head}, not a vocabulary: it has no log_probs"
             )

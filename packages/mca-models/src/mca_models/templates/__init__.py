@@ -192,9 +192,9 @@ def config_from_hf(hf: JsonObject) -> McaModelConfig:
 def config_to_hf(config: McaModelConfig) -> HfConfig:
     """``config.json`` of the model in plain weights: the source's own, with what changed brought up to date."""
     family = get_family(config.model_type)
-    if config.num_labels is None:
+    if config.head.num_labels is None:
         return without_quantization(family.config.to_hf(config, family.architecture))
     before = family.config.to_mca(config.hf_config) if config.hf_config else config
     said = {name: getattr(before, name) for name in ("tie_word_embeddings", "mtp_num_layers", "pad_token_id")}
-    plain = replace(config, head="causal_lm", num_labels=None, **said)
+    plain = config.replace_fields(head="causal_lm", num_labels=None, **said)
     return head_to_hf(config, without_quantization(family.config.to_hf(plain, family.architecture)))

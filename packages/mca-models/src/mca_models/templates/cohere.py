@@ -27,7 +27,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"logit_scale": 1 / config.logits_scaling, "use_qk_norm": config.qk_layernorm}
+    return {"logit_scale": 1 / config.head.logits_scaling, "use_qk_norm": config.attention.qk_layernorm}
 
 
 CONFIG = ConfigTable(

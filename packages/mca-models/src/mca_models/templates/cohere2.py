@@ -17,7 +17,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"logit_scale": 1 / config.logits_scaling, **restore_layer_types(config)}
+    return {"logit_scale": 1 / config.head.logits_scaling, **restore_layer_types(config)}
 
 
 CONFIG = replace(

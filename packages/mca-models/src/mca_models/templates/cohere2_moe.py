@@ -55,16 +55,16 @@ def derive(hf: HfConfig) -> JsonObject:
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
     kinds = {**restore_layer_types(config), **restore_moe_layers(config)}
-    dense = {"prefix_dense_intermediate_size": config.ffn_hidden_size}
-    score = {"expert_selection_fn": config.moe_router_score_function}
+    dense = {"prefix_dense_intermediate_size": config.mlp.ffn_hidden_size}
+    score = {"expert_selection_fn": config.moe.moe_router_score_function}
     parallel = {
-        "norm_topk_prob": config.moe_router_normalised,
+        "norm_topk_prob": config.moe.moe_router_normalised,
         **restore_shared_experts(config, "num_shared_experts"),
-        "shared_expert_combination_strategy": "average" if config.moe_shared_expert_mean else "sum",
+        "shared_expert_combination_strategy": "average" if config.moe.moe_shared_expert_mean else "sum",
     }
-    eps, root = config.layernorm_epsilon, config.normalization == "RMSNorm"
+    eps, root = config.norm.layernorm_epsilon, config.norm.normalization == "RMSNorm"
     norms = {"rms_norm_eps": eps if root else None} | ({} if root else {"layer_norm_eps": eps})
-    return {"logit_scale": 1 / config.logits_scaling, **kinds, **dense, **score, **parallel, **norms}
+    return {"logit_scale": 1 / config.head.logits_scaling, **kinds, **dense, **score, **parallel, **norms}
 
 
 def _shared(hf: HfConfig) -> JsonObject:

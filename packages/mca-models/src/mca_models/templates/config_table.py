@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from mca_config.bounds import require_bounded
+from mca_config.model_config import require_ranges
 from mca_config.errors import HfConfigError, McaError
 from mca_config.model_config import McaModelConfig
-from mca_config.rope import require_rope
 from mca_config.types import FamilyConfig, JsonObject, Typed, Values
 from mca_models.templates.composite_config import QUANTIZATION, TEXT_ONLY, CompositeConfig
 
@@ -153,7 +152,6 @@ class ConfigTable:
             config = self.config_class(
                 model_type=hf["model_type"], dtype=read_dtype(text), hf_config=hf, **values
             )
-            require_rope(config.rope_scaling)
             return config
         except McaError:
             raise
@@ -167,7 +165,7 @@ class ConfigTable:
         for fixed in self.fixed:
             fixed.check(hf)
         values = {field.mca: field.read(hf) for field in self.fields}
-        require_bounded(values)  # before lists are made that are as long as they say
+        require_ranges(values)  # before lists are made that are as long as they say
         values |= dict(self.constants) | read_rope(hf) | self.derive(hf)
         if self.partial_rotary:
             _require_pairs(values)
@@ -205,10 +203,10 @@ class ConfigTable:
             "dtype": config.dtype,
         }
         hf |= {field.hf: _plain(getattr(config, field.mca)) for field in self.fields}
-        rope = {"rope_theta": config.rotary_base, "rope_type": "default", **(config.rope_scaling or {})}
-        if config.rotary_percent != 1.0:
-            rope["partial_rotary_factor"] = config.rotary_percent
-        hf |= {"rope_parameters": rope, "hidden_act": config.hidden_act} | self.restore(config)
+        rope = {"rope_theta": config.rope.rotary_base, "rope_type": "default", **(config.rope.rope_scaling or {})}
+        if config.rope.rotary_percent != 1.0:
+            rope["partial_rotary_factor"] = config.rope.rotary_percent
+        hf |= {"rope_parameters": rope, "hidden_act": config.mlp.hidden_act} | self.restore(config)
         hf = self.composite.compose(hf, config)
         back, skipped = self.to_mca(hf), ("hf_config", "extra", "layout")
         names = [field.name for field in dataclasses.fields(config) if field.name not in skipped]

@@ -35,7 +35,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"sliding_window": config.window_size or 0, **restore_layer_types(config)}
+    return {"sliding_window": config.attention.window_size or 0, **restore_layer_types(config)}
 
 
 CONFIG = ConfigTable(

@@ -1,6 +1,6 @@
 """DeepSeek V2: HF ``DeepseekV2ForCausalLM``: latent attention, experts chosen by softmax."""
 
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
@@ -25,7 +25,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    return {**restore_groups(config), "topk_method": LIMITED if config.moe_router_num_groups else GREEDY}
+    return {**restore_groups(config), "topk_method": LIMITED if config.moe.moe_router_num_groups else GREEDY}
 
 
 CONFIG = ConfigTable(
@@ -49,7 +49,6 @@ CONFIG = ConfigTable(
     aliases={"num_experts": "n_routed_experts"},
     derive=derive,
     restore=restore,
-    config_class=MlaMcaModelConfig,
 )
 
 FAMILY = Family(

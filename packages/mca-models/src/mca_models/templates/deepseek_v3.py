@@ -1,6 +1,6 @@
 """DeepSeek V3 and R1: HF ``DeepseekV3ForCausalLM``: latent attention, experts, multi-token prediction."""
 
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates.common import ATTN, inner
 from mca_models.templates.config_table import (
@@ -70,8 +70,8 @@ def restore_groups(config: McaModelConfig) -> HfConfig:
     return {
         "first_k_dense_replace": len(dense),
         **restore_shared_experts(config, "n_shared_experts"),
-        "n_group": config.moe_router_num_groups or 1,
-        "topk_group": config.moe_router_group_topk or 1,
+        "n_group": config.moe.moe_router_num_groups or 1,
+        "topk_group": config.moe.moe_router_group_topk or 1,
         "num_nextn_predict_layers": config.mtp_num_layers,
     }
 
@@ -111,21 +111,20 @@ CONFIG = ConfigTable(
     aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     derive=derive,
     restore=restore_groups,
-    config_class=MlaMcaModelConfig,
 )
 
 
-def latent_attention(config: MlaMcaModelConfig) -> list[Param]:
+def latent_attention(config: McaModelConfig) -> list[Param]:
     """Pre-norm multi-head latent attention, its queries compressed or not."""
-    still, latent, turned = config.qk_head_dim, config.kv_lora_rank, config.qk_pos_emb_head_dim
+    still, latent, turned = config.mla.qk_head_dim, config.mla.kv_lora_rank, config.mla.qk_pos_emb_head_dim
     queries: Values = {}
     key: Values = {}
-    if config.rotary_halves:
+    if config.mla.rotary_halves:
         layout = Interleaved(GroupedHeads((still, turned), 1))
         queries = {"layout": layout, "hf_layout": GroupedHeads((still, turned // 2, turned // 2), 1)}
         layout = Interleaved(Concat((latent, turned)))
         key = {"layout": layout, "hf_layout": Concat((latent, turned // 2, turned // 2))}
-    if config.q_lora_rank:
+    if config.mla.q_lora_rank:
         query = [
             inner("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight"),
             inner("self_attention.linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight"),
@@ -147,7 +146,7 @@ def latent_attention(config: MlaMcaModelConfig) -> list[Param]:
     ]
 
 
-def params(config: MlaMcaModelConfig) -> list[Param]:
+def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     return moe_params(config, NAMES, latent_attention(config))
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import deepseek_v3, glm4_moe_lite
 from mca_models.templates.common import inner
@@ -31,7 +31,7 @@ def restore(config: McaModelConfig) -> HfConfig:
     return glm4_moe_lite.restore(config)
 
 
-def params(config: MlaMcaModelConfig) -> list[Param]:
+def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     mca, hf = "self_attention.core_attention.indexer.", "self_attn.indexer."
     indexer = [inner(mca + own, hf + its) for own, its in NAMES.items()]

@@ -33,8 +33,8 @@ def derive_dual_rope(hf: HfConfig, base: float, local_base: float) -> JsonObject
 
 def restore_dual_rope(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    full = {"rope_theta": config.rotary_base, "rope_type": "default", **(config.rope_scaling or {})}
-    local = {"rope_theta": config.rotary_base_local, "rope_type": "default"}
+    full = {"rope_theta": config.rope.rotary_base, "rope_type": "default", **(config.rope.rope_scaling or {})}
+    local = {"rope_theta": config.rope.rotary_base_local, "rope_type": "default"}
     return {"rope_parameters": {FULL: full, SLIDING: local}}
 
 

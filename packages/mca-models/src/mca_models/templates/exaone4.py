@@ -32,7 +32,7 @@ def rotated_windows(kinds: Sequence[str]) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"sliding_window": config.window_size, **restore_layer_types(config)}
+    return {"sliding_window": config.attention.window_size, **restore_layer_types(config)}
 
 
 CONFIG = ConfigTable(

@@ -55,13 +55,13 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    groups, apart = config.num_query_groups, config.parallel_block == "none"
-    new = not apart and (groups > 1 or config.parallel_block == "two_norms")
-    norms = 2 if config.parallel_block == "two_norms" else 1
+    groups, apart = config.attention.num_query_groups, config.block.parallel_block == "none"
+    new = not apart and (groups > 1 or config.block.parallel_block == "two_norms")
+    norms = 2 if config.block.parallel_block == "two_norms" else 1
     side = {"parallel_attn": not apart, "num_ln_in_parallel_attn": norms}
-    act = {"activation": config.hidden_act, "alibi": False}
+    act = {"activation": config.mlp.hidden_act, "alibi": False}
     heads = {"num_kv_heads": groups, **({} if new else {"multi_query": groups == 1})}
-    drops = {"attention_dropout": config.hidden_dropout}
+    drops = {"attention_dropout": config.block.hidden_dropout}
     return {**side, **act, **drops, **heads, "new_decoder_architecture": new}
 
 
@@ -89,7 +89,7 @@ CONFIG = ConfigTable(
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     rules = renamed(persimmon.params(config), OUTER | token_head(config))
-    return renamed(rules, TWO_NORMS) if config.parallel_block == "two_norms" else rules
+    return renamed(rules, TWO_NORMS) if config.block.parallel_block == "two_norms" else rules
 
 
 FAMILY = Family(

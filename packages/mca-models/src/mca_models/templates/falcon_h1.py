@@ -74,18 +74,18 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    *of_states, after = config.mamba_multipliers or (1.0,) * 6
-    scale = 1.0 if config.softmax_scale is None else config.softmax_scale / config.kv_channels**-0.5
+    *of_states, after = config.mamba.mamba_multipliers or (1.0,) * 6
+    scale = 1.0 if config.attention.softmax_scale is None else config.attention.softmax_scale / config.attention.kv_channels**-0.5
     return {
         **restore_bamba(config),
-        "mamba_d_ssm": (config.mamba_num_heads or 0) * (config.mamba_head_dim or 0),
-        "mamba_rms_norm": config.mamba_norm != "none",
-        "mamba_norm_before_gate": config.mamba_norm != "gated",
+        "mamba_d_ssm": (config.mamba.mamba_num_heads or 0) * (config.mamba.mamba_head_dim or 0),
+        "mamba_rms_norm": config.mamba.mamba_norm != "none",
+        "mamba_norm_before_gate": config.mamba.mamba_norm != "gated",
         **{"ssm_multipliers": of_states, "ssm_out_multiplier": after},
-        "mlp_multipliers": list(config.mlp_multipliers or (1.0, 1.0)),
-        "attention_out_multiplier": config.attention_out_multiplier,
+        "mlp_multipliers": list(config.mlp.mlp_multipliers or (1.0, 1.0)),
+        "attention_out_multiplier": config.mamba.attention_out_multiplier,
         "key_multiplier": scale,
-        "lm_head_multiplier": 1 / config.logits_scaling,
+        "lm_head_multiplier": 1 / config.head.logits_scaling,
     }
 
 

@@ -110,7 +110,7 @@ class Family:
         if self.vision is not None:
             known = self.text(config).duplicated_hf_tensors(config)
             return {self.hf_name(config, name): self.hf_name(config, its) for name, its in known.items()}
-        params = self.params(config) if config.tie_word_embeddings else ()
+        params = self.params(config) if config.head.tie_word_embeddings else ()
         alias = next((param for param in params if param.alias_of), None)
         head = {HF_HEAD: alias.hf_names()[0]} if alias else {}
         return {**head, **self.copies(config)}
@@ -143,7 +143,7 @@ class Family:
         shapes = shapes or {}
         if self.vision is not None:
             return self._with_vision_names(self.vision, config, names, shapes)
-        config = replace(config, mtp_num_layers=self.count_mtp(config, names))
+        config = config.replace_fields(mtp_num_layers=self.count_mtp(config, names))
         extra = {**config.extra, **self.detect_extra(config, names, shapes)}
         if self.moe:
             extra |= _stacked_experts(names)

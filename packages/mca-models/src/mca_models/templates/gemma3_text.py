@@ -36,7 +36,7 @@ def restore_scale(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
     return {
         "hidden_activation": GELU,
-        "query_pre_attn_scalar": round((config.softmax_scale or 1.0) ** -2),
+        "query_pre_attn_scalar": round((config.attention.softmax_scale or 1.0) ** -2),
     }
 
 

@@ -152,18 +152,18 @@ def _experts(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    own = (config.of_kind or {})[FULL]
-    full = {"rope_theta": config.rotary_base, **(config.rope_scaling or {})}
-    local = {"rope_theta": config.rotary_base_local, "rope_type": "default"}
+    own = (config.layer_type_overrides or {})[FULL]
+    full = {"rope_theta": config.rope.rotary_base, **(config.rope.rope_scaling or {})}
+    local = {"rope_theta": config.rope.rotary_base_local, "rope_type": "default"}
     sizes = {"global_head_dim": own["kv_channels"], "num_global_key_value_heads": own["num_query_groups"]}
     shared = {
         "attention_k_eq_v": own["values_are_keys"],
         "hidden_activation": GELU,
         **restore_layer_types(config),
     }
-    experts = {"num_experts": config.num_moe_experts, "moe_intermediate_size": config.moe_ffn_hidden_size}
-    if config.experts_beside_mlp:
-        shared |= {**experts, "top_k_experts": config.moe_router_topk, "enable_moe_block": True}
+    experts = {"num_experts": config.moe.num_moe_experts, "moe_intermediate_size": config.moe.moe_ffn_hidden_size}
+    if config.moe.experts_beside_mlp:
+        shared |= {**experts, "top_k_experts": config.moe.moe_router_topk, "enable_moe_block": True}
     return {**shared, **sizes, "rope_parameters": {FULL: full, SLIDING: local}}
 
 
@@ -212,15 +212,15 @@ def parallel_experts(config: McaModelConfig) -> list[Param]:
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     layers = range(config.num_layers)
-    scalars = [inner("layer_scalar", "layer_scalar"), *(PER_LAYER if config.per_layer_input_size else [])]
+    scalars = [inner("layer_scalar", "layer_scalar"), *(PER_LAYER if config.per_layer_embedding.per_layer_input_size else [])]
     rules = [
-        *(PER_LAYER_TABLES if config.per_layer_input_size else []),
+        *(PER_LAYER_TABLES if config.per_layer_embedding.per_layer_input_size else []),
         *expand_rules(scalars, layers=layers),
     ]
-    if not config.experts_beside_mlp:
+    if not config.moe.experts_beside_mlp:
         return [*dense_layers(config), *rules]
     blocks = in_layers(config, lambda own: [*attention(own), *parallel_experts(own)])
-    stacked = expand_rules(EXPERTS, layers=layers, experts=range(config.num_moe_experts or 0))
+    stacked = expand_rules(EXPERTS, layers=layers, experts=range(config.moe.num_moe_experts or 0))
     return [embedding(), *blocks, *stacked, *rules, *head(config)]
 
 

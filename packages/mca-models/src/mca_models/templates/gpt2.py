@@ -28,7 +28,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"activation_function": config.hidden_act}
+    return {"activation_function": config.mlp.hidden_act}
 
 
 CONFIG = ConfigTable(

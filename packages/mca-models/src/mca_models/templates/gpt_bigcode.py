@@ -20,7 +20,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    return {**gpt2.restore(config), "multi_query": config.num_query_groups == 1}
+    return {**gpt2.restore(config), "multi_query": config.attention.num_query_groups == 1}
 
 
 CONFIG = replace(
@@ -33,7 +33,7 @@ CONFIG = replace(
 
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
-    shared = config.num_query_groups == 1  # else q, k and v of each head lie together
+    shared = config.attention.num_query_groups == 1  # else q, k and v of each head lie together
     projections = fused_qkv(config) if shared else grouped_qkv(config, "qkv_proj")
     return gpt2.around(config, gpt2.layer_rules(config, projections))
 

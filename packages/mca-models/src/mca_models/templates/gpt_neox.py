@@ -33,12 +33,12 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"use_parallel_residual": config.parallel_block != "none"}
+    return {"use_parallel_residual": config.block.parallel_block != "none"}
 
 
 def token_head(config: McaModelConfig) -> dict[str, str]:
     """Rename the token-classification head."""
-    return {"score.": "classifier."} if config.head == "token_classification" else {}
+    return {"score.": "classifier."} if config.head.head_kind == "token_classification" else {}
 
 
 CONFIG = ConfigTable(

@@ -30,8 +30,8 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    rotated = round(config.kv_channels * config.rotary_percent)
-    return {"rotary_dim": rotated, "activation_function": config.hidden_act}
+    rotated = round(config.attention.kv_channels * config.rope.rotary_percent)
+    return {"rotary_dim": rotated, "activation_function": config.mlp.hidden_act}
 
 
 CONFIG = ConfigTable(

@@ -40,9 +40,9 @@ def _bases(thetas: Sequence[float], kinds: Sequence[str], kind: str) -> list[flo
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    local = config.rotary_base_local or config.rotary_base
-    bases = [local if kind == SLIDING else config.rotary_base for kind in config.layer_types or ()]
-    skips = config.no_rope_freq or (0,) * config.num_layers
+    local = config.rope.rotary_base_local or config.rope.rotary_base
+    bases = [local if kind == SLIDING else config.rope.rotary_base for kind in config.layer_types or ()]
+    skips = config.rope.no_rope_freq or (0,) * config.num_layers
     thetas = [0 if skip else base for base, skip in zip(bases, skips, strict=True)]
     return {"layer_rope_theta": thetas, **restore_layer_types(config)}
 

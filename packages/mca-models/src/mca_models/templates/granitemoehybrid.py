@@ -42,14 +42,14 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    dense = config.num_moe_experts is None
+    dense = config.moe is None
     return {
         **{"layer_types": layer_types_to_hf(config), **restore_bamba(config), **restore_aux_loss(config)},
-        "num_local_experts": config.num_moe_experts or 0,
-        "shared_intermediate_size": config.ffn_hidden_size
+        "num_local_experts": config.moe.num_moe_experts or 0,
+        "shared_intermediate_size": config.mlp.ffn_hidden_size
         if dense
-        else config.moe_shared_expert_intermediate_size,
-        "position_embedding_type": None if config.no_rope_freq else "rope",
+        else config.moe.moe_shared_expert_intermediate_size,
+        "position_embedding_type": None if config.rope.no_rope_freq else "rope",
     }
 
 
@@ -78,7 +78,7 @@ def params(config: McaModelConfig) -> list[Param]:
         inner("mlp.linear_fc1.weight", "shared_mlp.input_linear.weight", shard=GATED),
         inner("mlp.linear_fc2.weight", "shared_mlp.output_linear.weight", shard=ROW),
     ]
-    after = expert_layers(config, layers) if config.num_moe_experts else expand_rules(dense, layers=layers)
+    after = expert_layers(config, layers) if config.moe.num_moe_experts else expand_rules(dense, layers=layers)
     return [embedding(), *mixed_layers(config), *after, *head(config)]
 
 

@@ -17,7 +17,7 @@ def derive(hf: HfConfig) -> JsonObject:
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
     return {
-        "shared_intermediate_size": config.moe_shared_expert_intermediate_size or 0,
+        "shared_intermediate_size": config.moe.moe_shared_expert_intermediate_size or 0,
         **restore_aux_loss(config),
     }
 

@@ -40,7 +40,7 @@ def single_value(hf: HfConfig, key: str) -> int:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"num_experts": config.num_moe_experts, "moe_topk": config.moe_router_topk}
+    return {"num_experts": config.moe.num_moe_experts, "moe_topk": config.moe.moe_router_topk}
 
 
 CONFIG = ConfigTable(

@@ -23,13 +23,13 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"use_post_norm": config.norm_placement == "sandwich", "logits_scaling": 1 / config.logits_scaling}
+    return {"use_post_norm": config.norm.norm_placement == "sandwich", "logits_scaling": 1 / config.head.logits_scaling}
 
 
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     rules = dense_layers(config)
-    return renamed(rules, SANDWICH) if config.norm_placement == "sandwich" else rules
+    return renamed(rules, SANDWICH) if config.norm.norm_placement == "sandwich" else rules
 
 
 OTHERS = ("softmax_scale", "logits_scaling")

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import chain
 
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.model_config import McaModelConfig
 from mca_config.types import FamilyConfig, JsonObject, Values
 from mca_models.templates.common import ATTN, embedding, head, inner, renamed
 from mca_models.templates.config_table import (
@@ -71,11 +71,11 @@ def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
     return {
         **restore_shared_experts(config, "num_shared_experts"),
-        "num_expert_group": config.moe_router_num_groups or 1,
-        "topk_group": config.moe_router_group_topk or 1,
-        "linear_num_heads": config.linear_num_key_heads,
-        "linear_head_dim": config.linear_key_head_dim,
-        "linear_conv_kernel_dim": config.linear_conv_kernel_dim,
+        "num_expert_group": config.moe.moe_router_num_groups or 1,
+        "topk_group": config.moe.moe_router_group_topk or 1,
+        "linear_num_heads": config.linear_attention.linear_num_key_heads,
+        "linear_head_dim": config.linear_attention.linear_key_head_dim,
+        "linear_conv_kernel_dim": config.linear_attention.linear_conv_kernel_dim,
         **restore_layers(config),
         **restore_moe_layers(config),
     }
@@ -108,7 +108,6 @@ CONFIG = ConfigTable(
     aliases=ALIASES,
     derive=derive,
     restore=restore,
-    config_class=MlaMcaModelConfig,
 )
 
 
@@ -124,7 +123,7 @@ def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping
 
 def delta_attention(config: FamilyConfig) -> list[Param]:
     """Linear attention with the norm before it; transformers' modules have a separate one for the decay."""
-    rows, heads = config.linear_num_key_heads * config.linear_key_head_dim, config.linear_num_key_heads
+    rows, heads = config.linear_attention.linear_num_key_heads * config.linear_attention.linear_key_head_dim, config.linear_attention.linear_num_key_heads
     loaded = bool(config.extra.get("fused_experts"))
     gate = f"{HF_ATTN}forget_gate." if loaded else HF_ATTN
     projections = tuple(f"{HF_ATTN}{part}_proj.weight" for part in "qkvb")
@@ -150,7 +149,7 @@ def delta_attention(config: FamilyConfig) -> list[Param]:
     ]
 
 
-def params(config: MlaMcaModelConfig) -> list[Param]:
+def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     kinds = {True: delta_attention(config), False: latent_attention(config)}
     layers = (

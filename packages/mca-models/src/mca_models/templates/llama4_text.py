@@ -45,12 +45,12 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    heat = config.attn_temperature
+    heat = config.attention.attn_temperature
     scales = {"attn_scale": heat["beta"], "floor_scale": heat["length"]} if heat else {}
     return {
-        "no_rope_layers": [1 - skip for skip in config.no_rope_freq or ()],
+        "no_rope_layers": [1 - skip for skip in config.rope.no_rope_freq or ()],
         "moe_layers": [layer for layer in range(config.num_layers) if config.is_moe_layer(layer)],
-        "use_qk_norm": config.qk_layernorm,
+        "use_qk_norm": config.attention.qk_layernorm,
         "attn_temperature_tuning": heat is not None,
         **{**scales, **restore_layer_types(config)},
     }

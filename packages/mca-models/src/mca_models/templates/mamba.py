@@ -77,10 +77,10 @@ def derive_bamba(hf: HfConfig, inside: int | None = None) -> JsonObject:
 
 def restore_bamba(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    inside = (config.mamba_num_heads or 0) * (config.mamba_head_dim or 0)
+    inside = (config.mamba.mamba_num_heads or 0) * (config.mamba.mamba_head_dim or 0)
     return {
         "mamba_expand": inside // config.hidden_size,
-        "time_step_limit": [config.mamba_least_step, math.inf],
+        "time_step_limit": [config.mamba.mamba_least_step, math.inf],
     }
 
 
@@ -106,9 +106,9 @@ def layer_types_to_hf(config: McaModelConfig) -> list[str]:
 
 def segments(config: FamilyConfig) -> tuple[int, int, int, int, int]:
     """Rows of the input projection's parts: gate, inputs, B, C (what goes into states, what reads them), steps."""
-    inside = config.mamba_num_heads * config.mamba_head_dim
-    states = config.mamba_num_groups * config.mamba_state_dim
-    return inside, inside, states, states, config.mamba_num_heads
+    inside = config.mamba.mamba_num_heads * config.mamba.mamba_head_dim
+    states = config.mamba.mamba_num_groups * config.mamba.mamba_state_dim
+    return inside, inside, states, states, config.mamba.mamba_num_heads
 
 
 def mamba(config: McaModelConfig) -> list[Param]:
@@ -129,7 +129,7 @@ def mamba_mixer(config: McaModelConfig, at: str) -> list[Param]:
         **dict.fromkeys(("dt_bias", "A_log", "D", "norm.weight"), COLUMN),
         "out_proj.weight": ROW,
     }
-    absent = {"conv1d.bias": not config.mamba_conv_bias, "norm.weight": config.mamba_norm == "none"}
+    absent = {"conv1d.bias": not config.mamba.mamba_conv_bias, "norm.weight": config.mamba.mamba_norm == "none"}
     return [
         inner(f"{at}{name}", f"mamba.{name}", shard=shard)
         for name, shard in cut.items()

@@ -75,12 +75,12 @@ def _require_ropes(full: Values, local: Values, said: HfConfig) -> None:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    shared = {"partial_rotary_factor": config.rotary_percent, "rope_type": "default"}
-    bases = {FULL: config.rotary_base, SLIDING: config.rotary_base_local}
+    shared = {"partial_rotary_factor": config.rope.rotary_percent, "rope_type": "default"}
+    bases = {FULL: config.rope.rotary_base, SLIDING: config.rope.rotary_base_local}
     ropes = {kind: {"rope_theta": base, **shared} for kind, base in bases.items()}
-    scale = {"routed_scaling_factor": config.moe_router_topk_scaling_factor}
-    sizes = {"sliding_window": config.window_size, "rope_parameters": ropes, **scale}
-    groups = {"n_group": config.moe_router_num_groups or 1, "topk_group": config.moe_router_group_topk or 1}
+    scale = {"routed_scaling_factor": config.moe.moe_router_topk_scaling_factor}
+    sizes = {"sliding_window": config.attention.window_size, "rope_parameters": ropes, **scale}
+    groups = {"n_group": config.moe.moe_router_num_groups or 1, "topk_group": config.moe.moe_router_group_topk or 1}
     return {**sizes, **groups, **restore_layer_types(config), **restore_moe_layers(config)}
 
 

@@ -2,7 +2,7 @@
 
 from math import sqrt
 
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import youtu
 from mca_models.templates.config_table import (
@@ -30,8 +30,8 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    depth = round(config.residual_multiplier * sqrt(config.num_layers), 9)
-    return {"scale_depth": depth, "dim_model_base": round(config.hidden_size / config.logits_scaling)}
+    depth = round(config.block.residual_multiplier * sqrt(config.num_layers), 9)
+    return {"scale_depth": depth, "dim_model_base": round(config.hidden_size / config.head.logits_scaling)}
 
 
 CONFIG = ConfigTable(
@@ -49,7 +49,6 @@ CONFIG = ConfigTable(
     fixed=SWIGLU_WITHOUT_BIASES,
     derive=derive,
     restore=restore,
-    config_class=MlaMcaModelConfig,
 )
 
 FAMILY = Family(model_type="minicpm3", architecture="MiniCPM3ForCausalLM", config=CONFIG, params=youtu.params)

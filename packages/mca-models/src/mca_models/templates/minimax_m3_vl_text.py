@@ -107,11 +107,11 @@ def _number(hf: HfConfig, inside: Values, key: str, legacy: str, default: int) -
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
     kinds = (_SPARSE if kind == "sparse_attention" else kind for kind in config.layer_types or ())
-    index = config.index_blocks or {name: default for name, (_, _, default) in _INDEX.items()}
+    index = config.block_sparse_attention.index_blocks or {name: default for name, (_, _, default) in _INDEX.items()}
     return {
         "hidden_act": "silu",
         "layer_types": list(kinds),
-        "index_n_heads": config.num_query_groups,
+        "index_n_heads": config.attention.num_query_groups,
         **{key: index[name] for name, (key, _, _) in _INDEX.items()},
         **restore_moe_layers(config),
         **restore_aux_loss(config),

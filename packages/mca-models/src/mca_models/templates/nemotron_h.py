@@ -92,11 +92,11 @@ def _experts(hf: HfConfig, layers: Collection[str]) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    shared = config.moe_shared_expert_intermediate_size
+    shared = config.moe.moe_shared_expert_intermediate_size
     return {
         "layers_block_type": layer_types_to_hf(config),
-        "n_group": config.moe_router_num_groups or 1,
-        "topk_group": config.moe_router_group_topk or 1,
+        "n_group": config.moe.moe_router_num_groups or 1,
+        "topk_group": config.moe.moe_router_group_topk or 1,
         **({"moe_shared_expert_intermediate_size": shared} if shared else {}),
     }
 

@@ -51,9 +51,9 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    kinds = {**delta.restore_layers(config), "linear_allow_neg_eigval": config.linear_beta_factor == 2.0}
+    kinds = {**delta.restore_layers(config), "linear_allow_neg_eigval": config.linear_attention.linear_beta_factor == 2.0}
     none = {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}
-    return {**kinds, **(none if config.no_rope_freq else {})}
+    return {**kinds, **(none if config.rope.no_rope_freq else {})}
 
 
 CONFIG = ConfigTable(

@@ -25,7 +25,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"activation_function": config.hidden_act, "do_layer_norm_before": True}
+    return {"activation_function": config.mlp.hidden_act, "do_layer_norm_before": True}
 
 
 CONFIG = ConfigTable(

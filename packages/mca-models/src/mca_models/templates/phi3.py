@@ -29,7 +29,7 @@ def long_rope(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    return {ORIGINAL: (config.rope_scaling or {}).get(ORIGINAL, 4096)}
+    return {ORIGINAL: (config.rope.rope_scaling or {}).get(ORIGINAL, 4096)}
 
 
 CONFIG = ConfigTable(

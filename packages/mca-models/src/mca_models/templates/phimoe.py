@@ -46,9 +46,9 @@ def rope(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    rope = config.rope_scaling or {}
+    rope = config.rope.rope_scaling or {}
     scales = dict.fromkeys(_SCALES, rope["attention_factor"]) if rope else {}
-    parameters = {"rope_theta": config.rotary_base, "rope_type": "default", **rope, **scales}
+    parameters = {"rope_theta": config.rope.rotary_base, "rope_type": "default", **rope, **scales}
     return {"rope_parameters": parameters, **restore_aux_loss(config)}
 
 

@@ -19,9 +19,9 @@ def window(hf: JsonObject) -> JsonObject:
 
 def restore_window(config: McaModelConfig) -> JsonObject:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    if config.window_size is None:
+    if config.attention.window_size is None:
         return {"use_sliding_window": False}
-    return {"use_sliding_window": True, "sliding_window": config.window_size, **restore_layer_types(config)}
+    return {"use_sliding_window": True, "sliding_window": config.attention.window_size, **restore_layer_types(config)}
 
 
 CONFIG = ConfigTable(

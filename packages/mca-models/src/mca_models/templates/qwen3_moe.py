@@ -32,7 +32,7 @@ def restore_sparse(config: McaModelConfig) -> HfConfig:
     return {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [i for i in range(config.num_layers) if not config.is_moe_layer(i)],
-        "norm_topk_prob": not config.moe_router_pre_softmax,
+        "norm_topk_prob": not config.moe.moe_router_pre_softmax,
         **restore_aux_loss(config),
         **restore_window(config),
     }

@@ -38,7 +38,7 @@ CONFIG = ConfigTable(
 
 def in_proj(config: McaModelConfig) -> Param:
     """The input projection, which HF groups by key head: ``[q k v..v z..z]`` and ``[b..b a..a]``."""
-    q, k, v, z, b, a = (rows // (config.linear_num_key_heads or 1) for rows in delta.segments(config))
+    q, k, v, z, b, a = (rows // (config.linear_attention.linear_num_key_heads or 1) for rows in delta.segments(config))
     return Param(
         mca="",
         hf=(f"{HF}linear_attn.in_proj_qkvz.weight", f"{HF}linear_attn.in_proj_ba.weight"),

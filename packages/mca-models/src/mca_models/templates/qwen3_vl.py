@@ -85,7 +85,7 @@ def _unnamed(shapes: Shapes) -> Shapes:
 
 def tensors(config: McaModelConfig) -> Shapes:
     """Every tensor of the vision model."""
-    return tower(config, config.deepstack_layers)
+    return tower(config, config.vision.deepstack_layers)
 
 
 FAMILY = vision_language_family(

@@ -30,7 +30,7 @@ def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping
     """Return whether experts lie in one tensor, and which way."""
     stacked = [name for name in names if FUSED in name and name.endswith("down_proj")]
     shape = next((shapes[name] for name in stacked if name in shapes), ())
-    turned = not shape or shape[1] == config.moe_ffn_hidden_size != config.hidden_size
+    turned = not shape or shape[1] == config.moe.moe_ffn_hidden_size != config.hidden_size
     return {"fused_experts": bool(stacked), TRANSPOSED: turned}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 
 from mca_config.errors import McaError
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.model_config import McaModelConfig
 from mca_config.types import FamilyConfig
 from mca_models.weights import Layout, Param, Stage
 
@@ -33,7 +33,7 @@ def hf_shapes(params: Iterable[Param], config: McaModelConfig) -> dict[str, Shap
     shapes: dict[str, Shape] = {}
     for param in params:
         parts = _parts(param.layout, param.hf_layout, full_shape(param, config))
-        front = (config.num_moe_experts or 0,) if param.stacked else ()
+        front = (config.moe.num_moe_experts or 0,) if param.stacked else ()
         shapes |= {name: front + part for name, part in zip(param.hf_names(), parts, strict=True)}
     return shapes
 
@@ -57,11 +57,11 @@ def _hidden(c: McaModelConfig) -> Shape:
 
 def _per_layer(c: McaModelConfig) -> int:
     """Channels of the embeddings that all layers take."""
-    return c.num_layers * c.per_layer_input_size
+    return c.num_layers * c.per_layer_embedding.per_layer_input_size
 
 
 def _fc1(width: Callable[[FamilyConfig], int]) -> Callable[[FamilyConfig], Shape]:
-    return lambda c: (width(c) * (1 + c.gated_linear_unit), c.hidden_size)
+    return lambda c: (width(c) * (1 + c.mlp.gated_linear_unit), c.hidden_size)
 
 
 def _fc2(width: Callable[[FamilyConfig], int]) -> Callable[[FamilyConfig], Shape]:
@@ -74,58 +74,58 @@ def _first(shape: Callable[[FamilyConfig], Shape]) -> Callable[[FamilyConfig], S
 
 
 def _qkv(c: McaModelConfig) -> Shape:
-    queries = c.num_attention_heads * (1 + c.attention_output_gate) * c.kv_channels
-    values = 0 if c.values_are_keys else c.value_width
+    queries = c.attention.num_attention_heads * (1 + c.attention.attention_output_gate) * c.attention.kv_channels
+    values = 0 if c.attention.values_are_keys else c.attention.value_width
     if c.takes_keys:
         return queries, c.hidden_size
-    return queries + c.num_query_groups * (c.kv_channels + values), c.hidden_size
+    return queries + c.attention.num_query_groups * (c.attention.kv_channels + values), c.hidden_size
 
 
 def _head_norm(heads: Callable[[FamilyConfig], int]) -> Callable[[FamilyConfig], Shape]:
     return lambda c: (
-        c.kv_channels * (heads(c) if c.qk_layernorm_full_width or c.qk_layernorm_per_head else 1),
+        c.attention.kv_channels * (heads(c) if c.attention.qk_layernorm_full_width or c.attention.qk_layernorm_per_head else 1),
     )
 
 
 def _delta_widths(c: FamilyConfig) -> tuple[int, int, int]:
     """Rows of q or k, rows of v, value heads of a gated delta net."""
-    values = c.linear_num_value_heads
-    return c.linear_num_key_heads * c.linear_key_head_dim, values * c.linear_value_head_dim, values
+    values = c.linear_attention.linear_num_value_heads
+    return c.linear_attention.linear_num_key_heads * c.linear_attention.linear_key_head_dim, values * c.linear_attention.linear_value_head_dim, values
 
 
 def _mamba_widths(c: FamilyConfig) -> tuple[int, int]:
     """Channels inside a state space layer, rows of what goes into its states (as many read them)."""
-    return c.mamba_num_heads * c.mamba_head_dim, c.mamba_num_groups * c.mamba_state_dim
+    return c.mamba.mamba_num_heads * c.mamba.mamba_head_dim, c.mamba.mamba_num_groups * c.mamba.mamba_state_dim
 
 
 def _in_proj(c: McaModelConfig) -> Shape:
-    if c.mamba_num_heads:
+    if c.mamba.mamba_num_heads:
         inside, states = _mamba_widths(c)
-        return 2 * (inside + states) + c.mamba_num_heads, c.hidden_size
+        return 2 * (inside + states) + c.mamba.mamba_num_heads, c.hidden_size
     key, value, heads = _delta_widths(c)
     return 2 * key + 2 * value + 2 * heads, c.hidden_size
 
 
 def _conv(c: FamilyConfig) -> Shape:
-    if c.mamba_num_heads:
+    if c.mamba.mamba_num_heads:
         inside, states = _mamba_widths(c)
-        return inside + 2 * states, 1, c.mamba_conv_kernel_dim
+        return inside + 2 * states, 1, c.mamba.mamba_conv_kernel_dim
     key, value, _ = _delta_widths(c)
-    return 2 * key + value, 1, c.linear_conv_kernel_dim
+    return 2 * key + value, 1, c.linear_attention.linear_conv_kernel_dim
 
 
 def _states(c: FamilyConfig) -> Shape:
     """Return the shape of one number for each head with a state."""
-    return (c.mamba_num_heads or c.linear_num_value_heads,)
+    return (c.mamba.mamba_num_heads or c.linear_attention.linear_num_value_heads,)
 
 
-_FC1 = _fc1(lambda c: c.ffn_hidden_size)
+_FC1 = _fc1(lambda c: c.mlp.ffn_hidden_size)
 _MLP = {
     "mlp.linear_fc1.layer_norm_weight": _hidden,
     "mlp.linear_fc1.layer_norm_bias": _hidden,
     "mlp.linear_fc1.weight": _FC1,
     "mlp.linear_fc1.bias": _first(_FC1),
-    "mlp.linear_fc2.weight": _fc2(lambda c: c.ffn_hidden_size),
+    "mlp.linear_fc2.weight": _fc2(lambda c: c.mlp.ffn_hidden_size),
     "mlp.linear_fc2.bias": _hidden,
     "mlp.post_layernorm.weight": _hidden,
     "layer_scalar": lambda c: (1,),
@@ -141,15 +141,15 @@ _MLP = {
 
 def _routed(c: McaModelConfig) -> int:
     """Channels that an expert gets."""
-    return c.moe_latent_size or c.hidden_size
+    return c.moe.moe_latent_size or c.hidden_size
 
 
 def _expert_1(c: FamilyConfig) -> Shape:
-    return c.moe_ffn_hidden_size * (1 + c.gated_linear_unit), _routed(c)
+    return c.moe.moe_ffn_hidden_size * (1 + c.mlp.gated_linear_unit), _routed(c)
 
 
 def _expert_2(c: FamilyConfig) -> Shape:
-    return _routed(c), c.moe_ffn_hidden_size
+    return _routed(c), c.moe.moe_ffn_hidden_size
 
 
 _EXPERTS = {
@@ -164,8 +164,8 @@ _EXPERTS = {
     "mlp.experts.linear_fc2.bias{expert}": _first(_expert_2),
     "mlp.fc1_latent_proj.weight": lambda c: (c.moe_latent_size, c.hidden_size),
     "mlp.fc2_latent_proj.weight": lambda c: (c.hidden_size, c.moe_latent_size),
-    "mlp.shared_experts.linear_fc1.weight": _fc1(lambda c: c.moe_shared_expert_intermediate_size),
-    "mlp.shared_experts.linear_fc2.weight": _fc2(lambda c: c.moe_shared_expert_intermediate_size),
+    "mlp.shared_experts.linear_fc1.weight": _fc1(lambda c: c.moe.moe_shared_expert_intermediate_size),
+    "mlp.shared_experts.linear_fc2.weight": _fc2(lambda c: c.moe.moe_shared_expert_intermediate_size),
     "mlp.shared_experts.gate_weight": lambda c: (1, c.hidden_size),
     "mlp.dense_layernorm.weight": _hidden,
     "mlp.dense_post_layernorm.weight": _hidden,
@@ -201,12 +201,12 @@ _ATTENTION = {
     "self_attention.linear_qkv.layer_norm_bias": _hidden,
     "self_attention.linear_qkv.weight": _qkv,
     "self_attention.linear_qkv.bias": _first(_qkv),
-    "self_attention.q_layernorm.weight": _head_norm(lambda c: c.num_attention_heads),
-    "self_attention.k_layernorm.weight": _head_norm(lambda c: c.num_query_groups),
-    "self_attention.q_layernorm.bias": lambda c: (c.kv_channels,),
-    "self_attention.k_layernorm.bias": lambda c: (c.kv_channels,),
-    "self_attention.core_attention.softmax_offset": lambda c: (c.num_attention_heads,),
-    "self_attention.linear_proj.weight": lambda c: (c.hidden_size, c.num_attention_heads * c.value_width),
+    "self_attention.q_layernorm.weight": _head_norm(lambda c: c.attention.num_attention_heads),
+    "self_attention.k_layernorm.weight": _head_norm(lambda c: c.attention.num_query_groups),
+    "self_attention.q_layernorm.bias": lambda c: (c.attention.kv_channels,),
+    "self_attention.k_layernorm.bias": lambda c: (c.attention.kv_channels,),
+    "self_attention.core_attention.softmax_offset": lambda c: (c.attention.num_attention_heads,),
+    "self_attention.linear_proj.weight": lambda c: (c.hidden_size, c.attention.num_attention_heads * c.attention.value_width),
     "self_attention.linear_proj.bias": _hidden,
     "self_attention.post_layernorm.weight": _hidden,
 }
@@ -291,5 +291,5 @@ _TABLES: Mapping[type[McaModelConfig], _Table] = {
         **{**_ENDS, **_MLP, **_EXPERTS, **_ATTENTION},
         **{**_DELTA_NET, **_PARALLEL_MAMBA, **_BLOCK_INDEXER},
     },
-    MlaMcaModelConfig: {**_ENDS, **_MLP, **_EXPERTS, **_LATENT, **_KIMI_DELTA, **_INDEXER},
+    McaModelConfig: {**_ENDS, **_MLP, **_EXPERTS, **_LATENT, **_KIMI_DELTA, **_INDEXER},
 }

@@ -23,7 +23,7 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    rotated = [1 - skip for skip in config.no_rope_freq or (0,) * config.num_layers]
+    rotated = [1 - skip for skip in config.rope.no_rope_freq or (0,) * config.num_layers]
     return {"no_rope_layers": rotated, **restore_window(config)}
 
 

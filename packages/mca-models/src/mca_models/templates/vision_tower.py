@@ -226,10 +226,10 @@ class NestedTextConfig:
         """Compose the file for ``config`` from the keys ``text`` of its text model."""
         inside = {**text, "model_type": self.text_model_type}
         top = {key: inside.pop(key) for key in ("architectures", "tie_word_embeddings", "dtype")}
-        if config.mrope_section:
+        if config.mrope.mrope_section:
             sections = {
-                "mrope_section": list(config.mrope_section),
-                "mrope_interleaved": config.mrope_interleaved,
+                "mrope_section": list(config.mrope.mrope_section),
+                "mrope_interleaved": config.mrope.mrope_interleaved,
             }
             inside["rope_parameters"] = {**inside["rope_parameters"], **sections}
         return {**top, "model_type": config.model_type, "text_config": inside, **(config.vision or {})}

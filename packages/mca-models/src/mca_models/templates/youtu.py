@@ -1,6 +1,6 @@
 """Youtu-LLM: HF ``YoutuForCausalLM``: DeepSeek's latent attention, no experts."""
 
-from mca_config.model_config import MlaMcaModelConfig
+from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates.common import dense_mlp, embedding, head
 from mca_models.templates.config_table import (
@@ -32,11 +32,10 @@ CONFIG = ConfigTable(
     constants={"qk_layernorm": True},
     fixed=(SILU, NO_ATTENTION_BIAS, INTERLEAVED),
     derive=derive,
-    config_class=MlaMcaModelConfig,
 )
 
 
-def params(config: MlaMcaModelConfig) -> list[Param]:
+def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     rules = [*latent_attention(config), *dense_mlp(config)]
     return [embedding(), *expand_rules(rules, layers=range(config.num_layers)), *head(config)]

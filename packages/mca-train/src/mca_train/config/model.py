@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from mca_config.arguments import MegatronArguments
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
-from mca_config.model_config import HeadKind, McaModelConfig
+from mca_config.model.head import HeadKind
+from mca_config.model_config import McaModelConfig
 from mca_train.config.arguments import LaunchArguments, LoraArguments
 
 if TYPE_CHECKING:

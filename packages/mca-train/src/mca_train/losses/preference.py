@@ -187,7 +187,7 @@ def adapter_reference_problems(training: "TrainingArguments") -> Iterator[str]:
 
 def reference_problems(reference: McaModelConfig, model: McaModelConfig) -> Iterator[str]:
     """Yield an error if ``reference`` cannot be the reference of ``model``, from their configurations."""
-    if reference.num_labels is not None:
+    if reference.head.num_labels is not None:
         yield (
             f"the reference has a {reference.head} head and no log-probabilities of tokens; "
             "set a language model"

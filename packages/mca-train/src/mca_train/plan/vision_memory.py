@@ -99,7 +99,7 @@ class VisionTower:
             merge=merge,
             patch=patch,
             values=sizes.get("in_channels", 3) * sizes.get("temporal_patch_size", 1) * patch**2,
-            projectors=1 + config.deepstack_layers,
+            projectors=1 + config.vision.deepstack_layers,
             side=side,
         )
 

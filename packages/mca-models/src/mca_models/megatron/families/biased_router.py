@@ -15,7 +15,7 @@ from mca_models.megatron.types import MegatronModule
 
 def has_biased_softmax(config: McaModelConfig) -> bool:
     """Return whether experts are chosen by softmax scores plus a bias."""
-    return config.moe_router_enable_expert_bias and config.moe_router_score_function == "softmax"
+    return config.moe.moe_router_enable_expert_bias and config.moe.moe_router_score_function == "softmax"
 
 
 @dataclass

@@ -3,7 +3,7 @@
 import torch
 from torch.distributed import ProcessGroup
 
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.model_config import McaModelConfig
 from mca_models.megatron.families.biased_experts import fix_expert_biases
 from mca_models.megatron.families.dual_rope import DualRope
 from mca_models.megatron.families.embedding import (
@@ -31,27 +31,27 @@ from mca_models.megatron.types import GptModel
 def finish(model: GptModel, config: McaModelConfig) -> None:
     """Add norms and factors to a chunk, fix its experts and norms; runs before anything else hooks its logits."""
     add_post_norms(model, config)
-    if config.qk_layernorm_after_rope:
-        normalise_after_rope(model, config.no_rope_freq)
-    if config.parallel_block != "none":
+    if config.attention.qk_layernorm_after_rope:
+        normalise_after_rope(model, config.rope.no_rope_freq)
+    if config.block.parallel_block != "none":
         connect_parallel_blocks(model)
-    if config.num_moe_experts and config.add_bias_linear:
+    if config.moe.num_moe_experts and config.mlp.add_bias_linear:
         fix_expert_biases(model)
-    if isinstance(config, MlaMcaModelConfig):
+    if config.mla is not None:
         set_mla_norm_epsilon(model)
-        set_yarn_ramp(model, config.rope_scaling)
+        set_yarn_ramp(model, config.rope.rope_scaling)
         set_mla_rope(model, config)
         set_no_rope(model, config)
-    if config.hidden_act == "xielu":
+    if config.mlp.hidden_act == "xielu":
         use_xielu(model)
-    if config.output_bias and config.num_labels is None:
+    if config.head.output_bias and config.head.num_labels is None:
         add_output_bias(model)
-    if config.embedding_norm:
-        normalise_embedding(model, config.layernorm_epsilon)
-    if config.embedding_layernorm:
+    if config.embedding.embedding_norm:
+        normalise_embedding(model, config.norm.layernorm_epsilon)
+    if config.embedding.embedding_layernorm:
         add_embedding_norm(model)
     add_scales(model, config)
-    if config.mtp_before_final_norm:
+    if config.mtp.mtp_before_final_norm:
         predict_before_norm(model)
     _add_to_layers(model, config)
     train_embedding_like_hf(model, config)
@@ -62,25 +62,25 @@ def finish(model: GptModel, config: McaModelConfig) -> None:
 
 def _add_to_layers(model: GptModel, config: McaModelConfig) -> None:
     """Add per-layer inputs and outputs to the layers of a chunk, in the order in which they apply."""
-    if config.per_layer_input_size:
+    if config.per_layer_embedding.per_layer_input_size:
         add_per_layer_embeddings(model, config)
-    if config.num_kv_shared_layers:
+    if config.shared_kv.num_kv_shared_layers:
         share_kv(model, config)
-    if config.layer_scalar:
+    if config.block.layer_scalar:
         add_layer_scalars(model)
 
 
 def positions(config: McaModelConfig) -> str:
     """Return Megatron's ``position_embedding_type``."""
-    return "learned_absolute" if config.learned_positions else "none" if config.alibi else "rope"
+    return "learned_absolute" if config.embedding.learned_positions else "none" if config.attention.alibi else "rope"
 
 
 def rotary(config: McaModelConfig, cp_group: ProcessGroup) -> torch.nn.Module | None:
     """Return the model's rotary embedding; None without RoPE and with MLA, whose attention has its own."""
-    if isinstance(config, MlaMcaModelConfig) or positions(config) != "rope":
+    if config.mla is not None or positions(config) != "rope":
         return None
-    if config.rotary_base_local is not None:
+    if config.rope.rotary_base_local is not None:
         return DualRope(config, cp_group)
-    if config.mrope_section is not None:
+    if config.mrope is not None:
         return MRope(config, cp_group)
     return rotary_module(config, cp_group)

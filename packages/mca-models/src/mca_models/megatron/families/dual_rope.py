@@ -40,11 +40,11 @@ class DualRope(torch.nn.Module):
 def _layer_kind_configs(config: McaModelConfig) -> tuple[McaModelConfig, McaModelConfig]:
     """Return the configuration of full-attention layers and of sliding-window ones, which have an unscaled RoPE."""
     full, sliding = (
-        replace(config, of_kind=None, **(config.of_kind or {}).get(kind, {}))
+        config.replace_fields(of_kind=None, **(config.layer_type_overrides or {}).get(kind, {}))
         for kind in ("full_attention", _SLIDING)
     )
     return full, replace(
-        sliding, rotary_base=config.rotary_base_local or config.rotary_base, rope_scaling=None
+        sliding, rotary_base=config.rope.rotary_base_local or config.rope.rotary_base, rope_scaling=None
     )
 
 

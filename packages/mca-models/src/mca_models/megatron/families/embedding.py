@@ -19,16 +19,16 @@ def train_embedding_like_hf(model: GptModel, config: McaModelConfig) -> None:
     """
     if not hasattr(model, "embedding"):
         return
-    if config.hidden_dropout:
+    if config.block.hidden_dropout:
         dropout = model.embedding.embedding_dropout
-        dropout.p = config.embedding_dropout if dropout.p else 0.0  # a run may turn both off
-    if config.learned_positions:
+        dropout.p = config.embedding.embedding_dropout if dropout.p else 0.0  # a run may turn both off
+    if config.embedding.learned_positions:
         table = model.embedding.position_embeddings
         table.to(model.config.params_dtype)  # Megatron makes it in fp32, which would promote all activations
         table.register_forward_pre_hook(_rows(config))
-    if config.pad_token_id is not None:
-        row = config.pad_token_id % config.vocab_size  # torch counts a negative one from the end
-        tables = ["word_embeddings", *(["per_layer_embeddings"] if config.per_layer_input_size else [])]
+    if config.embedding.pad_token_id is not None:
+        row = config.embedding.pad_token_id % config.vocab_size  # torch counts a negative one from the end
+        tables = ["word_embeddings", *(["per_layer_embeddings"] if config.per_layer_embedding.per_layer_input_size else [])]
         for table in tables:
             getattr(model.embedding, table).register_forward_hook(_without_gradient(row))
 
@@ -40,7 +40,7 @@ def _rows(config: McaModelConfig) -> Callable[[torch.nn.Module, tuple[Tensor]], 
         positions, most = args[0], config.max_position_embeddings
         if positions.device.type == "cpu" and positions.numel():
             require_learned_positions(int(positions.max()) + 1, most)
-        return positions + config.position_offset
+        return positions + config.embedding.position_offset
 
     return rows
 

@@ -53,7 +53,7 @@ def delta_net_spec(config: McaModelConfig, implementation: Implementation) -> Sp
 
     column, row = normed_linears(implementation)
     submodules = GatedDeltaNetSubmodules(in_proj=column, out_norm=HeadNorm, out_proj=row)
-    module = _module(config.linear_beta_factor, config.linear_norm_epsilon or config.layernorm_epsilon)
+    module = _module(config.linear_attention.linear_beta_factor, config.linear_attention.linear_norm_epsilon or config.norm.layernorm_epsilon)
     return ModuleSpec(module=module, submodules=submodules)
 
 

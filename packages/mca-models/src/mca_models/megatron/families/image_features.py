@@ -125,7 +125,7 @@ def empty_features(vision: HfModel, config: McaModelConfig, trained: Sequence[to
     without images must produce gradients too, at the same point of the backward pass as other ranks.
     """
     parameter: Tensor = next(vision.parameters())
-    none = parameter.new_zeros(0, config.hidden_size * (1 + config.deepstack_layers))
+    none = parameter.new_zeros(0, config.hidden_size * (1 + config.vision.deepstack_layers))
     if not (trained and torch.is_grad_enabled()):
         return none
     connected: Tensor = ZeroGradients.apply(none, *trained)

@@ -30,7 +30,7 @@ def accept_images(model: GptModel, config: McaModelConfig) -> None:
     if not model.pre_process:
         return
     model.embedding.register_forward_hook(inputs.after_embedding)
-    for number, layer in enumerate(model.decoder.layers[: config.deepstack_layers]):
+    for number, layer in enumerate(model.decoder.layers[: config.vision.deepstack_layers]):
         layer.register_forward_hook(_with_inner_features(number))
     for parameter in model.vision_model.parameters():
         mark_replicated_gradient(parameter, sequence_parallel=model.config.sequence_parallel)

@@ -51,7 +51,7 @@ class _ScaledRope(torch.nn.Module):
 
 def set_mla_rope(model: GptModel, config: McaModelConfig) -> None:
     """Set the RoPE of every MLA of a chunk for rope types that Megatron does not support."""
-    if (config.rope_scaling or {}).get("rope_type", "yarn") == "yarn":
+    if (config.rope.rope_scaling or {}).get("rope_type", "yarn") == "yarn":
         return
     for attention in model.modules():
         if hasattr(attention, "linear_kv_up_proj"):

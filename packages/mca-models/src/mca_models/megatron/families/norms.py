@@ -143,7 +143,7 @@ def add_post_norms(model: GptModel, config: McaModelConfig) -> None:
     The hook is on the whole block, not on its last projection, so that an adapter's output is normalised too.
     """
     for layer in model.decoder.layers:
-        placement = config.layer_config(layer.layer_number - 1).norm_placement
+        placement = config.layer_config(layer.layer_number - 1).norm.norm_placement
         for block in (layer.self_attention, layer.mlp) if placement != "pre" else ():
             block.post_layernorm = PostNorm(
                 model.config, model.config.hidden_size, model.config.layernorm_epsilon

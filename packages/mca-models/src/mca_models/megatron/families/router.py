@@ -18,7 +18,7 @@ def custom_router(config: McaModelConfig) -> Callable[[type], type] | None:
         else custom_group_router(config) or custom_sparse_mixer(config)
     )
     adapt = adapt or custom_sigmoid_router(config)
-    count = config.moe_identity_experts
+    count = config.moe.moe_identity_experts
     if not count:
         return adapt
     return lambda router: router_with_identity_experts(adapt(router) if adapt else router, count)

@@ -18,15 +18,15 @@ AddToResidual = Callable[..., Tensor]
 
 def add_scales(model: GptModel, config: McaModelConfig) -> None:
     """Scale a chunk's embedding and logits, and cap the logits."""
-    if config.embedding_multiplier != 1.0 and hasattr(model, "embedding"):
-        factor = config.embedding_multiplier
+    if config.embedding.embedding_multiplier != 1.0 and hasattr(model, "embedding"):
+        factor = config.embedding.embedding_multiplier
 
         def scale_embedding(module: torch.nn.Module, args: tuple[object, ...], output: Tensor) -> Tensor:
             # HF rounds the factor to the weights' dtype; made on the device to avoid a synchronisation
             return output * torch.full((), factor, dtype=output.dtype, device=output.device)
 
         model.embedding.register_forward_hook(scale_embedding)
-    divisor, cap = config.logits_scaling, config.final_logit_softcapping
+    divisor, cap = config.head.logits_scaling, config.head.final_logit_softcapping
     if (divisor != 1.0 or cap is not None) and hasattr(model, "output_layer"):
 
         def scale_logits(module: torch.nn.Module, args: tuple[object, ...], output: WithBias) -> WithBias:

@@ -59,11 +59,11 @@ def _slices(config: McaModelConfig) -> dict[int, ContextSlice]:
     start = 0
     for layer in sorted(source for source in sources if source is not None):
         layer_config = config.layer_config(layer)
-        groups = layer_config.num_query_groups // config.layout.tp
+        groups = layer_config.attention.num_query_groups // config.layout.tp
         slices[layer] = ContextSlice(
-            start, groups * layer_config.kv_channels, groups * layer_config.value_width, groups
+            start, groups * layer_config.attention.kv_channels, groups * layer_config.attention.value_width, groups
         )
-        start += groups * (layer_config.kv_channels + layer_config.value_width)
+        start += groups * (layer_config.attention.kv_channels + layer_config.attention.value_width)
     return slices
 
 

@@ -45,13 +45,13 @@ class MRope(torch.nn.Module):
         super().__init__()
         plain: MegatronModule = rotary_module(config, cp_group)
         inverse = frequencies(config)
-        axes = mrope_axes(config.mrope_section or (), len(inverse), interleaved=config.mrope_interleaved)
+        axes = mrope_axes(config.mrope.mrope_section or (), len(inverse), interleaved=config.mrope.mrope_interleaved)
         self.plain = plain
         self.inverse: Tensor
         self.axes: Tensor
         self.register_buffer("inverse", inverse.to(plain.inv_freq.device), persistent=False)
         self.register_buffer("axes", axes.to(plain.inv_freq.device), persistent=False)
-        self.pairs = config.rotary_interleaved
+        self.pairs = config.rope.rotary_interleaved
         self.positions: Tensor | None = None
 
     def get_rotary_seq_len(self, *args: object, **kwargs: object) -> int:
