@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mca_config.bounds import require_bounded
 
 from mca_config import McaError, McaModelConfig, MlaMcaModelConfig, ParallelLayout
-from mca_config.bounds import require_bounded
 
 DATA = Path(__file__).parent / "data"
 SIZES: dict[str, Any] = {

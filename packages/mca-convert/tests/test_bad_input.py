@@ -378,8 +378,11 @@ def test_damaged_mca_checkpoints(source: Path, tmp_path: Path, capsys) -> None:
         ),
         "text": (edited("mca_config.json", text_model_type="x"), "mca_config.json: text_model_type is 'x'"),
         "vision": (edited("mca_config.json", vision={"a": 1}), "mca_config.json: vision is set, unlike in"),
-        "of_kind": (edited("mca_config.json", of_kind={"a": 1}), "of_kind a must be an object, not 1"),
-        "key": (edited("mca_config.json", of_kind={"a": {"b": 1}}), "of_kind a: unknown key b"),
+        "layer_type_overrides": (
+            edited("mca_config.json", layer_type_overrides={"a": 1}),
+            "of_kind a must be an object, not 1",
+        ),
+        "key": (edited("mca_config.json", layer_type_overrides={"a": {"b": 1}}), "of_kind a: unknown key b"),
         "width": (edited("mca_config.json", value_channels=10**30), "value_channels must be at most 4194304"),
     }
     for name, (damage, message) in damages.items():

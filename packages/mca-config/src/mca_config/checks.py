@@ -141,7 +141,7 @@ def _layers(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
 
 def _one_stage(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
     """Report features for which a stage needs more from an earlier stage than hidden states, which are all it gets."""
-    if model.per_layer_embedding.per_layer_input_size and layout.pp > 1:
+    if model.per_layer_embedding is not None and layout.pp > 1:
         return [
             "per-layer embeddings (hidden_size_per_layer_input) are not supported with pipeline parallelism; "
             f"set pipeline_model_parallel_size to 1, not {layout.pp}"
@@ -160,7 +160,7 @@ def _one_stage(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
 
 def _pairs(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
     """Check that both layers of a shortcut MoE pair are in one stage, because the second adds the expert output."""
-    if not model.moe.moe_shortcut or _layers(model, layout):
+    if model.moe is None or not model.moe.moe_shortcut or _layers(model, layout):
         return []
     split = [chunk for chunk in pipeline_plan(layout, model.num_layers) if len(chunk.layers) % 2]
     return [
@@ -187,28 +187,24 @@ def _heads(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
             f"tensor_model_parallel_size {layout.tp}; use at most {groups}, or a size that divides "
             f"{2 * groups * model.attention.kv_channels}"
         )
-    linear = {
-        "linear_num_key_heads": model.linear_attention.linear_num_key_heads,
-        "linear_num_value_heads": model.linear_attention.linear_num_value_heads,
-        "mamba_num_heads": model.mamba.mamba_num_heads,
-    }
-    for name, heads in linear.items():
-        if heads is not None:
-            problems += _indivisible(name, heads, "tensor_model_parallel_size", layout.tp)
+    flat = model.to_fields()
+    for name in ("linear_num_key_heads", "linear_num_value_heads", "mamba_num_heads"):
+        if name in flat:
+            problems += _indivisible(name, flat[name], "tensor_model_parallel_size", layout.tp)
     return problems + _few_groups(model, layout) + _mamba_groups(model, layout)
 
 
 def _mamba_groups(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
     """Check that each tensor-parallel rank of a Mamba layer has whole groups of heads, or heads of one group."""
-    tp, groups = layout.tp, model.mamba.mamba_num_groups
-    if groups is None or groups % tp == 0:
+    if model.mamba is None or model.mamba.mamba_num_groups % layout.tp == 0:
         return []
+    tp, groups = layout.tp, model.mamba.mamba_num_groups
     if tp % groups:
         return [
             f"mamba_num_groups {groups} is neither a multiple nor a divisor of tensor_model_parallel_size {tp}; "
             "change tensor_model_parallel_size"
         ]
-    rows = groups * (model.mamba.mamba_state_dim or 0)
+    rows = groups * model.mamba.mamba_state_dim
     return _indivisible("mamba_num_groups x mamba_state_dim", rows, "tensor_model_parallel_size", tp)
 
 
@@ -257,7 +253,9 @@ def _experts(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
         if layout.ep == 1:
             return []
         return [f"the model has no experts; set expert_model_parallel_size to 1, not {layout.ep}"]
-    problems = _indivisible("num_moe_experts", model.moe.num_moe_experts, "expert_model_parallel_size", layout.ep)
+    problems = _indivisible(
+        "num_moe_experts", model.moe.num_moe_experts, "expert_model_parallel_size", layout.ep
+    )
     width = model.moe.moe_ffn_hidden_size or model.mlp.ffn_hidden_size
     problems += _indivisible("moe_ffn_hidden_size", width, "expert_tensor_parallel_size", layout.etp)
     shared = model.moe.moe_shared_expert_intermediate_size

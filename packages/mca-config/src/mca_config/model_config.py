@@ -91,6 +91,7 @@ class McaModelConfig:
     block: Block = Block()
     embedding: Embedding = Embedding()
     head: OutputHead = OutputHead()
+    mtp: Mtp = Mtp()
     moe: Moe | None = None
     mla: Mla | None = None
     dsa: Dsa | None = None
@@ -99,7 +100,6 @@ class McaModelConfig:
     mamba: Mamba | None = None
     shared_kv: SharedKv | None = None
     per_layer_embedding: PerLayerEmbedding | None = None
-    mtp: Mtp | None = None
     mrope: MRope | None = None
     vision: Vision | None = None
 
@@ -191,13 +191,25 @@ class McaModelConfig:
         own = self.attention
         custom = own.values_are_keys or own.value_norm or own.value_scale != 1.0
         custom = custom or self.shared_kv is not None
-        by_layer = any(set(changes) - {"norm_placement"} for changes in (self.layer_type_overrides or {}).values())
+        by_layer = any(
+            set(changes) - {"norm_placement"} for changes in (self.layer_type_overrides or {}).values()
+        )
         return custom or by_layer or own.value_width != own.kv_channels
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts with weights of an MoE layer; 0: the model has none."""
+        return 0 if self.moe is None else self.moe.num_moe_experts
+
+    @property
+    def vision_fields(self) -> JsonObject | None:
+        """Fields of ``config.json`` about the vision tower; None: the model has none."""
+        return None if self.vision is None else self.vision.vision_fields
 
     @property
     def mtp_num_layers(self) -> int:
         """MTP layers; 0: the model has none."""
-        return 0 if self.mtp is None else self.mtp.mtp_num_layers
+        return self.mtp.mtp_num_layers
 
     @property
     def takes_keys(self) -> bool:
@@ -211,7 +223,9 @@ class McaModelConfig:
 
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether decoder ``layer`` has experts."""
-        return self.moe is not None and (self.moe.moe_layer_freq is None or bool(self.moe.moe_layer_freq[layer]))
+        return self.moe is not None and (
+            self.moe.moe_layer_freq is None or bool(self.moe.moe_layer_freq[layer])
+        )
 
     def layer_config(self, layer: int) -> Self:
         """Return this configuration with the fields of decoder ``layer``."""
@@ -243,7 +257,9 @@ class McaModelConfig:
 
     def kv_source_layer(self, layer: int) -> int | None:
         """Return the decoder layer whose keys and values ``layer`` shares; None: it projects its own."""
-        first_shared = self.num_layers - (0 if self.shared_kv is None else self.shared_kv.num_kv_shared_layers)
+        first_shared = self.num_layers - (
+            0 if self.shared_kv is None else self.shared_kv.num_kv_shared_layers
+        )
         if layer < first_shared:
             return None
         return max(other for other in range(first_shared) if self._kind(other) == self._kind(layer))

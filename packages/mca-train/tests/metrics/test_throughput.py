@@ -71,7 +71,7 @@ def test_each_layer_counts_with_its_own_heads():
 
     kinds = {"sliding_attention": {"num_attention_heads": 4, "kv_channels": 10, "value_channels": 6}}
     layers = ("full_attention", "sliding_attention", "full_attention")
-    config = replace(config_from_hf(SIZE | QWEN3), layer_types=layers, of_kind=kinds)
+    config = replace(config_from_hf(SIZE | QWEN3), layer_types=layers, layer_type_overrides=kinds)
     assert ModelFlops.from_config(config).per_square == 6 * (2 * 2 * 6 + 4 * (10 + 6) / 2)
 
 

@@ -59,7 +59,7 @@ def model_of(name: str, **changes: Any) -> McaModelConfig:
 
 
 def test_each_layer_takes_the_time_of_its_own_heads(tmp_path: Path) -> None:
-    kinds = {"of_kind": {"sliding_attention": WIDE}}
+    kinds = {"layer_type_overrides": {"sliding_attention": WIDE}}
 
     def of(*names: str) -> float:
         return seconds(tmp_path, layer_types=names, **kinds)

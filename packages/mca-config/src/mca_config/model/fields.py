@@ -38,7 +38,7 @@ class Entry:
 
     cls: type[Section]
     key: str | None = None
-    absent: tuple[int | None, ...] = (None,)
+    absent: tuple[object, ...] = (None,)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -55,6 +55,7 @@ SECTIONS: Mapping[str, Entry] = {
     "block": Entry(Block),
     "embedding": Entry(Embedding),
     "head": Entry(OutputHead),
+    "mtp": Entry(Mtp),
     "moe": Entry(Moe, "num_moe_experts"),
     "mla": Entry(Mla, "kv_lora_rank"),
     "dsa": Entry(Dsa, "index_topk"),
@@ -63,8 +64,7 @@ SECTIONS: Mapping[str, Entry] = {
     "mamba": Entry(Mamba, "mamba_num_heads"),
     "shared_kv": Entry(SharedKv, "num_kv_shared_layers", _COUNT),
     "per_layer_embedding": Entry(PerLayerEmbedding, "per_layer_input_size", _COUNT),
-    "mtp": Entry(Mtp, "mtp_num_layers", _COUNT),
-    "mrope": Entry(MRope, "mrope_section"),
+    "mrope": Entry(MRope, "mrope_section", (None, ())),
     "vision": Entry(Vision, "vision_fields"),
 }
 SECTION_OF: Mapping[str, str] = {name: section for section, entry in SECTIONS.items() for name in entry.names}

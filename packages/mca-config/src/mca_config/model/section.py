@@ -8,7 +8,7 @@ import math
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from mca_config.errors import McaError
@@ -116,7 +116,7 @@ def get_origin(hint: Typed) -> Typed:
     return typing.get_origin(hint)
 
 
-@lru_cache(maxsize=None)
+@cache
 def numeric_fields(cls: Typed) -> NumericFields:
     """Return the number types and the range of each numeric field of dataclass ``cls``."""
     found = {}

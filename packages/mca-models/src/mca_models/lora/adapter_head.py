@@ -49,7 +49,7 @@ def with_adapter_head(base: ModelSource, adapter: Adapter) -> ModelSource:
     model = adapter.model
     if model.head.num_labels is None or base.config.head.num_labels is not None:
         return base
-    source = ScoredSource(base, with_head(base.config, _head_config(model, model.head)))
+    source = ScoredSource(base, with_head(base.config, _head_config(model, model.head.head_kind)))
     for param in filter(_is_head, source.params):
         if param.mca_name() not in adapter.saved_by_name:
             raise McaError(

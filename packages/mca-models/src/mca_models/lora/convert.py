@@ -88,8 +88,8 @@ def adapter_for(path: Path, model: McaModelConfig) -> Adapter:
     adapter = open_adapter(path, model)
     if adapter.model.head.num_labels is not None and model.head.num_labels is None:
         raise McaError(
-            f"{path}: its adapter is of a model with a head for {adapter.model.head}; open the base model with "
-            f"head=Head(kind={adapter.model.head!r}, ...)"
+            f"{path}: its adapter is of a model with a head for {adapter.model.head.head_kind}; open the base model with "
+            f"head=Head(kind={adapter.model.head.head_kind!r}, ...)"
         )
     return with_layout(adapter, model.layout)
 
@@ -108,7 +108,7 @@ def load_adapter_rules(path: Path, model: McaModelConfig) -> tuple[AdapterConfig
 def _shape_mismatches(adapter: Adapter, model: McaModelConfig) -> Iterator[str]:
     """Yield the weights that ``adapter`` changes and whose shape in ``model`` differs, in words."""
     own = adapter.model  # whose head may be new
-    model = model.replace_fields(head=own.head, num_labels=own.head.num_labels)
+    model = model.replace_fields(head_kind=own.head.head_kind, num_labels=own.head.num_labels)
     changed = [*(pair.target.base for pair in adapter.rules.factors), *adapter.rules.full_params]
     for param in {param.mca_name(): param for param in changed}.values():
         its, here = full_shape(param, own), full_shape(param, model)

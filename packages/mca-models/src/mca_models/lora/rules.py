@@ -135,7 +135,7 @@ def _stacked_factors(config: McaModelConfig, adapter: AdapterConfig) -> list[Lor
 
     PEFT wraps a module once for each of its parameters, so the first of two is one ``base_layer`` deeper.
     """
-    if not adapter.document.get("target_parameters") or not config.moe.num_moe_experts:
+    if not adapter.document.get("target_parameters") or not config.num_experts:
         return []
     found = [t for t in stacked_targets(config) if adapter.targets_parameter(t.module)]
     if found:

@@ -64,7 +64,7 @@ def require_no_images(config: McaModelConfig, input_ids: Tensor) -> None:
     Raises:
         McaError: A placeholder of an image or a video is among ``input_ids``.
     """
-    for medium, token in placeholders(config.vision).items():
+    for medium, token in placeholders(config.vision_fields).items():
         if bool((input_ids == token).any()):
             raise McaError(
                 f"input_ids have {token}, the placeholder of {medium}s, which logits and log_probs do not support; "

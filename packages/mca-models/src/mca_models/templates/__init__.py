@@ -195,6 +195,8 @@ def config_to_hf(config: McaModelConfig) -> HfConfig:
     if config.head.num_labels is None:
         return without_quantization(family.config.to_hf(config, family.architecture))
     before = family.config.to_mca(config.hf_config) if config.hf_config else config
-    said = {name: getattr(before, name) for name in ("tie_word_embeddings", "mtp_num_layers", "pad_token_id")}
-    plain = config.replace_fields(head="causal_lm", num_labels=None, **said)
+    said = {
+        name: before.to_fields()[name] for name in ("tie_word_embeddings", "mtp_num_layers", "pad_token_id")
+    }
+    plain = config.replace_fields(head_kind="causal_lm", num_labels=None, **said)
     return head_to_hf(config, without_quantization(family.config.to_hf(plain, family.architecture)))

@@ -46,7 +46,11 @@ def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
     dense = [layer for layer in range(config.num_layers) if not config.is_moe_layer(layer)]
     counts = {"num_dense_layers": len(dense), **restore_shared_experts(config, "num_shared_experts")}
-    return {**counts, "mup_enabled": config.embedding.embedding_multiplier != 1.0, **restore_layer_types(config)}
+    return {
+        **counts,
+        "mup_enabled": config.embedding.embedding_multiplier != 1.0,
+        **restore_layer_types(config),
+    }
 
 
 CONFIG = ConfigTable(

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 from mca_config.errors import HfConfigError
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import cohere, cohere2
@@ -56,11 +57,13 @@ def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
     kinds = {**restore_layer_types(config), **restore_moe_layers(config)}
     dense = {"prefix_dense_intermediate_size": config.mlp.ffn_hidden_size}
-    score = {"expert_selection_fn": config.moe.moe_router_score_function}
+    score = {"expert_selection_fn": given(config.moe).moe_router_score_function}
     parallel = {
-        "norm_topk_prob": config.moe.moe_router_normalised,
+        "norm_topk_prob": given(config.moe).moe_router_normalised,
         **restore_shared_experts(config, "num_shared_experts"),
-        "shared_expert_combination_strategy": "average" if config.moe.moe_shared_expert_mean else "sum",
+        "shared_expert_combination_strategy": "average"
+        if given(config.moe).moe_shared_expert_mean
+        else "sum",
     }
     eps, root = config.norm.layernorm_epsilon, config.norm.normalization == "RMSNorm"
     norms = {"rms_norm_eps": eps if root else None} | ({} if root else {"layer_norm_eps": eps})

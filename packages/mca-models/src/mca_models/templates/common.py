@@ -43,7 +43,10 @@ def qkv(config: McaModelConfig) -> list[Param]:
     With an output gate HF's ``q_proj`` holds each head's query and gate side by side, Megatron's group all
     its queries, then all its gates: ``[q..q gate..gate k v]``.
     """
-    heads, width = config.attention.num_attention_heads // config.attention.num_query_groups, config.attention.kv_channels
+    heads, width = (
+        config.attention.num_attention_heads // config.attention.num_query_groups,
+        config.attention.kv_channels,
+    )
     parts = "q" if config.takes_keys else "qk" if config.attention.values_are_keys else "qkv"
     # rows of different heads count one by one
     rows = (heads * width, width, config.attention.value_width)[: len(parts)]
@@ -75,7 +78,11 @@ def gated_qkv(config: McaModelConfig) -> list[Param]:
 
 def fused_qkv(config: McaModelConfig) -> list[Param]:
     """``linear_qkv`` where HF too has one tensor, with all of q before k before v."""
-    heads, groups, width = config.attention.num_attention_heads, config.attention.num_query_groups, config.attention.kv_channels
+    heads, groups, width = (
+        config.attention.num_attention_heads,
+        config.attention.num_query_groups,
+        config.attention.kv_channels,
+    )
     in_groups = GroupedHeads((heads // groups, 1, 1), width)
     rules = grouped_qkv(config, "qkv_proj")
     return [replace(rule, layout=in_groups, hf_layout=Concat((heads, groups, groups))) for rule in rules]
@@ -109,7 +116,9 @@ def qk_norms(config: McaModelConfig) -> list[Param]:
     if not config.attention.qk_layernorm or not config.attention.qk_layernorm_weight:
         return []
     own = config.attention.qk_layernorm_full_width or config.attention.qk_layernorm_per_head
-    layout = Shaped((-1, config.attention.kv_channels)) if config.attention.qk_layernorm_per_head else SEPARATE
+    layout = (
+        Shaped((-1, config.attention.kv_channels)) if config.attention.qk_layernorm_per_head else SEPARATE
+    )
     parts = "q" if config.takes_keys else "qk"
     names = ((f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight") for x in parts)
     norms = [inner(mca, hf, shard=COLUMN if own else REPLICATED, hf_layout=layout) for mca, hf in names]
@@ -171,7 +180,11 @@ def with_norm_biases(config: McaModelConfig, rules: Iterable[Param]) -> list[Par
     """``rules`` of norms as far as these have weights, with the bias after each weight if they have some."""
     if not config.norm.norm_weight:
         return []
-    kinds = ("weight", "bias") if config.norm.normalization == "LayerNorm" and config.norm.norm_bias else ("weight",)
+    kinds = (
+        ("weight", "bias")
+        if config.norm.normalization == "LayerNorm" and config.norm.norm_bias
+        else ("weight",)
+    )
 
     def of(rule: Param, kind: str) -> Param:
         hf = tuple(name.removesuffix("weight") + kind for name in rule.hf)

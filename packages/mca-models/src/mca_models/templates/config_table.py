@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from mca_config.model_config import require_ranges
 from mca_config.errors import HfConfigError, McaError
-from mca_config.model_config import McaModelConfig
+from mca_config.model_config import McaModelConfig, require_ranges
 from mca_config.types import FamilyConfig, JsonObject, Typed, Values
 from mca_models.templates.composite_config import QUANTIZATION, TEXT_ONLY, CompositeConfig
 
@@ -125,7 +124,6 @@ class ConfigTable:
         restore: The HF keys for what ``derive`` computed; used only when there is no source ``config.json``.
         aliases: Other names of HF keys, which win in transformers where a file has both.
         partial_rotary: Whether HF's models rotate ``partial_rotary_factor`` of a head; others rotate all of it.
-        config_class: ``McaModelConfig`` or its MLA subclass.
         composite: Where ``config.json`` has what this table reads.
     """
 
@@ -137,7 +135,6 @@ class ConfigTable:
     restore: Callable[[FamilyConfig], HfConfig] = lambda config: {}
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     partial_rotary: bool = False
-    config_class: type[McaModelConfig] = McaModelConfig
     composite: CompositeConfig = TEXT_ONLY
 
     def to_mca(self, hf: HfConfig) -> McaModelConfig:
@@ -149,7 +146,7 @@ class ConfigTable:
         full = _Watched({**self.defaults, **text, **said})
         try:
             values = self._values(full) | dict(self.composite.other_fields(hf))
-            config = self.config_class(
+            config = McaModelConfig.from_fields(
                 model_type=hf["model_type"], dtype=read_dtype(text), hf_config=hf, **values
             )
             return config
@@ -188,10 +185,11 @@ class ConfigTable:
                 f"{config.model_type!r}; restore mca_config.json"
             )
         before = self.to_mca(hf)
+        old, new = before.to_fields(), config.to_fields()
         changes = {
             field.hf: _plain(value)
             for field in self.fields
-            if (value := getattr(config, field.mca)) != getattr(before, field.mca)
+            if (value := new.get(field.mca)) != old.get(field.mca)
         }
         hf = self.composite.update_text(hf, changes) if changes else hf
         return hf if config.dtype == before.dtype else with_dtype(hf, config.dtype)
@@ -202,19 +200,23 @@ class ConfigTable:
             "model_type": config.model_type,
             "dtype": config.dtype,
         }
-        hf |= {field.hf: _plain(getattr(config, field.mca)) for field in self.fields}
-        rope = {"rope_theta": config.rope.rotary_base, "rope_type": "default", **(config.rope.rope_scaling or {})}
+        flat = config.to_fields()
+        hf |= {field.hf: _plain(flat.get(field.mca)) for field in self.fields}
+        rope = {
+            "rope_theta": config.rope.rotary_base,
+            "rope_type": "default",
+            **(config.rope.rope_scaling or {}),
+        }
         if config.rope.rotary_percent != 1.0:
             rope["partial_rotary_factor"] = config.rope.rotary_percent
         hf |= {"rope_parameters": rope, "hidden_act": config.mlp.hidden_act} | self.restore(config)
         hf = self.composite.compose(hf, config)
-        back, skipped = self.to_mca(hf), ("hf_config", "extra", "layout")
-        names = [field.name for field in dataclasses.fields(config) if field.name not in skipped]
-        for name in names:
-            if getattr(back, name) != getattr(config, name):
+        back = self.to_mca(hf).to_fields()
+        for name in {**flat, **back}.keys() - {"hf_config", "extra", "layout"}:
+            if back.get(name) != flat.get(name):
                 raise McaError(
-                    f"config.json of a {config.model_type} model cannot say that {name} is "
-                    f"{getattr(config, name)!r}: it would mean {getattr(back, name)!r}"
+                    f"config.json of a {config.model_type} model cannot say that {name} is {flat.get(name)!r}: it would "
+                    f"mean {back.get(name)!r}"
                 )
         return hf
 

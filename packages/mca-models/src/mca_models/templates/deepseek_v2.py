@@ -25,7 +25,10 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    return {**restore_groups(config), "topk_method": LIMITED if config.moe.moe_router_num_groups else GREEDY}
+    return {
+        **restore_groups(config),
+        "topk_method": LIMITED if given(config.moe).moe_router_num_groups else GREEDY,
+    }
 
 
 CONFIG = ConfigTable(

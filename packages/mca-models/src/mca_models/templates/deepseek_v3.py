@@ -1,5 +1,6 @@
 """DeepSeek V3 and R1: HF ``DeepseekV3ForCausalLM``: latent attention, experts, multi-token prediction."""
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates.common import ATTN, inner
@@ -70,8 +71,8 @@ def restore_groups(config: McaModelConfig) -> HfConfig:
     return {
         "first_k_dense_replace": len(dense),
         **restore_shared_experts(config, "n_shared_experts"),
-        "n_group": config.moe.moe_router_num_groups or 1,
-        "topk_group": config.moe.moe_router_group_topk or 1,
+        "n_group": given(config.moe).moe_router_num_groups or 1,
+        "topk_group": given(config.moe).moe_router_group_topk or 1,
         "num_nextn_predict_layers": config.mtp_num_layers,
     }
 
@@ -116,15 +117,19 @@ CONFIG = ConfigTable(
 
 def latent_attention(config: McaModelConfig) -> list[Param]:
     """Pre-norm multi-head latent attention, its queries compressed or not."""
-    still, latent, turned = config.mla.qk_head_dim, config.mla.kv_lora_rank, config.mla.qk_pos_emb_head_dim
+    still, latent, turned = (
+        given(config.mla).qk_head_dim,
+        given(config.mla).kv_lora_rank,
+        given(config.mla).qk_pos_emb_head_dim,
+    )
     queries: Values = {}
     key: Values = {}
-    if config.mla.rotary_halves:
+    if given(config.mla).rotary_halves:
         layout = Interleaved(GroupedHeads((still, turned), 1))
         queries = {"layout": layout, "hf_layout": GroupedHeads((still, turned // 2, turned // 2), 1)}
         layout = Interleaved(Concat((latent, turned)))
         key = {"layout": layout, "hf_layout": Concat((latent, turned // 2, turned // 2))}
-    if config.mla.q_lora_rank:
+    if given(config.mla).q_lora_rank:
         query = [
             inner("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight"),
             inner("self_attention.linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight"),

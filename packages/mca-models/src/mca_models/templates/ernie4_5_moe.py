@@ -1,5 +1,6 @@
 """ERNIE 4.5 with experts: HF ``Ernie4_5_MoeForCausalLM``: softmax routing with a bias that only chooses."""
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import ernie4_5
@@ -32,7 +33,10 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    shared, width = config.moe.moe_shared_expert_intermediate_size or 0, config.moe.moe_ffn_hidden_size or 1
+    shared, width = (
+        given(config.moe).moe_shared_expert_intermediate_size or 0,
+        given(config.moe).moe_ffn_hidden_size or 1,
+    )
     sparse = [layer for layer in range(config.num_layers) if config.is_moe_layer(layer)]
     ends = {"moe_layer_start_index": sparse[0], "moe_layer_end_index": sparse[-1]}
     return {"moe_num_shared_experts": shared // width, **ends, **restore_aux_loss(config)}

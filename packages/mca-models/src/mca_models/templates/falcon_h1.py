@@ -3,6 +3,7 @@
 from math import isfinite
 
 from mca_config.errors import HfConfigError
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates.bamba import NAMES
@@ -74,16 +75,20 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    *of_states, after = config.mamba.mamba_multipliers or (1.0,) * 6
-    scale = 1.0 if config.attention.softmax_scale is None else config.attention.softmax_scale / config.attention.kv_channels**-0.5
+    *of_states, after = given(config.mamba).mamba_multipliers or (1.0,) * 6
+    scale = (
+        1.0
+        if config.attention.softmax_scale is None
+        else config.attention.softmax_scale / config.attention.kv_channels**-0.5
+    )
     return {
         **restore_bamba(config),
-        "mamba_d_ssm": (config.mamba.mamba_num_heads or 0) * (config.mamba.mamba_head_dim or 0),
-        "mamba_rms_norm": config.mamba.mamba_norm != "none",
-        "mamba_norm_before_gate": config.mamba.mamba_norm != "gated",
+        "mamba_d_ssm": (given(config.mamba).mamba_num_heads or 0) * (given(config.mamba).mamba_head_dim or 0),
+        "mamba_rms_norm": given(config.mamba).mamba_norm != "none",
+        "mamba_norm_before_gate": given(config.mamba).mamba_norm != "gated",
         **{"ssm_multipliers": of_states, "ssm_out_multiplier": after},
         "mlp_multipliers": list(config.mlp.mlp_multipliers or (1.0, 1.0)),
-        "attention_out_multiplier": config.mamba.attention_out_multiplier,
+        "attention_out_multiplier": given(config.mamba).attention_out_multiplier,
         "key_multiplier": scale,
         "lm_head_multiplier": 1 / config.head.logits_scaling,
     }

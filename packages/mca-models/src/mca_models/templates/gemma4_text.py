@@ -128,7 +128,7 @@ def derive(hf: HfConfig) -> JsonObject:
     return {
         **_experts(hf),
         "layer_types": tuple(kinds),
-        "of_kind": {FULL: own},
+        "layer_type_overrides": {FULL: own},
         "rotary_base": float(full.get("rope_theta", 1e6)),
         "rotary_base_local": float(local.get("rope_theta", 1e4)),
         "rope_scaling": {**turning, **({"factor": full["factor"]} if "factor" in full else {})},
@@ -161,8 +161,8 @@ def restore(config: McaModelConfig) -> HfConfig:
         "hidden_activation": GELU,
         **restore_layer_types(config),
     }
-    experts = {"num_experts": config.moe.num_moe_experts, "moe_intermediate_size": config.moe.moe_ffn_hidden_size}
-    if config.moe.experts_beside_mlp:
+    if config.moe is not None:
+        experts = {"num_experts": config.num_experts, "moe_intermediate_size": config.moe.moe_ffn_hidden_size}
         shared |= {**experts, "top_k_experts": config.moe.moe_router_topk, "enable_moe_block": True}
     return {**shared, **sizes, "rope_parameters": {FULL: full, SLIDING: local}}
 
@@ -212,15 +212,18 @@ def parallel_experts(config: McaModelConfig) -> list[Param]:
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     layers = range(config.num_layers)
-    scalars = [inner("layer_scalar", "layer_scalar"), *(PER_LAYER if config.per_layer_embedding.per_layer_input_size else [])]
+    scalars = [
+        inner("layer_scalar", "layer_scalar"),
+        *(PER_LAYER if config.per_layer_embedding is not None else []),
+    ]
     rules = [
-        *(PER_LAYER_TABLES if config.per_layer_embedding.per_layer_input_size else []),
+        *(PER_LAYER_TABLES if config.per_layer_embedding is not None else []),
         *expand_rules(scalars, layers=layers),
     ]
-    if not config.moe.experts_beside_mlp:
+    if config.moe is None:
         return [*dense_layers(config), *rules]
     blocks = in_layers(config, lambda own: [*attention(own), *parallel_experts(own)])
-    stacked = expand_rules(EXPERTS, layers=layers, experts=range(config.moe.num_moe_experts or 0))
+    stacked = expand_rules(EXPERTS, layers=layers, experts=range(config.num_experts))
     return [embedding(), *blocks, *stacked, *rules, *head(config)]
 
 

@@ -1,5 +1,6 @@
 """Granite 4: HF ``GraniteMoeHybridForCausalLM``: Granite with Mamba 2 layers, and MLPs or experts with a shared one."""
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import granite
@@ -45,10 +46,10 @@ def restore(config: McaModelConfig) -> HfConfig:
     dense = config.moe is None
     return {
         **{"layer_types": layer_types_to_hf(config), **restore_bamba(config), **restore_aux_loss(config)},
-        "num_local_experts": config.moe.num_moe_experts or 0,
+        "num_local_experts": config.num_experts,
         "shared_intermediate_size": config.mlp.ffn_hidden_size
         if dense
-        else config.moe.moe_shared_expert_intermediate_size,
+        else given(config.moe).moe_shared_expert_intermediate_size,
         "position_embedding_type": None if config.rope.no_rope_freq else "rope",
     }
 
@@ -78,7 +79,7 @@ def params(config: McaModelConfig) -> list[Param]:
         inner("mlp.linear_fc1.weight", "shared_mlp.input_linear.weight", shard=GATED),
         inner("mlp.linear_fc2.weight", "shared_mlp.output_linear.weight", shard=ROW),
     ]
-    after = expert_layers(config, layers) if config.moe.num_moe_experts else expand_rules(dense, layers=layers)
+    after = expert_layers(config, layers) if config.num_experts else expand_rules(dense, layers=layers)
     return [embedding(), *mixed_layers(config), *after, *head(config)]
 
 

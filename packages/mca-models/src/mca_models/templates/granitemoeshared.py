@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import granitemoe
@@ -17,7 +18,7 @@ def derive(hf: HfConfig) -> JsonObject:
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
     return {
-        "shared_intermediate_size": config.moe.moe_shared_expert_intermediate_size or 0,
+        "shared_intermediate_size": given(config.moe).moe_shared_expert_intermediate_size or 0,
         **restore_aux_loss(config),
     }
 

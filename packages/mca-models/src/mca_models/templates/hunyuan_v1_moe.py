@@ -1,6 +1,7 @@
 """Hunyuan with experts: HF ``HunYuanMoEV1ForCausalLM``: Hunyuan's attention, experts in every layer."""
 
 from mca_config.errors import HfConfigError
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import hunyuan_v1_dense
@@ -40,7 +41,7 @@ def single_value(hf: HfConfig, key: str) -> int:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"num_experts": config.moe.num_moe_experts, "moe_topk": config.moe.moe_router_topk}
+    return {"num_experts": given(config.moe).num_moe_experts, "moe_topk": given(config.moe).moe_router_topk}
 
 
 CONFIG = ConfigTable(

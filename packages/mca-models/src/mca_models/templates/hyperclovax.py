@@ -23,7 +23,10 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"use_post_norm": config.norm.norm_placement == "sandwich", "logits_scaling": 1 / config.head.logits_scaling}
+    return {
+        "use_post_norm": config.norm.norm_placement == "sandwich",
+        "logits_scaling": 1 / config.head.logits_scaling,
+    }
 
 
 def params(config: McaModelConfig) -> list[Param]:

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import chain
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import FamilyConfig, JsonObject, Values
 from mca_models.templates.common import ATTN, embedding, head, inner, renamed
@@ -71,11 +72,11 @@ def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
     return {
         **restore_shared_experts(config, "num_shared_experts"),
-        "num_expert_group": config.moe.moe_router_num_groups or 1,
-        "topk_group": config.moe.moe_router_group_topk or 1,
-        "linear_num_heads": config.linear_attention.linear_num_key_heads,
-        "linear_head_dim": config.linear_attention.linear_key_head_dim,
-        "linear_conv_kernel_dim": config.linear_attention.linear_conv_kernel_dim,
+        "num_expert_group": given(config.moe).moe_router_num_groups or 1,
+        "topk_group": given(config.moe).moe_router_group_topk or 1,
+        "linear_num_heads": given(config.linear_attention).linear_num_key_heads,
+        "linear_head_dim": given(config.linear_attention).linear_key_head_dim,
+        "linear_conv_kernel_dim": given(config.linear_attention).linear_conv_kernel_dim,
         **restore_layers(config),
         **restore_moe_layers(config),
     }
@@ -123,7 +124,10 @@ def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping
 
 def delta_attention(config: FamilyConfig) -> list[Param]:
     """Linear attention with the norm before it; transformers' modules have a separate one for the decay."""
-    rows, heads = config.linear_attention.linear_num_key_heads * config.linear_attention.linear_key_head_dim, config.linear_attention.linear_num_key_heads
+    rows, heads = (
+        config.linear_attention.linear_num_key_heads * config.linear_attention.linear_key_head_dim,
+        config.linear_attention.linear_num_key_heads,
+    )
     loaded = bool(config.extra.get("fused_experts"))
     gate = f"{HF_ATTN}forget_gate." if loaded else HF_ATTN
     projections = tuple(f"{HF_ATTN}{part}_proj.weight" for part in "qkvb")

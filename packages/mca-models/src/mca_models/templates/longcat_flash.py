@@ -6,8 +6,8 @@ A HF layer is two of Megatron's: the first has the experts, and its MLP as their
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from mca_config.model_config import require_ranges
-from mca_config.model_config import McaModelConfig
+from mca_config.model.section import given
+from mca_config.model_config import McaModelConfig, require_ranges
 from mca_config.types import JsonObject
 from mca_models.templates.common import dense_mlp, embedding, head, renamed
 from mca_models.templates.config_table import (
@@ -97,7 +97,7 @@ def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     attention = latent_attention(config)
     first = [*attention, *router(config, NAMES), *shared_experts(config, NAMES)]
-    each_expert = range(config.moe.num_moe_experts or 0)
+    each_expert = range(config.num_experts)
     return [
         embedding(),
         *_half(config, _named(first, 0), 0),
@@ -123,11 +123,11 @@ def _half(
 
 def ignored_hf(config: McaModelConfig) -> frozenset[str]:
     """Matrices that transformers saves for experts which do not compute with any."""
-    first = config.moe.num_moe_experts or 0
+    first = config.num_experts
     return frozenset(
         f"{HF}{NAMES.experts}{expert}.{part}".format(layer=layer)
         for layer in range(config.num_layers // 2)
-        for expert in range(first, first + config.moe.moe_identity_experts)
+        for expert in range(first, first + given(config.moe).moe_identity_experts)
         for part in (NAMES.gate, NAMES.up)
     )
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from mca_config.errors import HfConfigError
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import FamilyConfig, JsonObject
 from mca_models.templates.common import attention, inner
@@ -77,10 +78,10 @@ def derive_bamba(hf: HfConfig, inside: int | None = None) -> JsonObject:
 
 def restore_bamba(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    inside = (config.mamba.mamba_num_heads or 0) * (config.mamba.mamba_head_dim or 0)
+    inside = (given(config.mamba).mamba_num_heads or 0) * (given(config.mamba).mamba_head_dim or 0)
     return {
         "mamba_expand": inside // config.hidden_size,
-        "time_step_limit": [config.mamba.mamba_least_step, math.inf],
+        "time_step_limit": [given(config.mamba).mamba_least_step, math.inf],
     }
 
 
@@ -129,7 +130,10 @@ def mamba_mixer(config: McaModelConfig, at: str) -> list[Param]:
         **dict.fromkeys(("dt_bias", "A_log", "D", "norm.weight"), COLUMN),
         "out_proj.weight": ROW,
     }
-    absent = {"conv1d.bias": not config.mamba.mamba_conv_bias, "norm.weight": config.mamba.mamba_norm == "none"}
+    absent = {
+        "conv1d.bias": not given(config.mamba).mamba_conv_bias,
+        "norm.weight": given(config.mamba).mamba_norm == "none",
+    }
     return [
         inner(f"{at}{name}", f"mamba.{name}", shard=shard)
         for name, shard in cut.items()

@@ -1,6 +1,7 @@
 """MiMo V2 Flash: HF ``MiMoV2FlashForCausalLM``: sinks and more keys in layers with a window, narrow values."""
 
 from mca_config.errors import HfConfigError
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates.common import renamed
@@ -51,7 +52,7 @@ def derive(hf: HfConfig) -> JsonObject:
         "rotary_base_local": local["rotary_base"],
         "layer_types": tuple(kinds),
         "window_size": window + 1 if window else hf.get("sliding_window", 129),
-        "of_kind": {
+        "layer_type_overrides": {
             SLIDING: {"num_query_groups": 2 * hf.get("num_key_value_heads", 4), "softmax_type": "learnable"}
         },
         "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor") or 1.0,
@@ -78,9 +79,12 @@ def restore(config: McaModelConfig) -> HfConfig:
     shared = {"partial_rotary_factor": config.rope.rotary_percent, "rope_type": "default"}
     bases = {FULL: config.rope.rotary_base, SLIDING: config.rope.rotary_base_local}
     ropes = {kind: {"rope_theta": base, **shared} for kind, base in bases.items()}
-    scale = {"routed_scaling_factor": config.moe.moe_router_topk_scaling_factor}
+    scale = {"routed_scaling_factor": given(config.moe).moe_router_topk_scaling_factor}
     sizes = {"sliding_window": config.attention.window_size, "rope_parameters": ropes, **scale}
-    groups = {"n_group": config.moe.moe_router_num_groups or 1, "topk_group": config.moe.moe_router_group_topk or 1}
+    groups = {
+        "n_group": given(config.moe).moe_router_num_groups or 1,
+        "topk_group": given(config.moe).moe_router_group_topk or 1,
+    }
     return {**sizes, **groups, **restore_layer_types(config), **restore_moe_layers(config)}
 
 

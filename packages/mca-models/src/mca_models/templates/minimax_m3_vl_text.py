@@ -107,7 +107,8 @@ def _number(hf: HfConfig, inside: Values, key: str, legacy: str, default: int) -
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
     kinds = (_SPARSE if kind == "sparse_attention" else kind for kind in config.layer_types or ())
-    index = config.block_sparse_attention.index_blocks or {name: default for name, (_, _, default) in _INDEX.items()}
+    own = config.block_sparse_attention
+    index = {name: default for name, (_, _, default) in _INDEX.items()} if own is None else own.index_blocks
     return {
         "hidden_act": "silu",
         "layer_types": list(kinds),

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import chain
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates import gated_delta_net as delta
@@ -51,7 +52,10 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    kinds = {**delta.restore_layers(config), "linear_allow_neg_eigval": config.linear_attention.linear_beta_factor == 2.0}
+    kinds = {
+        **delta.restore_layers(config),
+        "linear_allow_neg_eigval": given(config.linear_attention).linear_beta_factor == 2.0,
+    }
     none = {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}
     return {**kinds, **(none if config.rope.no_rope_freq else {})}
 
@@ -61,7 +65,7 @@ CONFIG = ConfigTable(
     defaults={"pad_token_id": 100277},
     constants={
         **{"qk_layernorm": True, "qk_layernorm_full_width": True, "linear_norm_epsilon": 1e-5},
-        "of_kind": {FULL: {"norm_placement": "post"}},
+        "layer_type_overrides": {FULL: {"norm_placement": "post"}},
     },
     fixed=olmo2.CONFIG.fixed,
     derive=derive,

@@ -22,6 +22,10 @@ def derive_query_temperature(hf: HfConfig, default: JsonObject) -> JsonObject:
 
 def restore_query_temperature(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    scaling = {"rope_theta": config.rope.rotary_base, "rope_type": "default", **(config.rope.rope_scaling or {})}
+    scaling = {
+        "rope_theta": config.rope.rotary_base,
+        "rope_type": "default",
+        **(config.rope.rope_scaling or {}),
+    }
     heat = config.attention.attn_temperature or {}
     return {"rope_parameters": {**scaling, **{key: heat[name] for name, key in _HEAT.items()}}}

@@ -21,7 +21,11 @@ def restore_window(config: McaModelConfig) -> JsonObject:
     """Restore HF keys, as ``ConfigTable.restore``."""
     if config.attention.window_size is None:
         return {"use_sliding_window": False}
-    return {"use_sliding_window": True, "sliding_window": config.attention.window_size, **restore_layer_types(config)}
+    return {
+        "use_sliding_window": True,
+        "sliding_window": config.attention.window_size,
+        **restore_layer_types(config),
+    }
 
 
 CONFIG = ConfigTable(

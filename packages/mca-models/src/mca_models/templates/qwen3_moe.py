@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, HfConfig, dense_fields
 from mca_models.templates.family import Family
@@ -32,7 +33,7 @@ def restore_sparse(config: McaModelConfig) -> HfConfig:
     return {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [i for i in range(config.num_layers) if not config.is_moe_layer(i)],
-        "norm_topk_prob": not config.moe.moe_router_pre_softmax,
+        "norm_topk_prob": not given(config.moe).moe_router_pre_softmax,
         **restore_aux_loss(config),
         **restore_window(config),
     }

@@ -1,5 +1,6 @@
 """Qwen 3 Next: HF ``Qwen3NextForCausalLM``: gated delta nets, gated attention, experts."""
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import gated_delta_net as delta
 from mca_models.templates.common import attention, embedding, head
@@ -38,7 +39,9 @@ CONFIG = ConfigTable(
 
 def in_proj(config: McaModelConfig) -> Param:
     """The input projection, which HF groups by key head: ``[q k v..v z..z]`` and ``[b..b a..a]``."""
-    q, k, v, z, b, a = (rows // (config.linear_attention.linear_num_key_heads or 1) for rows in delta.segments(config))
+    q, k, v, z, b, a = (
+        rows // (given(config.linear_attention).linear_num_key_heads or 1) for rows in delta.segments(config)
+    )
     return Param(
         mca="",
         hf=(f"{HF}linear_attn.in_proj_qkvz.weight", f"{HF}linear_attn.in_proj_ba.weight"),

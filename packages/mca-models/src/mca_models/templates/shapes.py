@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 
 from mca_config.errors import McaError
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import FamilyConfig
 from mca_models.weights import Layout, Param, Stage
@@ -33,7 +34,7 @@ def hf_shapes(params: Iterable[Param], config: McaModelConfig) -> dict[str, Shap
     shapes: dict[str, Shape] = {}
     for param in params:
         parts = _parts(param.layout, param.hf_layout, full_shape(param, config))
-        front = (config.moe.num_moe_experts or 0,) if param.stacked else ()
+        front = (config.num_experts,) if param.stacked else ()
         shapes |= {name: front + part for name, part in zip(param.hf_names(), parts, strict=True)}
     return shapes
 
@@ -57,7 +58,7 @@ def _hidden(c: McaModelConfig) -> Shape:
 
 def _per_layer(c: McaModelConfig) -> int:
     """Channels of the embeddings that all layers take."""
-    return c.num_layers * c.per_layer_embedding.per_layer_input_size
+    return c.num_layers * given(c.per_layer_embedding).per_layer_input_size
 
 
 def _fc1(width: Callable[[FamilyConfig], int]) -> Callable[[FamilyConfig], Shape]:
@@ -74,7 +75,9 @@ def _first(shape: Callable[[FamilyConfig], Shape]) -> Callable[[FamilyConfig], S
 
 
 def _qkv(c: McaModelConfig) -> Shape:
-    queries = c.attention.num_attention_heads * (1 + c.attention.attention_output_gate) * c.attention.kv_channels
+    queries = (
+        c.attention.num_attention_heads * (1 + c.attention.attention_output_gate) * c.attention.kv_channels
+    )
     values = 0 if c.attention.values_are_keys else c.attention.value_width
     if c.takes_keys:
         return queries, c.hidden_size
@@ -83,23 +86,31 @@ def _qkv(c: McaModelConfig) -> Shape:
 
 def _head_norm(heads: Callable[[FamilyConfig], int]) -> Callable[[FamilyConfig], Shape]:
     return lambda c: (
-        c.attention.kv_channels * (heads(c) if c.attention.qk_layernorm_full_width or c.attention.qk_layernorm_per_head else 1),
+        c.attention.kv_channels
+        * (heads(c) if c.attention.qk_layernorm_full_width or c.attention.qk_layernorm_per_head else 1),
     )
 
 
 def _delta_widths(c: FamilyConfig) -> tuple[int, int, int]:
     """Rows of q or k, rows of v, value heads of a gated delta net."""
     values = c.linear_attention.linear_num_value_heads
-    return c.linear_attention.linear_num_key_heads * c.linear_attention.linear_key_head_dim, values * c.linear_attention.linear_value_head_dim, values
+    return (
+        c.linear_attention.linear_num_key_heads * c.linear_attention.linear_key_head_dim,
+        values * c.linear_attention.linear_value_head_dim,
+        values,
+    )
 
 
 def _mamba_widths(c: FamilyConfig) -> tuple[int, int]:
     """Channels inside a state space layer, rows of what goes into its states (as many read them)."""
-    return c.mamba.mamba_num_heads * c.mamba.mamba_head_dim, c.mamba.mamba_num_groups * c.mamba.mamba_state_dim
+    return (
+        c.mamba.mamba_num_heads * c.mamba.mamba_head_dim,
+        c.mamba.mamba_num_groups * c.mamba.mamba_state_dim,
+    )
 
 
 def _in_proj(c: McaModelConfig) -> Shape:
-    if c.mamba.mamba_num_heads:
+    if c.mamba is not None:
         inside, states = _mamba_widths(c)
         return 2 * (inside + states) + c.mamba.mamba_num_heads, c.hidden_size
     key, value, heads = _delta_widths(c)
@@ -107,7 +118,7 @@ def _in_proj(c: McaModelConfig) -> Shape:
 
 
 def _conv(c: FamilyConfig) -> Shape:
-    if c.mamba.mamba_num_heads:
+    if c.mamba is not None:
         inside, states = _mamba_widths(c)
         return inside + 2 * states, 1, c.mamba.mamba_conv_kernel_dim
     key, value, _ = _delta_widths(c)
@@ -141,7 +152,7 @@ _MLP = {
 
 def _routed(c: McaModelConfig) -> int:
     """Channels that an expert gets."""
-    return c.moe.moe_latent_size or c.hidden_size
+    return given(c.moe).moe_latent_size or c.hidden_size
 
 
 def _expert_1(c: FamilyConfig) -> Shape:
@@ -206,7 +217,10 @@ _ATTENTION = {
     "self_attention.q_layernorm.bias": lambda c: (c.attention.kv_channels,),
     "self_attention.k_layernorm.bias": lambda c: (c.attention.kv_channels,),
     "self_attention.core_attention.softmax_offset": lambda c: (c.attention.num_attention_heads,),
-    "self_attention.linear_proj.weight": lambda c: (c.hidden_size, c.attention.num_attention_heads * c.attention.value_width),
+    "self_attention.linear_proj.weight": lambda c: (
+        c.hidden_size,
+        c.attention.num_attention_heads * c.attention.value_width,
+    ),
     "self_attention.linear_proj.bias": _hidden,
     "self_attention.post_layernorm.weight": _hidden,
 }

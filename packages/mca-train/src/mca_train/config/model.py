@@ -89,7 +89,7 @@ def resolve_layout(arguments: MegatronArguments, config: McaModelConfig) -> Para
 
 def peft_task(config: McaModelConfig) -> str:
     """Return PEFT's task type of a model."""
-    return _PEFT_TASKS[config.head]
+    return _PEFT_TASKS[config.head.head_kind]
 
 
 def make_adapter(

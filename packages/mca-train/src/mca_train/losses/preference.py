@@ -189,7 +189,7 @@ def reference_problems(reference: McaModelConfig, model: McaModelConfig) -> Iter
     """Yield an error if ``reference`` cannot be the reference of ``model``, from their configurations."""
     if reference.head.num_labels is not None:
         yield (
-            f"the reference has a {reference.head} head and no log-probabilities of tokens; "
+            f"the reference has a {reference.head.head_kind} head and no log-probabilities of tokens; "
             "set a language model"
         )
     if model.vision is not None and reference.vision is None:

@@ -99,7 +99,9 @@ class ModelFlops:
             if config.has_attention(layer) and not config.is_mamba_layer(layer)
         ]
         squared += [config] * depth
-        return cls(per_token, 6.0 * sum(layer.attention.num_attention_heads * _width(layer) for layer in squared))
+        return cls(
+            per_token, 6.0 * sum(layer.attention.num_attention_heads * _width(layer) for layer in squared)
+        )
 
     def for_tokens(self, tokens: int, squares: int) -> float:
         """Return the FLOP of ``tokens`` in sequences whose squared lengths sum to ``squares``."""
@@ -108,7 +110,9 @@ class ModelFlops:
 
 def _share(param: Param, config: McaModelConfig) -> float:
     """Return the fraction of tokens that a weight multiplies."""
-    return 1.0 if param.expert is None else config.moe.moe_router_topk / max(config.moe.num_router_choices, 1)
+    if param.expert is None or config.moe is None:
+        return 1.0
+    return config.moe.moe_router_topk / config.moe.num_router_choices
 
 
 def _width(config: McaModelConfig) -> float:

@@ -134,7 +134,8 @@ def forward_only_memory(model: ChunkSpec, chunk: PipelineChunk) -> float:
 
 
 def _per_layer_channels(config: McaModelConfig) -> int:
-    return config.num_layers * config.per_layer_embedding.per_layer_input_size
+    own = config.per_layer_embedding
+    return 0 if own is None else config.num_layers * own.per_layer_input_size
 
 
 def _forward_excess(parts: list[PassMemory], index: int) -> float:
@@ -160,7 +161,7 @@ def _recomputed_blocks(model: ChunkSpec, layers: list[PassMemory]) -> list[PassM
         firsts, rest = range(0, len(layers), count), []
         blocks = [layers[i : i + count] for i in firsts]
     within_pairs = (
-        model.config.moe.moe_shortcut
+        model.config.moe is not None and model.config.moe.moe_shortcut
     )  # the experts' output of the first layer is an input of the second
     inputs = [model.hidden_bytes / share + model.hidden_bytes * (within_pairs and i % 2) for i in firsts]
     return [_block(kept, block) for kept, block in zip(inputs, blocks, strict=False)] + rest

@@ -3,6 +3,7 @@
 The lines are taken from dry runs, which count what the engine allocates; `test_plan_truth.py` compares the two.
 """
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_train.plan.sizes import SINGLE, SavedTensor, Sizes
 
@@ -42,7 +43,9 @@ def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = Fa
     hidden = config.hidden_size
     halves = range(config.has_attention(number) + config.has_mlp(number))
     lines = [line for _ in halves for line in norm(sizes.split, hidden, sizes, module="layernorm")]
-    if config.moe.experts_beside_mlp:  # each has a norm before and after it, and the router has one
+    if (
+        config.moe is not None and config.moe.experts_beside_mlp
+    ):  # each has a norm before and after it, and the router has one
         lines += [line for _ in range(3) for line in norm(sizes.split, hidden, sizes)]
         lines.append(SavedTensor("router: input", sizes.split * hidden * (SINGLE + 2 * sizes.width), _ROUTER))
     if config.norm.norm_placement == "sandwich":
@@ -69,7 +72,7 @@ def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTe
         ranks = (rank for rank in (config.mla.q_lora_rank, config.mla.kv_lora_rank) if rank)
         norms = [line for rank in ranks for line in norm(sizes.split, rank, sizes)]
         return mla_core(config, sizes) + norms
-    lines = mamba(config, sizes) if config.mamba.mamba_beside_attention else []
+    lines = mamba(config, sizes) if config.has_parallel_mamba else []
     query, key = _channels(config, sizes)
     if config.attention.qk_layernorm:
         normalised = query + (0 if config.takes_keys else key)
@@ -114,7 +117,7 @@ def recomputed_core(config: McaModelConfig, sizes: Sizes, number: int) -> float:
 
 def per_layer_input(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
     """Return the saved tensors of a layer's per-layer embedding; the embedding itself is saved once for all layers."""
-    if not config.per_layer_embedding.per_layer_input_size:
+    if config.per_layer_embedding is None:
         return []
     embedding = sizes.split * config.per_layer_embedding.per_layer_input_size * sizes.width
     return [
@@ -158,8 +161,8 @@ def mla_core(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
     """Return the saved tensors of mca's core attention with MLA."""
     tokens, width, tp = sizes.tokens, sizes.width, sizes.layout.tp
     heads = config.attention.num_attention_heads / tp
-    key = heads * (config.mla.qk_head_dim + config.mla.qk_pos_emb_head_dim)
-    value = heads * config.mla.v_head_dim
+    key = heads * (given(config.mla).qk_head_dim + given(config.mla).qk_pos_emb_head_dim)
+    value = heads * given(config.mla).v_head_dim
     return [
         SavedTensor("queries and keys", tokens * key * 2 * width, _MLA, "mla_up_proj"),
         SavedTensor("values, padded to the keys", tokens * key * width, _SDPA, "core_attn"),
@@ -172,12 +175,17 @@ def mla_core(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
 def gated_delta_net(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
     """Return the saved tensors of a gated delta net: a chunked fp32 recurrence with keys per value head."""
     tp, tokens, width = sizes.layout.tp, sizes.tokens, sizes.width
-    key, value = config.linear_attention.linear_key_head_dim or 0, config.linear_attention.linear_value_head_dim or 0
-    heads = (config.linear_attention.linear_num_value_heads or 0) / tp
-    projected = 2 * (config.linear_attention.linear_num_key_heads or 0) * key / tp
+    key, value = (
+        given(config.linear_attention).linear_key_head_dim or 0,
+        given(config.linear_attention).linear_value_head_dim or 0,
+    )
+    heads = (given(config.linear_attention).linear_num_value_heads or 0) / tp
+    projected = 2 * (given(config.linear_attention).linear_num_key_heads or 0) * key / tp
     keys, values = heads * key, heads * value
     rule = "mca_models/megatron/families/delta_rule.py: gated_delta_rule"
-    pairs = _DECAY_BLOCK * key if config.linear_attention.linear_channel_decay else 0  # per-channel decay
+    pairs = (
+        _DECAY_BLOCK * key if given(config.linear_attention).linear_channel_decay else 0
+    )  # per-channel decay
     net = "mca_models/megatron/families/gated_delta_net.py: forward"
     return [
         SavedTensor("convolution: padded, and its output", tokens * (projected + values) * 2 * width, net),
@@ -197,14 +205,14 @@ def gated_delta_net(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
 def mamba(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
     """Return the saved tensors of a Mamba layer: B and C per group, all others per head, in fp32 chunks."""
     tp, tokens, width = sizes.layout.tp, sizes.tokens, sizes.width
-    heads, state = (config.mamba.mamba_num_heads or 0) / tp, config.mamba.mamba_state_dim or 0
-    inside = heads * (config.mamba.mamba_head_dim or 0)
-    groups = (config.mamba.mamba_num_groups or 0) / tp
+    heads, state = (given(config.mamba).mamba_num_heads or 0) / tp, given(config.mamba).mamba_state_dim or 0
+    inside = heads * (given(config.mamba).mamba_head_dim or 0)
+    groups = (given(config.mamba).mamba_num_groups or 0) / tp
     states, local_states = max(groups, 1) * state, groups * state
     net = "mca_models/megatron/families/mamba.py: forward"
     space = "mca_models/megatron/families/state_space.py: state_space"
     projected = tokens * (inside + 4 * local_states + heads) * SINGLE if width == SINGLE else 0.0
-    singles = 3 if config.mamba.mamba_norm == "none" else 5
+    singles = 3 if given(config.mamba).mamba_norm == "none" else 5
     return [
         SavedTensor(
             "convolution: padded, and its output", tokens * (inside + 2 * local_states) * 2 * width, net
@@ -254,21 +262,21 @@ def custom_activation(
 def experts(config: McaModelConfig, sizes: Sizes, *, worst: bool = False) -> list[SavedTensor]:
     """Return the saved tensors of a layer's experts, run sequentially."""
     sent = sizes.dispatched(worst=worst)
-    inner = (config.moe.moe_ffn_hidden_size or config.mlp.ffn_hidden_size) / sizes.layout.etp
-    lines = [SavedTensor("router", sizes.split * config.moe.num_router_choices * 10.0, _ROUTER, "moe")]
+    inner = (given(config.moe).moe_ffn_hidden_size or config.mlp.ffn_hidden_size) / sizes.layout.etp
+    lines = [SavedTensor("router", sizes.split * given(config.moe).num_router_choices * 10.0, _ROUTER, "moe")]
     if config.mlp.activation_func_clamp_value is not None:
         lines.append(SavedTensor("clamped, with an offset", 2 * sent * inner * sizes.width, _MLP, "moe"))
     lines.append(
         SavedTensor(
             "tokens sent to experts",
-            sent * (config.moe.moe_latent_size or config.hidden_size) * sizes.width,
+            sent * (given(config.moe).moe_latent_size or config.hidden_size) * sizes.width,
             _DISPATCH,
             "moe",
         )
     )
     lines += gated(config, inner, sent, sizes, "moe")
     lines.append(SavedTensor("product times probability", sent * inner * sizes.width, _MLP, "moe"))
-    if shared := config.moe.moe_shared_expert_intermediate_size:
+    if shared := given(config.moe).moe_shared_expert_intermediate_size:
         lines += gated(config, shared / sizes.layout.tp, sizes.tokens, sizes, "shared_experts")
     return lines
 
@@ -280,11 +288,15 @@ def running(config: McaModelConfig, sizes: Sizes, number: int) -> tuple[float, f
     gathered = sizes.tokens * hidden * width if sizes.is_split else 0.0
     if not config.is_moe_layer(number):
         if not config.has_mlp(number):
-            weights = sizes.tokens * (config.mamba.mamba_num_heads or 0) / sizes.layout.tp * CHUNK * SINGLE
+            heads = 0 if config.mamba is None else config.mamba.mamba_num_heads
+            weights = sizes.tokens * heads / sizes.layout.tp * CHUNK * SINGLE
             return 2 * between + gathered, 3 * weights + between + gathered / 2
         inner = sizes.tokens * config.mlp.ffn_hidden_size / sizes.layout.tp * width
         return 2 * between + gathered, 2 * inner + between + gathered / 2
     moved = (
-        sizes.dispatched() * (config.moe.moe_latent_size or hidden) * width * (4 if sizes.layout.etp == 1 else 8)
+        sizes.dispatched()
+        * (given(config.moe).moe_latent_size or hidden)
+        * width
+        * (4 if sizes.layout.etp == 1 else 8)
     )
     return moved + 3 * between, moved * 3 / 4 + 2 * between

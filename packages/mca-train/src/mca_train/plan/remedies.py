@@ -108,7 +108,7 @@ def _candidates(
 def _larger(
     plan_input: PlanInput, training: "TrainingArguments", layout: ParallelLayout
 ) -> Iterator[JsonObject]:
-    if plan_input.config.moe.num_moe_experts:
+    if plan_input.config.num_experts:
         yield {"expert_model_parallel_size": layout.ep * 2}
     for sizes in (
         {"tp": 2},

@@ -4,6 +4,7 @@ Each line names the file and the saved tensor (Transformer Engine 2.20); `test_t
 Nothing here was measured without a GPU.
 """
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_train.plan import local_layers
 from mca_train.plan.local_layers import custom_activation, mamba, per_layer_input
@@ -67,7 +68,7 @@ def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTe
     """Return the saved tensors of the attention of decoder layer ``number``, or of mca's mixer in its place."""
     if config.is_linear_layer(number) or config.is_mamba_layer(number):
         return local_layers.attention(config, sizes, number)
-    mamba_lines = mamba(config, sizes) if config.mamba.mamba_beside_attention else []
+    mamba_lines = mamba(config, sizes) if config.has_parallel_mamba else []
     if config.mla is not None:
         return mamba_lines + _mla(config, sizes)
     query, key = _channels(config, sizes)
@@ -126,7 +127,7 @@ def recomputed_core(config: McaModelConfig, sizes: Sizes, number: int) -> float:
 
 def _mla(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
     """Return the saved tensors of MLA: up-projections are copied into queries, keys and values and not saved."""
-    ranks = sizes.split * ((config.mla.q_lora_rank or 0) + config.mla.kv_lora_rank)
+    ranks = sizes.split * ((given(config.mla).q_lora_rank or 0) + given(config.mla).kv_lora_rank)
     lines = [
         SavedTensor("latent q and kv", ranks * sizes.width, _NORM_LINEAR),
         SavedTensor(
@@ -136,8 +137,8 @@ def _mla(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
     if sizes.mca_attention:
         return lines + local_layers.mla_core(config, sizes)
     heads = config.attention.num_attention_heads / sizes.layout.tp
-    query = heads * (config.mla.qk_head_dim + config.mla.qk_pos_emb_head_dim)
-    value = heads * config.mla.v_head_dim
+    query = heads * (given(config.mla).qk_head_dim + given(config.mla).qk_pos_emb_head_dim)
+    value = heads * given(config.mla).v_head_dim
     return lines + _core(config, sizes, 2 * query, value, value, "mla_up_proj")
 
 
@@ -158,13 +159,13 @@ def gated(
 def experts(config: McaModelConfig, sizes: Sizes, *, worst: bool = False) -> list[SavedTensor]:
     """Return the saved tensors of a layer's experts with grouped GEMMs."""
     sent, width = sizes.dispatched(worst=worst), sizes.width
-    inner = (config.moe.moe_ffn_hidden_size or config.mlp.ffn_hidden_size) / sizes.layout.etp
+    inner = (given(config.moe).moe_ffn_hidden_size or config.mlp.ffn_hidden_size) / sizes.layout.etp
     first = 2 if config.mlp.gated_linear_unit else 1
     lines = [
-        SavedTensor("router", sizes.split * config.moe.num_router_choices * 10.0, _ROUTER, "moe"),
+        SavedTensor("router", sizes.split * given(config.moe).num_router_choices * 10.0, _ROUTER, "moe"),
         SavedTensor(
             "tokens sent to experts",
-            sent * (config.moe.moe_latent_size or config.hidden_size) * sizes.gemm_input_width,
+            sent * (given(config.moe).moe_latent_size or config.hidden_size) * sizes.gemm_input_width,
             f"{_DISPATCH}; {_GROUPED}",
             "moe",
         ),
@@ -178,7 +179,7 @@ def experts(config: McaModelConfig, sizes: Sizes, *, worst: bool = False) -> lis
         lines.append(
             SavedTensor("activated, before probabilities", sent * inner * kept * width, _GLU, "moe_act")
         )
-    if shared := config.moe.moe_shared_expert_intermediate_size:
+    if shared := given(config.moe).moe_shared_expert_intermediate_size:
         lines += gated(config, shared / sizes.layout.tp, sizes.tokens, sizes, "shared_experts")
     return lines
 
@@ -194,6 +195,9 @@ def running(config: McaModelConfig, sizes: Sizes, number: int) -> tuple[float, f
         inner = sizes.tokens * config.mlp.ffn_hidden_size / sizes.layout.tp * width
         return 2 * between + gathered, 2 * inner + between + gathered
     moved = (
-        sizes.dispatched() * (config.moe.moe_latent_size or hidden) * width * (3 if sizes.layout.etp == 1 else 6)
+        sizes.dispatched()
+        * (given(config.moe).moe_latent_size or hidden)
+        * width
+        * (3 if sizes.layout.etp == 1 else 6)
     )
     return moved + 2 * between, moved + 2 * between

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.distributed.collectives import all_gather
 from mca_train.losses.moe_aux import routers
@@ -165,7 +166,7 @@ def _experts(config: McaModelConfig, megatron: "TransformerConfig") -> Iterator[
         yield "the router has no expert bias", _ROUTER_BIAS
     if "none" in megatron.moe_router_load_balancing_type:
         yield "moe_router_load_balancing_type is none", _BALANCE
-    if not config.moe.moe_shared_expert_intermediate_size:
+    if not given(config.moe).moe_shared_expert_intermediate_size:
         yield "the model has no shared experts", ("moe_shared_expert_overlap",)
 
 

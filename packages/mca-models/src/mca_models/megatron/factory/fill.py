@@ -190,7 +190,7 @@ def _draw_params(
 
 def _draw_param(seed: int, param: Param, shape: tuple[int, ...], config: McaModelConfig) -> Tensor:
     name = param.alias_of or param.mca_name()
-    if config.mamba.mamba_num_heads and (start := _state_space_start(seed, name, shape)) is not None:
+    if config.mamba is not None and (start := _state_space_start(seed, name, shape)) is not None:
         return start
     if name.endswith(_ONES):
         return torch.ones(shape)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from mca_config.arguments import transformer_engine_problems
 from mca_config.errors import raise_problems
 from mca_config.layout import ParallelLayout
+from mca_config.model.moe import Moe
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelinePlan, pipeline_plan
 from mca_config.printable import counted
@@ -59,7 +60,11 @@ def require_supported(
 
 def _pipeline(config: McaModelConfig, layout: ParallelLayout, settings: Values) -> Iterator[str]:
     middle = range(1, layout.pp - 1)
-    if layout.vpp > 1 and config.head.tie_word_embeddings and {*middle} & {*_plan(config, layout).embedding_ranks}:
+    if (
+        layout.vpp > 1
+        and config.head.tie_word_embeddings
+        and {*middle} & {*_plan(config, layout).embedding_ranks}
+    ):
         yield (
             "megatron-core cannot tie the embedding to MTP layers on a pipeline rank between the first and the last "
             "with virtual stages; move m of pipeline_model_parallel_layout into the stage of L"
@@ -148,7 +153,7 @@ def _selective(config: McaModelConfig, settings: Values) -> Iterator[str]:
             "recomputed MLPs are not split into chunks; remove mlp from recompute_modules, or "
             "mlp_chunks_for_training"
         )
-    if "layernorm" in modules and (config.block.parallel_block != "none" or config.moe.moe_shortcut):
+    if "layernorm" in modules and (config.block.parallel_block != "none" or _has_shortcut(config)):
         yield (
             "norms cannot be recomputed alone if attention and MLP, or MLP and experts, are parallel; "
             "remove layernorm from recompute_modules, or set recompute_granularity to full"
@@ -172,7 +177,13 @@ def _machine(settings: Values, device: str, implementation: str) -> Iterator[str
         yield from transformer_engine_problems(settings)
 
 
+def _has_shortcut(config: McaModelConfig) -> bool:
+    return config.moe is not None and config.moe.moe_shortcut
+
+
 def _routing(config: McaModelConfig, settings: Values) -> Iterator[str]:
+    if config.moe is None:
+        return
     if settings.get("moe_apply_probs_on_input") and settings.get("moe_router_topk") != 1:
         yield "moe_apply_probs_on_input needs num_experts_per_tok 1; remove it"
     if settings.get("moe_shared_expert_overlap") and config.moe.moe_latent_size:
@@ -188,7 +199,9 @@ def _routing(config: McaModelConfig, settings: Values) -> Iterator[str]:
             f" with num_experts_per_tok {topk} and topk_group {groups}" if custom_group_router(config) else ""
         )
         yield f"the fused router chooses other experts than {config.model_type}{sizes}; remove moe_router_fusion"
-    if settings.get("moe_shared_expert_overlap") and (config.moe.experts_beside_mlp or config.moe.moe_shortcut):
+    if settings.get("moe_shared_expert_overlap") and (
+        config.moe.experts_beside_mlp or config.moe.moe_shortcut
+    ):
         yield (
             "moe_shared_expert_overlap skips the norms of an MLP parallel to experts, or adds both outputs at once; "
             "remove moe_shared_expert_overlap"
@@ -198,15 +211,15 @@ def _routing(config: McaModelConfig, settings: Values) -> Iterator[str]:
             "moe_token_dispatcher_type flex sends tokens to the experts of their largest weights, and this model's "
             "may be negative; use alltoall or allgather"
         )
-    yield from _identity_experts(config, settings)
+    yield from _identity_experts(config.moe, settings)
     if settings.get("moe_router_load_balancing_type") == "sinkhorn":
-        yield from _sinkhorn(config, settings)
-    if config.moe is not None and (settings.get("mlp_chunks_for_training") or 1) > 1:
+        yield from _sinkhorn(config, config.moe, settings)
+    if (settings.get("mlp_chunks_for_training") or 1) > 1:
         yield (
             "mlp_chunks_for_training balances experts by the tokens of a chunk, padding among them; remove it for a "
             "model with experts"
         )
-    share = config.moe.moe_router_topk / (config.moe.num_moe_experts or 1)
+    share = config.moe.moe_router_topk / config.moe.num_moe_experts
     if (
         settings.get("moe_pad_expert_input_to_capacity")
         and settings["moe_expert_capacity_factor"] * share > 1
@@ -218,25 +231,23 @@ def _routing(config: McaModelConfig, settings: Values) -> Iterator[str]:
         )
 
 
-def _sinkhorn(config: McaModelConfig, settings: Values) -> Iterator[str]:
+def _sinkhorn(config: McaModelConfig, moe: Moe, settings: Values) -> Iterator[str]:
     """Yield limits of Megatron's Sinkhorn weights: softmax over all experts, sigmoid for topk 1, also in evaluation."""
     if settings.get("moe_aux_loss_coeff"):
         yield "moe_router_load_balancing_type sinkhorn has no auxiliary loss; set moe_aux_loss_coeff to 0"
-    score, single = config.moe.moe_router_score_function, config.moe.moe_router_topk == 1
-    alike = score == "sigmoid" if single else score == "softmax" and config.moe.moe_router_pre_softmax
-    changed = (
-        config.moe.moe_router_enable_expert_bias or config.moe.moe_router_topk_scaling_factor or custom_router(config)
-    )
-    if not alike or changed or config.moe.moe_router_num_groups:
+    score, single = moe.moe_router_score_function, moe.moe_router_topk == 1
+    alike = score == "sigmoid" if single else score == "softmax" and moe.moe_router_pre_softmax
+    changed = moe.moe_router_enable_expert_bias or moe.moe_router_topk_scaling_factor or custom_router(config)
+    if not alike or changed or moe.moe_router_num_groups:
         yield (
             "moe_router_load_balancing_type sinkhorn weighs experts by their chances among all, in evaluation too, "
             f"and {config.model_type} otherwise; set it to aux_loss or none"
         )
 
 
-def _identity_experts(config: McaModelConfig, settings: Values) -> Iterator[str]:
+def _identity_experts(moe: Moe, settings: Values) -> Iterator[str]:
     """Yield limits of identity experts, with which tokens are sent to different numbers of experts."""
-    if not config.moe.moe_identity_experts:
+    if not moe.moe_identity_experts:
         return
     if settings.get("moe_expert_capacity_factor") is not None:
         yield ("identity experts have no capacity; remove moe_expert_capacity_factor")
@@ -323,7 +334,10 @@ def _shared_heads(config: McaModelConfig, layout: ParallelLayout) -> Iterator[st
     """Yield the limit of a2a: each context rank needs full heads, and the fused kernel an even number of them."""
     multiple = math.lcm(2, layout.cp)
     for kind in config.kinds():
-        heads, groups = (max(n // layout.tp, 1) for n in (kind.attention.num_attention_heads, kind.attention.num_query_groups))
+        heads, groups = (
+            max(n // layout.tp, 1)
+            for n in (kind.attention.num_attention_heads, kind.attention.num_query_groups)
+        )
         if heads % multiple or groups % multiple:
             yield (
                 f"cp_comm_type a2a cuts the {heads} heads of a tensor rank and its {groups} of keys and values over "

@@ -187,9 +187,7 @@ def _construct_for(target: Target, config: McaModelConfig, settings: Settings) -
 def _construct(config: McaModelConfig, settings: Settings) -> MegatronConfig:
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    cls: type[MegatronConfig] = (
-        MLATransformerConfig if config.mla is not None else TransformerConfig
-    )
+    cls: type[MegatronConfig] = MLATransformerConfig if config.mla is not None else TransformerConfig
     known = {field.name for field in dataclasses.fields(cls)}
     unknown = sorted(name for name, value in settings.items() if name not in known and value is not None)
     if unknown:
@@ -206,19 +204,20 @@ def _construct(config: McaModelConfig, settings: Settings) -> MegatronConfig:
 
 
 def _architecture(config: McaModelConfig) -> Settings:
-    settings: Settings = {name: getattr(config, name) for name in _SAME_NAME}
+    flat = config.to_fields()
+    settings: Settings = {name: flat[name] for name in _SAME_NAME}
     activation = _activation(config.mlp.hidden_act)
     settings["activation_func"] = families.scaled_activation(activation, config.mlp.mlp_multipliers)
     settings["mtp_num_layers"] = config.mtp_num_layers or None
     settings["moe_token_dispatcher_type"] = "alltoall"  # Megatron reads it without experts too
     settings |= _window(config)
     if config.moe is not None:
-        settings |= {name: getattr(config, name) for name in _SAME_NAME_MOE}
+        settings |= {name: flat[name] for name in _SAME_NAME_MOE}
         settings["moe_layer_freq"] = [int(config.is_moe_layer(i)) for i in range(config.num_layers)]
         settings["moe_aux_loss_coeff"] = aux_loss_coefficient(config)
         settings["moe_router_dtype"] = "fp32"
     if config.mla is not None:
-        settings |= {name: getattr(config, name) for name in _SAME_NAME_MLA}
+        settings |= {name: flat[name] for name in _SAME_NAME_MLA}
         settings |= _mla_rope(config)
     return settings
 
@@ -228,6 +227,8 @@ def aux_loss_coefficient(config: McaModelConfig) -> float:
 
     With balanced experts HF's loss over all layers is ``topk``, Megatron's is 1 per layer.
     """
+    if config.moe is None:
+        return 0.0
     layers = sum(config.is_moe_layer(layer) for layer in range(config.num_layers))
     return config.moe.moe_aux_loss_coeff * config.moe.moe_router_topk / max(layers, 1)
 
@@ -263,7 +264,10 @@ def _window(config: McaModelConfig) -> Settings:
 
 def _mla_rope(config: McaModelConfig) -> Settings:
     rope = config.rope.rope_scaling
-    settings: Settings = {"rotary_base": config.rope.rotary_base, "rotary_percent": config.rope.rotary_percent}
+    settings: Settings = {
+        "rotary_base": config.rope.rotary_base,
+        "rotary_percent": config.rope.rotary_percent,
+    }
     if rope is not None and rope["rope_type"] != "yarn" and rope.get("mscale_all_dim"):
         raise McaError(
             f"mscale_all_dim with rope_type {rope['rope_type']!r} with MLA is not supported; use yarn"

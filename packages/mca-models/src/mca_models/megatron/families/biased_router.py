@@ -15,7 +15,10 @@ from mca_models.megatron.types import MegatronModule
 
 def has_biased_softmax(config: McaModelConfig) -> bool:
     """Return whether experts are chosen by softmax scores plus a bias."""
-    return config.moe.moe_router_enable_expert_bias and config.moe.moe_router_score_function == "softmax"
+    moe = config.moe
+    return (
+        moe is not None and moe.moe_router_enable_expert_bias and moe.moe_router_score_function == "softmax"
+    )
 
 
 @dataclass

@@ -60,8 +60,9 @@ class BlockSparseAttention(TopKSparseAttention):
 
 def block_sparse_attention(config: McaModelConfig) -> type[BlockSparseAttention] | None:
     """Return the core attention class of a model with a block indexer; None: it has none."""
-    if (blocks := config.block_sparse_attention.index_blocks) is None:
+    if config.block_sparse_attention is None:
         return None
+    blocks = config.block_sparse_attention.index_blocks
     sizes = BlockSizes(
         groups=config.attention.num_query_groups,
         channels=blocks["channels"],

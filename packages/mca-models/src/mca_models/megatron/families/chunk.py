@@ -35,7 +35,7 @@ def finish(model: GptModel, config: McaModelConfig) -> None:
         normalise_after_rope(model, config.rope.no_rope_freq)
     if config.block.parallel_block != "none":
         connect_parallel_blocks(model)
-    if config.moe.num_moe_experts and config.mlp.add_bias_linear:
+    if config.num_experts and config.mlp.add_bias_linear:
         fix_expert_biases(model)
     if config.mla is not None:
         set_mla_norm_epsilon(model)
@@ -62,9 +62,9 @@ def finish(model: GptModel, config: McaModelConfig) -> None:
 
 def _add_to_layers(model: GptModel, config: McaModelConfig) -> None:
     """Add per-layer inputs and outputs to the layers of a chunk, in the order in which they apply."""
-    if config.per_layer_embedding.per_layer_input_size:
+    if config.per_layer_embedding is not None:
         add_per_layer_embeddings(model, config)
-    if config.shared_kv.num_kv_shared_layers:
+    if config.shared_kv is not None:
         share_kv(model, config)
     if config.block.layer_scalar:
         add_layer_scalars(model)
@@ -72,7 +72,13 @@ def _add_to_layers(model: GptModel, config: McaModelConfig) -> None:
 
 def positions(config: McaModelConfig) -> str:
     """Return Megatron's ``position_embedding_type``."""
-    return "learned_absolute" if config.embedding.learned_positions else "none" if config.attention.alibi else "rope"
+    return (
+        "learned_absolute"
+        if config.embedding.learned_positions
+        else "none"
+        if config.attention.alibi
+        else "rope"
+    )
 
 
 def rotary(config: McaModelConfig, cp_group: ProcessGroup) -> torch.nn.Module | None:

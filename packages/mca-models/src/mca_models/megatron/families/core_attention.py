@@ -22,9 +22,15 @@ def custom_core_attention(config: McaModelConfig) -> type[CoreAttention] | None:
         chunk=config.attention.attention_chunk_size,
         alibi=config.attention.alibi,
         chunked_layers=frozenset(
-            layer for layer, kind in kinds if config.attention.attention_chunk_size and kind == "chunked_attention"
+            layer
+            for layer, kind in kinds
+            if config.attention.attention_chunk_size and kind == "chunked_attention"
         ),
     )
     if options != AttentionOptions():
         return attention_with_options(options)
-    return CoreAttention if any(kind.attention.value_width != kind.attention.kv_channels for kind in config.kinds()) else None
+    return (
+        CoreAttention
+        if any(kind.attention.value_width != kind.attention.kv_channels for kind in config.kinds())
+        else None
+    )

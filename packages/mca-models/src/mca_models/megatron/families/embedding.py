@@ -28,7 +28,10 @@ def train_embedding_like_hf(model: GptModel, config: McaModelConfig) -> None:
         table.register_forward_pre_hook(_rows(config))
     if config.embedding.pad_token_id is not None:
         row = config.embedding.pad_token_id % config.vocab_size  # torch counts a negative one from the end
-        tables = ["word_embeddings", *(["per_layer_embeddings"] if config.per_layer_embedding.per_layer_input_size else [])]
+        tables = [
+            "word_embeddings",
+            *(["per_layer_embeddings"] if config.per_layer_embedding is not None else []),
+        ]
         for table in tables:
             getattr(model.embedding, table).register_forward_hook(_without_gradient(row))
 

@@ -15,9 +15,9 @@ from mca_config.model_config import McaModelConfig
 
 def custom_group_router(config: McaModelConfig) -> Callable[[type], type] | None:
     """Return a function that adapts a router class to the model's groups; None if Megatron's router fits."""
-    groups, group_topk = config.moe.moe_router_num_groups, config.moe.moe_router_group_topk or 1
-    if not groups:
+    if config.moe is None or not config.moe.moe_router_num_groups:
         return None
+    groups, group_topk = config.moe.moe_router_num_groups, config.moe.moe_router_group_topk or 1
     if config.moe.moe_router_group_score == "max":
         return partial(group_router, groups=groups, group_topk=group_topk, best=1)
     if config.moe.moe_router_score_function == "sigmoid" and config.moe.moe_router_topk // group_topk != 2:

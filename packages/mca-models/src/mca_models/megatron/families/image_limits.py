@@ -11,7 +11,7 @@ from mca_models.megatron.types import MegatronConfig
 
 def image_reach(config: McaModelConfig) -> int:
     """Return how many later tokens an image token attends to; 0 with causal attention."""
-    tokens: int = (config.vision or {}).get("mm_tokens_per_image", 1)
+    tokens: int = (config.vision_fields or {}).get("mm_tokens_per_image", 1)
     return tokens - 1
 
 
@@ -28,7 +28,7 @@ def _problems(config: McaModelConfig, layout: ParallelLayout, megatron: Megatron
         yield from _bidirectional_problems(config, megatron)
     if config.mtp_num_layers:
         yield "MTP layers cannot be trained with images; set mtp_num_layers to 0"
-    if megatron.apply_rope_fusion and config.mrope.mrope_section:
+    if megatron.apply_rope_fusion and config.mrope is not None:
         yield "apply_rope_fusion has one position for each token, images have three; remove it"
     first = len(pipeline_plan(layout, config.num_layers, config.mtp_num_layers).first.layers)
     if first < config.vision.deepstack_layers:

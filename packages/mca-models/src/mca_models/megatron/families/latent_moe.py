@@ -18,7 +18,7 @@ def latent_projections(config: McaModelConfig, implementation: Implementation) -
     """Make Megatron build local MoE layers with latent projections, in this block."""
     from megatron.core.transformer.moe import moe_layer
 
-    if config.moe.moe_latent_size is None or implementation == "transformer_engine":
+    if config.moe is None or config.moe.moe_latent_size is None or implementation == "transformer_engine":
         yield
         return
     module: Upstream = sys.modules[moe_layer.__name__]

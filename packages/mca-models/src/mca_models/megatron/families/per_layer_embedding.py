@@ -8,6 +8,7 @@ gradients take the same path back.
 import torch
 from torch import Tensor
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.megatron.families.norms import PostNorm
@@ -22,7 +23,7 @@ def add_per_layer_embeddings(model: GptModel, config: McaModelConfig) -> None:
     from megatron.core.tensor_parallel import VocabParallelEmbedding
 
     megatron, embedding = model.config, model.embedding
-    hidden, channels = config.hidden_size, config.per_layer_embedding.per_layer_input_size
+    hidden, channels = config.hidden_size, given(config.per_layer_embedding).per_layer_input_size
     common = {"config": megatron, "init_method": megatron.init_method}
     embedding.per_layer_embeddings = VocabParallelEmbedding(
         config.padded_vocab_size,

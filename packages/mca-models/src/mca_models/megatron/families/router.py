@@ -12,6 +12,8 @@ from mca_models.megatron.families.sparse_mixer import custom_sparse_mixer
 
 def custom_router(config: McaModelConfig) -> Callable[[type], type] | None:
     """Return a function that adapts a router class to the model; None if Megatron's router fits."""
+    if config.moe is None:
+        return None
     adapt = (
         biased_router
         if has_biased_softmax(config)

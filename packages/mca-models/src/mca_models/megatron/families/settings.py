@@ -12,7 +12,7 @@ from mca_models.megatron.types import MegatronConfig, Settings
 def settings(config: McaModelConfig) -> Settings:
     """Return the settings that differ from Megatron's defaults."""
     values: Settings = {
-        "moe_latent_size": config.moe.moe_latent_size,
+        "moe_latent_size": None if config.moe is None else config.moe.moe_latent_size,
         "softmax_scale": config.attention.softmax_scale,
         "activation_func_clamp_value": config.mlp.activation_func_clamp_value,
         "glu_linear_offset": config.mlp.glu_linear_offset or None,
@@ -20,7 +20,7 @@ def settings(config: McaModelConfig) -> Settings:
         "softmax_type": None if config.attention.softmax_type == "vanilla" else config.attention.softmax_type,
         "no_rope_freq": list(config.rope.no_rope_freq) if config.rope.no_rope_freq else None,
     }
-    if config.moe.num_moe_experts and config.mlp.add_bias_linear:
+    if config.num_experts and config.mlp.add_bias_linear:
         values["bias_dropout_fusion"] = False  # grouped experts reject it
     if not has_fused_activation(config):
         values["bias_activation_fusion"] = False
@@ -50,14 +50,16 @@ def has_fused_activation(config: McaModelConfig) -> bool:
         return False
     if config.mlp.hidden_act == "quick_gelu":  # fused for routed experts only
         dense = not all(config.is_moe_layer(i) for i in range(config.num_layers))
-        return not dense and config.moe.moe_shared_expert_intermediate_size is None
+        return not dense and given(config.moe).moe_shared_expert_intermediate_size is None
     return config.mlp.hidden_act == "silu" and config.mlp.gated_linear_unit
 
 
 def before_building(config: McaModelConfig, megatron: MegatronConfig) -> None:
     """Restore the settings that ``after_building`` of the previous chunk changed."""
     megatron.qk_layernorm = config.attention.qk_layernorm
-    megatron.moe_router_enable_expert_bias = config.moe.moe_router_enable_expert_bias
+    megatron.moe_router_enable_expert_bias = (
+        config.moe is not None and config.moe.moe_router_enable_expert_bias
+    )
 
 
 def after_building(config: McaModelConfig, megatron: MegatronConfig) -> None:

@@ -61,7 +61,10 @@ def _slices(config: McaModelConfig) -> dict[int, ContextSlice]:
         layer_config = config.layer_config(layer)
         groups = layer_config.attention.num_query_groups // config.layout.tp
         slices[layer] = ContextSlice(
-            start, groups * layer_config.attention.kv_channels, groups * layer_config.attention.value_width, groups
+            start,
+            groups * layer_config.attention.kv_channels,
+            groups * layer_config.attention.value_width,
+            groups,
         )
         start += groups * (layer_config.attention.kv_channels + layer_config.attention.value_width)
     return slices

@@ -6,6 +6,7 @@ Settings are changed in `settings`, built chunks in `chunk`.
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.families.attention import with_biases, with_clipped_qkv
 from mca_models.megatron.families.block_sparse_attention import with_block_indexer
@@ -69,7 +70,7 @@ def adapted_block(
 def _linear_attention(config: McaModelConfig, implementation: Implementation) -> Spec:
     return (
         kimi_delta_spec(implementation)
-        if config.linear_attention.linear_channel_decay
+        if given(config.linear_attention).linear_channel_decay
         else delta_net_spec(config, implementation)
     )
 
@@ -109,7 +110,7 @@ def _common_changes(spec: Spec, config: McaModelConfig, implementation: Implemen
         changes |= dict.fromkeys(("self_attn_bda", "mlp_bda"), lambda add: scaled_residual(add, factor))
     if (router := custom_router(config)) is not None:
         changes["router"] = router
-    if config.moe.experts_beside_mlp:
+    if config.moe is not None and config.moe.experts_beside_mlp:
         changes["pre_mlp_layernorm"] = _nothing
     return _changed(spec, changes, _classes(config, implementation))
 
@@ -142,7 +143,7 @@ def _classes(config: McaModelConfig, implementation: Implementation) -> dict[typ
     from megatron.core.transformer.attention import SelfAttention
 
     attention = _self_attention(SelfAttention, config)
-    parallel = config.mamba.mamba_beside_attention
+    parallel = config.has_parallel_mamba
     classes[SelfAttention] = with_parallel_mamba(attention, config, implementation) if parallel else attention
     return classes
 
@@ -153,6 +154,8 @@ def _experts(config: McaModelConfig) -> dict[type, type]:
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     experts: type = MoELayer
+    if config.moe is None:
+        return {}
     if config.moe.input_jitter_noise:
         experts = with_noisy_input(experts, config.moe.input_jitter_noise)
     if config.moe.moe_shared_expert_mean:

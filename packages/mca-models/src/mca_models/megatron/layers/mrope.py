@@ -45,7 +45,9 @@ class MRope(torch.nn.Module):
         super().__init__()
         plain: MegatronModule = rotary_module(config, cp_group)
         inverse = frequencies(config)
-        axes = mrope_axes(config.mrope.mrope_section or (), len(inverse), interleaved=config.mrope.mrope_interleaved)
+        axes = mrope_axes(
+            given(config.mrope).mrope_section, len(inverse), interleaved=given(config.mrope).mrope_interleaved
+        )
         self.plain = plain
         self.inverse: Tensor
         self.axes: Tensor

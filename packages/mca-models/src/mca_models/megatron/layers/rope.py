@@ -72,7 +72,9 @@ def _yarn(config: McaModelConfig, rope: Rope) -> Tensor:
 
 def _longrope(config: McaModelConfig, rope: Rope) -> Tensor:
     """Apply the per-channel factors of sequences within the original context."""
-    return inverse_frequencies(config.rope.rotary_base, rotary_dim(config)) / torch.tensor(rope["short_factor"])
+    return inverse_frequencies(config.rope.rotary_base, rotary_dim(config)) / torch.tensor(
+        rope["short_factor"]
+    )
 
 
 def _proportional(config: McaModelConfig, rope: Rope) -> Tensor:
