@@ -64,7 +64,7 @@ def test_conversion_is_bit_exact(tmp_path: Path, case: str, write: Any) -> None:
     assert converted.keys() == hf.keys()
     assert all(torch.equal(converted[name], tensor) for name, tensor in hf.items())
     plan_to_mca(
-        source, TARGET if config.num_moe_experts else replace(TARGET, expert_model_parallel_size=1)
+        source, TARGET if config.moe.num_moe_experts else replace(TARGET, expert_model_parallel_size=1)
     ).run(tmp_path / "mca", LIMITS)
     mca = McaSource(tmp_path / "mca")
     for param in mca.params:

@@ -33,7 +33,7 @@ EXPERTS: dict[str, Any] = {
 
 
 def model(**more: Any) -> McaModelConfig:
-    return McaModelConfig(**(DENSE | more))
+    return McaModelConfig.from_fields(**(DENSE | more))
 
 
 def layout(

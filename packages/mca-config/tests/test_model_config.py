@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mca_config.bounds import require_bounded
 
-from mca_config import McaError, McaModelConfig, MlaMcaModelConfig, ParallelLayout
+from mca_config import McaError, McaModelConfig, ParallelLayout
+from mca_config.model_config import require_ranges
 
 DATA = Path(__file__).parent / "data"
 SIZES: dict[str, Any] = {
@@ -28,7 +28,7 @@ MLA: dict[str, Any] = {"kv_lora_rank": 16, "qk_head_dim": 16, "qk_pos_emb_head_d
 
 
 def config(**more: Any) -> McaModelConfig:
-    return McaModelConfig(**(SIZES | more))
+    return McaModelConfig.from_fields(**(SIZES | more))
 
 
 def document(**model: Any) -> dict[str, Any]:
@@ -48,10 +48,10 @@ def test_a_saved_config_loads_equal(tmp_path: Path) -> None:
 
 
 def test_the_mla_class_is_chosen_by_kv_lora_rank(tmp_path: Path) -> None:
-    saved = MlaMcaModelConfig(**SIZES, **MLA, q_lora_rank=None)
+    saved = McaModelConfig.from_fields(**SIZES, **MLA, q_lora_rank=None)
     saved.save(tmp_path)
     loaded = McaModelConfig.load(tmp_path)
-    assert isinstance(loaded, MlaMcaModelConfig)
+    assert loaded.mla is not None
     assert loaded == saved
 
 
@@ -177,12 +177,12 @@ def test_rolls_experts_and_mla_read() -> None:
             **MLA,
         )
     )
-    assert isinstance(loaded, MlaMcaModelConfig)
-    assert loaded.moe_layer_freq == (1, 0, 1, 0)
+    assert loaded.mla is not None
+    assert loaded.moe.moe_layer_freq == (1, 0, 1, 0)
     assert [loaded.is_moe_layer(layer) for layer in range(4)] == [True, False, True, False]
-    assert loaded.moe_shared_expert_gate
+    assert loaded.moe.moe_shared_expert_gate
     assert loaded.mtp_num_layers == 0
-    assert loaded.window_size == 128
+    assert loaded.attention.window_size == 128
 
 
 @pytest.mark.parametrize(
@@ -250,17 +250,17 @@ def test_late_layers_take_the_keys_of_the_last_of_their_kind() -> None:
     kinds = ("sliding_attention", "full_attention", "sliding_attention") * 2
     model = config(num_layers=6, layer_types=kinds, num_kv_shared_layers=3, double_wide_mlp=True)
     assert [model.kv_source_layer(layer) for layer in range(6)] == [None, None, None, 2, 1, 2]
-    widths = [model.layer_config(layer).ffn_hidden_size for layer in range(6)]
+    widths = [model.layer_config(layer).mlp.ffn_hidden_size for layer in range(6)]
     assert widths == [128, 128, 128, 256, 256, 256]
     late = model.layer_config(4)
     assert late.takes_keys and late.layer_config(4) == late
     assert model.layer_config(5) is model.layer_config(3)  # which is asked for every parameter
     with pytest.raises(McaError, match="num_kv_shared_layers 5 of 6 leaves no layer of type full_attention"):
-        replace(model, num_kv_shared_layers=5)
+        model.replace_fields(num_kv_shared_layers=5)
 
 
 def test_experts_without_weights_count_among_those_whose_names_fill_memory() -> None:
     large = {"num_layers": 2048, "num_moe_experts": 1}
-    require_bounded(SIZES | large | {"moe_identity_experts": 31})
+    require_ranges(SIZES | large | {"moe_identity_experts": 31})
     with pytest.raises(McaError, match="num_moe_experts 1 plus moe_identity_experts 65536 must be at most"):
-        require_bounded(SIZES | large | {"moe_identity_experts": 65536})
+        require_ranges(SIZES | large | {"moe_identity_experts": 65536})

@@ -382,7 +382,10 @@ def test_damaged_mca_checkpoints(source: Path, tmp_path: Path, capsys) -> None:
             edited("mca_config.json", layer_type_overrides={"a": 1}),
             "of_kind a must be an object, not 1",
         ),
-        "key": (edited("mca_config.json", layer_type_overrides={"a": {"b": 1}}), "of_kind a: unknown key b"),
+        "key": (
+            edited("mca_config.json", layer_type_overrides={"a": {"b": 1}}),
+            "layer_type_overrides a: unknown key b",
+        ),
         "width": (edited("mca_config.json", value_channels=10**30), "value_channels must be at most 4194304"),
     }
     for name, (damage, message) in damages.items():

@@ -86,12 +86,12 @@ class McaModelConfig:
 
     attention: Attention
     mlp: Mlp
-    rope: Rope = Rope()
-    norm: Norm = Norm()
-    block: Block = Block()
-    embedding: Embedding = Embedding()
-    head: OutputHead = OutputHead()
-    mtp: Mtp = Mtp()
+    rope: Rope = field(default_factory=Rope)
+    norm: Norm = field(default_factory=Norm)
+    block: Block = field(default_factory=Block)
+    embedding: Embedding = field(default_factory=Embedding)
+    head: OutputHead = field(default_factory=OutputHead)
+    mtp: Mtp = field(default_factory=Mtp)
     moe: Moe | None = None
     mla: Mla | None = None
     dsa: Dsa | None = None
@@ -360,8 +360,8 @@ def _read_model(model: JsonObject, where: str) -> McaModelConfig:
     """Return the configuration of ``model``, whose sections are JSON objects."""
     if stray := [key for key in model if key in SECTION_OF]:
         raise McaError(
-            f"{where}: {stray[0]} is a field of section {SECTION_OF[stray[0]]}; an unreleased version of mca wrote this "
-            "file, convert the model again"
+            f"{where}: {stray[0]} is a field of section {SECTION_OF[stray[0]]}; an unreleased version of mca wrote "
+            "this file, convert the model again"
         )
     made: JsonObject = {}
     problems: list[str] = []

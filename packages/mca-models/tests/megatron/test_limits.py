@@ -10,7 +10,7 @@ import pytest
 from mca_config.arguments import MegatronArguments
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.model_config import McaModelConfig
 from mca_models.megatron import platform
 from mca_models.megatron.factory.execution import pipeline_settings
 from mca_models.megatron.factory.limits import require_supported
@@ -29,9 +29,9 @@ SIZES: dict[str, Any] = {
     "vocab_size": 100,
     "max_position_embeddings": 64,
 }
-DENSE = McaModelConfig(model_type="llama", **SIZES)
-MOE = McaModelConfig(model_type="qwen3_moe", num_moe_experts=4, **SIZES)
-MLA = MlaMcaModelConfig(
+DENSE = McaModelConfig.from_fields(model_type="llama", **SIZES)
+MOE = McaModelConfig.from_fields(model_type="qwen3_moe", num_moe_experts=4, **SIZES)
+MLA = McaModelConfig.from_fields(
     model_type="deepseek_v3",
     kv_lora_rank=16,
     qk_head_dim=8,

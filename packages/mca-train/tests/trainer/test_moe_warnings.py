@@ -47,7 +47,7 @@ def test_the_default_is_told_beside_chances(
     reported: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config = McaModelConfig(
+    config = McaModelConfig.from_fields(
         model_type="longcat_flash",
         num_moe_experts=512,
         moe_identity_experts=256,
@@ -98,7 +98,7 @@ def test_what_balances_no_experts_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     platform.prepare()
-    config = McaModelConfig(
+    config = McaModelConfig.from_fields(
         model_type="glm4_moe",
         num_moe_experts=4,
         moe_ffn_hidden_size=8,

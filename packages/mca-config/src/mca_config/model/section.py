@@ -6,10 +6,10 @@ A file with a number out of range is damaged, and planning its model would use a
 import dataclasses
 import math
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
 from mca_config.errors import McaError
 from mca_config.types import Typed, Values
@@ -116,11 +116,15 @@ def get_origin(hint: Typed) -> Typed:
     return typing.get_origin(hint)
 
 
-@cache
-def numeric_fields(cls: Typed) -> NumericFields:
+def numeric_fields(cls: type) -> NumericFields:
     """Return the number types and the range of each numeric field of dataclass ``cls``."""
+    return _numeric_fields(cast(Hashable, cls))
+
+
+@cache
+def _numeric_fields(cls: Hashable) -> NumericFields:
     found = {}
-    for entry in dataclasses.fields(cls):
+    for entry in dataclasses.fields(cast(Typed, cls)):
         kinds: set[type] = set()
         bounds = Range()
         for member in _union_members(entry.type):

@@ -88,8 +88,8 @@ def adapter_for(path: Path, model: McaModelConfig) -> Adapter:
     adapter = open_adapter(path, model)
     if adapter.model.head.num_labels is not None and model.head.num_labels is None:
         raise McaError(
-            f"{path}: its adapter is of a model with a head for {adapter.model.head.head_kind}; open the base model with "
-            f"head=Head(kind={adapter.model.head.head_kind!r}, ...)"
+            f"{path}: its adapter is of a model with a head for {adapter.model.head.head_kind}; open the base model "
+            f"with head=Head(kind={adapter.model.head.head_kind!r}, ...)"
         )
     return with_layout(adapter, model.layout)
 

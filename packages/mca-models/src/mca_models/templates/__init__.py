@@ -1,7 +1,6 @@
 """Weight templates: one short file for each model family, and the table of them."""
 
 from collections.abc import Iterable, Iterator, MutableMapping
-from dataclasses import replace
 from importlib import import_module
 
 from mca_config.errors import HfConfigError

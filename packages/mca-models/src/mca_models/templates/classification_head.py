@@ -116,12 +116,10 @@ def with_head(config: McaModelConfig, head: Head) -> McaModelConfig:
         name = class_name(config.model_type, head.kind)
     except McaError as error:
         raise UsageError(str(error)) from None
-    if config.head.head_kind != "causal_lm" and (config.head.head_kind, config.head.num_labels) != (
-        head.kind,
-        len(head.labels),
-    ):
+    old = config.head
+    if old.head_kind != "causal_lm" and (old.head_kind, old.num_labels) != (head.kind, len(head.labels)):
         raise UsageError(
-            f"the model has a {config.head.head_kind} head with {config.head.num_labels} labels, the run needs {head.kind} with "
+            f"the model has a {old.head_kind} head with {old.num_labels} labels, the run needs {head.kind} with "
             f"{len(head.labels)}; name a model that fits"
         )
     names = (

@@ -215,8 +215,8 @@ class ConfigTable:
         for name in {**flat, **back}.keys() - {"hf_config", "extra", "layout"}:
             if back.get(name) != flat.get(name):
                 raise McaError(
-                    f"config.json of a {config.model_type} model cannot say that {name} is {flat.get(name)!r}: it would "
-                    f"mean {back.get(name)!r}"
+                    f"config.json of a {config.model_type} model cannot say that {name} is {flat.get(name)!r}: it "
+                    f"would mean {back.get(name)!r}"
                 )
         return hf
 

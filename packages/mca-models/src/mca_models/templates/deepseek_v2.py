@@ -1,5 +1,6 @@
 """DeepSeek V2: HF ``DeepseekV2ForCausalLM``: latent attention, experts chosen by softmax."""
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates.config_table import (

@@ -180,7 +180,7 @@ class Family:
             raise McaError(f"text_model_type is {kind!r:.80}; expected of a {self.model_type} model: {known}")
         table = self.text(config).config
         assert isinstance(table, ConfigTable), "text parts do not nest"
-        if type(config) is not table.config_class:
+        if (config.mla is not None) != any(field.mca == "kv_lora_rank" for field in table.fields):
             raise McaError(f"kv_lora_rank is set or missing, unlike in a {self.model_type} model")
         if self.vision is not None:
             self.vision.tensors(config)

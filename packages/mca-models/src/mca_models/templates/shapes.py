@@ -24,8 +24,8 @@ def full_shape(param: Param, config: McaModelConfig) -> Shape:
         config = config.layer_config(param.layer)
     inside = param.mca.rpartition("{layer}.")[2].removeprefix("transformer_layer.")
     try:
-        return _TABLES[type(config)][inside](config)
-    except (TypeError, LookupError):
+        return _TABLES[config.mla is not None][inside](config)
+    except (TypeError, LookupError, AttributeError):
         raise McaError(f"{param.mca_name()}: the model's configuration lacks a size that it needs") from None
 
 
@@ -140,8 +140,8 @@ _MLP = {
     "mlp.linear_fc2.bias": _hidden,
     "mlp.post_layernorm.weight": _hidden,
     "layer_scalar": lambda c: (1,),
-    "per_layer_gate.weight": lambda c: (c.per_layer_input_size, c.hidden_size),
-    "per_layer_projection.weight": lambda c: (c.hidden_size, c.per_layer_input_size),
+    "per_layer_gate.weight": lambda c: (c.per_layer_embedding.per_layer_input_size, c.hidden_size),
+    "per_layer_projection.weight": lambda c: (c.hidden_size, c.per_layer_embedding.per_layer_input_size),
     "per_layer_layernorm.weight": _hidden,
     "mlp.activation_func.alpha_p": lambda c: (1,),
     "mlp.activation_func.alpha_n": lambda c: (1,),
@@ -173,8 +173,8 @@ _EXPERTS = {
     "mlp.experts.linear_fc1.bias{expert}": _first(_expert_1),
     "mlp.experts.linear_fc2.weight{expert}": _expert_2,
     "mlp.experts.linear_fc2.bias{expert}": _first(_expert_2),
-    "mlp.fc1_latent_proj.weight": lambda c: (c.moe_latent_size, c.hidden_size),
-    "mlp.fc2_latent_proj.weight": lambda c: (c.hidden_size, c.moe_latent_size),
+    "mlp.fc1_latent_proj.weight": lambda c: (c.moe.moe_latent_size, c.hidden_size),
+    "mlp.fc2_latent_proj.weight": lambda c: (c.hidden_size, c.moe.moe_latent_size),
     "mlp.shared_experts.linear_fc1.weight": _fc1(lambda c: c.moe.moe_shared_expert_intermediate_size),
     "mlp.shared_experts.linear_fc2.weight": _fc2(lambda c: c.moe.moe_shared_expert_intermediate_size),
     "mlp.shared_experts.gate_weight": lambda c: (1, c.hidden_size),
@@ -183,23 +183,23 @@ _EXPERTS = {
     "mlp.experts_layernorm.weight": _hidden,
     "mlp.experts_post_layernorm.weight": _hidden,
     "mlp.router_scale": _hidden,
-    "mlp.expert_scale": lambda c: (c.num_moe_experts,),
+    "mlp.expert_scale": lambda c: (c.moe.num_moe_experts,),
 }
 _ENDS = {
     "embedding.word_embeddings.weight": _vocabulary,
     "embedding.layernorm.weight": _hidden,
     "embedding.layernorm.bias": _hidden,
     "embedding.position_embeddings.weight": lambda c: (
-        c.max_position_embeddings + c.position_offset,
+        c.max_position_embeddings + c.embedding.position_offset,
         c.hidden_size,
     ),
     "embedding.per_layer_embeddings.weight": lambda c: (c.vocab_size, _per_layer(c)),
     "embedding.per_layer_projection.weight": lambda c: (_per_layer(c), c.hidden_size),
-    "embedding.per_layer_layernorm.weight": lambda c: (c.per_layer_input_size,),
+    "embedding.per_layer_layernorm.weight": lambda c: (c.per_layer_embedding.per_layer_input_size,),
     "decoder.final_layernorm.weight": _hidden,
     "decoder.final_layernorm.bias": _hidden,
-    "output_layer.weight": lambda c: (c.num_labels or c.vocab_size, c.hidden_size),
-    "output_layer.bias": lambda c: (c.num_labels or c.vocab_size,),
+    "output_layer.weight": lambda c: (c.head.num_labels or c.vocab_size, c.hidden_size),
+    "output_layer.bias": lambda c: (c.head.num_labels or c.vocab_size,),
     "enorm.weight": _hidden,
     "hnorm.weight": _hidden,
     "eh_proj.weight": lambda c: (c.hidden_size, 2 * c.hidden_size),
@@ -233,10 +233,10 @@ _DELTA_NET = {
     "self_attention.A_log": _states,
     "self_attention.D": _states,
     "self_attention.norm.weight": lambda c: _mamba_widths(c)[:1],
-    "self_attention.out_norm.weight": lambda c: (c.linear_value_head_dim,),
+    "self_attention.out_norm.weight": lambda c: (c.linear_attention.linear_value_head_dim,),
     "self_attention.out_proj.weight": lambda c: (
         c.hidden_size,
-        _mamba_widths(c)[0] if c.mamba_num_heads else _delta_widths(c)[1],
+        _mamba_widths(c)[0] if c.mamba is not None else _delta_widths(c)[1],
     ),
 }
 _PREFIX = "self_attention."
@@ -247,63 +247,72 @@ _PARALLEL_MAMBA = {
 }
 _KIMI_DELTA = {
     "self_attention.in_proj.weight": lambda c: (
-        c.linear_num_key_heads * (3 * c.linear_key_head_dim + 1),
+        c.linear_attention.linear_num_key_heads * (3 * c.linear_attention.linear_key_head_dim + 1),
         c.hidden_size,
     ),
-    "self_attention.gates_down.weight": lambda c: (2 * c.linear_key_head_dim, c.hidden_size),
-    "self_attention.fade_up.weight": lambda c: (_delta_widths(c)[0], c.linear_key_head_dim),
-    "self_attention.gate_up.weight": lambda c: (_delta_widths(c)[0], c.linear_key_head_dim),
+    "self_attention.gates_down.weight": lambda c: (2 * c.linear_attention.linear_key_head_dim, c.hidden_size),
+    "self_attention.fade_up.weight": lambda c: (_delta_widths(c)[0], c.linear_attention.linear_key_head_dim),
+    "self_attention.gate_up.weight": lambda c: (_delta_widths(c)[0], c.linear_attention.linear_key_head_dim),
     "self_attention.conv1d.weight": _conv,
     "self_attention.dt_bias": lambda c: (_delta_widths(c)[0],),
-    "self_attention.A_log": lambda c: (c.linear_num_key_heads,),
-    "self_attention.out_norm.weight": lambda c: (c.linear_key_head_dim,),
+    "self_attention.A_log": lambda c: (c.linear_attention.linear_num_key_heads,),
+    "self_attention.out_norm.weight": lambda c: (c.linear_attention.linear_key_head_dim,),
     "self_attention.out_proj.weight": lambda c: (c.hidden_size, _delta_widths(c)[0]),
 }
 _LATENT = {
     "input_layernorm.weight": _hidden,
-    "self_attention.linear_q_proj.weight": lambda c: (c.num_attention_heads * c.kv_channels, c.hidden_size),
-    "self_attention.linear_q_down_proj.weight": lambda c: (c.q_lora_rank, c.hidden_size),
-    "self_attention.linear_q_up_proj.layer_norm_weight": lambda c: (c.q_lora_rank,),
-    "self_attention.linear_q_up_proj.weight": lambda c: (
-        c.num_attention_heads * c.kv_channels,
-        c.q_lora_rank,
-    ),
-    "self_attention.linear_kv_down_proj.weight": lambda c: (
-        c.kv_lora_rank + c.qk_pos_emb_head_dim,
+    "self_attention.linear_q_proj.weight": lambda c: (
+        c.attention.num_attention_heads * c.attention.kv_channels,
         c.hidden_size,
     ),
-    "self_attention.linear_kv_up_proj.layer_norm_weight": lambda c: (c.kv_lora_rank,),
-    "self_attention.linear_kv_up_proj.weight": lambda c: (
-        c.num_attention_heads * (c.qk_head_dim + c.v_head_dim),
-        c.kv_lora_rank,
+    "self_attention.linear_q_down_proj.weight": lambda c: (c.mla.q_lora_rank, c.hidden_size),
+    "self_attention.linear_q_up_proj.layer_norm_weight": lambda c: (c.mla.q_lora_rank,),
+    "self_attention.linear_q_up_proj.weight": lambda c: (
+        c.attention.num_attention_heads * c.attention.kv_channels,
+        c.mla.q_lora_rank,
     ),
-    "self_attention.linear_proj.weight": lambda c: (c.hidden_size, c.num_attention_heads * c.v_head_dim),
+    "self_attention.linear_kv_down_proj.weight": lambda c: (
+        c.mla.kv_lora_rank + c.mla.qk_pos_emb_head_dim,
+        c.hidden_size,
+    ),
+    "self_attention.linear_kv_up_proj.layer_norm_weight": lambda c: (c.mla.kv_lora_rank,),
+    "self_attention.linear_kv_up_proj.weight": lambda c: (
+        c.attention.num_attention_heads * (c.mla.qk_head_dim + c.mla.v_head_dim),
+        c.mla.kv_lora_rank,
+    ),
+    "self_attention.linear_proj.weight": lambda c: (
+        c.hidden_size,
+        c.attention.num_attention_heads * c.mla.v_head_dim,
+    ),
 }
 _INDEXER = {
     f"self_attention.core_attention.indexer.{name}": shape
     for name, shape in {
-        "wq_b": lambda c: (c.index_num_heads * c.index_head_dim, c.q_lora_rank),
-        "wk": lambda c: (c.index_head_dim, c.hidden_size),
-        "k_norm_weight": lambda c: (c.index_head_dim,),
-        "k_norm_bias": lambda c: (c.index_head_dim,),
-        "weights_proj": lambda c: (c.index_num_heads, c.hidden_size),
+        "wq_b": lambda c: (c.dsa.index_num_heads * c.dsa.index_head_dim, c.mla.q_lora_rank),
+        "wk": lambda c: (c.dsa.index_head_dim, c.hidden_size),
+        "k_norm_weight": lambda c: (c.dsa.index_head_dim,),
+        "k_norm_bias": lambda c: (c.dsa.index_head_dim,),
+        "weights_proj": lambda c: (c.dsa.index_num_heads, c.hidden_size),
     }.items()
 }
 _BLOCK_INDEXER = {
     f"self_attention.core_attention.indexer.{name}.weight": shape
     for name, shape in {
-        "q_proj": lambda c: (c.num_query_groups * c.index_blocks["channels"], c.hidden_size),
-        "k_proj": lambda c: (c.index_blocks["channels"], c.hidden_size),
-        "q_norm": lambda c: (c.index_blocks["channels"],),
-        "k_norm": lambda c: (c.index_blocks["channels"],),
+        "q_proj": lambda c: (
+            c.attention.num_query_groups * c.block_sparse_attention.index_blocks["channels"],
+            c.hidden_size,
+        ),
+        "k_proj": lambda c: (c.block_sparse_attention.index_blocks["channels"], c.hidden_size),
+        "q_norm": lambda c: (c.block_sparse_attention.index_blocks["channels"],),
+        "k_norm": lambda c: (c.block_sparse_attention.index_blocks["channels"],),
     }.items()
 }
 
 _Table = Mapping[str, Callable[[FamilyConfig], Shape]]
-_TABLES: Mapping[type[McaModelConfig], _Table] = {
-    McaModelConfig: {
+_TABLES: Mapping[bool, _Table] = {
+    False: {
         **{**_ENDS, **_MLP, **_EXPERTS, **_ATTENTION},
         **{**_DELTA_NET, **_PARALLEL_MAMBA, **_BLOCK_INDEXER},
     },
-    McaModelConfig: {**_ENDS, **_MLP, **_EXPERTS, **_LATENT, **_KIMI_DELTA, **_INDEXER},
+    True: {**_ENDS, **_MLP, **_EXPERTS, **_LATENT, **_KIMI_DELTA, **_INDEXER},
 }

@@ -169,8 +169,8 @@ def _with_head(task: Task, settings: Settings, model: McaModelConfig) -> McaMode
         return with_head(model, head)
     if model.head.num_labels is not None:
         raise UsageError(
-            f"model_name_or_path: the model has a head for {model.head.head_kind}, mca-train {task.name} trains language models; "
-            "use mca-train reward or classify, or name another model"
+            f"model_name_or_path: the model has a head for {model.head.head_kind}, mca-train {task.name} trains "
+            "language models; use mca-train reward or classify, or name another model"
         )
     return model
 

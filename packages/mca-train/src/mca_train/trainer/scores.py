@@ -32,8 +32,8 @@ class ScoreTrainer(McaTrainer):
         super().__init__(**options)
         if self.model.config.head.head_kind != "sequence_classification":
             raise McaError(
-                f"{type(self).__name__} needs a sequence-classification head, not {self.model.config.head.head_kind}; build it "
-                "with AutoModel.from_pretrained(..., head=Head(...))"
+                f"{type(self).__name__} needs a sequence-classification head, not {self.model.config.head.head_kind}; "
+                "build it with AutoModel.from_pretrained(..., head=Head(...))"
             )
         for problem in (*key_problems(self.args), *model_problems(self.model.megatron)):
             raise McaError(problem)

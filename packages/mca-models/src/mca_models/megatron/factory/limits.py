@@ -219,7 +219,11 @@ def _routing(config: McaModelConfig, settings: Values) -> Iterator[str]:
             "mlp_chunks_for_training balances experts by the tokens of a chunk, padding among them; remove it for a "
             "model with experts"
         )
-    share = config.moe.moe_router_topk / config.moe.num_moe_experts
+    yield from _capacity(config.moe, settings)
+
+
+def _capacity(moe: Moe, settings: Values) -> Iterator[str]:
+    share = moe.moe_router_topk / moe.num_moe_experts
     if (
         settings.get("moe_pad_expert_input_to_capacity")
         and settings["moe_expert_capacity_factor"] * share > 1

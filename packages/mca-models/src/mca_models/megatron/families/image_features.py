@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.megatron.types import HfModel, Upstream

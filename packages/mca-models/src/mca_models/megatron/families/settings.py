@@ -3,6 +3,7 @@
 Common settings are in `factory.transformer_config`.
 """
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.families.biased_router import has_biased_softmax
 from mca_models.megatron.families.group_router import custom_group_router

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.layers.rope import frequencies, rotary_module
 from mca_models.megatron.types import MegatronModule
