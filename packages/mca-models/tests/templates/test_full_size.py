@@ -32,7 +32,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 def without_prediction(config: McaModelConfig) -> McaModelConfig:
-    return replace(config, mtp_num_layers=0)
+    return config.replace_fields(mtp_num_layers=0)
 
 
 def test_every_config_is_checked() -> None:
