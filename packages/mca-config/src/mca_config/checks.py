@@ -189,7 +189,7 @@ def _heads(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
         )
     flat = model.to_fields()
     for name in ("linear_num_key_heads", "linear_num_value_heads", "mamba_num_heads"):
-        if name in flat:
+        if flat.get(name) is not None:
             problems += _indivisible(name, flat[name], "tensor_model_parallel_size", layout.tp)
     return problems + _few_groups(model, layout) + _mamba_groups(model, layout)
 

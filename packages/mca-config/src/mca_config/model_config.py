@@ -144,8 +144,9 @@ class McaModelConfig:
         return cls(**own, **made)
 
     def to_fields(self) -> JsonObject:
-        """Return the flat fields of the model and of the sections that it has, as for :meth:`from_fields`."""
+        """Return the flat fields of the model, of the sections that it has, and the key fields of those that it lacks."""
         flat = {name: value for name, value in fields.to_json(self).items() if name not in SECTIONS}
+        flat |= {entry.key: entry.absent[0] for entry in SECTIONS.values() if entry.key is not None}
         for section in self._sections().values():
             flat |= fields.to_json(section)
         return flat

@@ -1,6 +1,5 @@
 """The pieces of families' own layers, one by one, without ranks."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest

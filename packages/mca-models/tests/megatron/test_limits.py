@@ -39,16 +39,14 @@ MLA = McaModelConfig.from_fields(
     v_head_dim=16,
     **SIZES,
 )
-GROUPED = replace(
-    MOE,
+GROUPED = MOE.replace_fields(
     model_type="deepseek_v3",
     moe_router_score_function="sigmoid",
     moe_router_num_groups=2,
     moe_router_group_topk=1,
     moe_router_topk=3,
 )
-SHORTCUT = replace(
-    MOE,
+SHORTCUT = MOE.replace_fields(
     moe_shortcut=True,
     moe_identity_experts=2,
     moe_router_enable_expert_bias=True,
@@ -60,15 +58,17 @@ SINKHORN = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 
 INDEXED = MLA.replace_fields(q_lora_rank=8, index_topk=4, index_num_heads=2, index_head_dim=8)
 PARALLEL = DENSE.replace_fields(parallel_block="one_norm")
 WINDOWED = DENSE.replace_fields(window_size=8)
-YARN = replace(
-    DENSE, rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+YARN = DENSE.replace_fields(
+    rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 )
 INTERLEAVED = DENSE.replace_fields(rotary_interleaved=True)
 CAPPED = DENSE.replace_fields(attn_logit_softcapping=2.0)
 FUSED = {"bias_activation_fusion": True}
 GELU = DENSE.replace_fields(hidden_act="gelu", gated_linear_unit=False)
 CLAMPED = DENSE.replace_fields(activation_func_clamp_value=7.0)
-SHARED = MOE.replace_fields(hidden_act="quick_gelu", glu_linear_offset=1.0, moe_shared_expert_intermediate_size=64)
+SHARED = MOE.replace_fields(
+    hidden_act="quick_gelu", glu_linear_offset=1.0, moe_shared_expert_intermediate_size=64
+)
 SINKS = DENSE.replace_fields(softmax_type="learnable")
 TIED_PREDICTION = DENSE.replace_fields(mtp_num_layers=1, tie_word_embeddings=True)
 BETWEEN = ParallelLayout(
@@ -222,7 +222,12 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
     (DENSE, VPP, FREEING | {"version": V17}, "before megatron-core 0.18"),
     *(
         (model, TP2, TE_ACTIVATION, "use_te_activation_func computes another activation")
-        for model in (GELU, CLAMPED, GELU.replace_fields(hidden_act="relu"), GELU.replace_fields(hidden_act="silu"))
+        for model in (
+            GELU,
+            CLAMPED,
+            GELU.replace_fields(hidden_act="relu"),
+            GELU.replace_fields(hidden_act="silu"),
+        )
     ),
     (GELU, TP2, OP_FUSER, "use_transformer_engine_op_fuser computes another activation"),
     (PARALLEL, TP2, OP_FUSER, "needs Transformer Engine's norm before each MLP"),
@@ -280,7 +285,11 @@ ACCEPTED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any]]] = [
     (DENSE, PP2, CUDA | {"deallocate_pipeline_outputs": True}),
     (DENSE, TP2, TE_ACTIVATION),
     (DENSE, TP2, OP_FUSER),
-    (SHARED.replace_fields(hidden_act="silu", glu_linear_offset=0.0), TP2, {"moe_shared_expert_overlap": True}),
+    (
+        SHARED.replace_fields(hidden_act="silu", glu_linear_offset=0.0),
+        TP2,
+        {"moe_shared_expert_overlap": True},
+    ),
     *((DENSE, TP2, TE_LOSS | {"engine": engine}) for engine in (None, (2, 11, 0))),
 ]
 

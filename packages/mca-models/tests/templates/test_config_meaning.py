@@ -24,7 +24,8 @@ def described(case: str, **different: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("case", ["llama", "qwen3_moe", "gpt_oss", "exaone4", "deepseek_v3", "gemma2"])
 def test_families_without_partial_rotary_rotate_all_of_a_head(case: str) -> None:
     assert (
-        config_from_hf(described(case, rope_parameters={**HALF, "rope_type": "default"})).rope.rotary_percent == 1
+        config_from_hf(described(case, rope_parameters={**HALF, "rope_type": "default"})).rope.rotary_percent
+        == 1
     )
     assert config_from_hf(described(case, rope_parameters=None, **HALF)).rope.rotary_percent == 1
 
@@ -216,7 +217,8 @@ def test_residual_dropout_is_followed() -> None:
     assert config_from_hf(described("phi3", resid_pdrop=0.3)).block.hidden_dropout == 0.3
     assert config_from_hf(described("phi3")).block.hidden_dropout == 0.0
     assert (
-        config_from_hf(described("seed_oss")).block.hidden_dropout == transformers.SeedOssConfig().residual_dropout
+        config_from_hf(described("seed_oss")).block.hidden_dropout
+        == transformers.SeedOssConfig().residual_dropout
     )
     assert config_from_hf(described("seed_oss", residual_dropout=0.0)).block.hidden_dropout == 0.0
 
@@ -271,7 +273,9 @@ def test_a_token_is_sent_to_one_group_where_their_number_is_not_said(
     unsaid = {key: value for key, value in groups.items() if key != "topk_group"} | said
     assert config_from_hf(groups).moe.moe_router_group_topk == 1
     # without the key transformers' default of the family stands
-    assert config_from_hf(unsaid).moe.moe_router_group_topk == (4 if case == "deepseek_v3" and not said else 1)
+    assert config_from_hf(unsaid).moe.moe_router_group_topk == (
+        4 if case == "deepseek_v3" and not said else 1
+    )
 
 
 UNPADDED = {"nemotron_h"}  # a padding token is like any other to their embedding

@@ -1,7 +1,6 @@
 """Published models at full size: every tensor's name and shape, without a byte of weights."""
 
 import json
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any

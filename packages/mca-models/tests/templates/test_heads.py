@@ -48,7 +48,11 @@ def test_every_family_has_the_heads_that_transformers_has():
 def test_config_json_names_the_head(architecture, head, names):
     hf = {**SIZES, "architectures": [architecture], "id2label": {"0": "a", "1": "b", "2": "c"}}
     config = config_from_hf(hf)
-    assert (config.head, config.head.num_labels, config.head.tie_word_embeddings) == (head, 3, False)
+    assert (config.head.head_kind, config.head.num_labels, config.head.tie_word_embeddings) == (
+        head,
+        3,
+        False,
+    )
     shapes = get_family("llama").hf_shapes(config)
     assert {name for name in shapes if name.startswith("score")} == names
     assert shapes["score.weight"] == (3, 16)

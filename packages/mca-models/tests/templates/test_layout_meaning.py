@@ -93,7 +93,11 @@ def test_gpt_oss_experts_have_gate_before_up(tmp_path: Path) -> None:
 
 def test_phi3_packs_queries_with_the_keys_of_their_group(tmp_path: Path) -> None:
     tensors, config, params = loaded("phi3", tmp_path)
-    heads, groups, width = config.attention.num_attention_heads, config.attention.num_query_groups, config.attention.kv_channels
+    heads, groups, width = (
+        config.attention.num_attention_heads,
+        config.attention.num_query_groups,
+        config.attention.kv_channels,
+    )
     q, k, v = tensors["model.layers.0.self_attn.qkv_proj.weight"].split(
         [heads * width, groups * width, groups * width]
     )

@@ -90,7 +90,10 @@ def write(
 
 
 def _on(param: Param, chunk: Any, config: McaModelConfig, ep: int) -> bool:
-    if param.expert is not None and param.expert // ((config.moe.num_moe_experts or 0) // config.layout.ep) != ep:
+    if (
+        param.expert is not None
+        and param.expert // ((config.moe.num_moe_experts or 0) // config.layout.ep) != ep
+    ):
         return False
     if param.stage is Stage.LAYER:
         return param.layer in chunk.layers

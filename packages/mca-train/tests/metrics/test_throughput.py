@@ -117,7 +117,7 @@ def test_an_adapters_frozen_weights_get_no_gradient():
 def test_a_frozen_text_model_gets_no_gradient():
     from mca_train.metrics.throughput import Throughput
 
-    config = replace(config_from_hf(SIZE | QWEN3), vision={"image_token_id": 5})
+    config = config_from_hf(SIZE | QWEN3).replace_fields(vision_fields={"image_token_id": 5})
     layout = SimpleNamespace(bubble=lambda steps: 0.0)
     ranks = SimpleNamespace(device=SimpleNamespace(type="cpu"), layout=layout)
 

@@ -33,7 +33,7 @@ class Entry:
     Args:
         cls: Its class.
         key: The field without which a model has no such section; None: every model has the section.
-        absent: Values of that field that mean that the model has no such section.
+        absent: Values of that field that mean that the model has no such section; the first is the usual one.
     """
 
     cls: type[Section]
@@ -46,7 +46,7 @@ class Entry:
         return tuple(field.name for field in dataclasses.fields(self.cls))  # type: ignore[arg-type]
 
 
-_COUNT = (None, 0)
+_COUNT = (0, None)
 SECTIONS: Mapping[str, Entry] = {
     "attention": Entry(Attention),
     "rope": Entry(Rope),

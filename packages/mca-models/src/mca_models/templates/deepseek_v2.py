@@ -26,10 +26,8 @@ def derive(hf: HfConfig) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    return {
-        **restore_groups(config),
-        "topk_method": LIMITED if given(config.moe).moe_router_num_groups else GREEDY,
-    }
+    method = LIMITED if given(config.moe).moe_router_num_groups else GREEDY
+    return {**restore_groups(config), "topk_method": method}
 
 
 CONFIG = ConfigTable(

@@ -232,8 +232,10 @@ def restore_moe_layers(config: McaModelConfig) -> HfConfig:
 
 def restore_aux_loss(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    on = given(config.moe).moe_router_load_balancing_type != "none"
-    return {"output_router_logits": on, "router_aux_loss_coef": given(config.moe).moe_aux_loss_coeff}
+    if config.moe is None:
+        return {"output_router_logits": False, "router_aux_loss_coef": 0.0}
+    on = config.moe.moe_router_load_balancing_type != "none"
+    return {"output_router_logits": on, "router_aux_loss_coef": config.moe.moe_aux_loss_coeff}
 
 
 def aux_loss(hf: HfConfig) -> dict[str, object]:

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Mapping
 
 from mca_config.errors import HfConfigError
-from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates.arcee import CONSTANTS
@@ -93,11 +92,12 @@ def _experts(hf: HfConfig, layers: Collection[str]) -> JsonObject:
 
 def restore(config: McaModelConfig) -> HfConfig:
     """Restore HF keys, as ``ConfigTable.restore``."""
-    shared = given(config.moe).moe_shared_expert_intermediate_size
+    moe = config.moe
+    shared = None if moe is None else moe.moe_shared_expert_intermediate_size
     return {
         "layers_block_type": layer_types_to_hf(config),
-        "n_group": given(config.moe).moe_router_num_groups or 1,
-        "topk_group": given(config.moe).moe_router_group_topk or 1,
+        "n_group": (moe and moe.moe_router_num_groups) or 1,
+        "topk_group": (moe and moe.moe_router_group_topk) or 1,
         **({"moe_shared_expert_intermediate_size": shared} if shared else {}),
     }
 

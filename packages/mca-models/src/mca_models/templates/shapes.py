@@ -127,7 +127,7 @@ def _conv(c: FamilyConfig) -> Shape:
 
 def _states(c: FamilyConfig) -> Shape:
     """Return the shape of one number for each head with a state."""
-    return (c.mamba.mamba_num_heads or c.linear_attention.linear_num_value_heads,)
+    return (c.linear_attention.linear_num_value_heads if c.mamba is None else c.mamba.mamba_num_heads,)
 
 
 _FC1 = _fc1(lambda c: c.mlp.ffn_hidden_size)
@@ -166,9 +166,9 @@ def _expert_2(c: FamilyConfig) -> Shape:
 _EXPERTS = {
     "pre_mlp_layernorm.weight": _hidden,
     "pre_mlp_layernorm.bias": _hidden,
-    "mlp.router.weight": lambda c: (c.num_router_choices, c.hidden_size),
-    "mlp.router.bias": lambda c: (c.num_router_choices,),
-    "mlp.router.expert_bias": lambda c: (c.num_router_choices,),
+    "mlp.router.weight": lambda c: (c.moe.num_router_choices, c.hidden_size),
+    "mlp.router.bias": lambda c: (c.moe.num_router_choices,),
+    "mlp.router.expert_bias": lambda c: (c.moe.num_router_choices,),
     "mlp.experts.linear_fc1.weight{expert}": _expert_1,
     "mlp.experts.linear_fc1.bias{expert}": _first(_expert_1),
     "mlp.experts.linear_fc2.weight{expert}": _expert_2,
