@@ -362,7 +362,7 @@ def test_arguments_survive_a_dict_and_a_copy() -> None:
     assert {name: getattr(again, name) for name in GIVEN} == GIVEN
     assert again.optimizer == "sgd"
     assert json.loads(args.to_json_string())["tensor_model_parallel_size"] == 2
-    assert replace(args, seed=1).layout() == args.layout()
+    assert dataclasses.replace(args, seed=1).layout() == args.layout()
 
 
 def test_secrets_do_not_print() -> None:

@@ -144,7 +144,7 @@ class McaModelConfig:
         return cls(**own, **made)
 
     def to_fields(self) -> JsonObject:
-        """Return the flat fields of the model, of the sections that it has, and the key fields of those that it lacks."""
+        """Return the flat fields of the model and its sections, and the key fields of the sections that it lacks."""
         flat = {name: value for name, value in fields.to_json(self).items() if name not in SECTIONS}
         flat |= {entry.key: entry.absent[0] for entry in SECTIONS.values() if entry.key is not None}
         for section in self._sections().values():

@@ -69,6 +69,13 @@ SECTIONS: Mapping[str, Entry] = {
 }
 SECTION_OF: Mapping[str, str] = {name: section for section, entry in SECTIONS.items() for name in entry.names}
 """The section of each field."""
+DEFAULTS: Values = {
+    field.name: field.default
+    for entry in SECTIONS.values()
+    for field in dataclasses.fields(entry.cls)  # type: ignore[arg-type]
+    if field.default is not dataclasses.MISSING
+}
+"""Values of fields that need not be given."""
 
 
 def group_fields(values: Values) -> tuple[JsonObject, dict[str, JsonObject | None]]:

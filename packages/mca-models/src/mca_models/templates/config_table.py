@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mca_config.errors import HfConfigError, McaError
+from mca_config.model.fields import DEFAULTS
 from mca_config.model_config import McaModelConfig, require_ranges
 from mca_config.types import FamilyConfig, JsonObject, Typed, Values
 from mca_models.templates.composite_config import QUANTIZATION, TEXT_ONLY, CompositeConfig
@@ -201,7 +202,7 @@ class ConfigTable:
             "dtype": config.dtype,
         }
         flat = config.to_fields()
-        hf |= {field.hf: _plain(flat.get(field.mca)) for field in self.fields}
+        hf |= {field.hf: _plain(flat.get(field.mca, DEFAULTS.get(field.mca))) for field in self.fields}
         rope = {
             "rope_theta": config.rope.rotary_base,
             "rope_type": "default",
