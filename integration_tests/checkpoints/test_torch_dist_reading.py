@@ -245,7 +245,7 @@ def unreadable(cases: Sequence[str]) -> dict[str, str]:
     failures = {}
     for case in cases:
         config = config_of(case)
-        models = AutoModel.unfilled(config, arguments("tp2ep2etp1" if config.num_moe_experts else "tp2sp"))
+        models = AutoModel.unfilled(config, arguments("tp2ep2etp1" if config.num_experts else "tp2sp"))
         directory: Any = Unwritten(all_gather(list(written(model_state(models)))))
         try:
             _Reader(directory, models.config).source(directory.path)

@@ -29,7 +29,7 @@ def stacked(config: McaModelConfig, hf: dict[str, torch.Tensor]) -> State:
     for rule in {param.mca for param in layers if param.expert is None}:
         names = [rule.format(layer=layer) for layer in range(config.num_layers)]
         state[rule.replace("{layer}.", "")] = torch.stack([state.pop(name) for name in names])
-    for number in (1, 2) if config.moe.num_moe_experts else ():
+    for number in (1, 2) if config.num_experts else ():
         tail = f"mlp.experts.experts.linear_fc{number}.weight"
         names = [f"decoder.layers.{layer}.{tail}" for layer in range(config.num_layers)]
         state[f"decoder.layers.{tail}"] = torch.stack([state.pop(name) for name in names])

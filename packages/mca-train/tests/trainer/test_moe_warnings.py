@@ -115,7 +115,7 @@ def test_what_balances_no_experts_is_told(
 
 
 def test_saved_activations_are_not_distributed_over_one_tensor_rank() -> None:
-    config: Any = SimpleNamespace(num_moe_experts=None, layout=ParallelLayout(context_parallel_size=2))
+    config: Any = SimpleNamespace(moe=None, layout=ParallelLayout(context_parallel_size=2))
     args: Any = SimpleNamespace(transformer_config_overrides=dict)
     megatron: Any = SimpleNamespace(mtp_num_layers=None, sequence_parallel=False)
     groups = islice(unused_options._groups(args, config, megatron), 5)

@@ -27,6 +27,7 @@ _MAY_DIFFER = {
     "attention_dropout",
     "dtype",
     "extra",
+    "hf_config",
     "hidden_dropout",
     "init_method_std",
     "max_position_embeddings",
@@ -208,7 +209,7 @@ def _adapter_reader(model: "PeftModels", directory: Path) -> ReadFp32:
 
 def _require_same(theirs: McaModelConfig, mine: McaModelConfig, directory: Path) -> None:
     """Raise if the two models compute differently or have other shapes."""
-    saved, current = theirs.to_dict()["model"], mine.to_dict()["model"]
+    saved, current = theirs.to_fields(), mine.to_fields()
     different = [
         f"{name} is {saved.get(name)} there, {current.get(name)} here"
         for name in sorted(saved.keys() | current.keys(), key=lambda name: (name != "model_type", name))
