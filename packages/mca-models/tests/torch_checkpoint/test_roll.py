@@ -115,7 +115,7 @@ def test_latent_down_projections_may_be_cut(tmp_path: Path, checkpoint: Any) -> 
 
 def test_prediction_layers_are_recovered(tmp_path: Path, checkpoint: Any) -> None:
     config, hf = checkpoint("deepseek_v3")
-    config = replace(config, mtp_num_layers=1, layout=layout(2, 2))
+    config = config.replace_fields(mtp_num_layers=1, layout=layout(2, 2))
     names = {name for param in get_family("deepseek_v3").params(config) for name in param.hf_names()} - set(
         hf
     )

@@ -71,9 +71,7 @@ def open_adapter(path: Path, model: McaModelConfig | None = None) -> Adapter:
     adapter = open_mca_adapter(path)
     for field in _SAME_MODEL:
         if model is not None and getattr(adapter.model, field) != getattr(model, field):
-            raise McaError(
-                f"{path}: {field} of its base model is {getattr(adapter.model, field)}, here {getattr(model, field)}"
-            )
+            raise McaError(f"{path}: {field} of its base model is {theirs[field]}, here {ours[field]}")
     if model is not None:
         raise_problems(list(_shape_mismatches(adapter, model)), path, shown=8)
     return adapter

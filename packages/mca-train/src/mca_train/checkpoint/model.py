@@ -30,6 +30,7 @@ _MAY_DIFFER = {
     "hf_config",
     "hidden_dropout",
     "init_method_std",
+    "layout",
     "max_position_embeddings",
     "moe_aux_loss_coeff",
     "moe_router_load_balancing_type",
