@@ -1,10 +1,13 @@
-"""Times a full stream of a model's weights against writing them as a Hugging Face checkpoint to memory (tmpfs).
+"""Time a full stream of a model's weights against writing them as a Hugging Face checkpoint to memory (tmpfs).
 
-    python benchmarks/stream.py [--layout tp2] [--hidden 1024] [--layers 12] [--rounds 5] [--folder /dev/shm]
+    python benchmarks/stream.py [--layout tp2] [--hidden 1024] [--layers 12] [--experts 0] [--rounds 5]
 
 Both take turns on one model, so that a busy machine slows both: `export_weights` to the first rank and to all, and
-`save_pretrained_as_hf`. Says the median of each on the slowest rank and the ratios to saving; then the
+`save_pretrained_as_hf`. Prints the median of each on the slowest rank and the ratios to saving; then the
 time with a consumer that sleeps as long as a stream takes: little more, as the next bucket is gathered meanwhile.
+
+Then bytes that the last rank is handed and its peak of memory beyond the model, for a full stream, for one with slices
+of experts (``--experts``), and for a `weight_sender`: the first send, without a change, after a change of one layer.
 """
 
 import argparse
@@ -62,14 +65,49 @@ def measure(document: dict[str, Any], layout: str, rounds: int, folder: Path) ->
     return times
 
 
+def forms(document: dict[str, Any], layout: str) -> dict[str, tuple[int, int]]:
+    """Return the bytes handed out and the peak of memory of each kind of send, on one rank."""
+    from layouts import arguments
+    from mca_models import AutoModel
+    from mca_models.templates import config_from_hf
+    from memory import peak
+
+    models = AutoModel.from_config(config_from_hf(document), arguments(layout), dtype="bfloat16")
+    sender = models.weight_sender(bucket_bytes=BUCKET, split_experts=True)
+
+    def change_layer() -> Any:
+        for name, tensor in models.canonical_parameters():
+            if "layers.1." in name:
+                tensor.data += 1
+        return sender.buckets()
+
+    sends: dict[str, Callable[[], Any]] = {
+        "full": lambda: models.export_buckets(bucket_bytes=BUCKET),
+        "slices of experts": lambda: models.export_buckets(bucket_bytes=BUCKET, split_experts=True),
+        "first send": sender.buckets,
+        "no change": sender.buckets,
+        "one layer changed": change_layer,
+    }
+    found = {}
+    for name, send in sends.items():
+        nbytes = 0
+        with peak() as most:
+            for bucket in send():
+                nbytes += bucket.buffer.numel()
+                del bucket
+        found[name] = (nbytes, most[0])
+    return found
+
+
 def main() -> None:
-    """Run and prints."""
+    """Run all turns and print the figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layout", default="tp2")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--experts", type=int, default=0, help="stacked experts of a layer; 0: a dense model")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     args = parser.parse_args()
@@ -92,16 +130,31 @@ def main() -> None:
         "hidden_act": "silu",
         "tie_word_embeddings": False,
     }
+    if args.experts:
+        document |= {
+            "model_type": "gpt_oss",
+            "architectures": ["GptOssForCausalLM"],
+            "num_local_experts": args.experts,
+            "num_experts_per_tok": 2,
+            "layer_types": ["full_attention"] * args.layers,
+            "rope_scaling": None,
+        }
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         size = world_size(args.layout)
         found = run_ranks(size, measure, document, args.layout, args.rounds, Path(folder), timeout=900)
         nbytes = sum(file.stat().st_size for file in (Path(folder) / "saved").glob("*.safetensors"))
         shutil.rmtree(Path(folder) / "saved")
+        sends = run_ranks(size, forms, document, args.layout, timeout=900)[-1]
     medians = {name: max(statistics.median(rank[name]) for rank in found) for name in found[0]}
     print(f"{nbytes / 2**20:.0f} MiB on {args.layout}, medians of {args.rounds} turns")
     for name, seconds in medians.items():
         ratio = seconds / medians["saving"]
         print(f"{name:14} {seconds:6.3f} s  {nbytes / seconds / 2**30:5.2f} GiB/s  {ratio:.2f} of saving")
+
+    for name, (handed, most) in sends.items():
+        print(
+            f"{name:18} {handed / 2**20:7.0f} MiB handed out, peak {most / 2**20:6.0f} MiB beyond the model"
+        )
 
 
 if __name__ == "__main__":

@@ -42,6 +42,8 @@ def adapters(base: Path, layout: str, settings: dict[str, Any], folder: Path) ->
         arrived = list(models.export_weights(to=to, bucket_bytes=SMALL))
         assert [name for name, _ in arrived] == (sorted(theirs) if to == "all" or rank == 0 else [])
         assert all(torch.equal(tensor, theirs[name]) for name, tensor in arrived)
+    if settings.get("target_parameters"):
+        _require_per_expert(models, theirs)
     _load_again(models, theirs)
     before = {name: tensor.clone() for name, tensor in models.canonical_parameters()}
     models.save_merged_as_hf(folder / "merged")
@@ -54,6 +56,33 @@ def adapters(base: Path, layout: str, settings: dict[str, Any], folder: Path) ->
     saved = stored(folder / "merged")
     assert all(saved[name] == facts for name, facts in (facts_of(*each) for each in merged))
     assert len(plain) == (len(merged) if rank == 0 else 0)
+
+
+def _require_per_expert(models: Any, theirs: dict[str, torch.Tensor]) -> None:
+    """The factors of each expert's linears multiply to PEFT's change of the stacked parameters."""
+    arrived = dict(models.export_weights(per_expert=True, bucket_bytes=SMALL))
+    assert all(torch.equal(arrived.pop(name), theirs[name]) for name in theirs if ".experts." not in name)
+    experts = "base_model.model.model.layers.1.mlp.experts."
+    for parts, wrapped in ((("gate_proj", "up_proj"), "base_layer."), (("down_proj",), "")):
+        a, b = (theirs[f"{experts}{wrapped}lora_{which}.weight"].float() for which in "AB")
+        count = models.config.num_moe_experts
+        changes = torch.einsum("oer,eri->eoi", *_stacks(a, b, count))
+        for expert in range(count):
+            names = [f"{experts}{expert}.{part}." for part in parts]
+            own = [(arrived[f"{n}lora_B.weight"], arrived[f"{n}lora_A.weight"]) for n in names]
+            change = torch.cat([(each_b.float() @ each_a.float()) for each_b, each_a in own])
+            torch.testing.assert_close(
+                change, changes[expert], rtol=0, atol=1e-6
+            )  # sums of 2 products in fp32
+    document = models.peft_config(per_expert=True)
+    assert {"gate_proj", "up_proj", "down_proj"} <= set(document["target_modules"])
+    assert document["target_parameters"] is None
+    assert models.peft_config()["target_parameters"]
+
+
+def _stacks(a: torch.Tensor, b: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return PEFT's matrices as ``[out, experts, rank]`` and ``[experts, rank, in]``."""
+    return b.view(len(b), -1, experts).transpose(1, 2), a.view(experts, -1, a.shape[1])
 
 
 def _load_again(models: Any, theirs: dict[str, torch.Tensor]) -> None:

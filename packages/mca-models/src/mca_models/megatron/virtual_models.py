@@ -37,6 +37,7 @@ from mca_models.megatron.state.export import (
 )
 from mca_models.megatron.state.load import load_weights
 from mca_models.megatron.state.save import save_hf, save_mca
+from mca_models.megatron.state.sender import WeightSender
 from mca_models.megatron.state.torch_dist import PendingSave, save_torch_dist
 from mca_models.megatron.state.weight_receiver import Weight
 from mca_models.megatron.types import MegatronConfig
@@ -333,14 +334,70 @@ class VirtualModels(torch.nn.Module):
         bucket_bytes: int = BUCKET_BYTES,
         dtype: DtypeName | None = None,
         fp8: bool = False,
+        split_experts: bool = False,
         merged: bool = False,
     ) -> Iterator[WeightBucket]:
-        """Yield whole buckets of `export_weights`, for transports of one buffer; collective."""
-        request = checked_request(to=to, bucket_bytes=bucket_bytes, dtype=dtype, fp8=fp8, merged=merged)
+        """Yield whole buckets of `export_weights`, for transports of one buffer; collective.
+
+        Args:
+            to: As for `export_weights`.
+            bucket_bytes: As for `export_weights`.
+            dtype: As for `export_weights`.
+            fp8: As for `export_weights`.
+            split_experts: Send tensors that hold all experts of a layer as slices within ``bucket_bytes``, so that none
+                is gathered in full: entries with ``start``, which ``bucket.tensors()`` yields as
+                ``(name, tensor, start)`` and `load_weights` takes.
+            merged: As for `export_weights`.
+        """
+        request = checked_request(
+            to=to,
+            bucket_bytes=bucket_bytes,
+            dtype=dtype,
+            fp8=fp8,
+            split_experts=split_experts,
+            merged=merged,
+        )
+        self._reject_merged(merged)
+        return export_buckets(self, request)
+
+    def weight_sender(
+        self,
+        *,
+        to: Destination = "all",
+        bucket_bytes: int = BUCKET_BYTES,
+        dtype: DtypeName | None = None,
+        fp8: bool = False,
+        split_experts: bool = False,
+        merged: bool = False,
+        checksums: bool = False,
+    ) -> WeightSender:
+        """Return a sender whose ``buckets()`` yield all weights once and later only what changed; collective.
+
+        Args:
+            to: As for `export_weights`.
+            bucket_bytes: As for `export_weights`.
+            dtype: As for `export_weights`; a weight that is equal after the cast has not changed.
+            fp8: As for `export_weights`.
+            split_experts: As for `export_buckets`; each expert counts by itself.
+            merged: As for `export_weights`.
+            checksums: Record a CRC-32 of each tensor in the sender's manifest; its bytes pass through the CPU.
+        """
+        request = checked_request(
+            method="weight_sender",
+            to=to,
+            bucket_bytes=bucket_bytes,
+            dtype=dtype,
+            fp8=fp8,
+            split_experts=split_experts,
+            merged=merged,
+        )
+        self._reject_merged(merged)
+        return WeightSender(self, request, checksums=checksums)
+
+    def _reject_merged(self, merged: bool) -> None:
         if merged:
             self.reject_hidden_adapter()
             raise McaError("merged=True: this model has no adapter to merge; remove merged")
-        return export_buckets(self, request)
 
     def load_weights(self, weights: Iterable[Weight]) -> None:
         """Load all weights from Hugging Face tensors, as `export_weights` yields them, in any order; collective.

@@ -12,6 +12,7 @@ from torch import Tensor
 from mca_config.model_config import DtypeName, McaModelConfig
 from mca_models.lora import Adapter, AdapterConfig, AdapterRules
 from mca_models.lora.peft_directory import PeftReader, PeftTensors, peft_shapes
+from mca_models.lora.per_expert import per_expert_tensors
 from mca_models.megatron import platform
 from mca_models.megatron.distributed.collectives import all_gather
 from mca_models.megatron.distributed.parallel import RankContext
@@ -61,11 +62,20 @@ def _join(param: Param, pieces: Mapping[int, Array], model: McaModelConfig) -> A
     return whole[: model.vocab_size] if param.vocab else whole
 
 
-def peft_tensors(adapter: Adapter, dtype: DtypeName | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a PEFT file in its order, on the device, cast to ``dtype`` if given."""
+def peft_tensors(
+    adapter: Adapter, dtype: DtypeName | None, *, per_expert: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a PEFT file in its order, on the device, cast to ``dtype`` if given.
+
+    Args:
+        adapter: The adapter.
+        dtype: Dtype that they are cast to; None: not cast.
+        per_expert: Yield the factors of stacked experts expert by expert.
+    """
     tensors, device = PeftTensors(adapter), platform.current_device()
-    for name in sorted(tensors.sources):
-        tensor = to_torch(tensors.array(name)).to(device)
+    stored = ((name, tensors.array(name)) for name in sorted(tensors.sources))
+    for name, array in per_expert_tensors(adapter) if per_expert else stored:
+        tensor = to_torch(array).to(device)
         yield name, tensor if dtype is None else cast_finite(tensor, DTYPES[dtype], name)
 
 

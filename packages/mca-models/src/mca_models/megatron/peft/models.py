@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mca_config.errors import McaError
 from mca_config.model_config import DtypeName
+from mca_config.types import JsonObject
 from mca_models.lora import (
     Adapter,
     AdapterConfig,
@@ -22,6 +23,7 @@ from mca_models.lora import (
     write_mca_adapter,
     write_peft,
 )
+from mca_models.lora.per_expert import per_expert_config, require_per_expert
 from mca_models.lora.rules import PREFIX
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import require_same_arguments, run_on_first_rank_unwrapped
@@ -50,6 +52,7 @@ from mca_models.megatron.state.export import (
 )
 from mca_models.megatron.state.load import load_local_weights
 from mca_models.megatron.state.save import save_hf
+from mca_models.megatron.state.sender import WeightSender
 from mca_models.megatron.state.stream import Piece
 from mca_models.megatron.state.weight_receiver import Weight, load_on_all_ranks
 from mca_models.megatron.tensors import cast_finite, to_torch
@@ -344,6 +347,7 @@ class PeftModels(VirtualModels):
         dtype: DtypeName | None = None,
         fp8: bool = False,
         merged: bool = False,
+        per_expert: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the adapter's tensors under PEFT's names, as `save_pretrained_as_hf` writes them; collective.
 
@@ -353,8 +357,18 @@ class PeftModels(VirtualModels):
             dtype: Dtype that tensors are cast to.
             fp8: Only for a merged model.
             merged: Export the full model with the adapter merged in; the live weights are unchanged.
+            per_expert: Yield PEFT's matrices for all experts of a layer as factors of each expert's linears
+                (``...experts.7.up_proj.lora_A.weight``), which inference engines load for most models with experts;
+                their configuration is ``peft_config(per_expert=True)``.
         """
-        buckets = self.export_buckets(to=to, bucket_bytes=bucket_bytes, dtype=dtype, fp8=fp8, merged=merged)
+        buckets = self.export_buckets(
+            to=to,
+            bucket_bytes=bucket_bytes,
+            dtype=dtype,
+            fp8=fp8,
+            merged=merged,
+            per_expert=per_expert,
+        )
         return each_tensor(buckets)
 
     def export_buckets(
@@ -364,28 +378,86 @@ class PeftModels(VirtualModels):
         bucket_bytes: int = BUCKET_BYTES,
         dtype: DtypeName | None = None,
         fp8: bool = False,
+        split_experts: bool = False,
         merged: bool = False,
+        per_expert: bool = False,
     ) -> Iterator[WeightBucket]:
         """Yield whole buckets of `export_weights`; collective."""
-        request = checked_request(to=to, bucket_bytes=bucket_bytes, dtype=dtype, fp8=fp8, merged=merged)
+        request = checked_request(
+            to=to,
+            bucket_bytes=bucket_bytes,
+            dtype=dtype,
+            fp8=fp8,
+            split_experts=split_experts,
+            merged=merged,
+            per_expert=per_expert,
+        )
+        if merged and per_expert:
+            raise McaError(
+                "per_expert is a layout of the adapter, which merged=True merges; remove one of them"
+            )
         if merged:
             return export_buckets(self, request, self._merged_piece())
-        if fp8:
-            raise McaError("fp8 is not supported for an adapter; remove fp8, or set merged")
-        return self._adapter_buckets(request)
+        for name, value in (("fp8", fp8), ("split_experts", split_experts)):
+            if value:
+                raise McaError(f"{name} is not supported for an adapter; remove {name}, or set merged")
+        return self._adapter_buckets(request, per_expert=per_expert)
+
+    def weight_sender(
+        self,
+        *,
+        to: Destination = "all",
+        bucket_bytes: int = BUCKET_BYTES,
+        dtype: DtypeName | None = None,
+        fp8: bool = False,
+        split_experts: bool = False,
+        merged: bool = False,
+        checksums: bool = False,
+    ) -> WeightSender:
+        """Return a sender of the merged model's weights; see ``VirtualModels.weight_sender``. Collective.
+
+        Raises:
+            McaError: ``merged`` is not set: an adapter is small, and `export_weights` sends all of it.
+        """
+        request = checked_request(
+            method="weight_sender",
+            to=to,
+            bucket_bytes=bucket_bytes,
+            dtype=dtype,
+            fp8=fp8,
+            split_experts=split_experts,
+            merged=merged,
+        )
+        if not merged:
+            raise McaError(
+                "weight_sender sends full models; set merged=True, or send the adapter with export_weights"
+            )
+        return WeightSender(self, request, self._merged_piece, checksums=checksums)
+
+    def peft_config(self, *, per_expert: bool = False) -> JsonObject:
+        """Return the contents of ``adapter_config.json``.
+
+        Args:
+            per_expert: For the tensors of ``export_weights(per_expert=True)``.
+        """
+        document = dict(self.adapter.document)
+        return per_expert_config(document, self.rules, self.config) if per_expert else document
 
     def _merged_piece(self) -> Piece:
         live = dict(self.canonical_parameters())
         return live.get if self.merged else merged_piece(live, self._attached)
 
-    def _adapter_buckets(self, request: WeightRequest) -> Iterator[WeightBucket]:
+    def _adapter_buckets(self, request: WeightRequest, *, per_expert: bool) -> Iterator[WeightBucket]:
         """Yield buckets of the adapter, which each receiving rank gathers in full."""
+        if per_expert:
+            require_per_expert(self.rules, self.config)
         targets = request.targets(self.rank_context)
         adapter = whole_adapter(
             self._live(), self.rank_context, self.config, self.adapter, self.rules, everywhere=targets != {0}
         )
         if adapter is not None and self.rank_context.rank in targets:
-            yield from packed_buckets(peft_tensors(adapter, request.dtype), request.bucket_bytes)
+            tensors = peft_tensors(adapter, request.dtype, per_expert=per_expert)
+            yield from packed_buckets(tensors, request.bucket_bytes)
 
     def _write(self, write: Callable[[Adapter], None]) -> None:
         adapter = whole_adapter(self._live(), self.rank_context, self.config, self.adapter, self.rules)

@@ -34,12 +34,14 @@ class Entry:
         dtype: Its dtype.
         shape: Its shape.
         offset: Its first byte.
+        start: First expert of a slice of a stacked tensor; None: the full tensor.
     """
 
     name: str
     dtype: torch.dtype
     shape: Shape
     offset: int
+    start: int | None = None
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return the tensor as a view of ``buffer`` (uint8)."""
@@ -84,15 +86,17 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that stay together: one, or the experts of a stacked tensor, in order.
+    """Parameters that stay together: one, or consecutive experts of a stacked tensor.
 
     Args:
         params: The parameters.
         targets: Ranks that receive them.
+        start: First expert of a slice of a stacked tensor; None: all experts.
     """
 
     params: Sequence[Param]
     targets: frozenset[int]
+    start: int | None = None
 
 
 def byte_view(buffer: torch.Tensor, offset: int, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
@@ -112,6 +116,29 @@ def stacks(params: Iterable[Param]) -> list[list[Param]]:
     for param in params:
         groups.setdefault(param.hf_names(), []).append(param)
     return [sorted(group, key=lambda param: param.expert or 0) for group in groups.values()]
+
+
+def expert_slices(unit: Unit, specs: ParamSpecs, max_bytes: int) -> Iterator[Unit]:
+    """Split the experts of a stacked tensor into slices of at most ``max_bytes``; one expert is never split.
+
+    Experts whose numbers are not consecutive are in different slices. Other units stay as they are.
+    """
+    if not unit.params[0].stacked:
+        yield unit
+        return
+    most = max(max_bytes // sum(_sizes(unit.params[0], specs)), 1)
+    experts: list[Param] = []
+    for param in unit.params:
+        if experts and (len(experts) == most or param.expert != _expert(experts[-1]) + 1):
+            yield Unit(experts, unit.targets, _expert(experts[0]))
+            experts = []
+        experts.append(param)
+    yield Unit(experts, unit.targets, _expert(experts[0]))
+
+
+def _expert(param: Param) -> int:
+    assert param.expert is not None, param.mca_name()
+    return param.expert
 
 
 def plan_buckets(
@@ -137,7 +164,7 @@ def plan_buckets(
         targets = unit.targets
         made = list(_slots(unit, specs, config, filled))
         slots += made
-        entries += _entries(made)
+        entries += _entries(made, unit.start)
         filled = aligned(max(entry.offset + prod(entry.shape) * entry.dtype.itemsize for entry in entries))
     if slots:
         buckets.append(Bucket(tuple(slots), tuple(entries), filled, targets))
@@ -163,12 +190,12 @@ def _slots(unit: Unit, specs: ParamSpecs, config: McaModelConfig, start: int) ->
         start = end
 
 
-def _entries(slots: Sequence[Slot]) -> Iterator[Entry]:
-    """Yield the tensors of a unit: those of its only parameter, or the stacked ones."""
+def _entries(slots: Sequence[Slot], start: int | None) -> Iterator[Entry]:
+    """Yield the tensors of a unit: those of its only parameter, or the stacked ones or their slices."""
     first = slots[0]
     for entry in first.outputs:
         stacked = (len(slots), *entry.shape) if first.param.stacked else entry.shape
-        yield Entry(entry.name, entry.dtype, stacked, entry.offset)
+        yield Entry(entry.name, entry.dtype, stacked, entry.offset, start)
 
 
 def _pieces(param: Param, whole: Shape, config: McaModelConfig) -> tuple[Shape, ...]:

@@ -3,7 +3,7 @@
 Saving writes the same stream to files (`stream`). This module chooses the receiving ranks and the format.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -17,7 +17,15 @@ from mca_models.checkpoint.hf_writer import HfLayout
 from mca_models.megatron.distributed.collectives import require_same_arguments
 from mca_models.megatron.distributed.parallel import RankContext
 from mca_models.megatron.live import LiveModel
-from mca_models.megatron.state.buckets import Entry, Unit, aligned, plan_buckets, stacks
+from mca_models.megatron.state.buckets import (
+    Entry,
+    ParamSpecs,
+    Unit,
+    aligned,
+    expert_slices,
+    plan_buckets,
+    stacks,
+)
 from mca_models.megatron.state.fp8_write import quantised
 from mca_models.megatron.state.param_specs import (
     cast_param_specs,
@@ -26,10 +34,13 @@ from mca_models.megatron.state.param_specs import (
     model_params,
 )
 from mca_models.megatron.state.stream import FilledBucket, Piece, WeightSource, stream
+from mca_models.megatron.state.weight_receiver import Weight
 from mca_models.storage.dtypes import CODES
+from mca_models.weights import Param
 
 Destination = Literal["all", "first", "replicas"]
-Named = tuple[str, Tensor]
+Select = Callable[[Sequence[Param], ParamSpecs, Piece], Collection[str]]
+"""Returns the canonical names of the parameters to export, given all, their specs and this rank's shards."""
 
 BUCKET_BYTES = 512 << 20
 
@@ -43,6 +54,7 @@ class WeightRequest:
         bucket_bytes: Limit of a bucket.
         dtype: Dtype that weights are cast to; None: not cast.
         fp8: Quantise weights of linears to fp8 blocks.
+        split_experts: Yield stacked experts in slices within ``bucket_bytes``.
 
     Raises:
         McaError: An argument has an invalid value.
@@ -52,6 +64,7 @@ class WeightRequest:
     bucket_bytes: int = BUCKET_BYTES
     dtype: DtypeName | None = None
     fp8: bool = False
+    split_experts: bool = False
 
     def __post_init__(self) -> None:
         if self.to not in get_args(Destination):
@@ -71,17 +84,32 @@ class WeightRequest:
 
 
 def checked_request(
-    *, to: Destination, bucket_bytes: int, dtype: DtypeName | None, fp8: bool, merged: bool
+    *,
+    to: Destination,
+    bucket_bytes: int,
+    dtype: DtypeName | None,
+    fp8: bool,
+    split_experts: bool,
+    merged: bool,
+    per_expert: bool = False,
+    method: str = "export_weights",
 ) -> WeightRequest:
-    """Return the arguments of ``export_weights`` after checking that all ranks passed the same; collective.
+    """Return the arguments of ``method`` after checking that all ranks passed the same; collective.
 
     Raises:
         McaError: They differ, or one has an invalid value.
     """
     require_same_arguments(
-        "export_weights", to=to, bucket_bytes=bucket_bytes, dtype=dtype, fp8=fp8, merged=merged
+        method,
+        to=to,
+        bucket_bytes=bucket_bytes,
+        dtype=dtype,
+        fp8=fp8,
+        split_experts=split_experts,
+        merged=merged,
+        per_expert=per_expert,
     )
-    return WeightRequest(to, bucket_bytes, dtype, fp8)
+    return WeightRequest(to, bucket_bytes, dtype, fp8, split_experts)
 
 
 @dataclass(frozen=True)
@@ -96,14 +124,15 @@ class WeightBucket:
     buffer: Tensor
     entries: tuple[Entry, ...]
 
-    def tensors(self) -> Iterator[Named]:
-        """Yield names and tensors, views of the buffer."""
+    def tensors(self) -> Iterator[Weight]:
+        """Yield names and tensors, views of the buffer; slices also have their first expert."""
         for entry in self.entries:
-            yield entry.name, entry.view(self.buffer)
+            tensor = entry.view(self.buffer)
+            yield (entry.name, tensor) if entry.start is None else (entry.name, tensor, entry.start)
 
 
 def export_buckets(
-    models: LiveModel, request: WeightRequest, piece: Piece | None = None
+    models: LiveModel, request: WeightRequest, piece: Piece | None = None, select: Select | None = None
 ) -> Iterator[WeightBucket]:
     """Yield buckets of weights; see ``VirtualModels.export_buckets``.
 
@@ -111,18 +140,23 @@ def export_buckets(
         models: The model.
         request: Arguments of the export.
         piece: This rank's shards, if not the live tensors.
+        select: Returns the names of the parameters to export, the same on every rank; None: all.
     """
     specs = gather_param_specs(models)
     if request.dtype is not None:
         specs = cast_param_specs(model_params(models), specs, request.dtype)
     layout = hf_layout(models, specs, request.dtype, fp8=request.fp8)
-    targets = request.targets(models.rank_context)
-    units = [Unit(group, targets) for group in stacks(layout.params)]
+    piece = piece or dict(models.canonical_parameters()).get
+    selected = None if select is None else select(layout.params, specs, piece)
     # up to three exist at once: one is gathered, one is yielded, one is still in the consumer's variable
-    buckets = plan_buckets(units, specs, models.config, max(request.bucket_bytes * 2 // 3, 1))
-    source = WeightSource(
-        models.rank_context, models.config, piece or dict(models.canonical_parameters()).get
+    max_bytes = max(request.bucket_bytes * 2 // 3, 1)
+    units = _units(
+        layout.params, request.targets(models.rank_context), selected, whole=not request.split_experts
     )
+    if request.split_experts:
+        units = [piece for unit in units for piece in expert_slices(unit, specs, max_bytes)]
+    buckets = plan_buckets(units, specs, models.config, max_bytes)
+    source = WeightSource(models.rank_context, models.config, piece)
     with closing(stream(source, buckets)) as arriving:
         for filled in arriving:
             bucket = _bucket(filled, layout)
@@ -131,11 +165,24 @@ def export_buckets(
             del bucket
 
 
-def each_tensor(buckets: Iterator[WeightBucket]) -> Iterator[Named]:
-    """Yield the tensors of ``buckets``; closing this generator closes ``buckets``."""
+def _units(
+    params: Sequence[Param], targets: frozenset[int], selected: Collection[str] | None, *, whole: bool
+) -> list[Unit]:
+    """Return the units of the ``selected`` parameters; a stacked tensor is complete if ``whole``."""
+    units: list[Unit] = []
+    for group in stacks(params):
+        chosen = [param for param in group if selected is None or param.mca_name() in selected]
+        if chosen:
+            units.append(Unit(group if whole else chosen, targets))
+    return units
+
+
+def each_tensor(buckets: Iterator[WeightBucket]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the full tensors of ``buckets``; closing this generator closes ``buckets``."""
     try:
         for bucket in buckets:
-            yield from bucket.tensors()
+            for entry in bucket.entries:
+                yield entry.name, entry.view(bucket.buffer)
             del bucket
     finally:
         getattr(buckets, "close", lambda: None)()
@@ -149,34 +196,35 @@ def _bucket(filled: FilledBucket, layout: HfLayout) -> WeightBucket:
 
 
 def _in_fp8(bucket: WeightBucket, scales: Mapping[str, str]) -> WeightBucket:
-    return packed([named for each in bucket.tensors() for named in _quantize_tensor(*each, scales)])
+    return packed([weight for each in bucket.tensors() for weight in _quantize_tensor(scales, *each)])
 
 
-def _quantize_tensor(name: str, tensor: Tensor, scales: Mapping[str, str]) -> list[Named]:
-    if name not in scales:
-        return [(name, tensor)]
-    values, scale = quantised(name, tensor)
-    return [(name, values), (scales[name], scale)]
+def _quantize_tensor(
+    scales: Mapping[str, str], name: str, tensor: Tensor, start: int | None = None
+) -> list[Weight]:
+    pairs = [(name, tensor)]
+    if name in scales:
+        values, scale = quantised(name, tensor)
+        pairs = [(name, values), (scales[name], scale)]
+    return [(*pair, start) for pair in pairs] if start is not None else [*pairs]
 
 
-def packed(tensors: Sequence[Named]) -> WeightBucket:
+def packed(tensors: Sequence[Weight]) -> WeightBucket:
     """Copy ``tensors`` into one new buffer."""
-    entries, start = [], 0
-    for name, tensor in tensors:
-        entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), start))
-        start += aligned(tensor.nbytes)
-    bucket = WeightBucket(
-        torch.empty(start, dtype=torch.uint8, device=tensors[0][1].device if tensors else None),
-        tuple(entries),
-    )
-    for (_, tensor), (_, target) in zip(tensors, bucket.tensors(), strict=True):
-        target.copy_(tensor)
-    return bucket
+    entries, end = [], 0
+    for name, tensor, *start in tensors:
+        entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), end, *start))
+        end += aligned(tensor.nbytes)
+    device = tensors[0][1].device if tensors else None
+    buffer = torch.empty(end, dtype=torch.uint8, device=device)
+    for (_, tensor, *_), entry in zip(tensors, entries, strict=True):
+        entry.view(buffer).copy_(tensor)
+    return WeightBucket(buffer, tuple(entries))
 
 
-def packed_buckets(tensors: Iterable[Named], max_bytes: int) -> Iterator[WeightBucket]:
+def packed_buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[WeightBucket]:
     """Yield ``tensors`` in buckets of at most ``max_bytes``; a larger tensor has its own bucket."""
-    waiting: list[Named] = []
+    waiting: list[tuple[str, Tensor]] = []
     for name, tensor in tensors:
         if waiting and sum(aligned(each.nbytes) for _, each in waiting) + tensor.nbytes > max_bytes:
             yield packed(waiting)
