@@ -69,8 +69,9 @@ def open_adapter(path: Path, model: McaModelConfig | None = None) -> Adapter:
             )
         return open_peft(path, model)
     adapter = open_mca_adapter(path)
+    theirs, ours = adapter.model.to_fields(), (model or adapter.model).to_fields()
     for field in _SAME_MODEL:
-        if model is not None and getattr(adapter.model, field) != getattr(model, field):
+        if theirs[field] != ours[field]:
             raise McaError(f"{path}: {field} of its base model is {theirs[field]}, here {ours[field]}")
     if model is not None:
         raise_problems(list(_shape_mismatches(adapter, model)), path, shown=8)
