@@ -2,13 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from mca_config.model.section import LARGEST, Heads, Positions, Section, Share, Width
+from mca_config.model.section import LARGEST, Heads, ModelSizes, Positions, Section, Share, Width
 from mca_config.types import JsonObject
-
-if TYPE_CHECKING:
-    from mca_config.model_config import McaModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +64,7 @@ class Attention(Section):
         """Value channels of a head."""
         return self.kv_channels if self.value_channels is None else self.value_channels
 
-    def problems(self, model: "McaModelConfig") -> Iterator[str]:
+    def problems(self, model: ModelSizes) -> Iterator[str]:
         """Yield contradictions between the numbers of heads."""
         heads, groups = self.num_attention_heads, self.num_query_groups
         if heads % groups:

@@ -2,12 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from mca_config.model.section import Positive, Section, Width
-
-if TYPE_CHECKING:
-    from mca_config.model_config import McaModelConfig
+from mca_config.model.section import ModelSizes, Positive, Section, Width
 
 HeadKind = Literal["causal_lm", "sequence_classification", "token_classification"]
 """Kind of Hugging Face class: ``...ForCausalLM``, ``...ForSequenceClassification``, ..."""
@@ -30,7 +27,7 @@ class OutputHead(Section):
     final_logit_softcapping: float | None = None
     """Soft cap of the output layer's logits; None: no cap."""
 
-    def problems(self, model: "McaModelConfig") -> Iterator[str]:
+    def problems(self, model: ModelSizes) -> Iterator[str]:
         """Yield a number of labels that does not fit the kind of head."""
         if (self.head_kind == "causal_lm") != (self.num_labels is None):
             yield (

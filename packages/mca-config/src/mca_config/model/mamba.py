@@ -2,12 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from mca_config.model.section import Heads, NotNegative, Section, Width, require_factors
-
-if TYPE_CHECKING:
-    from mca_config.model_config import McaModelConfig
+from mca_config.model.section import Heads, ModelSizes, NotNegative, Section, Width, require_factors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +30,6 @@ class Mamba(Section):
     attention_out_multiplier: float = 1.0
     """Factor on the attention output of layers with a parallel Mamba mixer."""
 
-    def problems(self, model: "McaModelConfig") -> Iterator[str]:
+    def problems(self, model: ModelSizes) -> Iterator[str]:
         """Yield factors of a wrong number."""
         yield from require_factors("mamba_multipliers", self.mamba_multipliers, 6)

@@ -2,12 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from mca_config.model.section import Section, Width, require_factors, require_matrix
-
-if TYPE_CHECKING:
-    from mca_config.model_config import McaModelConfig
+from mca_config.model.section import ModelSizes, Section, Width, require_factors, require_matrix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +24,7 @@ class Mlp(Section):
     mlp_multipliers: tuple[float, ...] | None = None
     """Factors on the gate of an MLP and on its output; None: no factors."""
 
-    def problems(self, model: "McaModelConfig") -> Iterator[str]:
+    def problems(self, model: ModelSizes) -> Iterator[str]:
         """Yield factors of a wrong number, and a weight that is too large."""
         yield from require_factors("mlp_multipliers", self.mlp_multipliers, 2)
         yield from require_matrix(

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from mca_config.model.section import (
     LARGEST,
     Experts,
+    ModelSizes,
     NotNegative,
     Range,
     Section,
@@ -15,9 +16,6 @@ from mca_config.model.section import (
     require_entries,
     require_matrix,
 )
-
-if TYPE_CHECKING:
-    from mca_config.model_config import McaModelConfig
 
 _MOST_MLPS = 1 << 16
 """Largest product of layers and experts; DeepSeek V3 has 15,616."""
@@ -71,7 +69,7 @@ class Moe(Section):
         """Outputs of the router: experts with weights and identity experts."""
         return self.num_moe_experts + self.moe_identity_experts
 
-    def problems(self, model: "McaModelConfig") -> Iterator[str]:
+    def problems(self, model: ModelSizes) -> Iterator[str]:
         """Yield sizes that do not fit the layers, and weights that are too large."""
         layers, identity = model.num_layers, self.moe_identity_experts
         yield from require_entries("moe_layer_freq", self.moe_layer_freq, layers)

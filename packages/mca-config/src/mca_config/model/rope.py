@@ -6,13 +6,9 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from mca_config.model.section import Positive, Section, require_entries
+from mca_config.model.section import ModelSizes, Positive, Section, require_entries
 from mca_config.types import JsonObject, Values
-
-if TYPE_CHECKING:
-    from mca_config.model_config import McaModelConfig
 
 NEEDED: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
@@ -46,7 +42,7 @@ class Rope(Section):
     no_rope_freq: tuple[int, ...] | None = None
     """1 for each decoder layer without RoPE, 0 for one with; None: all layers have RoPE."""
 
-    def problems(self, model: "McaModelConfig") -> Iterator[str]:
+    def problems(self, model: ModelSizes) -> Iterator[str]:
         """Yield an unsupported or incomplete scaling, and lists of a wrong length."""
         yield from require_entries("no_rope_freq", self.no_rope_freq, model.num_layers)
         scaling = self.rope_scaling or {}

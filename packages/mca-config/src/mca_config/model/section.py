@@ -9,13 +9,10 @@ import typing
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, TypeVar, cast
+from typing import Annotated, Protocol, TypeVar, cast
 
 from mca_config.errors import McaError
 from mca_config.types import Typed, Values
-
-if TYPE_CHECKING:
-    from mca_config.model_config import McaModelConfig
 
 LARGEST = 1 << 22
 """Largest width and largest vocabulary."""
@@ -57,13 +54,33 @@ NotNegative = Annotated[float, Range(least=0.0)]
 Share = Annotated[float, Range(least=0, below=1)]
 
 
+class ModelSizes(Protocol):
+    """The sizes of a model that sections are checked against."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Channels of the residual stream."""
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+
+    @property
+    def layer_types(self) -> tuple[str, ...] | None:
+        """Type of each decoder layer."""
+
+    @property
+    def rotated_channels(self) -> int:
+        """Channels of a query or key head that RoPE rotates."""
+
+
 class Section:
     """Fields of one feature of a model, under Megatron's names, with their checks."""
 
     def __post_init__(self) -> None:
         require_numbers(self)
 
-    def problems(self, model: "McaModelConfig") -> Iterator[str]:
+    def problems(self, model: ModelSizes) -> Iterator[str]:
         """Yield contradictions between fields, which may be in other sections of ``model``."""
         return iter(())
 

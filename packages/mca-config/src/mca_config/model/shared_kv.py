@@ -2,12 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from mca_config.model.section import Layers, Section
-
-if TYPE_CHECKING:
-    from mca_config.model_config import McaModelConfig
+from mca_config.model.section import Layers, ModelSizes, Section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +18,7 @@ class SharedKv(Section):
     takes_keys: bool = False
     """This is the configuration of a layer with shared KV (see ``layer_config``), which projects only queries."""
 
-    def problems(self, model: "McaModelConfig") -> Iterator[str]:
+    def problems(self, model: ModelSizes) -> Iterator[str]:
         """Yield a layer type whose keys no earlier layer projects."""
         layers, shared = model.num_layers, self.num_kv_shared_layers
         first = max(layers - shared, 0)
