@@ -42,7 +42,7 @@ def heads_by_layer(config: McaModelConfig) -> tuple[HeadSettings, ...]:
     sources = {config.kv_source_layer(layer) for layer in range(config.num_layers)}
     return tuple(
         HeadSettings(
-            settings=tuple(getattr(layer_config, name) for name in _BY_LAYER),
+            settings=tuple(getattr(layer_config.attention, name) for name in _BY_LAYER),
             values=layer_config.attention.value_width,
             values_are_keys=layer_config.attention.values_are_keys,
             norm=layer_config.norm.layernorm_epsilon if layer_config.attention.value_norm else None,
