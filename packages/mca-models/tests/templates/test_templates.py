@@ -73,7 +73,11 @@ def test_round_trip_is_bit_exact_in_numpy_and_torch(checkpoint: Path, size: int)
 
 def test_config_survives_both_ways(checkpoint: Path) -> None:
     hf = tiny_hf.read_config(checkpoint)
-    assert config_to_hf(config_from_hf(hf)) == hf
+    config = config_from_hf(hf)
+    assert config_to_hf(config) == hf
+    read = McaModelConfig.from_json(config.to_json())
+    assert read == config and McaModelConfig.from_json(read.to_json()).to_json() == read.to_json()
+    assert McaModelConfig.from_fields(**config.to_fields()) == config
 
 
 def test_a_config_json_made_from_scratch_means_the_same(checkpoint: Path) -> None:

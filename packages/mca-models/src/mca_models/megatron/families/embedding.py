@@ -8,6 +8,7 @@ from torch.nn.functional import rms_norm
 
 from mca_config.checks import require_learned_positions
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron.families.feature import Feature
 from mca_models.megatron.families.norms import PostNorm
 from mca_models.megatron.types import GptModel, MegatronModule
 
@@ -76,3 +77,18 @@ def _without_gradient(row: int) -> Callable[[MegatronModule, tuple[Tensor], Tens
         return torch.where(padding.unsqueeze(-1), output.detach(), output)
 
     return hook
+
+
+EMBEDDING_NORM = Feature(
+    name="norm of embeddings without weights",
+    enabled=lambda config: config.embedding.embedding_norm,
+    finish=lambda model, config: normalise_embedding(model, config.norm.layernorm_epsilon),
+)
+EMBEDDING_LAYERNORM = Feature(
+    name="norm of embeddings",
+    enabled=lambda config: config.embedding.embedding_layernorm,
+    finish=lambda model, config: add_embedding_norm(model),
+)
+EMBEDDING = Feature(
+    name="training of embeddings", enabled=lambda config: True, finish=train_embedding_like_hf
+)

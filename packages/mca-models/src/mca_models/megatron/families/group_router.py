@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron.families.feature import Feature
 
 
 def custom_group_router(config: McaModelConfig) -> Callable[[type], type] | None:
@@ -71,3 +72,10 @@ def best_group_mask(scores: Tensor, groups: int, group_topk: int, best: int) -> 
     empty = torch.zeros(by_group.shape[:-1], dtype=torch.bool, device=scores.device)
     chosen = empty.scatter_(-1, highest, True)
     return chosen.unsqueeze(-1).expand_as(by_group).flatten(-2)
+
+
+GROUP_ROUTER = Feature(
+    name="group-limited router",
+    enabled=lambda config: custom_group_router(config) is not None,
+    settings=lambda config: {"moe_router_num_groups": None, "moe_router_group_topk": None},
+)

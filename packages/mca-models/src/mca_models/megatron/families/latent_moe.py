@@ -7,7 +7,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron.families.feature import Feature
 from mca_models.megatron.layers.replicated import ReplicatedLinear
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import Upstream
@@ -33,3 +35,10 @@ def latent_projections(config: McaModelConfig, implementation: Implementation) -
             delattr(module, name)
         for name, value in before.items():
             setattr(module, name, value)
+
+
+LATENT_MOE = Feature(
+    name="latent MoE",
+    enabled=lambda config: config.moe is not None and config.moe.moe_latent_size is not None,
+    settings=lambda config: {"moe_latent_size": given(config.moe).moe_latent_size},
+)

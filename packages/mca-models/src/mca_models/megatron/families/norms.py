@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron.families.feature import Feature
 from mca_models.megatron.layers.norm import Norm
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
 from mca_models.megatron.types import GptModel, MegatronConfig, MegatronModule, ShardedState, WithBias
@@ -154,3 +155,15 @@ def add_post_norms(model: GptModel, config: McaModelConfig) -> None:
 def _normalise_output(block: MegatronModule, args: tuple[object, ...], output: WithBias) -> WithBias:
     value, bias = output
     return block.post_layernorm(value), bias
+
+
+POST_NORMS = Feature(
+    name="norms after attention and MLP",
+    enabled=lambda config: any(kind.norm.norm_placement != "pre" for kind in config.kinds()),
+    finish=add_post_norms,
+)
+NORMS_AFTER_ROPE = Feature(
+    name="norms of q and k after RoPE",
+    enabled=lambda config: config.attention.qk_layernorm_after_rope,
+    finish=lambda model, config: normalise_after_rope(model, config.rope.no_rope_freq),
+)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron.families.feature import Feature
 from mca_models.megatron.layers.sharded import cut_parameter
 from mca_models.megatron.types import GptModel, MegatronModule, WithBias
 
@@ -93,3 +94,16 @@ def add_output_bias(model: GptModel) -> None:
             (layer.output_size_per_partition,), model.config.params_dtype
         )
         layer.bias = bias
+
+
+OUTPUT_BIAS = Feature(
+    name="bias of the logits",
+    enabled=lambda config: config.head.output_bias and config.head.num_labels is None,
+    finish=lambda model, config: add_output_bias(model),
+)
+SCALES = Feature(name="factors on embeddings and logits", enabled=lambda config: True, finish=add_scales)
+LAYER_SCALARS = Feature(
+    name="factors on layers",
+    enabled=lambda config: config.block.layer_scalar,
+    finish=lambda model, config: add_layer_scalars(model),
+)

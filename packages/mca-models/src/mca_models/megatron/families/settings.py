@@ -5,15 +5,13 @@ Common settings are in `factory.transformer_config`.
 
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.families.biased_router import has_biased_softmax
-from mca_models.megatron.families.group_router import custom_group_router
+from mca_models.megatron.families.features import FEATURES
 from mca_models.megatron.types import MegatronConfig, Settings
 
 
 def settings(config: McaModelConfig) -> Settings:
     """Return the settings that differ from Megatron's defaults."""
     values: Settings = {
-        "moe_latent_size": None if config.moe is None else config.moe.moe_latent_size,
         "softmax_scale": config.attention.softmax_scale,
         "activation_func_clamp_value": config.mlp.activation_func_clamp_value,
         "glu_linear_offset": config.mlp.glu_linear_offset or None,
@@ -21,27 +19,14 @@ def settings(config: McaModelConfig) -> Settings:
         "softmax_type": None if config.attention.softmax_type == "vanilla" else config.attention.softmax_type,
         "no_rope_freq": list(config.rope.no_rope_freq) if config.rope.no_rope_freq else None,
     }
-    if config.num_experts and config.mlp.add_bias_linear:
-        values["bias_dropout_fusion"] = False  # grouped experts reject it
     if not has_fused_activation(config):
         values["bias_activation_fusion"] = False
-    if config.linear_attention is not None:
-        values |= {
-            # makes Megatron's distributed checkpoint expect different layers
-            "linear_attention_freq": [int(config.is_linear_layer(i)) for i in range(config.num_layers)],
-            "linear_conv_kernel_dim": config.linear_attention.linear_conv_kernel_dim,
-            "linear_num_key_heads": config.linear_attention.linear_num_key_heads,
-            "linear_num_value_heads": config.linear_attention.linear_num_value_heads,
-            "linear_key_head_dim": config.linear_attention.linear_key_head_dim,
-            "linear_value_head_dim": config.linear_attention.linear_value_head_dim,
-        }
     if config.mamba is not None or len(config.kinds()) > 1:
         values["hetereogenous_dist_checkpoint"] = True  # tensors of layers that differ are not stacked
     chosen = {name: value for name, value in values.items() if value is not None}
-    if custom_group_router(config) is not None:
-        chosen |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
-    if has_biased_softmax(config):  # rejected by Megatron's configuration, but built by its router
-        chosen["moe_router_enable_expert_bias"] = False
+    for feature in FEATURES:
+        if feature.enabled(config):
+            chosen |= feature.settings(config)
     return chosen
 
 

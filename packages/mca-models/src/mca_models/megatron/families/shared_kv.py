@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
+from mca_models.megatron.families.feature import Feature
 from mca_models.megatron.types import GptModel, MegatronModule
 
 Arguments = tuple[object, ...]
@@ -82,3 +83,6 @@ def _share(
 
 def _reuse(source: ContextSlice, layer: MegatronModule, args: Arguments, kwargs: JsonObject) -> None:
     layer.self_attention.reused_kv = source.read(kwargs["context"])
+
+
+SHARED_KV = Feature(name="shared KV", enabled=lambda config: config.shared_kv is not None, finish=share_kv)
