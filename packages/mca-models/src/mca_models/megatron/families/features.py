@@ -7,6 +7,7 @@ from mca_models.megatron.families.feature import Feature
 from mca_models.megatron.families.group_router import GROUP_ROUTER
 from mca_models.megatron.families.images import IMAGES
 from mca_models.megatron.families.latent_moe import LATENT_MOE
+from mca_models.megatron.families.mamba import MAMBA
 from mca_models.megatron.families.mla import MLA
 from mca_models.megatron.families.mtp import MTP_BEFORE_NORM
 from mca_models.megatron.families.norms import NORMS_AFTER_ROPE, POST_NORMS
@@ -27,6 +28,7 @@ FEATURES: tuple[Feature, ...] = (
     GROUP_ROUTER,
     BIASED_ROUTER,
     LINEAR_ATTENTION,
+    MAMBA,
     MLA,
     XIELU,
     OUTPUT_BIAS,

@@ -15,6 +15,7 @@ from torch.nn.functional import silu, softplus
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
+from mca_models.megatron.families.feature import Feature
 from mca_models.megatron.families.kernels import find_kernel
 from mca_models.megatron.families.recurrent_layers import (
     CausalConvolution,
@@ -238,3 +239,12 @@ def with_parallel_mamba(attention: type, model: McaModelConfig, implementation: 
             return attended * factor + states, None
 
     return ParallelMamba
+
+
+MAMBA = Feature(
+    name="Mamba",
+    enabled=lambda config: config.mamba is not None,
+    settings=lambda config: {
+        "hetereogenous_dist_checkpoint": True
+    },  # tensors of layers that differ are not stacked
+)

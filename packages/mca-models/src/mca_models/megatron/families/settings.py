@@ -21,7 +21,7 @@ def settings(config: McaModelConfig) -> Settings:
     }
     if not has_fused_activation(config):
         values["bias_activation_fusion"] = False
-    if config.mamba is not None or len(config.kinds()) > 1:
+    if len(config.kinds()) > 1:
         values["hetereogenous_dist_checkpoint"] = True  # tensors of layers that differ are not stacked
     chosen = {name: value for name, value in values.items() if value is not None}
     for feature in FEATURES:
