@@ -49,7 +49,7 @@ def test_round_trip_is_bit_exact_on_every_layout(case: str, tiny, convert, tmp_p
     """Every family meets every third layout that it can be trained in, and every layout every third family."""
     config = McaModelConfig.load(convert(tiny(case), "any"))
     offset = sorted(CASES).index(case)
-    for number, layout in enumerate(DENSE + (EXPERTS if config.num_moe_experts else [])):
+    for number, layout in enumerate(DENSE + (EXPERTS if config.num_experts else [])):
         if (number + offset) % 3 and not EVERY:
             continue
         source = tiny(case, DTYPES[(number + offset // 3) % len(DTYPES)])
@@ -87,7 +87,7 @@ def test_families_of_shared_parts_come_back_from_one_layout(case: str, tiny, con
     """From the first that the model can be trained in; each begins with another."""
     source, number = tiny(case, "bfloat16"), sorted(ALIKE).index(case)
     config = McaModelConfig.load(convert(source, "any"))
-    layouts = CUT_EXPERTS if config.num_moe_experts else CUT
+    layouts = CUT_EXPERTS if config.num_experts else CUT
     turned = layouts[number % len(layouts) :] + layouts[: number % len(layouts)]
     fitting = [
         layout

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mca_config.checks import check_layout, require_layout, sequence_multiple
     from mca_config.errors import McaError
     from mca_config.layout import Coordinates, ParallelLayout, RankGrid
-    from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+    from mca_config.model_config import McaModelConfig
     from mca_config.pipeline import PipelineChunk, PipelinePlan, pipeline_plan
     from mca_config.training import Seq2SeqTrainingArguments, TrainingArguments
 
@@ -23,7 +23,6 @@ __all__ = [
     "McaError",
     "McaModelConfig",
     "MegatronArguments",
-    "MlaMcaModelConfig",
     "ParallelLayout",
     "PipelineChunk",
     "PipelinePlan",
@@ -42,7 +41,6 @@ _HOME = {
     "McaError": "errors",
     "McaModelConfig": "model_config",
     "MegatronArguments": "arguments",
-    "MlaMcaModelConfig": "model_config",
     "ParallelLayout": "layout",
     "PipelineChunk": "pipeline",
     "PipelinePlan": "pipeline",

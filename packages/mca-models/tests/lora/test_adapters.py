@@ -60,7 +60,7 @@ def saved(request: Any, tmp_path_factory: Any) -> tuple[Path, Path]:
 
 
 def layouts(base: Path) -> list[ParallelLayout]:
-    return DENSE_LAYOUTS + (EXPERT_LAYOUTS if open_checkpoint(base).config.num_moe_experts else [])
+    return DENSE_LAYOUTS + (EXPERT_LAYOUTS if open_checkpoint(base).config.num_experts else [])
 
 
 def test_round_trip_is_bit_exact_in_every_layout(saved: tuple[Path, Path], tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def read_as_blocks(model: Any, config: McaModelConfig) -> set[str]:
         for name, module in model.named_modules()
         if (type(module) is nn.Linear or name.endswith(".experts")) and should_convert_module(name, left)
     )
-    tied = {"lm_head"} if config.tie_word_embeddings else set()  # which are read without blocks too
+    tied = {"lm_head"} if config.head.tie_word_embeddings else set()  # which are read without blocks too
     return set(replaced) - tied
 
 

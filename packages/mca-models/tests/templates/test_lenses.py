@@ -11,6 +11,7 @@ import tiny_hf
 import transformers
 
 import mca_models.templates
+from mca_config.model.fields import DEFAULTS
 from mca_models.templates import FAMILIES, config_from_hf
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.moe import AUX_LOSS
@@ -38,7 +39,7 @@ def broken_lens(hf: dict[str, Any], lens: Lens) -> str | None:
     aliases = {name: hf[alias] for alias, name in table.aliases.items() if alias in hf}
     text = {**table.defaults, **hf, **aliases}
     found = lens.read(text)
-    values = {**vars(config_from_hf(hf)), **found}
+    values = {**DEFAULTS, **config_from_hf(hf).to_fields(), **found}
     written = lens.write(values)
     again = lens.read({**text, **written})
     if again != found:

@@ -116,7 +116,7 @@ def require_untied(adapter: Adapter, what: str) -> None:
     Raises:
         McaError: The model is tied and the adapter saved its embedding.
     """
-    if adapter.model.tie_word_embeddings and any(
+    if adapter.model.head.tie_word_embeddings and any(
         param.mca == EMBEDDING for param in adapter.rules.full_params
     ):
         raise McaError(

@@ -1,7 +1,6 @@
 """Weight templates: one short file for each model family, and the table of them."""
 
 from collections.abc import Iterable, Iterator, MutableMapping
-from dataclasses import replace
 from importlib import import_module
 
 from mca_config.errors import HfConfigError
@@ -204,9 +203,11 @@ def config_from_hf(hf: JsonObject) -> McaModelConfig:
 def config_to_hf(config: McaModelConfig) -> HfConfig:
     """``config.json`` of the model in plain weights: the source's own, with what changed brought up to date."""
     family = get_family(config.model_type)
-    if config.num_labels is None:
+    if config.head.num_labels is None:
         return without_quantization(family.config.to_hf(config, family.architecture))
     before = family.config.to_mca(config.hf_config) if config.hf_config else config
-    said = {name: getattr(before, name) for name in ("tie_word_embeddings", "mtp_num_layers", "pad_token_id")}
-    plain = replace(config, head="causal_lm", num_labels=None, **said)
+    said = {
+        name: before.to_fields()[name] for name in ("tie_word_embeddings", "mtp_num_layers", "pad_token_id")
+    }
+    plain = config.replace_fields(head_kind="causal_lm", num_labels=None, **said)
     return head_to_hf(config, without_quantization(family.config.to_hf(plain, family.architecture)))

@@ -1,6 +1,5 @@
 """DeepSeek V2: HF ``DeepseekV2ForCausalLM``: latent attention, experts chosen by softmax."""
 
-from mca_config.model_config import MlaMcaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
@@ -45,7 +44,6 @@ CONFIG = ConfigTable(
     ),
     aliases={"num_experts": "n_routed_experts"},
     facts=(MLA, Lens(read_groups, write_groups)),
-    config_class=MlaMcaModelConfig,
 )
 
 FAMILY = Family(

@@ -1,6 +1,5 @@
 """DeepSeek V3 and R1: HF ``DeepseekV3ForCausalLM``: latent attention, experts, multi-token prediction."""
 
-from mca_config.model_config import MlaMcaModelConfig
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -47,7 +46,6 @@ CONFIG = ConfigTable(
     ),
     aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     facts=(SIGMOID_MLA,),
-    config_class=MlaMcaModelConfig,
 )
 
 

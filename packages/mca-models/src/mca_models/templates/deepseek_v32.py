@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from mca_config.model_config import MlaMcaModelConfig
+from mca_config.model_config import McaModelConfig
 from mca_models.templates import get_family
 from mca_models.templates.config_table import Field
 from mca_models.templates.parts.common import inner
@@ -32,7 +32,7 @@ NAMES = {
 }
 
 
-def params(config: MlaMcaModelConfig) -> list[Param]:
+def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     mca, hf = "self_attention.core_attention.indexer.", "self_attn.indexer."
     indexer = [inner(mca + own, hf + its) for own, its in NAMES.items()]

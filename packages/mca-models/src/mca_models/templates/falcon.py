@@ -82,7 +82,7 @@ CONFIG = ConfigTable(
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     rules = renamed(fused_params(config), FALCON_OUTER | token_head(config))
-    return renamed(rules, TWO_NORMS) if config.parallel_block == "two_norms" else rules
+    return renamed(rules, TWO_NORMS) if config.block.parallel_block == "two_norms" else rules
 
 
 FAMILY = Family(

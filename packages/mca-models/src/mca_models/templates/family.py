@@ -116,7 +116,7 @@ class Family:
         if self.vision is not None:
             known = self.text(config).duplicated_hf_tensors(config)
             return {self.hf_name(config, name): self.hf_name(config, its) for name, its in known.items()}
-        params = self.params(config) if config.tie_word_embeddings else ()
+        params = self.params(config) if config.head.tie_word_embeddings else ()
         alias = next((param for param in params if param.alias_of), None)
         head = {HF_HEAD: alias.hf_names()[0]} if alias else {}
         return {**head, **self.copies(config)}
@@ -149,7 +149,7 @@ class Family:
         shapes = shapes or {}
         if self.vision is not None:
             return self._with_vision_names(self.vision, config, names, shapes)
-        config = replace(config, mtp_num_layers=self.count_mtp(config, names))
+        config = config.replace_fields(mtp_num_layers=self.count_mtp(config, names))
         extra = {**config.extra, **self.detect_extra(config, names, shapes)}
         if self.moe:
             extra |= _stacked_experts(names)
@@ -184,7 +184,8 @@ class Family:
         if kind not in (self.texts or (None,)):
             known = ", ".join(self.texts) or "none"
             raise McaError(f"text_model_type is {kind!r:.80}; expected of a {self.model_type} model: {known}")
-        if type(config) is not self.text(config).table.config_class:
+        mla = any(field.mca == "kv_lora_rank" for field in self.text(config).table.fields)
+        if (config.mla is not None) != mla:
             raise McaError(f"kv_lora_rank is set or missing, unlike in a {self.model_type} model")
         if self.vision is not None:
             self.vision.tensors(config)

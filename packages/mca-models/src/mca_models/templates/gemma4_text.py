@@ -129,7 +129,7 @@ def derive(hf: HfConfig) -> JsonObject:
     return {
         **_experts(hf),
         "layer_types": tuple(kinds),
-        "of_kind": {FULL: own},
+        "layer_type_overrides": {FULL: own},
         "rotary_base": float(full.get("rope_theta", 1e6)),
         "rotary_base_local": float(local.get("rope_theta", 1e4)),
         "rope_scaling": {**turning, **({"factor": full["factor"]} if "factor" in full else {})},
@@ -153,7 +153,7 @@ def _experts(hf: HfConfig) -> JsonObject:
 
 def write(values: Values) -> HfConfig:
     """Write the HF keys."""
-    own = (values["of_kind"] or {})[FULL]
+    own = (values["layer_type_overrides"] or {})[FULL]
     full = {"rope_theta": values["rotary_base"], **(values["rope_scaling"] or {})}
     local = {"rope_theta": values["rotary_base_local"], "rope_type": "default"}
     sizes = {"global_head_dim": own["kv_channels"], "num_global_key_value_heads": own["num_query_groups"]}
@@ -215,15 +215,18 @@ def parallel_experts(config: McaModelConfig) -> list[Param]:
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     layers = range(config.num_layers)
-    scalars = [inner("layer_scalar", "layer_scalar"), *(PER_LAYER if config.per_layer_input_size else [])]
+    scalars = [
+        inner("layer_scalar", "layer_scalar"),
+        *(PER_LAYER if config.per_layer_embedding is not None else []),
+    ]
     rules = [
-        *(PER_LAYER_TABLES if config.per_layer_input_size else []),
+        *(PER_LAYER_TABLES if config.per_layer_embedding is not None else []),
         *expand_rules(scalars, layers=layers),
     ]
-    if not config.experts_beside_mlp:
+    if config.moe is None:
         return [*dense_layers(config), *rules]
     blocks = in_layers(config, lambda own: [*attention(own), *parallel_experts(own)])
-    stacked = expand_rules(EXPERTS, layers=layers, experts=range(config.num_moe_experts or 0))
+    stacked = expand_rules(EXPERTS, layers=layers, experts=range(config.num_experts))
     return [embedding(), *blocks, *stacked, *rules, *head(config)]
 
 

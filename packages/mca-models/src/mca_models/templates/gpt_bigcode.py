@@ -36,7 +36,7 @@ CONFIG = replace(
 
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
-    shared = config.num_query_groups == 1  # else q, k and v of each head lie together
+    shared = config.attention.num_query_groups == 1  # else q, k and v of each head lie together
     projections = fused_qkv(config) if shared else grouped_qkv(config, "qkv_proj")
     return gpt2_around(config, gpt2_layer_rules(config, projections))
 

@@ -111,7 +111,7 @@ def params(config: McaModelConfig) -> list[Param]:
         inner("mlp.router.bias", "mlp.router.bias"),
     ]
     layers = range(config.num_layers)
-    own = expand_rules(experts(), layers=layers, experts=range(config.num_moe_experts or 0))
+    own = expand_rules(experts(), layers=layers, experts=range(config.num_experts))
     return [embedding(), *expand_rules([*attention(config), *router], layers=layers), *own, *head(config)]
 
 

@@ -80,7 +80,7 @@ def params(config: McaModelConfig) -> list[Param]:
         inner("mlp.linear_fc1.weight", "shared_mlp.input_linear.weight", shard=GATED),
         inner("mlp.linear_fc2.weight", "shared_mlp.output_linear.weight", shard=ROW),
     ]
-    after = expert_layers(config, layers) if config.num_moe_experts else expand_rules(dense, layers=layers)
+    after = expert_layers(config, layers) if config.num_experts else expand_rules(dense, layers=layers)
     return [embedding(), *mixed_layers(config), *after, *head(config)]
 
 

@@ -35,7 +35,7 @@ def write(values: Values) -> HfConfig:
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     rules = dense_layers(config)
-    return renamed(rules, SANDWICH) if config.norm_placement == "sandwich" else rules
+    return renamed(rules, SANDWICH) if config.norm.norm_placement == "sandwich" else rules
 
 
 OTHERS = ("softmax_scale", "logits_scaling")

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import chain
 
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.model_config import McaModelConfig
 from mca_config.types import FamilyConfig, JsonObject, Values
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
@@ -111,7 +111,6 @@ CONFIG = ConfigTable(
     ),
     aliases=ALIASES,
     facts=(Lens(derive, write),),
-    config_class=MlaMcaModelConfig,
 )
 
 
@@ -127,7 +126,10 @@ def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping
 
 def delta_attention(config: FamilyConfig) -> list[Param]:
     """Linear attention with the norm before it; transformers' modules have a separate one for the decay."""
-    rows, heads = config.linear_num_key_heads * config.linear_key_head_dim, config.linear_num_key_heads
+    rows, heads = (
+        config.linear_attention.linear_num_key_heads * config.linear_attention.linear_key_head_dim,
+        config.linear_attention.linear_num_key_heads,
+    )
     loaded = bool(config.extra.get("fused_experts"))
     gate = f"{HF_ATTN}forget_gate." if loaded else HF_ATTN
     projections = tuple(f"{HF_ATTN}{part}_proj.weight" for part in "qkvb")
@@ -153,7 +155,7 @@ def delta_attention(config: FamilyConfig) -> list[Param]:
     ]
 
 
-def params(config: MlaMcaModelConfig) -> list[Param]:
+def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     kinds = {True: delta_attention(config), False: latent_attention(config)}
     layers = (

@@ -6,8 +6,8 @@ A HF layer is two of Megatron's: the first has the experts, and its MLP as their
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from mca_config.bounds import require_bounded
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.model.section import given
+from mca_config.model_config import McaModelConfig, require_ranges
 from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
@@ -39,7 +39,7 @@ SCALED_LATENT = "the factors on queries and on compressed keys and values"
 def derive(hf: HfConfig) -> JsonObject:
     """Derive pairs of layers, the MLP parallel to the experts, and factors in MLA."""
     count = hf.get("num_layers") or hf.get("num_hidden_layers", 56) // 2
-    require_bounded({"num_layers": count})  # before a list is made that is as long
+    require_ranges({"num_layers": count})  # before a list is made that is as long
     return {
         **{"num_layers": 2 * count, "moe_layer_freq": (1, 0) * count},
         "kv_channels": hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"],
@@ -90,15 +90,14 @@ CONFIG = ConfigTable(
         **{"intermediate_size": "ffn_hidden_size", "moe_intermediate_size": "expert_ffn_hidden_size"},
     },
     facts=(Lens(derive, write),),
-    config_class=MlaMcaModelConfig,
 )
 
 
-def params(config: MlaMcaModelConfig) -> list[Param]:
+def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     attention = latent_attention(config)
     first = [*attention, *router(config, NAMES), *shared_experts(config, NAMES)]
-    each_expert = range(config.num_moe_experts or 0)
+    each_expert = range(config.num_experts)
     return [
         embedding(),
         *_half(config, _named(first, 0), 0),
@@ -124,11 +123,11 @@ def _half(
 
 def ignored_hf(config: McaModelConfig) -> frozenset[str]:
     """Matrices that transformers saves for experts which do not compute with any."""
-    first = config.num_moe_experts or 0
+    first = config.num_experts
     return frozenset(
         f"{HF}{NAMES.experts}{expert}.{part}".format(layer=layer)
         for layer in range(config.num_layers // 2)
-        for expert in range(first, first + config.moe_identity_experts)
+        for expert in range(first, first + given(config.moe).moe_identity_experts)
         for part in (NAMES.gate, NAMES.up)
     )
 

@@ -53,7 +53,7 @@ def derive(hf: HfConfig) -> JsonObject:
         "rotary_base_local": local["rotary_base"],
         "layer_types": tuple(kinds),
         "window_size": window + 1 if window else hf.get("sliding_window", 129),
-        "of_kind": {
+        "layer_type_overrides": {
             SLIDING: {"num_query_groups": 2 * hf.get("num_key_value_heads", 4), "softmax_type": "learnable"}
         },
         "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor") or 1.0,

@@ -2,7 +2,6 @@
 
 from math import sqrt
 
-from mca_config.model_config import MlaMcaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import (
     SWIGLU_WITHOUT_BIASES,
@@ -48,7 +47,6 @@ CONFIG = ConfigTable(
     constants={"qk_layernorm": True, "rotary_halves": True},
     fixed=SWIGLU_WITHOUT_BIASES,
     facts=(Lens(derive, write),),
-    config_class=MlaMcaModelConfig,
 )
 
 FAMILY = Family(

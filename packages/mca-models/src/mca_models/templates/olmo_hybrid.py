@@ -64,7 +64,7 @@ CONFIG = ConfigTable(
     defaults={"pad_token_id": 100277},
     constants={
         **{"qk_layernorm": True, "qk_layernorm_full_width": True, "linear_norm_epsilon": 1e-5},
-        "of_kind": {FULL: {"norm_placement": "post"}},
+        "layer_type_overrides": {FULL: {"norm_placement": "post"}},
     },
     fixed=OLMO2.table.fixed,
     facts=(Lens(derive, write),),

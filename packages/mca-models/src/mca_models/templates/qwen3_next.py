@@ -1,5 +1,6 @@
 """Qwen 3 Next: HF ``Qwen3NextForCausalLM``: gated delta nets, gated attention, experts."""
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, dense_fields
 from mca_models.templates.family import Family
@@ -31,7 +32,9 @@ CONFIG = ConfigTable(
 
 def in_proj(config: McaModelConfig) -> Param:
     """The input projection, which HF groups by key head: ``[q k v..v z..z]`` and ``[b..b a..a]``."""
-    q, k, v, z, b, a = (rows // (config.linear_num_key_heads or 1) for rows in delta.segments(config))
+    q, k, v, z, b, a = (
+        rows // (given(config.linear_attention).linear_num_key_heads or 1) for rows in delta.segments(config)
+    )
     return Param(
         mca="",
         hf=(f"{HF}linear_attn.in_proj_qkvz.weight", f"{HF}linear_attn.in_proj_ba.weight"),

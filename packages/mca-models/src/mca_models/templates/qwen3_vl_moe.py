@@ -7,6 +7,7 @@ Published files have a layer's experts in one tensor as ``[experts, in, out]``, 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
 from mca_models.templates import get_family
@@ -33,7 +34,7 @@ def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping
     """Return whether experts lie in one tensor, and which way."""
     stacked = [name for name in names if FUSED in name and name.endswith("down_proj")]
     shape = next((shapes[name] for name in stacked if name in shapes), ())
-    turned = not shape or shape[1] == config.moe_ffn_hidden_size != config.hidden_size
+    turned = not shape or shape[1] == given(config.moe).moe_ffn_hidden_size != config.hidden_size
     return {"fused_experts": bool(stacked), TRANSPOSED: turned}
 
 

@@ -1,6 +1,5 @@
 """Youtu-LLM: HF ``YoutuForCausalLM``: DeepSeek's latent attention, no experts."""
 
-from mca_config.model_config import MlaMcaModelConfig
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -28,7 +27,6 @@ CONFIG = ConfigTable(
     constants={"qk_layernorm": True},
     fixed=(SILU, NO_ATTENTION_BIAS, INTERLEAVED),
     facts=(Lens(key_channels),),
-    config_class=MlaMcaModelConfig,
 )
 
 

@@ -77,7 +77,7 @@ def open_torch_dist(path: Path, config: McaModelConfig | None = None) -> Foreign
             counted(config.mtp_num_layers, "MTP layer"),
             folder,
         )
-        config = replace(config, mtp_num_layers=0)
+        config = config.replace_fields(mtp_num_layers=0)
     return _Reader(directory, config).source(path)
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from mca_config.arguments import MegatronArguments
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
-from mca_config.model_config import HeadKind, McaModelConfig
+from mca_config.model.head import HeadKind
+from mca_config.model_config import McaModelConfig
 from mca_train.config.arguments import LaunchArguments, LoraArguments
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def resolve_layout(arguments: MegatronArguments, config: McaModelConfig) -> Para
 
 def peft_task(config: McaModelConfig) -> str:
     """Return PEFT's task type of a model."""
-    return _PEFT_TASKS[config.head]
+    return _PEFT_TASKS[config.head.head_kind]
 
 
 def make_adapter(

@@ -43,16 +43,19 @@ def qkv(config: McaModelConfig) -> list[Param]:
     With an output gate HF's ``q_proj`` holds each head's query and gate side by side, Megatron's group all
     its queries, then all its gates: ``[q..q gate..gate k v]``.
     """
-    heads, width = config.num_attention_heads // config.num_query_groups, config.kv_channels
-    parts = "q" if config.takes_keys else "qk" if config.values_are_keys else "qkv"
+    heads, width = (
+        config.attention.num_attention_heads // config.attention.num_query_groups,
+        config.attention.kv_channels,
+    )
+    parts = "q" if config.takes_keys else "qk" if config.attention.values_are_keys else "qkv"
     # rows of different heads count one by one
-    rows = (heads * width, width, config.value_width)[: len(parts)]
+    rows = (heads * width, width, config.attention.value_width)[: len(parts)]
     layout: Layout = GroupedHeads(rows, 1) if config.has_custom_qkv else GroupedHeads((heads, 1, 1), width)
     hf_layout: Layout = SEPARATE
-    if config.attention_output_gate:
+    if config.attention.attention_output_gate:
         layout = GroupedHeads((heads, heads, 1, 1), width)
         hf_layout = PerTensor(((GroupedHeads((1, 1), width), 2), (SEPARATE, 1), (SEPARATE, 1)))
-    kinds = ("weight", "bias") if config.add_qkv_bias or config.attention_biases else ("weight",)
+    kinds = ("weight", "bias") if config.attention.add_qkv_bias or config.attention_biases else ("weight",)
     return [
         Param(
             mca=f"{ATTN}linear_qkv.{kind}",
@@ -67,15 +70,19 @@ def qkv(config: McaModelConfig) -> list[Param]:
 
 def gated_qkv(config: McaModelConfig) -> list[Param]:
     """Return ``linear_qkv`` where HF has the output gate in a separate tensor, ``gate_proj``."""
-    heads = config.num_attention_heads // config.num_query_groups
+    heads = config.attention.num_attention_heads // config.attention.num_query_groups
     names = tuple(f"{HF_ATTN}{part}_proj.weight" for part in ("q", "gate", "k", "v"))
-    layout = GroupedHeads((heads, heads, 1, 1), config.kv_channels)
+    layout = GroupedHeads((heads, heads, 1, 1), config.attention.kv_channels)
     return [Param(mca=f"{ATTN}linear_qkv.weight", hf=names, layout=layout, shard=COLUMN)]
 
 
 def fused_qkv(config: McaModelConfig) -> list[Param]:
     """``linear_qkv`` where HF too has one tensor, with all of q before k before v."""
-    heads, groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
+    heads, groups, width = (
+        config.attention.num_attention_heads,
+        config.attention.num_query_groups,
+        config.attention.kv_channels,
+    )
     in_groups = GroupedHeads((heads // groups, 1, 1), width)
     rules = grouped_qkv(config, "qkv_proj")
     return [replace(rule, layout=in_groups, hf_layout=Concat((heads, groups, groups))) for rule in rules]
@@ -94,22 +101,24 @@ def attention(config: McaModelConfig, projections: Sequence[Param] | None = None
     bias = [inner("self_attention.linear_proj.bias", "self_attn.o_proj.bias")]
     sink = [inner("self_attention.core_attention.softmax_offset", "self_attn.sinks", shard=COLUMN)]
     return [
-        *with_norm_biases(config, before if config.norm_placement != "post" else []),
+        *with_norm_biases(config, before if config.norm.norm_placement != "post" else []),
         *(qkv(config) if projections is None else projections),
         *qk_norms(config),
-        *(sink if config.softmax_type == "learnable" else []),
+        *(sink if config.attention.softmax_type == "learnable" else []),
         inner("self_attention.linear_proj.weight", "self_attn.o_proj.weight", shard=ROW),
         *(bias if config.attention_biases else []),
-        *(after if config.norm_placement != "pre" else []),
+        *(after if config.norm.norm_placement != "pre" else []),
     ]
 
 
 def qk_norms(config: McaModelConfig) -> list[Param]:
     """The norms of q and of k, whose weights are cut like the heads if each head has its own."""
-    if not config.qk_layernorm or not config.qk_layernorm_weight:
+    if not config.attention.qk_layernorm or not config.attention.qk_layernorm_weight:
         return []
-    own = config.qk_layernorm_full_width or config.qk_layernorm_per_head
-    layout = Shaped((-1, config.kv_channels)) if config.qk_layernorm_per_head else SEPARATE
+    own = config.attention.qk_layernorm_full_width or config.attention.qk_layernorm_per_head
+    layout = (
+        Shaped((-1, config.attention.kv_channels)) if config.attention.qk_layernorm_per_head else SEPARATE
+    )
     parts = "q" if config.takes_keys else "qk"
     names = ((f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight") for x in parts)
     norms = [inner(mca, hf, shard=COLUMN if own else REPLICATED, hf_layout=layout) for mca, hf in names]
@@ -148,30 +157,34 @@ def dense_mlp(config: McaModelConfig, projections: Sequence[Param] | None = None
 
 def norms_around_mlp(config: McaModelConfig, before: str) -> tuple[list[Param], list[Param]]:
     """The norm before an MLP, which Megatron calls ``before``, and that after it, as far as the family has them."""
-    pre = config.norm_placement == "pre"
+    pre = config.norm.norm_placement == "pre"
     own = "post_attention_layernorm" if pre else "pre_feedforward_layernorm"
     after = inner("mlp.post_layernorm.weight", "post_feedforward_layernorm.weight")
-    none = config.norm_placement == "post" or config.parallel_block == "one_norm"
+    none = config.norm.norm_placement == "post" or config.block.parallel_block == "one_norm"
     first = [] if none else [inner(before, f"{own}.weight")]
     return with_norm_biases(config, first), with_norm_biases(config, [] if pre else [after])
 
 
 def mlp_linears(config: McaModelConfig) -> list[Param]:
     """``linear_fc1`` from gate and up, or from up alone, and ``linear_fc2``, with biases if the family has them."""
-    parts, shard = (("gate", "up"), GATED) if config.gated_linear_unit else (("up",), COLUMN)
+    parts, shard = (("gate", "up"), GATED) if config.mlp.gated_linear_unit else (("up",), COLUMN)
     rules = []
     for kind, of_fc2 in (("weight", ROW), ("bias", REPLICATED)):
         names = tuple(f"{HF_MLP}{part}_proj.{kind}" for part in parts)
         fc1 = Param(mca=f"{MLP}linear_fc1.{kind}", hf=names, layout=Concat((1,) * len(parts)), shard=shard)
         rules += [fc1, inner(f"mlp.linear_fc2.{kind}", f"mlp.down_proj.{kind}", shard=of_fc2)]
-    return rules if config.add_bias_linear else rules[:2]
+    return rules if config.mlp.add_bias_linear else rules[:2]
 
 
 def with_norm_biases(config: McaModelConfig, rules: Iterable[Param]) -> list[Param]:
     """``rules`` of norms as far as these have weights, with the bias after each weight if they have some."""
-    if not config.norm_weight:
+    if not config.norm.norm_weight:
         return []
-    kinds = ("weight", "bias") if config.normalization == "LayerNorm" and config.norm_bias else ("weight",)
+    kinds = (
+        ("weight", "bias")
+        if config.norm.normalization == "LayerNorm" and config.norm.norm_bias
+        else ("weight",)
+    )
 
     def of(rule: Param, kind: str) -> Param:
         hf = tuple(name.removesuffix("weight") + kind for name in rule.hf)
@@ -215,7 +228,7 @@ def dense_layers(config: McaModelConfig) -> list[Param]:
 
 def in_layers(config: McaModelConfig, rules: Callable[[McaModelConfig], Sequence[Param]]) -> Iterator[Param]:
     """Yield the ``rules`` of every decoder layer."""
-    if config.of_kind is None:
+    if config.layer_type_overrides is None:
         yield from expand_rules(rules(config), layers=range(config.num_layers))
         return
     for layer in range(config.num_layers):
@@ -236,11 +249,11 @@ def positions() -> Param:
 
 def head(config: McaModelConfig) -> list[Param]:
     """Final norm and output layer; a tied output layer is an alias of the embedding, scores are not cut."""
-    tied = config.tie_word_embeddings
+    tied = config.head.tie_word_embeddings
     norm = Param(mca="decoder.final_layernorm.weight", hf=("model.norm.weight",), stage=Stage.NORM)
     norms = with_norm_biases(config, [norm])
-    if config.num_labels is not None:
-        kinds = ("weight", "bias") if config.head == "token_classification" else ("weight",)
+    if config.head.num_labels is not None:
+        kinds = ("weight", "bias") if config.head.head_kind == "token_classification" else ("weight",)
         names = [(f"output_layer.{kind}", f"{SCORE}.{kind}") for kind in kinds]
         return [*norms, *(Param(mca=mca, hf=(hf,), stage=Stage.LAST) for mca, hf in names)]
     last = Param(
@@ -252,4 +265,4 @@ def head(config: McaModelConfig) -> list[Param]:
         alias_of=EMBEDDING if tied else None,
     )
     bias = replace(last, mca="output_layer.bias", hf=(HF_HEAD_BIAS,), alias_of=None)
-    return [*norms, last, *([bias] if config.output_bias else [])]
+    return [*norms, last, *([bias] if config.head.output_bias else [])]

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates.config_table import ConfigTable
@@ -77,4 +78,4 @@ def _unnamed(shapes: Shapes) -> Shapes:
 
 def tensors(config: McaModelConfig) -> Shapes:
     """Every tensor of the vision model."""
-    return tower(config, config.deepstack_layers)
+    return tower(config, given(config.vision).deepstack_layers)

@@ -48,9 +48,9 @@ def write_layers(values: Values) -> HfConfig:
 
 def segments(config: FamilyConfig) -> tuple[int, int, int, int, int, int]:
     """Rows of the input projection's parts: q, k, v, z (output gate), b (beta), a (decay)."""
-    key = config.linear_num_key_heads * config.linear_key_head_dim
-    value = config.linear_num_value_heads * config.linear_value_head_dim
-    heads = config.linear_num_value_heads
+    key = config.linear_attention.linear_num_key_heads * config.linear_attention.linear_key_head_dim
+    value = config.linear_attention.linear_num_value_heads * config.linear_attention.linear_value_head_dim
+    heads = config.linear_attention.linear_num_value_heads
     return key, key, value, value, heads, heads
 
 

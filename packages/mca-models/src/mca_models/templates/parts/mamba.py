@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from mca_config.errors import HfConfigError
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import FamilyConfig, JsonObject, Values
 from mca_models.templates.config_table import (
@@ -110,9 +111,9 @@ def layer_types_to_hf(values: Values) -> list[str]:
 
 def segments(config: FamilyConfig) -> tuple[int, int, int, int, int]:
     """Rows of the input projection's parts: gate, inputs, B, C (what goes into states, what reads them), steps."""
-    inside = config.mamba_num_heads * config.mamba_head_dim
-    states = config.mamba_num_groups * config.mamba_state_dim
-    return inside, inside, states, states, config.mamba_num_heads
+    inside = config.mamba.mamba_num_heads * config.mamba.mamba_head_dim
+    states = config.mamba.mamba_num_groups * config.mamba.mamba_state_dim
+    return inside, inside, states, states, config.mamba.mamba_num_heads
 
 
 def mamba(config: McaModelConfig) -> list[Param]:
@@ -133,7 +134,10 @@ def mamba_mixer(config: McaModelConfig, at: str) -> list[Param]:
         **dict.fromkeys(("dt_bias", "A_log", "D", "norm.weight"), COLUMN),
         "out_proj.weight": ROW,
     }
-    absent = {"conv1d.bias": not config.mamba_conv_bias, "norm.weight": config.mamba_norm == "none"}
+    absent = {
+        "conv1d.bias": not given(config.mamba).mamba_conv_bias,
+        "norm.weight": given(config.mamba).mamba_norm == "none",
+    }
     return [
         inner(f"{at}{name}", f"mamba.{name}", shard=shard)
         for name, shard in cut.items()

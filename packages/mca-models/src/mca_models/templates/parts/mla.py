@@ -1,6 +1,7 @@
 """Multi-head latent attention (MLA)."""
 
-from mca_config.model_config import MlaMcaModelConfig
+from mca_config.model.section import given
+from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import (
     Field,
@@ -52,17 +53,21 @@ def derive_sigmoid_mla(hf: HfConfig) -> JsonObject:
     return derive_mla(hf)
 
 
-def latent_attention(config: MlaMcaModelConfig) -> list[Param]:
+def latent_attention(config: McaModelConfig) -> list[Param]:
     """Pre-norm multi-head latent attention, its queries compressed or not."""
-    still, latent, turned = config.qk_head_dim, config.kv_lora_rank, config.qk_pos_emb_head_dim
+    still, latent, turned = (
+        given(config.mla).qk_head_dim,
+        given(config.mla).kv_lora_rank,
+        given(config.mla).qk_pos_emb_head_dim,
+    )
     queries: Values = {}
     key: Values = {}
-    if config.rotary_halves:
+    if given(config.mla).rotary_halves:
         layout = Interleaved(GroupedHeads((still, turned), 1))
         queries = {"layout": layout, "hf_layout": GroupedHeads((still, turned // 2, turned // 2), 1)}
         layout = Interleaved(Concat((latent, turned)))
         key = {"layout": layout, "hf_layout": Concat((latent, turned // 2, turned // 2))}
-    if config.q_lora_rank:
+    if given(config.mla).q_lora_rank:
         query = [
             inner("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight"),
             inner("self_attention.linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight"),
@@ -84,7 +89,7 @@ def latent_attention(config: MlaMcaModelConfig) -> list[Param]:
     ]
 
 
-def mla_moe_params(config: MlaMcaModelConfig) -> list[Param]:
+def mla_moe_params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     return moe_params(config, MoeNames(), latent_attention(config))
 
@@ -94,7 +99,7 @@ def key_channels(hf: HfConfig) -> JsonObject:
     return {"kv_channels": hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]}
 
 
-def mla_dense_params(config: MlaMcaModelConfig) -> list[Param]:
+def mla_dense_params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     rules = [*latent_attention(config), *dense_mlp(config)]
     return [embedding(), *expand_rules(rules, layers=range(config.num_layers)), *head(config)]

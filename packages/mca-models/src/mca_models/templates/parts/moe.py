@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from mca_config.errors import HfConfigError
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import Field, Fixed, HfConfig
@@ -89,14 +90,14 @@ def router(config: McaModelConfig, names: MoeNames) -> list[Param]:
         weight, bias = names.loaded(weight), names.loaded(bias)
     before, after = norms_around_mlp(config, "pre_mlp_layernorm.weight")
     rules = [*before, inner("mlp.router.weight", weight)]
-    if config.moe_router_enable_expert_bias:
+    if given(config.moe).moe_router_enable_expert_bias:
         rules.append(inner("mlp.router.expert_bias", bias, hf_layout=names.bias_layout, keep_fp32=True))
     return [*rules, *after]
 
 
 def experts(config: McaModelConfig, names: MoeNames) -> list[Param]:
     """One expert's two matrices, from its own HF tensors or from the stacked ones."""
-    parts, shard = (("gate_", "up_"), GATED) if config.gated_linear_unit else (("up_",), COLUMN)
+    parts, shard = (("gate_", "up_"), GATED) if config.mlp.gated_linear_unit else (("up_",), COLUMN)
     fc1, fc2 = f"{MLP}experts.linear_fc1.weight{{expert}}", f"{MLP}experts.linear_fc2.weight{{expert}}"
     if config.extra.get("fused_experts"):
         first = "".join(parts)
@@ -115,13 +116,13 @@ def experts(config: McaModelConfig, names: MoeNames) -> list[Param]:
 
 def shared_experts(config: McaModelConfig, names: MoeNames) -> list[Param]:
     """The expert that every token passes, and the gate on it."""
-    if not config.moe_shared_expert_intermediate_size:
+    if not given(config.moe).moe_shared_expert_intermediate_size:
         return []
     mca = f"{MLP}shared_experts."
     hf = HF + (names.loaded(names.shared) if config.extra.get("fused_experts") else names.shared)
-    first = gate_up if config.gated_linear_unit else up
+    first = gate_up if config.mlp.gated_linear_unit else up
     rules = [first(mca, hf), down(mca, hf)]
-    if config.moe_shared_expert_gate:
+    if given(config.moe).moe_shared_expert_gate:
         rules.append(Param(mca=f"{mca}gate_weight", hf=(HF + names.shared_gate,)))
     return rules
 
@@ -154,20 +155,20 @@ def mlp_layers(config: McaModelConfig, names: MoeNames) -> Iterator[Param]:
 
 def moe_layers(config: McaModelConfig, names: MoeNames, layers: Sequence[int]) -> Iterator[Param]:
     """The expert layers ``layers``."""
-    projections = [inner(name, name) for name in LATENT] if config.moe_latent_size else []
+    projections = [inner(name, name) for name in LATENT] if given(config.moe).moe_latent_size else []
     yield from expand_rules(
         [*router(config, names), *projections, *shared_experts(config, names)], layers=layers
     )
-    yield from expand_rules(experts(config, names), layers=layers, experts=range(config.num_moe_experts or 0))
+    yield from expand_rules(experts(config, names), layers=layers, experts=range(config.num_experts))
 
 
 def last_layer(config: McaModelConfig, names: MoeNames, attention: Sequence[Param]) -> list[Param]:
     """The rules of one decoder layer as a prediction layer holds it: with experts if the model has any."""
-    if not config.num_moe_experts:
+    if not config.num_experts:
         return [*attention, *dense_mlp(config)]
     stacked = config.extra.get("fused_mtp_experts", config.extra.get("fused_experts"))
     config = replace(config, extra={**config.extra, "fused_experts": stacked})
-    each_expert = range(config.num_moe_experts or 0)
+    each_expert = range(config.num_experts)
     own = [replace(rule, expert=expert) for expert in each_expert for rule in experts(config, names)]
     return [*attention, *router(config, names), *shared_experts(config, names), *own]
 

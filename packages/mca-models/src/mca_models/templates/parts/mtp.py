@@ -54,7 +54,7 @@ def mtp_params(
 def mtp_copies(config: McaModelConfig) -> dict[str, str]:
     """Tensors that HF files repeat inside each prediction layer, and what they repeat."""
     layers = range(config.num_layers, config.num_layers + config.mtp_num_layers)
-    head = HF_EMBEDDING if config.tie_word_embeddings else HF_HEAD
+    head = HF_EMBEDDING if config.head.tie_word_embeddings else HF_HEAD
     copies = {f"{HF}embed_tokens.weight": HF_EMBEDDING, f"{HF}shared_head.head.weight": head}
     return {name.format(layer=layer): source for layer in layers for name, source in copies.items()}
 

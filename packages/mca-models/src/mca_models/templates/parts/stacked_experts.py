@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.parts.common import inner
 from mca_models.weights import GATED, ROW, Param, expand_rules
@@ -17,7 +18,7 @@ MEMORY = ("router.weight", "experts.gate_up_proj", "experts.down_proj")
 
 def shared_mlp(config: McaModelConfig) -> list[Param]:
     """Shared expert of every layer, in addition to the routed ones."""
-    if not config.moe_shared_expert_intermediate_size:
+    if not given(config.moe).moe_shared_expert_intermediate_size:
         return []
     return [
         inner("mlp.shared_experts.linear_fc1.weight", "shared_mlp.input_linear.weight", shard=GATED),
@@ -37,5 +38,5 @@ def expert_layers(config: McaModelConfig, layers: Sequence[int]) -> list[Param]:
         inner("mlp.router.weight", router),
         *shared_mlp(config),
     ]
-    own = expand_rules(experts, layers=layers, experts=range(config.num_moe_experts or 0))
+    own = expand_rules(experts, layers=layers, experts=range(given(config.moe).num_moe_experts or 0))
     return [*expand_rules(rules, layers=layers), *own]

@@ -196,7 +196,7 @@ class NestedTextConfig:
         sections, turns = self._sections(hf) if self.rope else (None, False)
         return {
             "text_model_type": self.text_model_type,
-            "vision": vision,
+            "vision_fields": vision,
             "mrope_section": sections,
             "mrope_interleaved": turns,
             "deepstack_layers": self.deepstack(vision["vision_config"]),
@@ -226,13 +226,18 @@ class NestedTextConfig:
         """Compose the file for ``config`` from the keys ``text`` of its text model."""
         inside = {**text, "model_type": self.text_model_type}
         top = {key: inside.pop(key) for key in ("architectures", "tie_word_embeddings", "dtype")}
-        if config.mrope_section:
+        if config.mrope is not None:
             sections = {
-                "mrope_section": list(config.mrope_section),
-                "mrope_interleaved": config.mrope_interleaved,
+                "mrope_section": list(config.mrope.mrope_section),
+                "mrope_interleaved": config.mrope.mrope_interleaved,
             }
             inside["rope_parameters"] = {**inside["rope_parameters"], **sections}
-        return {**top, "model_type": config.model_type, "text_config": inside, **(config.vision or {})}
+        return {
+            **top,
+            "model_type": config.model_type,
+            "text_config": inside,
+            **(config.vision_fields or {}),
+        }
 
 
 def _object(hf: HfConfig, key: str) -> JsonObject:

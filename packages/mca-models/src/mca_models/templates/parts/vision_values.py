@@ -81,7 +81,7 @@ def vision_values(config: McaModelConfig) -> tuple[VisionValues, VisionValues]:
     Raises:
         McaError: ``config`` has none.
     """
-    about = config.vision or {}
+    about = config.vision_fields or {}
     vision = about.get("vision_config")
     if not isinstance(vision, dict):
         raise McaError(
