@@ -27,7 +27,7 @@ FALCON_OUTER = {
 
 def token_head(config: McaModelConfig) -> dict[str, str]:
     """Rename the token-classification head."""
-    return {"score.": "classifier."} if config.head == "token_classification" else {}
+    return {"score.": "classifier."} if config.head.head_kind == "token_classification" else {}
 
 
 GPT2_INNER = {
