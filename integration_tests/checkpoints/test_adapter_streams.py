@@ -65,7 +65,7 @@ def _require_per_expert(models: Any, theirs: dict[str, torch.Tensor]) -> None:
     experts = "base_model.model.model.layers.1.mlp.experts."
     for parts, wrapped in ((("gate_proj", "up_proj"), "base_layer."), (("down_proj",), "")):
         a, b = (theirs[f"{experts}{wrapped}lora_{which}.weight"].float() for which in "AB")
-        count = models.config.num_moe_experts
+        count = models.config.num_experts
         changes = torch.einsum("oer,eri->eoi", *_stacks(a, b, count))
         for expert in range(count):
             names = [f"{experts}{expert}.{part}." for part in parts]

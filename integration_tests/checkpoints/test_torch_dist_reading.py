@@ -3,7 +3,6 @@
 import itertools
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -107,7 +106,7 @@ def save_prediction(source: Path, folder: Path) -> None:
     """Saves a model with a prediction layer in both formats. Runs on every rank."""
     from mca_models.megatron import AutoModel
 
-    config = replace(config_from_hf(tiny_hf.read_config(source)), mtp_num_layers=1)
+    config = config_from_hf(tiny_hf.read_config(source)).replace_fields(mtp_num_layers=1)
     models = AutoModel.from_config(config, arguments("pp2"))
     models.save_pretrained(folder / "mca")
     _save(models, folder / "prediction", {})
@@ -232,7 +231,7 @@ def config_of(case: str) -> Any:
         return config_from_hf(transformers.AutoConfig.for_model(**described).to_dict())
     kind, different = tiny_hf.ALL[PREDICTION.get(case, "llama" if case in HEADS else case)]
     described = transformers.AutoConfig.for_model(kind, **{**tiny_hf.SIZE, **different}).to_dict()
-    config = replace(config_from_hf(described), mtp_num_layers=int(case in PREDICTION))
+    config = config_from_hf(described).replace_fields(mtp_num_layers=int(case in PREDICTION))
     return with_head(config, HEADS[case]) if case in HEADS else config
 
 
@@ -244,7 +243,7 @@ def unreadable(cases: Sequence[str]) -> dict[str, str]:
     failures = {}
     for case in cases:
         config = config_of(case)
-        models = AutoModel.unfilled(config, arguments("tp2ep2etp1" if config.num_moe_experts else "tp2sp"))
+        models = AutoModel.unfilled(config, arguments("tp2ep2etp1" if config.num_experts else "tp2sp"))
         directory: Any = Unwritten(all_gather(list(written(model_state(models)))))
         try:
             _Reader(directory, models.config).source(directory.path)

@@ -29,7 +29,7 @@ TARGET = ParallelLayout(tensor_model_parallel_size=4, expert_model_parallel_size
 
 
 def _roll(config: Any, hf: dict[str, torch.Tensor], path: Path) -> ModelSource:
-    layout = ROLL if config.num_moe_experts else replace(ROLL, expert_model_parallel_size=1)
+    layout = ROLL if config.num_experts else replace(ROLL, expert_model_parallel_size=1)
     roll_tree.write(path, replace(config, layout=layout), hf, roll_tree.local_sequential)
     return open_roll(path)
 
@@ -63,9 +63,9 @@ def test_conversion_is_bit_exact(tmp_path: Path, case: str, write: Any) -> None:
     converted = load_file(tmp_path / "hf/model.safetensors")
     assert converted.keys() == hf.keys()
     assert all(torch.equal(converted[name], tensor) for name, tensor in hf.items())
-    plan_to_mca(
-        source, TARGET if config.num_moe_experts else replace(TARGET, expert_model_parallel_size=1)
-    ).run(tmp_path / "mca", LIMITS)
+    plan_to_mca(source, TARGET if config.num_experts else replace(TARGET, expert_model_parallel_size=1)).run(
+        tmp_path / "mca", LIMITS
+    )
     mca = McaSource(tmp_path / "mca")
     for param in mca.params:
         whole = param.to_full([hf[name] for name in param.hf_names()])

@@ -87,7 +87,7 @@ def batches(reference: Mixed, model: Any, layout: str, per_batch: int) -> Iterat
     from mca_models.megatron.layers.zigzag import take_rank_tokens
 
     group = parallel.context_group()
-    sections = model.config.mrope_section is not None
+    sections = model.config.mrope is not None
     for rows in _of_replica(per_batch):
         whole = batch_of(reference, rows, sections=sections)
         images = {"images": whole.pop("images")} if "images" in whole else {}

@@ -146,6 +146,7 @@ def unused_modules(sources: Iterable[Source]) -> list[str]:
         and not source.module.startswith("mca_train.clients.mcore_adapter.")  # imported under its own name
         and not any(module.startswith(f"{source.module}.") for module in used)
         and "\nFAMILY = " not in source.text
+        and "\nFAMILIES = " not in source.text
     ]
 
 

@@ -10,7 +10,9 @@ from mca_models.templates import FAMILIES
 from source_tree import SOURCES, Source
 
 TEMPLATES = "mca_models.templates"
-TABLES = frozenset({TEMPLATES, f"{TEMPLATES}.catalog", f"{TEMPLATES}.classification_head"})
+TABLES = frozenset(
+    {TEMPLATES, f"{TEMPLATES}.catalog", f"{TEMPLATES}.classification_head", f"{TEMPLATES}.llama_like"}
+)
 """Modules that list families: what they are, what is particular to each or why it is refused, HF's classes of heads."""
 
 NAMES = frozenset(FAMILIES) | {kind for family in FAMILIES.values() for kind in family.texts}
@@ -50,9 +52,9 @@ def test_no_family_is_asked_for_by_name() -> None:
     [
         ("mca_train.data.image_processors", 'wanted = config.model_type == "gemma3"'),
         ("mca_models.megatron.factory.chunks", 'if kind in ("bloom", "llama"): pass'),
-        ("mca_models.templates.common", 'OWN = {"gpt2": 1}'),
-        ("mca_models.templates.llama", 'def f(kind):\n    return kind == "mistral"'),
-        ("mca_models.templates.llama", 'match kind:\n    case "llama": pass'),
+        ("mca_models.templates.parts.common", 'OWN = {"gpt2": 1}'),
+        ("mca_models.templates.phi", 'def f(kind):\n    return kind == "mistral"'),
+        ("mca_models.templates.phi", 'match kind:\n    case "llama": pass'),
     ],
 )
 def test_a_planted_name_is_caught(module: str, text: str) -> None:

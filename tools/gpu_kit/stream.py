@@ -42,7 +42,7 @@ def stream(kit: Kit) -> None:
         seconds.append(time.perf_counter() - start)
     kit.figure("GiB", total / 2**30)
     kit.figure("GiB/s", total / 2**30 / min(seconds[1:]))
-    tied = {name for name in places if name == "lm_head.weight" and config.tie_word_embeddings}
+    tied = {name for name in places if name == "lm_head.weight" and config.head.tie_word_embeddings}
     kit.holds("every parameter arrives", arrived | tied == places.keys() | tied)
     _same(kit, model, theirs, config.vocab_size)
 

@@ -1,7 +1,7 @@
 """A case on one process: transformers, autograd and torch's optimizers, one sample at a time, nothing padded."""
 
 import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def model_config(case: Case) -> Any:
     register(case)
     kind, given = reference.CASES[case.name]
     hf = transformers.AutoConfig.for_model(kind, **{**reference.SIZE, **given}).to_dict()
-    return replace(config_from_hf(hf), mtp_num_layers=case.prediction)
+    return config_from_hf(hf).replace_fields(mtp_num_layers=case.prediction)
 
 
 def make(case: Case, folder: Path) -> Truth:

@@ -289,7 +289,7 @@ def test_the_checks_on_heads_and_experts_are_megatrons() -> None:
         for experts, ep in ((None, 1), (None, 2), (8, 2)):
             if heads % groups:
                 continue
-            model = McaModelConfig(
+            model = McaModelConfig.from_fields(
                 model_type="any",
                 num_layers=2,
                 hidden_size=240,

@@ -35,9 +35,14 @@ EXPERTS: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 64,
 }
 
+LINEAR = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4) | dict.fromkeys(
+    ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"), 4
+)
+MAMBA = {"mamba_head_dim": 4, "mamba_conv_kernel_dim": 4}
+
 
 def model(**more: Any) -> McaModelConfig:
-    return McaModelConfig(**(DENSE | more))
+    return McaModelConfig.from_fields(**(DENSE | more))
 
 
 def layout(
@@ -119,19 +124,19 @@ def test_what_fits(more: dict[str, Any], sizes: ParallelLayout, world: int | Non
             layout(pp=2, string="Ett|mL"),
             ["without the final norm; move m of pipeline_model_parallel_layout"],
         ),
-        ({"linear_num_key_heads": 2}, layout(tp=4), ["linear_num_key_heads 2"]),
+        ({**LINEAR, "linear_num_key_heads": 2}, layout(tp=4), ["linear_num_key_heads 2"]),
         (
-            {"mamba_num_groups": 3, "mamba_num_heads": 6, "mamba_state_dim": 4},
+            {**MAMBA, "mamba_num_groups": 3, "mamba_num_heads": 6, "mamba_state_dim": 4},
             layout(tp=2),
             ["mamba_num_groups 3 is neither a multiple nor a divisor"],
         ),
         (
-            {"mamba_num_groups": 1, "mamba_num_heads": 8, "mamba_state_dim": 5},
+            {**MAMBA, "mamba_num_groups": 1, "mamba_num_heads": 8, "mamba_state_dim": 5},
             layout(tp=2),
             ["mamba_num_groups x mamba_state_dim 5"],
         ),
         (
-            {"linear_num_key_heads": 4, "linear_num_value_heads": 6},
+            {**LINEAR, "linear_num_key_heads": 4, "linear_num_value_heads": 6},
             layout(tp=4),
             ["linear_num_value_heads 6"],
         ),
@@ -242,7 +247,16 @@ def test_all_problems_come_at_once() -> None:
         (None, 512),
         ({"rope_type": "linear", "factor": 2.0}, 1024),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
-        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}, 512),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            512,
+        ),
     ],
 )
 def test_positions_that_a_model_does_not_have_are_told(

@@ -1,7 +1,7 @@
 """``mca_config.json``: what is written reads back, what is wrong is named, ROLL's file reads too."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mca_config import McaError, McaModelConfig, ParallelLayout
-from mca_config.bounds import require_bounded
-from mca_config.model_config import MlaMcaModelConfig
+from mca_config.model.fields import SECTIONS, group_fields
 
 DATA = Path(__file__).parent / "data"
 SIZES: dict[str, Any] = {
@@ -25,15 +24,31 @@ SIZES: dict[str, Any] = {
     "vocab_size": 101,
     "max_position_embeddings": 512,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "long_factor": [1.0],
+    "short_factor": [1.0] * 8,
+    "original_max_position_embeddings": 64,
+}
+MAMBA = {
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 4,
+    "mamba_num_groups": 1,
+    "mamba_state_dim": 4,
+    "mamba_conv_kernel_dim": 4,
+}
 MLA: dict[str, Any] = {"kv_lora_rank": 16, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
 
 
 def config(**more: Any) -> McaModelConfig:
-    return McaModelConfig(**(SIZES | more))
+    return McaModelConfig.from_fields(**(SIZES | more))
 
 
-def document(**model: Any) -> dict[str, Any]:
-    return {"mca_version": 1, "model": SIZES | model, "layout": {}, "hf_config": {"x_unknown": [1, None]}}
+def document() -> dict[str, Any]:
+    """Return a file of which each section says only what differs from the defaults."""
+    own, sections = group_fields(SIZES)
+    model = own | {name: section for name, section in sections.items() if section}
+    return {"mca_version": 1, "model": model, "layout": {}, "hf_config": {"x_unknown": [1, None]}}
 
 
 def test_a_saved_config_loads_equal(tmp_path: Path) -> None:
@@ -48,12 +63,23 @@ def test_a_saved_config_loads_equal(tmp_path: Path) -> None:
     assert McaModelConfig.load(tmp_path) == saved
 
 
-def test_the_mla_class_is_chosen_by_kv_lora_rank(tmp_path: Path) -> None:
-    saved = MlaMcaModelConfig(**SIZES, **MLA, q_lora_rank=None)
+def test_optional_sections_are_made_of_their_key_fields_and_saved(tmp_path: Path) -> None:
+    saved = McaModelConfig.from_fields(**SIZES, **MLA, q_lora_rank=None)
     saved.save(tmp_path)
     loaded = McaModelConfig.load(tmp_path)
-    assert isinstance(loaded, MlaMcaModelConfig)
     assert loaded == saved
+    assert loaded.mla is not None and loaded.mla.kv_lora_rank == 16
+    assert loaded.moe is None and loaded.replace_fields(kv_lora_rank=None).mla is None
+    assert McaModelConfig.from_fields(**loaded.to_fields()) == loaded
+
+
+def test_every_field_belongs_to_one_place() -> None:
+    names = [name for entry in SECTIONS.values() for name in entry.names]
+    names += [field.name for field in fields(McaModelConfig) if field.name not in SECTIONS]
+    assert len(names) == len(set(names))
+    assert not {*names} & SECTIONS.keys()
+    own = [field.name for field in fields(McaModelConfig)]
+    assert {name for name in own if name in SECTIONS} == SECTIONS.keys()
 
 
 @given(
@@ -95,17 +121,41 @@ def test_what_is_no_number_is_named(name: str, value: Any) -> None:
         (lambda d: d["model"].update(num_layers=True), ["num_layers must be an integer"]),
         (lambda d: d["model"].update(num_layers=0), ["num_layers must be at least 1"]),
         (lambda d: d["model"].update(dtype="int8"), ["dtype must be 'float32' or"]),
-        (lambda d: d["model"].update(tie_word_embeddings=1), ["tie_word_embeddings must be true or false"]),
-        (lambda d: d["model"].update(moe_layer_freq=[1]), ["moe_layer_freq has 1 entries", "num_layers 4"]),
-        (lambda d: d["model"].update(num_query_groups=3), ["not a multiple of num_query_groups 3"]),
-        (lambda d: d["model"].update(mlp_multipliers=[1.0]), ["mlp_multipliers must be 2 finite numbers"]),
         (
-            lambda d: d["model"].update(mamba_multipliers=[1.0] * 5 + [float("nan")]),
+            lambda d: d["model"].setdefault("head", {}).update(tie_word_embeddings=1),
+            ["tie_word_embeddings must be true or false"],
+        ),
+        (
+            lambda d: d["model"].update(moe={"num_moe_experts": 4, "moe_layer_freq": [1]}),
+            ["moe_layer_freq has 1 entries", "num_layers 4"],
+        ),
+        (
+            lambda d: d["model"].setdefault("attention", {}).update(num_query_groups=3),
+            ["not a multiple of num_query_groups 3"],
+        ),
+        (
+            lambda d: d["model"].setdefault("mlp", {}).update(mlp_multipliers=[1.0]),
+            ["mlp_multipliers must be 2 finite numbers"],
+        ),
+        (
+            lambda d: d["model"].update(mamba={**MAMBA, "mamba_multipliers": [1.0] * 5 + [float("nan")]}),
             ["mamba_multipliers must be 6 finite numbers"],
         ),
         (
-            lambda d: d["model"].update(rope_scaling={"rope_type": "longrope", "long_factor": [1.0]}),
+            lambda d: d["model"].setdefault("rope", {}).update(rope_scaling=LONGROPE),
             ["rope parameters: long_factor has 1 numbers, expected 8"],
+        ),
+        (
+            lambda d: d["model"]["attention"].update(kv_chanels=4),
+            ["model.attention", "unknown key kv_chanels", "did you mean 'kv_channels'"],
+        ),
+        (lambda d: d["model"]["mlp"].update(kv_channels=4), ["model.mlp", "field of section attention"]),
+        (lambda d: d["model"].update(mplp={}), ["model", "unknown key mplp", "did you mean 'mlp'"]),
+        (lambda d: d["model"].update(moe=4), ["moe must be an object, not 4"]),
+        (lambda d: d["model"].update(attention=None), ["attention must be an object, not None"]),
+        (
+            lambda d: d["model"].update(kv_channels=4),
+            ["field of section attention", "convert the model again"],
         ),
         (lambda d: d["layout"].update(tp=2), ["layout", "unknown key tp"]),
         (lambda d: d.update(mca_version=2), ["mca_version must be 1", "2"]),
@@ -157,7 +207,8 @@ def test_a_checkpoint_of_roll_reads() -> None:
         "rope_scaling": None,
         "num_moe_experts": None,
     }
-    assert {name: getattr(loaded, name) for name in expected} == expected
+    flat = loaded.to_fields()
+    assert {name: flat[name] for name in expected} == expected
     assert McaModelConfig.from_json(loaded.to_json()) == loaded
 
 
@@ -178,12 +229,13 @@ def test_rolls_experts_and_mla_read() -> None:
             **MLA,
         )
     )
-    assert isinstance(loaded, MlaMcaModelConfig)
-    assert loaded.moe_layer_freq == (1, 0, 1, 0)
+    assert loaded.mla is not None
+    assert loaded.moe is not None
+    assert loaded.moe.moe_layer_freq == (1, 0, 1, 0)
     assert [loaded.is_moe_layer(layer) for layer in range(4)] == [True, False, True, False]
-    assert loaded.moe_shared_expert_gate
+    assert loaded.moe.moe_shared_expert_gate
     assert loaded.mtp_num_layers == 0
-    assert loaded.window_size == 128
+    assert loaded.attention.window_size == 128
 
 
 @pytest.mark.parametrize(
@@ -251,17 +303,17 @@ def test_late_layers_take_the_keys_of_the_last_of_their_kind() -> None:
     kinds = ("sliding_attention", "full_attention", "sliding_attention") * 2
     model = config(num_layers=6, layer_types=kinds, num_kv_shared_layers=3, double_wide_mlp=True)
     assert [model.kv_source_layer(layer) for layer in range(6)] == [None, None, None, 2, 1, 2]
-    widths = [model.layer_config(layer).ffn_hidden_size for layer in range(6)]
+    widths = [model.layer_config(layer).mlp.ffn_hidden_size for layer in range(6)]
     assert widths == [128, 128, 128, 256, 256, 256]
     late = model.layer_config(4)
     assert late.takes_keys and late.layer_config(4) == late
     assert model.layer_config(5) is model.layer_config(3)  # which is asked for every parameter
     with pytest.raises(McaError, match="num_kv_shared_layers 5 of 6 leaves no layer of type full_attention"):
-        replace(model, num_kv_shared_layers=5)
+        model.replace_fields(num_kv_shared_layers=5)
 
 
 def test_experts_without_weights_count_among_those_whose_names_fill_memory() -> None:
     large = {"num_layers": 2048, "num_moe_experts": 1}
-    require_bounded(SIZES | large | {"moe_identity_experts": 31})
+    config(**large, moe_identity_experts=31)
     with pytest.raises(McaError, match="num_moe_experts 1 plus moe_identity_experts 65536 must be at most"):
-        require_bounded(SIZES | large | {"moe_identity_experts": 65536})
+        config(**large, moe_identity_experts=65536)

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from mca_config.layout import SIZE_FIELDS
+from mca_config.model.fields import SECTION_OF
 from mca_convert.cli import main
 
 
@@ -88,3 +89,13 @@ def damage_header(change: Callable[[dict], object]) -> Callable[[Path], None]:
 
 def truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size - 7)
+
+
+def edit_fields(model: dict[str, Any], changes: dict[str, object]) -> None:
+    """Change fields of the model of an ``mca_config.json`` in their sections."""
+    for name, value in changes.items():
+        section = SECTION_OF.get(name)
+        if section is None:
+            model[name] = value
+        else:
+            model[section] = {**(model[section] or {}), name: value}

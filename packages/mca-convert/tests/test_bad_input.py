@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from files import damage_header, read_raw, refused, truncate, write_raw
+from files import damage_header, edit_fields, read_raw, refused, truncate, write_raw
 
 from mca_convert.cli import main
 
@@ -348,7 +348,7 @@ def edited(file: str, **changes: object) -> Callable[[Path], object]:
 
     def edit(mca: Path) -> object:
         document = json.loads((mca / file).read_text())
-        document.get("model", document).update(changes)
+        edit_fields(document.get("model", document), changes)
         return (mca / file).write_text(json.dumps(document))
 
     return edit
@@ -377,9 +377,18 @@ def test_damaged_mca_checkpoints(source: Path, tmp_path: Path, capsys) -> None:
             "manifest of version 1; the file is dam",
         ),
         "text": (edited("mca_config.json", text_model_type="x"), "mca_config.json: text_model_type is 'x'"),
-        "vision": (edited("mca_config.json", vision={"a": 1}), "mca_config.json: vision is set, unlike in"),
-        "of_kind": (edited("mca_config.json", of_kind={"a": 1}), "of_kind a must be an object, not 1"),
-        "key": (edited("mca_config.json", of_kind={"a": {"b": 1}}), "of_kind a: unknown key b"),
+        "vision": (
+            edited("mca_config.json", vision={"vision_fields": {}}),
+            "mca_config.json: vision is set, unlike in",
+        ),
+        "layer_type_overrides": (
+            edited("mca_config.json", layer_type_overrides={"a": 1}),
+            "layer_type_overrides a must be an object, not 1",
+        ),
+        "key": (
+            edited("mca_config.json", layer_type_overrides={"a": {"b": 1}}),
+            "layer_type_overrides a: unknown key b",
+        ),
         "width": (edited("mca_config.json", value_channels=10**30), "value_channels must be at most 4194304"),
     }
     for name, (damage, message) in damages.items():

@@ -188,7 +188,7 @@ def test_round_trips(family: str, tmp_path_factory: pytest.TempPathFactory) -> N
         folder.mkdir()
         hf = config_of(family, data.draw)
         source = random_checkpoint(hf, dtype, folder / "hf", seed)
-        size = (source.config.num_moe_experts, hf["num_hidden_layers"])
+        size = (source.config.num_experts, hf["num_hidden_layers"])
         last: Any = source
         for number in range(2):
             layout = data.draw(layouts(*size))

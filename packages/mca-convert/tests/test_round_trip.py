@@ -55,7 +55,7 @@ def test_round_trip_is_bit_exact_on_every_layout(
 ) -> None:
     """Each case takes every third layout, and the next third begins one layout later."""
     config = McaModelConfig.load(convert(tiny(case), "any"))
-    for number, layout in enumerate(DENSE + (EXPERTS if config.num_moe_experts else [])):
+    for number, layout in enumerate(DENSE + (EXPERTS if config.num_experts else [])):
         if number % 3 != third:
             continue
         source = tiny(case, DTYPES[(number + number // 3) % len(DTYPES)])
@@ -93,7 +93,7 @@ def test_families_of_shared_parts_come_back_from_one_layout(case: str, tiny, con
     """From the first that the model can be trained in; each begins with another."""
     source, number = tiny(case, "bfloat16"), sorted(ALIKE).index(case)
     config = McaModelConfig.load(convert(source, "any"))
-    layouts = CUT_EXPERTS if config.num_moe_experts else CUT
+    layouts = CUT_EXPERTS if config.num_experts else CUT
     turned = layouts[number % len(layouts) :] + layouts[: number % len(layouts)]
     fitting = [
         layout

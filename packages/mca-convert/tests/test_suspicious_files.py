@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from files import LAYOUT, damage_header, layout_flags, refused
+from files import LAYOUT, damage_header, edit_fields, layout_flags, refused
 
 from mca_config.checks import check_layout
 from mca_config.errors import McaError
@@ -205,7 +205,7 @@ def test_a_configuration_without_a_size(
 ) -> None:
     file = convert(tiny(case), "mca") / "mca_config.json"
     document = json.loads(file.read_text())
-    document["model"].update(change)
+    edit_fields(document["model"], change)
     file.write_text(json.dumps(document))
     assert message in refused(file.parent, tmp_path, capsys)
 

@@ -24,7 +24,7 @@ def pictures(folder):
 def reader(tokenizer, folder, vision=True):
     names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
     ids = dict(zip(names, tokenizer.convert_tokens_to_ids(list(MARKS)), strict=True))
-    config = SimpleNamespace(model_type="qwen2_5_vl", vision=ids if vision else None)
+    config = SimpleNamespace(model_type="qwen2_5_vl", vision_fields=ids if vision else None)
     return ImageReader(config=config, directories=(folder / "model",))
 
 

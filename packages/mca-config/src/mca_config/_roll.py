@@ -4,7 +4,6 @@ The file is a dump of Megatron's configuration, so keys that are unrelated to th
 ignored. Missing values come from the HF config that the file contains as a string.
 """
 
-from mca_config.bounds import require_bounded
 from mca_config.errors import McaError
 from mca_config.files import parse_object
 from mca_config.types import JsonObject, Typed, Values
@@ -69,7 +68,6 @@ def document_from_roll(roll: Values, where: str) -> JsonObject:
 
 
 def _document(roll: Values, where: str) -> JsonObject:
-    require_bounded(roll)  # before lists of the stated lengths are allocated
     hf_config = _hf_config(roll, where)
     text = hf_config.get("text_config", hf_config)
     model = {name: roll[name] for name in _SAME_NAME if name in roll}

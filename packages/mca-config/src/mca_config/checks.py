@@ -102,7 +102,7 @@ def position_problem(model: McaModelConfig, length: int) -> str | None:
 
     Rope scaling sets the number of positions; dynamic scaling allows any number.
     """
-    scaling = model.rope_scaling or {}
+    scaling = model.rope.rope_scaling or {}
     if scaling.get("rope_type") == "dynamic":
         return None
     known = model.max_position_embeddings
@@ -112,7 +112,7 @@ def position_problem(model: McaModelConfig, length: int) -> str | None:
     positions = max(known, int(scaled))
     if length <= positions:
         return None
-    if model.learned_positions:
+    if model.embedding.learned_positions:
         return (
             f"sequences of {length} tokens are longer than the model's {positions} learned positions "
             "(max_position_embeddings); lower seq_length"
@@ -141,7 +141,7 @@ def _layers(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
 
 def _one_stage(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
     """Report features for which a stage needs more from an earlier stage than hidden states, which are all it gets."""
-    if model.per_layer_input_size and layout.pp > 1:
+    if model.per_layer_embedding is not None and layout.pp > 1:
         return [
             "per-layer embeddings (hidden_size_per_layer_input) are not supported with pipeline parallelism; "
             f"set pipeline_model_parallel_size to 1, not {layout.pp}"
@@ -160,7 +160,7 @@ def _one_stage(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
 
 def _pairs(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
     """Check that both layers of a shortcut MoE pair are in one stage, because the second adds the expert output."""
-    if not model.moe_shortcut or _layers(model, layout):
+    if model.moe is None or not model.moe.moe_shortcut or _layers(model, layout):
         return []
     split = [chunk for chunk in pipeline_plan(layout, model.num_layers) if len(chunk.layers) % 2]
     return [
@@ -173,54 +173,50 @@ def _pairs(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
 
 def _heads(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
     problems = _indivisible(
-        "num_attention_heads", model.num_attention_heads, "tensor_model_parallel_size", layout.tp
+        "num_attention_heads", model.attention.num_attention_heads, "tensor_model_parallel_size", layout.tp
     )
-    groups = model.num_query_groups
+    groups = model.attention.num_query_groups
     if groups % layout.tp and layout.tp % groups:
         problems.append(
             f"num_query_groups {groups} is neither a multiple nor a divisor of tensor_model_parallel_size {layout.tp}; "
             "change tensor_model_parallel_size"
         )
-    elif groups < layout.tp and 2 * groups * model.kv_channels % layout.tp:
+    elif groups < layout.tp and 2 * groups * model.attention.kv_channels % layout.tp:
         problems.append(
-            f"keys and values of {groups} x {model.kv_channels} rows each cannot be divided by "
+            f"keys and values of {groups} x {model.attention.kv_channels} rows each cannot be divided by "
             f"tensor_model_parallel_size {layout.tp}; use at most {groups}, or a size that divides "
-            f"{2 * groups * model.kv_channels}"
+            f"{2 * groups * model.attention.kv_channels}"
         )
-    linear = {
-        "linear_num_key_heads": model.linear_num_key_heads,
-        "linear_num_value_heads": model.linear_num_value_heads,
-        "mamba_num_heads": model.mamba_num_heads,
-    }
-    for name, heads in linear.items():
-        if heads is not None:
-            problems += _indivisible(name, heads, "tensor_model_parallel_size", layout.tp)
+    flat = model.to_fields()
+    for name in ("linear_num_key_heads", "linear_num_value_heads", "mamba_num_heads"):
+        if flat.get(name) is not None:
+            problems += _indivisible(name, flat[name], "tensor_model_parallel_size", layout.tp)
     return problems + _few_groups(model, layout) + _mamba_groups(model, layout)
 
 
 def _mamba_groups(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
     """Check that each tensor-parallel rank of a Mamba layer has whole groups of heads, or heads of one group."""
-    tp, groups = layout.tp, model.mamba_num_groups
-    if groups is None or groups % tp == 0:
+    if model.mamba is None or model.mamba.mamba_num_groups % layout.tp == 0:
         return []
+    tp, groups = layout.tp, model.mamba.mamba_num_groups
     if tp % groups:
         return [
             f"mamba_num_groups {groups} is neither a multiple nor a divisor of tensor_model_parallel_size {tp}; "
             "change tensor_model_parallel_size"
         ]
-    rows = groups * (model.mamba_state_dim or 0)
+    rows = groups * model.mamba.mamba_state_dim
     return _indivisible("mamba_num_groups x mamba_state_dim", rows, "tensor_model_parallel_size", tp)
 
 
 def _few_groups(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
     """Report features that do not work with tp > num_query_groups, where Megatron gathers q, k, v and splits only q."""
     unsupported = {
-        "attention_output_gate": model.attention_output_gate,
-        "qk_layernorm_full_width": model.qk_layernorm_full_width,
-        "qk_layernorm_per_head": model.qk_layernorm_per_head,
+        "attention_output_gate": model.attention.attention_output_gate,
+        "qk_layernorm_full_width": model.attention.qk_layernorm_full_width,
+        "qk_layernorm_per_head": model.attention.qk_layernorm_per_head,
         "custom q, k, v projections": model.has_custom_qkv,
     }
-    tp, groups = layout.tp, model.num_query_groups
+    tp, groups = layout.tp, model.attention.num_query_groups
     return [
         f"tensor_model_parallel_size {tp} is above num_query_groups {groups}, which is not supported with {name}; "
         f"use at most {groups}"
@@ -233,7 +229,7 @@ def _dense_mlp(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
     layers = [layer for layer in range(model.num_layers) if model.has_mlp(layer)]
     if all(model.is_moe_layer(layer) for layer in layers):
         return []
-    return _indivisible("ffn_hidden_size", model.ffn_hidden_size, "tensor_model_parallel_size", layout.tp)
+    return _indivisible("ffn_hidden_size", model.mlp.ffn_hidden_size, "tensor_model_parallel_size", layout.tp)
 
 
 def _mtp(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
@@ -242,7 +238,7 @@ def _mtp(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
         return []
     name = "hidden_size (of MTP layers)"
     problems = _indivisible(name, model.hidden_size, "tensor_model_parallel_size", layout.tp)
-    if model.mtp_before_final_norm and not _layers(model, layout):
+    if model.mtp.mtp_before_final_norm and not _layers(model, layout):
         plan = pipeline_plan(layout, model.num_layers, model.mtp_num_layers)
         if plan.final_norm != plan.mtp_chunk(0):
             problems.append(
@@ -253,18 +249,20 @@ def _mtp(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
 
 
 def _experts(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
-    if model.num_moe_experts is None:
+    if model.moe is None:
         if layout.ep == 1:
             return []
         return [f"the model has no experts; set expert_model_parallel_size to 1, not {layout.ep}"]
-    problems = _indivisible("num_moe_experts", model.num_moe_experts, "expert_model_parallel_size", layout.ep)
-    width = model.moe_ffn_hidden_size or model.ffn_hidden_size
+    problems = _indivisible(
+        "num_moe_experts", model.moe.num_moe_experts, "expert_model_parallel_size", layout.ep
+    )
+    width = model.moe.moe_ffn_hidden_size or model.mlp.ffn_hidden_size
     problems += _indivisible("moe_ffn_hidden_size", width, "expert_tensor_parallel_size", layout.etp)
-    shared = model.moe_shared_expert_intermediate_size
+    shared = model.moe.moe_shared_expert_intermediate_size
     if shared:
         name = "moe_shared_expert_intermediate_size"
         problems += _indivisible(name, shared, "tensor_model_parallel_size", layout.tp)
-    if model.add_bias_linear and layout.etp > 1:
+    if model.mlp.add_bias_linear and layout.etp > 1:
         problems.append(
             f"experts with biases do not support expert tensor parallelism; set expert_tensor_parallel_size to 1, "
             f"not {layout.etp}"

@@ -4,244 +4,104 @@
 """
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self, TypeVar, cast
 
 from mca_config import _roll, fields, files
 from mca_config._documents import VERSION, require_document, require_object, require_same_family
-from mca_config._layers import Layers
-from mca_config.bounds import require_bounded, require_consistent, require_numbers
-from mca_config.errors import McaError, with_location
+from mca_config.errors import McaError, list_problems, raise_problems, with_location
 from mca_config.layout import ParallelLayout
+from mca_config.model.attention import Attention
+from mca_config.model.block import Block
+from mca_config.model.block_sparse_attention import BlockSparseAttention
+from mca_config.model.dsa import Dsa
+from mca_config.model.embedding import Embedding
+from mca_config.model.fields import SECTION_OF, SECTIONS, group_fields
+from mca_config.model.head import OutputHead
+from mca_config.model.linear_attention import LinearAttention
+from mca_config.model.mamba import Mamba
+from mca_config.model.mla import Mla
+from mca_config.model.mlp import Mlp
+from mca_config.model.moe import Moe
+from mca_config.model.mrope import MRope
+from mca_config.model.mtp import Mtp
+from mca_config.model.norm import Norm
+from mca_config.model.per_layer_embedding import PerLayerEmbedding
+from mca_config.model.rope import Rope
+from mca_config.model.section import (
+    Layers,
+    NotNegative,
+    Positions,
+    Section,
+    Width,
+    numeric_fields,
+    range_problems,
+    require_entries,
+    require_matrix,
+    require_numbers,
+)
+from mca_config.model.shared_kv import SharedKv
+from mca_config.model.vision import Vision
 from mca_config.pipeline import PipelinePlan, pipeline_plan
-from mca_config.rope import require_rope
-from mca_config.types import JsonObject
+from mca_config.suggestions import suggestion
+from mca_config.types import JsonObject, Typed, Values
 
-HeadKind = Literal["causal_lm", "sequence_classification", "token_classification"]
-"""Kind of Hugging Face class: ``...ForCausalLM``, ``...ForSequenceClassification``, ..."""
+T = TypeVar("T")
 DtypeName = Literal["float32", "bfloat16", "float16"]
 FILE_NAME = "mca_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class McaModelConfig(Layers):
+class McaModelConfig:
     """One model: the shapes of its weights and the computation of its layers.
 
-    Fields have Megatron's ``TransformerConfig`` names; fields without a Megatron name have HF's.
-    Values are resolved: no field means "look it up in the HF config".
+    Each feature has a section; an optional section is None where the model lacks the feature. Fields have Megatron's
+    ``TransformerConfig`` names; fields without a Megatron name have HF's. Field names are unique over all sections, so
+    that a flat dict of values describes a model too (:meth:`from_fields`). Values are resolved: no field means "look it
+    up in the HF config".
     """
 
     model_type: str
     """HF ``model_type``; selects the template."""
-    hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    """Key/value heads."""
-    kv_channels: int
-    """Head dimension."""
-    vocab_size: int
+    num_layers: Layers
+    """Decoder layers, multi-token-prediction layers not counted."""
+    hidden_size: Width
+    vocab_size: Width
     """True vocabulary rows, before padding to a multiple of tp."""
-    max_position_embeddings: int
+    max_position_embeddings: Positions
     dtype: DtypeName = "float32"
     """dtype of the weights on disk."""
-
-    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
-    layernorm_epsilon: float = 1e-6
-    layernorm_zero_centered_gamma: bool = False
-    norm_weight: bool = True
-    """Layer norms and the final norm have weights."""
-    norm_bias: bool = True
-    """LayerNorms have biases too."""
-    embedding_norm: bool = False
-    """A norm without weights follows the word embedding."""
-    parallel_block: Literal["none", "one_norm", "two_norms"] = "none"
-    """Attention and MLP run in parallel on the same input, after one shared norm or two separate norms."""
-    gated_linear_unit: bool = True
-    hidden_act: str = "silu"
-    """HF activation name."""
-    add_bias_linear: bool = False
-    add_qkv_bias: bool = False
-    add_bias_attention: bool | None = None
-    """Biases on the linear layers of attention, including the output projection; None: as ``add_bias_linear``."""
-    output_bias: bool = False
-    """The output layer adds a bias to the logits."""
-    qk_layernorm: bool = False
-    qk_layernorm_full_width: bool = False
-    """The norms of q and k span all heads together and have a weight for each channel of each head."""
-    qk_layernorm_after_rope: bool = False
-    """q and k are normalised after RoPE, not before; layers without RoPE have no such norm."""
-    qk_layernorm_per_head: bool = False
-    """The norms of q and k have separate weights for each head, without biases."""
-    qk_layernorm_weight: bool = True
-    value_channels: int | None = None
-    """Value channels of a head; None: ``kv_channels``."""
-    values_are_keys: bool = False
-    """The values are the keys before their norm: there is no value projection."""
-    value_norm: bool = False
-    """Values pass a norm without weights."""
-    value_scale: float = 1.0
-    """Factor on values."""
-    layer_scalar: bool = False
-    """The output of each layer is multiplied by a per-layer scalar that is not trained."""
-    per_layer_input_size: int = 0
-    """Channels of the per-layer embedding, which each layer takes in addition to the hidden states; 0: none."""
-    clip_qkv: float | None = None
-    """Queries, keys and values are clipped to plus or minus this value before RoPE; None: no clipping."""
-    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
-    """Norms before attention and MLP, after them (before the residual is added), or both."""
-    attention_output_gate: bool = False
-    """A sigmoid gate, projected together with q, multiplies each head's output."""
-    softmax_scale: float | None = None
-    """Factor on attention scores; None: ``kv_channels ** -0.5``."""
-    softmax_type: Literal["vanilla", "learnable"] = "vanilla"
-    """``learnable``: each head has an attention sink, a learned logit in addition to those of its keys."""
-    attn_logit_softcapping: float | None = None
-    """Soft cap c of attention scores: ``c * tanh(x / c)``; None: no cap."""
-    attn_temperature: JsonObject | None = None
-    """``beta``, ``length``, ``first`` of the query temperature: queries at position p are multiplied by
-    ``1 + beta ln(1 + floor((p + first) / length))``, only in layers without RoPE if there are any; None: no factor."""
-    attention_chunk_size: int | None = None
-    """Chunk length of ``chunked_attention`` layers, in which a query attends only within its chunk."""
-    final_logit_softcapping: float | None = None
-    """Soft cap of the output layer's logits; None: no cap."""
-    glu_linear_offset: float = 0.0
-    """Offset of the up half of a gated MLP: ``activation(gate) * (up + offset)``."""
-    activation_func_clamp_value: float | None = None
-    """Upper limit of the gate, and limit of the up half on both sides; None: no clamp."""
-    mlp_multipliers: tuple[float, ...] | None = None
-    """Factors on the gate of an MLP and on its output; None: no factors."""
-    embedding_multiplier: float = 1.0
-    """Factor on the word embeddings, rounded to their dtype."""
-    residual_multiplier: float = 1.0
-    """Factor on the outputs of attention and MLP before the residual addition."""
-    logits_scaling: float = 1.0
-    """Divisor of the output layer's logits."""
-    tie_word_embeddings: bool = False
-    """The output layer shares the embedding's weight."""
-    head: HeadKind = "causal_lm"
-    """Kind of head: language-model logits, or sequence- or token-classification logits."""
-    num_labels: int | None = None
-    """Outputs of a classification head; None: the head is a language-model head."""
-    pad_token_id: int | None = None
-    """Token whose input embedding gets no gradient; None: all tokens get one."""
-    init_method_std: float = 0.02
-    attention_dropout: float = 0.0
-    hidden_dropout: float = 0.0
-    """Dropout of the outputs of attention and MLP before the residual addition."""
-    embedding_dropout: float = 0.0
-    """Dropout of embeddings, used only if ``hidden_dropout`` is above 0 too."""
-    learned_positions: bool = False
-    """Learned position embeddings are added to the word embeddings; there is no RoPE."""
-    alibi: bool = False
-    """ALiBi instead of RoPE: a per-head slope times the key position is added to the attention scores."""
-    embedding_layernorm: bool = False
-    """A norm with weights follows the embeddings."""
-    position_offset: int = 0
-    """Rows of the position embedding before the row of the first position."""
-
-    rotary_base: float = 10000.0
-    rotary_percent: float = 1.0
-    rotary_interleaved: bool = False
-    rotary_backwards: bool = False
-    """RoPE rotates pairs of channels by negative angles."""
-    rope_scaling: JsonObject | None = None
-    """HF's RoPE parameters without ``rope_theta`` (``rope_type``, ``factor``, ...); None: unscaled."""
-    rotary_base_local: float | None = None
-    """Base of the unscaled RoPE of ``sliding_attention`` layers; None: all layers use the same RoPE."""
-    no_rope_freq: tuple[int, ...] | None = None
-    """1 for each decoder layer without RoPE, 0 for one with; None: all layers have RoPE."""
-    window_size: int | None = None
-    """Tokens in the window of a sliding-window layer, including the query; None: full causal attention."""
-    index_blocks: JsonObject | None = None
-    """Block selection of ``sparse_attention`` layers: an index query of ``channels`` for each key/value head selects
-    ``topk`` blocks of ``size`` keys, always with the last ``local`` blocks; None: there are no such layers."""
-
-    linear_conv_kernel_dim: int | None = None
-    """Kernel size of the causal convolution in ``linear_attention`` layers (gated delta net); None: no such layers."""
-    linear_num_key_heads: int | None = None
-    linear_num_value_heads: int | None = None
-    linear_key_head_dim: int | None = None
-    linear_value_head_dim: int | None = None
-    linear_channel_decay: bool = False
-    """Per-channel decay of keys and low-rank gates (Kimi Delta Attention)."""
-    linear_beta_factor: float = 1.0
-    """Factor on beta, the sigmoid write strength of the delta rule."""
-    linear_norm_epsilon: float | None = None
-    """Epsilon of the output norm of linear attention; None: ``layernorm_epsilon``."""
-
-    mamba_num_heads: int | None = None
-    """Heads of ``mamba`` layers (Mamba-2); None: there are no such layers."""
-    mamba_head_dim: int | None = None
-    mamba_num_groups: int | None = None
-    """Groups of heads with the same B and C."""
-    mamba_state_dim: int | None = None
-    """State channels for each channel of a head."""
-    mamba_conv_kernel_dim: int | None = None
-    mamba_conv_bias: bool = True
-    mamba_least_step: float = 0.0
-    """Lower limit of the time step dt."""
-    mamba_norm: Literal["gated", "before_gate", "none"] = "gated"
-    """Norm of the Mamba output: together with its gate, before the gate, or none."""
-    mamba_multipliers: tuple[float, ...] | None = None
-    """Factors on the parts of the input projection (z, x, B, C, dt) and on the output; None: no factors."""
-    mamba_beside_attention: bool = False
-    """Every layer with attention has a parallel Mamba mixer on the same input, and both outputs are added."""
-    attention_out_multiplier: float = 1.0
-    """Factor on the attention output of layers with a parallel Mamba mixer."""
-
-    num_moe_experts: int | None = None
-    moe_layer_freq: tuple[int, ...] | None = None
-    """1 for each decoder layer with experts, 0 for a dense one; None: all layers have ``num_moe_experts`` experts."""
-    moe_ffn_hidden_size: int | None = None
-    moe_latent_size: int | None = None
-    """Input and output size of routed experts, with projections from and to ``hidden_size``; None: no projections."""
-    moe_router_topk: int = 2
-    moe_router_pre_softmax: bool = False
-    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
-    moe_router_enable_expert_bias: bool = False
-    moe_router_num_groups: int | None = None
-    moe_router_group_topk: int | None = None
-    moe_router_group_score: Literal["top_sum", "max"] = "top_sum"
-    """Score of an expert group: the sum of its two highest expert scores, or its highest one."""
-    moe_router_topk_scaling_factor: float | None = None
-    moe_router_normalised: bool = True
-    """The sigmoid scores of a token's experts are divided by their sum."""
-    sparse_mixer_jitter: float | None = None
-    """Threshold of SparseMixer, which in training samples two experts near the highest logit; None: top-k router."""
-    input_jitter_noise: float = 0.0
-    """Noise on the inputs of a SparseMixer router and of its experts in training."""
-    moe_apply_probs_on_input: bool = False
-    """The router weight multiplies the input of an expert instead of its output."""
-    moe_shared_expert_intermediate_size: int | None = None
-    moe_shared_expert_gate: bool = False
-    moe_shared_expert_mean: bool = False
-    """The outputs of the shared expert and the routed experts are averaged instead of added."""
-    experts_beside_mlp: bool = False
-    """The shared expert is the layer's MLP: it and the routed experts have separate norms, and the router has learned
-    factors."""
-    moe_shortcut: bool = False
-    """Shortcut MoE: layers form pairs, and the routed output of the first layer is added after the second layer, while
-    the output of its MLP, the shared expert, is added at once."""
-    moe_identity_experts: int = 0
-    """Identity (zero-compute) experts without weights; they come after the other experts in the router."""
-    moe_aux_loss_coeff: float = 0.0
-    """HF's ``router_aux_loss_coef``, for one loss over all layers; the arguments have Megatron's, for each layer."""
-    moe_router_load_balancing_type: str = "none"
-    mtp_num_layers: int = 0
-    mtp_before_final_norm: bool = False
-    """MTP layers take the output of the last decoder layer without the final norm."""
-
+    init_method_std: NotNegative = 0.02
+    layer_types: tuple[str, ...] | None = None
+    """HF's type of each decoder layer (``full_``, ``sliding_``, ``chunked_``, ``sparse_`` or ``linear_attention``), or
+    ``mamba``; with ``single_blocks`` also ``mlp`` and ``moe``; None: all layers are equal (sliding if
+    ``window_size``)."""
+    layer_type_overrides: JsonObject | None = None
+    """Overrides of fields of any section, by layer type (see ``layer_types``); None: there are none."""
     text_model_type: str | None = None
     """HF ``model_type`` of the language model of a vision-language model."""
-    vision: JsonObject | None = None
-    """Fields of ``config.json`` about the vision tower, its parameter prefix and its tokens; None: no vision tower."""
-    mrope_section: tuple[int, ...] | None = None
-    """M-RoPE: numbers of rotated channel pairs for the time, row and column of a token; None: one position."""
-    mrope_interleaved: bool = False
-    """Channel pairs of time, row and column alternate instead of forming three blocks."""
-    deepstack_layers: int = 0
-    """Number of first decoder layers after which features of inner vision layers are added to image tokens."""
+
+    attention: Attention
+    mlp: Mlp
+    rope: Rope = field(default_factory=Rope)
+    norm: Norm = field(default_factory=Norm)
+    block: Block = field(default_factory=Block)
+    embedding: Embedding = field(default_factory=Embedding)
+    head: OutputHead = field(default_factory=OutputHead)
+    mtp: Mtp = field(default_factory=Mtp)
+    moe: Moe | None = None
+    mla: Mla | None = None
+    dsa: Dsa | None = None
+    block_sparse_attention: BlockSparseAttention | None = None
+    linear_attention: LinearAttention | None = None
+    mamba: Mamba | None = None
+    shared_kv: SharedKv | None = None
+    per_layer_embedding: PerLayerEmbedding | None = None
+    mrope: MRope | None = None
+    vision: Vision | None = None
 
     extra: JsonObject = field(default_factory=dict)
     """Family-specific values without a Megatron name, under HF's names."""
@@ -252,48 +112,177 @@ class McaModelConfig(Layers):
 
     def __post_init__(self) -> None:
         require_numbers(self)
-        require_bounded(vars(self))
-        require_consistent(vars(self))
+        problems = [*self._problems()]
+        for section in self._sections().values():
+            problems += section.problems(self)
+        if problems:
+            raise McaError("; ".join(problems))
+
+    def _problems(self) -> Iterator[str]:
+        yield from require_entries("layer_types", self.layer_types, self.num_layers)
+        yield from require_matrix(("hidden_size", self.hidden_size), ("vocab_size", self.vocab_size))
+
+    @classmethod
+    def from_fields(cls, **values: Typed) -> Self:
+        """Return the configuration with these flat fields, e.g. ``kv_channels=64`` for ``attention.kv_channels``.
+
+        An optional section is made if its key field (see `SECTIONS`) is given; fields of other sections are dropped.
+
+        Raises:
+            McaError: Values are out of range or contradict each other; the message names all of them.
+        """
+        own, groups = group_fields(values)
+        made: JsonObject = {}
+        problems: list[str] = []
+        for name, group in groups.items():
+            try:
+                made[name] = None if group is None else SECTIONS[name].cls(**group)
+            except McaError as error:
+                problems.append(str(error))
+        if problems:
+            raise McaError("; ".join([*range_problems(own, numeric_fields(cls)), *problems]))
+        return cls(**own, **made)
+
+    def to_fields(self) -> JsonObject:
+        """Return the flat fields of the model and its sections, and the key fields of the sections that it lacks."""
+        flat = {name: value for name, value in fields.to_json(self).items() if name not in SECTIONS}
+        flat |= {entry.key: entry.absent[0] for entry in SECTIONS.values() if entry.key is not None}
+        for section in self._sections().values():
+            flat |= fields.to_json(section)
+        return flat
+
+    def replace_fields(self, **changes: Typed) -> Self:
+        """Return this configuration with changed flat fields, as for :meth:`from_fields`."""
+        return self.from_fields(**(self.to_fields() | changes))
+
+    def _sections(self) -> dict[str, Section]:
+        """Return the sections that the model has."""
+        sections = {name: getattr(self, name) for name in SECTIONS}
+        return {name: section for name, section in sections.items() if section is not None}
 
     @property
     def has_custom_norms(self) -> bool:
         """Return whether layer norms are mca's modules, which Transformer Engine cannot fuse into a linear layer."""
-        biased = self.normalization == "RMSNorm" or self.norm_bias
-        shared = self.parallel_block != "none" or self.mamba_beside_attention
-        return shared or not self.norm_weight or not biased
+        norm = self.norm
+        biased = norm.normalization == "RMSNorm" or norm.norm_bias
+        shared = self.block.parallel_block != "none" or self.has_parallel_mamba
+        return shared or not norm.norm_weight or not biased
+
+    @property
+    def has_parallel_mamba(self) -> bool:
+        """Return whether layers with attention have a parallel Mamba mixer."""
+        return self.mamba is not None and self.mamba.mamba_beside_attention
 
     @property
     def attention_biases(self) -> bool:
         """Return whether all linear layers of attention have biases."""
-        return self.add_bias_linear if self.add_bias_attention is None else self.add_bias_attention
+        own = self.attention.add_bias_attention
+        return self.mlp.add_bias_linear if own is None else own
 
     @property
-    def value_width(self) -> int:
-        """Value channels of a head."""
-        return self.kv_channels if self.value_channels is None else self.value_channels
+    def rotated_channels(self) -> int:
+        """Channels of a query or key head that RoPE rotates."""
+        if self.mla is not None:
+            return self.mla.qk_pos_emb_head_dim
+        return int(self.attention.kv_channels * self.rope.rotary_percent)
 
     @property
     def has_custom_qkv(self) -> bool:
         """Return whether q, k and v differ from Megatron's, or between layers."""
-        custom = self.values_are_keys or self.value_norm or self.value_scale != 1.0
-        custom = custom or self.takes_keys or self.num_kv_shared_layers > 0
-        by_layer = any(set(changes) - {"norm_placement"} for changes in (self.of_kind or {}).values())
-        return custom or by_layer or self.value_width != self.kv_channels
-
-    def is_moe_layer(self, layer: int) -> bool:
-        """Return whether decoder ``layer`` has experts."""
-        flags = self.moe_layer_freq
-        return self.num_moe_experts is not None and (flags is None or bool(flags[layer]))
+        own = self.attention
+        custom = own.values_are_keys or own.value_norm or own.value_scale != 1.0
+        custom = custom or self.shared_kv is not None
+        by_layer = any(
+            set(changes) - {"norm_placement"} for changes in (self.layer_type_overrides or {}).values()
+        )
+        return custom or by_layer or own.value_width != own.kv_channels
 
     @property
-    def num_router_choices(self) -> int:
-        """Outputs of the router: experts with weights and identity experts."""
-        return (self.num_moe_experts or 0) + self.moe_identity_experts
+    def num_experts(self) -> int:
+        """Routed experts with weights of an MoE layer; 0: the model has none."""
+        return 0 if self.moe is None else self.moe.num_moe_experts
+
+    @property
+    def vision_fields(self) -> JsonObject | None:
+        """Fields of ``config.json`` about the vision tower; None: the model has none."""
+        return None if self.vision is None else self.vision.vision_fields
+
+    @property
+    def mtp_num_layers(self) -> int:
+        """MTP layers; 0: the model has none."""
+        return self.mtp.mtp_num_layers
+
+    @property
+    def takes_keys(self) -> bool:
+        """Return whether this is the configuration of a layer with shared KV, which projects only queries."""
+        return self.shared_kv is not None and self.shared_kv.takes_keys
 
     @property
     def padded_vocab_size(self) -> int:
         """Vocabulary rows of all tensor-parallel ranks: ``vocab_size`` rounded up to a multiple of tp."""
         return -(-self.vocab_size // self.layout.tp) * self.layout.tp
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Return whether decoder ``layer`` has experts."""
+        return self.moe is not None and (
+            self.moe.moe_layer_freq is None or bool(self.moe.moe_layer_freq[layer])
+        )
+
+    def layer_config(self, layer: int) -> Self:
+        """Return this configuration with the fields of decoder ``layer``."""
+        kind = self._kind(layer), self.kv_source_layer(layer) is not None
+        if kind not in self._by_kind:
+            self._by_kind[kind] = self._make_layer_config(*kind)
+        return self._by_kind[kind]
+
+    @cached_property
+    def _by_kind(self) -> dict[tuple[str | None, bool], Self]:
+        """Cache of :meth:`layer_config`, which runs for every parameter and whose results check all fields."""
+        return {}
+
+    def _make_layer_config(self, kind: str | None, takes_keys: bool) -> Self:
+        changes = {**((self.layer_type_overrides or {}).get(kind or "") or {})}
+        if takes_keys and self.shared_kv is not None:
+            width = self.mlp.ffn_hidden_size * (2 if self.shared_kv.double_wide_mlp else 1)
+            changes |= {"takes_keys": True, "double_wide_mlp": False, "ffn_hidden_size": width}
+        return self.replace_fields(layer_type_overrides=None, **changes) if changes else self
+
+    def kinds(self) -> list[Self]:
+        """Return one configuration for each distinct kind of layer."""
+        if not (self.layer_type_overrides and self.layer_types) and self.shared_kv is None:
+            return [self]
+        first: dict[tuple[str | None, bool], int] = {}
+        for layer in range(self.num_layers):
+            first.setdefault((self._kind(layer), self.kv_source_layer(layer) is not None), layer)
+        return [self.layer_config(layer) for layer in first.values()]
+
+    def kv_source_layer(self, layer: int) -> int | None:
+        """Return the decoder layer whose keys and values ``layer`` shares; None: it projects its own."""
+        first_shared = self.num_layers - (
+            0 if self.shared_kv is None else self.shared_kv.num_kv_shared_layers
+        )
+        if layer < first_shared:
+            return None
+        return max(other for other in range(first_shared) if self._kind(other) == self._kind(layer))
+
+    def is_linear_layer(self, layer: int) -> bool:
+        """Return whether decoder ``layer`` has linear attention (a gated delta net)."""
+        return self._kind(layer) == "linear_attention"
+
+    def is_mamba_layer(self, layer: int) -> bool:
+        """Return whether decoder ``layer`` is a Mamba layer."""
+        return self._kind(layer) == "mamba"
+
+    def has_attention(self, layer: int) -> bool:
+        """Return whether decoder ``layer`` has attention, or a replacement for it (linear attention, Mamba)."""
+        return not self.block.single_blocks or self._kind(layer) not in ("mlp", "moe")
+
+    def has_mlp(self, layer: int) -> bool:
+        """Return whether decoder ``layer`` has an MLP, dense or MoE."""
+        return not self.block.single_blocks or not self.has_attention(layer)
+
+    def _kind(self, layer: int) -> str | None:
+        return self.layer_types[layer] if self.layer_types else None
 
     def pipeline_plan(self) -> PipelinePlan:
         """Return the assignment of layers to the pipeline ranks and virtual stages of :attr:`layout`."""
@@ -305,7 +294,7 @@ class McaModelConfig(Layers):
         Only tp, the layers of each pipeline rank and, with experts, ep and etp matter.
         """
         first, second = self.layout, other.layout
-        experts = self.num_moe_experts is not None and (first.ep, first.etp) != (second.ep, second.etp)
+        experts = self.moe is not None and (first.ep, first.etp) != (second.ep, second.etp)
         return first.tp == second.tp and not experts and self._layers_by_rank() == other._layers_by_rank()
 
     def _layers_by_rank(self) -> list[tuple[set[int], set[int]]]:
@@ -318,6 +307,7 @@ class McaModelConfig(Layers):
     def to_dict(self) -> JsonObject:
         """Return the contents of ``mca_config.json``."""
         model = fields.to_json(self)
+        model |= {name: fields.to_json(section) for name, section in self._sections().items()}
         layout, hf_config = fields.to_json(model.pop("layout")), model.pop("hf_config")
         return {"mca_version": VERSION, "model": model, "layout": layout, "hf_config": hf_config}
 
@@ -327,21 +317,24 @@ class McaModelConfig(Layers):
 
     @staticmethod
     def from_dict(document: JsonObject, where: str = FILE_NAME) -> "McaModelConfig":
-        """Read the output of :meth:`to_dict` of any class, or of ROLL's mcore_adapter; ``where`` names it in errors."""
+        """Read the output of :meth:`to_dict`, or of ROLL's mcore_adapter; ``where`` names it in errors."""
         if "mca_version" not in document and _roll.is_roll(document):
+            require_ranges(document)  # before lists of the stated lengths are allocated
             document = _roll.document_from_roll(document, where)
+            own, groups = group_fields(document["model"])
+            document["model"] = own | groups
         else:
             require_same_family(document, where)
         require_document(document, where)
         model = {**document["model"], "hf_config": document["hf_config"]}
         model["layout"] = fields.from_json(ParallelLayout, document["layout"], f"{where}: layout")
-        cls = MlaMcaModelConfig if "kv_lora_rank" in model else McaModelConfig
         try:
-            config = fields.from_json(cls, model, f"{where}: model")
-            for kind, changes in (config.of_kind or {}).items():
-                require_object(changes, f"of_kind {kind}")
-                fields.from_json(cls, {**model, "of_kind": None, **changes}, f"{where}: of_kind {kind}")
-            require_rope(config.rope_scaling)
+            config = _read_model(model, f"{where}: model")
+            for kind, changes in (config.layer_type_overrides or {}).items():
+                place = f"{where}: layer_type_overrides {kind}"
+                require_object(changes, f"layer_type_overrides {kind}")
+                own, groups = group_fields(config.to_fields() | {"layer_type_overrides": None} | changes)
+                _read_model(own | groups, place)
         except McaError as error:
             raise with_location(error, where) from None
         return config
@@ -364,28 +357,53 @@ class McaModelConfig(Layers):
         return McaModelConfig.from_json(text, str(path))
 
 
-@dataclass(frozen=True, kw_only=True)
-class MlaMcaModelConfig(McaModelConfig):
-    """A model with multi-head latent attention."""
+def _read_model(model: JsonObject, where: str) -> McaModelConfig:
+    """Return the configuration of ``model``, whose sections are JSON objects."""
+    if stray := [key for key in model if key in SECTION_OF]:
+        raise McaError(
+            f"{where}: {stray[0]} is a field of section {SECTION_OF[stray[0]]}; an unreleased version of mca wrote "
+            "this file, convert the model again"
+        )
+    made: JsonObject = {}
+    problems: list[str] = []
+    for name, entry in SECTIONS.items():
+        value: Typed = model.get(name)
+        if value is None and (entry.key is not None or name not in model):
+            continue
+        try:
+            require_object(value, name)
+            made[name] = _read(entry.cls, value, f"{where}.{name}")
+        except McaError as error:
+            problems += list_problems(error) if len(list_problems(error)) > 1 else [str(error)]
+    raise_problems(problems, where)
+    return _read(McaModelConfig, model | made, where)
 
-    q_lora_rank: int | None = None
-    kv_lora_rank: int
-    qk_head_dim: int
-    """No-rope channels of a query or key head."""
-    qk_pos_emb_head_dim: int
-    v_head_dim: int
-    rotary_halves: bool = False
-    """Checkpoints store RoPE channels as two halves, while Megatron interleaves the channels of a pair."""
-    query_multiplier: float = 1.0
-    """Factor on queries."""
-    latent_multiplier: float = 1.0
-    """Factor on the compressed keys and values after their norm, but not on the RoPE channels of keys."""
-    index_topk: int | None = None
-    """Keys that the indexer selects for each query; None: full causal attention."""
-    index_num_heads: int | None = None
-    index_head_dim: int | None = None
-    index_rotary_interleaved: bool = False
-    """The RoPE of the indexer interleaves the channels of a pair."""
+
+def _read(cls: type[T], values: JsonObject, where: str) -> T:
+    """Return an instance of ``cls`` from JSON values; an unknown key is named with a similar one."""
+
+    def unknown(key: str, known: Iterable[str]) -> str:
+        if key in SECTION_OF:
+            return f"{key} is a field of section {SECTION_OF[key]}"
+        advice = "remove it, or read the file with the version of mca that wrote it"
+        return f"unknown key {key}{suggestion(key, known, advice)}"
+
+    (made,) = fields.build([cls], values, where=where, unknown=unknown, words=False)
+    return cast(T, made)
+
+
+def require_ranges(values: Values) -> None:
+    """Check that flat fields are in range, before anything of the size that they state is allocated.
+
+    Raises:
+        McaError: Fields are out of range; the message names all of them.
+    """
+    own, groups = group_fields(values)
+    problems = [*range_problems(own, numeric_fields(McaModelConfig))]
+    for name, group in groups.items():
+        problems += range_problems(group or {}, numeric_fields(SECTIONS[name].cls))
+    if problems:
+        raise McaError("; ".join(problems))
 
 
 def training_dtype(config: McaModelConfig, args: object) -> DtypeName:

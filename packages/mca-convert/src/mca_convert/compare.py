@@ -4,7 +4,6 @@ Models are read in the order of the Hugging Face tensors, so differences have Hu
 are compared under PEFT's names, without their base models.
 """
 
-import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from mca_models.storage.source import ModelSource
 from mca_models.weights import Param
 from mca_models.weights.arrays import NumpyArray
 
-_SAME_MODEL_MAY_DIFFER = {"layout", "hf_config", "extra", "dtype", "vision"}
+_SAME_MODEL_MAY_DIFFER = {"layout", "hf_config", "extra", "dtype", "vision_fields"}
 _SAYS_NOTHING = frozenset(
     "dtype torch_dtype model_type architectures _name_or_path transformers_version initializer_range "
     "return_dict output_attentions output_hidden_states use_cache chunk_size_feed_forward "
@@ -213,12 +212,11 @@ def _different_models(first: ModelSource, second: ModelSource, tolerance: float 
 
 
 def _different_fields(first: McaModelConfig, second: McaModelConfig) -> Iterator[tuple[str, Typed, Typed]]:
-    names = {item.name for config in (first, second) for item in dataclasses.fields(config)}
-    for name in sorted(names - _SAME_MODEL_MAY_DIFFER):
-        mine, its = (vars(config).get(name) for config in (first, second))
-        if mine != its:
-            yield name, mine, its
-    yield from _different_keys("", first.vision or {}, second.vision or {})
+    mine, its = first.to_fields(), second.to_fields()
+    for name in sorted((mine.keys() | its.keys()) - _SAME_MODEL_MAY_DIFFER):
+        if mine.get(name) != its.get(name):
+            yield name, mine.get(name), its.get(name)
+    yield from _different_keys("", first.vision_fields or {}, second.vision_fields or {})
 
 
 def _different_keys(where: str, first: Values, second: Values) -> Iterator[tuple[str, Typed, Typed]]:

@@ -94,7 +94,7 @@ def _model(path: Path, kind: CheckpointKind, found: Inspection, top: int, limits
     if isinstance(source, HfSource):
         _quantisation(path, found)
     found.facts["parameters"] = sum(prod(source.full_shape(param)) for param in source.params)
-    if source.config.vision is not None:
+    if source.config.vision_fields is not None:
         found.facts["vision parameters"] = sum(
             prod(source.full_shape(param)) for param in source.params if param.stage is Stage.VISION
         )
@@ -137,19 +137,22 @@ def _unsupported(config: JsonObject) -> str | None:
 
 def _describe(config: McaModelConfig, found: Inspection) -> None:
     found.facts["model_type"] = config.model_type
-    if config.num_labels is None:
+    if config.head.num_labels is None:
         found.facts["architecture"] = get_family(config.model_type).architecture
     else:
-        found.facts["architecture"] = class_name(config.model_type, config.head)
-        found.facts["head"] = f"{config.head.replace('_', ' ')}, {counted(config.num_labels, 'label')}"
+        found.facts["architecture"] = class_name(config.model_type, config.head.head_kind)
+        found.facts["head"] = (
+            f"{config.head.head_kind.replace('_', ' ')}, {counted(config.head.num_labels, 'label')}"
+        )
     found.facts["dtype"] = config.dtype
-    sizes = [(what, getattr(config, name, None)) for name, what in _SIZES]
+    flat = config.to_fields()
+    sizes = [(what, flat.get(name)) for name, what in _SIZES]
     found.facts["sizes"] = ", ".join(f"{what} {value}" for what, value in sizes if value)
-    found.sizes |= {name: value for name, _ in _SIZES if (value := getattr(config, name, None)) is not None}
-    found.facts["tied head"] = "yes" if config.tie_word_embeddings else "no"
-    if config.vision is not None:
+    found.sizes |= {name: value for name, _ in _SIZES if (value := flat.get(name)) is not None}
+    found.facts["tied head"] = "yes" if config.head.tie_word_embeddings else "no"
+    if config.vision_fields is not None:
         found.facts["text part"] = config.text_model_type
-        found.facts["vision part"] = _vision_sizes(config.vision["vision_config"])
+        found.facts["vision part"] = _vision_sizes(config.vision_fields["vision_config"])
 
 
 def _vision_sizes(vision: JsonObject) -> str:

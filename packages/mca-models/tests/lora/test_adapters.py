@@ -55,7 +55,7 @@ def saved(request: Any, tmp_path_factory: Any) -> tuple[Path, Path]:
 
 
 def layouts(base: Path) -> list[ParallelLayout]:
-    return DENSE_LAYOUTS + (EXPERT_LAYOUTS if open_checkpoint(base).config.num_moe_experts else [])
+    return DENSE_LAYOUTS + (EXPERT_LAYOUTS if open_checkpoint(base).config.num_experts else [])
 
 
 @DEFAULT

@@ -271,7 +271,7 @@ def test_an_adapter_with_other_rows_of_the_vocabulary_is_refused(rows: int, tmp_
         ):
             open_adapter(path, other)
     with pytest.raises(McaError, match=r"q_proj\.weight of its base model has shape"):
-        open_adapter(tmp_path / "mca", replace(model, num_query_groups=1))
+        open_adapter(tmp_path / "mca", model.replace_fields(num_query_groups=1))
     tensors = load_file(base / "model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = torch.cat([tensors[name], tensors[name]])[: other.vocab_size]

@@ -1,6 +1,5 @@
 """The pieces of families' own layers, one by one, without ranks."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -134,9 +133,9 @@ def test_families_without_layers_of_their_own_set_nothing() -> None:
 
 def test_megatrons_group_choice_is_off_where_ours_is_on() -> None:
     config = config_of("deepseek_v2")
-    assert config.moe_router_group_score == "max"
+    assert config.moe.moe_router_group_score == "max"
     assert settings(config)["moe_router_num_groups"] is None
-    assert "moe_router_num_groups" not in settings(replace(config, moe_router_group_score="top_sum"))
+    assert "moe_router_num_groups" not in settings(config.replace_fields(moe_router_group_score="top_sum"))
 
 
 @pytest.mark.parametrize("row", [2, -1])
@@ -146,7 +145,7 @@ def test_a_models_own_dropout_leaves_embeddings_and_its_padding_row_gets_no_grad
     model = SimpleNamespace(
         embedding=SimpleNamespace(word_embeddings=words, embedding_dropout=torch.nn.Dropout(0.3))
     )
-    config = replace(config_of("llama"), vocab_size=5, hidden_dropout=0.3, pad_token_id=row)
+    config = config_of("llama").replace_fields(vocab_size=5, hidden_dropout=0.3, pad_token_id=row)
     train_embedding_like_hf(model, config)
     assert model.embedding.embedding_dropout.p == 0
     words(torch.tensor([[1, 2, 4, 2]])).sum().backward()
@@ -162,11 +161,11 @@ def test_embeddings_with_a_padding_row_are_in_one_piece_under_sequence_paralleli
     words.reduce_scatter_embeddings, words.tp_group = True, SimpleNamespace(size=lambda: 2, rank=lambda: 1)
     words.forward = lambda ids: torch.ones(2, 3, 4)  # [seq / tp, batch, hidden] of ids [batch, seq]
     model = SimpleNamespace(embedding=SimpleNamespace(word_embeddings=words))
-    train_embedding_like_hf(model, replace(config_of("llama"), pad_token_id=0))
+    train_embedding_like_hf(model, config_of("llama").replace_fields(pad_token_id=0))
     assert words(torch.arange(12).view(3, 4)).is_contiguous()  # a pipeline stage cannot send strides
 
 
 def test_the_balancing_coefficient_counts_all_layers_together() -> None:
-    config = replace(config_of("qwen3_moe"), moe_aux_loss_coeff=0.6, moe_layer_freq=(0, 1, 1, 1))
+    config = config_of("qwen3_moe").replace_fields(moe_aux_loss_coeff=0.6, moe_layer_freq=(0, 1, 1, 1))
     assert aux_loss_coefficient(config) == pytest.approx(0.6 * 2 / 3)
-    assert aux_loss_coefficient(replace(config, moe_layer_freq=(0,) * 4)) == pytest.approx(1.2)
+    assert aux_loss_coefficient(config.replace_fields(moe_layer_freq=(0,) * 4)) == pytest.approx(1.2)

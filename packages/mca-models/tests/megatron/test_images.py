@@ -1,7 +1,6 @@
 """What keeps a model from taking images, which parts it has, and which channels follow which position."""
 
 import re
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +29,7 @@ def megatron(**settings: Any) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("case", "layout", "change", "message"),
     [
-        ("qwen3_vl", {}, {"vision": None}, "has no vision model"),
+        ("qwen3_vl", {}, {"vision_fields": None}, "has no vision model"),
         ("gemma3", {}, {"attn_logit_softcapping": 30.0}, "softcapping cannot be combined with images"),
         ("qwen3_5", {}, {"mtp_num_layers": 1}, "set mtp_num_layers to 0"),
         ("qwen3_vl", VIRTUAL, {}, "the first pipeline stage has 1 layer; .* the first 2"),
@@ -39,7 +38,7 @@ def megatron(**settings: Any) -> SimpleNamespace:
 def test_what_cannot_take_images_says_why(
     case: str, layout: dict[str, int], change: dict[str, Any], message: str
 ) -> None:
-    config = replace(config_from_hf(tiny_vision.described(case)), **change)
+    config = config_from_hf(tiny_vision.described(case)).replace_fields(**change)
     (problem,) = image_problems(config, ParallelLayout(**layout), megatron())
     assert re.search(message, problem)
 
@@ -96,8 +95,8 @@ def test_images_are_dealt_evenly(loads: list[int], ranks: int) -> None:
 @pytest.mark.parametrize(("case", "key"), [("qwen3_vl", "image_token_id"), ("gemma3", "image_token_index")])
 def test_placeholders_are_no_words(case: str, key: str) -> None:
     config = config_from_hf(tiny_vision.described(case))
-    assert config.vision is not None
-    place = config.vision[key]
+    assert config.vision_fields is not None
+    place = config.vision_fields[key]
     require_no_images(config, torch.tensor([[1, 2]]))
     with pytest.raises(McaError, match=f"input_ids have {place}, the placeholder of images"):
         require_no_images(config, torch.tensor([[1, place]]))

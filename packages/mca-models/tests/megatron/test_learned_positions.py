@@ -12,7 +12,9 @@ from mca_models.megatron import forward
 from mca_models.megatron.log_probs import forward as log_probs
 
 MODEL: Any = SimpleNamespace(
-    config=SimpleNamespace(learned_positions=True, max_position_embeddings=4, vision=None),
+    config=SimpleNamespace(
+        embedding=SimpleNamespace(learned_positions=True), max_position_embeddings=4, vision_fields=None
+    ),
     rank_context=SimpleNamespace(layout=ParallelLayout()),
 )
 

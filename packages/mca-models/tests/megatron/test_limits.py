@@ -10,7 +10,7 @@ import pytest
 from mca_config.arguments import MegatronArguments
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.model_config import McaModelConfig
 from mca_models.megatron import platform
 from mca_models.megatron.factory.execution import pipeline_settings
 from mca_models.megatron.factory.limits import require_supported
@@ -29,9 +29,9 @@ SIZES: dict[str, Any] = {
     "vocab_size": 100,
     "max_position_embeddings": 64,
 }
-DENSE = McaModelConfig(model_type="llama", **SIZES)
-MOE = McaModelConfig(model_type="qwen3_moe", num_moe_experts=4, **SIZES)
-MLA = MlaMcaModelConfig(
+DENSE = McaModelConfig.from_fields(model_type="llama", **SIZES)
+MOE = McaModelConfig.from_fields(model_type="qwen3_moe", num_moe_experts=4, **SIZES)
+MLA = McaModelConfig.from_fields(
     model_type="deepseek_v3",
     kv_lora_rank=16,
     qk_head_dim=8,
@@ -39,38 +39,38 @@ MLA = MlaMcaModelConfig(
     v_head_dim=16,
     **SIZES,
 )
-GROUPED = replace(
-    MOE,
+GROUPED = MOE.replace_fields(
     model_type="deepseek_v3",
     moe_router_score_function="sigmoid",
     moe_router_num_groups=2,
     moe_router_group_topk=1,
     moe_router_topk=3,
 )
-SHORTCUT = replace(
-    MOE,
+SHORTCUT = MOE.replace_fields(
     moe_shortcut=True,
     moe_identity_experts=2,
     moe_router_enable_expert_bias=True,
     moe_router_pre_softmax=True,
 )
-BESIDE = replace(MOE, experts_beside_mlp=True)
-CHANCES = replace(MOE, moe_router_pre_softmax=True)
+BESIDE = MOE.replace_fields(experts_beside_mlp=True)
+CHANCES = MOE.replace_fields(moe_router_pre_softmax=True)
 SINKHORN = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}
-INDEXED = replace(MLA, q_lora_rank=8, index_topk=4, index_num_heads=2, index_head_dim=8)
-PARALLEL = replace(DENSE, parallel_block="one_norm")
-WINDOWED = replace(DENSE, window_size=8)
-YARN = replace(
-    DENSE, rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+INDEXED = MLA.replace_fields(q_lora_rank=8, index_topk=4, index_num_heads=2, index_head_dim=8)
+PARALLEL = DENSE.replace_fields(parallel_block="one_norm")
+WINDOWED = DENSE.replace_fields(window_size=8)
+YARN = DENSE.replace_fields(
+    rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 )
-INTERLEAVED = replace(DENSE, rotary_interleaved=True)
-CAPPED = replace(DENSE, attn_logit_softcapping=2.0)
+INTERLEAVED = DENSE.replace_fields(rotary_interleaved=True)
+CAPPED = DENSE.replace_fields(attn_logit_softcapping=2.0)
 FUSED = {"bias_activation_fusion": True}
-GELU = replace(DENSE, hidden_act="gelu", gated_linear_unit=False)
-CLAMPED = replace(DENSE, activation_func_clamp_value=7.0)
-SHARED = replace(MOE, hidden_act="quick_gelu", glu_linear_offset=1.0, moe_shared_expert_intermediate_size=64)
-SINKS = replace(DENSE, softmax_type="learnable")
-TIED_PREDICTION = replace(DENSE, mtp_num_layers=1, tie_word_embeddings=True)
+GELU = DENSE.replace_fields(hidden_act="gelu", gated_linear_unit=False)
+CLAMPED = DENSE.replace_fields(activation_func_clamp_value=7.0)
+SHARED = MOE.replace_fields(
+    hidden_act="quick_gelu", glu_linear_offset=1.0, moe_shared_expert_intermediate_size=64
+)
+SINKS = DENSE.replace_fields(softmax_type="learnable")
+TIED_PREDICTION = DENSE.replace_fields(mtp_num_layers=1, tie_word_embeddings=True)
 BETWEEN = ParallelLayout(
     pipeline_model_parallel_size=3,
     virtual_pipeline_model_parallel_size=2,
@@ -143,15 +143,15 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
         "remove layernorm from recompute_modules",
     ),
     (SHORTCUT, TP2, {"moe_shared_expert_overlap": True}, "remove moe_shared_expert_overlap"),
-    (replace(DENSE, hidden_act="gelu"), TP2, FUSED, "no kernel for the MLPs"),
-    (replace(DENSE, hidden_act="quick_gelu"), TP2, FUSED, "no kernel for the MLPs"),
+    (DENSE.replace_fields(hidden_act="gelu"), TP2, FUSED, "no kernel for the MLPs"),
+    (DENSE.replace_fields(hidden_act="quick_gelu"), TP2, FUSED, "no kernel for the MLPs"),
     (
-        replace(MOE, hidden_act="quick_gelu", moe_layer_freq=(0, 1, 1, 1)),
+        MOE.replace_fields(hidden_act="quick_gelu", moe_layer_freq=(0, 1, 1, 1)),
         TP2,
         FUSED,
         "no kernel for the MLPs",
     ),
-    (replace(DENSE, mlp_multipliers=(2.0, 1.0)), TP2, FUSED, "no kernel for the MLPs"),
+    (DENSE.replace_fields(mlp_multipliers=(2.0, 1.0)), TP2, FUSED, "no kernel for the MLPs"),
     (SHORTCUT, TP2, {"moe_expert_capacity_factor": 1.0}, "remove moe_expert_capacity_factor"),
     (SHORTCUT, TP2, ENGINE | {"moe_token_dispatcher_type": "flex"}, "same number of experts"),
     (
@@ -186,7 +186,7 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
     (CHANCES, ParallelLayout(), SINKHORN | {"moe_aux_loss_coeff": 0.1}, "moe_aux_loss_coeff to 0"),
     (MOE, ParallelLayout(), SINKHORN, "and qwen3_moe otherwise"),
     (GROUPED, ParallelLayout(), SINKHORN, "and deepseek_v3 otherwise"),
-    (replace(CHANCES, sparse_mixer_jitter=0.01), ParallelLayout(), SINKHORN, "and qwen3_moe otherwise"),
+    (CHANCES.replace_fields(sparse_mixer_jitter=0.01), ParallelLayout(), SINKHORN, "and qwen3_moe otherwise"),
     (SHORTCUT, ParallelLayout(), SINKHORN, "and qwen3_moe otherwise"),
     (
         MOE,
@@ -222,12 +222,17 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
     (DENSE, VPP, FREEING | {"version": V17}, "before megatron-core 0.18"),
     *(
         (model, TP2, TE_ACTIVATION, "use_te_activation_func computes another activation")
-        for model in (GELU, CLAMPED, replace(GELU, hidden_act="relu"), replace(GELU, hidden_act="silu"))
+        for model in (
+            GELU,
+            CLAMPED,
+            GELU.replace_fields(hidden_act="relu"),
+            GELU.replace_fields(hidden_act="silu"),
+        )
     ),
     (GELU, TP2, OP_FUSER, "use_transformer_engine_op_fuser computes another activation"),
     (PARALLEL, TP2, OP_FUSER, "needs Transformer Engine's norm before each MLP"),
     (
-        replace(DENSE, norm_placement="post"),
+        DENSE.replace_fields(norm_placement="post"),
         TP2,
         OP_FUSER,
         "needs Transformer Engine's norm before each",
@@ -255,15 +260,15 @@ ACCEPTED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any]]] = [
     (DENSE, CP2, {"mtp_num_layers": 1}),
     (DENSE, CP2, {"mtp_num_layers": 1, "version": V19}),
     (CHANCES, ParallelLayout(), SINKHORN),
-    (replace(MOE, moe_router_topk=1, moe_router_score_function="sigmoid"), ParallelLayout(), SINKHORN),
+    (MOE.replace_fields(moe_router_topk=1, moe_router_score_function="sigmoid"), ParallelLayout(), SINKHORN),
     (
         MOE,
         ParallelLayout(),
         {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True},
     ),
-    (replace(TIED_PREDICTION, tie_word_embeddings=False), BETWEEN, {"overlap_p2p_comm": True}),
+    (TIED_PREDICTION.replace_fields(tie_word_embeddings=False), BETWEEN, {"overlap_p2p_comm": True}),
     (DENSE, TP2, FUSED),
-    (replace(MOE, hidden_act="quick_gelu"), TP2, FUSED),
+    (MOE.replace_fields(hidden_act="quick_gelu"), TP2, FUSED),
     (DENSE, TP2, {"gradient_accumulation_fusion": True, "device": "cuda"}),
     (DENSE, CP2, {"cp_comm_type": "p2p", **HALF}),
     (WINDOWED, ParallelLayout(), ENGINE),
@@ -280,7 +285,11 @@ ACCEPTED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any]]] = [
     (DENSE, PP2, CUDA | {"deallocate_pipeline_outputs": True}),
     (DENSE, TP2, TE_ACTIVATION),
     (DENSE, TP2, OP_FUSER),
-    (replace(SHARED, hidden_act="silu", glu_linear_offset=0.0), TP2, {"moe_shared_expert_overlap": True}),
+    (
+        SHARED.replace_fields(hidden_act="silu", glu_linear_offset=0.0),
+        TP2,
+        {"moe_shared_expert_overlap": True},
+    ),
     *((DENSE, TP2, TE_LOSS | {"engine": engine}) for engine in (None, (2, 11, 0))),
 ]
 

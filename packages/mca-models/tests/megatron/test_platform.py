@@ -58,7 +58,7 @@ CODES = {
         "from mca_models.megatron import AutoModel\n"
         "sizes = dict(hidden_size=8, ffn_hidden_size=16, num_layers=1, num_attention_heads=2, vocab_size=10,\n"
         "             num_query_groups=2, kv_channels=4, max_position_embeddings=8)\n"
-        "model = AutoModel.from_config(McaModelConfig(model_type='llama', **sizes))\n"
+        "model = AutoModel.from_config(McaModelConfig.from_fields(model_type='llama', **sizes))\n"
         "assert model.logits(torch.zeros(1, 4, dtype=torch.int64)).device.type == 'cpu'\n"
         "assert not torch.cuda.is_available() and torch.cuda.device_count() == 0\n"
     ),

@@ -19,8 +19,8 @@ from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.hf_writer import HfLayout
 from mca_models.quantization.hf_config import is_linear
 from mca_models.templates import FAMILIES, config_from_hf
+from mca_models.templates.parts.vision_tower import SPELLING
 from mca_models.templates.shapes import full_shape
-from mca_models.templates.vision_tower import SPELLING
 from mca_models.weights import Stage
 
 UNREAD = sorted(case for case, (kind, _) in tiny_hf.ALL.items() if FAMILIES[kind].fp8_unsupported)
@@ -55,7 +55,7 @@ def read_as_blocks(model: Any, config: McaModelConfig) -> set[str]:
         for name, module in model.named_modules()
         if (type(module) is nn.Linear or name.endswith(".experts")) and should_convert_module(name, left)
     )
-    tied = {"lm_head"} if config.tie_word_embeddings else set()  # which are read without blocks too
+    tied = {"lm_head"} if config.head.tie_word_embeddings else set()  # which are read without blocks too
     return set(replaced) - tied
 
 

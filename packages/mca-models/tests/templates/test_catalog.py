@@ -39,9 +39,10 @@ from mca_models.templates import FAMILIES, get_family
 before = set(sys.modules)
 assert len(FAMILIES) > 100 and "qwen3_moe" in FAMILIES
 assert not before & {f"mca_models.templates.{kind}" for kind in FAMILIES}
-get_family("llama")
+get_family("phi")
 new = sys.modules.keys() - before
-assert [name for name in new if hasattr(sys.modules[name], "FAMILY")] == ["mca_models.templates.llama"], new
+assert [name for name in new if hasattr(sys.modules[name], "FAMILY")] == ["mca_models.templates.phi"], new
+assert "mca_models.templates.llama_like" not in new
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 

@@ -24,9 +24,10 @@ def described(case: str, **different: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("case", ["llama", "qwen3_moe", "gpt_oss", "exaone4", "deepseek_v3", "gemma2"])
 def test_families_without_partial_rotary_rotate_all_of_a_head(case: str) -> None:
     assert (
-        config_from_hf(described(case, rope_parameters={**HALF, "rope_type": "default"})).rotary_percent == 1
+        config_from_hf(described(case, rope_parameters={**HALF, "rope_type": "default"})).rope.rotary_percent
+        == 1
     )
-    assert config_from_hf(described(case, rope_parameters=None, **HALF)).rotary_percent == 1
+    assert config_from_hf(described(case, rope_parameters=None, **HALF)).rope.rotary_percent == 1
 
 
 def test_a_partial_rotary_that_transformers_fails_with_is_refused() -> None:
@@ -38,14 +39,14 @@ def test_a_partial_rotary_that_transformers_fails_with_is_refused() -> None:
 @pytest.mark.parametrize("case", ["phi3", "minimax_m2", "glm4_moe", "qwen3_next", "qwen3_5_text"])
 def test_families_with_partial_rotary_keep_it(case: str) -> None:
     rope = {**HALF, "rope_type": "default"}
-    assert config_from_hf(described(case, rope_parameters=rope)).rotary_percent == 0.5
+    assert config_from_hf(described(case, rope_parameters=rope)).rope.rotary_percent == 0.5
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_gpt_oss_without_a_rope_has_its_own(key: str) -> None:
     found = config_from_hf(described("gpt_oss", **{key: None}))
     theirs = transformers.GptOssConfig.from_dict({key: None}).rope_parameters
-    assert {"rope_theta": found.rotary_base, **(found.rope_scaling or {})} == theirs
+    assert {"rope_theta": found.rope.rotary_base, **(found.rope.rope_scaling or {})} == theirs
 
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
@@ -98,17 +99,17 @@ def test_ropes_are_those_that_transformers_makes_of_a_file(case: str, said: dict
     theirs = described_so.rope_parameters
     theirs = theirs.get("full_attention", theirs)
     kind = theirs["rope_type"]
-    assert (found.rotary_base, (found.rope_scaling or {}).get("rope_type", "default")) == (
+    assert (found.rope.rotary_base, (found.rope.rope_scaling or {}).get("rope_type", "default")) == (
         theirs["rope_theta"],
         kind,
     )
     table = FAMILIES[found.model_type].config
     assert isinstance(table, ConfigTable)
     if table.partial_rotary:
-        assert found.rotary_percent == theirs.get("partial_rotary_factor", 1.0)
+        assert found.rope.rotary_percent == theirs.get("partial_rotary_factor", 1.0)
     if kind in ("yarn", "llama3", "longrope"):
         key = "original_max_position_embeddings"
-        assert (found.rope_scaling or {})[key] == theirs[key]
+        assert (found.rope.rope_scaling or {})[key] == theirs[key]
 
 
 @pytest.mark.parametrize("case", ["mellum", "mimo_v2_flash", "gemma4_text"])
@@ -137,7 +138,7 @@ def test_ropes_of_kinds_that_differ_in_more_than_their_base_are_refused(
     }
     hf = described("mimo_v2_flash", rope_parameters=ropes)
     if reported is None:
-        assert (config_from_hf(hf).rope_scaling or {})["rope_type"] == full["rope_type"]
+        assert (config_from_hf(hf).rope.rope_scaling or {})["rope_type"] == full["rope_type"]
         return
     with pytest.raises(McaError, match=reported):
         config_from_hf(hf)
@@ -148,8 +149,8 @@ def test_queries_grow_from_the_context_beside_the_rope() -> None:
     found = config_from_hf(
         described("ministral3", rope_parameters={**rope, "factor": 2.0}, rope_scaling=rope, **BESIDE)
     )
-    assert (found.attn_temperature or {})["length"] == 32
-    assert (found.rope_scaling or {})["factor"] == 4.0
+    assert (found.attention.attn_temperature or {})["length"] == 32
+    assert (found.rope.rope_scaling or {})["factor"] == 4.0
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_queries_grow_from_the_context_beside_the_rope() -> None:
 )
 def test_dropout_of_embeddings_is_followed(case: str, embeddings: str, layers: str) -> None:
     found = config_from_hf(described(case, **{embeddings: 0.2, layers: 0.1}))
-    assert (found.embedding_dropout, found.hidden_dropout) == (0.2, 0.1)
+    assert (found.embedding.embedding_dropout, found.block.hidden_dropout) == (0.2, 0.1)
     with pytest.raises(McaError, match=rf"'{embeddings}' is 0\.2 and '{layers}' 0; supported: 0 both"):
         config_from_hf(described(case, **{embeddings: 0.2, layers: 0}))
 
@@ -194,7 +195,7 @@ def test_a_named_rope_of_gemma4_rotates_all_of_a_head(full: dict[str, Any]) -> N
         "gemma4_text", rope_parameters={"full_attention": {"rope_theta": 1e6, **full}} if full else None
     )
     theirs = transformers.AutoConfig.for_model(**copy.deepcopy(hf)).rope_parameters["full_attention"]
-    found = config_from_hf(hf).rope_scaling or {}
+    found = config_from_hf(hf).rope.rope_scaling or {}
     assert (
         found["partial_rotary_factor"] == theirs.get("partial_rotary_factor", 1.0) == (1.0 if full else 0.25)
     )
@@ -213,12 +214,13 @@ def test_older_names_of_kinds_are_known() -> None:
 
 
 def test_residual_dropout_is_followed() -> None:
-    assert config_from_hf(described("phi3", resid_pdrop=0.3)).hidden_dropout == 0.3
-    assert config_from_hf(described("phi3")).hidden_dropout == 0.0
+    assert config_from_hf(described("phi3", resid_pdrop=0.3)).block.hidden_dropout == 0.3
+    assert config_from_hf(described("phi3")).block.hidden_dropout == 0.0
     assert (
-        config_from_hf(described("seed_oss")).hidden_dropout == transformers.SeedOssConfig().residual_dropout
+        config_from_hf(described("seed_oss")).block.hidden_dropout
+        == transformers.SeedOssConfig().residual_dropout
     )
-    assert config_from_hf(described("seed_oss", residual_dropout=0.0)).hidden_dropout == 0.0
+    assert config_from_hf(described("seed_oss", residual_dropout=0.0)).block.hidden_dropout == 0.0
 
 
 @pytest.mark.parametrize("case", ["mixtral", "minimax_m2"])
@@ -250,12 +252,12 @@ def test_more_groups_for_a_token_than_there_are_are_refused(case: str, groups: i
 
 @pytest.mark.parametrize("case", ["phi", "persimmon", "glm4", "stablelm"])
 def test_an_odd_number_of_rotated_dimensions_is_refused(case: str) -> None:
-    width = config_from_hf(described(case)).kv_channels
+    width = config_from_hf(described(case)).attention.kv_channels
 
     def rotating(dimensions: int) -> Any:
         return described(case, partial_rotary_factor=dimensions / width)
 
-    assert config_from_hf(rotating(4)).rotary_percent == 4 / width
+    assert config_from_hf(rotating(4)).rope.rotary_percent == 4 / width
     with pytest.raises(
         McaError, match=f"'partial_rotary_factor' is .*, which rotates 3 of the {width} dimensions"
     ):
@@ -269,9 +271,11 @@ def test_a_token_is_sent_to_one_group_where_their_number_is_not_said(
 ) -> None:
     groups = described(case, n_group=4, n_routed_experts=8, topk_group=1)
     unsaid = {key: value for key, value in groups.items() if key != "topk_group"} | said
-    assert config_from_hf(groups).moe_router_group_topk == 1
+    assert config_from_hf(groups).moe.moe_router_group_topk == 1
     # without the key transformers' default of the family stands
-    assert config_from_hf(unsaid).moe_router_group_topk == (4 if case == "deepseek_v3" and not said else 1)
+    assert config_from_hf(unsaid).moe.moe_router_group_topk == (
+        4 if case == "deepseek_v3" and not said else 1
+    )
 
 
 UNPADDED = {"nemotron_h"}  # a padding token is like any other to their embedding
@@ -282,8 +286,8 @@ def test_the_padding_token_that_is_not_named_is_transformers(kind: str) -> None:
     case = next(case for case, (model_type, _) in ALL.items() if model_type == kind)
     without = {key: value for key, value in described(case).items() if key != "pad_token_id"}
     theirs = None if kind in UNPADDED else transformers.AutoConfig.for_model(kind).pad_token_id
-    assert config_from_hf(without).pad_token_id == theirs
-    assert config_from_hf({**without, "pad_token_id": None}).pad_token_id is None
+    assert config_from_hf(without).embedding.pad_token_id == theirs
+    assert config_from_hf({**without, "pad_token_id": None}).embedding.pad_token_id is None
 
 
 @pytest.mark.parametrize(
@@ -309,7 +313,7 @@ def test_falcon_h1_is_refused_by_the_key_that_is_wrong(key: str, value: Any, rep
 
 
 def test_falcon_h1_divides_logits_by_the_inverse_of_their_factor() -> None:
-    assert config_from_hf(described("falcon_h1", lm_head_multiplier=0.25)).logits_scaling == 4
+    assert config_from_hf(described("falcon_h1", lm_head_multiplier=0.25)).head.logits_scaling == 4
 
 
 def test_falcon_h1_without_state_factors_has_five_of_one() -> None:

@@ -15,27 +15,24 @@ BOUND = 40
 
 LONGER = {
     "a table of a vision model's tensors": (
-        *("gemma3", "glm4v", "internvl", "minimax_m3_vl", "mistral3", "qwen2_vl", "qwen3_vl"),
+        *("gemma3", "glm4v", "internvl", "minimax_m3_vl", "mistral3", "qwen2_vl"),
     ),
     "layers with a state beside those with attention, under keys and names of their own": (
         *("falcon_h1", "granitemoehybrid", "kimi_linear", "nemotron_h", "olmo_hybrid"),
-        *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+        "qwen3_5_moe_text",
     ),
     "windows, ropes, heads, norms or experts that differ by layer, in several forms of config.json": (
-        *("afmoe", "cohere2_moe", "ernie4_5_moe", "gemma3_text", "gemma4_text", "granite_swa", "llama4_text"),
+        *("afmoe", "cohere2_moe", "ernie4_5_moe", "gemma4_text", "granite_swa", "llama4_text"),
         "mimo_v2_flash",
     ),
     "older than Llama: names, arrangements and keys that no other family has": (
         *("bloom", "falcon", "gpt2", "gpt_neox", "gptj", "opt"),
     ),
     "a prediction layer that stands before the final norm, under names of its own": ("mimo",),
-    "latent attention and groups of experts, which other families take from it": ("deepseek_v3",),
+    "latent attention, groups of experts and MTP layers": ("deepseek_v3",),
     "experts on a shortcut, and some without weights": ("longcat_flash",),
     "an indexer of blocks, and activations with limits": ("minimax_m3_vl_text",),
     "experts with biases, in one tensor and interleaved": ("gpt_oss",),
-    "experts whose tensors have names and an arrangement of their own, in files and in memory others": (
-        "granitemoe",
-    ),
     "numbers of experts that files list by layer, and keys that transformers ignores": ("hunyuan_v1_moe",),
     "names of experts that differ between files and memory, and keys with other names": ("hy_v3",),
     "a rope with factors that must agree, and an option of SparseMixer for each of its draws": ("phimoe",),
@@ -70,7 +67,7 @@ def lines_of_code(text: str) -> int:
 
 
 def test_a_family_of_known_parts_is_short() -> None:
-    assert len(FILES) > 0.9 * len(IMPORTED)
+    assert len(FILES) > 0.7 * len(IMPORTED)
     counts = {name: lines_of_code(file.read_text()) for name, file in FILES.items()}
     excused = {name for names in LONGER.values() for name in names}
     longer = {name: count for name, count in counts.items() if count > BOUND}

@@ -48,7 +48,11 @@ def test_every_family_has_the_heads_that_transformers_has():
 def test_config_json_names_the_head(architecture, head, names):
     hf = {**SIZES, "architectures": [architecture], "id2label": {"0": "a", "1": "b", "2": "c"}}
     config = config_from_hf(hf)
-    assert (config.head, config.num_labels, config.tie_word_embeddings) == (head, 3, False)
+    assert (config.head.head_kind, config.head.num_labels, config.head.tie_word_embeddings) == (
+        head,
+        3,
+        False,
+    )
     shapes = get_family("llama").hf_shapes(config)
     assert {name for name in shapes if name.startswith("score")} == names
     assert shapes["score.weight"] == (3, 16)
@@ -80,7 +84,7 @@ def test_a_new_head_names_its_labels():
     assert written["label2id"] == {"bad": 0, "good": 1}
     assert written["problem_type"] == "single_label_classification"
     assert written["tie_word_embeddings"] is True  # as the source says; there is nothing to tie
-    assert config_from_hf(written).num_labels == 2
+    assert config_from_hf(written).head.num_labels == 2
 
 
 SENTIMENT = {"0": "NEGATIVE", "1": "POSITIVE"}
@@ -114,7 +118,7 @@ def test_the_labels_of_a_trained_head_stay(known, given, names):
 
 def test_two_labels_are_what_transformers_leaves_out():
     config = config_from_hf({**SIZES, "architectures": ["LlamaForSequenceClassification"]})
-    assert config.num_labels == 2
+    assert config.head.num_labels == 2
 
 
 def test_heads_that_cannot_be_are_refused():

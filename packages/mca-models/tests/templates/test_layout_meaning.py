@@ -69,8 +69,8 @@ def test_gated_attention_is_split_as_megatron_splits_it(tmp_path: Path) -> None:
     tensors, config, params = loaded("qwen3_next", tmp_path)
     attention = hf_model(tmp_path).model.layers[3].self_attn
     x = torch.randn(5, config.hidden_size)
-    groups, width = config.num_query_groups, config.kv_channels
-    per_group = config.num_attention_heads // groups * width
+    groups, width = config.attention.num_query_groups, config.attention.kv_channels
+    per_group = config.attention.num_attention_heads // groups * width
     query, gate = attention.q_proj(x).view(5, -1, 2 * width).chunk(2, -1)
     mixed = x @ whole(params["decoder.layers.3.self_attention.linear_qkv.weight"], tensors).T
     q, g, k, v = mixed.view(5, groups, -1).split([per_group, per_group, width, width], -1)
@@ -93,7 +93,11 @@ def test_gpt_oss_experts_have_gate_before_up(tmp_path: Path) -> None:
 
 def test_phi3_packs_queries_with_the_keys_of_their_group(tmp_path: Path) -> None:
     tensors, config, params = loaded("phi3", tmp_path)
-    heads, groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
+    heads, groups, width = (
+        config.attention.num_attention_heads,
+        config.attention.num_query_groups,
+        config.attention.kv_channels,
+    )
     q, k, v = tensors["model.layers.0.self_attn.qkv_proj.weight"].split(
         [heads * width, groups * width, groups * width]
     )

@@ -17,7 +17,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint_kinds import open_checkpoint
 from mca_models.templates import FAMILIES, config_from_hf, config_to_hf, get_family
 from mca_models.templates.config_table import REQUIRED
-from mca_models.templates.passthrough import without_passthrough
+from mca_models.templates.parts.passthrough import without_passthrough
 from mca_models.templates.shapes import full_shape
 from mca_models.weights import Param
 
@@ -73,7 +73,11 @@ def test_round_trip_is_bit_exact_in_numpy_and_torch(checkpoint: Path, size: int)
 
 def test_config_survives_both_ways(checkpoint: Path) -> None:
     hf = tiny_hf.read_config(checkpoint)
-    assert config_to_hf(config_from_hf(hf)) == hf
+    config = config_from_hf(hf)
+    assert config_to_hf(config) == hf
+    read = McaModelConfig.from_json(config.to_json())
+    assert read == config and McaModelConfig.from_json(read.to_json()).to_json() == read.to_json()
+    assert McaModelConfig.from_fields(**config.to_fields()) == config
 
 
 def test_a_config_json_made_from_scratch_means_the_same(checkpoint: Path) -> None:
@@ -85,7 +89,7 @@ def test_a_config_json_made_from_scratch_means_the_same(checkpoint: Path) -> Non
 def test_what_a_config_json_from_scratch_cannot_say_is_refused() -> None:
     config = config_from_hf({**tiny_hf.SIZE, "model_type": "llama"})
     with pytest.raises(McaError, match="cannot say that residual_multiplier"):
-        config_to_hf(replace(config, hf_config={}, residual_multiplier=0.5))
+        config_to_hf(config.replace_fields(hf_config={}, residual_multiplier=0.5))
 
 
 def test_unknown_fields_and_transformers_4_spelling_survive() -> None:
@@ -106,8 +110,8 @@ def test_unknown_fields_and_transformers_4_spelling_survive() -> None:
         "a_field_of_tomorrow": {"kept": [1, 2]},
     }
     config = config_from_hf(json.loads(json.dumps(hf)))
-    assert (config.rotary_base, config.dtype, config.kv_channels) == (500000.0, "bfloat16", 16)
-    assert config.rope_scaling == {
+    assert (config.rope.rotary_base, config.dtype, config.attention.kv_channels) == (500000.0, "bfloat16", 16)
+    assert config.rope.rope_scaling == {
         "rope_type": "linear",
         "factor": 8.0,
         "original_max_position_embeddings": 8192,
@@ -155,9 +159,13 @@ def test_a_load_balancing_loss_without_a_coefficient_has_transformers(kind: str)
     config = config_from_hf(hf)
     if kind in ROUTED:
         theirs = transformers.CONFIG_MAPPING[kind]().router_aux_loss_coef
-        assert (config.moe_aux_loss_coeff, config.moe_router_load_balancing_type) == (theirs, "aux_loss")
+        assert (config.moe.moe_aux_loss_coeff, config.moe.moe_router_load_balancing_type) == (
+            theirs,
+            "aux_loss",
+        )
     else:
-        assert (config.moe_aux_loss_coeff, config.moe_router_load_balancing_type) == (0.0, "none")
+        moe = config.moe
+        assert moe is None or (moe.moe_aux_loss_coeff, moe.moe_router_load_balancing_type) == (0.0, "none")
 
 
 @pytest.mark.parametrize("kind", TEXT)
@@ -199,8 +207,8 @@ def test_one_expert_of_a_sigmoid_is_refused() -> None:
     for kind, different in tiny_hf.ALL.values():
         hf = transformers.AutoConfig.for_model(kind, **{**tiny_hf.SIZE, **different}).to_dict()
         config = config_from_hf(hf)
-        scored = config.moe_router_score_function == "sigmoid" and config.num_moe_experts
-        if scored and config.moe_router_normalised and kind != "llama4_text":
+        scored = config.moe is not None and config.moe.moe_router_score_function == "sigmoid"
+        if scored and config.moe.moe_router_normalised and kind != "llama4_text":
             with pytest.raises(McaError, match="'num_experts_per_tok' is 1"):
                 config_from_hf(hf | {"num_experts_per_tok": 1, "num_experts_per_token": 1})
             refused.add(kind)
@@ -215,7 +223,7 @@ def test_sizes_of_full_layers_are_those_that_are_written() -> None:
         "gemma4_text", hidden_size_per_layer_input=0, head_dim=24, global_head_dim=24
     ).to_dict()
     assert hf["per_layer_config"] == {}  # nothing differs
-    full = (config_from_hf(hf).of_kind or {})["full_attention"]
+    full = (config_from_hf(hf).layer_type_overrides or {})["full_attention"]
     assert (full["kv_channels"], full["num_query_groups"]) == (24, hf["num_key_value_heads"])
 
 
@@ -248,7 +256,7 @@ def test_keys_that_no_layer_uses_are_left_out(caplog: pytest.LogCaptureFixture) 
 def test_what_embeddings_of_each_layers_own_cannot_be(change: dict[str, Any], message: str) -> None:
     kind, different = tiny_hf.ALL["gemma4_text-e2b"]
     ignored = {"model_type": "gemma4_unified_text", "hidden_size_per_layer_input": None}
-    assert not config_from_hf({**tiny_hf.SIZE, **different, **ignored}).per_layer_input_size
+    assert config_from_hf({**tiny_hf.SIZE, **different, **ignored}).per_layer_embedding is None
     with pytest.raises(McaError, match=message):
         config_from_hf({"model_type": kind, **tiny_hf.SIZE, **different, **change})
 
@@ -341,7 +349,7 @@ def test_falcon_drops_behind_attention_and_mlp_and_no_scores(
             config_from_hf(hf)
         return
     config = config_from_hf(hf)
-    assert (config.attention_dropout, config.hidden_dropout) == (0.0, found)
+    assert (config.attention.attention_dropout, config.block.hidden_dropout) == (0.0, found)
     back = config_from_hf(config_to_hf(replace(config, hf_config={})))
     assert replace(back, hf_config={}) == replace(config, hf_config={})
 

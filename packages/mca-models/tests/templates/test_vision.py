@@ -89,8 +89,8 @@ def test_config_survives_both_ways(checkpoint: Checkpoint) -> None:
 def test_a_config_json_made_from_scratch_means_the_same(checkpoint: Checkpoint) -> None:
     config = config_from_hf(checkpoint.hf)
     again = config_from_hf(config_to_hf(replace(config, hf_config={})))
-    beside = {"hf_config": {}, "vision": {}}
-    assert replace(again, **beside) == replace(config, **beside)
+    beside: dict[str, Any] = {"hf_config": {}, "vision_fields": {}}
+    assert again.replace_fields(**beside) == config.replace_fields(**beside)
 
 
 def test_both_spellings_are_read_and_written(checkpoint: Checkpoint) -> None:
@@ -124,8 +124,8 @@ def test_whether_the_head_is_tied_is_as_transformers_has_it(
         model = transformers.AutoModelForImageTextToText.from_config(config)
     model.tie_weights()
     tied = model.lm_head.weight is model.get_input_embeddings().weight
-    assert config_from_hf(hf).tie_word_embeddings is tied
-    assert config_from_hf(config.to_dict()).tie_word_embeddings is tied
+    assert config_from_hf(hf).head.tie_word_embeddings is tied
+    assert config_from_hf(config.to_dict()).head.tie_word_embeddings is tied
 
 
 def said(tied: bool | None) -> dict[str, bool]:
@@ -174,7 +174,7 @@ def test_flat_configurations_mean_the_same(case: str) -> None:
     assert config_to_hf(read) == flat
     assert config_to_hf(replace(read, vocab_size=80)) == {**flat, "vocab_size": 80}
     theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(flat)))
-    assert theirs.text_config.rope_parameters["mrope_section"] == list(read.mrope_section or ())
+    assert theirs.text_config.rope_parameters["mrope_section"] == list(read.mrope.mrope_section or ())
 
 
 @pytest.mark.cases(0, always=["minimax_m3_vl", "qwen2_5_vl"])
@@ -198,8 +198,8 @@ def test_absent_keys_mean_what_transformers_says(kind: str) -> None:
     least = {key: full["text_config"][key] for key in sizes if key in full["text_config"]}
     bare = {"model_type": kind, "text_config": {**text, **least}, "vision_config": {}}
     written, guessed = config_from_hf(full), config_from_hf(bare)
-    same: dict[str, Any] = {"hf_config": {}, "dtype": "float32", "vision": None, "extra": {}}
-    assert replace(guessed, **same) == replace(written, **same)
+    same: dict[str, Any] = {"hf_config": {}, "dtype": "float32", "vision_fields": {}, "extra": {}}
+    assert guessed.replace_fields(**same) == written.replace_fields(**same)
     family = get_family(kind)
     assert vision_shapes(guessed) == vision_shapes(written), family
 
@@ -211,7 +211,7 @@ def test_a_load_balancing_loss_without_a_coefficient_has_transformers(kind: str)
     hf["text_config"].pop("router_aux_loss_coef", None)
     config = config_from_hf(hf)
     theirs = transformers.AutoConfig.for_model(kind).text_config.router_aux_loss_coef
-    assert (config.moe_aux_loss_coeff, config.moe_router_load_balancing_type) == (theirs, "aux_loss")
+    assert (config.moe.moe_aux_loss_coeff, config.moe.moe_router_load_balancing_type) == (theirs, "aux_loss")
 
 
 def vision_shapes(config: McaModelConfig) -> dict[str, tuple[int, ...]]:
@@ -237,9 +237,9 @@ def test_published_models_have_transformers_tensors(name: str) -> None:
         )
     expected = {name: tuple(x.shape) for name, x in model.state_dict().items()}
     config, family = config_from_hf(hf), get_family(hf["model_type"])
-    found = family.with_checkpoint_names(replace(config, mtp_num_layers=0), expected.keys(), expected)
+    found = family.with_checkpoint_names(config.replace_fields(mtp_num_layers=0), expected.keys(), expected)
     shapes = family.hf_shapes(found)
-    if config.tie_word_embeddings:
+    if config.head.tie_word_embeddings:
         expected.pop("lm_head.weight", None)
     assert shapes == expected
     assert sum(map(prod, shapes.values())) == PUBLISHED[name]

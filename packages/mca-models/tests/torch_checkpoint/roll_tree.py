@@ -90,7 +90,7 @@ def write(
 
 
 def _on(param: Param, chunk: Any, config: McaModelConfig, ep: int) -> bool:
-    if param.expert is not None and param.expert // ((config.num_moe_experts or 0) // config.layout.ep) != ep:
+    if param.expert is not None and param.expert // (config.num_experts // config.layout.ep) != ep:
         return False
     if param.stage is Stage.LAYER:
         return param.layer in chunk.layers
@@ -109,7 +109,7 @@ def _live(param: Param, chunk: Any, config: McaModelConfig, ep: int) -> str:
         layer -= chunk.layers[0]
     expert = param.expert
     if expert is not None:
-        expert -= ep * ((config.num_moe_experts or 0) // config.layout.ep)
+        expert -= ep * (config.num_experts // config.layout.ep)
     return replace(param, layer=layer, expert=expert).mca_name()
 
 

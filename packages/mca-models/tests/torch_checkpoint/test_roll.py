@@ -96,8 +96,8 @@ def test_every_layout_and_spelling_is_recovered(
 @pytest.mark.parametrize("case", tiny_hf.ALL)
 def test_every_family_is_recovered(tmp_path: Path, checkpoint: Any, case: str, rename: Any) -> None:
     made = checkpoint(case)
-    stages = 1 if made[0].per_layer_input_size else 2
-    at = layout(2, stages, ep=2 if made[0].num_moe_experts else 1)
+    stages = 1 if made[0].per_layer_embedding else 2
+    at = layout(2, stages, ep=2 if made[0].num_experts else 1)
     directory, hf = write(tmp_path, made, at, rename)
     assert_same(open_roll(directory), hf)
 
@@ -115,7 +115,7 @@ def test_latent_down_projections_may_be_cut(tmp_path: Path, checkpoint: Any) -> 
 
 def test_prediction_layers_are_recovered(tmp_path: Path, checkpoint: Any) -> None:
     config, hf = checkpoint("deepseek_v3")
-    config = replace(config, mtp_num_layers=1, layout=layout(2, 2))
+    config = config.replace_fields(mtp_num_layers=1, layout=layout(2, 2))
     names = {name for param in get_family("deepseek_v3").params(config) for name in param.hf_names()} - set(
         hf
     )
@@ -149,7 +149,7 @@ def test_a_configuration_of_mcore_adapter_is_completed_by_the_hf_config_in_it(
     tmp_path: Path, checkpoint: Any, case: str
 ) -> None:
     config, hf = checkpoint(case)
-    at = layout(2, 2, ep=2 if config.num_moe_experts else 1)
+    at = layout(2, 2, ep=2 if config.num_experts else 1)
     directory, _ = write(tmp_path, (config, hf), at)
     names = (
         "num_layers",
@@ -159,11 +159,12 @@ def test_a_configuration_of_mcore_adapter_is_completed_by_the_hf_config_in_it(
         "kv_channels",
         "num_query_groups",
     )
-    flat = {name: getattr(config, name) for name in names}
+    own = config.to_fields()
+    flat = {name: own[name] for name in names}
     flat |= {"hf_model_type": config.model_type, "hf_config_json": json.dumps(config.hf_config), "bf16": True}
     flat |= {
-        "tie_embeddings_and_output_weights": config.tie_word_embeddings,
-        "num_moe_experts": config.num_moe_experts,
+        "tie_embeddings_and_output_weights": config.head.tie_word_embeddings,
+        "num_moe_experts": own["num_moe_experts"],
     }
     flat |= {name: value for name, value in asdict(at).items() if value is not None}
     (directory / "mca_config.json").write_text(json.dumps(flat))

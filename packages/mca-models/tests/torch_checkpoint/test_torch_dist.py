@@ -17,7 +17,8 @@ from torch_dist_files import State, by_layer, save
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import gated_delta_net, get_family, mamba
+from mca_models.templates import get_family
+from mca_models.templates.parts import gated_delta_net, mamba
 from mca_models.torch_checkpoint.torch_dist import find_torch_dist, open_torch_dist
 from mca_models.weights import Stage
 
@@ -29,7 +30,7 @@ def stacked(config: McaModelConfig, hf: dict[str, torch.Tensor]) -> State:
     for rule in {param.mca for param in layers if param.expert is None}:
         names = [rule.format(layer=layer) for layer in range(config.num_layers)]
         state[rule.replace("{layer}.", "")] = torch.stack([state.pop(name) for name in names])
-    for number in (1, 2) if config.num_moe_experts else ():
+    for number in (1, 2) if config.num_experts else ():
         tail = f"mlp.experts.experts.linear_fc{number}.weight"
         names = [f"decoder.layers.{layer}.{tail}" for layer in range(config.num_layers)]
         state[f"decoder.layers.{tail}"] = torch.stack([state.pop(name) for name in names])
@@ -47,7 +48,7 @@ def singleton(config: McaModelConfig, hf: dict[str, torch.Tensor]) -> State:
                 f"{head}.experts.experts.{number}.{tail}": expert for number, expert in enumerate(tensor)
             }
         for key, part in parts.items():
-            if key.endswith("linear_fc1.weight") and config.gated_linear_unit:
+            if key.endswith("linear_fc1.weight") and config.mlp.gated_linear_unit:
                 state[f"{key}_w"], state[f"{key}_v"] = (half.clone() for half in part.chunk(2))
             else:
                 state[key] = part.clone()

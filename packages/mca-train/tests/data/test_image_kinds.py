@@ -43,7 +43,7 @@ class Kind:
         self.tokenizer.add_tokens([*marks, "\n\n\n"], special_tokens=True)
         self.processor, self.mark = image_processor, mark
         ids = self.tokenizer.convert_tokens_to_ids(list(marks))
-        self.config = SimpleNamespace(model_type=model_type, vision=vision(ids))
+        self.config = SimpleNamespace(model_type=model_type, vision_fields=vision(ids))
 
 
 def internvl():
@@ -199,7 +199,7 @@ def test_a_processor_is_found_where_transformers_exports_none_without_torchvisio
 
 
 def test_images_whose_marks_are_not_known_are_refused_by_name():
-    config = SimpleNamespace(model_type="minimax_m3_vl", vision={})
+    config = SimpleNamespace(model_type="minimax_m3_vl", vision_fields={})
     with pytest.raises(
         UsageError, match=r"minimax_m3_vl are not supported in rows.*remove the images from the rows"
     ):

@@ -59,7 +59,7 @@ def test_what_is_tokenized_for_a_model_that_sees_has_no_images_and_no_placeholde
     file, prefix = tmp_path / "texts.jsonl", str(tmp_path / "corpus")
     path = run(train_file=str(file), seq_length=16)
     mark = byte_tokenizer().convert_tokens_to_ids("<|im_end|>")
-    seeing = SimpleNamespace(vision={"image_token_id": mark})
+    seeing = SimpleNamespace(vision_fields={"image_token_id": mark})
     monkeypatch.setattr(tokenize_command, "model_config", lambda model: seeing)
     file.write_text(json.dumps({"text": "a", "image": "x.png"}) + "\n")
     assert main(["tokenize", path, "--output_prefix", prefix]) != 0

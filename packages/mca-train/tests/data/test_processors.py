@@ -276,7 +276,7 @@ def made(family):
     if "video_processor" in Processor.get_attributes():
         inner["video_processor"] = None
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in case.tokens.items()}
-    config = SimpleNamespace(model_type=family, vision={"vision_config": {}, **case.vision(ids)})
+    config = SimpleNamespace(model_type=family, vision_fields={"vision_config": {}, **case.vision(ids)})
     return tokenizer, Processor(**inner, **case.options), config
 
 

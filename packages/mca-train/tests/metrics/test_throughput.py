@@ -71,7 +71,7 @@ def test_each_layer_counts_with_its_own_heads():
 
     kinds = {"sliding_attention": {"num_attention_heads": 4, "kv_channels": 10, "value_channels": 6}}
     layers = ("full_attention", "sliding_attention", "full_attention")
-    config = replace(config_from_hf(SIZE | QWEN3), layer_types=layers, of_kind=kinds)
+    config = replace(config_from_hf(SIZE | QWEN3), layer_types=layers, layer_type_overrides=kinds)
     assert ModelFlops.from_config(config).per_square == 6 * (2 * 2 * 6 + 4 * (10 + 6) / 2)
 
 
@@ -117,7 +117,7 @@ def test_an_adapters_frozen_weights_get_no_gradient():
 def test_a_frozen_text_model_gets_no_gradient():
     from mca_train.metrics.throughput import Throughput
 
-    config = replace(config_from_hf(SIZE | QWEN3), vision={"image_token_id": 5})
+    config = config_from_hf(SIZE | QWEN3).replace_fields(vision_fields={"image_token_id": 5})
     layout = SimpleNamespace(bubble=lambda steps: 0.0)
     ranks = SimpleNamespace(device=SimpleNamespace(type="cpu"), layout=layout)
 

@@ -27,7 +27,7 @@ def model_of(folder: Path, file: Path = LLAMA_8B, *, tokens: int = TOKENS, **cha
     args = TrainingArguments(**settings | {"per_device_train_batch_size": 1})
     for key, value in changes.items():
         setattr(args, key, value)
-    config = replace(config_from_hf(json.loads(file.read_text())), final_logit_softcapping=softcap)
+    config = config_from_hf(json.loads(file.read_text())).replace_fields(final_logit_softcapping=softcap)
     return ChunkSpec(config, args, Sizes.for_training(config, args, tokens), "local", False)
 
 

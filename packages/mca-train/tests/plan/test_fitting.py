@@ -166,7 +166,7 @@ def test_remedies_multiply_tensor_ranks_and_the_stages_that_virtual_ones_allow(
 ) -> None:
     layout = ParallelLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
     training: Any = SimpleNamespace(microbatch_group_size_per_vp_stage=group, gradient_accumulation_steps=8)
-    dense: Any = SimpleNamespace(config=SimpleNamespace(num_moe_experts=None))
+    dense: Any = SimpleNamespace(config=SimpleNamespace(num_experts=0))
     found = [
         (each.get("tensor_model_parallel_size", 1), each.get("pipeline_model_parallel_size", 2))
         for each in list(_larger(dense, training, layout))[::2]

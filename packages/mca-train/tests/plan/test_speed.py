@@ -1,7 +1,6 @@
 """Predicted times of layers that differ from one another."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ WIDE: dict[str, Any] = {"num_attention_heads": 64, "num_query_groups": 16, "kv_c
 def seconds(folder: Path, **changes: Any) -> float:
     """Of the passes of a step through 4 layers on one rank."""
     config = config_from_hf(json.loads(QWEN3_8B.read_text()) | {"num_hidden_layers": 4})
-    return step(folder, replace(config, **changes)).passes
+    return step(folder, config.replace_fields(**changes)).passes
 
 
 def step(folder: Path, config: McaModelConfig, *, again: tuple[str, ...] = (), **of_subject: Any) -> StepTime:
@@ -59,7 +58,7 @@ def model_of(name: str, **changes: Any) -> McaModelConfig:
 
 
 def test_each_layer_takes_the_time_of_its_own_heads(tmp_path: Path) -> None:
-    kinds = {"of_kind": {"sliding_attention": WIDE}}
+    kinds = {"layer_type_overrides": {"sliding_attention": WIDE}}
 
     def of(*names: str) -> float:
         return seconds(tmp_path, layer_types=names, **kinds)
@@ -91,7 +90,7 @@ def test_frozen_weights_have_no_gradients_and_a_reference_has_forward_passes(tmp
 
 
 def test_images_take_the_time_of_their_tower(tmp_path: Path) -> None:
-    config = replace(model_of("qwen3-vl-235b-a22b"), num_layers=2, moe_layer_freq=None)
+    config = model_of("qwen3-vl-235b-a22b").replace_fields(num_layers=2, moe_layer_freq=None)
     passes = {}
     for parts in ((), ("language",), ("language", "vision")):
         images = plan_images(config, frozenset(parts), 8192, takes=True) if parts else None

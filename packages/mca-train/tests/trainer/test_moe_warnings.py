@@ -47,7 +47,7 @@ def test_the_default_is_told_beside_chances(
     reported: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config = McaModelConfig(
+    config = McaModelConfig.from_fields(
         model_type="longcat_flash",
         num_moe_experts=512,
         moe_identity_experts=256,
@@ -98,7 +98,7 @@ def test_what_balances_no_experts_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     platform.prepare()
-    config = McaModelConfig(
+    config = McaModelConfig.from_fields(
         model_type="glm4_moe",
         num_moe_experts=4,
         moe_ffn_hidden_size=8,
@@ -115,7 +115,7 @@ def test_what_balances_no_experts_is_told(
 
 
 def test_saved_activations_are_not_distributed_over_one_tensor_rank() -> None:
-    config: Any = SimpleNamespace(num_moe_experts=None, layout=ParallelLayout(context_parallel_size=2))
+    config: Any = SimpleNamespace(moe=None, layout=ParallelLayout(context_parallel_size=2))
     args: Any = SimpleNamespace(transformer_config_overrides=dict)
     megatron: Any = SimpleNamespace(mtp_num_layers=None, sequence_parallel=False)
     groups = islice(unused_options._groups(args, config, megatron), 5)

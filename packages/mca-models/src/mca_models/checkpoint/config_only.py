@@ -58,7 +58,7 @@ class ConfigOnlySource(HfSourceBase):
         self._parts = {param.mca_name(): self._param_parts(param) for param in self.params}
 
     def _param_parts(self, param: Param) -> tuple[Part, ...]:
-        whole, experts = self.full_shape(param), self.config.num_moe_experts or 0
+        whole, experts = self.full_shape(param), self.config.num_experts
         dtype = "F32" if param.keep_fp32 else self._dtype
         front = (experts,) if param.stacked else ()
         infos = []

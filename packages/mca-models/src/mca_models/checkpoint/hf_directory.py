@@ -121,7 +121,7 @@ class HfSource(HfSourceBase):
 
     def _checked(self, param: Param) -> tuple[Part, ...]:
         infos = [self._infos[name] for name in param.hf_names()]
-        return checked_parts(param, self.full_shape(param), HF, infos, self.config.num_moe_experts or 0)
+        return checked_parts(param, self.full_shape(param), HF, infos, self.config.num_experts)
 
     @cached_property
     def duplicates(self) -> dict[str, str]:
@@ -142,7 +142,7 @@ class HfSource(HfSourceBase):
 
 def _require_plausible(path: Path, config: McaModelConfig, tensors: Sequence[StoredTensor]) -> None:
     """Raise if there are not even as many bytes as layers and experts, whose names would fill all memory."""
-    experts, nbytes = config.num_moe_experts or 1, sum(info.nbytes for info in tensors)
+    experts, nbytes = config.num_experts or 1, sum(info.nbytes for info in tensors)
     if config.num_layers * experts * config.hidden_size > 2 * nbytes:  # a weight takes at least half a byte
         raise McaError(
             f"{path / CONFIG}: {config.num_layers} layers of {experts} MLPs cannot lie in {nbytes} bytes of weights; "

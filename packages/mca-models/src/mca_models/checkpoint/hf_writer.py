@@ -84,7 +84,7 @@ class HfLayout:
         self.files = self._shards(max_shard_bytes)
 
     def _add(self, param: Param, dtype: str, whole: Shape) -> None:
-        experts = self.config.num_moe_experts or 0
+        experts = self.config.num_experts
         for name, shape in zip(param.hf_names(), param_part_shapes(param, whole, HF), strict=True):
             full = (experts, *shape) if param.stacked else shape
             spec = (fp8_write.CODE if name in self._linears else dtype, full)

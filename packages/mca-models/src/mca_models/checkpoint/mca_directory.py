@@ -79,7 +79,7 @@ class McaSource:
 
     def _read_headers(self) -> dict[str, dict[str, TensorInfo]]:
         layout, count = self.config.layout, len(self.manifest.files)
-        experts = layout.ep * layout.etp if self.config.num_moe_experts else 1
+        experts = layout.ep * layout.etp if self.config.num_experts else 1
         # with fewer files than ranks there is no need to think up the names of all
         expected = shards_by_file(self.params, self.config) if max(layout.tp, experts) <= count else {}
         if self.manifest.files.keys() != expected.keys():
@@ -108,7 +108,7 @@ class McaSource:
             )
         require_full_shape(param, record.shape, self.config, self.folder)
         side = shard_count(param, self.config.layout)
-        return checked_parts(param, record.shape, side, infos, self.config.num_moe_experts or 0)
+        return checked_parts(param, record.shape, side, infos, self.config.num_experts)
 
     def check_duplicates(self) -> None:
         """Do nothing: every shard is stored once."""

@@ -54,7 +54,7 @@ def expert_rank(param: Param, config: McaModelConfig) -> int:
     """The expert-parallel rank that holds ``param``, an expert's."""
     if param.expert is None:
         raise ValueError(f"{param.mca_name()} is no expert's")
-    count = config.num_moe_experts or 0
+    count = config.num_experts
     if count % config.layout.ep:
         raise McaError(
             f"{count} experts do not divide by --expert_model_parallel_size {config.layout.ep}; choose a divisor"

@@ -13,7 +13,7 @@ from mca_models.lora.config import AdapterConfig
 from mca_models.lora.rules import AdapterRules, LoraFactors, factors_by_weight
 from mca_models.storage.copy_plan import HF, Rule, part_shapes
 from mca_models.storage.finite import counts_in
-from mca_models.templates.common import EMBEDDING
+from mca_models.templates.parts.common import EMBEDDING
 from mca_models.templates.shapes import full_shape
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
@@ -116,7 +116,7 @@ def require_untied(adapter: Adapter, what: str) -> None:
     Raises:
         McaError: The model is tied and the adapter saved its embedding.
     """
-    if adapter.model.tie_word_embeddings and any(
+    if adapter.model.head.tie_word_embeddings and any(
         param.mca == EMBEDDING for param in adapter.rules.full_params
     ):
         raise McaError(

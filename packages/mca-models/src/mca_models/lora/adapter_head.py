@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from mca_config.errors import McaError
-from mca_config.model_config import HeadKind, McaModelConfig
+from mca_config.model.head import HeadKind
+from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
 from mca_models.checkpoint.placement import stored_params
 from mca_models.lora.adapter import Adapter
@@ -33,7 +34,7 @@ def model_with_head(model: McaModelConfig, adapter: Values, tensors: Values) -> 
     """
     kind = _TASKS.get(str(adapter.get("task_type")))
     own = next((info for name, info in tensors.items() if name.endswith(f".{SCORE}.weight")), None)
-    if kind is None or own is None or model.num_labels is not None:
+    if kind is None or own is None or model.head.num_labels is not None:
         return model
     labels = tuple(f"LABEL_{number}" for number in range(own.shape[0]))
     return with_head(model, Head(kind=kind, labels=labels))
@@ -46,9 +47,9 @@ def with_adapter_head(base: ModelSource, adapter: Adapter) -> ModelSource:
         McaError: The adapter does not hold it.
     """
     model = adapter.model
-    if model.num_labels is None or base.config.num_labels is not None:
+    if model.head.num_labels is None or base.config.head.num_labels is not None:
         return base
-    source = ScoredSource(base, with_head(base.config, _head_config(model, model.head)))
+    source = ScoredSource(base, with_head(base.config, _head_config(model, model.head.head_kind)))
     for param in filter(_is_head, source.params):
         if param.mca_name() not in adapter.saved_by_name:
             raise McaError(

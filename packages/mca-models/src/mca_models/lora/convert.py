@@ -69,11 +69,10 @@ def open_adapter(path: Path, model: McaModelConfig | None = None) -> Adapter:
             )
         return open_peft(path, model)
     adapter = open_mca_adapter(path)
+    theirs, ours = adapter.model.to_fields(), (model or adapter.model).to_fields()
     for field in _SAME_MODEL:
-        if model is not None and getattr(adapter.model, field) != getattr(model, field):
-            raise McaError(
-                f"{path}: {field} of its base model is {getattr(adapter.model, field)}, here {getattr(model, field)}"
-            )
+        if theirs[field] != ours[field]:
+            raise McaError(f"{path}: {field} of its base model is {theirs[field]}, here {ours[field]}")
     if model is not None:
         raise_problems(list(_shape_mismatches(adapter, model)), path, shown=8)
     return adapter
@@ -86,10 +85,10 @@ def adapter_for(path: Path, model: McaModelConfig) -> Adapter:
         McaError: As `open_adapter`, or it holds a head for scores that the model does not have.
     """
     adapter = open_adapter(path, model)
-    if adapter.model.num_labels is not None and model.num_labels is None:
+    if adapter.model.head.num_labels is not None and model.head.num_labels is None:
         raise McaError(
-            f"{path}: its adapter is of a model with a head for {adapter.model.head}; open the base model with "
-            f"head=Head(kind={adapter.model.head!r}, ...)"
+            f"{path}: its adapter is of a model with a head for {adapter.model.head.head_kind}; open the base model "
+            f"with head=Head(kind={adapter.model.head.head_kind!r}, ...)"
         )
     return with_layout(adapter, model.layout)
 
@@ -108,7 +107,7 @@ def load_adapter_rules(path: Path, model: McaModelConfig) -> tuple[AdapterConfig
 def _shape_mismatches(adapter: Adapter, model: McaModelConfig) -> Iterator[str]:
     """Yield the weights that ``adapter`` changes and whose shape in ``model`` differs, in words."""
     own = adapter.model  # whose head may be new
-    model = replace(model, head=own.head, num_labels=own.num_labels)
+    model = model.replace_fields(head_kind=own.head.head_kind, num_labels=own.head.num_labels)
     changed = [*(pair.target.base for pair in adapter.rules.factors), *adapter.rules.full_params]
     for param in {param.mca_name(): param for param in changed}.values():
         its, here = full_shape(param, own), full_shape(param, model)

@@ -64,7 +64,7 @@ def open_peft(path: Path, model: McaModelConfig) -> Adapter:
     adapted = [pair.target for pair in rules.factors]
     for problem in (*unmatched_entries(model, config, adapted), *ineffective_exclusions(model, config)):
         logger.warning("%s: %s", path / FILE_NAME, problem)
-    stacks = PeftReader(lambda name: infos[name].array(), model.num_moe_experts or 1)
+    stacks = PeftReader(lambda name: infos[name].array(), model.num_experts or 1)
     return check_shapes(Adapter(model, config, rules, stacks.read), file)
 
 
@@ -112,7 +112,7 @@ def peft_shapes(adapter: Adapter) -> Mapping[str, tuple[int, ...]]:
         for param, shape in zip((pair.a, pair.b), expected_shapes(model, pair), strict=True):
             stored = list(shape)
             if param.stacked:
-                stored[_stacked_axis(param)] *= model.num_moe_experts or 1
+                stored[_stacked_axis(param)] *= model.num_experts or 1
             found |= dict.fromkeys(param.hf_names(), tuple(stored))
     for param in adapter.rules.full_params:
         shapes = param_part_shapes(param, full_shape(param, model), HF)

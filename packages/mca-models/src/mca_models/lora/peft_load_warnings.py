@@ -54,7 +54,7 @@ def _undropped(config: McaModelConfig, adapter: AdapterConfig, adapted: Sequence
     found = dict.fromkeys(
         each.label for each in adapted if not each.stacked and (each.is_router or each.label in turned)
     )
-    if adapter.dropout and config.num_moe_experts and found:
+    if adapter.dropout and config.num_experts and found:
         yield (
             f"lora_dropout: PEFT on transformers 5 adapts {', '.join(found)} of this {config.model_type} model as "
             "parameters, without dropout, and refuses to load the adapter; set lora_dropout to 0, or name them in "

@@ -139,7 +139,7 @@ class _AdapterNames:
     def __init__(self, adapter: AdapterConfig, config: McaModelConfig, *, every: bool) -> None:
         self._adapter, self._every = adapter, every
         self._turned = config.model_type in FUSING_MODEL_TYPES
-        self._experts = bool(config.num_moe_experts)
+        self._experts = bool(config.num_experts)
         targets = linear_targets(config)
         meant = [each for each in targets if adapter.targets(each.module, linear=each.linear)]
         self.weights = list(filter(self._is_by_weight, meant))

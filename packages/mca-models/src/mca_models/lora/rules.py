@@ -135,7 +135,7 @@ def _stacked_factors(config: McaModelConfig, adapter: AdapterConfig) -> list[Lor
 
     PEFT wraps a module once for each of its parameters, so the first of two is one ``base_layer`` deeper.
     """
-    if not adapter.document.get("target_parameters") or not config.num_moe_experts:
+    if not adapter.document.get("target_parameters") or not config.num_experts:
         return []
     found = [t for t in stacked_targets(config) if adapter.targets_parameter(t.module)]
     if found:
@@ -190,7 +190,7 @@ def _shard_b(target: Target, config: McaModelConfig) -> Shard:
     if target.alone:
         return base.shard
     if isinstance(base.layout, GroupedHeads) and base.shard == COLUMN:
-        return COLUMN if config.num_query_groups % config.layout.tp == 0 else REPLICATED
+        return COLUMN if config.attention.num_query_groups % config.layout.tp == 0 else REPLICATED
     if isinstance(base.layout, Concat) and base.shard.segments == base.layout.ratio:
         return COLUMN
     return REPLICATED
@@ -259,10 +259,10 @@ def _checked(config: McaModelConfig, adapter: AdapterConfig, rules: AdapterRules
         )
     tables = (param for param in _base_params(config) if param.vocab and param.stage is Stage.FIRST)
     embeddings = [param.hf_names()[0].removesuffix(".weight") for param in tables]
-    for name in (*embeddings, *(("lm_head",) if config.tie_word_embeddings else ())):
+    for name in (*embeddings, *(("lm_head",) if config.head.tie_word_embeddings else ())):
         if adapter.targets(name, linear=False):
             raise McaError(f"target_modules: {name} cannot carry an adapter here; use modules_to_save")
-    if config.tie_word_embeddings and adapter.saves("lm_head.weight"):
+    if config.head.tie_word_embeddings and adapter.saves("lm_head.weight"):
         raise McaError("modules_to_save: lm_head is tied to the embedding in this model; name embed_tokens")
     return rules
 

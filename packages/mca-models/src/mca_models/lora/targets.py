@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import get_family
-from mca_models.templates.vision_tower import PREFIX
+from mca_models.templates.parts.vision_tower import PREFIX
 from mca_models.weights import Param, Stage
 from mca_models.weights.layouts import Layout, Transposed
 

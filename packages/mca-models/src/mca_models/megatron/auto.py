@@ -26,7 +26,7 @@ from mca_models.megatron.virtual_models import VirtualModels
 from mca_models.storage.source import ModelSource
 from mca_models.templates import get_family
 from mca_models.templates.classification_head import SCORE, Head, with_head
-from mca_models.templates.passthrough import PASSTHROUGH, with_mtp_count, without_passthrough
+from mca_models.templates.parts.passthrough import PASSTHROUGH, with_mtp_count, without_passthrough
 from mca_models.weights import Param
 
 _log = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class AutoModel:
 
 def _new_params(config: McaModelConfig, stored: McaModelConfig) -> tuple[Param, ...]:
     """Return the parameters of ``config`` that a checkpoint of ``stored`` lacks, or has fewer rows of."""
-    head = config.num_labels is not None and stored.num_labels is None
+    head = config.head.num_labels is not None and stored.head.num_labels is None
     grown = config.vocab_size != stored.vocab_size
     if not head and not grown:
         return ()
@@ -212,7 +212,7 @@ def local_layers_warning(built: Implementation, asked: str | None, missing: str 
 def _embedding_ranks(config: McaModelConfig) -> tuple[int, ...]:
     """Return the pipeline ranks with the embedding: first, MTP, and with tied embeddings the last."""
     ranks = config.pipeline_plan().embedding_ranks
-    return (*ranks, config.layout.pp - 1) if config.tie_word_embeddings else ranks
+    return (*ranks, config.layout.pp - 1) if config.head.tie_word_embeddings else ranks
 
 
 def _with_mtp_layers(config: McaModelConfig, count: int) -> McaModelConfig:
@@ -221,4 +221,4 @@ def _with_mtp_layers(config: McaModelConfig, count: int) -> McaModelConfig:
             f"mtp_num_layers {count} is more than the model's {counted(config.mtp_num_layers, 'MTP layer')}; "
             "lower it"
         )
-    return replace(config, mtp_num_layers=count, hf_config=with_mtp_count(config.hf_config, count))
+    return config.replace_fields(mtp_num_layers=count, hf_config=with_mtp_count(config.hf_config, count))

@@ -35,7 +35,7 @@ def model_logits(models: LiveModel, input_ids: Tensor) -> Tensor:
 
     require_no_images(models.config, input_ids)
     batch, length = input_ids.shape
-    if models.config.learned_positions:
+    if models.config.embedding.learned_positions:
         require_learned_positions(length, models.config.max_position_embeddings)
     tokens = _padded(models, input_ids.to(platform.current_device()))
     steps = micro_batch_group(models)
@@ -53,7 +53,7 @@ def model_logits(models: LiveModel, input_ids: Tensor) -> Tensor:
             forward_only=True,
             collect_non_loss_data=True,
         )
-    shape = (tokens.shape[0], tokens.shape[1], models.config.num_labels or models.config.vocab_size)
+    shape = (tokens.shape[0], tokens.shape[1], models.config.head.num_labels or models.config.vocab_size)
     set_longest_sequence(ropes, 0)
     return _broadcast_logits(models, outputs, shape)[:batch, :length]
 
@@ -64,7 +64,7 @@ def require_no_images(config: McaModelConfig, input_ids: Tensor) -> None:
     Raises:
         McaError: A placeholder of an image or a video is among ``input_ids``.
     """
-    for medium, token in placeholders(config.vision).items():
+    for medium, token in placeholders(config.vision_fields).items():
         if bool((input_ids == token).any()):
             raise McaError(
                 f"input_ids have {token}, the placeholder of {medium}s, which logits and log_probs do not support; "
@@ -144,7 +144,7 @@ def _broadcast_logits(models: LiveModel, outputs: list[Tensor], shape: tuple[int
     """Return the last stage's logits, gathered over tensor and context ranks, on all pipeline ranks."""
     group = parallel.pipeline_group()
     if group.rank() == group.size() - 1:
-        cut = models.config.num_labels is None  # classification scores are replicated over tensor ranks
+        cut = models.config.head.num_labels is None  # classification scores are replicated over tensor ranks
         logits = torch.cat([_gather_logits(output.float(), shape[2], cut=cut) for output in outputs])
     else:
         logits = torch.empty(shape, device=platform.current_device())

@@ -231,9 +231,9 @@ class VirtualModels(torch.nn.Module):
             sequence and for padding.
         """
         self.reject_hidden_adapter()
-        if self.config.num_labels is not None:
+        if self.config.head.num_labels is not None:
             raise McaError(
-                f"the model has a head for {self.config.head}, not a vocabulary: it has no log_probs"
+                f"the model has a head for {self.config.head.head_kind}, not a vocabulary: it has no log_probs"
             )
         require_same_arguments(
             "log_probs",

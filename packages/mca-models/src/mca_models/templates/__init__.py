@@ -1,7 +1,6 @@
 """Weight templates: one short file for each model family, and the table of them."""
 
 from collections.abc import Iterable, Iterator, MutableMapping
-from dataclasses import replace
 from importlib import import_module
 
 from mca_config.errors import HfConfigError
@@ -47,7 +46,8 @@ class _Families(MutableMapping[str, Family]):
 
 
 def _family_in(module: str, name: str) -> Family:
-    family = getattr(import_module(module), name)
+    found = vars(import_module(module))
+    family = found[name] if name in found else found["FAMILIES"][name]
     assert isinstance(family, Family), f"{module}.{name} is no Family"
     return family
 
@@ -55,7 +55,6 @@ def _family_in(module: str, name: str) -> Family:
 _IN_ITS_FILE = (
     "afmoe",
     "apertus",
-    "arcee",
     "aria_text",
     "bamba",
     "bloom",
@@ -67,15 +66,12 @@ _IN_ITS_FILE = (
     "deepseek_v3",
     "deepseek_v32",
     "dots1",
-    "ernie4_5",
     "ernie4_5_moe",
-    "exaone4",
     "exaone_moe",
     "falcon",
     "falcon_h1",
     "flex_olmo",
     "flint",
-    "gemma",
     "gemma2",
     "gemma3",
     "gemma3_text",
@@ -92,24 +88,18 @@ _IN_ITS_FILE = (
     "gpt_neox",
     "gpt_oss",
     "gptj",
-    "granite",
     "granite_swa",
     "granitemoe",
     "granitemoe_swa",
     "granitemoehybrid",
     "granitemoeshared",
-    "helium",
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
     "hy_v3",
     "hyperclovax",
-    "internlm3",
     "internvl",
-    "iquestcoder",
-    "jais2",
     "kimi_k2",
     "kimi_linear",
-    "llama",
     "llama4_text",
     "longcat_flash",
     "mellum",
@@ -119,17 +109,11 @@ _IN_ITS_FILE = (
     "minimax_m2",
     "minimax_m3_vl",
     "minimax_m3_vl_text",
-    "ministral",
-    "ministral3",
-    "mistral",
     "mistral3",
     "mistral4",
     "mixtral",
     "nanochat",
-    "nemotron",
     "nemotron_h",
-    "olmo",
-    "olmo2",
     "olmo3",
     "olmo_hybrid",
     "olmoe",
@@ -138,11 +122,9 @@ _IN_ITS_FILE = (
     "phi",
     "phi3",
     "phimoe",
-    "qwen2",
     "qwen2_5_vl",
     "qwen2_moe",
     "qwen2_vl",
-    "qwen3",
     "qwen3_5",
     "qwen3_5_moe_text",
     "qwen3_5_text",
@@ -150,18 +132,47 @@ _IN_ITS_FILE = (
     "qwen3_next",
     "qwen3_vl",
     "qwen3_vl_moe",
-    "seed_oss",
     "smollm3",
     "solar_open",
-    "stablelm",
     "starcoder2",
     "vaultgemma",
     "youtu",
 )
 """Types whose family is ``FAMILY`` of the module of their name."""
 _WITH_ANOTHER = {"glm4v_moe": "glm4v:MOE_FAMILY", "qwen3_5_moe": "qwen3_5:MOE_FAMILY"}
+_LLAMA_LIKE = (
+    "arcee",
+    "ernie4_5",
+    "exaone4",
+    "gemma",
+    "granite",
+    "helium",
+    "internlm3",
+    "iquestcoder",
+    "jais2",
+    "llama",
+    "ministral",
+    "ministral3",
+    "mistral",
+    "nemotron",
+    "olmo",
+    "olmo2",
+    "qwen2",
+    "qwen3",
+    "seed_oss",
+    "stablelm",
+)
+"""Types whose family is a value of `llama_like`."""
 
-FAMILIES = _Families(sorted([*zip(_IN_ITS_FILE, _IN_ITS_FILE, strict=True), *_WITH_ANOTHER.items()]))
+FAMILIES = _Families(
+    sorted(
+        [
+            *zip(_IN_ITS_FILE, _IN_ITS_FILE, strict=True),
+            *_WITH_ANOTHER.items(),
+            *((kind, f"llama_like:{kind}") for kind in _LLAMA_LIKE),
+        ]
+    )
+)
 
 
 def get_family(model_type: str) -> Family:
@@ -195,9 +206,11 @@ def config_from_hf(hf: JsonObject) -> McaModelConfig:
 def config_to_hf(config: McaModelConfig) -> HfConfig:
     """``config.json`` of the model in plain weights: the source's own, with what changed brought up to date."""
     family = get_family(config.model_type)
-    if config.num_labels is None:
+    if config.head.num_labels is None:
         return without_quantization(family.config.to_hf(config, family.architecture))
     before = family.config.to_mca(config.hf_config) if config.hf_config else config
-    said = {name: getattr(before, name) for name in ("tie_word_embeddings", "mtp_num_layers", "pad_token_id")}
-    plain = replace(config, head="causal_lm", num_labels=None, **said)
+    said = {
+        name: before.to_fields()[name] for name in ("tie_word_embeddings", "mtp_num_layers", "pad_token_id")
+    }
+    plain = config.replace_fields(head_kind="causal_lm", num_labels=None, **said)
     return head_to_hf(config, without_quantization(family.config.to_hf(plain, family.architecture)))

@@ -1,8 +1,7 @@
 """Arcee Trinity: HF ``AfmoeForCausalLM``: gated attention, norms around each block, sigmoid routing with a bias."""
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
-from mca_models.templates.common import attention, gated_qkv, renamed
+from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -11,18 +10,20 @@ from mca_models.templates.config_table import (
     HfConfig,
     dense_fields,
 )
-from mca_models.templates.dual_rope import FULL, SLIDING, restore_layer_types
-from mca_models.templates.exaone4 import rotated_windows
 from mca_models.templates.family import Family
-from mca_models.templates.moe import (
+from mca_models.templates.lens import Lens, is_moe_layer
+from mca_models.templates.parts.common import attention, gated_qkv, renamed
+from mca_models.templates.parts.dual_rope import FULL, SLIDING, write_layer_types
+from mca_models.templates.parts.moe import (
     SIGMOID_ROUTER,
     expert_fields,
     fuse_shared_experts,
     moe_params,
     require_sigmoid_routing,
-    restore_shared_experts,
+    write_shared_experts,
 )
-from mca_models.templates.names import MoeNames
+from mca_models.templates.parts.names import MoeNames
+from mca_models.templates.parts.sliding_window import rotated_windows
 from mca_models.weights import Param
 
 NAMES = MoeNames(router="mlp.router.gate.weight", router_bias="mlp.expert_bias")
@@ -42,11 +43,11 @@ def derive(hf: HfConfig) -> JsonObject:
     }
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    dense = [layer for layer in range(config.num_layers) if not config.is_moe_layer(layer)]
-    counts = {"num_dense_layers": len(dense), **restore_shared_experts(config, "num_shared_experts")}
-    return {**counts, "mup_enabled": config.embedding_multiplier != 1.0, **restore_layer_types(config)}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    dense = [layer for layer in range(values["num_layers"]) if not is_moe_layer(values, layer)]
+    counts = {"num_dense_layers": len(dense), **write_shared_experts(values, "num_shared_experts")}
+    return {**counts, "mup_enabled": values["embedding_multiplier"] != 1.0, **write_layer_types(values)}
 
 
 CONFIG = ConfigTable(
@@ -64,8 +65,7 @@ CONFIG = ConfigTable(
         **SIGMOID_ROUTER,
     },
     fixed=(SILU, NO_ATTENTION_BIAS),
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 

@@ -2,7 +2,6 @@
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_models.templates.common import dense_layers, inner, renamed
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     ConfigTable,
@@ -11,8 +10,10 @@ from mca_models.templates.config_table import (
     dense_fields,
     read_rope,
 )
-from mca_models.templates.cwm import LLAMA3
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import dense_layers, inner, renamed
+from mca_models.templates.parts.rope import LLAMA3
 from mca_models.weights import SEPARATE, Layout, Param, Shaped, expand_rules
 
 ROPE = {**LLAMA3, "rope_theta": 12e6, "factor": 8.0}
@@ -30,7 +31,7 @@ CONFIG = ConfigTable(
     defaults={"pad_token_id": 3, "rope_theta": ROPE["rope_theta"]},
     constants={"hidden_act": "xielu", "gated_linear_unit": False, "qk_layernorm": True},
     fixed=(NO_ATTENTION_BIAS, Fixed("hidden_act", ("xielu",), "this family's MLP")),
-    derive=derive,
+    facts=(Lens(derive),),
 )
 
 

@@ -3,17 +3,16 @@
 from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates.common import renamed
 from mca_models.templates.config_table import SWIGLU_WITHOUT_BIASES, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.moe import (
+from mca_models.templates.parts.common import renamed
+from mca_models.templates.parts.moe import (
     TRANSPOSED,
     detect_stacked_experts,
-    fuse_shared_experts,
     moe_params,
-    restore_shared_experts,
+    shared_experts_lens,
 )
-from mca_models.templates.names import TRANSPOSED_EXPERTS, MoeNames
+from mca_models.templates.parts.names import TRANSPOSED_EXPERTS, MoeNames
 from mca_models.weights import Param
 
 NAMES = MoeNames(router="mlp.router.weight")
@@ -33,8 +32,7 @@ CONFIG = ConfigTable(
     ),
     defaults={"pad_token_id": 2},
     fixed=SWIGLU_WITHOUT_BIASES,
-    derive=lambda hf: fuse_shared_experts(hf, SHARED, 2, "intermediate_size"),
-    restore=lambda config: restore_shared_experts(config, SHARED),
+    facts=(shared_experts_lens(SHARED, 2, "intermediate_size"),),
 )
 
 

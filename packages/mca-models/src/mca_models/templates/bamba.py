@@ -1,8 +1,7 @@
 """Bamba: HF ``BambaForCausalLM``: state space models in most layers, attention in those that are named, MLPs in all."""
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
-from mca_models.templates.common import dense_mlp, embedding, head, renamed
+from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     NO_MLP_BIAS,
@@ -14,21 +13,18 @@ from mca_models.templates.config_table import (
     read_rope,
 )
 from mca_models.templates.family import Family
-from mca_models.templates.mamba import (
+from mca_models.templates.lens import Lens, is_mamba_layer
+from mca_models.templates.parts.common import dense_mlp, embedding, head, renamed
+from mca_models.templates.parts.mamba import (
     BAMBA,
+    FEED_FORWARD,
     PLAIN_STEPS,
     bamba_fields,
     derive_bamba,
     mixed_layers,
-    restore_bamba,
+    write_bamba,
 )
 from mca_models.weights import Param, expand_rules
-
-NAMES = {
-    "mlp.": "feed_forward.",
-    "post_attention_layernorm": "pre_ff_layernorm",
-    "model.norm": "model.final_layernorm",
-}
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -39,10 +35,10 @@ def derive(hf: HfConfig) -> JsonObject:
     return {"layer_types": kinds, **rope, **derive_bamba(hf)}
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    named = [layer for layer in range(config.num_layers) if not config.is_mamba_layer(layer)]
-    return {"attn_layer_indices": named, **restore_bamba(config)}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    named = [layer for layer in range(values["num_layers"]) if not is_mamba_layer(values, layer)]
+    return {"attn_layer_indices": named, **write_bamba(values)}
 
 
 CONFIG = ConfigTable(
@@ -55,8 +51,7 @@ CONFIG = ConfigTable(
         PLAIN_STEPS,
         Fixed("z_loss_coefficient", (0.0, None), "there is no z-loss on logits"),
     ),
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
     partial_rotary=True,
 )
 
@@ -64,7 +59,7 @@ CONFIG = ConfigTable(
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     mlps = expand_rules(dense_mlp(config), layers=range(config.num_layers))
-    return renamed([embedding(), *mixed_layers(config), *mlps, *head(config)], NAMES)
+    return renamed([embedding(), *mixed_layers(config), *mlps, *head(config)], FEED_FORWARD)
 
 
 FAMILY = Family(model_type="bamba", architecture="BambaForCausalLM", config=CONFIG, params=params)

@@ -4,13 +4,11 @@ from collections.abc import Collection, Mapping
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates import persimmon
-from mca_models.templates.common import renamed, with_norm_biases
 from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig
-from mca_models.templates.falcon import OUTER
 from mca_models.templates.family import Family
-from mca_models.templates.gpt2 import BARE
-from mca_models.templates.gpt_neox import token_head
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import renamed, with_norm_biases
+from mca_models.templates.parts.legacy import BARE, FALCON_OUTER, fused_params, token_head
 from mca_models.templates.shapes import Shape
 from mca_models.weights import Param, Stage
 
@@ -34,9 +32,9 @@ def derive(hf: HfConfig) -> JsonObject:
     return {"num_query_groups": heads, "kv_channels": size // heads, **ends}
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"seq_length": config.max_position_embeddings}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return {"seq_length": values["max_position_embeddings"]}
 
 
 CONFIG = ConfigTable(
@@ -59,8 +57,7 @@ CONFIG = ConfigTable(
         Fixed("apply_residual_connection_post_layernorm", (False,), "residuals are what was not normalised"),
     ),
     aliases={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 
@@ -71,10 +68,10 @@ def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping
 
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
-    first, *rest = persimmon.params(config)
+    first, *rest = fused_params(config)
     own = {"model.word_embeddings_layernorm": "transformer.word_embeddings_layernorm"}
     norm = renamed(with_norm_biases(config, [NORM]), own)
-    named = [*renamed([first], OUTER), *norm, *renamed(rest, OUTER | token_head(config))]
+    named = [*renamed([first], FALCON_OUTER), *norm, *renamed(rest, FALCON_OUTER | token_head(config))]
     return renamed(named, {"transformer.": ""}) if config.extra.get(BARE) else named
 
 

@@ -5,10 +5,11 @@ the first with one label, a value head the second with one label. The parameters
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mca_config.errors import HfConfigError, McaError, UsageError
-from mca_config.model_config import HeadKind, McaModelConfig
+from mca_config.model.head import HeadKind
+from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 
 SCORE = "score"
@@ -115,18 +116,22 @@ def with_head(config: McaModelConfig, head: Head) -> McaModelConfig:
         name = class_name(config.model_type, head.kind)
     except McaError as error:
         raise UsageError(str(error)) from None
-    if config.head != "causal_lm" and (config.head, config.num_labels) != (head.kind, len(head.labels)):
+    old = config.head
+    if old.head_kind != "causal_lm" and (old.head_kind, old.num_labels) != (head.kind, len(head.labels)):
         raise UsageError(
-            f"the model has a {config.head} head with {config.num_labels} labels, the run needs {head.kind} with "
+            f"the model has a {old.head_kind} head with {old.num_labels} labels, the run needs {head.kind} with "
             f"{len(head.labels)}; name a model that fits"
         )
-    names = head.labels if config.head == "causal_lm" else _merge_labels(label_names(config), head.labels)
+    names = (
+        head.labels
+        if config.head.head_kind == "causal_lm"
+        else _merge_labels(label_names(config), head.labels)
+    )
     changes = {"problem_type": head.problem_type, "pad_token_id": head.pad_token_id}
     changes = {key: value for key, value in changes.items() if value is not None}
     extra = {key: value for key, value in config.extra.items() if key != "hf_duplicates"}
-    return replace(
-        config,
-        head=head.kind,
+    return config.replace_fields(
+        head_kind=head.kind,
         num_labels=len(head.labels),
         tie_word_embeddings=False,
         mtp_num_layers=0,
@@ -140,7 +145,7 @@ def with_head(config: McaModelConfig, head: Head) -> McaModelConfig:
 def label_names(config: McaModelConfig) -> tuple[str, ...]:
     """Names of a model's scores, in their order; where ``config.json`` has none, those of transformers."""
     named = config.hf_config.get("id2label") or {}
-    unnamed = _unnamed(config.num_labels or 0)
+    unnamed = _unnamed(config.head.num_labels or 0)
     return tuple(str(named.get(str(number), name)) for number, name in enumerate(unnamed))
 
 
@@ -175,17 +180,19 @@ def head_from_hf(config: McaModelConfig, hf: JsonObject) -> McaModelConfig:
         raise HfConfigError(f"config.json: {error}") from None
     labels = hf.get("id2label")
     count = len(labels) if isinstance(labels, dict) else hf.get("num_labels", 2)
-    return replace(config, head=kind, num_labels=count, tie_word_embeddings=False, mtp_num_layers=0)
+    return config.replace_fields(
+        head_kind=kind, num_labels=count, tie_word_embeddings=False, mtp_num_layers=0
+    )
 
 
 def head_to_hf(config: McaModelConfig, hf: JsonObject) -> JsonObject:
     """``hf`` of the model without its head, with it."""
-    if config.num_labels is None:
+    if config.head.num_labels is None:
         return hf
     labels = hf.get("id2label")
-    if not isinstance(labels, dict) or len(labels) != config.num_labels:
-        hf = {**hf, **_labels(_unnamed(config.num_labels))}
-    return {**hf, "architectures": [class_name(config.model_type, config.head)]}
+    if not isinstance(labels, dict) or len(labels) != config.head.num_labels:
+        hf = {**hf, **_labels(_unnamed(config.head.num_labels))}
+    return {**hf, "architectures": [class_name(config.model_type, config.head.head_kind)]}
 
 
 def _labels(names: Sequence[str]) -> JsonObject:

@@ -1,8 +1,6 @@
 """Command R: HF ``CohereForCausalLM``: attention and MLP side by side after one LayerNorm without a bias."""
 
-from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
-from mca_models.templates.common import dense_layers
+from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -12,22 +10,20 @@ from mca_models.templates.config_table import (
     norm_epsilon,
 )
 from mca_models.templates.family import Family
-
-
-def scale(hf: HfConfig) -> JsonObject:
-    """The factor on logits, by which this family multiplies."""
-    return {"logits_scaling": 1 / hf.get("logit_scale", 0.0625)}
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import dense_layers
+from mca_models.templates.parts.multipliers import read_logit_scale
 
 
 def derive(hf: HfConfig) -> JsonObject:
     """The factor on logits, and the norms of q and k."""
     own = bool(hf.get("use_qk_norm", False))
-    return {"qk_layernorm": own, "qk_layernorm_per_head": own, **scale(hf)}
+    return {"qk_layernorm": own, "qk_layernorm_per_head": own, **read_logit_scale(hf)}
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"logit_scale": 1 / config.logits_scaling, "use_qk_norm": config.qk_layernorm}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return {"logit_scale": 1 / values["logits_scaling"], "use_qk_norm": values["qk_layernorm"]}
 
 
 CONFIG = ConfigTable(
@@ -38,8 +34,7 @@ CONFIG = ConfigTable(
         **{"parallel_block": "one_norm", "rotary_interleaved": True},
     },
     fixed=(SILU, NO_ATTENTION_BIAS),
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 FAMILY = Family(model_type="cohere", architecture="CohereForCausalLM", config=CONFIG, params=dense_layers)

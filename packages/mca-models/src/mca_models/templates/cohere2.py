@@ -2,30 +2,27 @@
 
 from dataclasses import replace
 
-from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_models.templates import cohere
+from mca_models.templates import get_family
 from mca_models.templates.config_table import Field, HfConfig
-from mca_models.templates.dual_rope import restore_layer_types
-from mca_models.templates.exaone4 import pattern, rotated_windows
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.dual_rope import write_layer_types
+from mca_models.templates.parts.multipliers import LOGIT_SCALE
+from mca_models.templates.parts.sliding_window import rotated_windows, window_pattern
+
+COHERE = get_family("cohere")
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """Kinds of layers, and the factor on logits."""
-    return cohere.scale(hf) | rotated_windows(hf.get("layer_types") or pattern(hf))
-
-
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"logit_scale": 1 / config.logits_scaling, **restore_layer_types(config)}
+    """Kinds of layers."""
+    return rotated_windows(hf.get("layer_types") or window_pattern(hf))
 
 
 CONFIG = replace(
-    cohere.CONFIG,
-    fields=(*cohere.CONFIG.fields, Field("window_size", "sliding_window", 4096)),
+    COHERE.table,
+    fields=(*COHERE.table.fields, Field("window_size", "sliding_window", 4096)),
     defaults={"pad_token_id": 0},
-    derive=derive,
-    restore=restore,
+    facts=(LOGIT_SCALE, Lens(derive, write_layer_types)),
 )
 
-FAMILY = replace(cohere.FAMILY, model_type="cohere2", architecture="Cohere2ForCausalLM", config=CONFIG)
+FAMILY = replace(COHERE, model_type="cohere2", architecture="Cohere2ForCausalLM", config=CONFIG)

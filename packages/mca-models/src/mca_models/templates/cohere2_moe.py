@@ -4,19 +4,22 @@ from dataclasses import replace
 from functools import partial
 
 from mca_config.errors import HfConfigError
-from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
-from mca_models.templates import cohere, cohere2
+from mca_config.types import JsonObject, Values
+from mca_models.templates import get_family
 from mca_models.templates.config_table import HfConfig, read_rope
-from mca_models.templates.dual_rope import FULL, SLIDING, restore_layer_types
-from mca_models.templates.moe import (
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.dual_rope import FULL, SLIDING, write_layer_types
+from mca_models.templates.parts.moe import (
     expert_fields,
     moe_params,
     require_sigmoid_routing,
-    restore_moe_layers,
-    restore_shared_experts,
+    write_moe_layers,
+    write_shared_experts,
 )
-from mca_models.templates.names import MoeNames
+from mca_models.templates.parts.multipliers import read_logit_scale
+from mca_models.templates.parts.names import MoeNames
+
+COHERE2 = get_family("cohere2")
 
 NAMES = MoeNames()
 
@@ -39,7 +42,7 @@ def derive(hf: HfConfig) -> JsonObject:
     forced = hf.get("prefix_dense_sliding_window_pattern", 1) == 1
     plain = zip(kinds, sparse, strict=True)
     return {
-        **cohere.scale(hf),
+        **read_logit_scale(hf),
         **read_rope({**hf, "rope_scaling": None}),  # a key that transformers does not read here
         "layer_types": tuple(kinds),
         "no_rope_freq": tuple(int(kind == FULL and (yes or not forced)) for kind, yes in plain),
@@ -52,19 +55,19 @@ def derive(hf: HfConfig) -> JsonObject:
     }
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    kinds = {**restore_layer_types(config), **restore_moe_layers(config)}
-    dense = {"prefix_dense_intermediate_size": config.ffn_hidden_size}
-    score = {"expert_selection_fn": config.moe_router_score_function}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    kinds = {**write_layer_types(values), **write_moe_layers(values)}
+    dense = {"prefix_dense_intermediate_size": values["ffn_hidden_size"]}
+    score = {"expert_selection_fn": values["moe_router_score_function"]}
     parallel = {
-        "norm_topk_prob": config.moe_router_normalised,
-        **restore_shared_experts(config, "num_shared_experts"),
-        "shared_expert_combination_strategy": "average" if config.moe_shared_expert_mean else "sum",
+        "norm_topk_prob": values["moe_router_normalised"],
+        **write_shared_experts(values, "num_shared_experts"),
+        "shared_expert_combination_strategy": "average" if values["moe_shared_expert_mean"] else "sum",
     }
-    eps, root = config.layernorm_epsilon, config.normalization == "RMSNorm"
+    eps, root = values["layernorm_epsilon"], values["normalization"] == "RMSNorm"
     norms = {"rms_norm_eps": eps if root else None} | ({} if root else {"layer_norm_eps": eps})
-    return {"logit_scale": 1 / config.logits_scaling, **kinds, **dense, **score, **parallel, **norms}
+    return {"logit_scale": 1 / values["logits_scaling"], **kinds, **dense, **score, **parallel, **norms}
 
 
 def _shared(hf: HfConfig) -> JsonObject:
@@ -89,18 +92,17 @@ def _norms(hf: HfConfig) -> JsonObject:
 _DERIVED = ("ffn_hidden_size", "layernorm_epsilon")
 
 CONFIG = replace(
-    cohere2.CONFIG,
+    COHERE2.table,
     fields=(
-        *(field for field in cohere2.CONFIG.fields if field.mca not in _DERIVED),
+        *(field for field in COHERE2.table.fields if field.mca not in _DERIVED),
         *expert_fields(count="num_experts", default=8, ffn="intermediate_size"),
     ),
-    defaults={**cohere2.CONFIG.defaults, "num_experts_per_tok": 2, "head_dim": 128},
-    derive=derive,
-    restore=restore,
+    defaults={**COHERE2.table.defaults, "num_experts_per_tok": 2, "head_dim": 128},
+    facts=(Lens(derive, write),),
 )
 
 FAMILY = replace(
-    cohere2.FAMILY,
+    COHERE2,
     model_type="cohere2_moe",
     architecture="Cohere2MoeForCausalLM",
     config=CONFIG,

@@ -4,18 +4,18 @@ The tables of the families are in the files of the families.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from mca_config.bounds import require_bounded
 from mca_config.errors import HfConfigError, McaError
-from mca_config.model_config import McaModelConfig
-from mca_config.rope import require_rope
-from mca_config.types import FamilyConfig, JsonObject, Typed, Values
+from mca_config.model.fields import DEFAULTS
+from mca_config.model_config import McaModelConfig, require_ranges
+from mca_config.types import JsonObject, Typed, Values
 from mca_models.templates.composite_config import QUANTIZATION, TEXT_ONLY, CompositeConfig
+from mca_models.templates.lens import HfConfig as HfConfig
+from mca_models.templates.lens import Lens
 
-HfConfig = JsonObject
 REQUIRED: Typed = object()
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -122,11 +122,10 @@ class ConfigTable:
         defaults: What absent HF keys mean, where it is not what the fields say.
         constants: ``McaModelConfig`` fields that follow from the family alone.
         fixed: HF keys with values that cannot be represented, alone or together.
-        derive: Further fields computed from the HF dict.
-        restore: The HF keys for what ``derive`` computed; used only when there is no source ``config.json``.
+        facts: Lenses for what no single key holds; a later one wins. They write only where there is no source
+            ``config.json``.
         aliases: Other names of HF keys, which win in transformers where a file has both.
         partial_rotary: Whether HF's models rotate ``partial_rotary_factor`` of a head; others rotate all of it.
-        config_class: ``McaModelConfig`` or its MLA subclass.
         composite: Where ``config.json`` has what this table reads.
     """
 
@@ -134,11 +133,9 @@ class ConfigTable:
     defaults: Values = dataclasses.field(default_factory=dict)
     constants: Values = dataclasses.field(default_factory=dict)
     fixed: tuple[Fixed | DropoutTogether, ...] = ()
-    derive: Callable[[HfConfig], JsonObject] = lambda hf: {}
-    restore: Callable[[FamilyConfig], HfConfig] = lambda config: {}
+    facts: tuple[Lens, ...] = ()
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     partial_rotary: bool = False
-    config_class: type[McaModelConfig] = McaModelConfig
     composite: CompositeConfig = TEXT_ONLY
 
     def to_mca(self, hf: HfConfig) -> McaModelConfig:
@@ -150,10 +147,9 @@ class ConfigTable:
         full = _Watched({**self.defaults, **text, **said})
         try:
             values = self._values(full) | dict(self.composite.other_fields(hf))
-            config = self.config_class(
+            config = McaModelConfig.from_fields(
                 model_type=hf["model_type"], dtype=read_dtype(text), hf_config=hf, **values
             )
-            require_rope(config.rope_scaling)
             return config
         except McaError:
             raise
@@ -167,8 +163,10 @@ class ConfigTable:
         for fixed in self.fixed:
             fixed.check(hf)
         values = {field.mca: field.read(hf) for field in self.fields}
-        require_bounded(values)  # before lists are made that are as long as they say
-        values |= dict(self.constants) | read_rope(hf) | self.derive(hf)
+        require_ranges(values)  # before lists are made that are as long as they say
+        values |= dict(self.constants) | read_rope(hf)
+        for fact in self.facts:
+            values |= fact.read(hf)
         if self.partial_rotary:
             _require_pairs(values)
         else:
@@ -190,10 +188,11 @@ class ConfigTable:
                 f"{config.model_type!r}; restore mca_config.json"
             )
         before = self.to_mca(hf)
+        old, new = before.to_fields(), config.to_fields()
         changes = {
             field.hf: _plain(value)
             for field in self.fields
-            if (value := getattr(config, field.mca)) != getattr(before, field.mca)
+            if (value := new.get(field.mca)) != old.get(field.mca)
         }
         hf = self.composite.update_text(hf, changes) if changes else hf
         return hf if config.dtype == before.dtype else with_dtype(hf, config.dtype)
@@ -204,19 +203,26 @@ class ConfigTable:
             "model_type": config.model_type,
             "dtype": config.dtype,
         }
-        hf |= {field.hf: _plain(getattr(config, field.mca)) for field in self.fields}
-        rope = {"rope_theta": config.rotary_base, "rope_type": "default", **(config.rope_scaling or {})}
-        if config.rotary_percent != 1.0:
-            rope["partial_rotary_factor"] = config.rotary_percent
-        hf |= {"rope_parameters": rope, "hidden_act": config.hidden_act} | self.restore(config)
+        flat = config.to_fields()
+        known = {**DEFAULTS, **flat}
+        hf |= {field.hf: _plain(known.get(field.mca)) for field in self.fields}
+        rope = {
+            "rope_theta": config.rope.rotary_base,
+            "rope_type": "default",
+            **(config.rope.rope_scaling or {}),
+        }
+        if config.rope.rotary_percent != 1.0:
+            rope["partial_rotary_factor"] = config.rope.rotary_percent
+        hf |= {"rope_parameters": rope, "hidden_act": config.mlp.hidden_act}
+        for fact in self.facts:
+            hf |= fact.write(known)
         hf = self.composite.compose(hf, config)
-        back, skipped = self.to_mca(hf), ("hf_config", "extra", "layout")
-        names = [field.name for field in dataclasses.fields(config) if field.name not in skipped]
-        for name in names:
-            if getattr(back, name) != getattr(config, name):
+        back = self.to_mca(hf).to_fields()
+        for name in {**flat, **back}.keys() - {"hf_config", "extra", "layout"}:
+            if back.get(name) != flat.get(name):
                 raise McaError(
-                    f"config.json of a {config.model_type} model cannot say that {name} is "
-                    f"{getattr(config, name)!r}: it would mean {getattr(back, name)!r}"
+                    f"config.json of a {config.model_type} model cannot say that {name} is {flat.get(name)!r}: it "
+                    f"would mean {back.get(name)!r}"
                 )
         return hf
 

@@ -1,8 +1,6 @@
 """Code World Model: HF ``CwmForCausalLM``, Llama's weights; three of four layers have a sliding window."""
 
-from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
-from mca_models.templates.common import dense_layers
+from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import (
     SWIGLU_WITHOUT_BIASES,
     ConfigTable,
@@ -10,15 +8,12 @@ from mca_models.templates.config_table import (
     dense_fields,
     read_rope,
 )
-from mca_models.templates.dual_rope import FULL, SLIDING, restore_layer_types
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import dense_layers
+from mca_models.templates.parts.dual_rope import FULL, SLIDING, write_layer_types
+from mca_models.templates.parts.rope import LLAMA3
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 _ROPE = {**LLAMA3, "rope_theta": 1e6, "factor": 16.0}
 """Default of transformers where ``config.json`` has no rope."""
 
@@ -33,17 +28,16 @@ def derive(hf: HfConfig) -> JsonObject:
     return {"window_size": window, "layer_types": kinds, **rope}
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"sliding_window": config.window_size or 0, **restore_layer_types(config)}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return {"sliding_window": values["window_size"] or 0, **write_layer_types(values)}
 
 
 CONFIG = ConfigTable(
     fields=dense_fields(eps=1e-5),
     defaults={"num_key_value_heads": 8, "rope_theta": _ROPE["rope_theta"]},
     fixed=SWIGLU_WITHOUT_BIASES,
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 FAMILY = Family(model_type="cwm", architecture="CwmForCausalLM", config=CONFIG, params=dense_layers)

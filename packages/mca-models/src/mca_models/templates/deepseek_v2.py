@@ -1,7 +1,6 @@
 """DeepSeek V2: HF ``DeepseekV2ForCausalLM``: latent attention, experts chosen by softmax."""
 
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     NO_MLP_BIAS,
@@ -10,32 +9,29 @@ from mca_models.templates.config_table import (
     Fixed,
     HfConfig,
 )
-from mca_models.templates.deepseek_v3 import MLA_FIELDS, NAMES, mla, params, restore_groups
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.mla import MLA, MLA_FIELDS, mla_moe_params
+from mca_models.templates.parts.names import MoeNames
 
 GREEDY, LIMITED = "greedy", "group_limited_greedy"
 
 
-def derive(hf: HfConfig) -> JsonObject:
-    """Derive as DeepSeek V3, but groups count only if named, and by their best expert."""
+def read_groups(hf: HfConfig) -> JsonObject:
+    """Groups count only if named, and by their best expert."""
     if hf["topk_method"] == GREEDY:
-        return mla({**hf, "n_group": 1})
-    return {**mla(hf), "moe_router_group_score": "max"}
+        return {"moe_router_num_groups": None, "moe_router_group_topk": None}
+    return {"moe_router_group_score": "max"}
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {**restore_groups(config), "topk_method": LIMITED if config.moe_router_num_groups else GREEDY}
+def write_groups(values: Values) -> HfConfig:
+    """Write the routing method."""
+    return {"topk_method": LIMITED if values["moe_router_num_groups"] else GREEDY}
 
 
 CONFIG = ConfigTable(
     fields=MLA_FIELDS,
-    defaults={
-        "topk_method": GREEDY,
-        "n_routed_experts": 64,
-        "n_shared_experts": 2,
-        "q_lora_rank": 1536,
-    },
+    defaults={"topk_method": GREEDY, "n_routed_experts": 64, "n_shared_experts": 2, "q_lora_rank": 1536},
     constants={"qk_layernorm": True, "moe_router_pre_softmax": True},
     fixed=(
         SILU,
@@ -47,11 +43,13 @@ CONFIG = ConfigTable(
         Fixed("moe_layer_freq", (1,), "every layer after the first dense ones has experts"),
     ),
     aliases={"num_experts": "n_routed_experts"},
-    derive=derive,
-    restore=restore,
-    config_class=MlaMcaModelConfig,
+    facts=(MLA, Lens(read_groups, write_groups)),
 )
 
 FAMILY = Family(
-    model_type="deepseek_v2", architecture="DeepseekV2ForCausalLM", config=CONFIG, params=params, moe=NAMES
+    model_type="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    config=CONFIG,
+    params=mla_moe_params,
+    moe=MoeNames(),
 )

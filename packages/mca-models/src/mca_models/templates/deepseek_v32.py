@@ -2,13 +2,24 @@
 
 from dataclasses import replace
 
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
-from mca_config.types import JsonObject
-from mca_models.templates import deepseek_v3, glm4_moe_lite
-from mca_models.templates.common import inner
-from mca_models.templates.config_table import Field, HfConfig
-from mca_models.templates.moe import derive_moe_layers, moe_params
+from mca_config.model_config import McaModelConfig
+from mca_models.templates import get_family
+from mca_models.templates.config_table import Field
+from mca_models.templates.parts.common import inner
+from mca_models.templates.parts.mla import (
+    INTERLEAVED,
+    MLA_FIELDS,
+    SIGMOID_MLA,
+    latent_attention,
+)
+from mca_models.templates.parts.moe import (
+    MOE_LAYERS,
+    moe_params,
+)
+from mca_models.templates.parts.names import MoeNames
 from mca_models.weights import Param
+
+DEEPSEEK_V3 = get_family("deepseek_v3")
 
 INDEX_FIELDS = (
     Field("index_topk", "index_topk", 2048),
@@ -21,34 +32,23 @@ NAMES = {
 }
 
 
-def derive(hf: HfConfig) -> JsonObject:
-    """Derive as DeepSeek V3, and the layers with experts."""
-    return {**deepseek_v3.derive(hf), **derive_moe_layers({"first_k_dense_replace": 3, **hf})}
-
-
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return glm4_moe_lite.restore(config)
-
-
-def params(config: MlaMcaModelConfig) -> list[Param]:
+def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     mca, hf = "self_attention.core_attention.indexer.", "self_attn.indexer."
     indexer = [inner(mca + own, hf + its) for own, its in NAMES.items()]
-    return moe_params(config, deepseek_v3.NAMES, [*deepseek_v3.latent_attention(config), *indexer])
+    return moe_params(config, MoeNames(), [*latent_attention(config), *indexer])
 
 
 CONFIG = replace(
-    deepseek_v3.CONFIG,
-    fields=(*deepseek_v3.MLA_FIELDS, *INDEX_FIELDS),
-    fixed=tuple(fixed for fixed in deepseek_v3.CONFIG.fixed if fixed is not deepseek_v3.INTERLEAVED),
+    DEEPSEEK_V3.table,
+    fields=(*MLA_FIELDS, *INDEX_FIELDS),
+    fixed=tuple(fixed for fixed in DEEPSEEK_V3.table.fixed if fixed is not INTERLEAVED),
     aliases=dict.fromkeys(("num_local_experts", "num_experts"), "n_routed_experts"),
-    derive=derive,
-    restore=restore,
+    facts=(SIGMOID_MLA, MOE_LAYERS),
 )
 
 FAMILY = replace(
-    deepseek_v3.FAMILY,
+    DEEPSEEK_V3,
     model_type="deepseek_v32",
     architecture="DeepseekV32ForCausalLM",
     config=CONFIG,

@@ -2,14 +2,21 @@
 
 from functools import partial
 
-from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, HfConfig, dense_fields
-from mca_models.templates.deepseek_v3 import NORMALISED, SCALED, restore_groups, sigmoid_experts
 from mca_models.templates.family import Family
-from mca_models.templates.moe import SIGMOID_ROUTER, expert_fields, moe_params
-from mca_models.templates.names import MoeNames
-from mca_models.templates.qwen2 import restore_window, window
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.moe import (
+    NORMALISED,
+    SCALED,
+    SIGMOID_ROUTER,
+    expert_fields,
+    moe_params,
+    sigmoid_experts,
+    write_groups,
+)
+from mca_models.templates.parts.names import MoeNames
+from mca_models.templates.parts.sliding_window import window, write_window
 
 NAMES = MoeNames()
 
@@ -20,10 +27,10 @@ def derive(hf: HfConfig) -> JsonObject:
     return sigmoid_experts(hf) | window({"max_window_layers": 62, **hf, "use_sliding_window": on})
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    experts = {**restore_groups(config), "norm_topk_prob": True}
-    return {**experts, "sliding_window": None, **restore_window(config)}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    experts = {**write_groups(values), "norm_topk_prob": True}
+    return {**experts, "sliding_window": None, **write_window(values)}
 
 
 CONFIG = ConfigTable(
@@ -32,8 +39,7 @@ CONFIG = ConfigTable(
     constants={"qk_layernorm": True, **SIGMOID_ROUTER},
     fixed=(SILU, NO_ATTENTION_BIAS, NORMALISED),
     aliases={"num_local_experts": "n_routed_experts"},
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 FAMILY = Family(

@@ -1,15 +1,19 @@
 """ERNIE 4.5 with experts: HF ``Ernie4_5_MoeForCausalLM``: softmax routing with a bias that only chooses."""
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
-from mca_models.templates import ernie4_5
-from mca_models.templates.common import in_fp32
+from mca_config.types import JsonObject, Values
+from mca_models.templates import get_family
 from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.moe import aux_loss, moe_params, restore_aux_loss
-from mca_models.templates.names import MoeNames
-from mca_models.templates.passthrough import with_mtp_passthrough
+from mca_models.templates.lens import Lens, is_moe_layer
+from mca_models.templates.parts.activations import NO_BIAS
+from mca_models.templates.parts.common import in_fp32
+from mca_models.templates.parts.moe import aux_loss, moe_params, write_aux_loss
+from mca_models.templates.parts.names import MoeNames
+from mca_models.templates.parts.passthrough import with_mtp_passthrough
 from mca_models.weights import Param, Shaped
+
+ERNIE4_5 = get_family("ernie4_5")
 
 BIAS = "moe_statics.e_score_correction_bias"
 NAMES = MoeNames(
@@ -30,12 +34,12 @@ def derive(hf: HfConfig) -> JsonObject:
     }
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    shared, width = config.moe_shared_expert_intermediate_size or 0, config.moe_ffn_hidden_size or 1
-    sparse = [layer for layer in range(config.num_layers) if config.is_moe_layer(layer)]
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    shared, width = values["moe_shared_expert_intermediate_size"] or 0, values["moe_ffn_hidden_size"] or 1
+    sparse = [layer for layer in range(values["num_layers"]) if is_moe_layer(values, layer)]
     ends = {"moe_layer_start_index": sparse[0], "moe_layer_end_index": sparse[-1]}
-    return {"moe_num_shared_experts": shared // width, **ends, **restore_aux_loss(config)}
+    return {"moe_num_shared_experts": shared // width, **ends, **write_aux_loss(values)}
 
 
 CONFIG = ConfigTable(
@@ -46,15 +50,14 @@ CONFIG = ConfigTable(
         Field("moe_router_topk", "moe_k", 6),
     ),
     defaults={
-        **ernie4_5.CONFIG.defaults,
+        **ERNIE4_5.table.defaults,
         "num_key_value_heads": 4,
         "moe_intermediate_size": 1536,
     },
     constants={"rotary_interleaved": True, "moe_router_enable_expert_bias": True},
-    fixed=(SILU, ernie4_5.NO_BIAS, Fixed("moe_norm_min", (1e-12,), "a bound that no published model meets")),
+    fixed=(SILU, NO_BIAS, Fixed("moe_norm_min", (1e-12,), "a bound that no published model meets")),
     aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 

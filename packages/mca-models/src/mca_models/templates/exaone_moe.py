@@ -2,15 +2,23 @@
 
 from functools import partial
 
-from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
-from mca_models.templates import exaone4
+from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import SILU, ConfigTable, HfConfig, dense_fields
-from mca_models.templates.deepseek_v3 import NORMALISED, SCALED, restore_groups, sigmoid_experts
 from mca_models.templates.family import Family
-from mca_models.templates.moe import SIGMOID_ROUTER, derive_moe_layers, expert_fields, moe_params
-from mca_models.templates.names import MoeNames
-from mca_models.templates.passthrough import with_mtp_passthrough
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.moe import (
+    NORMALISED,
+    SCALED,
+    SIGMOID_ROUTER,
+    derive_moe_layers,
+    expert_fields,
+    moe_params,
+    sigmoid_experts,
+    write_groups,
+)
+from mca_models.templates.parts.names import MoeNames
+from mca_models.templates.parts.passthrough import with_mtp_passthrough
+from mca_models.templates.parts.sliding_window import derive_rotated_windows, write_rotated_windows
 
 BIAS = "mlp.e_score_correction_bias"
 NAMES = MoeNames(router_bias=BIAS, in_memory=((BIAS, "mlp.gate.e_score_correction_bias"),))
@@ -19,13 +27,13 @@ NAMES = MoeNames(router_bias=BIAS, in_memory=((BIAS, "mlp.gate.e_score_correctio
 def derive(hf: HfConfig) -> JsonObject:
     """Windows and ropes by layer, and experts."""
     experts = sigmoid_experts({**hf, "n_shared_experts": hf.get("num_shared_experts", 1)})
-    return {**exaone4.derive(hf), **experts, **derive_moe_layers(hf), "mtp_num_layers": 0}
+    return {**derive_rotated_windows(hf), **experts, **derive_moe_layers(hf), "mtp_num_layers": 0}
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    groups = restore_groups(config)
-    return {**exaone4.restore(config), **groups, "num_shared_experts": groups["n_shared_experts"]}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    groups = write_groups(values)
+    return {**write_rotated_windows(values), **groups, "num_shared_experts": groups["n_shared_experts"]}
 
 
 CONFIG = ConfigTable(
@@ -38,8 +46,7 @@ CONFIG = ConfigTable(
     },
     constants={"qk_layernorm": True, **SIGMOID_ROUTER},
     fixed=(SILU, NORMALISED),
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 FAMILY = with_mtp_passthrough(

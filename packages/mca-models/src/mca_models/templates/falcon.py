@@ -2,20 +2,14 @@
 
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
-from mca_models.templates import persimmon
-from mca_models.templates.common import renamed
+from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig, dense_fields, norm_epsilon
 from mca_models.templates.family import Family
-from mca_models.templates.gpt_neox import token_head
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import renamed
+from mca_models.templates.parts.legacy import FALCON_OUTER, fused_params, token_head
 from mca_models.weights import Param
 
-OUTER = {
-    "model.layers.{layer}.self_attn": "transformer.h.{layer}.self_attention",
-    "model.layers": "transformer.h",
-    "model.embed_tokens": "transformer.word_embeddings",
-    "model.final_layernorm": "transformer.ln_f",
-}
 TWO_NORMS = {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"}
 
 
@@ -53,15 +47,15 @@ def derive(hf: HfConfig) -> JsonObject:
     }
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    groups, apart = config.num_query_groups, config.parallel_block == "none"
-    new = not apart and (groups > 1 or config.parallel_block == "two_norms")
-    norms = 2 if config.parallel_block == "two_norms" else 1
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    groups, apart = values["num_query_groups"], values["parallel_block"] == "none"
+    new = not apart and (groups > 1 or values["parallel_block"] == "two_norms")
+    norms = 2 if values["parallel_block"] == "two_norms" else 1
     side = {"parallel_attn": not apart, "num_ln_in_parallel_attn": norms}
-    act = {"activation": config.hidden_act, "alibi": False}
+    act = {"activation": values["hidden_act"], "alibi": False}
     heads = {"num_kv_heads": groups, **({} if new else {"multi_query": groups == 1})}
-    drops = {"attention_dropout": config.hidden_dropout}
+    drops = {"attention_dropout": values["hidden_dropout"]}
     return {**side, **act, **drops, **heads, "new_decoder_architecture": new}
 
 
@@ -81,15 +75,14 @@ CONFIG = ConfigTable(
     defaults={"max_position_embeddings": 2048},
     constants={"normalization": "LayerNorm", "gated_linear_unit": False},
     fixed=(Fixed("alibi", (False,), "only rotary positions are built here"),),
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
-    rules = renamed(persimmon.params(config), OUTER | token_head(config))
-    return renamed(rules, TWO_NORMS) if config.parallel_block == "two_norms" else rules
+    rules = renamed(fused_params(config), FALCON_OUTER | token_head(config))
+    return renamed(rules, TWO_NORMS) if config.block.parallel_block == "two_norms" else rules
 
 
 FAMILY = Family(

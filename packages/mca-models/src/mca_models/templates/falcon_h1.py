@@ -4,9 +4,7 @@ from math import isfinite
 
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
-from mca_models.templates.bamba import NAMES
-from mca_models.templates.common import attention, dense_mlp, embedding, head, renamed
+from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     NO_MLP_BIAS,
@@ -18,13 +16,16 @@ from mca_models.templates.config_table import (
     dense_fields,
 )
 from mca_models.templates.family import Family
-from mca_models.templates.mamba import (
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import attention, dense_mlp, embedding, head, renamed
+from mca_models.templates.parts.mamba import (
     BAMBA,
+    FEED_FORWARD,
     PLAIN_STEPS,
     bamba_fields,
     derive_bamba,
     mamba_mixer,
-    restore_bamba,
+    write_bamba,
 )
 from mca_models.weights import Param, expand_rules
 
@@ -72,20 +73,23 @@ def derive(hf: HfConfig) -> JsonObject:
     }
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    *of_states, after = config.mamba_multipliers or (1.0,) * 6
-    scale = 1.0 if config.softmax_scale is None else config.softmax_scale / config.kv_channels**-0.5
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    *of_states, after = values["mamba_multipliers"] or (1.0,) * 6
+    scale = (
+        1.0 if values["softmax_scale"] is None else values["softmax_scale"] / values["kv_channels"] ** -0.5
+    )
     return {
-        **restore_bamba(config),
-        "mamba_d_ssm": (config.mamba_num_heads or 0) * (config.mamba_head_dim or 0),
-        "mamba_rms_norm": config.mamba_norm != "none",
-        "mamba_norm_before_gate": config.mamba_norm != "gated",
+        **write_bamba(values),
+        "mamba_d_ssm": (values["mamba_num_heads"] or 0) * (values["mamba_head_dim"] or 0),
+        **{"attention_in_multiplier": 1.0, "ssm_in_multiplier": 1.0},  # parts of the others
+        "mamba_rms_norm": values["mamba_norm"] != "none",
+        "mamba_norm_before_gate": values["mamba_norm"] != "gated",
         **{"ssm_multipliers": of_states, "ssm_out_multiplier": after},
-        "mlp_multipliers": list(config.mlp_multipliers or (1.0, 1.0)),
-        "attention_out_multiplier": config.attention_out_multiplier,
+        "mlp_multipliers": list(values["mlp_multipliers"] or (1.0, 1.0)),
+        "attention_out_multiplier": values["attention_out_multiplier"],
         "key_multiplier": scale,
-        "lm_head_multiplier": 1 / config.logits_scaling,
+        "lm_head_multiplier": 1 / values["logits_scaling"],
     }
 
 
@@ -104,8 +108,7 @@ CONFIG = ConfigTable(
         PLAIN_STEPS,
         Fixed("projectors_bias", (False,), "output projections of state space layers have no biases"),
     ),
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 
@@ -113,7 +116,8 @@ def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     layer_config = [*attention(config), *mamba_mixer(config, "self_attention.mamba."), *dense_mlp(config)]
     return renamed(
-        [embedding(), *expand_rules(layer_config, layers=range(config.num_layers)), *head(config)], NAMES
+        [embedding(), *expand_rules(layer_config, layers=range(config.num_layers)), *head(config)],
+        FEED_FORWARD,
     )
 
 

@@ -12,10 +12,10 @@ from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
 from mca_config.types import FamilyConfig, Values
 from mca_models.templates.config_table import ConfigTable
-from mca_models.templates.names import HF_HEAD, MoeNames
+from mca_models.templates.parts.names import HF_HEAD, MoeNames
+from mca_models.templates.parts.vision_tower import MORE, SPELLING, VisionModel
 from mca_models.templates.shapes import Shape, hf_shapes
 from mca_models.templates.text_families import TextFamilyTable
-from mca_models.templates.vision_tower import MORE, SPELLING, VisionModel
 from mca_models.weights import Param
 
 logger = logging.getLogger(__name__)
@@ -98,6 +98,12 @@ class Family:
     texts: Mapping[str, "Family"] = field(default_factory=dict)
     vision: VisionModel | None = None
 
+    @property
+    def table(self) -> ConfigTable:
+        """Return the table of a text-only family, for the families that differ from it in a few values."""
+        assert isinstance(self.config, ConfigTable), "text parts do not nest"
+        return self.config
+
     def hf_shapes(self, config: McaModelConfig) -> dict[str, Shape]:
         """Every HF tensor of a model and its shape, known without a checkpoint."""
         return hf_shapes(self.params(config), config)
@@ -110,7 +116,7 @@ class Family:
         if self.vision is not None:
             known = self.text(config).duplicated_hf_tensors(config)
             return {self.hf_name(config, name): self.hf_name(config, its) for name, its in known.items()}
-        params = self.params(config) if config.tie_word_embeddings else ()
+        params = self.params(config) if config.head.tie_word_embeddings else ()
         alias = next((param for param in params if param.alias_of), None)
         head = {HF_HEAD: alias.hf_names()[0]} if alias else {}
         return {**head, **self.copies(config)}
@@ -143,7 +149,7 @@ class Family:
         shapes = shapes or {}
         if self.vision is not None:
             return self._with_vision_names(self.vision, config, names, shapes)
-        config = replace(config, mtp_num_layers=self.count_mtp(config, names))
+        config = config.replace_fields(mtp_num_layers=self.count_mtp(config, names))
         extra = {**config.extra, **self.detect_extra(config, names, shapes)}
         if self.moe:
             extra |= _stacked_experts(names)
@@ -178,9 +184,8 @@ class Family:
         if kind not in (self.texts or (None,)):
             known = ", ".join(self.texts) or "none"
             raise McaError(f"text_model_type is {kind!r:.80}; expected of a {self.model_type} model: {known}")
-        table = self.text(config).config
-        assert isinstance(table, ConfigTable), "text parts do not nest"
-        if type(config) is not table.config_class:
+        mla = any(field.mca == "kv_lora_rank" for field in self.text(config).table.fields)
+        if (config.mla is not None) != mla:
             raise McaError(f"kv_lora_rank is set or missing, unlike in a {self.model_type} model")
         if self.vision is not None:
             self.vision.tensors(config)

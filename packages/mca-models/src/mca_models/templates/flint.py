@@ -2,8 +2,6 @@
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_models.templates import qwen3_moe
-from mca_models.templates.common import in_fp32, renamed
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -13,22 +11,28 @@ from mca_models.templates.config_table import (
     HfConfig,
     dense_fields,
 )
-from mca_models.templates.dual_rope import FULL, SLIDING, restore_layer_types
-from mca_models.templates.exaone4 import rotated_windows
 from mca_models.templates.family import Family
-from mca_models.templates.moe import expert_fields, moe_params, require_sigmoid_routing
-from mca_models.templates.names import MoeNames
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import in_fp32, renamed
+from mca_models.templates.parts.dual_rope import FULL, SLIDING, write_layer_types
+from mca_models.templates.parts.moe import (
+    SIGMOID_ROUTING,
+    SPARSE_LAYERS,
+    expert_fields,
+    moe_params,
+)
+from mca_models.templates.parts.names import MoeNames
+from mca_models.templates.parts.sliding_window import rotated_windows
 from mca_models.weights import Param
 
 NAMES = MoeNames(shared="mlp.shared_expert.")
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """Kinds of layers, and which have experts."""
-    require_sigmoid_routing(hf)
+    """Kinds of layers."""
     last = hf["num_hidden_layers"] - 1
     kinds = [FULL if i < 2 or i % 4 == 1 or i == last else SLIDING for i in range(last + 1)]
-    return qwen3_moe.sparse_layers(hf) | rotated_windows(hf.get("layer_types") or kinds)
+    return rotated_windows(hf.get("layer_types") or kinds)
 
 
 CONFIG = ConfigTable(
@@ -44,8 +48,7 @@ CONFIG = ConfigTable(
     },
     constants={"qk_layernorm": True, "softmax_type": "learnable", "moe_router_score_function": "sigmoid"},
     fixed=(SILU, NO_ATTENTION_BIAS, Fixed("norm_topk_prob", (True,), "Megatron normalises sigmoid scores")),
-    derive=derive,
-    restore=lambda config: qwen3_moe.restore_sparse(config) | restore_layer_types(config),
+    facts=(SIGMOID_ROUTING, SPARSE_LAYERS, Lens(derive, write_layer_types)),
 )
 
 

@@ -1,24 +1,11 @@
 """Gemma 2: HF ``Gemma2ForCausalLM``: capped scores and logits, norms around each block, alternating windows."""
 
-from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
-from mca_models.templates.common import dense_layers
-from mca_models.templates.config_table import NO_ATTENTION_BIAS, ConfigTable, Field, HfConfig, dense_fields
-from mca_models.templates.dual_rope import FULL, SLIDING
+from mca_models.templates.config_table import NO_ATTENTION_BIAS, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.gemma3_text import CAUSAL, CONSTANTS, GELU_ONLY, restore_scale, scales
-
-
-def derive(hf: HfConfig) -> JsonObject:
-    """Kinds of layers, every other one with a window, and the scales that HF computes from sizes."""
-    pattern = [FULL if i % 2 else SLIDING for i in range(hf["num_hidden_layers"])]
-    return {"layer_types": tuple(hf.get("layer_types") or pattern), **scales(hf)}
-
-
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"layer_types": list(config.layer_types or ()), **restore_scale(config)}
-
+from mca_models.templates.parts.activations import GELU_ONLY, GELU_SANDWICH, NO_BIDIRECTIONAL
+from mca_models.templates.parts.common import dense_layers
+from mca_models.templates.parts.dual_rope import layer_types
+from mca_models.templates.parts.multipliers import QUERY_SCALE
 
 CONFIG = ConfigTable(
     fields=(
@@ -31,10 +18,9 @@ CONFIG = ConfigTable(
         **{"head_dim": 256, "num_key_value_heads": 4, "pad_token_id": 0},
         **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     },
-    constants=CONSTANTS,
-    fixed=(NO_ATTENTION_BIAS, GELU_ONLY, CAUSAL),
-    derive=derive,
-    restore=restore,
+    constants=GELU_SANDWICH,
+    fixed=(NO_ATTENTION_BIAS, GELU_ONLY, NO_BIDIRECTIONAL),
+    facts=(layer_types(lambda layer: layer % 2 == 1), QUERY_SCALE),
 )
 
 FAMILY = Family(model_type="gemma2", architecture="Gemma2ForCausalLM", config=CONFIG, params=dense_layers)

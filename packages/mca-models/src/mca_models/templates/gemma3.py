@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import gemma3_text
+from mca_models.templates import get_family
 from mca_models.templates.family import Family
-from mca_models.templates.vision_language import vision_language_family
-from mca_models.templates.vision_tower import (
+from mca_models.templates.parts.vision_language import vision_language_family
+from mca_models.templates.parts.vision_tower import (
+    PROJECTOR,
+    TOWER,
     NestedTextConfig,
     Shapes,
     Spelling,
@@ -17,9 +19,10 @@ from mca_models.templates.vision_tower import (
     norm,
     repeat_shapes,
 )
-from mca_models.templates.vision_values import vision_values
+from mca_models.templates.parts.vision_values import vision_values
 
-TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector."
+GEMMA3_TEXT = get_family("gemma3_text")
+
 _INNER = f"{TOWER}vision_model."
 SPELLINGS = (
     Spelling("language_model.model.", "language_model.lm_head.", {TOWER: _INNER, PROJECTOR: PROJECTOR}),
@@ -88,8 +91,8 @@ _DEFAULTS = {
 
 def text_family() -> Family:
     """Gemma 3 as the text part."""
-    defaults = {**gemma3_text.CONFIG.defaults, **_DEFAULTS}
-    return replace(gemma3_text.FAMILY, config=replace(gemma3_text.CONFIG, defaults=defaults))
+    defaults = {**GEMMA3_TEXT.table.defaults, **_DEFAULTS}
+    return replace(GEMMA3_TEXT, config=replace(GEMMA3_TEXT.table, defaults=defaults))
 
 
 FAMILY = vision_language_family(

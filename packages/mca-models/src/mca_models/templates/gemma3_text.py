@@ -1,8 +1,6 @@
 """Gemma 3, the text model: HF ``Gemma3ForCausalLM``: norms around each block, windows, two ropes."""
 
-from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates.common import dense_layers
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     ConfigTable,
@@ -11,33 +9,12 @@ from mca_models.templates.config_table import (
     HfConfig,
     dense_fields,
 )
-from mca_models.templates.dual_rope import FULL, SLIDING, derive_dual_rope, restore_dual_rope
 from mca_models.templates.family import Family
-
-GELU = "gelu_pytorch_tanh"
-CONSTANTS: Values = {
-    "hidden_act": GELU,
-    "layernorm_zero_centered_gamma": True,
-    "norm_placement": "sandwich",
-}
-GELU_ONLY = Fixed("hidden_activation", (GELU,), "Gemma's gated MLP")
-CAUSAL = Fixed("use_bidirectional_attention", (False, None), "Megatron's decoder is causal")
-
-
-def scales(hf: HfConfig) -> JsonObject:
-    """The factors on scores and embeddings that HF computes from sizes."""
-    return {
-        "softmax_scale": hf.get("query_pre_attn_scalar", 256) ** -0.5,
-        "embedding_multiplier": hf["hidden_size"] ** 0.5,
-    }
-
-
-def restore_scale(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {
-        "hidden_activation": GELU,
-        "query_pre_attn_scalar": round((config.softmax_scale or 1.0) ** -2),
-    }
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.activations import GELU_ONLY, GELU_SANDWICH, NO_BIDIRECTIONAL
+from mca_models.templates.parts.common import dense_layers
+from mca_models.templates.parts.dual_rope import FULL, SLIDING, derive_dual_rope, write_dual_rope
+from mca_models.templates.parts.multipliers import scales, write_scale
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -53,28 +30,27 @@ def derive(hf: HfConfig) -> JsonObject:
     }
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
     return {
-        **restore_dual_rope(config),
-        "layer_types": list(config.layer_types or ()),
-        **restore_scale(config),
+        **write_dual_rope(values),
+        "layer_types": list(values["layer_types"] or ()),
+        **write_scale(values),
     }
 
 
 CONFIG = ConfigTable(
     fields=(*dense_fields(tied=True), Field("window_size", "sliding_window", None)),
     defaults={"head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096, "pad_token_id": 0},
-    constants={**CONSTANTS, "qk_layernorm": True},
+    constants={**GELU_SANDWICH, "qk_layernorm": True},
     fixed=(
         NO_ATTENTION_BIAS,
         GELU_ONLY,
         Fixed("attn_logit_softcapping", (None,), "Gemma 3 has none"),
         Fixed("final_logit_softcapping", (None,), "Gemma 3 has none"),
-        CAUSAL,
+        NO_BIDIRECTIONAL,
     ),
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 FAMILY = Family(

@@ -10,7 +10,18 @@ from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
 from mca_config.types import JsonObject, Typed, Values
-from mca_models.templates.common import (
+from mca_models.templates.config_table import (
+    NO_ATTENTION_BIAS,
+    ConfigTable,
+    Field,
+    Fixed,
+    HfConfig,
+    dense_fields,
+)
+from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.activations import GELU, GELU_ONLY
+from mca_models.templates.parts.common import (
     MLP,
     attention,
     dense_layers,
@@ -21,18 +32,8 @@ from mca_models.templates.common import (
     in_layers,
     inner,
 )
-from mca_models.templates.config_table import (
-    NO_ATTENTION_BIAS,
-    ConfigTable,
-    Field,
-    Fixed,
-    HfConfig,
-    dense_fields,
-)
-from mca_models.templates.dual_rope import FULL, PER_LAYER_TYPE, SLIDING, restore_layer_types
-from mca_models.templates.family import Family
-from mca_models.templates.gemma3_text import GELU, GELU_ONLY
-from mca_models.templates.names import HF, HF_ATTN, HF_MLP
+from mca_models.templates.parts.dual_rope import FULL, PER_LAYER_TYPE, SLIDING, write_layer_types
+from mca_models.templates.parts.names import HF, HF_ATTN, HF_MLP
 from mca_models.templates.shapes import Shape
 from mca_models.weights import COLUMN, GATED, ROW, Param, Stage, expand_rules
 
@@ -128,7 +129,7 @@ def derive(hf: HfConfig) -> JsonObject:
     return {
         **_experts(hf),
         "layer_types": tuple(kinds),
-        "of_kind": {FULL: own},
+        "layer_type_overrides": {FULL: own},
         "rotary_base": float(full.get("rope_theta", 1e6)),
         "rotary_base_local": float(local.get("rope_theta", 1e4)),
         "rope_scaling": {**turning, **({"factor": full["factor"]} if "factor" in full else {})},
@@ -150,20 +151,23 @@ def _experts(hf: HfConfig) -> JsonObject:
     }
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    own = (config.of_kind or {})[FULL]
-    full = {"rope_theta": config.rotary_base, **(config.rope_scaling or {})}
-    local = {"rope_theta": config.rotary_base_local, "rope_type": "default"}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    own = (values["layer_type_overrides"] or {})[FULL]
+    full = {"rope_theta": values["rotary_base"], **(values["rope_scaling"] or {})}
+    local = {"rope_theta": values["rotary_base_local"], "rope_type": "default"}
     sizes = {"global_head_dim": own["kv_channels"], "num_global_key_value_heads": own["num_query_groups"]}
     shared = {
         "attention_k_eq_v": own["values_are_keys"],
         "hidden_activation": GELU,
-        **restore_layer_types(config),
+        **write_layer_types(values),
     }
-    experts = {"num_experts": config.num_moe_experts, "moe_intermediate_size": config.moe_ffn_hidden_size}
-    if config.experts_beside_mlp:
-        shared |= {**experts, "top_k_experts": config.moe_router_topk, "enable_moe_block": True}
+    experts = {
+        "num_experts": values["num_moe_experts"],
+        "moe_intermediate_size": values["moe_ffn_hidden_size"],
+    }
+    if values["experts_beside_mlp"]:
+        shared |= {**experts, "top_k_experts": values["moe_router_topk"], "enable_moe_block": True}
     return {**shared, **sizes, "rope_parameters": {FULL: full, SLIDING: local}}
 
 
@@ -191,8 +195,7 @@ CONFIG = ConfigTable(
         PER_LAYER_TYPE,
         Fixed("use_bidirectional_attention", (None, "vision"), "Megatron's decoder is causal"),
     ),
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 
@@ -212,15 +215,18 @@ def parallel_experts(config: McaModelConfig) -> list[Param]:
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     layers = range(config.num_layers)
-    scalars = [inner("layer_scalar", "layer_scalar"), *(PER_LAYER if config.per_layer_input_size else [])]
+    scalars = [
+        inner("layer_scalar", "layer_scalar"),
+        *(PER_LAYER if config.per_layer_embedding is not None else []),
+    ]
     rules = [
-        *(PER_LAYER_TABLES if config.per_layer_input_size else []),
+        *(PER_LAYER_TABLES if config.per_layer_embedding is not None else []),
         *expand_rules(scalars, layers=layers),
     ]
-    if not config.experts_beside_mlp:
+    if config.moe is None:
         return [*dense_layers(config), *rules]
     blocks = in_layers(config, lambda own: [*attention(own), *parallel_experts(own)])
-    stacked = expand_rules(EXPERTS, layers=layers, experts=range(config.num_moe_experts or 0))
+    stacked = expand_rules(EXPERTS, layers=layers, experts=range(config.num_experts))
     return [embedding(), *blocks, *stacked, *rules, *head(config)]
 
 

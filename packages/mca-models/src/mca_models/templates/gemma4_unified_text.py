@@ -2,21 +2,23 @@
 
 from dataclasses import replace
 
-from mca_models.templates import gemma4_text
+from mca_models.templates import get_family
 from mca_models.templates.config_table import Fixed
 
+GEMMA4_TEXT = get_family("gemma4_text")
+
 CONFIG = replace(
-    gemma4_text.CONFIG,
-    fields=gemma4_text.FIELDS,
+    GEMMA4_TEXT.table,
+    fields=tuple(field for field in GEMMA4_TEXT.table.fields if not field.hf.endswith("per_layer_input")),
     fixed=(
-        *gemma4_text.CONFIG.fixed,
+        *GEMMA4_TEXT.table.fixed,
         Fixed("hidden_size_per_layer_input", (0, False, None), "transformers ignores it in this family"),
     ),
     defaults={"head_dim": 256, "num_key_value_heads": 4, "pad_token_id": 0, "sliding_window": 1024},
 )
 
 FAMILY = replace(
-    gemma4_text.FAMILY,
+    GEMMA4_TEXT,
     model_type="gemma4_unified_text",
     architecture="Gemma4UnifiedForCausalLM",
     config=CONFIG,

@@ -1,9 +1,9 @@
 """GLM 4 9B: HF ``GlmForCausalLM``: biases on q, k, v, gate and up in one tensor, half of each head is rotated."""
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates.common import attention, dense_mlp, embedding, fused_mlp, head
 from mca_models.templates.config_table import SILU, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
+from mca_models.templates.parts.common import attention, dense_mlp, embedding, fused_mlp, head
 from mca_models.weights import Param, expand_rules
 
 CONFIG = ConfigTable(

@@ -4,9 +4,9 @@ Half of each head is rotated, in pairs of neighbours.
 """
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates.common import attention, dense_mlp, embedding, fused_mlp, head, renamed
 from mca_models.templates.config_table import SILU, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
+from mca_models.templates.parts.common import attention, dense_mlp, embedding, fused_mlp, head, renamed
 from mca_models.weights import Param, expand_rules
 
 _NORMS = {

@@ -3,11 +3,17 @@
 from functools import partial
 
 from mca_models.templates.config_table import SILU, ConfigTable, Field, dense_fields
-from mca_models.templates.deepseek_v3 import NORMALISED, SCALED, restore_groups, sigmoid_experts
 from mca_models.templates.family import Family
-from mca_models.templates.moe import SIGMOID_ROUTER, expert_fields, moe_params
-from mca_models.templates.mtp import mtp_copies
-from mca_models.templates.names import MoeNames
+from mca_models.templates.parts.moe import (
+    GROUPED_EXPERTS,
+    NORMALISED,
+    SCALED,
+    SIGMOID_ROUTER,
+    expert_fields,
+    moe_params,
+)
+from mca_models.templates.parts.mtp import mtp_copies
+from mca_models.templates.parts.names import MoeNames
 
 NAMES = MoeNames()
 
@@ -30,8 +36,7 @@ CONFIG = ConfigTable(
     constants=SIGMOID_ROUTER,
     fixed=(SILU, NORMALISED),
     aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
-    derive=sigmoid_experts,
-    restore=restore_groups,
+    facts=(GROUPED_EXPERTS,),
     partial_rotary=True,
 )
 

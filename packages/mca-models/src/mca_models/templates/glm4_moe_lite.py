@@ -2,25 +2,17 @@
 
 from dataclasses import replace
 
-from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
-from mca_models.templates import deepseek_v3
-from mca_models.templates.config_table import HfConfig
-from mca_models.templates.moe import derive_moe_layers, restore_moe_layers
+from mca_models.templates import get_family
+from mca_models.templates.parts.mla import SIGMOID_MLA
+from mca_models.templates.parts.moe import (
+    listed_moe_layers,
+)
 
-
-def derive(hf: HfConfig) -> JsonObject:
-    """Derive as DeepSeek V3; the layers with experts are listed, or all but the first."""
-    return deepseek_v3.derive(hf) | derive_moe_layers({**hf, "first_k_dense_replace": 1})
-
-
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {**deepseek_v3.restore_groups(config), **restore_moe_layers(config)}
+DEEPSEEK_V3 = get_family("deepseek_v3")
 
 
 CONFIG = replace(
-    deepseek_v3.CONFIG,
+    DEEPSEEK_V3.table,
     defaults={
         "rms_norm_eps": 1e-5,
         "routed_scaling_factor": 1.8,
@@ -29,10 +21,9 @@ CONFIG = replace(
         "n_routed_experts": 64,
     },
     aliases={"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
-    derive=derive,
-    restore=restore,
+    facts=(SIGMOID_MLA, listed_moe_layers(1)),
 )
 
 FAMILY = replace(
-    deepseek_v3.FAMILY, model_type="glm4_moe_lite", architecture="Glm4MoeLiteForCausalLM", config=CONFIG
+    DEEPSEEK_V3, model_type="glm4_moe_lite", architecture="Glm4MoeLiteForCausalLM", config=CONFIG
 )

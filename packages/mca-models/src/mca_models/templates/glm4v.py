@@ -5,14 +5,17 @@ from functools import partial
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_models.templates import glm4, glm4_moe
+from mca_models.templates import get_family
 from mca_models.templates.config_table import HfConfig, head_dim
-from mca_models.templates.deepseek_v3 import restore_groups, sigmoid_experts
 from mca_models.templates.family import Family
-from mca_models.templates.moe import aux_loss, restore_aux_loss
-from mca_models.templates.qwen2_vl import VISUAL, patches
-from mca_models.templates.vision_language import vision_language_family
-from mca_models.templates.vision_tower import (
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.moe import (
+    AUX_LOSS,
+    GROUPED_EXPERTS,
+)
+from mca_models.templates.parts.patch_merger import VISUAL, patches
+from mca_models.templates.parts.vision_language import vision_language_family
+from mca_models.templates.parts.vision_tower import (
     NestedTextConfig,
     Shapes,
     VisionModel,
@@ -21,7 +24,10 @@ from mca_models.templates.vision_tower import (
     norm,
     repeat_shapes,
 )
-from mca_models.templates.vision_values import vision_values
+from mca_models.templates.parts.vision_values import vision_values
+
+GLM4 = get_family("glm4")
+GLM4_MOE = get_family("glm4_moe")
 
 _norm, _linear = partial(norm, bias=False), partial(linear, bias=False)
 
@@ -74,35 +80,30 @@ def dense_text() -> Family:
     """GLM 4 as the text part: always with biases on q, k and v, and with heads that follow from the width."""
     named = ("head_dim", "attention_bias")
     config = replace(
-        glm4.CONFIG,
-        fields=tuple(field for field in glm4.CONFIG.fields if field.hf not in named),
+        GLM4.table,
+        fields=tuple(field for field in GLM4.table.fields if field.hf not in named),
         defaults={"num_key_value_heads": 2, "rms_norm_eps": 1e-5},
-        constants={**glm4.CONFIG.constants, "add_qkv_bias": True},
-        derive=_derive,
+        constants={**GLM4.table.constants, "add_qkv_bias": True},
+        facts=(Lens(_derive),),
     )
-    return replace(glm4.FAMILY, model_type="glm4v_text", config=config)
-
-
-def _experts(hf: HfConfig) -> JsonObject:
-    return sigmoid_experts(hf) | aux_loss(hf)
+    return replace(GLM4, model_type="glm4v_text", config=config)
 
 
 def moe_text() -> Family:
     """GLM 4.5 as the text part: without norms of q and k and prediction layers, with a load-balancing loss."""
     left = ("use_qk_norm", "num_nextn_predict_layers")
     config = replace(
-        glm4_moe.CONFIG,
-        fields=tuple(field for field in glm4_moe.CONFIG.fields if field.hf not in left),
+        GLM4_MOE.table,
+        fields=tuple(field for field in GLM4_MOE.table.fields if field.hf not in left),
         defaults={
-            **glm4_moe.CONFIG.defaults,
+            **GLM4_MOE.table.defaults,
             **{"attention_bias": True, "num_nextn_predict_layers": 0, "router_aux_loss_coef": 1e-4},
         },
-        constants={**glm4_moe.CONFIG.constants, "qk_layernorm": False},
+        constants={**GLM4_MOE.table.constants, "qk_layernorm": False},
         aliases={"num_local_experts": "n_routed_experts"},
-        derive=_experts,
-        restore=lambda config: restore_groups(config) | restore_aux_loss(config),
+        facts=(GROUPED_EXPERTS, AUX_LOSS),
     )
-    return replace(glm4_moe.FAMILY, model_type="glm4v_moe_text", config=config)
+    return replace(GLM4_MOE, model_type="glm4v_moe_text", config=config)
 
 
 def _family(model_type: str, architecture: str, text: Family) -> Family:

@@ -1,12 +1,13 @@
 """GPT-NeoX and Pythia: HF ``GPTNeoXForCausalLM``: attention and MLP side by side, each after a LayerNorm."""
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
-from mca_models.templates import gptj, persimmon
-from mca_models.templates.common import renamed
+from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig, read_rope
 from mca_models.templates.family import Family
-from mca_models.templates.jais2 import BOTH
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.activations import BOTH
+from mca_models.templates.parts.common import renamed
+from mca_models.templates.parts.legacy import FUSED_FIELDS, equal_heads, fused_params, gpt_masks, token_head
 from mca_models.weights import Param
 
 OUTER = {
@@ -25,25 +26,20 @@ def derive(hf: HfConfig) -> JsonObject:
     rope = {**hf, "rope_theta": base, "partial_rotary_factor": share}
     side_by_side = hf.get("use_parallel_residual", True)
     return {
-        **persimmon.heads(hf),
+        **equal_heads(hf),
         **read_rope(rope),
         "parallel_block": "two_norms" if side_by_side else "none",
     }
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"use_parallel_residual": config.parallel_block != "none"}
-
-
-def token_head(config: McaModelConfig) -> dict[str, str]:
-    """Rename the token-classification head."""
-    return {"score.": "classifier."} if config.head == "token_classification" else {}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return {"use_parallel_residual": values["parallel_block"] != "none"}
 
 
 CONFIG = ConfigTable(
     fields=(
-        *(field for field in persimmon.FIELDS if field.mca != "pad_token_id"),  # its row is trained
+        *(field for field in FUSED_FIELDS if field.mca != "pad_token_id"),  # its row is trained
         Field("hidden_act", "hidden_act", "gelu"),
     ),
     constants={"normalization": "LayerNorm", "add_bias_linear": True, "gated_linear_unit": False},
@@ -51,8 +47,7 @@ CONFIG = ConfigTable(
         Fixed("attention_bias", (True,), BOTH),
         Fixed("hidden_dropout", (0.0,), "embeddings have no dropout here"),
     ),
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
     partial_rotary=True,
 )
 
@@ -60,7 +55,7 @@ CONFIG = ConfigTable(
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     output = {} if config.extra.get(MODULES) else {"lm_head": "embed_out"}
-    return renamed(persimmon.params(config), OUTER | output | token_head(config))
+    return renamed(fused_params(config), OUTER | output | token_head(config))
 
 
 FAMILY = Family(
@@ -69,5 +64,5 @@ FAMILY = Family(
     config=CONFIG,
     params=params,
     module_names={MODULES: True},
-    ignored_hf=lambda config: gptj.masks("gpt_neox.layers.{layer}.attention", config),
+    ignored_hf=lambda config: gpt_masks("gpt_neox.layers.{layer}.attention", config),
 )

@@ -1,8 +1,7 @@
 """GPT-OSS: HF ``GptOssForCausalLM``: attention sinks, alternating windows, biased experts."""
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
-from mca_models.templates.common import MLP, attention, embedding, head, inner
+from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import (
     SILU,
     ConfigTable,
@@ -13,8 +12,10 @@ from mca_models.templates.config_table import (
     read_rope,
 )
 from mca_models.templates.family import Family
-from mca_models.templates.moe import aux_loss, expert_fields, restore_aux_loss
-from mca_models.templates.names import HF
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import MLP, attention, embedding, head, inner
+from mca_models.templates.parts.moe import aux_loss, expert_fields, write_aux_loss
+from mca_models.templates.parts.names import HF
 from mca_models.weights import GATED, ROW, Concat, GroupedHeads, Param, Transposed, expand_rules
 
 YARN = {
@@ -37,10 +38,10 @@ def derive(hf: HfConfig) -> JsonObject:
     return {"layer_types": tuple(kinds), **rope, **aux_loss(hf)}
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    kinds = list(config.layer_types or ())
-    return {"hidden_act": "silu", "layer_types": kinds, **restore_aux_loss(config)}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    kinds = list(values["layer_types"] or ())
+    return {"hidden_act": "silu", "layer_types": kinds, **write_aux_loss(values)}
 
 
 CONFIG = ConfigTable(
@@ -63,8 +64,7 @@ CONFIG = ConfigTable(
         Fixed("swiglu_alpha", (1.702,), "Megatron's quick_gelu has it built in"),
     ),
     aliases={"num_experts": "num_local_experts"},
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 ALTERNATING = GroupedHeads((1, 1), 1)  # gate 0, up 0, gate 1, up 1, ...
@@ -111,7 +111,7 @@ def params(config: McaModelConfig) -> list[Param]:
         inner("mlp.router.bias", "mlp.router.bias"),
     ]
     layers = range(config.num_layers)
-    own = expand_rules(experts(), layers=layers, experts=range(config.num_moe_experts or 0))
+    own = expand_rules(experts(), layers=layers, experts=range(config.num_experts))
     return [embedding(), *expand_rules([*attention(config), *router], layers=layers), *own, *head(config)]
 
 

@@ -1,23 +1,18 @@
 """GPT-J: HF ``GPTJForCausalLM``: attention and MLP side by side after one LayerNorm, biases in the MLP only."""
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import FamilyConfig, JsonObject
-from mca_models.templates.common import dense_layers, renamed
+from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import dense_layers, renamed
+from mca_models.templates.parts.legacy import GPT_DROPOUTS, GPT_OUTER, gpt_masks
 from mca_models.weights import Param
 
 INNER = {
     **{"self_attn.o_proj": "attn.out_proj", "self_attn.": "attn.", "input_layernorm": "ln_1"},
     **{"up_proj": "fc_in", "down_proj": "fc_out"},
 }
-OUTER = {
-    **{"model.embed_tokens": "transformer.wte", "model.norm": "transformer.ln_f"},
-    "model.layers": "transformer.h",
-}
-
-
-DROPOUTS = {"hidden_dropout": "resid_pdrop", "attention_dropout": "attn_pdrop"}
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -28,10 +23,10 @@ def derive(hf: HfConfig) -> JsonObject:
     return {**sizes, **rope, "rotary_percent": (hf.get("rotary_dim") or width) / width}
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    rotated = round(config.kv_channels * config.rotary_percent)
-    return {"rotary_dim": rotated, "activation_function": config.hidden_act}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    rotated = round(values["kv_channels"] * values["rotary_percent"])
+    return {"rotary_dim": rotated, "activation_function": values["hidden_act"]}
 
 
 CONFIG = ConfigTable(
@@ -46,7 +41,7 @@ CONFIG = ConfigTable(
         Field("init_method_std", "initializer_range", 0.02),
         Field("tie_word_embeddings", "tie_word_embeddings", False),
         Field("hidden_act", "activation_function", "gelu_new"),
-        *(Field(mca, hf, 0.0) for mca, hf in DROPOUTS.items()),
+        *(Field(mca, hf, 0.0) for mca, hf in GPT_DROPOUTS.items()),
     ),
     defaults={"rotary_dim": 64},
     constants={
@@ -59,23 +54,14 @@ CONFIG = ConfigTable(
         **{"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
         "max_position_embeddings": "n_positions",
     },
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
     partial_rotary=True,
 )
 
 
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
-    return renamed(renamed(dense_layers(config), INNER), OUTER)
-
-
-def masks(attention: str, config: FamilyConfig) -> frozenset[str]:
-    """Masks that old files hold in each layer's ``attention``."""
-    kinds = ("bias", "masked_bias")
-    return frozenset(
-        f"{attention.format(layer=layer)}.{kind}" for layer in range(config.num_layers) for kind in kinds
-    )
+    return renamed(renamed(dense_layers(config), INNER), GPT_OUTER)
 
 
 FAMILY = Family(
@@ -83,5 +69,5 @@ FAMILY = Family(
     architecture="GPTJForCausalLM",
     config=CONFIG,
     params=params,
-    ignored_hf=lambda config: masks("transformer.h.{layer}.attn", config),
+    ignored_hf=lambda config: gpt_masks("transformer.h.{layer}.attn", config),
 )

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mca_config.errors import HfConfigError
-from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
-from mca_models.templates import granite
-from mca_models.templates.config_table import Field, HfConfig, read_rope
-from mca_models.templates.dual_rope import FULL, SLIDING, restore_layer_types
+from mca_config.types import JsonObject, Values
+from mca_models.templates import get_family
+from mca_models.templates.config_table import HfConfig, read_rope
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.dual_rope import FULL, SLIDING, write_layer_types
+from mca_models.templates.parts.sliding_window import WINDOW
 
-WINDOW = Field("window_size", "sliding_window", 128)
+GRANITE = get_family("granite")
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -38,24 +39,21 @@ def _bases(thetas: Sequence[float], kinds: Sequence[str], kind: str) -> list[flo
     return sorted({float(theta) for theta, its in zip(thetas, kinds, strict=True) if theta and its == kind})
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    local = config.rotary_base_local or config.rotary_base
-    bases = [local if kind == SLIDING else config.rotary_base for kind in config.layer_types or ()]
-    skips = config.no_rope_freq or (0,) * config.num_layers
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    local = values["rotary_base_local"] or values["rotary_base"]
+    bases = [local if kind == SLIDING else values["rotary_base"] for kind in values["layer_types"] or ()]
+    skips = values["no_rope_freq"] or (0,) * values["num_layers"]
     thetas = [0 if skip else base for base, skip in zip(bases, skips, strict=True)]
-    return {"layer_rope_theta": thetas, **restore_layer_types(config)}
+    return {"layer_rope_theta": thetas, **write_layer_types(values)}
 
 
 CONFIG = replace(
-    granite.CONFIG,
-    fields=(*granite.CONFIG.fields, WINDOW),
+    GRANITE.table,
+    fields=(*GRANITE.table.fields, WINDOW),
     defaults={"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "num_key_value_heads": 4},
     constants={"softmax_type": "learnable"},
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
-FAMILY = replace(
-    granite.FAMILY, model_type="granite_swa", architecture="GraniteSWAForCausalLM", config=CONFIG
-)
+FAMILY = replace(GRANITE, model_type="granite_swa", architecture="GraniteSWAForCausalLM", config=CONFIG)

@@ -1,56 +1,29 @@
 """Granite 3 with experts: HF ``GraniteMoeForCausalLM``: stacked experts, Granite's factors."""
 
-from collections.abc import Sequence
-
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import granite
-from mca_models.templates.common import attention, embedding, head, inner
+from mca_models.templates import get_family
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable
 from mca_models.templates.family import Family
-from mca_models.templates.moe import aux_loss, detect_stacked_experts, expert_fields, restore_aux_loss
-from mca_models.weights import GATED, ROW, Param, expand_rules
+from mca_models.templates.parts.common import attention, embedding, head
+from mca_models.templates.parts.moe import (
+    AUX_LOSS,
+    detect_stacked_experts,
+    expert_fields,
+)
+from mca_models.templates.parts.stacked_experts import expert_layers
+from mca_models.weights import Param, expand_rules
+
+GRANITE = get_family("granite")
 
 CONFIG = ConfigTable(
     fields=(
-        *granite.CONFIG.fields,
+        *GRANITE.table.fields,
         *expert_fields(count="num_local_experts", default=8, ffn="intermediate_size"),
     ),
     defaults={"num_experts_per_tok": 2},
     fixed=(SILU, NO_ATTENTION_BIAS),
-    derive=aux_loss,
-    restore=restore_aux_loss,
+    facts=(AUX_LOSS,),
 )
-
-
-BLOCK = "block_sparse_moe."
-FILES = ("router.layer.weight", "input_linear.weight", "output_linear.weight")
-MEMORY = ("router.weight", "experts.gate_up_proj", "experts.down_proj")
-
-
-def shared_mlp(config: McaModelConfig) -> list[Param]:
-    """Shared expert of every layer, in addition to the routed ones."""
-    if not config.moe_shared_expert_intermediate_size:
-        return []
-    return [
-        inner("mlp.shared_experts.linear_fc1.weight", "shared_mlp.input_linear.weight", shard=GATED),
-        inner("mlp.shared_experts.linear_fc2.weight", "shared_mlp.output_linear.weight", shard=ROW),
-    ]
-
-
-def expert_layers(config: McaModelConfig, layers: Sequence[int]) -> list[Param]:
-    """Experts, router and shared expert of ``layers``, with the norm before them."""
-    router, fc1, fc2 = (BLOCK + name for name in (MEMORY if config.extra.get("fused_experts") else FILES))
-    experts = [
-        inner("mlp.experts.linear_fc1.weight{expert}", fc1, shard=GATED, stacked=True),
-        inner("mlp.experts.linear_fc2.weight{expert}", fc2, shard=ROW, stacked=True),
-    ]
-    rules = [
-        inner("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
-        inner("mlp.router.weight", router),
-        *shared_mlp(config),
-    ]
-    own = expand_rules(experts, layers=layers, experts=range(config.num_moe_experts or 0))
-    return [*expand_rules(rules, layers=layers), *own]
 
 
 def params(config: McaModelConfig) -> list[Param]:

@@ -2,16 +2,20 @@
 
 from dataclasses import replace
 
-from mca_models.templates import granite_swa, granitemoe, granitemoeshared
+from mca_models.templates import get_family
+from mca_models.templates.parts.sliding_window import WINDOW
+
+GRANITE_SWA = get_family("granite_swa")
+GRANITEMOE = get_family("granitemoe")
+GRANITEMOESHARED = get_family("granitemoeshared")
 
 CONFIG = replace(
-    granitemoe.CONFIG,
-    fields=(*granitemoe.CONFIG.fields, granite_swa.WINDOW),
-    constants=granite_swa.CONFIG.constants,
-    derive=lambda hf: granitemoeshared.derive(hf) | granite_swa.derive(hf),
-    restore=lambda config: granitemoeshared.restore(config) | granite_swa.restore(config),
+    GRANITEMOE.table,
+    fields=(*GRANITEMOE.table.fields, WINDOW),
+    constants=GRANITE_SWA.table.constants,
+    facts=(*GRANITEMOESHARED.table.facts, *GRANITE_SWA.table.facts),
 )
 
 FAMILY = replace(
-    granitemoe.FAMILY, model_type="granitemoe_swa", architecture="GraniteMoeSWAForCausalLM", config=CONFIG
+    GRANITEMOE, model_type="granitemoe_swa", architecture="GraniteMoeSWAForCausalLM", config=CONFIG
 )

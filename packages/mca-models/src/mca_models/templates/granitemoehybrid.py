@@ -1,13 +1,13 @@
 """Granite 4: HF ``GraniteMoeHybridForCausalLM``: Granite with Mamba 2 layers, and MLPs or experts with a shared one."""
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
-from mca_models.templates import granite
-from mca_models.templates.common import embedding, head, inner
+from mca_config.types import JsonObject, Values
+from mca_models.templates import get_family
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, Field, HfConfig
 from mca_models.templates.family import Family
-from mca_models.templates.granitemoe import expert_layers
-from mca_models.templates.mamba import (
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import embedding, head, inner
+from mca_models.templates.parts.mamba import (
     BAMBA,
     PLAIN_STEPS,
     bamba_fields,
@@ -15,10 +15,13 @@ from mca_models.templates.mamba import (
     layer_types_from_hf,
     layer_types_to_hf,
     mixed_layers,
-    restore_bamba,
+    write_bamba,
 )
-from mca_models.templates.moe import aux_loss, detect_stacked_experts, restore_aux_loss
+from mca_models.templates.parts.moe import aux_loss, detect_stacked_experts, write_aux_loss
+from mca_models.templates.parts.stacked_experts import expert_layers
 from mca_models.weights import GATED, ROW, Param, expand_rules
+
+GRANITE = get_family("granite")
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -40,22 +43,22 @@ def derive(hf: HfConfig) -> JsonObject:
     return {**values, **inside, **aux_loss(hf)}
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    dense = config.num_moe_experts is None
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    dense = values["num_moe_experts"] is None
     return {
-        **{"layer_types": layer_types_to_hf(config), **restore_bamba(config), **restore_aux_loss(config)},
-        "num_local_experts": config.num_moe_experts or 0,
-        "shared_intermediate_size": config.ffn_hidden_size
+        **{"layer_types": layer_types_to_hf(values), **write_bamba(values), **write_aux_loss(values)},
+        "num_local_experts": values["num_moe_experts"] or 0,
+        "shared_intermediate_size": values["ffn_hidden_size"]
         if dense
-        else config.moe_shared_expert_intermediate_size,
-        "position_embedding_type": None if config.no_rope_freq else "rope",
+        else values["moe_shared_expert_intermediate_size"],
+        "position_embedding_type": None if values["no_rope_freq"] else "rope",
     }
 
 
 CONFIG = ConfigTable(
     fields=(
-        *granite.CONFIG.fields,
+        *GRANITE.table.fields,
         Field("moe_router_topk", "num_experts_per_tok"),
         *bamba_fields(),
     ),
@@ -65,8 +68,7 @@ CONFIG = ConfigTable(
     },
     fixed=(SILU, NO_ATTENTION_BIAS, PLAIN_STEPS),
     aliases={"layers_block_type": "layer_types"},
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 
@@ -78,7 +80,7 @@ def params(config: McaModelConfig) -> list[Param]:
         inner("mlp.linear_fc1.weight", "shared_mlp.input_linear.weight", shard=GATED),
         inner("mlp.linear_fc2.weight", "shared_mlp.output_linear.weight", shard=ROW),
     ]
-    after = expert_layers(config, layers) if config.num_moe_experts else expand_rules(dense, layers=layers)
+    after = expert_layers(config, layers) if config.num_experts else expand_rules(dense, layers=layers)
     return [embedding(), *mixed_layers(config), *after, *head(config)]
 
 

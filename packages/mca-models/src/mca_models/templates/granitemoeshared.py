@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
-from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
-from mca_models.templates import granitemoe
+from mca_config.types import JsonObject, Values
+from mca_models.templates import get_family
 from mca_models.templates.config_table import HfConfig
-from mca_models.templates.moe import aux_loss, restore_aux_loss
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.moe import aux_loss, write_aux_loss
+
+GRANITEMOE = get_family("granitemoe")
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -14,17 +16,17 @@ def derive(hf: HfConfig) -> JsonObject:
     return {"moe_shared_expert_intermediate_size": hf.get("shared_intermediate_size") or None, **aux_loss(hf)}
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
     return {
-        "shared_intermediate_size": config.moe_shared_expert_intermediate_size or 0,
-        **restore_aux_loss(config),
+        "shared_intermediate_size": values["moe_shared_expert_intermediate_size"] or 0,
+        **write_aux_loss(values),
     }
 
 
 FAMILY = replace(
-    granitemoe.FAMILY,
+    GRANITEMOE,
     model_type="granitemoeshared",
     architecture="GraniteMoeSharedForCausalLM",
-    config=replace(granitemoe.CONFIG, derive=derive, restore=restore),
+    config=replace(GRANITEMOE.table, facts=(Lens(derive, write),)),
 )

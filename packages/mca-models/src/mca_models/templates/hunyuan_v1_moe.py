@@ -2,14 +2,18 @@
 
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
-from mca_models.templates import hunyuan_v1_dense
-from mca_models.templates.common import renamed
+from mca_config.types import JsonObject, Values
+from mca_models.templates import get_family
 from mca_models.templates.config_table import ConfigTable, Fixed, HfConfig, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.moe import moe_params
-from mca_models.templates.names import MoeNames
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import renamed
+from mca_models.templates.parts.moe import moe_params
+from mca_models.templates.parts.names import QK_NORMS, MoeNames
+from mca_models.templates.parts.rope import alpha_rope
 from mca_models.weights import Param
+
+HUNYUAN_V1_DENSE = get_family("hunyuan_v1_dense")
 
 NAMES = MoeNames(router="mlp.gate.wg.weight", shared="mlp.shared_mlp.")
 
@@ -18,7 +22,7 @@ def derive(hf: HfConfig) -> JsonObject:
     """The rope, and experts; files may list the same number for each layer."""
     width = hf["intermediate_size"]
     return {
-        **hunyuan_v1_dense.derive_rope(hf),
+        **alpha_rope(hf),
         "num_moe_experts": single_value(hf, "num_experts"),
         "moe_router_topk": single_value(hf, "moe_topk"),
         "moe_ffn_hidden_size": width,
@@ -38,29 +42,28 @@ def single_value(hf: HfConfig, key: str) -> int:
     return number
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"num_experts": config.num_moe_experts, "moe_topk": config.moe_router_topk}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return {"num_experts": values["num_moe_experts"], "moe_topk": values["moe_router_topk"]}
 
 
 CONFIG = ConfigTable(
     fields=dense_fields(eps=1e-5),
-    defaults=hunyuan_v1_dense.CONFIG.defaults,
-    constants=hunyuan_v1_dense.CONFIG.constants,
+    defaults=HUNYUAN_V1_DENSE.table.defaults,
+    constants=HUNYUAN_V1_DENSE.table.constants,
     fixed=(
-        *hunyuan_v1_dense.CONFIG.fixed,
+        *HUNYUAN_V1_DENSE.table.fixed,
         Fixed("use_cla", (False,), "transformers ignores it"),
         Fixed("use_mixed_mlp_moe", (True,), "transformers ignores it"),
     ),
     aliases={"num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"},
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
-    return renamed(moe_params(config, NAMES), hunyuan_v1_dense.QK_NORMS)
+    return renamed(moe_params(config, NAMES), QK_NORMS)
 
 
 FAMILY = Family(

@@ -2,8 +2,7 @@
 
 from functools import partial
 
-from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     NO_MLP_BIAS,
@@ -13,17 +12,19 @@ from mca_models.templates.config_table import (
     HfConfig,
     dense_fields,
 )
-from mca_models.templates.deepseek_v3 import restore_groups, sigmoid_experts
 from mca_models.templates.family import Family
-from mca_models.templates.moe import (
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.moe import (
     SIGMOID_ROUTER,
     derive_moe_layers,
     expert_fields,
     moe_params,
-    restore_moe_layers,
+    sigmoid_experts,
+    write_groups,
+    write_moe_layers,
 )
-from mca_models.templates.names import MoeNames
-from mca_models.templates.passthrough import with_mtp_passthrough
+from mca_models.templates.parts.names import MoeNames
+from mca_models.templates.parts.passthrough import with_mtp_passthrough
 
 NAMES = MoeNames(
     router="mlp.router.gate.weight",
@@ -43,10 +44,10 @@ def derive(hf: HfConfig) -> JsonObject:
     return {**experts, **derive_moe_layers({**hf, "first_k_dense_replace": 1}), "mtp_num_layers": 0}
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    shared = restore_groups(config)["n_shared_experts"]
-    return {"num_shared_experts": shared, **restore_moe_layers(config)}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    shared = write_groups(values)["n_shared_experts"]
+    return {"num_shared_experts": shared, **write_moe_layers(values)}
 
 
 CONFIG = ConfigTable(
@@ -64,8 +65,7 @@ CONFIG = ConfigTable(
     constants={"qk_layernorm": True, **SIGMOID_ROUTER},
     fixed=(SILU, NO_ATTENTION_BIAS, NO_MLP_BIAS),
     aliases={"num_local_experts": "num_experts"},
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 FAMILY = with_mtp_passthrough(

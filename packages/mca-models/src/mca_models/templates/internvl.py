@@ -1,10 +1,11 @@
 """InternVL 3 in HF's own format: HF ``InternVLForConditionalGeneration``, over text models of several families."""
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import gpt_oss, llama, qwen2, qwen3, qwen3_moe
-from mca_models.templates.gemma3 import PROJECTOR, TOWER
-from mca_models.templates.vision_language import vision_language_family
-from mca_models.templates.vision_tower import (
+from mca_models.templates import get_family
+from mca_models.templates.parts.vision_language import vision_language_family
+from mca_models.templates.parts.vision_tower import (
+    PROJECTOR,
+    TOWER,
     NestedTextConfig,
     Shapes,
     VisionModel,
@@ -14,9 +15,15 @@ from mca_models.templates.vision_tower import (
     norm,
     repeat_shapes,
 )
-from mca_models.templates.vision_values import vision_values
+from mca_models.templates.parts.vision_values import vision_values
 
-TEXTS = (qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY, llama.FAMILY, gpt_oss.FAMILY)
+GPT_OSS = get_family("gpt_oss")
+LLAMA = get_family("llama")
+QWEN2 = get_family("qwen2")
+QWEN3 = get_family("qwen3")
+QWEN3_MOE = get_family("qwen3_moe")
+
+TEXTS = (QWEN2, QWEN3, QWEN3_MOE, LLAMA, GPT_OSS)
 
 
 def tensors(config: McaModelConfig) -> Shapes:

@@ -2,6 +2,9 @@
 
 from dataclasses import replace
 
-from mca_models.templates import deepseek_v3
+from mca_models.templates import get_family
 
-FAMILY = replace(deepseek_v3.FAMILY, model_type="kimi_k2", in_transformers=False)
+DEEPSEEK_V3 = get_family("deepseek_v3")
+
+
+FAMILY = replace(DEEPSEEK_V3, model_type="kimi_k2", in_transformers=False)

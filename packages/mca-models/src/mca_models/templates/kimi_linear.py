@@ -4,9 +4,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import chain
 
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.model_config import McaModelConfig
 from mca_config.types import FamilyConfig, JsonObject, Values
-from mca_models.templates.common import ATTN, embedding, head, inner, renamed
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -16,23 +15,28 @@ from mca_models.templates.config_table import (
     HfConfig,
     dense_fields,
 )
-from mca_models.templates.deepseek_v3 import LATENT_FIELDS, SCALED, latent_attention, sigmoid_experts
 from mca_models.templates.family import Family
-from mca_models.templates.gated_delta_net import fused, restore_layers
-from mca_models.templates.mixtral import NAMES as MIXTRAL
-from mca_models.templates.moe import (
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import ATTN, embedding, head, inner, renamed
+from mca_models.templates.parts.gated_delta_net import fused, write_layers
+from mca_models.templates.parts.mla import LATENT_FIELDS, latent_attention
+from mca_models.templates.parts.moe import (
+    SCALED,
     SIGMOID_ROUTER,
     derive_moe_layers,
     mlp_layers,
-    restore_moe_layers,
-    restore_shared_experts,
+    sigmoid_experts,
+    write_moe_layers,
+    write_shared_experts,
 )
-from mca_models.templates.names import HF_ATTN
+from mca_models.templates.parts.names import BLOCK_SPARSE, HF_ATTN
 from mca_models.templates.shapes import Shape
 from mca_models.weights import COLUMN, ROW, SEPARATE, Concat, Layout, Param, Shaped, expand_rules
 
 BLOCK = "block_sparse_moe."
-NAMES = replace(MIXTRAL, router_bias=f"{BLOCK}gate.e_score_correction_bias", shared=f"{BLOCK}shared_experts.")
+NAMES = replace(
+    BLOCK_SPARSE, router_bias=f"{BLOCK}gate.e_score_correction_bias", shared=f"{BLOCK}shared_experts."
+)
 OTHER = {
     "num_experts_per_tok": "num_experts_per_token",
     "n_group": "num_expert_group",
@@ -67,17 +71,17 @@ def derive(hf: HfConfig) -> JsonObject:
     }
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
     return {
-        **restore_shared_experts(config, "num_shared_experts"),
-        "num_expert_group": config.moe_router_num_groups or 1,
-        "topk_group": config.moe_router_group_topk or 1,
-        "linear_num_heads": config.linear_num_key_heads,
-        "linear_head_dim": config.linear_key_head_dim,
-        "linear_conv_kernel_dim": config.linear_conv_kernel_dim,
-        **restore_layers(config),
-        **restore_moe_layers(config),
+        **write_shared_experts(values, "num_shared_experts"),
+        "num_expert_group": values["moe_router_num_groups"] or 1,
+        "topk_group": values["moe_router_group_topk"] or 1,
+        "linear_num_heads": values["linear_num_key_heads"],
+        "linear_head_dim": values["linear_key_head_dim"],
+        "linear_conv_kernel_dim": values["linear_conv_kernel_dim"],
+        **write_layers(values),
+        **write_moe_layers(values),
     }
 
 
@@ -106,9 +110,7 @@ CONFIG = ConfigTable(
         Fixed("mla_use_nope", (True,), "transformers ignores it"),
     ),
     aliases=ALIASES,
-    derive=derive,
-    restore=restore,
-    config_class=MlaMcaModelConfig,
+    facts=(Lens(derive, write),),
 )
 
 
@@ -124,7 +126,10 @@ def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping
 
 def delta_attention(config: FamilyConfig) -> list[Param]:
     """Linear attention with the norm before it; transformers' modules have a separate one for the decay."""
-    rows, heads = config.linear_num_key_heads * config.linear_key_head_dim, config.linear_num_key_heads
+    rows, heads = (
+        config.linear_attention.linear_num_key_heads * config.linear_attention.linear_key_head_dim,
+        config.linear_attention.linear_num_key_heads,
+    )
     loaded = bool(config.extra.get("fused_experts"))
     gate = f"{HF_ATTN}forget_gate." if loaded else HF_ATTN
     projections = tuple(f"{HF_ATTN}{part}_proj.weight" for part in "qkvb")
@@ -150,7 +155,7 @@ def delta_attention(config: FamilyConfig) -> list[Param]:
     ]
 
 
-def params(config: MlaMcaModelConfig) -> list[Param]:
+def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     kinds = {True: delta_attention(config), False: latent_attention(config)}
     layers = (

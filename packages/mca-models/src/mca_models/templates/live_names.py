@@ -53,7 +53,7 @@ def is_in_chunk(param: Param, config: McaModelConfig, chunk: PipelineChunk) -> b
 
 def local_experts(config: McaModelConfig, layout: ParallelLayout, ep: int) -> range:
     """The experts of expert rank ``ep``."""
-    share = (config.num_moe_experts or 0) // layout.ep
+    share = (config.num_experts) // layout.ep
     return range(ep * share, (ep + 1) * share)
 
 

@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
-from mca_models.templates.common import renamed
+from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -14,10 +13,12 @@ from mca_models.templates.config_table import (
     HfConfig,
     dense_fields,
 )
-from mca_models.templates.dual_rope import FULL, restore_layer_types
 from mca_models.templates.family import Family
-from mca_models.templates.moe import NO_JITTER, TRANSPOSED, moe_params
-from mca_models.templates.names import TRANSPOSED_EXPERTS, MoeNames
+from mca_models.templates.lens import Lens, is_moe_layer
+from mca_models.templates.parts.common import renamed
+from mca_models.templates.parts.dual_rope import FULL, write_layer_types
+from mca_models.templates.parts.moe import NO_JITTER, TRANSPOSED, moe_params
+from mca_models.templates.parts.names import TRANSPOSED_EXPERTS, MoeNames
 from mca_models.weights import Param
 
 NAMES = MoeNames(router="mlp.router.weight", shared="mlp.shared_expert.")
@@ -43,16 +44,16 @@ def derive(hf: HfConfig) -> JsonObject:
     }
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    heat = config.attn_temperature
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    heat = values["attn_temperature"]
     scales = {"attn_scale": heat["beta"], "floor_scale": heat["length"]} if heat else {}
     return {
-        "no_rope_layers": [1 - skip for skip in config.no_rope_freq or ()],
-        "moe_layers": [layer for layer in range(config.num_layers) if config.is_moe_layer(layer)],
-        "use_qk_norm": config.qk_layernorm,
+        "no_rope_layers": [1 - skip for skip in values["no_rope_freq"] or ()],
+        "moe_layers": [layer for layer in range(values["num_layers"]) if is_moe_layer(values, layer)],
+        "use_qk_norm": values["qk_layernorm"],
         "attn_temperature_tuning": heat is not None,
-        **{**scales, **restore_layer_types(config)},
+        **{**scales, **write_layer_types(values)},
     }
 
 
@@ -77,8 +78,7 @@ CONFIG = ConfigTable(
         *(SILU, NO_ATTENTION_BIAS, NO_JITTER),
         Fixed("num_experts_per_tok", (1,), "Megatron weighs the input of a single expert only"),
     ),
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 

@@ -6,10 +6,9 @@ A HF layer is two of Megatron's: the first has the experts, and its MLP as their
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from mca_config.bounds import require_bounded
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
-from mca_config.types import JsonObject
-from mca_models.templates.common import dense_mlp, embedding, head, renamed
+from mca_config.model.section import given
+from mca_config.model_config import McaModelConfig, require_ranges
+from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -19,11 +18,13 @@ from mca_models.templates.config_table import (
     HfConfig,
     dense_fields,
 )
-from mca_models.templates.deepseek_v3 import LATENT_FIELDS, SCALED, latent_attention
 from mca_models.templates.family import Family
-from mca_models.templates.moe import experts, router, shared_experts
-from mca_models.templates.names import HF, MoeNames
-from mca_models.templates.passthrough import with_mtp_passthrough
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import dense_mlp, embedding, head, renamed
+from mca_models.templates.parts.mla import LATENT_FIELDS, latent_attention
+from mca_models.templates.parts.moe import SCALED, experts, router, shared_experts
+from mca_models.templates.parts.names import HF, MoeNames
+from mca_models.templates.parts.passthrough import with_mtp_passthrough
 from mca_models.weights import Param
 
 NAMES = MoeNames(
@@ -38,7 +39,7 @@ SCALED_LATENT = "the factors on queries and on compressed keys and values"
 def derive(hf: HfConfig) -> JsonObject:
     """Derive pairs of layers, the MLP parallel to the experts, and factors in MLA."""
     count = hf.get("num_layers") or hf.get("num_hidden_layers", 56) // 2
-    require_bounded({"num_layers": count})  # before a list is made that is as long
+    require_ranges({"num_layers": count})  # before a list is made that is as long
     return {
         **{"num_layers": 2 * count, "moe_layer_freq": (1, 0) * count},
         "kv_channels": hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"],
@@ -48,9 +49,9 @@ def derive(hf: HfConfig) -> JsonObject:
     }
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"num_layers": config.num_layers // 2}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return {"num_layers": values["num_layers"] // 2}
 
 
 CONFIG = ConfigTable(
@@ -88,17 +89,15 @@ CONFIG = ConfigTable(
         **{"num_local_experts": "n_routed_experts", "num_experts_per_tok": "moe_topk"},
         **{"intermediate_size": "ffn_hidden_size", "moe_intermediate_size": "expert_ffn_hidden_size"},
     },
-    derive=derive,
-    restore=restore,
-    config_class=MlaMcaModelConfig,
+    facts=(Lens(derive, write),),
 )
 
 
-def params(config: MlaMcaModelConfig) -> list[Param]:
+def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
     attention = latent_attention(config)
     first = [*attention, *router(config, NAMES), *shared_experts(config, NAMES)]
-    each_expert = range(config.num_moe_experts or 0)
+    each_expert = range(config.num_experts)
     return [
         embedding(),
         *_half(config, _named(first, 0), 0),
@@ -124,11 +123,11 @@ def _half(
 
 def ignored_hf(config: McaModelConfig) -> frozenset[str]:
     """Matrices that transformers saves for experts which do not compute with any."""
-    first = config.num_moe_experts or 0
+    first = config.num_experts
     return frozenset(
         f"{HF}{NAMES.experts}{expert}.{part}".format(layer=layer)
         for layer in range(config.num_layers // 2)
-        for expert in range(first, first + config.moe_identity_experts)
+        for expert in range(first, first + given(config.moe).moe_identity_experts)
         for part in (NAMES.gate, NAMES.up)
     )
 

@@ -2,48 +2,41 @@
 
 from dataclasses import replace
 
-from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
-from mca_models.templates import qwen3_moe
-from mca_models.templates.config_table import Field, HfConfig
-from mca_models.templates.dual_rope import (
-    FULL,
+from mca_models.templates import get_family
+from mca_models.templates.config_table import Field
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.dual_rope import (
     PER_LAYER_TYPE,
     derive_dual_rope,
-    restore_dual_rope,
-    restore_layer_types,
+    layer_types,
+    write_dual_rope,
 )
-from mca_models.templates.moe import derive_moe_layers, restore_moe_layers
-from mca_models.templates.passthrough import with_mtp_passthrough
+from mca_models.templates.parts.moe import (
+    SPARSE_LAYERS,
+    listed_moe_layers,
+)
+from mca_models.templates.parts.passthrough import with_mtp_passthrough
 
-
-def derive(hf: HfConfig) -> JsonObject:
-    """Kinds of layers and their ropes, and which have experts."""
-    sparse = derive_moe_layers({**hf, "first_k_dense_replace": 0})
-    kinds = hf.get("layer_types") or [FULL] * hf["num_hidden_layers"]
-    ropes = derive_dual_rope(hf, 5e5, 1e4)
-    return {**qwen3_moe.sparse_layers(hf), **sparse, **ropes, "layer_types": tuple(kinds)}
-
-
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    sparse = qwen3_moe.restore_sparse(config) | restore_moe_layers(config)
-    return {**sparse, **restore_dual_rope(config), **restore_layer_types(config)}
+QWEN3_MOE = get_family("qwen3_moe")
 
 
 CONFIG = replace(
-    qwen3_moe.CONFIG,
-    fields=(*qwen3_moe.CONFIG.fields, Field("window_size", "sliding_window", 1024)),
+    QWEN3_MOE.table,
+    fields=(*QWEN3_MOE.table.fields, Field("window_size", "sliding_window", 1024)),
     defaults={"num_key_value_heads": 4, "head_dim": 128, "norm_topk_prob": True, "num_local_experts": 64},
-    fixed=(*qwen3_moe.CONFIG.fixed, PER_LAYER_TYPE),
+    fixed=(*QWEN3_MOE.table.fixed, PER_LAYER_TYPE),
     aliases={"num_experts": "num_local_experts"},
-    derive=derive,
-    restore=restore,
+    facts=(
+        SPARSE_LAYERS,
+        listed_moe_layers(0),
+        Lens(lambda hf: derive_dual_rope(hf, 5e5, 1e4), write_dual_rope),
+        layer_types(lambda layer: True),
+    ),
 )
 
 FAMILY = with_mtp_passthrough(
     replace(
-        qwen3_moe.FAMILY,
+        QWEN3_MOE,
         model_type="mellum",
         architecture="MellumForCausalLM",
         config=CONFIG,

@@ -4,12 +4,14 @@ from dataclasses import replace
 from functools import partial
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import qwen2
-from mca_models.templates.common import attention, dense_layers, dense_mlp
+from mca_models.templates import get_family
 from mca_models.templates.config_table import Field, Fixed
 from mca_models.templates.family import count_mtp_layers
-from mca_models.templates.mtp import mtp_params
+from mca_models.templates.parts.common import attention, dense_layers, dense_mlp
+from mca_models.templates.parts.mtp import mtp_params
 from mca_models.weights import Param, SwappedHalves
+
+QWEN2 = get_family("qwen2")
 
 MTP = "model.mtp_layers."
 PREFIX = f"{MTP}{{layer}}."
@@ -21,11 +23,11 @@ OWN = {
 }
 
 CONFIG = replace(
-    qwen2.CONFIG,
-    fields=(*qwen2.CONFIG.fields, Field("mtp_num_layers", "num_nextn_predict_layers", 0)),
-    constants={**qwen2.CONFIG.constants, "mtp_before_final_norm": True},
+    QWEN2.table,
+    fields=(*QWEN2.table.fields, Field("mtp_num_layers", "num_nextn_predict_layers", 0)),
+    constants={**QWEN2.table.constants, "mtp_before_final_norm": True},
     fixed=(
-        *qwen2.CONFIG.fixed,
+        *QWEN2.table.fixed,
         Fixed("num_nextn_predict_layers", (0, 1), "what a second prediction layer takes is not known"),
         Fixed("use_sliding_window", (False,), "no published model has windows"),
     ),
@@ -43,7 +45,7 @@ def params(config: McaModelConfig) -> list[Param]:
 
 
 FAMILY = replace(
-    qwen2.FAMILY,
+    QWEN2,
     model_type="mimo",
     architecture="MiMoForCausalLM",
     config=CONFIG,

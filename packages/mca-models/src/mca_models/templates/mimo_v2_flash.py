@@ -3,7 +3,6 @@
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates.common import renamed
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -13,19 +12,22 @@ from mca_models.templates.config_table import (
     dense_fields,
     read_rope,
 )
-from mca_models.templates.deepseek_v3 import NORMALISED, grouped_experts
-from mca_models.templates.dual_rope import FULL, PER_LAYER_TYPE, SLIDING, restore_layer_types
 from mca_models.templates.family import Family
-from mca_models.templates.moe import (
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import renamed
+from mca_models.templates.parts.dual_rope import FULL, PER_LAYER_TYPE, SLIDING, write_layer_types
+from mca_models.templates.parts.moe import (
+    NORMALISED,
     SIGMOID_ROUTER,
     derive_moe_layers,
     expert_fields,
+    grouped_experts,
     moe_params,
     require_sigmoid_routing,
-    restore_moe_layers,
+    write_moe_layers,
 )
-from mca_models.templates.names import MoeNames
-from mca_models.templates.passthrough import with_mtp_passthrough
+from mca_models.templates.parts.names import MoeNames
+from mca_models.templates.parts.passthrough import with_mtp_passthrough
 from mca_models.weights import Param
 
 NAMES = MoeNames()
@@ -51,7 +53,7 @@ def derive(hf: HfConfig) -> JsonObject:
         "rotary_base_local": local["rotary_base"],
         "layer_types": tuple(kinds),
         "window_size": window + 1 if window else hf.get("sliding_window", 129),
-        "of_kind": {
+        "layer_type_overrides": {
             SLIDING: {"num_query_groups": 2 * hf.get("num_key_value_heads", 4), "softmax_type": "learnable"}
         },
         "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor") or 1.0,
@@ -73,15 +75,18 @@ def _require_ropes(full: Values, local: Values, said: HfConfig) -> None:
         )
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    shared = {"partial_rotary_factor": config.rotary_percent, "rope_type": "default"}
-    bases = {FULL: config.rotary_base, SLIDING: config.rotary_base_local}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    shared = {"partial_rotary_factor": values["rotary_percent"], "rope_type": "default"}
+    bases = {FULL: values["rotary_base"], SLIDING: values["rotary_base_local"]}
     ropes = {kind: {"rope_theta": base, **shared} for kind, base in bases.items()}
-    scale = {"routed_scaling_factor": config.moe_router_topk_scaling_factor}
-    sizes = {"sliding_window": config.window_size, "rope_parameters": ropes, **scale}
-    groups = {"n_group": config.moe_router_num_groups or 1, "topk_group": config.moe_router_group_topk or 1}
-    return {**sizes, **groups, **restore_layer_types(config), **restore_moe_layers(config)}
+    scale = {"routed_scaling_factor": values["moe_router_topk_scaling_factor"]}
+    sizes = {"sliding_window": values["window_size"], "rope_parameters": ropes, **scale}
+    groups = {
+        "n_group": values["moe_router_num_groups"] or 1,
+        "topk_group": values["moe_router_group_topk"] or 1,
+    }
+    return {**sizes, **groups, **write_layer_types(values), **write_moe_layers(values)}
 
 
 CONFIG = ConfigTable(
@@ -95,8 +100,7 @@ CONFIG = ConfigTable(
     constants=SIGMOID_ROUTER,
     fixed=(SILU, NO_ATTENTION_BIAS, NORMALISED, PER_LAYER_TYPE),
     aliases={"num_local_experts": "n_routed_experts"},
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
     partial_rotary=True,
 )
 

@@ -2,9 +2,7 @@
 
 from math import sqrt
 
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
-from mca_config.types import JsonObject
-from mca_models.templates import youtu
+from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import (
     SWIGLU_WITHOUT_BIASES,
     ConfigTable,
@@ -13,8 +11,9 @@ from mca_models.templates.config_table import (
     dense_fields,
     head_dim,
 )
-from mca_models.templates.deepseek_v3 import LATENT_FIELDS
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.mla import LATENT_FIELDS, key_channels, mla_dense_params
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -22,16 +21,16 @@ def derive(hf: HfConfig) -> JsonObject:
     layers, base = hf["num_hidden_layers"], hf.get("dim_model_base") or hf["hidden_size"]
     depth = hf["scale_depth"]
     return {
-        **youtu.derive(hf),
+        **key_channels(hf),
         "residual_multiplier": 1.0 if depth is None else depth / sqrt(layers),
         "logits_scaling": hf["hidden_size"] / base,
     }
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    depth = round(config.residual_multiplier * sqrt(config.num_layers), 9)
-    return {"scale_depth": depth, "dim_model_base": round(config.hidden_size / config.logits_scaling)}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    depth = round(values["residual_multiplier"] * sqrt(values["num_layers"]), 9)
+    return {"scale_depth": depth, "dim_model_base": round(values["hidden_size"] / values["logits_scaling"])}
 
 
 CONFIG = ConfigTable(
@@ -47,9 +46,9 @@ CONFIG = ConfigTable(
     },
     constants={"qk_layernorm": True, "rotary_halves": True},
     fixed=SWIGLU_WITHOUT_BIASES,
-    derive=derive,
-    restore=restore,
-    config_class=MlaMcaModelConfig,
+    facts=(Lens(derive, write),),
 )
 
-FAMILY = Family(model_type="minicpm3", architecture="MiniCPM3ForCausalLM", config=CONFIG, params=youtu.params)
+FAMILY = Family(
+    model_type="minicpm3", architecture="MiniCPM3ForCausalLM", config=CONFIG, params=mla_dense_params
+)

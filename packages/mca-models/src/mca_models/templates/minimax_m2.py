@@ -1,6 +1,5 @@
 """MiniMax M2: HF ``MiniMaxM2ForCausalLM``: sigmoid routing with a bias, norms over all heads of q and of k."""
 
-from dataclasses import replace
 from functools import partial
 
 from mca_config.types import JsonObject
@@ -14,27 +13,24 @@ from mca_models.templates.config_table import (
     read_rope,
 )
 from mca_models.templates.family import Family
-from mca_models.templates.mixtral import NAMES as MIXTRAL
-from mca_models.templates.moe import (
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.moe import (
+    AUX_LOSS,
     NO_JITTER,
     SIGMOID_ROUTER,
-    aux_loss,
+    SIGMOID_ROUTING,
     expert_fields,
     moe_params,
-    require_sigmoid_routing,
-    restore_aux_loss,
 )
-
-NAMES = replace(MIXTRAL, router_bias="block_sparse_moe.e_score_correction_bias")
+from mca_models.templates.parts.names import BLOCK_SPARSE_BIASED
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """The load-balancing loss, and the rotated share of a head, which published files give in channels."""
-    require_sigmoid_routing(hf)
+    """The rotated share of a head, which published files give in channels."""
     rope = read_rope(hf)
     if hf.get("rotary_dim") and rope["rotary_percent"] == 1.0:
         rope["rotary_percent"] = hf["rotary_dim"] / hf["head_dim"]
-    return rope | aux_loss(hf)
+    return rope
 
 
 CONFIG = ConfigTable(
@@ -49,8 +45,7 @@ CONFIG = ConfigTable(
         Fixed("use_qk_norm", (True,), "all published models have these norms"),
     ),
     aliases={"num_experts": "num_local_experts"},
-    derive=derive,
-    restore=restore_aux_loss,
+    facts=(SIGMOID_ROUTING, Lens(derive), AUX_LOSS),
     partial_rotary=True,
 )
 
@@ -58,6 +53,6 @@ FAMILY = Family(
     model_type="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
     config=CONFIG,
-    params=partial(moe_params, names=NAMES),
-    moe=NAMES,
+    params=partial(moe_params, names=BLOCK_SPARSE_BIASED),
+    moe=BLOCK_SPARSE_BIASED,
 )

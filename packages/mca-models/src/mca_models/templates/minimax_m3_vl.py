@@ -1,10 +1,11 @@
 """MiniMax M3: HF ``MiniMaxM3SparseForConditionalGeneration``: a tower of CLIP's layers and the text model."""
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import minimax_m3_vl_text
-from mca_models.templates.gemma3 import PROJECTOR, TOWER
-from mca_models.templates.vision_language import vision_language_family
-from mca_models.templates.vision_tower import (
+from mca_models.templates import get_family
+from mca_models.templates.parts.vision_language import vision_language_family
+from mca_models.templates.parts.vision_tower import (
+    PROJECTOR,
+    TOWER,
     NestedTextConfig,
     Shapes,
     Spelling,
@@ -14,7 +15,9 @@ from mca_models.templates.vision_tower import (
     norm,
     repeat_shapes,
 )
-from mca_models.templates.vision_values import vision_values
+from mca_models.templates.parts.vision_values import vision_values
+
+MINIMAX_M3_VL_TEXT = get_family("minimax_m3_vl_text")
 
 _INNER = f"{TOWER}vision_model."
 PUBLISHED = Spelling(
@@ -58,7 +61,7 @@ def tensors(config: McaModelConfig) -> Shapes:
 FAMILY = vision_language_family(
     "minimax_m3_vl",
     "MiniMaxM3SparseForConditionalGeneration",
-    {"minimax_m3_vl_text": minimax_m3_vl_text.FAMILY},
+    {"minimax_m3_vl_text": MINIMAX_M3_VL_TEXT},
     VisionModel(
         tensors=tensors,
         spellings=(PUBLISHED, module_spelling(TOWER, PROJECTOR)),

@@ -7,26 +7,27 @@ from itertools import chain
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates.common import attention, embedding, head, inner
 from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig, dense_fields, read_rope
-from mca_models.templates.deepseek_v3 import SCALED
 from mca_models.templates.family import Family
-from mca_models.templates.minimax_m2 import NAMES as MINIMAX_M2
-from mca_models.templates.moe import (
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import attention, embedding, head, inner
+from mca_models.templates.parts.moe import (
+    SCALED,
     SIGMOID_ROUTER,
     aux_loss,
     expert_fields,
     mlp_layers,
     require_sigmoid_routing,
-    restore_aux_loss,
-    restore_moe_layers,
+    write_aux_loss,
+    write_moe_layers,
 )
-from mca_models.templates.passthrough import with_mtp_passthrough
+from mca_models.templates.parts.names import BLOCK_SPARSE_BIASED
+from mca_models.templates.parts.passthrough import with_mtp_passthrough
 from mca_models.templates.shapes import Shape
 from mca_models.weights import SEPARATE, Param, expand_rules
 
 NAMES = replace(
-    MINIMAX_M2,
+    BLOCK_SPARSE_BIASED,
     shared="block_sparse_moe.shared_experts.",
     in_memory=(("block_sparse_moe.e_score", "mlp.gate.e_score"), ("block_sparse_moe.", "mlp.")),
 )
@@ -104,17 +105,17 @@ def _number(hf: HfConfig, inside: Values, key: str, legacy: str, default: int) -
     return value
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    kinds = (_SPARSE if kind == "sparse_attention" else kind for kind in config.layer_types or ())
-    index = config.index_blocks or {name: default for name, (_, _, default) in _INDEX.items()}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    kinds = (_SPARSE if kind == "sparse_attention" else kind for kind in values["layer_types"] or ())
+    index = values["index_blocks"] or {name: default for name, (_, _, default) in _INDEX.items()}
     return {
         "hidden_act": "silu",
         "layer_types": list(kinds),
-        "index_n_heads": config.num_query_groups,
+        "index_n_heads": values["num_query_groups"],
         **{key: index[name] for name, (key, _, _) in _INDEX.items()},
-        **restore_moe_layers(config),
-        **restore_aux_loss(config),
+        **write_moe_layers(values),
+        **write_aux_loss(values),
     }
 
 
@@ -138,8 +139,7 @@ CONFIG = ConfigTable(
     },
     fixed=(Fixed("swiglu_alpha", (1.702,), "Megatron's quick_gelu has it built in"),),
     aliases={"num_experts": "num_local_experts"},
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
     partial_rotary=True,
 )
 

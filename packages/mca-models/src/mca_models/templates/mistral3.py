@@ -3,10 +3,11 @@
 from functools import partial
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import ministral3, mistral, mistral4
-from mca_models.templates.gemma3 import PROJECTOR, TOWER
-from mca_models.templates.vision_language import vision_language_family
-from mca_models.templates.vision_tower import (
+from mca_models.templates import get_family
+from mca_models.templates.parts.vision_language import vision_language_family
+from mca_models.templates.parts.vision_tower import (
+    PROJECTOR,
+    TOWER,
     NestedTextConfig,
     Shapes,
     VisionModel,
@@ -16,7 +17,11 @@ from mca_models.templates.vision_tower import (
     norm,
     repeat_shapes,
 )
-from mca_models.templates.vision_values import vision_values
+from mca_models.templates.parts.vision_values import vision_values
+
+MINISTRAL3 = get_family("ministral3")
+MISTRAL = get_family("mistral")
+MISTRAL4 = get_family("mistral4")
 
 _norm, _linear = partial(norm, bias=False), partial(linear, bias=False)
 
@@ -53,7 +58,7 @@ def tensors(config: McaModelConfig) -> Shapes:
 FAMILY = vision_language_family(
     "mistral3",
     "Mistral3ForConditionalGeneration",
-    {"mistral": mistral.FAMILY, "ministral3": ministral3.FAMILY, "mistral4": mistral4.FAMILY},
+    {"mistral": MISTRAL, "ministral3": MINISTRAL3, "mistral4": MISTRAL4},
     VisionModel(
         tensors=tensors,
         spellings=(llava_spelling(TOWER, PROJECTOR), module_spelling(TOWER, PROJECTOR)),

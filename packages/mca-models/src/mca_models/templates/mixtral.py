@@ -4,8 +4,13 @@ from functools import partial
 
 from mca_models.templates.config_table import SILU, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.moe import NO_JITTER, aux_loss, expert_fields, moe_params, restore_aux_loss
-from mca_models.templates.names import MoeNames
+from mca_models.templates.parts.moe import (
+    AUX_LOSS,
+    NO_JITTER,
+    expert_fields,
+    moe_params,
+)
+from mca_models.templates.parts.names import BLOCK_SPARSE
 
 CONFIG = ConfigTable(
     fields=(
@@ -16,20 +21,12 @@ CONFIG = ConfigTable(
     defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
     fixed=(SILU, NO_JITTER),
     aliases={"num_experts": "num_local_experts"},
-    derive=aux_loss,
-    restore=restore_aux_loss,
-)
-NAMES = MoeNames(
-    router="block_sparse_moe.gate.weight",
-    experts="block_sparse_moe.experts.",
-    gate="w1.weight",
-    up="w3.weight",
-    down="w2.weight",
+    facts=(AUX_LOSS,),
 )
 
 
-params = partial(moe_params, names=NAMES)
+params = partial(moe_params, names=BLOCK_SPARSE)
 
 FAMILY = Family(
-    model_type="mixtral", architecture="MixtralForCausalLM", config=CONFIG, params=params, moe=NAMES
+    model_type="mixtral", architecture="MixtralForCausalLM", config=CONFIG, params=params, moe=BLOCK_SPARSE
 )

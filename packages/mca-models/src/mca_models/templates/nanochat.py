@@ -1,17 +1,17 @@
 """nanochat: HF ``NanoChatForCausalLM``: norms without weights, of embeddings too; squared ReLUs, capped logits."""
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates.arcee import CONSTANTS, RELU2
-from mca_models.templates.common import dense_layers, renamed
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
+from mca_models.templates.parts.activations import RELU2, RELU2_MLP
+from mca_models.templates.parts.common import dense_layers, renamed
 from mca_models.weights import Param
 
 CONFIG = ConfigTable(
     fields=(*dense_fields(), Field("final_logit_softcapping", "final_logit_softcapping", None)),
     defaults={"pad_token_id": 1, "final_logit_softcapping": 15.0},
     constants={
-        **CONSTANTS,
+        **RELU2_MLP,
         "norm_weight": False,
         "embedding_norm": True,
         "qk_layernorm": True,

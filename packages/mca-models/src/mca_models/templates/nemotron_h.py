@@ -5,8 +5,6 @@ from collections.abc import Collection, Mapping
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates.arcee import CONSTANTS
-from mca_models.templates.common import attention, dense_mlp, embedding, head, renamed
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     NO_MLP_BIAS,
@@ -17,9 +15,11 @@ from mca_models.templates.config_table import (
     dense_fields,
     norm_epsilon,
 )
-from mca_models.templates.deepseek_v3 import NORMALISED, SCALED
 from mca_models.templates.family import Family
-from mca_models.templates.mamba import (
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.activations import RELU2_MLP
+from mca_models.templates.parts.common import attention, dense_mlp, embedding, head, renamed
+from mca_models.templates.parts.mamba import (
     PLAIN_STEPS,
     SILU,
     fields,
@@ -28,9 +28,15 @@ from mca_models.templates.mamba import (
     mamba,
     require_groups,
 )
-from mca_models.templates.moe import SIGMOID_ROUTER, moe_layers, require_sigmoid_routing
-from mca_models.templates.names import MoeNames
-from mca_models.templates.passthrough import with_mtp_passthrough
+from mca_models.templates.parts.moe import (
+    NORMALISED,
+    SCALED,
+    SIGMOID_ROUTER,
+    moe_layers,
+    require_sigmoid_routing,
+)
+from mca_models.templates.parts.names import MoeNames
+from mca_models.templates.parts.passthrough import with_mtp_passthrough
 from mca_models.templates.shapes import Shape
 from mca_models.weights import Param, expand_rules
 
@@ -90,13 +96,13 @@ def _experts(hf: HfConfig, layers: Collection[str]) -> JsonObject:
     }
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    shared = config.moe_shared_expert_intermediate_size
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    shared = values["moe_shared_expert_intermediate_size"]
     return {
-        "layers_block_type": layer_types_to_hf(config),
-        "n_group": config.moe_router_num_groups or 1,
-        "topk_group": config.moe_router_group_topk or 1,
+        "layers_block_type": layer_types_to_hf(values),
+        "n_group": values["moe_router_num_groups"] or 1,
+        "topk_group": values["moe_router_group_topk"] or 1,
         **({"moe_shared_expert_intermediate_size": shared} if shared else {}),
     }
 
@@ -128,7 +134,7 @@ CONFIG = ConfigTable(
     fields=_FIELDS,
     defaults={**_SIZES, "norm_topk_prob": True},
     constants={
-        **{**CONSTANTS, **SIGMOID_ROUTER},
+        **{**RELU2_MLP, **SIGMOID_ROUTER},
         **{"hidden_act": "relu2", "single_blocks": True, "pad_token_id": None},
     },
     fixed=(
@@ -144,8 +150,7 @@ CONFIG = ConfigTable(
         Fixed("residual_in_fp32", (False,), "transformers keeps no residual in fp32"),
     ),
     aliases={"num_local_experts": "n_routed_experts"},
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 

@@ -6,15 +6,18 @@ from itertools import chain
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates import gated_delta_net as delta
-from mca_models.templates import olmo2
-from mca_models.templates.common import attention, dense_mlp, embedding, head, renamed
+from mca_models.templates import get_family
 from mca_models.templates.config_table import ConfigTable, HfConfig, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.names import HF
-from mca_models.templates.passthrough import with_mtp_passthrough
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts import gated_delta_net as delta
+from mca_models.templates.parts.common import attention, dense_mlp, embedding, head, renamed
+from mca_models.templates.parts.names import HF
+from mca_models.templates.parts.passthrough import with_mtp_passthrough
 from mca_models.templates.shapes import Shape
 from mca_models.weights import Concat, Param, expand_rules
+
+OLMO2 = get_family("olmo2")
 
 FULL, LINEAR, CONV = "full_attention", "linear_attention", "linear_attn.{}_conv1d.weight"
 PUBLISHED = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
@@ -49,11 +52,11 @@ def derive(hf: HfConfig) -> JsonObject:
     }
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    kinds = {**delta.restore_layers(config), "linear_allow_neg_eigval": config.linear_beta_factor == 2.0}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    kinds = {**delta.write_layers(values), "linear_allow_neg_eigval": values["linear_beta_factor"] == 2.0}
     none = {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}
-    return {**kinds, **(none if config.no_rope_freq else {})}
+    return {**kinds, **(none if values["no_rope_freq"] else {})}
 
 
 CONFIG = ConfigTable(
@@ -61,11 +64,10 @@ CONFIG = ConfigTable(
     defaults={"pad_token_id": 100277},
     constants={
         **{"qk_layernorm": True, "qk_layernorm_full_width": True, "linear_norm_epsilon": 1e-5},
-        "of_kind": {FULL: {"norm_placement": "post"}},
+        "layer_type_overrides": {FULL: {"norm_placement": "post"}},
     },
-    fixed=olmo2.CONFIG.fixed,
-    derive=derive,
-    restore=restore,
+    fixed=OLMO2.table.fixed,
+    facts=(Lens(derive, write),),
 )
 
 

@@ -1,5 +1,7 @@
 """OLMoE: HF ``OlmoeForCausalLM``: experts in every layer, norms over all heads of q and of k."""
 
+from functools import partial
+
 from mca_config.types import JsonObject
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
@@ -10,8 +12,9 @@ from mca_models.templates.config_table import (
     dense_fields,
 )
 from mca_models.templates.family import Family
-from mca_models.templates.moe import expert_fields
-from mca_models.templates.qwen3_moe import NAMES, params, restore_sparse, sparse_layers
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.moe import expert_fields, moe_params, sparse_layers, write_sparse
+from mca_models.templates.parts.names import MoeNames
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -29,8 +32,13 @@ CONFIG = ConfigTable(
     constants={"qk_layernorm": True, "qk_layernorm_full_width": True},
     fixed=(SILU, NO_ATTENTION_BIAS),
     aliases={"num_local_experts": "num_experts"},
-    derive=derive,
-    restore=restore_sparse,
+    facts=(Lens(derive, write_sparse),),
 )
 
-FAMILY = Family(model_type="olmoe", architecture="OlmoeForCausalLM", config=CONFIG, params=params, moe=NAMES)
+FAMILY = Family(
+    model_type="olmoe",
+    architecture="OlmoeForCausalLM",
+    config=CONFIG,
+    params=partial(moe_params, names=MoeNames()),
+    moe=MoeNames(),
+)

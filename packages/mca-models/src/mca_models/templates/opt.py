@@ -1,10 +1,11 @@
 """OPT: HF ``OPTForCausalLM``: learned positions, LayerNorms, biases everywhere, ReLUs."""
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
-from mca_models.templates.common import attention, dense_mlp, embedding, head, positions, renamed
+from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import ConfigTable, Field, Fixed, HfConfig, dense_fields
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import attention, dense_mlp, embedding, head, positions, renamed
 from mca_models.weights import Param, expand_rules
 
 INNER = {
@@ -23,9 +24,9 @@ def derive(hf: HfConfig) -> JsonObject:
     return {"num_query_groups": heads, "kv_channels": size // heads}
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {"activation_function": config.hidden_act, "do_layer_norm_before": True}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return {"activation_function": values["hidden_act"], "do_layer_norm_before": True}
 
 
 CONFIG = ConfigTable(
@@ -48,8 +49,7 @@ CONFIG = ConfigTable(
         Fixed("layer_norm_elementwise_affine", (True,), "norms have weights"),
         Fixed("layerdrop", (0.0, 0), "no layer is left out in training"),
     ),
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 

@@ -1,16 +1,11 @@
 """Phi 1, 1.5, 2: HF ``PhiForCausalLM``: attention and MLP side by side after one LayerNorm, biases everywhere."""
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates.common import dense_layers, renamed
 from mca_models.templates.config_table import ConfigTable, DropoutTogether, Field, dense_fields, norm_epsilon
 from mca_models.templates.family import Family
+from mca_models.templates.parts.common import dense_layers, renamed
+from mca_models.templates.parts.legacy import PHI_NAMES
 from mca_models.weights import Param
-
-NAMES = {
-    **{"o_proj": "dense", "q_norm": "q_layernorm", "k_norm": "k_layernorm"},
-    **{"up_proj": "fc1", "down_proj": "fc2", "model.norm": "model.final_layernorm"},
-}
-
 
 CONFIG = ConfigTable(
     fields=(
@@ -35,7 +30,7 @@ CONFIG = ConfigTable(
 
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
-    return renamed(dense_layers(config), NAMES)
+    return renamed(dense_layers(config), PHI_NAMES)
 
 
 FAMILY = Family(model_type="phi", architecture="PhiForCausalLM", config=CONFIG, params=params)

@@ -1,8 +1,7 @@
 """Phi 3 and 4: HF ``Phi3ForCausalLM``: q, k, v in one tensor, gate and up too, partial and long rope."""
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
-from mca_models.templates.common import attention, dense_mlp, embedding, fused_mlp, fused_qkv, head
+from mca_config.types import Values
 from mca_models.templates.config_table import (
     ORIGINAL,
     SILU,
@@ -10,26 +9,17 @@ from mca_models.templates.config_table import (
     Field,
     HfConfig,
     dense_fields,
-    read_rope,
 )
 from mca_models.templates.family import Family
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import attention, dense_mlp, embedding, fused_mlp, fused_qkv, head
+from mca_models.templates.parts.rope import long_rope
 from mca_models.weights import Param, expand_rules
 
 
-def long_rope(hf: HfConfig) -> JsonObject:
-    """The rope, its scaling by its present name and with the original context, which HF keeps outside of it."""
-    rope = read_rope(hf)
-    if rope["rope_scaling"] is not None:
-        kind = rope["rope_scaling"]["rope_type"]
-        rope["rope_scaling"] |= {"rope_type": "longrope" if kind in ("su", "yarn") else kind}
-        inside = rope["rope_scaling"].get(ORIGINAL)
-        rope["rope_scaling"][ORIGINAL] = hf.get(ORIGINAL) or inside or hf["max_position_embeddings"]
-    return rope
-
-
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {ORIGINAL: (config.rope_scaling or {}).get(ORIGINAL, 4096)}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return {ORIGINAL: (values["rope_scaling"] or {}).get(ORIGINAL, 4096)}
 
 
 CONFIG = ConfigTable(
@@ -40,8 +30,7 @@ CONFIG = ConfigTable(
     ),
     defaults={"pad_token_id": 32000, ORIGINAL: 4096},
     fixed=(SILU,),
-    derive=long_rope,
-    restore=restore,
+    facts=(Lens(long_rope, write),),
     partial_rotary=True,
 )
 

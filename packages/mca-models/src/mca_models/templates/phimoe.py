@@ -4,16 +4,16 @@ from dataclasses import replace
 from functools import partial
 
 from mca_config.errors import HfConfigError
-from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.mixtral import NAMES as MIXTRAL
-from mca_models.templates.moe import aux_loss, expert_fields, moe_params, restore_aux_loss
-from mca_models.templates.phi3 import long_rope
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.moe import aux_loss, expert_fields, moe_params, write_aux_loss
+from mca_models.templates.parts.names import BLOCK_SPARSE
+from mca_models.templates.parts.rope import long_rope
 
 NAMES = replace(
-    MIXTRAL,
+    BLOCK_SPARSE,
     in_memory=(("block_sparse_moe.gate.", "mlp.router."), ("block_sparse_moe.", "mlp.")),
 )
 _SCALES = ("short_mscale", "long_mscale")
@@ -44,12 +44,12 @@ def rope(hf: HfConfig) -> JsonObject:
     return found
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    rope = config.rope_scaling or {}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    rope = values["rope_scaling"] or {}
     scales = dict.fromkeys(_SCALES, rope["attention_factor"]) if rope else {}
-    parameters = {"rope_theta": config.rotary_base, "rope_type": "default", **rope, **scales}
-    return {"rope_parameters": parameters, **restore_aux_loss(config)}
+    parameters = {"rope_theta": values["rotary_base"], "rope_type": "default", **rope, **scales}
+    return {"rope_parameters": parameters, **write_aux_loss(values)}
 
 
 CONFIG = ConfigTable(
@@ -65,8 +65,7 @@ CONFIG = ConfigTable(
     defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "num_experts_per_tok": 2, "num_local_experts": 16},
     constants={"normalization": "LayerNorm", "moe_router_pre_softmax": True},
     fixed=(SILU, Fixed("num_experts_per_tok", (2,), "transformers' router always chooses two")),
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 FAMILY = Family(

@@ -1,10 +1,15 @@
 """Qwen 2.5 VL: HF ``Qwen2_5_VLForConditionalGeneration``: Qwen 2 VL with windows in the vision model."""
 
+from dataclasses import replace
+
 from mca_config.model_config import McaModelConfig
-from mca_models.templates.qwen2_vl import INSIDE, MERGERS, SPELLINGS, VISUAL, merger, patches, text_family
-from mca_models.templates.vision_language import vision_language_family
-from mca_models.templates.vision_tower import Shapes, VisionModel, linear, norm, repeat_shapes
-from mca_models.templates.vision_values import vision_values
+from mca_models.templates import get_family
+from mca_models.templates.parts.patch_merger import INSIDE, MERGERS, SPELLINGS, VISUAL, merger, patches
+from mca_models.templates.parts.vision_language import vision_language_family
+from mca_models.templates.parts.vision_tower import Shapes, VisionModel, linear, norm, repeat_shapes
+from mca_models.templates.parts.vision_values import vision_values
+
+TEXT = replace(get_family("qwen2_vl").texts["qwen2_vl_text"], model_type="qwen2_5_vl_text")
 
 
 def tensors(config: McaModelConfig) -> Shapes:
@@ -31,7 +36,7 @@ def tensors(config: McaModelConfig) -> Shapes:
 FAMILY = vision_language_family(
     "qwen2_5_vl",
     "Qwen2_5_VLForConditionalGeneration",
-    {"qwen2_5_vl_text": text_family("qwen2_5_vl_text")},
+    {"qwen2_5_vl_text": TEXT},
     VisionModel(tensors=tensors, spellings=SPELLINGS, projector=MERGERS),
     INSIDE,
 )

@@ -2,31 +2,34 @@
 
 from functools import partial
 
-from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, dense_fields
-from mca_models.templates.dual_rope import FULL, SLIDING
+from mca_models.templates.config_table import SILU, ConfigTable, Fixed, HfConfig, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.moe import expert_fields, moe_params
-from mca_models.templates.names import MoeNames
-from mca_models.templates.qwen2 import window
-from mca_models.templates.qwen3_moe import restore_sparse, sparse_layers
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.dual_rope import FULL, SLIDING
+from mca_models.templates.parts.moe import (
+    SHARED_WIDTH,
+    SPARSE_LAYERS,
+    expert_fields,
+    moe_params,
+)
+from mca_models.templates.parts.names import MoeNames
+from mca_models.templates.parts.sliding_window import window
 
-SHARED = Field("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size")
 NAMES = MoeNames(shared="mlp.shared_expert.")
 
 
 def derive(hf: HfConfig) -> dict[str, object]:
-    """Derive ``sparse_layers``, and sliding windows: every other layer before ``max_window_layers`` unless listed."""
+    """Derive sliding windows: every other layer before ``max_window_layers`` unless listed."""
     last = hf.get("max_window_layers", 28)
     pattern = [FULL if i % 2 or i >= last else SLIDING for i in range(hf["num_hidden_layers"])]
-    return sparse_layers(hf) | window({**hf, "layer_types": hf.get("layer_types") or pattern})
+    return window({**hf, "layer_types": hf.get("layer_types") or pattern})
 
 
 CONFIG = ConfigTable(
-    fields=(*dense_fields(), *expert_fields(count="num_experts", default=60), SHARED),
+    fields=(*dense_fields(), *expert_fields(count="num_experts", default=60), SHARED_WIDTH),
     constants={"add_qkv_bias": True, "moe_shared_expert_gate": True},
     fixed=(SILU, Fixed("qkv_bias", (True,), "all published models have it")),
-    derive=derive,
-    restore=restore_sparse,
+    facts=(SPARSE_LAYERS, Lens(derive)),
 )
 
 

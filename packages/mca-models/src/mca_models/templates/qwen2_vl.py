@@ -4,54 +4,37 @@ from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_models.templates import qwen2
+from mca_models.templates import get_family
 from mca_models.templates.config_table import HfConfig, head_dim
 from mca_models.templates.family import Family
-from mca_models.templates.vision_language import vision_language_family
-from mca_models.templates.vision_tower import (
-    NestedTextConfig,
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.patch_merger import INSIDE, MERGERS, SPELLINGS, VISUAL, merger, patches
+from mca_models.templates.parts.sliding_window import window, write_window
+from mca_models.templates.parts.vision_language import vision_language_family
+from mca_models.templates.parts.vision_tower import (
     Shapes,
-    Spelling,
     VisionModel,
     linear,
-    module_spelling,
     norm,
     repeat_shapes,
 )
-from mca_models.templates.vision_values import VisionValues, vision_values
+from mca_models.templates.parts.vision_values import vision_values
 
-VISUAL = "visual."
-SPELLINGS = (Spelling("model.", "lm_head.", {VISUAL: VISUAL}), module_spelling(VISUAL))
-MERGERS = (f"{VISUAL}merger.",)
-INSIDE = NestedTextConfig(text_model_type="", text_ties=True, rope=((16, 24, 24), False))
+QWEN2 = get_family("qwen2")
+
 _DEFAULTS = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_window_layers": 80}
 
 
 def derive(hf: HfConfig) -> JsonObject:
     """The window, and the dimension of a head, which no file chooses."""
-    return {**qwen2.window(hf), "kv_channels": head_dim(hf)}
+    return {**window(hf), "kv_channels": head_dim(hf)}
 
 
-def text_family(kind: str) -> Family:
+def text_family() -> Family:
     """Qwen 2 as the text part."""
-    fields = tuple(field for field in qwen2.CONFIG.fields if field.hf != "head_dim")
-    config = replace(qwen2.CONFIG, fields=fields, defaults=_DEFAULTS, derive=derive)
-    return replace(qwen2.FAMILY, model_type=kind, config=config)
-
-
-def merger(name: str, width: int, merged: int, out: int, *, bias: bool) -> Shapes:
-    """Return the patch merger, which makes one token of several patches."""
-    return {
-        **norm(f"{name}.ln_q", width, bias=bias),
-        **linear(f"{name}.mlp.0", merged, merged),
-        **linear(f"{name}.mlp.2", out, merged),
-    }
-
-
-def patches(vision: VisionValues, width: int, default: int = 14) -> tuple[int, int, int, int, int]:
-    """The shape of the convolution that makes patches, which are so large by ``default``."""
-    size = vision.size("patch_size", default)
-    return width, vision.size("in_channels", 3), vision.size("temporal_patch_size", 2), size, size
+    fields = tuple(field for field in QWEN2.table.fields if field.hf != "head_dim")
+    config = replace(QWEN2.table, fields=fields, defaults=_DEFAULTS, facts=(Lens(derive, write_window),))
+    return replace(QWEN2, model_type="qwen2_vl_text", config=config)
 
 
 def tensors(config: McaModelConfig) -> Shapes:
@@ -78,7 +61,7 @@ def tensors(config: McaModelConfig) -> Shapes:
 FAMILY = vision_language_family(
     "qwen2_vl",
     "Qwen2VLForConditionalGeneration",
-    {"qwen2_vl_text": text_family("qwen2_vl_text")},
+    {"qwen2_vl_text": text_family()},
     VisionModel(tensors=tensors, spellings=SPELLINGS, projector=MERGERS),
     INSIDE,
 )

@@ -1,11 +1,14 @@
 """Qwen 3.5 and 3.5 with experts: HF ``Qwen3_5ForConditionalGeneration`` and ``Qwen3_5MoeForConditionalGeneration``."""
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import qwen3_5_moe_text, qwen3_5_text
+from mca_models.templates import get_family
 from mca_models.templates.family import Family
-from mca_models.templates.qwen3_vl import MERGERS, SPELLINGS, tower
-from mca_models.templates.vision_language import vision_language_family
-from mca_models.templates.vision_tower import NestedTextConfig, Shapes, VisionModel
+from mca_models.templates.parts.deepstack import MERGERS, SPELLINGS, tower
+from mca_models.templates.parts.vision_language import vision_language_family
+from mca_models.templates.parts.vision_tower import NestedTextConfig, Shapes, VisionModel
+
+QWEN3_5_MOE_TEXT = get_family("qwen3_5_moe_text")
+QWEN3_5_TEXT = get_family("qwen3_5_text")
 
 
 def tensors(config: McaModelConfig) -> Shapes:
@@ -23,5 +26,5 @@ def _family(model_type: str, architecture: str, text: Family) -> Family:
     )
 
 
-FAMILY = _family("qwen3_5", "Qwen3_5ForConditionalGeneration", qwen3_5_text.FAMILY)
-MOE_FAMILY = _family("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", qwen3_5_moe_text.FAMILY)
+FAMILY = _family("qwen3_5", "Qwen3_5ForConditionalGeneration", QWEN3_5_TEXT)
+MOE_FAMILY = _family("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", QWEN3_5_MOE_TEXT)

@@ -1,8 +1,6 @@
 """Qwen 3.5 with experts, the text model: HF ``Qwen3_5MoeForCausalLM``."""
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import gated_delta_net as delta
-from mca_models.templates.common import attention, embedding, head
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -12,22 +10,19 @@ from mca_models.templates.config_table import (
     dense_fields,
 )
 from mca_models.templates.family import Family
-from mca_models.templates.moe import aux_loss, expert_fields, last_layer, mlp_layers, restore_aux_loss
-from mca_models.templates.mtp import mtp_params
-from mca_models.templates.qwen2_moe import SHARED
-from mca_models.templates.qwen3_5_text import OWN_EMBEDDING, PREFIX_KEY, detect_extra, in_proj, prefixed
-from mca_models.templates.qwen3_next import NAMES
+from mca_models.templates.parts import gated_delta_net as delta
+from mca_models.templates.parts.common import attention, embedding, head
+from mca_models.templates.parts.gated_delta_net import PREFIX_KEY, detect_prefix, in_proj, prefixed
+from mca_models.templates.parts.moe import (
+    AUX_LOSS,
+    SHARED_WIDTH,
+    expert_fields,
+    last_layer,
+    mlp_layers,
+)
+from mca_models.templates.parts.mtp import OWN_EMBEDDING, mtp_params
+from mca_models.templates.parts.names import MoeNames
 from mca_models.weights import Param
-
-
-def derive(hf: HfConfig) -> dict[str, object]:
-    """Derive the layers with linear attention, and the load-balancing loss."""
-    return delta.mixed_layers(hf) | aux_loss(hf)
-
-
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return delta.restore_layers(config) | restore_aux_loss(config)
 
 
 def expert_width(hf: HfConfig) -> int:
@@ -35,6 +30,7 @@ def expert_width(hf: HfConfig) -> int:
     return int(hf["moe_intermediate_size"])
 
 
+NAMES = MoeNames(shared="mlp.shared_expert.")
 SIZES = tuple(field for field in dense_fields() if field.mca != "ffn_hidden_size")
 
 CONFIG = ConfigTable(
@@ -42,14 +38,13 @@ CONFIG = ConfigTable(
         *SIZES,
         Field("ffn_hidden_size", "intermediate_size", expert_width),
         *expert_fields(count="num_experts", default=256),
-        SHARED,
+        SHARED_WIDTH,
         *delta.FIELDS,
     ),
     defaults={**delta.DEFAULTS, "num_key_value_heads": 2},
     constants={**delta.CONSTANTS, "moe_shared_expert_gate": True},
     fixed=(SILU, NO_ATTENTION_BIAS, OWN_EMBEDDING),
-    derive=derive,
-    restore=restore,
+    facts=(delta.MIXED_LAYERS, AUX_LOSS),
     partial_rotary=True,
 )
 
@@ -68,7 +63,7 @@ FAMILY = Family(
     config=CONFIG,
     params=params,
     moe=NAMES,
-    detect_extra=detect_extra,
+    detect_extra=detect_prefix,
     count_mtp=delta.detect_mtp_layers,
     module_names={PREFIX_KEY: ""},
 )

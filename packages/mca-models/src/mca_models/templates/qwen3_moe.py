@@ -2,40 +2,23 @@
 
 from functools import partial
 
-from mca_config.model_config import McaModelConfig
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, HfConfig, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.moe import aux_loss, expert_fields, moe_params, restore_aux_loss
-from mca_models.templates.names import MoeNames
-from mca_models.templates.qwen2 import restore_window
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.moe import (
+    SPARSE_LAYERS,
+    expert_fields,
+    moe_params,
+)
+from mca_models.templates.parts.names import MoeNames
 
 NAMES = MoeNames()
 
 
-def sparse_layers(hf: HfConfig) -> dict[str, object]:
-    """Derive the layers with experts, and the router weights of the chosen ones."""
-    step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
-    freq = tuple(int(i not in dense and (i + 1) % step == 0) for i in range(hf["num_hidden_layers"]))
-    # weights normalised over the chosen experts are a softmax after the choice
-    pre_softmax = not hf.get("norm_topk_prob", False)
-    return {"moe_layer_freq": freq, "moe_router_pre_softmax": pre_softmax} | aux_loss(hf)
-
-
 def derive(hf: HfConfig) -> dict[str, object]:
-    """Derive ``sparse_layers``, and the sliding window, which all layers have or none."""
+    """Derive the sliding window, which all layers have or none."""
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
-    return sparse_layers(hf) | {"window_size": window}
-
-
-def restore_sparse(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return {
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [i for i in range(config.num_layers) if not config.is_moe_layer(i)],
-        "norm_topk_prob": not config.moe_router_pre_softmax,
-        **restore_aux_loss(config),
-        **restore_window(config),
-    }
+    return {"window_size": window}
 
 
 CONFIG = ConfigTable(
@@ -44,8 +27,7 @@ CONFIG = ConfigTable(
     constants={"qk_layernorm": True},
     fixed=(SILU, NO_ATTENTION_BIAS),
     aliases={"num_experts": "num_local_experts"},
-    derive=derive,
-    restore=restore_sparse,
+    facts=(SPARSE_LAYERS, Lens(derive)),
 )
 
 

@@ -1,44 +1,40 @@
 """Qwen 3 Next: HF ``Qwen3NextForCausalLM``: gated delta nets, gated attention, experts."""
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import gated_delta_net as delta
-from mca_models.templates.common import attention, embedding, head
-from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, HfConfig, dense_fields
+from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.moe import expert_fields, last_layer, mlp_layers
-from mca_models.templates.mtp import mtp_params
-from mca_models.templates.names import HF, MoeNames
-from mca_models.templates.qwen2_moe import SHARED
-from mca_models.templates.qwen3_moe import restore_sparse, sparse_layers
+from mca_models.templates.parts import gated_delta_net as delta
+from mca_models.templates.parts.common import attention, embedding, head
+from mca_models.templates.parts.moe import (
+    SHARED_WIDTH,
+    SPARSE_LAYERS,
+    expert_fields,
+    last_layer,
+    mlp_layers,
+)
+from mca_models.templates.parts.mtp import mtp_params
+from mca_models.templates.parts.names import HF, MoeNames
 from mca_models.weights import Concat, GroupedHeads, Param, PerTensor
 
 NAMES = MoeNames(shared="mlp.shared_expert.")
 
 
-def derive(hf: HfConfig) -> dict[str, object]:
-    """Derive the layers with linear attention, and those with experts."""
-    return sparse_layers(hf) | delta.mixed_layers(hf)
-
-
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    return restore_sparse(config) | delta.restore_layers(config)
-
-
 CONFIG = ConfigTable(
-    fields=(*dense_fields(), *expert_fields(count="num_experts", default=512), SHARED, *delta.FIELDS),
+    fields=(*dense_fields(), *expert_fields(count="num_experts", default=512), SHARED_WIDTH, *delta.FIELDS),
     defaults={**delta.DEFAULTS, "num_key_value_heads": 2, "norm_topk_prob": True},
     constants={**delta.CONSTANTS, "moe_shared_expert_gate": True},
     fixed=(SILU, NO_ATTENTION_BIAS),
-    derive=derive,
-    restore=restore,
+    facts=(SPARSE_LAYERS, delta.MIXED_LAYERS),
     partial_rotary=True,
 )
 
 
 def in_proj(config: McaModelConfig) -> Param:
     """The input projection, which HF groups by key head: ``[q k v..v z..z]`` and ``[b..b a..a]``."""
-    q, k, v, z, b, a = (rows // (config.linear_num_key_heads or 1) for rows in delta.segments(config))
+    q, k, v, z, b, a = (
+        rows // (given(config.linear_attention).linear_num_key_heads or 1) for rows in delta.segments(config)
+    )
     return Param(
         mca="",
         hf=(f"{HF}linear_attn.in_proj_qkvz.weight", f"{HF}linear_attn.in_proj_ba.weight"),

@@ -7,42 +7,46 @@ Published files have a layer's experts in one tensor as ``[experts, in, out]``, 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
-from mca_models.templates import qwen3_moe
+from mca_models.templates import get_family
 from mca_models.templates.config_table import HfConfig, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.moe import TRANSPOSED, expert_fields
-from mca_models.templates.names import FUSED
-from mca_models.templates.qwen3_vl import INSIDE, MERGERS, SPELLINGS, tensors, without_window
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.deepstack import INSIDE, MERGERS, SPELLINGS, tensors, without_window
+from mca_models.templates.parts.moe import TRANSPOSED, expert_fields, sparse_layers, write_sparse
+from mca_models.templates.parts.names import FUSED
+from mca_models.templates.parts.vision_language import vision_language_family
+from mca_models.templates.parts.vision_tower import VisionModel
 from mca_models.templates.shapes import Shape
-from mca_models.templates.vision_language import vision_language_family
-from mca_models.templates.vision_tower import VisionModel
+
+QWEN3_MOE = get_family("qwen3_moe")
 
 
 def derive(hf: HfConfig) -> dict[str, object]:
     """Derive as Qwen 3, with weights that are always normalised; experts are stored as in published files."""
     extra = {"fused_experts": True, TRANSPOSED: True}
-    return {**qwen3_moe.sparse_layers({**hf, "norm_topk_prob": True}), "extra": extra}
+    return {**sparse_layers({**hf, "norm_topk_prob": True}), "extra": extra}
 
 
 def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
     """Return whether experts lie in one tensor, and which way."""
     stacked = [name for name in names if FUSED in name and name.endswith("down_proj")]
     shape = next((shapes[name] for name in stacked if name in shapes), ())
-    turned = not shape or shape[1] == config.moe_ffn_hidden_size != config.hidden_size
+    turned = not shape or shape[1] == given(config.moe).moe_ffn_hidden_size != config.hidden_size
     return {"fused_experts": bool(stacked), TRANSPOSED: turned}
 
 
 def text_family() -> Family:
     """Qwen 3 with experts as the text part."""
     table = replace(
-        qwen3_moe.CONFIG,
+        QWEN3_MOE.table,
         fields=(*dense_fields(), *expert_fields(count="num_experts", default=60)),
         defaults={"rope_theta": 5e5, "num_key_value_heads": 16, "num_experts_per_tok": 4},
-        derive=derive,
+        facts=(Lens(derive, write_sparse),),
     )
-    family = replace(qwen3_moe.FAMILY, model_type="qwen3_vl_moe_text", config=without_window(table))
+    family = replace(QWEN3_MOE, model_type="qwen3_vl_moe_text", config=without_window(table))
     return replace(family, detect_extra=detect_extra)
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 
 from mca_config.errors import McaError
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.model.section import given
+from mca_config.model_config import McaModelConfig
 from mca_config.types import FamilyConfig
 from mca_models.weights import Layout, Param, Stage
 
@@ -23,8 +24,8 @@ def full_shape(param: Param, config: McaModelConfig) -> Shape:
         config = config.layer_config(param.layer)
     inside = param.mca.rpartition("{layer}.")[2].removeprefix("transformer_layer.")
     try:
-        return _TABLES[type(config)][inside](config)
-    except (TypeError, LookupError):
+        return _TABLES[config.mla is not None][inside](config)
+    except (TypeError, LookupError, AttributeError):
         raise McaError(f"{param.mca_name()}: the model's configuration lacks a size that it needs") from None
 
 
@@ -33,7 +34,7 @@ def hf_shapes(params: Iterable[Param], config: McaModelConfig) -> dict[str, Shap
     shapes: dict[str, Shape] = {}
     for param in params:
         parts = _parts(param.layout, param.hf_layout, full_shape(param, config))
-        front = (config.num_moe_experts or 0,) if param.stacked else ()
+        front = (config.num_experts,) if param.stacked else ()
         shapes |= {name: front + part for name, part in zip(param.hf_names(), parts, strict=True)}
     return shapes
 
@@ -57,11 +58,11 @@ def _hidden(c: McaModelConfig) -> Shape:
 
 def _per_layer(c: McaModelConfig) -> int:
     """Channels of the embeddings that all layers take."""
-    return c.num_layers * c.per_layer_input_size
+    return c.num_layers * given(c.per_layer_embedding).per_layer_input_size
 
 
 def _fc1(width: Callable[[FamilyConfig], int]) -> Callable[[FamilyConfig], Shape]:
-    return lambda c: (width(c) * (1 + c.gated_linear_unit), c.hidden_size)
+    return lambda c: (width(c) * (1 + c.mlp.gated_linear_unit), c.hidden_size)
 
 
 def _fc2(width: Callable[[FamilyConfig], int]) -> Callable[[FamilyConfig], Shape]:
@@ -74,63 +75,73 @@ def _first(shape: Callable[[FamilyConfig], Shape]) -> Callable[[FamilyConfig], S
 
 
 def _qkv(c: McaModelConfig) -> Shape:
-    queries = c.num_attention_heads * (1 + c.attention_output_gate) * c.kv_channels
-    values = 0 if c.values_are_keys else c.value_width
+    queries = (
+        c.attention.num_attention_heads * (1 + c.attention.attention_output_gate) * c.attention.kv_channels
+    )
+    values = 0 if c.attention.values_are_keys else c.attention.value_width
     if c.takes_keys:
         return queries, c.hidden_size
-    return queries + c.num_query_groups * (c.kv_channels + values), c.hidden_size
+    return queries + c.attention.num_query_groups * (c.attention.kv_channels + values), c.hidden_size
 
 
 def _head_norm(heads: Callable[[FamilyConfig], int]) -> Callable[[FamilyConfig], Shape]:
     return lambda c: (
-        c.kv_channels * (heads(c) if c.qk_layernorm_full_width or c.qk_layernorm_per_head else 1),
+        c.attention.kv_channels
+        * (heads(c) if c.attention.qk_layernorm_full_width or c.attention.qk_layernorm_per_head else 1),
     )
 
 
 def _delta_widths(c: FamilyConfig) -> tuple[int, int, int]:
     """Rows of q or k, rows of v, value heads of a gated delta net."""
-    values = c.linear_num_value_heads
-    return c.linear_num_key_heads * c.linear_key_head_dim, values * c.linear_value_head_dim, values
+    values = c.linear_attention.linear_num_value_heads
+    return (
+        c.linear_attention.linear_num_key_heads * c.linear_attention.linear_key_head_dim,
+        values * c.linear_attention.linear_value_head_dim,
+        values,
+    )
 
 
 def _mamba_widths(c: FamilyConfig) -> tuple[int, int]:
     """Channels inside a state space layer, rows of what goes into its states (as many read them)."""
-    return c.mamba_num_heads * c.mamba_head_dim, c.mamba_num_groups * c.mamba_state_dim
+    return (
+        c.mamba.mamba_num_heads * c.mamba.mamba_head_dim,
+        c.mamba.mamba_num_groups * c.mamba.mamba_state_dim,
+    )
 
 
 def _in_proj(c: McaModelConfig) -> Shape:
-    if c.mamba_num_heads:
+    if c.mamba is not None:
         inside, states = _mamba_widths(c)
-        return 2 * (inside + states) + c.mamba_num_heads, c.hidden_size
+        return 2 * (inside + states) + c.mamba.mamba_num_heads, c.hidden_size
     key, value, heads = _delta_widths(c)
     return 2 * key + 2 * value + 2 * heads, c.hidden_size
 
 
 def _conv(c: FamilyConfig) -> Shape:
-    if c.mamba_num_heads:
+    if c.mamba is not None:
         inside, states = _mamba_widths(c)
-        return inside + 2 * states, 1, c.mamba_conv_kernel_dim
+        return inside + 2 * states, 1, c.mamba.mamba_conv_kernel_dim
     key, value, _ = _delta_widths(c)
-    return 2 * key + value, 1, c.linear_conv_kernel_dim
+    return 2 * key + value, 1, c.linear_attention.linear_conv_kernel_dim
 
 
 def _states(c: FamilyConfig) -> Shape:
     """Return the shape of one number for each head with a state."""
-    return (c.mamba_num_heads or c.linear_num_value_heads,)
+    return (c.linear_attention.linear_num_value_heads if c.mamba is None else c.mamba.mamba_num_heads,)
 
 
-_FC1 = _fc1(lambda c: c.ffn_hidden_size)
+_FC1 = _fc1(lambda c: c.mlp.ffn_hidden_size)
 _MLP = {
     "mlp.linear_fc1.layer_norm_weight": _hidden,
     "mlp.linear_fc1.layer_norm_bias": _hidden,
     "mlp.linear_fc1.weight": _FC1,
     "mlp.linear_fc1.bias": _first(_FC1),
-    "mlp.linear_fc2.weight": _fc2(lambda c: c.ffn_hidden_size),
+    "mlp.linear_fc2.weight": _fc2(lambda c: c.mlp.ffn_hidden_size),
     "mlp.linear_fc2.bias": _hidden,
     "mlp.post_layernorm.weight": _hidden,
     "layer_scalar": lambda c: (1,),
-    "per_layer_gate.weight": lambda c: (c.per_layer_input_size, c.hidden_size),
-    "per_layer_projection.weight": lambda c: (c.hidden_size, c.per_layer_input_size),
+    "per_layer_gate.weight": lambda c: (c.per_layer_embedding.per_layer_input_size, c.hidden_size),
+    "per_layer_projection.weight": lambda c: (c.hidden_size, c.per_layer_embedding.per_layer_input_size),
     "per_layer_layernorm.weight": _hidden,
     "mlp.activation_func.alpha_p": lambda c: (1,),
     "mlp.activation_func.alpha_n": lambda c: (1,),
@@ -141,54 +152,54 @@ _MLP = {
 
 def _routed(c: McaModelConfig) -> int:
     """Channels that an expert gets."""
-    return c.moe_latent_size or c.hidden_size
+    return given(c.moe).moe_latent_size or c.hidden_size
 
 
 def _expert_1(c: FamilyConfig) -> Shape:
-    return c.moe_ffn_hidden_size * (1 + c.gated_linear_unit), _routed(c)
+    return c.moe.moe_ffn_hidden_size * (1 + c.mlp.gated_linear_unit), _routed(c)
 
 
 def _expert_2(c: FamilyConfig) -> Shape:
-    return _routed(c), c.moe_ffn_hidden_size
+    return _routed(c), c.moe.moe_ffn_hidden_size
 
 
 _EXPERTS = {
     "pre_mlp_layernorm.weight": _hidden,
     "pre_mlp_layernorm.bias": _hidden,
-    "mlp.router.weight": lambda c: (c.num_router_choices, c.hidden_size),
-    "mlp.router.bias": lambda c: (c.num_router_choices,),
-    "mlp.router.expert_bias": lambda c: (c.num_router_choices,),
+    "mlp.router.weight": lambda c: (c.moe.num_router_choices, c.hidden_size),
+    "mlp.router.bias": lambda c: (c.moe.num_router_choices,),
+    "mlp.router.expert_bias": lambda c: (c.moe.num_router_choices,),
     "mlp.experts.linear_fc1.weight{expert}": _expert_1,
     "mlp.experts.linear_fc1.bias{expert}": _first(_expert_1),
     "mlp.experts.linear_fc2.weight{expert}": _expert_2,
     "mlp.experts.linear_fc2.bias{expert}": _first(_expert_2),
-    "mlp.fc1_latent_proj.weight": lambda c: (c.moe_latent_size, c.hidden_size),
-    "mlp.fc2_latent_proj.weight": lambda c: (c.hidden_size, c.moe_latent_size),
-    "mlp.shared_experts.linear_fc1.weight": _fc1(lambda c: c.moe_shared_expert_intermediate_size),
-    "mlp.shared_experts.linear_fc2.weight": _fc2(lambda c: c.moe_shared_expert_intermediate_size),
+    "mlp.fc1_latent_proj.weight": lambda c: (c.moe.moe_latent_size, c.hidden_size),
+    "mlp.fc2_latent_proj.weight": lambda c: (c.hidden_size, c.moe.moe_latent_size),
+    "mlp.shared_experts.linear_fc1.weight": _fc1(lambda c: c.moe.moe_shared_expert_intermediate_size),
+    "mlp.shared_experts.linear_fc2.weight": _fc2(lambda c: c.moe.moe_shared_expert_intermediate_size),
     "mlp.shared_experts.gate_weight": lambda c: (1, c.hidden_size),
     "mlp.dense_layernorm.weight": _hidden,
     "mlp.dense_post_layernorm.weight": _hidden,
     "mlp.experts_layernorm.weight": _hidden,
     "mlp.experts_post_layernorm.weight": _hidden,
     "mlp.router_scale": _hidden,
-    "mlp.expert_scale": lambda c: (c.num_moe_experts,),
+    "mlp.expert_scale": lambda c: (c.moe.num_moe_experts,),
 }
 _ENDS = {
     "embedding.word_embeddings.weight": _vocabulary,
     "embedding.layernorm.weight": _hidden,
     "embedding.layernorm.bias": _hidden,
     "embedding.position_embeddings.weight": lambda c: (
-        c.max_position_embeddings + c.position_offset,
+        c.max_position_embeddings + c.embedding.position_offset,
         c.hidden_size,
     ),
     "embedding.per_layer_embeddings.weight": lambda c: (c.vocab_size, _per_layer(c)),
     "embedding.per_layer_projection.weight": lambda c: (_per_layer(c), c.hidden_size),
-    "embedding.per_layer_layernorm.weight": lambda c: (c.per_layer_input_size,),
+    "embedding.per_layer_layernorm.weight": lambda c: (c.per_layer_embedding.per_layer_input_size,),
     "decoder.final_layernorm.weight": _hidden,
     "decoder.final_layernorm.bias": _hidden,
-    "output_layer.weight": lambda c: (c.num_labels or c.vocab_size, c.hidden_size),
-    "output_layer.bias": lambda c: (c.num_labels or c.vocab_size,),
+    "output_layer.weight": lambda c: (c.head.num_labels or c.vocab_size, c.hidden_size),
+    "output_layer.bias": lambda c: (c.head.num_labels or c.vocab_size,),
     "enorm.weight": _hidden,
     "hnorm.weight": _hidden,
     "eh_proj.weight": lambda c: (c.hidden_size, 2 * c.hidden_size),
@@ -201,12 +212,15 @@ _ATTENTION = {
     "self_attention.linear_qkv.layer_norm_bias": _hidden,
     "self_attention.linear_qkv.weight": _qkv,
     "self_attention.linear_qkv.bias": _first(_qkv),
-    "self_attention.q_layernorm.weight": _head_norm(lambda c: c.num_attention_heads),
-    "self_attention.k_layernorm.weight": _head_norm(lambda c: c.num_query_groups),
-    "self_attention.q_layernorm.bias": lambda c: (c.kv_channels,),
-    "self_attention.k_layernorm.bias": lambda c: (c.kv_channels,),
-    "self_attention.core_attention.softmax_offset": lambda c: (c.num_attention_heads,),
-    "self_attention.linear_proj.weight": lambda c: (c.hidden_size, c.num_attention_heads * c.value_width),
+    "self_attention.q_layernorm.weight": _head_norm(lambda c: c.attention.num_attention_heads),
+    "self_attention.k_layernorm.weight": _head_norm(lambda c: c.attention.num_query_groups),
+    "self_attention.q_layernorm.bias": lambda c: (c.attention.kv_channels,),
+    "self_attention.k_layernorm.bias": lambda c: (c.attention.kv_channels,),
+    "self_attention.core_attention.softmax_offset": lambda c: (c.attention.num_attention_heads,),
+    "self_attention.linear_proj.weight": lambda c: (
+        c.hidden_size,
+        c.attention.num_attention_heads * c.attention.value_width,
+    ),
     "self_attention.linear_proj.bias": _hidden,
     "self_attention.post_layernorm.weight": _hidden,
 }
@@ -219,10 +233,10 @@ _DELTA_NET = {
     "self_attention.A_log": _states,
     "self_attention.D": _states,
     "self_attention.norm.weight": lambda c: _mamba_widths(c)[:1],
-    "self_attention.out_norm.weight": lambda c: (c.linear_value_head_dim,),
+    "self_attention.out_norm.weight": lambda c: (c.linear_attention.linear_value_head_dim,),
     "self_attention.out_proj.weight": lambda c: (
         c.hidden_size,
-        _mamba_widths(c)[0] if c.mamba_num_heads else _delta_widths(c)[1],
+        _mamba_widths(c)[0] if c.mamba is not None else _delta_widths(c)[1],
     ),
 }
 _PREFIX = "self_attention."
@@ -233,63 +247,72 @@ _PARALLEL_MAMBA = {
 }
 _KIMI_DELTA = {
     "self_attention.in_proj.weight": lambda c: (
-        c.linear_num_key_heads * (3 * c.linear_key_head_dim + 1),
+        c.linear_attention.linear_num_key_heads * (3 * c.linear_attention.linear_key_head_dim + 1),
         c.hidden_size,
     ),
-    "self_attention.gates_down.weight": lambda c: (2 * c.linear_key_head_dim, c.hidden_size),
-    "self_attention.fade_up.weight": lambda c: (_delta_widths(c)[0], c.linear_key_head_dim),
-    "self_attention.gate_up.weight": lambda c: (_delta_widths(c)[0], c.linear_key_head_dim),
+    "self_attention.gates_down.weight": lambda c: (2 * c.linear_attention.linear_key_head_dim, c.hidden_size),
+    "self_attention.fade_up.weight": lambda c: (_delta_widths(c)[0], c.linear_attention.linear_key_head_dim),
+    "self_attention.gate_up.weight": lambda c: (_delta_widths(c)[0], c.linear_attention.linear_key_head_dim),
     "self_attention.conv1d.weight": _conv,
     "self_attention.dt_bias": lambda c: (_delta_widths(c)[0],),
-    "self_attention.A_log": lambda c: (c.linear_num_key_heads,),
-    "self_attention.out_norm.weight": lambda c: (c.linear_key_head_dim,),
+    "self_attention.A_log": lambda c: (c.linear_attention.linear_num_key_heads,),
+    "self_attention.out_norm.weight": lambda c: (c.linear_attention.linear_key_head_dim,),
     "self_attention.out_proj.weight": lambda c: (c.hidden_size, _delta_widths(c)[0]),
 }
 _LATENT = {
     "input_layernorm.weight": _hidden,
-    "self_attention.linear_q_proj.weight": lambda c: (c.num_attention_heads * c.kv_channels, c.hidden_size),
-    "self_attention.linear_q_down_proj.weight": lambda c: (c.q_lora_rank, c.hidden_size),
-    "self_attention.linear_q_up_proj.layer_norm_weight": lambda c: (c.q_lora_rank,),
-    "self_attention.linear_q_up_proj.weight": lambda c: (
-        c.num_attention_heads * c.kv_channels,
-        c.q_lora_rank,
-    ),
-    "self_attention.linear_kv_down_proj.weight": lambda c: (
-        c.kv_lora_rank + c.qk_pos_emb_head_dim,
+    "self_attention.linear_q_proj.weight": lambda c: (
+        c.attention.num_attention_heads * c.attention.kv_channels,
         c.hidden_size,
     ),
-    "self_attention.linear_kv_up_proj.layer_norm_weight": lambda c: (c.kv_lora_rank,),
-    "self_attention.linear_kv_up_proj.weight": lambda c: (
-        c.num_attention_heads * (c.qk_head_dim + c.v_head_dim),
-        c.kv_lora_rank,
+    "self_attention.linear_q_down_proj.weight": lambda c: (c.mla.q_lora_rank, c.hidden_size),
+    "self_attention.linear_q_up_proj.layer_norm_weight": lambda c: (c.mla.q_lora_rank,),
+    "self_attention.linear_q_up_proj.weight": lambda c: (
+        c.attention.num_attention_heads * c.attention.kv_channels,
+        c.mla.q_lora_rank,
     ),
-    "self_attention.linear_proj.weight": lambda c: (c.hidden_size, c.num_attention_heads * c.v_head_dim),
+    "self_attention.linear_kv_down_proj.weight": lambda c: (
+        c.mla.kv_lora_rank + c.mla.qk_pos_emb_head_dim,
+        c.hidden_size,
+    ),
+    "self_attention.linear_kv_up_proj.layer_norm_weight": lambda c: (c.mla.kv_lora_rank,),
+    "self_attention.linear_kv_up_proj.weight": lambda c: (
+        c.attention.num_attention_heads * (c.mla.qk_head_dim + c.mla.v_head_dim),
+        c.mla.kv_lora_rank,
+    ),
+    "self_attention.linear_proj.weight": lambda c: (
+        c.hidden_size,
+        c.attention.num_attention_heads * c.mla.v_head_dim,
+    ),
 }
 _INDEXER = {
     f"self_attention.core_attention.indexer.{name}": shape
     for name, shape in {
-        "wq_b": lambda c: (c.index_num_heads * c.index_head_dim, c.q_lora_rank),
-        "wk": lambda c: (c.index_head_dim, c.hidden_size),
-        "k_norm_weight": lambda c: (c.index_head_dim,),
-        "k_norm_bias": lambda c: (c.index_head_dim,),
-        "weights_proj": lambda c: (c.index_num_heads, c.hidden_size),
+        "wq_b": lambda c: (c.dsa.index_num_heads * c.dsa.index_head_dim, c.mla.q_lora_rank),
+        "wk": lambda c: (c.dsa.index_head_dim, c.hidden_size),
+        "k_norm_weight": lambda c: (c.dsa.index_head_dim,),
+        "k_norm_bias": lambda c: (c.dsa.index_head_dim,),
+        "weights_proj": lambda c: (c.dsa.index_num_heads, c.hidden_size),
     }.items()
 }
 _BLOCK_INDEXER = {
     f"self_attention.core_attention.indexer.{name}.weight": shape
     for name, shape in {
-        "q_proj": lambda c: (c.num_query_groups * c.index_blocks["channels"], c.hidden_size),
-        "k_proj": lambda c: (c.index_blocks["channels"], c.hidden_size),
-        "q_norm": lambda c: (c.index_blocks["channels"],),
-        "k_norm": lambda c: (c.index_blocks["channels"],),
+        "q_proj": lambda c: (
+            c.attention.num_query_groups * c.block_sparse_attention.index_blocks["channels"],
+            c.hidden_size,
+        ),
+        "k_proj": lambda c: (c.block_sparse_attention.index_blocks["channels"], c.hidden_size),
+        "q_norm": lambda c: (c.block_sparse_attention.index_blocks["channels"],),
+        "k_norm": lambda c: (c.block_sparse_attention.index_blocks["channels"],),
     }.items()
 }
 
 _Table = Mapping[str, Callable[[FamilyConfig], Shape]]
-_TABLES: Mapping[type[McaModelConfig], _Table] = {
-    McaModelConfig: {
+_TABLES: Mapping[bool, _Table] = {
+    False: {
         **{**_ENDS, **_MLP, **_EXPERTS, **_ATTENTION},
         **{**_DELTA_NET, **_PARALLEL_MAMBA, **_BLOCK_INDEXER},
     },
-    MlaMcaModelConfig: {**_ENDS, **_MLP, **_EXPERTS, **_LATENT, **_KIMI_DELTA, **_INDEXER},
+    True: {**_ENDS, **_MLP, **_EXPERTS, **_LATENT, **_KIMI_DELTA, **_INDEXER},
 }

@@ -1,11 +1,11 @@
 """SmolLM 3: HF ``SmolLM3ForCausalLM``, Llama's weights; every fourth layer has no rope."""
 
-from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject
-from mca_models.templates.common import dense_layers
+from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import SWIGLU_WITHOUT_BIASES, ConfigTable, HfConfig, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.qwen2 import restore_window
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import dense_layers
+from mca_models.templates.parts.sliding_window import write_window
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -21,18 +21,17 @@ def derive(hf: HfConfig) -> JsonObject:
     }
 
 
-def restore(config: McaModelConfig) -> HfConfig:
-    """Restore HF keys, as ``ConfigTable.restore``."""
-    rotated = [1 - skip for skip in config.no_rope_freq or (0,) * config.num_layers]
-    return {"no_rope_layers": rotated, **restore_window(config)}
+def write(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    rotated = [1 - skip for skip in values["no_rope_freq"] or (0,) * values["num_layers"]]
+    return {"no_rope_layers": rotated, **write_window(values)}
 
 
 CONFIG = ConfigTable(
     fields=dense_fields(tied=True),
     defaults={"rope_theta": 2e6, "num_key_value_heads": 4, "pad_token_id": 128004},
     fixed=SWIGLU_WITHOUT_BIASES,
-    derive=derive,
-    restore=restore,
+    facts=(Lens(derive, write),),
 )
 
 FAMILY = Family(model_type="smollm3", architecture="SmolLM3ForCausalLM", config=CONFIG, params=dense_layers)

@@ -1,11 +1,20 @@
 """Solar Open: HF ``SolarOpenForCausalLM``: GLM 4.5's experts in every layer, Llama's attention."""
 
 from mca_config.types import JsonObject
-from mca_models.templates import glm4_moe
+from mca_models.templates import get_family
 from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, dense_fields
-from mca_models.templates.deepseek_v3 import NORMALISED, SCALED, restore_groups, sigmoid_experts
 from mca_models.templates.family import Family
-from mca_models.templates.moe import SIGMOID_ROUTER, expert_fields
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.moe import (
+    NORMALISED,
+    SCALED,
+    SIGMOID_ROUTER,
+    expert_fields,
+    sigmoid_experts,
+    write_groups,
+)
+
+GLM4_MOE = get_family("glm4_moe")
 
 
 def derive(hf: HfConfig) -> JsonObject:
@@ -25,14 +34,13 @@ CONFIG = ConfigTable(
     constants=SIGMOID_ROUTER,
     fixed=(SILU, NORMALISED, Fixed("use_qk_norm", (False,), "transformers ignores it")),
     aliases={"num_local_experts": "n_routed_experts"},
-    derive=derive,
-    restore=restore_groups,
+    facts=(Lens(derive, write_groups),),
 )
 
 FAMILY = Family(
     model_type="solar_open",
     architecture="SolarOpenForCausalLM",
     config=CONFIG,
-    params=glm4_moe.FAMILY.params,
-    moe=glm4_moe.NAMES,
+    params=GLM4_MOE.params,
+    moe=GLM4_MOE.moe,
 )

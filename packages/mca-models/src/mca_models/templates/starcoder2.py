@@ -1,7 +1,6 @@
 """StarCoder 2: HF ``Starcoder2ForCausalLM``: LayerNorms, biases everywhere, an MLP without a gate."""
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates.common import dense_layers, renamed
 from mca_models.templates.config_table import (
     ConfigTable,
     DropoutTogether,
@@ -11,7 +10,8 @@ from mca_models.templates.config_table import (
     norm_epsilon,
 )
 from mca_models.templates.family import Family
-from mca_models.templates.gemma3_text import GELU
+from mca_models.templates.parts.activations import GELU
+from mca_models.templates.parts.common import dense_layers, renamed
 from mca_models.weights import Param
 
 CONFIG = ConfigTable(

@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import gemma2
-from mca_models.templates.common import dense_layers, renamed
+from mca_models.templates import get_family
 from mca_models.templates.family import Family
+from mca_models.templates.parts.common import dense_layers, renamed
 from mca_models.weights import Param
 
-CONFIG = replace(gemma2.CONFIG, constants={**gemma2.CONFIG.constants, "norm_placement": "pre"})
+GEMMA2 = get_family("gemma2")
+
+CONFIG = replace(GEMMA2.table, constants={**GEMMA2.table.constants, "norm_placement": "pre"})
 
 
 def params(config: McaModelConfig) -> list[Param]:

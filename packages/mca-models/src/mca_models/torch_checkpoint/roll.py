@@ -99,12 +99,11 @@ def read_config(path: Path) -> McaModelConfig:
         named = config_from_hf(config.hf_config)
     except McaError as error:
         raise McaError(f"{path / FILE_NAME}: hf_config_json: {error}") from None
-    return replace(
-        named,
+    return named.replace_fields(
         dtype=config.dtype,
         layout=config.layout,
         mtp_num_layers=config.mtp_num_layers,
-        tie_word_embeddings=config.tie_word_embeddings,
+        tie_word_embeddings=config.head.tie_word_embeddings,
     )
 
 
@@ -224,5 +223,5 @@ def _tensor(
     tensor = tensors[spelling.name]
     if spelling.expert is None:
         return tensor
-    count = (config.num_moe_experts or 0) // config.layout.ep
+    count = (config.num_experts) // config.layout.ep
     return grouped_expert(tensor, spelling.expert, count, first=".linear_fc1." in held.param.mca)

@@ -73,7 +73,7 @@ def storage_forms(param: Param, config: McaModelConfig) -> Iterator[StorageForm]
     for templates, layer_axis, expert_axis in _templates(param.mca, expert is not None, param.shard.segments):
         keys = tuple(template.format(layer=layer, expert=expert) for template in templates)
         axes: list[tuple[int | None, int | None]] = [(layer, config.num_layers)] if layer_axis else []
-        axes += [(expert, config.num_moe_experts)] if expert_axis else []
+        axes += [(expert, config.num_experts)] if expert_axis else []
         found = [(at, size) for at, size in axes if at is not None and size is not None]
         yield StorageForm(keys, tuple(at for at, _ in found), tuple(size for _, size in found))
 

@@ -27,7 +27,7 @@ from mca_models.checkpoint.placement import stored_params
 from mca_models.checkpoint.side_files import config_folder
 from mca_models.storage.lazy_tensor import Block, Shape, assemble
 from mca_models.templates import config_from_hf, get_family
-from mca_models.templates.common import EMBEDDING
+from mca_models.templates.parts.common import EMBEDDING
 from mca_models.templates.shapes import full_shape
 from mca_models.torch_checkpoint.dcp import METADATA, DcpDirectory, TensorEntry
 from mca_models.torch_checkpoint.roll import read_config
@@ -77,7 +77,7 @@ def open_torch_dist(path: Path, config: McaModelConfig | None = None) -> Foreign
             counted(config.mtp_num_layers, "MTP layer"),
             folder,
         )
-        config = replace(config, mtp_num_layers=0)
+        config = config.replace_fields(mtp_num_layers=0)
     return _Reader(directory, config).source(path)
 
 

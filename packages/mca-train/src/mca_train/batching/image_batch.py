@@ -81,7 +81,7 @@ class ImageBatching:
 def image_batching(config: McaModelConfig, *, decodes: bool) -> ImageBatching:
     """Return the image options of a pipeline stage; see `ImageBatching` for ``decodes``."""
     return ImageBatching(
-        decodes=decodes, sections=config.mrope_section is not None, bidirectional=image_reach(config) > 0
+        decodes=decodes, sections=config.mrope is not None, bidirectional=image_reach(config) > 0
     )
 
 

@@ -27,8 +27,10 @@ _MAY_DIFFER = {
     "attention_dropout",
     "dtype",
     "extra",
+    "hf_config",
     "hidden_dropout",
     "init_method_std",
+    "layout",
     "max_position_embeddings",
     "moe_aux_loss_coeff",
     "moe_router_load_balancing_type",
@@ -208,7 +210,7 @@ def _adapter_reader(model: "PeftModels", directory: Path) -> ReadFp32:
 
 def _require_same(theirs: McaModelConfig, mine: McaModelConfig, directory: Path) -> None:
     """Raise if the two models compute differently or have other shapes."""
-    saved, current = theirs.to_dict()["model"], mine.to_dict()["model"]
+    saved, current = theirs.to_fields(), mine.to_fields()
     different = [
         f"{name} is {saved.get(name)} there, {current.get(name)} here"
         for name in sorted(saved.keys() | current.keys(), key=lambda name: (name != "model_type", name))

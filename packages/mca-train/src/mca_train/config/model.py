@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from mca_config.arguments import MegatronArguments
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
-from mca_config.model_config import HeadKind, McaModelConfig
+from mca_config.model.head import HeadKind
+from mca_config.model_config import McaModelConfig
 from mca_train.config.arguments import LaunchArguments, LoraArguments
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def model_config(path: str) -> McaModelConfig:
     from mca_models.checkpoint.mca_directory import is_mca, load_config
     from mca_models.checkpoint_kinds import CheckpointKind, checkpoint_kind, open_checkpoint
     from mca_models.templates import config_from_hf
-    from mca_models.templates.passthrough import without_passthrough
+    from mca_models.templates.parts.passthrough import without_passthrough
 
     folder = Path(path)
     if not folder.is_dir():
@@ -88,7 +89,7 @@ def resolve_layout(arguments: MegatronArguments, config: McaModelConfig) -> Para
 
 def peft_task(config: McaModelConfig) -> str:
     """Return PEFT's task type of a model."""
-    return _PEFT_TASKS[config.head]
+    return _PEFT_TASKS[config.head.head_kind]
 
 
 def make_adapter(

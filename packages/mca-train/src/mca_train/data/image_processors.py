@@ -19,7 +19,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
 from mca_models.images import ImageSpan, placeholders
 from mca_models.templates import get_family
-from mca_models.templates.vision_tower import ImageTokenKind
+from mca_models.templates.parts.vision_tower import ImageTokenKind
 from mca_train.data.chat import with_image_text
 from mca_train.data.image_tokens import Grid, ImageTokens
 from mca_train.types import ImageProcessor
@@ -193,7 +193,7 @@ def image_tokens(
     Raises:
         UsageError: The model does not support images, or there is no processor.
     """
-    if config.vision is None:
+    if config.vision_fields is None:
         raise UsageError(f"a {config.model_type} model does not support images; remove them from the rows")
     kind = _kind(config)
     if kind is None:
@@ -201,7 +201,7 @@ def image_tokens(
             f"images of {config.model_type} are not supported in rows: mca does not write the tokens that its "
             "processor puts around an image; remove the images from the rows of the dataset"
         )
-    vision, processor = config.vision, _processor(directories)
+    vision, processor = config.vision_fields, _processor(directories)
     token = placeholders(vision).get("image")
     if token is None:
         raise UsageError(f"config.json: image_token_id is missing, the placeholder of {config.model_type}")
@@ -297,6 +297,6 @@ def with_image_marks(
     Gemma's templates write only the start mark. The processor adds the rest to the rendered text, where line breaks
     merge with adjacent ones into one token.
     """
-    if _kind(config) != "fixed" or config.vision is None:
+    if _kind(config) != "fixed" or config.vision_fields is None:
         return tokenizer
-    return with_image_text(tokenizer, *_gemma_image_text(tokenizer, config.vision))
+    return with_image_text(tokenizer, *_gemma_image_text(tokenizer, config.vision_fields))

@@ -93,7 +93,7 @@ class ImageRows:
         self.arguments = arguments
         self._converted: RowConverter | None = None
         self.tokenizer = with_image_marks(tokenizer, reader.config)
-        self.vision = reader.config.vision
+        self.vision = reader.config.vision_fields
         self._columns = image_columns(self.vision, arguments)
         self._tag_check = ImageTagCheck(self.vision, arguments)
         self._has_warned_of_frames = False

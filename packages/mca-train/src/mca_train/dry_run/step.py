@@ -203,7 +203,7 @@ def build(
     options: TrainerOptions = {
         "model": model,
         "args": args,
-        "train_dataset": LongestSamples(samples, length, task.sides, config.num_labels or 1, images),
+        "train_dataset": LongestSamples(samples, length, task.sides, config.head.num_labels or 1, images),
         "pack_length": length * task.sequences_per_sample,
     }
     with modes.enter(STEP):

@@ -28,7 +28,8 @@ def seed_dropout(model: VirtualModels, seed: int) -> None:
     """
     config, adapter = model.megatron, getattr(model, "adapter", None)
     drawn = [config.hidden_dropout, config.attention_dropout, config.moe_input_jitter_eps]
-    drawn += [model.config.sparse_mixer_jitter is not None, model.config.input_jitter_noise]
+    if (moe := model.config.moe) is not None:
+        drawn += [moe.sparse_mixer_jitter is not None, moe.input_jitter_noise]
     if any(drawn) or (adapter is not None and adapter.dropout):
         parallel.seed_device(seed, model.rank_context)
 

@@ -187,9 +187,9 @@ def adapter_reference_problems(training: "TrainingArguments") -> Iterator[str]:
 
 def reference_problems(reference: McaModelConfig, model: McaModelConfig) -> Iterator[str]:
     """Yield an error if ``reference`` cannot be the reference of ``model``, from their configurations."""
-    if reference.num_labels is not None:
+    if reference.head.num_labels is not None:
         yield (
-            f"the reference has a {reference.head} head and no log-probabilities of tokens; "
+            f"the reference has a {reference.head.head_kind} head and no log-probabilities of tokens; "
             "set a language model"
         )
     if model.vision is not None and reference.vision is None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mca_config.model_config import DtypeName, McaModelConfig, MlaMcaModelConfig
+from mca_config.model_config import DtypeName, McaModelConfig
 from mca_models.weights import Param, Stage
 from mca_train import groups
 from mca_train.config.model_parts import trained_parts
@@ -99,7 +99,9 @@ class ModelFlops:
             if config.has_attention(layer) and not config.is_mamba_layer(layer)
         ]
         squared += [config] * depth
-        return cls(per_token, 6.0 * sum(layer.num_attention_heads * _width(layer) for layer in squared))
+        return cls(
+            per_token, 6.0 * sum(layer.attention.num_attention_heads * _width(layer) for layer in squared)
+        )
 
     def for_tokens(self, tokens: int, squares: int) -> float:
         """Return the FLOP of ``tokens`` in sequences whose squared lengths sum to ``squares``."""
@@ -108,14 +110,16 @@ class ModelFlops:
 
 def _share(param: Param, config: McaModelConfig) -> float:
     """Return the fraction of tokens that a weight multiplies."""
-    return 1.0 if param.expert is None else config.moe_router_topk / max(config.num_router_choices, 1)
+    if param.expert is None or config.moe is None:
+        return 1.0
+    return config.moe.moe_router_topk / config.moe.num_router_choices
 
 
 def _width(config: McaModelConfig) -> float:
     """Return the size of a head, the mean of keys and values."""
-    if isinstance(config, MlaMcaModelConfig):
-        return (config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim) / 2
-    return (config.kv_channels + config.value_width) / 2
+    if config.mla is not None:
+        return (config.mla.qk_head_dim + config.mla.qk_pos_emb_head_dim + config.mla.v_head_dim) / 2
+    return (config.attention.kv_channels + config.attention.value_width) / 2
 
 
 def peak_flops(args: TrainingArguments, dtype: DtypeName, device: torch.device) -> float | None:

@@ -134,7 +134,8 @@ def forward_only_memory(model: ChunkSpec, chunk: PipelineChunk) -> float:
 
 
 def _per_layer_channels(config: McaModelConfig) -> int:
-    return config.num_layers * config.per_layer_input_size
+    own = config.per_layer_embedding
+    return 0 if own is None else config.num_layers * own.per_layer_input_size
 
 
 def _forward_excess(parts: list[PassMemory], index: int) -> float:
@@ -160,7 +161,7 @@ def _recomputed_blocks(model: ChunkSpec, layers: list[PassMemory]) -> list[PassM
         firsts, rest = range(0, len(layers), count), []
         blocks = [layers[i : i + count] for i in firsts]
     within_pairs = (
-        model.config.moe_shortcut
+        model.config.moe is not None and model.config.moe.moe_shortcut
     )  # the experts' output of the first layer is an input of the second
     inputs = [model.hidden_bytes / share + model.hidden_bytes * (within_pairs and i % 2) for i in firsts]
     return [_block(kept, block) for kept, block in zip(inputs, blocks, strict=False)] + rest
@@ -173,7 +174,7 @@ def _block(kept: float, block: list[PassMemory]) -> PassMemory:
 
 def _rows(model: ChunkSpec) -> float:
     """Rows of the output layer on this rank."""
-    return model.config.num_labels or model.config.padded_vocab_size / model.sizes.layout.tp
+    return model.config.head.num_labels or model.config.padded_vocab_size / model.sizes.layout.tp
 
 
 def _output_memory(model: ChunkSpec, chunk: PipelineChunk) -> PassMemory:
@@ -196,7 +197,7 @@ def _whole_logits(model: ChunkSpec) -> PassMemory:
     logits, matrix = sizes.tokens * _rows(model), _rows(model) * model.config.hidden_size * sizes.width
     matrix = 0.0 if sizes.frozen else matrix
     inputs = sizes.tokens * model.config.hidden_size * sizes.width
-    capped = logits * sizes.width if model.config.final_logit_softcapping else 0.0
+    capped = logits * sizes.width if model.config.head.final_logit_softcapping else 0.0
     if training.cross_entropy_loss_fusion and training.cross_entropy_fusion_impl == "te":
         return PassMemory(capped + logits * sizes.width, 0.0, matrix + inputs)
     if sizes.width == SINGLE:
@@ -210,7 +211,7 @@ def _chunked(model: ChunkSpec) -> PassMemory:
     sizes = model.sizes
     tokens = min(model.training.loss_chunk_size or 0, sizes.tokens)
     matrix = 0.0 if sizes.frozen else _rows(model) * model.config.hidden_size * sizes.width
-    capped = sizes.width if model.config.final_logit_softcapping else 0
+    capped = sizes.width if model.config.head.final_logit_softcapping else 0
     logits = tokens * _rows(model) * (sizes.width + capped + (SINGLE if sizes.width < SINGLE else 0))
     several = tokens < sizes.tokens
     return PassMemory(0.0, logits, max(matrix + logits, matrix * (3 if several else 1)))

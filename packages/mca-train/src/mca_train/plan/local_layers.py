@@ -3,7 +3,8 @@
 The lines are taken from dry runs, which count what the engine allocates; `test_plan_truth.py` compares the two.
 """
 
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.model.section import given
+from mca_config.model_config import McaModelConfig
 from mca_train.plan.sizes import SINGLE, SavedTensor, Sizes
 
 _NORM = "mca_models/megatron/layers/norm.py: Norm.forward"
@@ -42,21 +43,23 @@ def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = Fa
     hidden = config.hidden_size
     halves = range(config.has_attention(number) + config.has_mlp(number))
     lines = [line for _ in halves for line in norm(sizes.split, hidden, sizes, module="layernorm")]
-    if config.experts_beside_mlp:  # each has a norm before and after it, and the router has one
+    if (
+        config.moe is not None and config.moe.experts_beside_mlp
+    ):  # each has a norm before and after it, and the router has one
         lines += [line for _ in range(3) for line in norm(sizes.split, hidden, sizes)]
         lines.append(SavedTensor("router: input", sizes.split * hidden * (SINGLE + 2 * sizes.width), _ROUTER))
-    if config.norm_placement == "sandwich":
+    if config.norm.norm_placement == "sandwich":
         lines += [line for _ in halves for line in norm(sizes.split, hidden, sizes)]
     if config.has_attention(number):
         lines += attention(config, sizes, number)
     lines += per_layer_input(config, sizes)
-    if config.hidden_dropout:
+    if config.block.hidden_dropout:
         lines.append(SavedTensor("dropout mask", 2.0 * sizes.split * hidden, _DROP))
     if config.is_moe_layer(number):
         return lines + experts(config, sizes, worst=worst)
     if not config.has_mlp(number):
         return lines
-    return lines + gated(config, config.ffn_hidden_size / sizes.layout.tp, sizes.tokens, sizes, "mlp")
+    return lines + gated(config, config.mlp.ffn_hidden_size / sizes.layout.tp, sizes.tokens, sizes, "mlp")
 
 
 def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTensor]:
@@ -65,13 +68,13 @@ def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTe
         return gated_delta_net(config, sizes)
     if config.is_mamba_layer(number):
         return mamba(config, sizes)
-    if isinstance(config, MlaMcaModelConfig):
-        ranks = (rank for rank in (config.q_lora_rank, config.kv_lora_rank) if rank)
+    if config.mla is not None:
+        ranks = (rank for rank in (config.mla.q_lora_rank, config.mla.kv_lora_rank) if rank)
         norms = [line for rank in ranks for line in norm(sizes.split, rank, sizes)]
         return mla_core(config, sizes) + norms
-    lines = mamba(config, sizes) if config.mamba_beside_attention else []
+    lines = mamba(config, sizes) if config.has_parallel_mamba else []
     query, key = _channels(config, sizes)
-    if config.qk_layernorm:
+    if config.attention.qk_layernorm:
         normalised = query + (0 if config.takes_keys else key)
         lines += norm(sizes.tokens, normalised, sizes, output=False)
     return lines + core(config, sizes, number)
@@ -80,8 +83,8 @@ def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTe
 def _channels(config: McaModelConfig, sizes: Sizes) -> tuple[float, float]:
     """Return the channels of queries, and of keys or values, on this rank."""
     tp = sizes.layout.tp
-    query = config.num_attention_heads * config.kv_channels / tp
-    return query, max(config.num_query_groups / tp, 1) * config.kv_channels
+    query = config.attention.num_attention_heads * config.attention.kv_channels / tp
+    return query, max(config.attention.num_query_groups / tp, 1) * config.attention.kv_channels
 
 
 def core(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTensor]:
@@ -96,7 +99,7 @@ def core(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTensor]
         lines.append(
             SavedTensor("keys, and q, k, v as projected", tokens * (2 * key + query + key) * width, _SDPA)
         )
-    if config.attention_output_gate:
+    if config.attention.attention_output_gate:
         lines.append(SavedTensor("output gate", tokens * query * 2 * width, _SDPA))
     return lines + _scores(config, sizes, query) + _sliding_window_mask(config, sizes, number)
 
@@ -106,7 +109,7 @@ def recomputed_core(config: McaModelConfig, sizes: Sizes, number: int) -> float:
     config = config.layer_config(number)
     states = config.is_linear_layer(number) or config.is_mamba_layer(number)
     query, key = _channels(config, sizes)
-    latent = isinstance(config, MlaMcaModelConfig)
+    latent = config.mla is not None
     if not config.has_attention(number) or states or latent or key >= query:
         return 0.0
     return sizes.tokens * (query + 3 * key) * sizes.width
@@ -114,9 +117,9 @@ def recomputed_core(config: McaModelConfig, sizes: Sizes, number: int) -> float:
 
 def per_layer_input(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
     """Return the saved tensors of a layer's per-layer embedding; the embedding itself is saved once for all layers."""
-    if not config.per_layer_input_size:
+    if config.per_layer_embedding is None:
         return []
-    embedding = sizes.split * config.per_layer_input_size * sizes.width
+    embedding = sizes.split * config.per_layer_embedding.per_layer_input_size * sizes.width
     return [
         SavedTensor("input of the gate", sizes.split * config.hidden_size * sizes.width, _PER_LAYER),
         SavedTensor("gate, its activation, and the gated embedding", 3 * embedding, _PER_LAYER),
@@ -132,7 +135,7 @@ def _num_keys(sizes: Sizes) -> float:
 
 def _scores(config: McaModelConfig, sizes: Sizes, output: float) -> list[SavedTensor]:
     tokens, cp = sizes.tokens, sizes.layout.cp
-    heads = config.num_attention_heads / sizes.layout.tp
+    heads = config.attention.num_attention_heads / sizes.layout.tp
     lines = [SavedTensor("attention's output", tokens * output * sizes.width * (1 if cp == 1 else 2), _SDPA)]
     lines.append(SavedTensor("log-sum-exp of attention", tokens * heads * SINGLE, _SDPA, "core_attn"))
     if cp > 1:
@@ -147,19 +150,19 @@ def _scores(config: McaModelConfig, sizes: Sizes, output: float) -> list[SavedTe
 def _sliding_window_mask(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTensor]:
     """Return the mask of a block of queries, shared by all blocks."""
     sliding = config.layer_types is None or config.layer_types[number] == "sliding_attention"
-    if not sliding or config.window_size is None or config.window_size >= sizes.length:
+    if not sliding or config.attention.window_size is None or config.attention.window_size >= sizes.length:
         return []
     rows = min(_QUERY_BLOCK, sizes.length)
-    columns = min(sizes.length, rows + config.window_size - 1)
+    columns = min(sizes.length, rows + config.attention.window_size - 1)
     return [SavedTensor("sliding-window mask", float(rows * columns * sizes.width), _SDPA, "core_attn")]
 
 
-def mla_core(config: MlaMcaModelConfig, sizes: Sizes) -> list[SavedTensor]:
+def mla_core(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
     """Return the saved tensors of mca's core attention with MLA."""
     tokens, width, tp = sizes.tokens, sizes.width, sizes.layout.tp
-    heads = config.num_attention_heads / tp
-    key = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
-    value = heads * config.v_head_dim
+    heads = config.attention.num_attention_heads / tp
+    key = heads * (given(config.mla).qk_head_dim + given(config.mla).qk_pos_emb_head_dim)
+    value = heads * given(config.mla).v_head_dim
     return [
         SavedTensor("queries and keys", tokens * key * 2 * width, _MLA, "mla_up_proj"),
         SavedTensor("values, padded to the keys", tokens * key * width, _SDPA, "core_attn"),
@@ -172,12 +175,17 @@ def mla_core(config: MlaMcaModelConfig, sizes: Sizes) -> list[SavedTensor]:
 def gated_delta_net(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
     """Return the saved tensors of a gated delta net: a chunked fp32 recurrence with keys per value head."""
     tp, tokens, width = sizes.layout.tp, sizes.tokens, sizes.width
-    key, value = config.linear_key_head_dim or 0, config.linear_value_head_dim or 0
-    heads = (config.linear_num_value_heads or 0) / tp
-    projected = 2 * (config.linear_num_key_heads or 0) * key / tp
+    key, value = (
+        given(config.linear_attention).linear_key_head_dim or 0,
+        given(config.linear_attention).linear_value_head_dim or 0,
+    )
+    heads = (given(config.linear_attention).linear_num_value_heads or 0) / tp
+    projected = 2 * (given(config.linear_attention).linear_num_key_heads or 0) * key / tp
     keys, values = heads * key, heads * value
     rule = "mca_models/megatron/families/delta_rule.py: gated_delta_rule"
-    pairs = _DECAY_BLOCK * key if config.linear_channel_decay else 0  # per-channel decay
+    pairs = (
+        _DECAY_BLOCK * key if given(config.linear_attention).linear_channel_decay else 0
+    )  # per-channel decay
     net = "mca_models/megatron/families/gated_delta_net.py: forward"
     return [
         SavedTensor("convolution: padded, and its output", tokens * (projected + values) * 2 * width, net),
@@ -197,14 +205,14 @@ def gated_delta_net(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
 def mamba(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
     """Return the saved tensors of a Mamba layer: B and C per group, all others per head, in fp32 chunks."""
     tp, tokens, width = sizes.layout.tp, sizes.tokens, sizes.width
-    heads, state = (config.mamba_num_heads or 0) / tp, config.mamba_state_dim or 0
-    inside = heads * (config.mamba_head_dim or 0)
-    groups = (config.mamba_num_groups or 0) / tp
+    heads, state = (given(config.mamba).mamba_num_heads or 0) / tp, given(config.mamba).mamba_state_dim or 0
+    inside = heads * (given(config.mamba).mamba_head_dim or 0)
+    groups = (given(config.mamba).mamba_num_groups or 0) / tp
     states, local_states = max(groups, 1) * state, groups * state
     net = "mca_models/megatron/families/mamba.py: forward"
     space = "mca_models/megatron/families/state_space.py: state_space"
     projected = tokens * (inside + 4 * local_states + heads) * SINGLE if width == SINGLE else 0.0
-    singles = 3 if config.mamba_norm == "none" else 5
+    singles = 3 if given(config.mamba).mamba_norm == "none" else 5
     return [
         SavedTensor(
             "convolution: padded, and its output", tokens * (inside + 2 * local_states) * 2 * width, net
@@ -223,7 +231,7 @@ def gated(
     config: McaModelConfig, inner: float, tokens: float, sizes: Sizes, module: str
 ) -> list[SavedTensor]:
     """Return the saved tensors of an MLP with ``inner`` channels on this rank."""
-    if not config.gated_linear_unit:
+    if not config.mlp.gated_linear_unit:
         activation = custom_activation(config, tokens * inner, sizes, module)
         return [
             SavedTensor(
@@ -242,10 +250,10 @@ def custom_activation(
     config: McaModelConfig, elements: float, sizes: Sizes, module: str
 ) -> list[SavedTensor]:
     """Return the saved tensors of an MLP activation that torch does not provide."""
-    if config.mlp_multipliers is not None:
+    if config.mlp.mlp_multipliers is not None:
         scaled = "mca_models/megatron/families/scales.py: scaled_activation"
         return [SavedTensor("gate times its factor", elements * sizes.width, scaled, module)]
-    if config.hidden_act != "xielu":
+    if config.mlp.hidden_act != "xielu":
         return []
     source = "mca_models/megatron/families/xielu.py: forward"
     return [SavedTensor("both branches of xIELU", elements * (3 * sizes.width + 1), source, module)]
@@ -254,21 +262,21 @@ def custom_activation(
 def experts(config: McaModelConfig, sizes: Sizes, *, worst: bool = False) -> list[SavedTensor]:
     """Return the saved tensors of a layer's experts, run sequentially."""
     sent = sizes.dispatched(worst=worst)
-    inner = (config.moe_ffn_hidden_size or config.ffn_hidden_size) / sizes.layout.etp
-    lines = [SavedTensor("router", sizes.split * config.num_router_choices * 10.0, _ROUTER, "moe")]
-    if config.activation_func_clamp_value is not None:
+    inner = (given(config.moe).moe_ffn_hidden_size or config.mlp.ffn_hidden_size) / sizes.layout.etp
+    lines = [SavedTensor("router", sizes.split * given(config.moe).num_router_choices * 10.0, _ROUTER, "moe")]
+    if config.mlp.activation_func_clamp_value is not None:
         lines.append(SavedTensor("clamped, with an offset", 2 * sent * inner * sizes.width, _MLP, "moe"))
     lines.append(
         SavedTensor(
             "tokens sent to experts",
-            sent * (config.moe_latent_size or config.hidden_size) * sizes.width,
+            sent * (given(config.moe).moe_latent_size or config.hidden_size) * sizes.width,
             _DISPATCH,
             "moe",
         )
     )
     lines += gated(config, inner, sent, sizes, "moe")
     lines.append(SavedTensor("product times probability", sent * inner * sizes.width, _MLP, "moe"))
-    if shared := config.moe_shared_expert_intermediate_size:
+    if shared := given(config.moe).moe_shared_expert_intermediate_size:
         lines += gated(config, shared / sizes.layout.tp, sizes.tokens, sizes, "shared_experts")
     return lines
 
@@ -280,11 +288,15 @@ def running(config: McaModelConfig, sizes: Sizes, number: int) -> tuple[float, f
     gathered = sizes.tokens * hidden * width if sizes.is_split else 0.0
     if not config.is_moe_layer(number):
         if not config.has_mlp(number):
-            weights = sizes.tokens * (config.mamba_num_heads or 0) / sizes.layout.tp * CHUNK * SINGLE
+            heads = 0 if config.mamba is None else config.mamba.mamba_num_heads
+            weights = sizes.tokens * heads / sizes.layout.tp * CHUNK * SINGLE
             return 2 * between + gathered, 3 * weights + between + gathered / 2
-        inner = sizes.tokens * config.ffn_hidden_size / sizes.layout.tp * width
+        inner = sizes.tokens * config.mlp.ffn_hidden_size / sizes.layout.tp * width
         return 2 * between + gathered, 2 * inner + between + gathered / 2
     moved = (
-        sizes.dispatched() * (config.moe_latent_size or hidden) * width * (4 if sizes.layout.etp == 1 else 8)
+        sizes.dispatched()
+        * (given(config.moe).moe_latent_size or hidden)
+        * width
+        * (4 if sizes.layout.etp == 1 else 8)
     )
     return moved + 3 * between, moved * 3 / 4 + 2 * between

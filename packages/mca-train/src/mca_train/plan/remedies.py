@@ -87,7 +87,7 @@ def _candidates(
         yield divided
     if layout.tp > 1 and training.sequence_parallel is None:
         yield {"sequence_parallel": True}
-    has_logits = plan_input.config.num_labels is None
+    has_logits = plan_input.config.head.num_labels is None
     if has_logits and not training.loss_chunk_size and not plan_input.config.mtp_num_layers:
         yield {"loss_chunk_size": 1024}
     if training.per_device_train_batch_size > 1:
@@ -108,7 +108,7 @@ def _candidates(
 def _larger(
     plan_input: PlanInput, training: "TrainingArguments", layout: ParallelLayout
 ) -> Iterator[JsonObject]:
-    if plan_input.config.num_moe_experts:
+    if plan_input.config.num_experts:
         yield {"expert_model_parallel_size": layout.ep * 2}
     for sizes in (
         {"tp": 2},

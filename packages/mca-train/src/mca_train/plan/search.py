@@ -147,7 +147,11 @@ def recomputations(plan_input: PlanInput, training: "TrainingArguments") -> tupl
         scaled_late = training.fp8 and training.fp8_recipe in (None, "delayed")
         grouped = plan_input.implementation == "transformer_engine" and not scaled_late
         modules += ["moe_act"] if grouped else ["moe"]
-        if grouped and config.parallel_block == "none" and not config.moe_shortcut:
+        if (
+            grouped
+            and config.block.parallel_block == "none"
+            and not (config.moe is not None and config.moe.moe_shortcut)
+        ):
             modules.append("layernorm")
     some: JsonObject = {"recompute_granularity": "selective", "recompute_modules": modules}
     return {"recompute_granularity": None}, *([some] if modules else []), FULL
@@ -198,7 +202,7 @@ def _layouts(plan_input: PlanInput, gpus: int, node: int) -> Iterator[ParallelLa
     for tp in _powers(min(node, gpus)):
         for pp in _powers(min(gpus // tp, config.num_layers)):
             for cp in _powers(min(8, gpus // tp // pp)) if plan_input.seq_length >= 8192 else (1,):
-                for ep in _powers(config.num_moe_experts or 1):
+                for ep in _powers(config.num_experts or 1):
                     yield from _legal(plan_input, gpus, {"tp": tp, "pp": pp, "cp": cp, "ep": ep})
 
 
@@ -208,7 +212,7 @@ def _legal(plan_input: PlanInput, gpus: int, sizes: dict[str, int]) -> Iterator[
     per_rank = -(-config.num_layers // sizes["pp"])
     divisors = [v for v in range(1, per_rank + 1) if per_rank % v == 0]
     for vpp in divisors if sizes["pp"] > 1 else [1]:
-        for etp in {1, sizes["tp"]} if config.num_moe_experts else {None}:
+        for etp in {1, sizes["tp"]} if config.num_experts else {None}:
             for split in _SPLITS:
                 if split and config.num_layers % (sizes["pp"] * vpp) == 0:
                     continue

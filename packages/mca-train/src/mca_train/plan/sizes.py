@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mca_config.layout import ParallelLayout
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig, training_dtype
+from mca_config.model_config import McaModelConfig, training_dtype
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
@@ -115,16 +115,16 @@ class Sizes:
             split=tokens // layout.tp if has_sequence_parallel(config, training) else tokens,
             layout=layout,
             frozen=frozen,
-            topk=config.moe_router_topk,
-            experts=config.num_moe_experts or 0,
-            choices=config.num_router_choices,
+            topk=0 if config.moe is None else config.moe.moe_router_topk,
+            experts=config.num_experts,
+            choices=0 if config.moe is None else config.moe.num_router_choices,
             capacity=training.moe_expert_capacity_factor,
             padded=bool(training.moe_pad_expert_input_to_capacity),
             mca_attention=training.attention_backend == "local" or _has_mca_core_attention(config),
             fused_activation=training.bias_activation_fusion is not False and _is_fused(config),
             waits_for_sends=_waits_for_sends(layout),
-            rms=config.normalization == "RMSNorm",
-            has_attention_matrix=config.attention_dropout > 0 and not on_gpu,
+            rms=config.norm.normalization == "RMSNorm",
+            has_attention_matrix=config.attention.attention_dropout > 0 and not on_gpu,
         )
 
     @property
@@ -159,7 +159,7 @@ def has_sequence_parallel(config: McaModelConfig, training: "TrainingArguments")
     layout = config.layout
     if training.sequence_parallel is not None or layout.tp == 1:
         return bool(training.sequence_parallel) and layout.tp > 1
-    return config.num_moe_experts is not None or isinstance(config, MlaMcaModelConfig)
+    return config.moe is not None or config.mla is not None
 
 
 def _has_mca_core_attention(config: McaModelConfig) -> bool:

@@ -8,7 +8,7 @@ from functools import cached_property
 from math import log2
 
 from mca_config.layout import RankGrid
-from mca_config.model_config import MlaMcaModelConfig
+from mca_config.model.section import given
 from mca_config.pipeline import PipelineChunk
 from mca_train.plan.chunks import ChunkSpec, recomputed_modules
 from mca_train.plan.counts import Count
@@ -163,7 +163,7 @@ class StepTimeModel:
     def _head(self) -> float:
         """Return the forward seconds of the output layer and the loss."""
         config, sizes = self.model.config, self.model.sizes
-        rows = config.num_labels or config.padded_vocab_size / sizes.layout.tp
+        rows = config.head.num_labels or config.padded_vocab_size / sizes.layout.tp
         return self._gemm_time(2 * sizes.tokens * rows * config.hidden_size, half=True) + self._memory_time(
             sizes.tokens * rows * 12
         )
@@ -185,10 +185,11 @@ class StepTimeModel:
         config, sizes = self.model.config, self.model.sizes
         moe = config.is_moe_layer(number)
         attention, scores = self._mixer_time(number)
-        inner = self._mlp(config.layer_config(number).ffn_hidden_size) / sizes.layout.tp
+        inner = self._mlp(config.layer_config(number).mlp.ffn_hidden_size) / sizes.layout.tp
         mlp = 0.0 if moe or not config.has_mlp(number) else self._gemm_time(2 * sizes.tokens * inner)
         # a gate, a projection, and a share of the projection to the embeddings of all layers
-        per_layer = 3 * config.per_layer_input_size * config.hidden_size
+        own = config.per_layer_embedding
+        per_layer = 0 if own is None else 3 * own.per_layer_input_size * config.hidden_size
         products = self._gemm_time(2 * (sizes.tokens * attention + sizes.split * per_layer)) + mlp
         moved = self._memory_time(2.5 * sum(line.bytes for line in self.model.lines(number)))
         launch = _KERNELS * (2 if moe else 1) * self.hardware.efficiency.launch_us * 1e-6
@@ -213,7 +214,7 @@ class StepTimeModel:
         return self._memory_time(2.5 * moved) + sum(time for name, time in seconds.items() if name in modules)
 
     def _mlp(self, inner: float) -> float:
-        return (3 if self.model.config.gated_linear_unit else 2) * inner * self.model.config.hidden_size
+        return (3 if self.model.config.mlp.gated_linear_unit else 2) * inner * self.model.config.hidden_size
 
     def _mixer_time(self, number: int) -> tuple[float, float]:
         """Return the weights of GEMMs and the seconds of scores or scans of everything before the MLP."""
@@ -224,16 +225,16 @@ class StepTimeModel:
             return self._delta_rule()
         states = config.is_mamba_layer(number)
         of_both = [] if states else [self._attention(number)]
-        of_both += [self._states()] if states or config.mamba_beside_attention else []
+        of_both += [self._states()] if states or config.has_parallel_mamba else []
         weights, seconds = (sum(parts) for parts in zip(*of_both, strict=True))
         return weights, seconds
 
     def _states(self) -> tuple[float, float]:
         """Return the weights of a Mamba layer's GEMMs on this rank, and the seconds of its scan."""
         config, sizes = self.model.config, self.model.sizes
-        heads, tp = config.mamba_num_heads or 0, sizes.layout.tp
-        width, state = config.mamba_head_dim or 0, config.mamba_state_dim or 0
-        inside, states = heads * width, (config.mamba_num_groups or 0) * state
+        heads, tp = given(config.mamba).mamba_num_heads or 0, sizes.layout.tp
+        width, state = given(config.mamba).mamba_head_dim or 0, given(config.mamba).mamba_state_dim or 0
+        inside, states = heads * width, (given(config.mamba).mamba_num_groups or 0) * state
         weights = config.hidden_size * (3 * inside + 2 * states + heads) / tp
         shared = max(states, tp * state)  # ranks whose heads share a group repeat its computation
         flops = 2 * sizes.tokens * (CHUNK * (inside + shared) + 2 * inside * state) / tp
@@ -242,9 +243,16 @@ class StepTimeModel:
     def _delta_rule(self) -> tuple[float, float]:
         """Return the weights of a gated delta net's GEMMs on this rank, and the seconds of its chunked recurrence."""
         config, sizes = self.model.config, self.model.sizes
-        heads, tp = config.linear_num_value_heads or 0, sizes.layout.tp
-        key, value = config.linear_key_head_dim or 0, config.linear_value_head_dim or 0
-        projected = 2 * (config.linear_num_key_heads or 0) * key + 3 * heads * value + 2 * heads
+        heads, tp = given(config.linear_attention).linear_num_value_heads or 0, sizes.layout.tp
+        key, value = (
+            given(config.linear_attention).linear_key_head_dim or 0,
+            given(config.linear_attention).linear_value_head_dim or 0,
+        )
+        projected = (
+            2 * (given(config.linear_attention).linear_num_key_heads or 0) * key
+            + 3 * heads * value
+            + 2 * heads
+        )
         each = (
             CHUNK * (3 * key + 2 * value) + 3 * key * value
         )  # token-by-token matrices of a chunk, and states
@@ -255,17 +263,19 @@ class StepTimeModel:
     def _attention(self, number: int) -> tuple[float, float]:
         """Return the weights of attention GEMMs on this rank, and the seconds of its causal scores."""
         config, sizes = self.model.config.layer_config(number), self.model.sizes
-        heads, hidden, tp = config.num_attention_heads, config.hidden_size, sizes.layout.tp
-        if isinstance(config, MlaMcaModelConfig):
-            query, value = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
-            down = (config.q_lora_rank or 0) + config.kv_lora_rank + config.qk_pos_emb_head_dim
-            up = (config.q_lora_rank or hidden) * query + config.kv_lora_rank * (config.qk_head_dim + value)
+        heads, hidden, tp = config.attention.num_attention_heads, config.hidden_size, sizes.layout.tp
+        if config.mla is not None:
+            query, value = config.mla.qk_head_dim + config.mla.qk_pos_emb_head_dim, config.mla.v_head_dim
+            down = (config.mla.q_lora_rank or 0) + config.mla.kv_lora_rank + config.mla.qk_pos_emb_head_dim
+            up = (config.mla.q_lora_rank or hidden) * query + config.mla.kv_lora_rank * (
+                config.mla.qk_head_dim + value
+            )
             weights = hidden * down + heads * (up + value * hidden) / tp
         else:
-            query, value = config.kv_channels, config.value_width
-            made = query + (0 if config.values_are_keys else value)
-            keys = 0 if config.takes_keys else max(config.num_query_groups / tp, 1) * made
-            gated = 1 + config.attention_output_gate
+            query, value = config.attention.kv_channels, config.attention.value_width
+            made = query + (0 if config.attention.values_are_keys else value)
+            keys = 0 if config.takes_keys else max(config.attention.num_query_groups / tp, 1) * made
+            gated = 1 + config.attention.attention_output_gate
             weights = hidden * (heads * (gated * query + value) / tp + keys)
         seen = sizes.length * sizes.layout.cp / 2
         flops = 2 * sizes.tokens * seen * heads / tp * (query + value)
@@ -279,8 +289,8 @@ class StepTimeModel:
         Their time is at least that of launching them one by one.
         """
         config, sizes = self.model.config, self.model.sizes
-        routed = config.moe_latent_size or config.hidden_size
-        inner = (config.moe_ffn_hidden_size or config.ffn_hidden_size) / sizes.layout.etp
+        routed = given(config.moe).moe_latent_size or config.hidden_size
+        inner = (given(config.moe).moe_ffn_hidden_size or config.mlp.ffn_hidden_size) / sizes.layout.etp
         sent, share = sizes.dispatched(), self.hardware.efficiency.experts / self.hardware.efficiency.products
         products = self._gemm_time(2 * sent * self._mlp(inner) * routed / config.hidden_size) / share
         copied, cast = _REARRANGED * sizes.width, 0.0
@@ -289,7 +299,7 @@ class StepTimeModel:
             cast = _CAST * (routed + inner)
         moved = self._memory_time(sent * (copied * routed + cast))
         once, twice = self._launches()
-        shared = config.moe_shared_expert_intermediate_size or 0
+        shared = given(config.moe).moe_shared_expert_intermediate_size or 0
         shared_experts = self._gemm_time(2 * sizes.tokens * self._mlp(shared) / sizes.layout.tp)
         messages = self._expert_messages()
         if self.model.training.overlap_moe_expert_parallel_comm:
@@ -302,7 +312,7 @@ class StepTimeModel:
 
     def _launches(self) -> tuple[float, float]:
         """Return the host seconds for launching the experts' GEMMs on this rank, forward and backward."""
-        experts = (self.model.config.num_moe_experts or 0) / self.grid.layout.ep
+        experts = (self.model.config.num_experts) / self.grid.layout.ep
         casts = _QUANTISING.get(self.model.training.fp8_recipe or "", 0) if self.model.training.fp8 else 0
         each = 2 * experts * self.hardware.efficiency.launch_us * 1e-6
         return each * (1 + casts), each * (2 + casts)
@@ -343,7 +353,7 @@ class StepTimeModel:
         sent = (
             sizes.split
             * sizes.experts_per_token
-            * (self.model.config.moe_latent_size or self.model.config.hidden_size)
+            * (given(self.model.config.moe).moe_latent_size or self.model.config.hidden_size)
             * sizes.width
             * (layout.ep - 1)
             / layout.ep
@@ -359,8 +369,8 @@ class StepTimeModel:
         layout, config, sizes = self.grid.layout, self.model.config.layer_config(number), self.model.sizes
         if layout.cp == 1:
             return 0.0
-        value = config.v_head_dim if isinstance(config, MlaMcaModelConfig) else config.value_width
-        keys = max(config.num_query_groups / layout.tp, 1) * (config.kv_channels + value)
+        value = config.mla.v_head_dim if config.mla is not None else config.attention.value_width
+        keys = max(config.attention.num_query_groups / layout.tp, 1) * (config.attention.kv_channels + value)
         once = self._message_time(
             sizes.tokens * keys * sizes.width, self._crosses_nodes(layout.tp * layout.cp - 1)
         )

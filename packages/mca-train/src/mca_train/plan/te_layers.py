@@ -4,7 +4,8 @@ Each line names the file and the saved tensor (Transformer Engine 2.20); `test_t
 Nothing here was measured without a GPU.
 """
 
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.model.section import given
+from mca_config.model_config import McaModelConfig
 from mca_train.plan import local_layers
 from mca_train.plan.local_layers import custom_activation, mamba, per_layer_input
 from mca_train.plan.sizes import SINGLE, SavedTensor, Sizes
@@ -46,7 +47,7 @@ def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = Fa
     config = config.layer_config(number)
     hidden = config.hidden_size
     lines = per_layer_input(config, sizes)
-    if config.norm_placement == "sandwich":
+    if config.norm.norm_placement == "sandwich":
         lines += [line for _ in range(2) for line in norm(sizes.split, hidden, sizes)]
     if config.has_attention(number):
         both = sizes.split * hidden * (sizes.width + sizes.gemm_input_width)
@@ -60,24 +61,24 @@ def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = Fa
     lines.append(SavedTensor("input of the MLP", sizes.split * hidden * sizes.width, _NORM_LINEAR))
     normalised = sizes.split * hidden * sizes.gemm_input_width
     lines.append(SavedTensor("input of the MLP, normalised", normalised, _NORM_LINEAR, "mlp"))
-    return lines + gated(config, config.ffn_hidden_size / sizes.layout.tp, sizes.tokens, sizes, "mlp")
+    return lines + gated(config, config.mlp.ffn_hidden_size / sizes.layout.tp, sizes.tokens, sizes, "mlp")
 
 
 def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTensor]:
     """Return the saved tensors of the attention of decoder layer ``number``, or of mca's mixer in its place."""
     if config.is_linear_layer(number) or config.is_mamba_layer(number):
         return local_layers.attention(config, sizes, number)
-    mamba_lines = mamba(config, sizes) if config.mamba_beside_attention else []
-    if isinstance(config, MlaMcaModelConfig):
+    mamba_lines = mamba(config, sizes) if config.has_parallel_mamba else []
+    if config.mla is not None:
         return mamba_lines + _mla(config, sizes)
     query, key = _channels(config, sizes)
     lines: list[SavedTensor] = []
-    if config.qk_layernorm:  # copies its input out of the projection
+    if config.attention.qk_layernorm:  # copies its input out of the projection
         normalised = query + (0 if config.takes_keys else key)
         lines = norm(sizes.tokens, normalised, sizes, output=False)
     if sizes.mca_attention:
         return mamba_lines + lines + local_layers.core(config, sizes, number)
-    if config.attention_output_gate:
+    if config.attention.attention_output_gate:
         gate = sizes.tokens * query * (sizes.width + sizes.projection_input_width)
         lines.append(SavedTensor("output gate, and its input", gate, _GATE))
     return mamba_lines + lines + _core(config, sizes, query + key, key, query)
@@ -86,8 +87,8 @@ def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTe
 def _channels(config: McaModelConfig, sizes: Sizes) -> tuple[float, float]:
     """Return the channels of queries, and of keys or values, on this rank."""
     tp = sizes.layout.tp
-    query = config.num_attention_heads * config.kv_channels / tp
-    return query, max(config.num_query_groups / tp, 1) * config.kv_channels
+    query = config.attention.num_attention_heads * config.attention.kv_channels / tp
+    return query, max(config.attention.num_query_groups / tp, 1) * config.attention.kv_channels
 
 
 def _core(
@@ -95,7 +96,7 @@ def _core(
 ) -> list[SavedTensor]:
     """Return the saved tensors of the attention kernel, for which values are copied out of the projection."""
     tokens, width = sizes.tokens, sizes.width
-    heads = config.num_attention_heads / sizes.layout.tp
+    heads = config.attention.num_attention_heads / sizes.layout.tp
     lines = [
         SavedTensor("queries and keys", tokens * rotated * width, _ATTENTION, module),
         SavedTensor("values", tokens * value * width, _ATTENTION, module or "core_attn"),
@@ -103,7 +104,7 @@ def _core(
         SavedTensor("attention's output", tokens * out * width, _ATTENTION),
     ]
     if (
-        sizes.projection_input_width < width and not config.attention_output_gate
+        sizes.projection_input_width < width and not config.attention.attention_output_gate
     ):  # otherwise it is the same tensor
         lines.append(
             SavedTensor("attention's output in fp8", tokens * out * sizes.projection_input_width, _PROJECTION)
@@ -115,18 +116,18 @@ def recomputed_core(config: McaModelConfig, sizes: Sizes, number: int) -> float:
     """Return the bytes that recomputed core attention saves in place of values: the projection that contains them."""
     config = config.layer_config(number)
     states = config.is_linear_layer(number) or config.is_mamba_layer(number)
-    if not config.has_attention(number) or states or isinstance(config, MlaMcaModelConfig):
+    if not config.has_attention(number) or states or config.mla is not None:
         return 0.0
     if sizes.mca_attention:
         return local_layers.recomputed_core(config, sizes, number)
     query, key = _channels(config, sizes)
-    gate = query if config.attention_output_gate else 0.0
+    gate = query if config.attention.attention_output_gate else 0.0
     return sizes.tokens * (query + gate + 2 * key) * sizes.width
 
 
-def _mla(config: MlaMcaModelConfig, sizes: Sizes) -> list[SavedTensor]:
+def _mla(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
     """Return the saved tensors of MLA: up-projections are copied into queries, keys and values and not saved."""
-    ranks = sizes.split * ((config.q_lora_rank or 0) + config.kv_lora_rank)
+    ranks = sizes.split * ((given(config.mla).q_lora_rank or 0) + given(config.mla).kv_lora_rank)
     lines = [
         SavedTensor("latent q and kv", ranks * sizes.width, _NORM_LINEAR),
         SavedTensor(
@@ -135,9 +136,9 @@ def _mla(config: MlaMcaModelConfig, sizes: Sizes) -> list[SavedTensor]:
     ]
     if sizes.mca_attention:
         return lines + local_layers.mla_core(config, sizes)
-    heads = config.num_attention_heads / sizes.layout.tp
-    query = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
-    value = heads * config.v_head_dim
+    heads = config.attention.num_attention_heads / sizes.layout.tp
+    query = heads * (given(config.mla).qk_head_dim + given(config.mla).qk_pos_emb_head_dim)
+    value = heads * given(config.mla).v_head_dim
     return lines + _core(config, sizes, 2 * query, value, value, "mla_up_proj")
 
 
@@ -145,12 +146,12 @@ def gated(
     config: McaModelConfig, inner: float, tokens: float, sizes: Sizes, module: str
 ) -> list[SavedTensor]:
     """Return the saved tensors of an MLP with ``inner`` channels on this rank."""
-    elements, first = tokens * inner, 2 if config.gated_linear_unit else 1
+    elements, first = tokens * inner, 2 if config.mlp.gated_linear_unit else 1
     lines = [
         SavedTensor("gate and up as projected", elements * first * sizes.width, _SWIGLU, module),
         SavedTensor("input of the second product", elements * sizes.gemm_input_width, _LINEAR, module),
     ]
-    if config.gated_linear_unit and not sizes.fused_activation:
+    if config.mlp.gated_linear_unit and not sizes.fused_activation:
         lines.append(SavedTensor("activated gate, and up", elements * 2 * sizes.width, _GLU, module))
     return lines + custom_activation(config, elements, sizes, module)
 
@@ -158,13 +159,13 @@ def gated(
 def experts(config: McaModelConfig, sizes: Sizes, *, worst: bool = False) -> list[SavedTensor]:
     """Return the saved tensors of a layer's experts with grouped GEMMs."""
     sent, width = sizes.dispatched(worst=worst), sizes.width
-    inner = (config.moe_ffn_hidden_size or config.ffn_hidden_size) / sizes.layout.etp
-    first = 2 if config.gated_linear_unit else 1
+    inner = (given(config.moe).moe_ffn_hidden_size or config.mlp.ffn_hidden_size) / sizes.layout.etp
+    first = 2 if config.mlp.gated_linear_unit else 1
     lines = [
-        SavedTensor("router", sizes.split * config.num_router_choices * 10.0, _ROUTER, "moe"),
+        SavedTensor("router", sizes.split * given(config.moe).num_router_choices * 10.0, _ROUTER, "moe"),
         SavedTensor(
             "tokens sent to experts",
-            sent * (config.moe_latent_size or config.hidden_size) * sizes.gemm_input_width,
+            sent * (given(config.moe).moe_latent_size or config.hidden_size) * sizes.gemm_input_width,
             f"{_DISPATCH}; {_GROUPED}",
             "moe",
         ),
@@ -174,11 +175,11 @@ def experts(config: McaModelConfig, sizes: Sizes, *, worst: bool = False) -> lis
         ),
     ]
     if not sizes.fused_activation:  # both factors, and their product before probabilities
-        kept = (2 if config.gated_linear_unit else 0) + 1
+        kept = (2 if config.mlp.gated_linear_unit else 0) + 1
         lines.append(
             SavedTensor("activated, before probabilities", sent * inner * kept * width, _GLU, "moe_act")
         )
-    if shared := config.moe_shared_expert_intermediate_size:
+    if shared := given(config.moe).moe_shared_expert_intermediate_size:
         lines += gated(config, shared / sizes.layout.tp, sizes.tokens, sizes, "shared_experts")
     return lines
 
@@ -191,9 +192,12 @@ def running(config: McaModelConfig, sizes: Sizes, number: int) -> tuple[float, f
     if not config.is_moe_layer(number):
         if not config.has_mlp(number):
             return 2 * between + gathered, between + gathered
-        inner = sizes.tokens * config.ffn_hidden_size / sizes.layout.tp * width
+        inner = sizes.tokens * config.mlp.ffn_hidden_size / sizes.layout.tp * width
         return 2 * between + gathered, 2 * inner + between + gathered
     moved = (
-        sizes.dispatched() * (config.moe_latent_size or hidden) * width * (3 if sizes.layout.etp == 1 else 6)
+        sizes.dispatched()
+        * (given(config.moe).moe_latent_size or hidden)
+        * width
+        * (3 if sizes.layout.etp == 1 else 6)
     )
     return moved + 2 * between, moved + 2 * between

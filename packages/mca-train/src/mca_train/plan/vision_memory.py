@@ -10,6 +10,7 @@ from math import isqrt
 from typing import TYPE_CHECKING, Literal
 
 from mca_config.errors import UsageError
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
 from mca_train.plan.sizes import SINGLE, SavedTensor, Sizes
@@ -78,13 +79,13 @@ class VisionTower:
     @classmethod
     def from_config(cls, config: McaModelConfig) -> "VisionTower | None":
         """Return the tower of a model; None: it has none, or an unknown one."""
-        if config.vision is None or "vision_config" not in config.vision:
+        if config.vision_fields is None or "vision_config" not in config.vision_fields:
             return None
-        sizes = _sizes(config.model_type, config.vision["vision_config"])
+        sizes = _sizes(config.model_type, config.vision_fields["vision_config"])
         if {"depth", "spatial_merge_size", "temporal_patch_size"} <= sizes.keys():
             pictures: ImageLayout = "patches", None, sizes["spatial_merge_size"]
         elif sizes["model_type"] in _BLOCKS:
-            pictures = _image_layout(config.vision, sizes)
+            pictures = _image_layout(config.vision_fields, sizes)
         else:
             return None
         form, side, merge = pictures
@@ -99,7 +100,7 @@ class VisionTower:
             merge=merge,
             patch=patch,
             values=sizes.get("in_channels", 3) * sizes.get("temporal_patch_size", 1) * patch**2,
-            projectors=1 + config.deepstack_layers,
+            projectors=1 + given(config.vision).deepstack_layers,
             side=side,
         )
 

@@ -167,10 +167,10 @@ def _with_head(task: Task, settings: Settings, model: McaModelConfig) -> McaMode
 
     if (head := task.head(settings)) is not None:
         return with_head(model, head)
-    if model.num_labels is not None:
+    if model.head.num_labels is not None:
         raise UsageError(
-            f"model_name_or_path: the model has a head for {model.head}, mca-train {task.name} trains language models; "
-            "use mca-train reward or classify, or name another model"
+            f"model_name_or_path: the model has a head for {model.head.head_kind}, mca-train {task.name} trains "
+            "language models; use mca-train reward or classify, or name another model"
         )
     return model
 
@@ -204,7 +204,7 @@ def _architecture(run: Run, target: "Target | None") -> list[str]:
     samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
     samples *= RankGrid(run.layout, run.world_size).data_parallel_size
     config = replace(config, layout=run.layout)
-    new_head = config.num_labels is not None and run.stored.num_labels is None
+    new_head = config.head.num_labels is not None and run.stored.head.num_labels is None
     problems += (of_adapter := list(adapter_problems(run.settings, config, new_head=new_head)))
     of_parts = [] if of_adapter else [*part_problems(args, run.settings.lora, config, megatron)]
     if not of_parts and config.vision is not None and run.settings.data.image_folder is not None:

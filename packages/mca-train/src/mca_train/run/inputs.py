@@ -61,7 +61,7 @@ def read_inputs(run: Run, lock: OutputLock) -> Inputs:
     images = image_reader(run.settings, run.model)
     train, longest = _training_data(run, tokenizer, images)
     if problem := position_problem(run.model, longest):
-        if run.model.learned_positions:
+        if run.model.embedding.learned_positions:
             raise UsageError(f"seq_length {data.seq_length}: {problem}")
         logger.warning("seq_length %d: %s", data.seq_length, problem)
     evaluation = None

@@ -59,7 +59,7 @@ def tokenize(config: Path | None, overrides: list[str], output_prefix: str | Non
 def _vision(model: str) -> Values | None:
     """Return the vision fields of the configuration of ``model``; None: it has none, or cannot be read."""
     try:
-        return model_config(model).vision
+        return model_config(model).vision_fields
     except McaError:  # a directory of a tokenizer alone, or a model that only Megatron trains
         return None
 

@@ -89,7 +89,7 @@ def load_tokenized(
 
 def _vision(images: "ImageReader | None") -> "Values | None":
     """Return the vision part of the model's configuration; None without one."""
-    return None if images is None else images.config.vision
+    return None if images is None else images.config.vision_fields
 
 
 def _set_order(files: Sequence[str], samples: "TokenDataset | PairDataset") -> "TokenDataset | PairDataset":
@@ -108,7 +108,7 @@ def _processors(images: "ImageReader | None") -> list[str]:
         return []
     names = ("preprocessor_config.json", "processor_config.json")
     found = (directory / name for directory in images.directories for name in names)
-    return [str(images.config.vision), *(file_digest(file) for file in found if file.is_file())]
+    return [str(images.config.vision_fields), *(file_digest(file) for file in found if file.is_file())]
 
 
 def _image_source(

@@ -57,7 +57,7 @@ class Pretrain(Task):
         from mca_train.data.image_rows import without_decoding
         from mca_train.data.samples import pretrain_blocks
 
-        vision = None if images is None else images.config.vision
+        vision = None if images is None else images.config.vision_fields
         if images is not None and _has_images(vision, rows.column_names, data):
             known = self.image_rows(rows.column_names, images, data, tokenizer, key)
             return image_blocks(without_decoding(rows), known, data, key)
@@ -90,7 +90,7 @@ class Pretrain(Task):
         from mca_train.data.image_stream import ImageBlockStream
         from mca_train.data.streams import BlockStream
 
-        vision = None if images is None else images.config.vision
+        vision = None if images is None else images.config.vision_fields
         if images is not None and _has_images(vision, names, data):
             read = self.image_rows(names, images, data, tokenizer, key)
             return ImageBlockStream(rows, names, read, data, key)

@@ -285,7 +285,7 @@ class AnswerTask(Task):
         reader = None
         numbers = self.numbers(names, data, key)
         is_sure = self.surely_has_target(tokenizer, data)
-        if images is None or images.config.vision is None or not self.takes_images:
+        if images is None or images.config.vision_fields is None or not self.takes_images:
             reject_images(names, data, f"{key}: mca-train {self.name}")
         else:
             reader = self.image_rows(names, images, data, tokenizer, key)

@@ -69,9 +69,9 @@ def require_vocabulary(model: VirtualModels, args: TrainingArguments, *, wants_l
     """
     if wants_logits and args.label_smoothing_factor:
         raise McaError("label_smoothing_factor is not supported with wants_logits; remove it")
-    if model.config.num_labels is not None and not wants_logits:
+    if model.config.head.num_labels is not None and not wants_logits:
         raise McaError(
-            f"the model has a {model.config.head} head; train it with RewardTrainer, "
+            f"the model has a {model.config.head.head_kind} head; train it with RewardTrainer, "
             "ClassificationTrainer or a custom trainer that sets wants_logits"
         )
 

@@ -3,6 +3,7 @@
 import logging
 from typing import TYPE_CHECKING
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.families.biased_router import has_biased_softmax
 
@@ -33,8 +34,8 @@ def warn_router_bias_step(
             "moe_router_bias_update_rate is %g (Megatron's default), and the mean probability of one of %d "
             "experts is %.2g; set moe_router_bias_update_rate; 0 keeps the checkpoint's biases as transformers does",
             rate,
-            config.num_router_choices,
-            1 / config.num_router_choices,
+            given(config.moe).num_router_choices,
+            1 / given(config.moe).num_router_choices,
         )
 
 
@@ -46,7 +47,7 @@ def warn_forced_routing(config: McaModelConfig, megatron: "TransformerConfig") -
         megatron: Megatron's configuration of it.
     """
     names = [name for name in _FORCED if getattr(megatron, name, None)]
-    if names and config.num_moe_experts is not None:
+    if names and config.moe is not None:
         logger.warning(
             "%s: experts are chosen at random, in evaluation and log-probabilities too, so losses are not the "
             "model's; use it only to measure speed",

@@ -78,7 +78,7 @@ def resolve_reference(
 
 def _differences(reference: McaModelConfig, model: McaModelConfig, tokens: int) -> Iterator[str]:
     yield from reference_problems(reference, model)
-    if reference.num_labels is None and reference.vocab_size < tokens:
+    if reference.head.num_labels is None and reference.vocab_size < tokens:
         yield (
             f"the reference has a vocabulary of {reference.vocab_size}, the tokenizer {tokens} tokens; load it with "
             f"AutoModel.from_pretrained(..., vocab_size={tokens})"

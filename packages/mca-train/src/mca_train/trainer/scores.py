@@ -30,10 +30,10 @@ class ScoreTrainer(McaTrainer):
 
     def __init__(self, **options: Unpack[TrainerOptions]) -> None:
         super().__init__(**options)
-        if self.model.config.head != "sequence_classification":
+        if self.model.config.head.head_kind != "sequence_classification":
             raise McaError(
-                f"{type(self).__name__} needs a sequence-classification head, not {self.model.config.head}; build it "
-                "with AutoModel.from_pretrained(..., head=Head(...))"
+                f"{type(self).__name__} needs a sequence-classification head, not {self.model.config.head.head_kind}; "
+                "build it with AutoModel.from_pretrained(..., head=Head(...))"
             )
         for problem in (*key_problems(self.args), *model_problems(self.model.megatron)):
             raise McaError(problem)
@@ -64,8 +64,8 @@ class RewardTrainer(ScoreTrainer):
         self, *, center_rewards_coefficient: float | None = None, **options: Unpack[TrainerOptions]
     ) -> None:
         super().__init__(**options)
-        if self.model.config.num_labels != 1:
-            raise McaError(f"num_labels is {self.model.config.num_labels}; a reward model needs 1")
+        if self.model.config.head.num_labels != 1:
+            raise McaError(f"num_labels is {self.model.config.head.num_labels}; a reward model needs 1")
         warn_trl_differences(self.model)
         self._centering = center_rewards_coefficient or 0.0
 

@@ -174,7 +174,7 @@ class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
             pack_length=pack_length,
             collator_format=collator_format,
             images=image_batching(config, decodes=self.ranks.is_first_stage),
-            positions=config.max_position_embeddings if config.learned_positions else None,
+            positions=config.max_position_embeddings if config.embedding.learned_positions else None,
         )
 
     def _new_meters(self) -> None:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.distributed.collectives import all_gather
 from mca_train.losses.moe_aux import routers
@@ -110,7 +111,7 @@ def _groups(
     args: "TrainingArguments", config: McaModelConfig, megatron: "TransformerConfig"
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     layout = config.layout
-    if config.num_moe_experts is None:
+    if config.moe is None:
         options = dict.fromkeys((*vars(args), *args.transformer_config_overrides()))
         names = [name for name in options if name.startswith("moe_")]
         etp = ["expert_tensor_parallel_size"] if layout.etp != layout.tp else []
@@ -148,12 +149,12 @@ def _values(
         defaults = {field.name: field.default for field in dataclasses.fields(args)}
         yield "the optimizer is sgd", tuple(n for n in _ADAM if getattr(args, n) != defaults[n])
     modules = args.recompute_modules or ()
-    if config.num_moe_experts is None:
+    if config.moe is None:
         expert_modules = [name for name in modules if name in _EXPERT_MODULES]
         yield "the model has no experts", tuple(f"recompute_modules {name}" for name in expert_modules)
-    elif not config.moe_shared_expert_intermediate_size and "shared_experts" in modules:
+    elif not config.moe.moe_shared_expert_intermediate_size and "shared_experts" in modules:
         yield "the model has no shared experts", ("recompute_modules shared_experts",)
-    if config.num_moe_experts is not None and args.moe_aux_loss_coeff is None:
+    if config.moe is not None and args.moe_aux_loss_coeff is None:
         kind = args.moe_router_load_balancing_type
         if kind in _BALANCING and not megatron.moe_aux_loss_coeff:
             why = "config.json has no such loss, so its coefficient is 0; set moe_aux_loss_coeff"
@@ -165,7 +166,7 @@ def _experts(config: McaModelConfig, megatron: "TransformerConfig") -> Iterator[
         yield "the router has no expert bias", _ROUTER_BIAS
     if "none" in megatron.moe_router_load_balancing_type:
         yield "moe_router_load_balancing_type is none", _BALANCE
-    if not config.moe_shared_expert_intermediate_size:
+    if not given(config.moe).moe_shared_expert_intermediate_size:
         yield "the model has no shared experts", ("moe_shared_expert_overlap",)
 
 

@@ -47,14 +47,14 @@ def build_chunk(
             config=megatron,
             transformer_layer_spec=families.adapted_block(decoder, config, implementation, chunk.layers),
             vocab_size=config.padded_vocab_size,
-            max_sequence_length=config.max_position_embeddings + config.position_offset,
+            max_sequence_length=config.max_position_embeddings + config.embedding.position_offset,
             pre_process=chunk.has_embedding,
             post_process=chunk.has_loss,
             parallel_output=True,
-            share_embeddings_and_output_weights=config.tie_word_embeddings,
+            share_embeddings_and_output_weights=config.head.tie_word_embeddings,
             position_embedding_type=families.positions(config),
-            rotary_percent=config.rotary_percent,
-            rotary_base=config.rotary_base,
+            rotary_percent=config.rope.rotary_percent,
+            rotary_base=config.rope.rotary_base,
             mtp_block_spec=families.adapted_prediction(prediction, config, implementation),
             vp_stage=vp_stage,
         )
@@ -63,9 +63,9 @@ def build_chunk(
     if rotary is not None:
         model.rotary_pos_emb = rotary
     families.finish(model, config)
-    if chunk.has_loss and config.num_labels is not None:
+    if chunk.has_loss and config.head.num_labels is not None:
         model.output_layer = ClassificationHead(
-            megatron, config.num_labels, bias=config.head == "token_classification"
+            megatron, config.head.num_labels, bias=config.head.head_kind == "token_classification"
         )
     elif chunk.has_loss:
         _mask_padding(model.output_layer, config)

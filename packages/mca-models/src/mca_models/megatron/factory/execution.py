@@ -12,7 +12,7 @@ import torch
 from mca_config.arguments import DistributingParallelArguments, MegatronArguments
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.model_config import McaModelConfig
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import Settings
 
@@ -28,9 +28,9 @@ _TRAINED_EXPERTS = "training a model with experts"
 
 def _needs_sequence_parallel(config: McaModelConfig, args: DistributingParallelArguments) -> str | None:
     """Return which part of the model needs sequence parallelism at tp > 1; None: no part."""
-    if config.num_moe_experts is not None and isinstance(args, MegatronArguments):
+    if config.moe is not None and isinstance(args, MegatronArguments):
         return _TRAINED_EXPERTS
-    return "MLA" if isinstance(config, MlaMcaModelConfig) else None
+    return "MLA" if config.mla is not None else None
 
 
 def layout_settings(

@@ -190,14 +190,14 @@ def _draw_params(
 
 def _draw_param(seed: int, param: Param, shape: tuple[int, ...], config: McaModelConfig) -> Tensor:
     name = param.alias_of or param.mca_name()
-    if config.mamba_num_heads and (start := _state_space_start(seed, name, shape)) is not None:
+    if config.mamba is not None and (start := _state_space_start(seed, name, shape)) is not None:
         return start
     if name.endswith(_ONES):
         return torch.ones(shape)
     if param.stage is Stage.VISION and len(shape) < 2 and not name.endswith(_ZERO):
         return torch.ones(shape)
     if name.endswith(_NORMS):
-        return torch.full(shape, 0.0 if config.layernorm_zero_centered_gamma else 1.0)
+        return torch.full(shape, 0.0 if config.norm.layernorm_zero_centered_gamma else 1.0)
     if name.endswith(_ZERO):
         return torch.zeros(shape)
     if "activation_func." in name:

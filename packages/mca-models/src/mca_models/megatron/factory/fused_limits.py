@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
 from mca_models.megatron.families.settings import has_fused_activation
 from mca_models.megatron.layers.rope import attention_factor
@@ -32,20 +32,20 @@ def fused_problems(
 
 def has_altered_glu(config: McaModelConfig) -> bool:
     """Return whether a gated MLP computes more than its activation times the other half."""
-    clamped = config.activation_func_clamp_value is not None
-    return clamped or bool(config.glu_linear_offset) or config.mlp_multipliers is not None
+    clamped = config.mlp.activation_func_clamp_value is not None
+    return clamped or bool(config.mlp.glu_linear_offset) or config.mlp.mlp_multipliers is not None
 
 
 def _activation(config: McaModelConfig, settings: Values) -> Iterator[str]:
     """Yield problems of fused activations: Transformer Engine approximates gelu and treats ungated silu as ReLU."""
     if settings.get("bias_activation_fusion") and not has_fused_activation(config):
         yield "bias_activation_fusion has no kernel for the MLPs of this model; remove it"
-    swiglu = config.hidden_act == "silu" and config.gated_linear_unit and not has_altered_glu(config)
+    swiglu = config.mlp.hidden_act == "silu" and config.mlp.gated_linear_unit and not has_altered_glu(config)
     for name in ("use_te_activation_func", "use_transformer_engine_op_fuser"):
         if settings.get(name) and not swiglu:
             yield f"{name} computes another activation than this model, whose MLPs are not plain gated silu; remove it"
     if settings.get("use_transformer_engine_op_fuser") and (
-        config.norm_placement == "post" or config.has_custom_norms
+        config.norm.norm_placement == "post" or config.has_custom_norms
     ):
         yield (
             "use_transformer_engine_op_fuser needs Transformer Engine's norm before each MLP, which this model does "
@@ -57,12 +57,12 @@ def _rope(config: McaModelConfig, settings: Values, version: Version) -> Iterato
     """Yield problems of fused RoPE, to which Megatron passes fewer arguments for packed rows."""
     if not settings.get("apply_rope_fusion"):
         return
-    kind = (config.rope_scaling or {}).get("rope_type", "yarn")
-    if isinstance(config, MlaMcaModelConfig) and kind != "yarn":
+    kind = (config.rope.rope_scaling or {}).get("rope_type", "yarn")
+    if config.mla is not None and kind != "yarn":
         yield f"apply_rope_fusion is not supported for MLA with rope_type {kind}; remove it"
-    if not isinstance(config, MlaMcaModelConfig) and attention_factor(config) != 1.0:
+    if config.mla is None and attention_factor(config) != 1.0:
         yield f"apply_rope_fusion omits the factor of rope_type {kind} on packed rows; remove it"
-    if config.rotary_interleaved and version < FIXED_IN_0_17:
+    if config.rope.rotary_interleaved and version < FIXED_IN_0_17:
         yield "apply_rope_fusion of megatron-core 0.16 does not interleave the channels of packed rows; remove it"
 
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from mca_config.arguments import transformer_engine_problems
 from mca_config.errors import raise_problems
 from mca_config.layout import ParallelLayout
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.model.moe import Moe
+from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelinePlan, pipeline_plan
 from mca_config.printable import counted
-from mca_config.rope import require_rope
 from mca_config.types import Values
 from mca_models.megatron.factory.execution import waits_for_sends
 from mca_models.megatron.factory.fused_limits import FIXED_IN_0_17, Version, fused_problems, has_altered_glu
@@ -44,7 +44,6 @@ def require_supported(
         engine: Version of Transformer Engine; None: not installed.
         packed: Whether rows have several sequences.
     """
-    require_rope(config.rope_scaling)
     problems = [
         *_pipeline(config, layout, settings),
         *_sends(layout, settings, device, version),
@@ -61,7 +60,11 @@ def require_supported(
 
 def _pipeline(config: McaModelConfig, layout: ParallelLayout, settings: Values) -> Iterator[str]:
     middle = range(1, layout.pp - 1)
-    if layout.vpp > 1 and config.tie_word_embeddings and {*middle} & {*_plan(config, layout).embedding_ranks}:
+    if (
+        layout.vpp > 1
+        and config.head.tie_word_embeddings
+        and {*middle} & {*_plan(config, layout).embedding_ranks}
+    ):
         yield (
             "megatron-core cannot tie the embedding to MTP layers on a pipeline rank between the first and the last "
             "with virtual stages; move m of pipeline_model_parallel_layout into the stage of L"
@@ -103,7 +106,7 @@ def _mla_gradients(config: McaModelConfig, layout: ParallelLayout, settings: Val
     On the local layers Megatron sums full gradients of the query norm once per tensor rank. With Transformer Engine the
     gradient of the rotary key that all heads share is not summed over tensor ranks.
     """
-    if isinstance(config, MlaMcaModelConfig) and layout.tp > 1 and not settings.get("sequence_parallel"):
+    if config.mla is not None and layout.tp > 1 and not settings.get("sequence_parallel"):
         yield (
             "megatron-core computes wrong gradients of MLA with tensor_model_parallel_size above 1 and no "
             "sequence_parallel; set sequence_parallel to true"
@@ -139,8 +142,8 @@ def _selective(config: McaModelConfig, settings: Values) -> Iterator[str]:
     if settings.get("recompute_granularity") != "selective":
         return
     modules = settings.get("recompute_modules") or ["core_attn"]
-    indexed = isinstance(config, MlaMcaModelConfig) and config.index_topk is not None
-    if "core_attn" in modules and (indexed or config.index_blocks is not None):
+    indexed = config.mla is not None and config.dsa is not None
+    if "core_attn" in modules and (indexed or config.block_sparse_attention is not None):
         yield (
             "top-k attention cannot be recomputed alone; remove core_attn from "
             "recompute_modules, or set recompute_granularity to full"
@@ -150,7 +153,7 @@ def _selective(config: McaModelConfig, settings: Values) -> Iterator[str]:
             "recomputed MLPs are not split into chunks; remove mlp from recompute_modules, or "
             "mlp_chunks_for_training"
         )
-    if "layernorm" in modules and (config.parallel_block != "none" or config.moe_shortcut):
+    if "layernorm" in modules and (config.block.parallel_block != "none" or _has_shortcut(config)):
         yield (
             "norms cannot be recomputed alone if attention and MLP, or MLP and experts, are parallel; "
             "remove layernorm from recompute_modules, or set recompute_granularity to full"
@@ -174,10 +177,16 @@ def _machine(settings: Values, device: str, implementation: str) -> Iterator[str
         yield from transformer_engine_problems(settings)
 
 
+def _has_shortcut(config: McaModelConfig) -> bool:
+    return config.moe is not None and config.moe.moe_shortcut
+
+
 def _routing(config: McaModelConfig, settings: Values) -> Iterator[str]:
+    if config.moe is None:
+        return
     if settings.get("moe_apply_probs_on_input") and settings.get("moe_router_topk") != 1:
         yield "moe_apply_probs_on_input needs num_experts_per_tok 1; remove it"
-    if settings.get("moe_shared_expert_overlap") and config.moe_latent_size:
+    if settings.get("moe_shared_expert_overlap") and config.moe.moe_latent_size:
         yield "moe_shared_expert_overlap is not supported with moe_latent_size; remove moe_shared_expert_overlap"
     if settings.get("moe_shared_expert_overlap") and has_altered_glu(config):
         yield (
@@ -185,30 +194,36 @@ def _routing(config: McaModelConfig, settings: Values) -> Iterator[str]:
             "moe_shared_expert_overlap"
         )
     if settings.get("moe_router_fusion") and custom_router(config) is not None:
-        topk, groups = config.moe_router_topk, config.moe_router_group_topk
+        topk, groups = config.moe.moe_router_topk, config.moe.moe_router_group_topk
         sizes = (
             f" with num_experts_per_tok {topk} and topk_group {groups}" if custom_group_router(config) else ""
         )
         yield f"the fused router chooses other experts than {config.model_type}{sizes}; remove moe_router_fusion"
-    if settings.get("moe_shared_expert_overlap") and (config.experts_beside_mlp or config.moe_shortcut):
+    if settings.get("moe_shared_expert_overlap") and (
+        config.moe.experts_beside_mlp or config.moe.moe_shortcut
+    ):
         yield (
             "moe_shared_expert_overlap skips the norms of an MLP parallel to experts, or adds both outputs at once; "
             "remove moe_shared_expert_overlap"
         )
-    if config.experts_beside_mlp and settings.get("moe_token_dispatcher_type") == "flex":
+    if config.moe.experts_beside_mlp and settings.get("moe_token_dispatcher_type") == "flex":
         yield (
             "moe_token_dispatcher_type flex sends tokens to the experts of their largest weights, and this model's "
             "may be negative; use alltoall or allgather"
         )
-    yield from _identity_experts(config, settings)
+    yield from _identity_experts(config.moe, settings)
     if settings.get("moe_router_load_balancing_type") == "sinkhorn":
-        yield from _sinkhorn(config, settings)
-    if config.num_moe_experts is not None and (settings.get("mlp_chunks_for_training") or 1) > 1:
+        yield from _sinkhorn(config, config.moe, settings)
+    if (settings.get("mlp_chunks_for_training") or 1) > 1:
         yield (
             "mlp_chunks_for_training balances experts by the tokens of a chunk, padding among them; remove it for a "
             "model with experts"
         )
-    share = config.moe_router_topk / (config.num_moe_experts or 1)
+    yield from _capacity(config.moe, settings)
+
+
+def _capacity(moe: Moe, settings: Values) -> Iterator[str]:
+    share = moe.moe_router_topk / moe.num_moe_experts
     if (
         settings.get("moe_pad_expert_input_to_capacity")
         and settings["moe_expert_capacity_factor"] * share > 1
@@ -220,25 +235,23 @@ def _routing(config: McaModelConfig, settings: Values) -> Iterator[str]:
         )
 
 
-def _sinkhorn(config: McaModelConfig, settings: Values) -> Iterator[str]:
+def _sinkhorn(config: McaModelConfig, moe: Moe, settings: Values) -> Iterator[str]:
     """Yield limits of Megatron's Sinkhorn weights: softmax over all experts, sigmoid for topk 1, also in evaluation."""
     if settings.get("moe_aux_loss_coeff"):
         yield "moe_router_load_balancing_type sinkhorn has no auxiliary loss; set moe_aux_loss_coeff to 0"
-    score, single = config.moe_router_score_function, config.moe_router_topk == 1
-    alike = score == "sigmoid" if single else score == "softmax" and config.moe_router_pre_softmax
-    changed = (
-        config.moe_router_enable_expert_bias or config.moe_router_topk_scaling_factor or custom_router(config)
-    )
-    if not alike or changed or config.moe_router_num_groups:
+    score, single = moe.moe_router_score_function, moe.moe_router_topk == 1
+    alike = score == "sigmoid" if single else score == "softmax" and moe.moe_router_pre_softmax
+    changed = moe.moe_router_enable_expert_bias or moe.moe_router_topk_scaling_factor or custom_router(config)
+    if not alike or changed or moe.moe_router_num_groups:
         yield (
             "moe_router_load_balancing_type sinkhorn weighs experts by their chances among all, in evaluation too, "
             f"and {config.model_type} otherwise; set it to aux_loss or none"
         )
 
 
-def _identity_experts(config: McaModelConfig, settings: Values) -> Iterator[str]:
+def _identity_experts(moe: Moe, settings: Values) -> Iterator[str]:
     """Yield limits of identity experts, with which tokens are sent to different numbers of experts."""
-    if not config.moe_identity_experts:
+    if not moe.moe_identity_experts:
         return
     if settings.get("moe_expert_capacity_factor") is not None:
         yield ("identity experts have no capacity; remove moe_expert_capacity_factor")
@@ -266,17 +279,17 @@ def _attention(
             "attention_backend to local"
         )
     ring = kind in (None, "p2p")
-    if config.window_size is not None and ring:
+    if config.attention.window_size is not None and ring:
         yield (
             "Transformer Engine's ring attention has no sliding window; set cp_comm_type to all_gather or a2a, "
             "or attention_backend to local"
         )
-    if config.softmax_type != "vanilla":
+    if config.attention.softmax_type != "vanilla":
         yield (
             "Transformer Engine has attention sinks under context parallelism only with cp_comm_type a2a, where each "
             "context rank counts their whole gradient and so it is added several times; set attention_backend to local"
         )
-    if isinstance(config, MlaMcaModelConfig) and not ring:
+    if config.mla is not None and not ring:
         yield (
             f"Transformer Engine does not support MLA with cp_comm_type {kind}; set it to p2p, or "
             "attention_backend to local"
@@ -325,7 +338,10 @@ def _shared_heads(config: McaModelConfig, layout: ParallelLayout) -> Iterator[st
     """Yield the limit of a2a: each context rank needs full heads, and the fused kernel an even number of them."""
     multiple = math.lcm(2, layout.cp)
     for kind in config.kinds():
-        heads, groups = (max(n // layout.tp, 1) for n in (kind.num_attention_heads, kind.num_query_groups))
+        heads, groups = (
+            max(n // layout.tp, 1)
+            for n in (kind.attention.num_attention_heads, kind.attention.num_query_groups)
+        )
         if heads % multiple or groups % multiple:
             yield (
                 f"cp_comm_type a2a cuts the {heads} heads of a tensor rank and its {groups} of keys and values over "

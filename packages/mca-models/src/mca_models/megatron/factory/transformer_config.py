@@ -17,7 +17,7 @@ from mca_config.arguments import DistributingParallelArguments
 from mca_config.arguments.options import TrainingOptions
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
 from mca_models.megatron import families, platform
 from mca_models.megatron.factory.execution import (
@@ -187,9 +187,7 @@ def _construct_for(target: Target, config: McaModelConfig, settings: Settings) -
 def _construct(config: McaModelConfig, settings: Settings) -> MegatronConfig:
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    cls: type[MegatronConfig] = (
-        MLATransformerConfig if isinstance(config, MlaMcaModelConfig) else TransformerConfig
-    )
+    cls: type[MegatronConfig] = MLATransformerConfig if config.mla is not None else TransformerConfig
     known = {field.name for field in dataclasses.fields(cls)}
     unknown = sorted(name for name, value in settings.items() if name not in known and value is not None)
     if unknown:
@@ -206,19 +204,20 @@ def _construct(config: McaModelConfig, settings: Settings) -> MegatronConfig:
 
 
 def _architecture(config: McaModelConfig) -> Settings:
-    settings: Settings = {name: getattr(config, name) for name in _SAME_NAME}
-    activation = _activation(config.hidden_act)
-    settings["activation_func"] = families.scaled_activation(activation, config.mlp_multipliers)
+    flat = config.to_fields()
+    settings: Settings = {name: flat[name] for name in _SAME_NAME}
+    activation = _activation(config.mlp.hidden_act)
+    settings["activation_func"] = families.scaled_activation(activation, config.mlp.mlp_multipliers)
     settings["mtp_num_layers"] = config.mtp_num_layers or None
     settings["moe_token_dispatcher_type"] = "alltoall"  # Megatron reads it without experts too
     settings |= _window(config)
-    if config.num_moe_experts is not None:
-        settings |= {name: getattr(config, name) for name in _SAME_NAME_MOE}
+    if config.moe is not None:
+        settings |= {name: flat[name] for name in _SAME_NAME_MOE}
         settings["moe_layer_freq"] = [int(config.is_moe_layer(i)) for i in range(config.num_layers)]
         settings["moe_aux_loss_coeff"] = aux_loss_coefficient(config)
         settings["moe_router_dtype"] = "fp32"
-    if isinstance(config, MlaMcaModelConfig):
-        settings |= {name: getattr(config, name) for name in _SAME_NAME_MLA}
+    if config.mla is not None:
+        settings |= {name: flat[name] for name in _SAME_NAME_MLA}
         settings |= _mla_rope(config)
     return settings
 
@@ -228,8 +227,10 @@ def aux_loss_coefficient(config: McaModelConfig) -> float:
 
     With balanced experts HF's loss over all layers is ``topk``, Megatron's is 1 per layer.
     """
+    if config.moe is None:
+        return 0.0
     layers = sum(config.is_moe_layer(layer) for layer in range(config.num_layers))
-    return config.moe_aux_loss_coeff * config.moe_router_topk / max(layers, 1)
+    return config.moe.moe_aux_loss_coeff * config.moe.moe_router_topk / max(layers, 1)
 
 
 def _activation(name: str) -> Callable[..., Tensor]:
@@ -252,18 +253,21 @@ def _activation(name: str) -> Callable[..., Tensor]:
 
 def _window(config: McaModelConfig) -> Settings:
     """Return the sliding window: mca counts the query itself, Megatron the keys to its left."""
-    if config.window_size is None:
+    if config.attention.window_size is None:
         return {}
     kinds = config.layer_types or ("sliding_attention",) * config.num_layers
     return {
-        "window_size": (config.window_size - 1, 0),
+        "window_size": (config.attention.window_size - 1, 0),
         "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in kinds],
     }
 
 
-def _mla_rope(config: MlaMcaModelConfig) -> Settings:
-    rope = config.rope_scaling
-    settings: Settings = {"rotary_base": config.rotary_base, "rotary_percent": config.rotary_percent}
+def _mla_rope(config: McaModelConfig) -> Settings:
+    rope = config.rope.rope_scaling
+    settings: Settings = {
+        "rotary_base": config.rope.rotary_base,
+        "rotary_percent": config.rope.rotary_percent,
+    }
     if rope is not None and rope["rope_type"] != "yarn" and rope.get("mscale_all_dim"):
         raise McaError(
             f"mscale_all_dim with rope_type {rope['rope_type']!r} with MLA is not supported; use yarn"
@@ -318,7 +322,7 @@ def _with_attention_factor(megatron: MegatronConfig, config: McaModelConfig) -> 
     ``TransformerConfig`` does not declare; with s = e^10, m = factor - 1 and a = 0 that is the factor itself.
     """
     factor = attention_factor(config)
-    in_all_layers = config.rotary_base_local is None and not isinstance(config, MlaMcaModelConfig)
+    in_all_layers = config.rope.rotary_base_local is None and config.mla is None
     if factor != 1.0 and in_all_layers:
         megatron.yarn_rotary_scaling_factor = math.exp(10)
         megatron.yarn_mscale = factor - 1

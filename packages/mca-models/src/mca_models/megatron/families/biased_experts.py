@@ -4,6 +4,7 @@ Megatron adds the bias in place to a view, which autograd rejects: the output of
 It also marks the bias for the gradient sum of sequence parallelism, over tensor ranks with other experts.
 """
 
+from mca_models.megatron.families.feature import Feature
 from mca_models.megatron.types import GptModel, MegatronModule, WithBias
 
 
@@ -18,3 +19,11 @@ def fix_expert_biases(model: GptModel) -> None:
 def _copied(linear: MegatronModule, args: tuple[object, ...], output: WithBias) -> WithBias:
     value, bias = output
     return value.clone(), bias
+
+
+BIASED_EXPERTS = Feature(
+    name="experts with biases",
+    enabled=lambda config: config.moe is not None and config.mlp.add_bias_linear,
+    settings=lambda config: {"bias_dropout_fusion": False},  # grouped experts reject it
+    finish=lambda model, config: fix_expert_biases(model),
+)

@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron.families.feature import Feature
 from mca_models.megatron.types import MegatronModule
 
 
 def has_biased_softmax(config: McaModelConfig) -> bool:
     """Return whether experts are chosen by softmax scores plus a bias."""
-    return config.moe_router_enable_expert_bias and config.moe_router_score_function == "softmax"
+    moe = config.moe
+    return (
+        moe is not None and moe.moe_router_enable_expert_bias and moe.moe_router_score_function == "softmax"
+    )
 
 
 @dataclass
@@ -54,3 +58,12 @@ def biased_router(router: type) -> type:
             self.router_replay = BiasedTopK(self)
 
     return BiasedRouter
+
+
+BIASED_ROUTER = Feature(
+    name="softmax router with a bias",
+    enabled=has_biased_softmax,
+    settings=lambda config: {
+        "moe_router_enable_expert_bias": False
+    },  # Megatron rejects it, but its router builds it
+)

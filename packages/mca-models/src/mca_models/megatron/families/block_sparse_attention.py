@@ -60,17 +60,18 @@ class BlockSparseAttention(TopKSparseAttention):
 
 def block_sparse_attention(config: McaModelConfig) -> type[BlockSparseAttention] | None:
     """Return the core attention class of a model with a block indexer; None: it has none."""
-    if (blocks := config.index_blocks) is None:
+    if config.block_sparse_attention is None:
         return None
+    blocks = config.block_sparse_attention.index_blocks
     sizes = BlockSizes(
-        groups=config.num_query_groups,
+        groups=config.attention.num_query_groups,
         channels=blocks["channels"],
         hidden=config.hidden_size,
         size=blocks["size"],
         topk=blocks["topk"],
         local=blocks["local"],
-        epsilon=config.layernorm_epsilon,
-        offset=1.0 if config.layernorm_zero_centered_gamma else 0.0,
+        epsilon=config.norm.layernorm_epsilon,
+        offset=1.0 if config.norm.layernorm_zero_centered_gamma else 0.0,
     )
     kinds = enumerate(config.layer_types or ())
     attributes = {

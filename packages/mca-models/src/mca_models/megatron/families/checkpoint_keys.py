@@ -8,7 +8,7 @@ each layer, Transformer Engine's layers could not load a checkpoint of the local
 from collections.abc import Iterable, Mapping
 
 from mca_models.megatron.names import NamingScheme
-from mca_models.templates.mtp import MTP
+from mca_models.templates.parts.mtp import MTP
 from mca_models.weights import Param, Stage
 
 _INSIDE = {Stage.LAYER: "decoder.layers.{layer}.", Stage.MTP: f"{MTP}transformer_layer."}

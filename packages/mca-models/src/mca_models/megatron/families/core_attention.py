@@ -10,21 +10,27 @@ def custom_core_attention(config: McaModelConfig) -> type[CoreAttention] | None:
     """Return the core attention class that the model needs; None if any kernel computes it."""
     if (chosen := dsa_attention(config) or block_sparse_attention(config)) is not None:
         return chosen
-    temperature, skips = config.attn_temperature, config.no_rope_freq
+    temperature, skips = config.attention.attn_temperature, config.rope.no_rope_freq
     kinds = enumerate(config.layer_types or ())
     without_rope = frozenset(layer for layer, skip in enumerate(skips or ()) if skip)
     options = AttentionOptions(
-        softcap=config.attn_logit_softcapping,
+        softcap=config.attention.attn_logit_softcapping,
         temperature=(temperature["beta"], temperature["length"], temperature["first"])
         if temperature
         else None,
         temperature_layers=without_rope if temperature and skips else None,
-        chunk=config.attention_chunk_size,
-        alibi=config.alibi,
+        chunk=config.attention.attention_chunk_size,
+        alibi=config.attention.alibi,
         chunked_layers=frozenset(
-            layer for layer, kind in kinds if config.attention_chunk_size and kind == "chunked_attention"
+            layer
+            for layer, kind in kinds
+            if config.attention.attention_chunk_size and kind == "chunked_attention"
         ),
     )
     if options != AttentionOptions():
         return attention_with_options(options)
-    return CoreAttention if any(kind.value_width != kind.kv_channels for kind in config.kinds()) else None
+    return (
+        CoreAttention
+        if any(kind.attention.value_width != kind.attention.kv_channels for kind in config.kinds())
+        else None
+    )

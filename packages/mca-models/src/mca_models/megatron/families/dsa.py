@@ -5,7 +5,7 @@ from functools import cache
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.model_config import McaModelConfig
 from mca_models.megatron.families.topk_attention import QueryFeatures, TopKSparseAttention
 from mca_models.megatron.layers.dsa_indexer import DsaIndexer, DsaSizes
 from mca_models.megatron.layers.rope import attention_factor, frequencies
@@ -41,15 +41,15 @@ class DsaAttention(TopKSparseAttention):
 
 def dsa_attention(config: McaModelConfig) -> type[DsaAttention] | None:
     """Return the core attention class of a model with an indexer; None: it has none."""
-    if not isinstance(config, MlaMcaModelConfig) or config.index_topk is None:
+    if config.mla is None or config.dsa is None:
         return None
     sizes = DsaSizes(
-        heads=config.index_num_heads or 1,
-        channels=config.index_head_dim or 1,
+        heads=config.dsa.index_num_heads or 1,
+        channels=config.dsa.index_head_dim or 1,
         hidden=config.hidden_size,
-        compressed=config.q_lora_rank or 1,
-        topk=config.index_topk,
-        interleaved=config.index_rotary_interleaved,
+        compressed=config.mla.q_lora_rank or 1,
+        topk=config.dsa.index_topk,
+        interleaved=config.dsa.index_rotary_interleaved,
     )
     rope = {"frequencies": frequencies(config), "factor": attention_factor(config)}
     return type("DsaAttention", (DsaAttention,), {"sizes": sizes, **rope})

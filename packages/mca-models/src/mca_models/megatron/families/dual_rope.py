@@ -4,7 +4,6 @@ Megatron computes one rotation for all layers and passes it through. Here both a
 each layer's attention takes its own.
 """
 
-from dataclasses import replace
 from functools import cache
 
 import torch
@@ -40,11 +39,11 @@ class DualRope(torch.nn.Module):
 def _layer_kind_configs(config: McaModelConfig) -> tuple[McaModelConfig, McaModelConfig]:
     """Return the configuration of full-attention layers and of sliding-window ones, which have an unscaled RoPE."""
     full, sliding = (
-        replace(config, of_kind=None, **(config.of_kind or {}).get(kind, {}))
+        config.replace_fields(layer_type_overrides=None, **(config.layer_type_overrides or {}).get(kind, {}))
         for kind in ("full_attention", _SLIDING)
     )
-    return full, replace(
-        sliding, rotary_base=config.rotary_base_local or config.rotary_base, rope_scaling=None
+    return full, sliding.replace_fields(
+        rotary_base=config.rope.rotary_base_local or config.rope.rotary_base, rope_scaling=None
     )
 
 

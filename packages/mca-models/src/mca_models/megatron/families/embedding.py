@@ -8,6 +8,7 @@ from torch.nn.functional import rms_norm
 
 from mca_config.checks import require_learned_positions
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron.families.feature import Feature
 from mca_models.megatron.families.norms import PostNorm
 from mca_models.megatron.types import GptModel, MegatronModule
 
@@ -19,16 +20,19 @@ def train_embedding_like_hf(model: GptModel, config: McaModelConfig) -> None:
     """
     if not hasattr(model, "embedding"):
         return
-    if config.hidden_dropout:
+    if config.block.hidden_dropout:
         dropout = model.embedding.embedding_dropout
-        dropout.p = config.embedding_dropout if dropout.p else 0.0  # a run may turn both off
-    if config.learned_positions:
+        dropout.p = config.embedding.embedding_dropout if dropout.p else 0.0  # a run may turn both off
+    if config.embedding.learned_positions:
         table = model.embedding.position_embeddings
         table.to(model.config.params_dtype)  # Megatron makes it in fp32, which would promote all activations
         table.register_forward_pre_hook(_rows(config))
-    if config.pad_token_id is not None:
-        row = config.pad_token_id % config.vocab_size  # torch counts a negative one from the end
-        tables = ["word_embeddings", *(["per_layer_embeddings"] if config.per_layer_input_size else [])]
+    if config.embedding.pad_token_id is not None:
+        row = config.embedding.pad_token_id % config.vocab_size  # torch counts a negative one from the end
+        tables = [
+            "word_embeddings",
+            *(["per_layer_embeddings"] if config.per_layer_embedding is not None else []),
+        ]
         for table in tables:
             getattr(model.embedding, table).register_forward_hook(_without_gradient(row))
 
@@ -40,7 +44,7 @@ def _rows(config: McaModelConfig) -> Callable[[torch.nn.Module, tuple[Tensor]], 
         positions, most = args[0], config.max_position_embeddings
         if positions.device.type == "cpu" and positions.numel():
             require_learned_positions(int(positions.max()) + 1, most)
-        return positions + config.position_offset
+        return positions + config.embedding.position_offset
 
     return rows
 
@@ -73,3 +77,18 @@ def _without_gradient(row: int) -> Callable[[MegatronModule, tuple[Tensor], Tens
         return torch.where(padding.unsqueeze(-1), output.detach(), output)
 
     return hook
+
+
+EMBEDDING_NORM = Feature(
+    name="norm of embeddings without weights",
+    enabled=lambda config: config.embedding.embedding_norm,
+    finish=lambda model, config: normalise_embedding(model, config.norm.layernorm_epsilon),
+)
+EMBEDDING_LAYERNORM = Feature(
+    name="norm of embeddings",
+    enabled=lambda config: config.embedding.embedding_layernorm,
+    finish=lambda model, config: add_embedding_norm(model),
+)
+EMBEDDING = Feature(
+    name="training of embeddings", enabled=lambda config: True, finish=train_embedding_like_hf
+)

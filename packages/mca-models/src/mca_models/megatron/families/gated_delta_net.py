@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.families.delta_rule import delta_rule
 from mca_models.megatron.families.kernels import find_kernel
@@ -53,7 +54,10 @@ def delta_net_spec(config: McaModelConfig, implementation: Implementation) -> Sp
 
     column, row = normed_linears(implementation)
     submodules = GatedDeltaNetSubmodules(in_proj=column, out_norm=HeadNorm, out_proj=row)
-    module = _module(config.linear_beta_factor, config.linear_norm_epsilon or config.layernorm_epsilon)
+    module = _module(
+        given(config.linear_attention).linear_beta_factor,
+        given(config.linear_attention).linear_norm_epsilon or config.norm.layernorm_epsilon,
+    )
     return ModuleSpec(module=module, submodules=submodules)
 
 

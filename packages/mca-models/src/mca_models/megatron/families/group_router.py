@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron.families.feature import Feature
 
 
 def custom_group_router(config: McaModelConfig) -> Callable[[type], type] | None:
     """Return a function that adapts a router class to the model's groups; None if Megatron's router fits."""
-    groups, group_topk = config.moe_router_num_groups, config.moe_router_group_topk or 1
-    if not groups:
+    if config.moe is None or not config.moe.moe_router_num_groups:
         return None
-    if config.moe_router_group_score == "max":
+    groups, group_topk = config.moe.moe_router_num_groups, config.moe.moe_router_group_topk or 1
+    if config.moe.moe_router_group_score == "max":
         return partial(group_router, groups=groups, group_topk=group_topk, best=1)
-    if config.moe_router_score_function == "sigmoid" and config.moe_router_topk // group_topk != 2:
+    if config.moe.moe_router_score_function == "sigmoid" and config.moe.moe_router_topk // group_topk != 2:
         return partial(group_router, groups=groups, group_topk=group_topk, best=2)
     return None
 
@@ -71,3 +72,10 @@ def best_group_mask(scores: Tensor, groups: int, group_topk: int, best: int) -> 
     empty = torch.zeros(by_group.shape[:-1], dtype=torch.bool, device=scores.device)
     chosen = empty.scatter_(-1, highest, True)
     return chosen.unsqueeze(-1).expand_as(by_group).flatten(-2)
+
+
+GROUP_ROUTER = Feature(
+    name="group-limited router",
+    enabled=lambda config: custom_group_router(config) is not None,
+    settings=lambda config: {"moe_router_num_groups": None, "moe_router_group_topk": None},
+)

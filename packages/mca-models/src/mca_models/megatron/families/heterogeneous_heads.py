@@ -42,11 +42,11 @@ def heads_by_layer(config: McaModelConfig) -> tuple[HeadSettings, ...]:
     sources = {config.kv_source_layer(layer) for layer in range(config.num_layers)}
     return tuple(
         HeadSettings(
-            settings=tuple(getattr(layer_config, name) for name in _BY_LAYER),
-            values=layer_config.value_width,
-            values_are_keys=layer_config.values_are_keys,
-            norm=layer_config.layernorm_epsilon if layer_config.value_norm else None,
-            scale=layer_config.value_scale,
+            settings=tuple(getattr(layer_config.attention, name) for name in _BY_LAYER),
+            values=layer_config.attention.value_width,
+            values_are_keys=layer_config.attention.values_are_keys,
+            norm=layer_config.norm.layernorm_epsilon if layer_config.attention.value_norm else None,
+            scale=layer_config.attention.value_scale,
             reuses_kv=layer_config.takes_keys,
             shares_kv=layer in sources,
         )

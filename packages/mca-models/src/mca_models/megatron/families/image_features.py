@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.megatron.types import HfModel, Upstream
@@ -80,7 +81,7 @@ def assign_images(loads: Sequence[int], ranks: int) -> list[int]:
 
 def _split_images(images: JsonObject, config: McaModelConfig) -> list[_Image]:
     pixels: Tensor = images["pixel_values"]
-    vision = config.vision or {}
+    vision = config.vision_fields or {}
     merge = vision["vision_config"].get("spatial_merge_size", 2)
     if (grids := images.get("image_grid_thw")) is not None:
         loads = [time * high * wide for time, high, wide in grids.tolist()]
@@ -125,7 +126,7 @@ def empty_features(vision: HfModel, config: McaModelConfig, trained: Sequence[to
     without images must produce gradients too, at the same point of the backward pass as other ranks.
     """
     parameter: Tensor = next(vision.parameters())
-    none = parameter.new_zeros(0, config.hidden_size * (1 + config.deepstack_layers))
+    none = parameter.new_zeros(0, config.hidden_size * (1 + given(config.vision).deepstack_layers))
     if not (trained and torch.is_grad_enabled()):
         return none
     connected: Tensor = ZeroGradients.apply(none, *trained)

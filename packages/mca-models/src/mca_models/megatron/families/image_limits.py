@@ -11,7 +11,7 @@ from mca_models.megatron.types import MegatronConfig
 
 def image_reach(config: McaModelConfig) -> int:
     """Return how many later tokens an image token attends to; 0 with causal attention."""
-    tokens: int = (config.vision or {}).get("mm_tokens_per_image", 1)
+    tokens: int = (config.vision_fields or {}).get("mm_tokens_per_image", 1)
     return tokens - 1
 
 
@@ -28,13 +28,13 @@ def _problems(config: McaModelConfig, layout: ParallelLayout, megatron: Megatron
         yield from _bidirectional_problems(config, megatron)
     if config.mtp_num_layers:
         yield "MTP layers cannot be trained with images; set mtp_num_layers to 0"
-    if megatron.apply_rope_fusion and config.mrope_section:
+    if megatron.apply_rope_fusion and config.mrope is not None:
         yield "apply_rope_fusion has one position for each token, images have three; remove it"
     first = len(pipeline_plan(layout, config.num_layers, config.mtp_num_layers).first.layers)
-    if first < config.deepstack_layers:
+    if first < config.vision.deepstack_layers:
         yield (
             f"the first pipeline stage has {counted(first, 'layer')}; image features are added after each of the first "
-            f"{config.deepstack_layers}: give it more, or use fewer stages"
+            f"{config.vision.deepstack_layers}: give it more, or use fewer stages"
         )
 
 
@@ -45,5 +45,5 @@ def _bidirectional_problems(config: McaModelConfig, megatron: MegatronConfig) ->
             f"images of {config.model_type} attend in both directions, which Transformer Engine's attention does "
             "not support; set attention_backend to local"
         )
-    if config.attn_logit_softcapping is not None:
+    if config.attention.attn_logit_softcapping is not None:
         yield "attn_logit_softcapping cannot be combined with images that attend in both directions; train on text"

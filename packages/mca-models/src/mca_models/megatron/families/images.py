@@ -13,6 +13,7 @@ from torch import Tensor
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
+from mca_models.megatron.families.feature import Feature
 from mca_models.megatron.families.image_features import compute_image_features, empty_features
 from mca_models.megatron.families.image_limits import image_problems, image_reach
 from mca_models.megatron.layers.mrope import MRope
@@ -30,7 +31,7 @@ def accept_images(model: GptModel, config: McaModelConfig) -> None:
     if not model.pre_process:
         return
     model.embedding.register_forward_hook(inputs.after_embedding)
-    for number, layer in enumerate(model.decoder.layers[: config.deepstack_layers]):
+    for number, layer in enumerate(model.decoder.layers[: config.vision.deepstack_layers]):
         layer.register_forward_hook(_with_inner_features(number))
     for parameter in model.vision_model.parameters():
         mark_replicated_gradient(parameter, sequence_parallel=model.config.sequence_parallel)
@@ -139,3 +140,6 @@ def _with_inner_features(number: int) -> Upstream:
         return (hidden, None) if context is None else (hidden + context[number].to(hidden.dtype), context)
 
     return add
+
+
+IMAGES = Feature(name="images", enabled=lambda config: config.vision is not None, finish=accept_images)

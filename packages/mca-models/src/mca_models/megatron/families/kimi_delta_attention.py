@@ -45,7 +45,7 @@ def kimi_delta_spec(implementation: Implementation) -> Spec:
 
 def set_no_rope(model: GptModel, config: McaModelConfig) -> None:
     """Disable the rotation of MLA in a chunk's layers without RoPE."""
-    without = config.no_rope_freq or (0,) * config.num_layers
+    without = config.rope.no_rope_freq or (0,) * config.num_layers
     for layer in model.decoder.layers:
         rope = getattr(layer.self_attention, "rotary_pos_emb", None)
         if without[layer.layer_number - 1] and rope is not None:

@@ -7,7 +7,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron.families.feature import Feature
 from mca_models.megatron.layers.replicated import ReplicatedLinear
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import Upstream
@@ -18,7 +20,7 @@ def latent_projections(config: McaModelConfig, implementation: Implementation) -
     """Make Megatron build local MoE layers with latent projections, in this block."""
     from megatron.core.transformer.moe import moe_layer
 
-    if config.moe_latent_size is None or implementation == "transformer_engine":
+    if config.moe is None or config.moe.moe_latent_size is None or implementation == "transformer_engine":
         yield
         return
     module: Upstream = sys.modules[moe_layer.__name__]
@@ -33,3 +35,10 @@ def latent_projections(config: McaModelConfig, implementation: Implementation) -
             delattr(module, name)
         for name, value in before.items():
             setattr(module, name, value)
+
+
+LATENT_MOE = Feature(
+    name="latent MoE",
+    enabled=lambda config: config.moe is not None and config.moe.moe_latent_size is not None,
+    settings=lambda config: {"moe_latent_size": given(config.moe).moe_latent_size},
+)

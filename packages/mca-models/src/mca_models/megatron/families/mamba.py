@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import silu, softplus
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
+from mca_models.megatron.families.feature import Feature
 from mca_models.megatron.families.kernels import find_kernel
 from mca_models.megatron.families.recurrent_layers import (
     CausalConvolution,
@@ -24,7 +26,7 @@ from mca_models.megatron.families.state_space import state_space_layer
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, PackedSeqParams, ShardedState, Spec, WithBias
-from mca_models.templates.mamba import segments
+from mca_models.templates.parts.mamba import segments
 
 _HEADS = ("dt_bias", "A_log", "D")
 _CUT = (*_HEADS, "conv1d.weight", "conv1d.bias", "norm.weight")
@@ -95,8 +97,8 @@ class Mamba(torch.nn.Module):
         self.groups_of_ranks = options["pg_collection"]
         tp, sizes = self.groups_of_ranks.tp.size(), segments(model)
         self.sizes = [size // tp for size in sizes]
-        self.groups = HeadGroups(model.mamba_num_groups or 1, self.groups_of_ranks.tp)
-        self.least_step = model.mamba_least_step
+        self.groups = HeadGroups(given(model.mamba).mamba_num_groups or 1, self.groups_of_ranks.tp)
+        self.least_step = given(model.mamba).mamba_least_step
         linear = {
             "config": config,
             "bias": False,
@@ -112,23 +114,23 @@ class Mamba(torch.nn.Module):
             tp_comm_buffer_name="fc1",
             **linear,
         )
-        channels, kernel = sum(self.sizes[1:4]), model.mamba_conv_kernel_dim or 1
+        channels, kernel = sum(self.sizes[1:4]), given(model.mamba).mamba_conv_kernel_dim or 1
         convolution = torch.nn.Conv1d(
             channels,
             channels,
             kernel,
             groups=channels,
-            bias=model.mamba_conv_bias,
+            bias=given(model.mamba).mamba_conv_bias,
             dtype=config.params_dtype,
         )
         self.conv1d = CausalConvolution.from_conv1d(convolution, find_kernel("causal_conv1d_fn", config))
         self.scan = find_kernel("mamba_chunk_scan_combined", config)
         for name in _HEADS:
             setattr(self, name, cut_parameter((self.sizes[4],), config.params_dtype))
-        self.norm, first = None, model.mamba_norm == "gated"
-        if model.mamba_norm != "none":
+        self.norm, first = None, given(model.mamba).mamba_norm == "gated"
+        if given(model.mamba).mamba_norm != "none":
             self.norm = GatedNorm(config, self.sizes[0], self.groups, gate_first=first)
-        self.factors = model.mamba_multipliers
+        self.factors = given(model.mamba).mamba_multipliers
         self.out_proj = row(
             sizes[0],
             model.hidden_size,
@@ -192,7 +194,7 @@ def mamba_spec(implementation: Implementation, config: McaModelConfig) -> Spec:
     """Return the spec of a Mamba layer of ``config``, in place of attention or parallel to it."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    column, row = normed_linears(implementation, norm=not config.mamba_beside_attention)
+    column, row = normed_linears(implementation, norm=not given(config.mamba).mamba_beside_attention)
     return ModuleSpec(module=_module(), params={"model": config, "column": column, "row": row})
 
 
@@ -211,7 +213,7 @@ def with_parallel_mamba(attention: type, model: McaModelConfig, implementation: 
         model: The model.
         implementation: Implementation of Mamba's linears.
     """
-    factor = model.attention_out_multiplier
+    factor = given(model.mamba).attention_out_multiplier
 
     class ParallelMamba(attention):  # type: ignore[misc]
         """Attention and Mamba on the same normalised input."""
@@ -237,3 +239,12 @@ def with_parallel_mamba(attention: type, model: McaModelConfig, implementation: 
             return attended * factor + states, None
 
     return ParallelMamba
+
+
+MAMBA = Feature(
+    name="Mamba",
+    enabled=lambda config: config.mamba is not None,
+    settings=lambda config: {
+        "hetereogenous_dist_checkpoint": True
+    },  # tensors of layers that differ are not stacked
+)

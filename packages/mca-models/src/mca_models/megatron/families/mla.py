@@ -8,6 +8,8 @@ from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
+from mca_models.megatron.families.feature import Feature
+from mca_models.megatron.families.kimi_delta_attention import set_no_rope
 from mca_models.megatron.layers.rope import attention_factor, rotary_module
 from mca_models.megatron.types import GptModel, MegatronModule, Settings, Spec
 
@@ -51,7 +53,7 @@ class _ScaledRope(torch.nn.Module):
 
 def set_mla_rope(model: GptModel, config: McaModelConfig) -> None:
     """Set the RoPE of every MLA of a chunk for rope types that Megatron does not support."""
-    if (config.rope_scaling or {}).get("rope_type", "yarn") == "yarn":
+    if (config.rope.rope_scaling or {}).get("rope_type", "yarn") == "yarn":
         return
     for attention in model.modules():
         if hasattr(attention, "linear_kv_up_proj"):
@@ -104,3 +106,15 @@ def with_plain_query(attention: type) -> type:
             }
 
     return PlainQuery
+
+
+def _finish(model: GptModel, config: McaModelConfig) -> None:
+    set_mla_norm_epsilon(model)
+    set_yarn_ramp(model, config.rope.rope_scaling)
+    set_mla_rope(model, config)
+    set_no_rope(model, config)
+
+
+MLA = Feature(
+    name="multi-head latent attention", enabled=lambda config: config.mla is not None, finish=_finish
+)

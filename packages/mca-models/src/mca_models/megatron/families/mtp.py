@@ -6,6 +6,7 @@ Megatron passes the normed states to both.
 import torch
 from torch import Tensor
 
+from mca_models.megatron.families.feature import Feature
 from mca_models.megatron.types import GptModel, MegatronModule, Settings
 
 
@@ -32,3 +33,10 @@ def predict_before_norm(model: GptModel) -> None:
     model.mtp.register_forward_pre_hook(exchange, with_kwargs=True)
     model.mtp.register_forward_hook(put_back)
     model.register_forward_hook(lambda *whole: states.clear())
+
+
+MTP_BEFORE_NORM = Feature(
+    name="MTP before the final norm",
+    enabled=lambda config: config.mtp.mtp_before_final_norm,
+    finish=lambda model, config: predict_before_norm(model),
+)

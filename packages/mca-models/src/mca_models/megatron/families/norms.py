@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron.families.feature import Feature
 from mca_models.megatron.layers.norm import Norm
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
 from mca_models.megatron.types import GptModel, MegatronConfig, MegatronModule, ShardedState, WithBias
@@ -143,7 +144,7 @@ def add_post_norms(model: GptModel, config: McaModelConfig) -> None:
     The hook is on the whole block, not on its last projection, so that an adapter's output is normalised too.
     """
     for layer in model.decoder.layers:
-        placement = config.layer_config(layer.layer_number - 1).norm_placement
+        placement = config.layer_config(layer.layer_number - 1).norm.norm_placement
         for block in (layer.self_attention, layer.mlp) if placement != "pre" else ():
             block.post_layernorm = PostNorm(
                 model.config, model.config.hidden_size, model.config.layernorm_epsilon
@@ -154,3 +155,15 @@ def add_post_norms(model: GptModel, config: McaModelConfig) -> None:
 def _normalise_output(block: MegatronModule, args: tuple[object, ...], output: WithBias) -> WithBias:
     value, bias = output
     return block.post_layernorm(value), bias
+
+
+POST_NORMS = Feature(
+    name="norms after attention and MLP",
+    enabled=lambda config: any(kind.norm.norm_placement != "pre" for kind in config.kinds()),
+    finish=add_post_norms,
+)
+NORMS_AFTER_ROPE = Feature(
+    name="norms of q and k after RoPE",
+    enabled=lambda config: config.attention.qk_layernorm_after_rope,
+    finish=lambda model, config: normalise_after_rope(model, config.rope.no_rope_freq),
+)

@@ -8,6 +8,7 @@ is added to the sum as usual.
 import torch
 from torch import Tensor
 
+from mca_models.megatron.families.feature import Feature
 from mca_models.megatron.layers.norm import Norm
 from mca_models.megatron.types import GptModel, MegatronConfig
 
@@ -55,3 +56,10 @@ def connect_parallel_blocks(model: GptModel) -> None:
     """Save the input of attention for the MLP in every layer of a chunk."""
     for layer in model.decoder.layers:
         layer.input_layernorm.register_forward_hook(layer.pre_mlp_layernorm.save_input)
+
+
+PARALLEL_BLOCK = Feature(
+    name="attention parallel to the MLP",
+    enabled=lambda config: config.block.parallel_block != "none",
+    finish=lambda model, config: connect_parallel_blocks(model),
+)

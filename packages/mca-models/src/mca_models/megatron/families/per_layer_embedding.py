@@ -8,8 +8,10 @@ gradients take the same path back.
 import torch
 from torch import Tensor
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
+from mca_models.megatron.families.feature import Feature
 from mca_models.megatron.families.norms import PostNorm
 from mca_models.megatron.layers.replicated import ReplicatedLinear
 from mca_models.megatron.types import GptModel, MegatronModule
@@ -22,7 +24,7 @@ def add_per_layer_embeddings(model: GptModel, config: McaModelConfig) -> None:
     from megatron.core.tensor_parallel import VocabParallelEmbedding
 
     megatron, embedding = model.config, model.embedding
-    hidden, channels = config.hidden_size, config.per_layer_input_size
+    hidden, channels = config.hidden_size, given(config.per_layer_embedding).per_layer_input_size
     common = {"config": megatron, "init_method": megatron.init_method}
     embedding.per_layer_embeddings = VocabParallelEmbedding(
         config.padded_vocab_size,
@@ -84,3 +86,10 @@ def _add_input(
     gate, _ = layer.per_layer_gate(hidden.to(embedding.dtype))
     projected, _ = layer.per_layer_projection(layer.config.activation_func(gate) * embedding)
     return hidden + layer.per_layer_layernorm(projected), context
+
+
+PER_LAYER_EMBEDDING = Feature(
+    name="per-layer embeddings",
+    enabled=lambda config: config.per_layer_embedding is not None,
+    finish=add_per_layer_embeddings,
+)

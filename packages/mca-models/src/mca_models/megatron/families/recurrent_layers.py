@@ -10,10 +10,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import conv1d, pad, silu
 
+from mca_config.model.section import given
+from mca_config.model_config import McaModelConfig
+from mca_models.megatron.families.feature import Feature
 from mca_models.megatron.families.kernels import Kernel
 from mca_models.megatron.layers.zigzag import rank_token_ranges, restore_token_order
 from mca_models.megatron.names import Implementation
-from mca_models.megatron.types import PackedSeqParams
+from mca_models.megatron.types import PackedSeqParams, Settings
 
 _MAX_KERNEL_SIZE = 4
 """Maximum kernel size of ``causal_conv1d_fn``."""
@@ -100,3 +103,23 @@ def _lengths(packed_seq_params: PackedSeqParams, rows: int) -> tuple[int, ...]:
     from mca_models.megatron.layers.attention import packed_lengths
 
     return packed_lengths(packed_seq_params, rows)
+
+
+def _linear_settings(config: McaModelConfig) -> Settings:
+    own = given(config.linear_attention)
+    return {
+        # makes Megatron's distributed checkpoint expect different layers
+        "linear_attention_freq": [int(config.is_linear_layer(layer)) for layer in range(config.num_layers)],
+        "linear_conv_kernel_dim": own.linear_conv_kernel_dim,
+        "linear_num_key_heads": own.linear_num_key_heads,
+        "linear_num_value_heads": own.linear_num_value_heads,
+        "linear_key_head_dim": own.linear_key_head_dim,
+        "linear_value_head_dim": own.linear_value_head_dim,
+    }
+
+
+LINEAR_ATTENTION = Feature(
+    name="linear attention",
+    enabled=lambda config: config.linear_attention is not None,
+    settings=_linear_settings,
+)

@@ -12,13 +12,15 @@ from mca_models.megatron.families.sparse_mixer import custom_sparse_mixer
 
 def custom_router(config: McaModelConfig) -> Callable[[type], type] | None:
     """Return a function that adapts a router class to the model; None if Megatron's router fits."""
+    if config.moe is None:
+        return None
     adapt = (
         biased_router
         if has_biased_softmax(config)
         else custom_group_router(config) or custom_sparse_mixer(config)
     )
     adapt = adapt or custom_sigmoid_router(config)
-    count = config.moe_identity_experts
+    count = config.moe.moe_identity_experts
     if not count:
         return adapt
     return lambda router: router_with_identity_experts(adapt(router) if adapt else router, count)

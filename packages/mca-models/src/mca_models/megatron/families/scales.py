@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron.families.feature import Feature
 from mca_models.megatron.layers.sharded import cut_parameter
 from mca_models.megatron.types import GptModel, MegatronModule, WithBias
 
@@ -18,15 +19,15 @@ AddToResidual = Callable[..., Tensor]
 
 def add_scales(model: GptModel, config: McaModelConfig) -> None:
     """Scale a chunk's embedding and logits, and cap the logits."""
-    if config.embedding_multiplier != 1.0 and hasattr(model, "embedding"):
-        factor = config.embedding_multiplier
+    if config.embedding.embedding_multiplier != 1.0 and hasattr(model, "embedding"):
+        factor = config.embedding.embedding_multiplier
 
         def scale_embedding(module: torch.nn.Module, args: tuple[object, ...], output: Tensor) -> Tensor:
             # HF rounds the factor to the weights' dtype; made on the device to avoid a synchronisation
             return output * torch.full((), factor, dtype=output.dtype, device=output.device)
 
         model.embedding.register_forward_hook(scale_embedding)
-    divisor, cap = config.logits_scaling, config.final_logit_softcapping
+    divisor, cap = config.head.logits_scaling, config.head.final_logit_softcapping
     if (divisor != 1.0 or cap is not None) and hasattr(model, "output_layer"):
 
         def scale_logits(module: torch.nn.Module, args: tuple[object, ...], output: WithBias) -> WithBias:
@@ -93,3 +94,16 @@ def add_output_bias(model: GptModel) -> None:
             (layer.output_size_per_partition,), model.config.params_dtype
         )
         layer.bias = bias
+
+
+OUTPUT_BIAS = Feature(
+    name="bias of the logits",
+    enabled=lambda config: config.head.output_bias and config.head.num_labels is None,
+    finish=lambda model, config: add_output_bias(model),
+)
+SCALES = Feature(name="factors on embeddings and logits", enabled=lambda config: True, finish=add_scales)
+LAYER_SCALARS = Feature(
+    name="factors on layers",
+    enabled=lambda config: config.block.layer_scalar,
+    finish=lambda model, config: add_layer_scalars(model),
+)

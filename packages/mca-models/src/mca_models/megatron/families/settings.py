@@ -3,61 +3,49 @@
 Common settings are in `factory.transformer_config`.
 """
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.families.biased_router import has_biased_softmax
-from mca_models.megatron.families.group_router import custom_group_router
+from mca_models.megatron.families.features import FEATURES
 from mca_models.megatron.types import MegatronConfig, Settings
 
 
 def settings(config: McaModelConfig) -> Settings:
     """Return the settings that differ from Megatron's defaults."""
     values: Settings = {
-        "moe_latent_size": config.moe_latent_size,
-        "softmax_scale": config.softmax_scale,
-        "activation_func_clamp_value": config.activation_func_clamp_value,
-        "glu_linear_offset": config.glu_linear_offset or None,
-        "attention_output_gate": config.attention_output_gate or None,
-        "softmax_type": None if config.softmax_type == "vanilla" else config.softmax_type,
-        "no_rope_freq": list(config.no_rope_freq) if config.no_rope_freq else None,
+        "softmax_scale": config.attention.softmax_scale,
+        "activation_func_clamp_value": config.mlp.activation_func_clamp_value,
+        "glu_linear_offset": config.mlp.glu_linear_offset or None,
+        "attention_output_gate": config.attention.attention_output_gate or None,
+        "softmax_type": None if config.attention.softmax_type == "vanilla" else config.attention.softmax_type,
+        "no_rope_freq": list(config.rope.no_rope_freq) if config.rope.no_rope_freq else None,
     }
-    if config.num_moe_experts and config.add_bias_linear:
-        values["bias_dropout_fusion"] = False  # grouped experts reject it
     if not has_fused_activation(config):
         values["bias_activation_fusion"] = False
-    if config.linear_conv_kernel_dim is not None:
-        values |= {
-            # makes Megatron's distributed checkpoint expect different layers
-            "linear_attention_freq": [int(config.is_linear_layer(i)) for i in range(config.num_layers)],
-            "linear_conv_kernel_dim": config.linear_conv_kernel_dim,
-            "linear_num_key_heads": config.linear_num_key_heads,
-            "linear_num_value_heads": config.linear_num_value_heads,
-            "linear_key_head_dim": config.linear_key_head_dim,
-            "linear_value_head_dim": config.linear_value_head_dim,
-        }
-    if config.mamba_num_heads is not None or len(config.kinds()) > 1:
+    if len(config.kinds()) > 1:
         values["hetereogenous_dist_checkpoint"] = True  # tensors of layers that differ are not stacked
     chosen = {name: value for name, value in values.items() if value is not None}
-    if custom_group_router(config) is not None:
-        chosen |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
-    if has_biased_softmax(config):  # rejected by Megatron's configuration, but built by its router
-        chosen["moe_router_enable_expert_bias"] = False
+    for feature in FEATURES:
+        if feature.enabled(config):
+            chosen |= feature.settings(config)
     return chosen
 
 
 def has_fused_activation(config: McaModelConfig) -> bool:
     """Return whether Megatron has an exact fused activation for every MLP; the one for ``gelu`` is approximate."""
-    if config.mlp_multipliers is not None:
+    if config.mlp.mlp_multipliers is not None:
         return False
-    if config.hidden_act == "quick_gelu":  # fused for routed experts only
+    if config.mlp.hidden_act == "quick_gelu":  # fused for routed experts only
         dense = not all(config.is_moe_layer(i) for i in range(config.num_layers))
-        return not dense and config.moe_shared_expert_intermediate_size is None
-    return config.hidden_act == "silu" and config.gated_linear_unit
+        return not dense and given(config.moe).moe_shared_expert_intermediate_size is None
+    return config.mlp.hidden_act == "silu" and config.mlp.gated_linear_unit
 
 
 def before_building(config: McaModelConfig, megatron: MegatronConfig) -> None:
     """Restore the settings that ``after_building`` of the previous chunk changed."""
-    megatron.qk_layernorm = config.qk_layernorm
-    megatron.moe_router_enable_expert_bias = config.moe_router_enable_expert_bias
+    megatron.qk_layernorm = config.attention.qk_layernorm
+    megatron.moe_router_enable_expert_bias = (
+        config.moe is not None and config.moe.moe_router_enable_expert_bias
+    )
 
 
 def after_building(config: McaModelConfig, megatron: MegatronConfig) -> None:
@@ -66,5 +54,5 @@ def after_building(config: McaModelConfig, megatron: MegatronConfig) -> None:
     Megatron sums the gradients of all ``q_layernorm`` and ``k_layernorm`` over tensor ranks where ``qk_layernorm`` is
     set; norms with weights for each head are sharded like the heads, and their gradients are complete.
     """
-    if config.qk_layernorm_full_width or config.qk_layernorm_per_head:
+    if config.attention.qk_layernorm_full_width or config.attention.qk_layernorm_per_head:
         megatron.qk_layernorm = False

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
+from mca_models.megatron.families.feature import Feature
 from mca_models.megatron.types import GptModel, MegatronModule
 
 Arguments = tuple[object, ...]
@@ -59,11 +60,14 @@ def _slices(config: McaModelConfig) -> dict[int, ContextSlice]:
     start = 0
     for layer in sorted(source for source in sources if source is not None):
         layer_config = config.layer_config(layer)
-        groups = layer_config.num_query_groups // config.layout.tp
+        groups = layer_config.attention.num_query_groups // config.layout.tp
         slices[layer] = ContextSlice(
-            start, groups * layer_config.kv_channels, groups * layer_config.value_width, groups
+            start,
+            groups * layer_config.attention.kv_channels,
+            groups * layer_config.attention.value_width,
+            groups,
         )
-        start += groups * (layer_config.kv_channels + layer_config.value_width)
+        start += groups * (layer_config.attention.kv_channels + layer_config.attention.value_width)
     return slices
 
 
@@ -79,3 +83,6 @@ def _share(
 
 def _reuse(source: ContextSlice, layer: MegatronModule, args: Arguments, kwargs: JsonObject) -> None:
     layer.self_attention.reused_kv = source.read(kwargs["context"])
+
+
+SHARED_KV = Feature(name="shared KV", enabled=lambda config: config.shared_kv is not None, finish=share_kv)

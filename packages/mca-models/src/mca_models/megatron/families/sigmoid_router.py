@@ -11,7 +11,9 @@ from mca_config.model_config import McaModelConfig
 
 def custom_sigmoid_router(config: McaModelConfig) -> Callable[[type], type] | None:
     """Return a function that adapts a router class to unnormalised sigmoids; None if Megatron's router fits."""
-    plain = not config.moe_router_normalised and config.moe_router_topk > 1
+    if config.moe is None:
+        return None
+    plain = not config.moe.moe_router_normalised and config.moe.moe_router_topk > 1
     return unnormalized_sigmoid_router if plain else None
 
 

@@ -21,7 +21,7 @@ _THIRD_ORDER_SHARE = 0.75
 
 def custom_sparse_mixer(config: McaModelConfig) -> Callable[[type], type] | None:
     """Return a function that adapts a router class to SparseMixer; None if the model does not use it."""
-    jitter = config.sparse_mixer_jitter
+    jitter = None if config.moe is None else config.moe.sparse_mixer_jitter
     return None if jitter is None else partial(sparse_mixer_router, jitter=jitter)
 
 

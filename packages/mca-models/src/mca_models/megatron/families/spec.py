@@ -6,7 +6,8 @@ Settings are changed in `settings`, built chunks in `chunk`.
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
+from mca_config.model.section import given
+from mca_config.model_config import McaModelConfig
 from mca_models.megatron.families.attention import with_biases, with_clipped_qkv
 from mca_models.megatron.families.block_sparse_attention import with_block_indexer
 from mca_models.megatron.families.checkpoint_keys import keys_map
@@ -69,7 +70,7 @@ def adapted_block(
 def _linear_attention(config: McaModelConfig, implementation: Implementation) -> Spec:
     return (
         kimi_delta_spec(implementation)
-        if config.linear_channel_decay
+        if given(config.linear_attention).linear_channel_decay
         else delta_net_spec(config, implementation)
     )
 
@@ -95,28 +96,28 @@ def _checkpoint_names(
 def _common_changes(spec: Spec, config: McaModelConfig, implementation: Implementation) -> Spec:
     """Apply the changes that all layers share to ``spec`` of a block or of MTP layers."""
     changes: dict[str, Change] = {}
-    if config.norm_placement != "post" and config.has_custom_norms:
+    if config.norm.norm_placement != "post" and config.has_custom_norms:
         changes |= _norm_changes(config)
-    if config.qk_layernorm_full_width:
+    if config.attention.qk_layernorm_full_width:
         changes |= {"q_layernorm": lambda norm: FullWidthNorm, "k_layernorm": lambda norm: FullWidthKeyNorm}
-    if config.qk_layernorm_per_head:
+    if config.attention.qk_layernorm_per_head:
         changes |= {"q_layernorm": lambda norm: PerHeadNorm, "k_layernorm": lambda norm: PerHeadKeyNorm}
-    if config.qk_layernorm_after_rope:
-        post_rope = PostRopeNorm if config.qk_layernorm_weight else PostRopeNormWithoutWeight
+    if config.attention.qk_layernorm_after_rope:
+        post_rope = PostRopeNorm if config.attention.qk_layernorm_weight else PostRopeNormWithoutWeight
         changes |= dict.fromkeys(("q_layernorm", "k_layernorm"), lambda norm: post_rope)
-    if config.residual_multiplier != 1.0:
-        factor = config.residual_multiplier
+    if config.block.residual_multiplier != 1.0:
+        factor = config.block.residual_multiplier
         changes |= dict.fromkeys(("self_attn_bda", "mlp_bda"), lambda add: scaled_residual(add, factor))
     if (router := custom_router(config)) is not None:
         changes["router"] = router
-    if config.experts_beside_mlp:
+    if config.moe is not None and config.moe.experts_beside_mlp:
         changes["pre_mlp_layernorm"] = _nothing
     return _changed(spec, changes, _classes(config, implementation))
 
 
 def _without_pre_norms(spec: Spec, config: McaModelConfig, implementation: Implementation) -> Spec:
     """Remove the norms before attention and MLP from ``spec`` of a layer with post-norms."""
-    if config.norm_placement != "post":
+    if config.norm.norm_placement != "post":
         return spec
     none = dict.fromkeys(("input_layernorm", "pre_mlp_layernorm"), _nothing)
     return _changed(spec, none, _plain_linears() if implementation == "transformer_engine" else {})
@@ -131,18 +132,18 @@ def _classes(config: McaModelConfig, implementation: Implementation) -> dict[typ
             classes[engine_attention()] = core
     elif reach := image_reach(config):
         classes[CoreAttention] = image_attention(reach)
-    if isinstance(config, MlaMcaModelConfig):
+    if config.mla is not None:
         from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-        mla = MLASelfAttention if config.q_lora_rank else with_plain_query(MLASelfAttention)
-        factors = config.query_multiplier, config.latent_multiplier
+        mla = MLASelfAttention if config.mla.q_lora_rank else with_plain_query(MLASelfAttention)
+        factors = config.mla.query_multiplier, config.mla.latent_multiplier
         mla = mla if factors == (1.0, 1.0) else with_mla_multipliers(mla, *factors)
-        classes[MLASelfAttention] = mla if config.index_topk is None else with_indexer(mla)
+        classes[MLASelfAttention] = mla if config.dsa is None else with_indexer(mla)
     classes |= _experts(config)
     from megatron.core.transformer.attention import SelfAttention
 
     attention = _self_attention(SelfAttention, config)
-    parallel = config.mamba_beside_attention
+    parallel = config.has_parallel_mamba
     classes[SelfAttention] = with_parallel_mamba(attention, config, implementation) if parallel else attention
     return classes
 
@@ -153,40 +154,42 @@ def _experts(config: McaModelConfig) -> dict[type, type]:
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     experts: type = MoELayer
-    if config.input_jitter_noise:
-        experts = with_noisy_input(experts, config.input_jitter_noise)
-    if config.moe_shared_expert_mean:
+    if config.moe is None:
+        return {}
+    if config.moe.input_jitter_noise:
+        experts = with_noisy_input(experts, config.moe.input_jitter_noise)
+    if config.moe.moe_shared_expert_mean:
         experts = with_shared_expert_mean(experts)
-    if config.experts_beside_mlp:
+    if config.moe.experts_beside_mlp:
         experts = with_dense_mlp(experts)
-    if config.moe_identity_experts:
-        experts = with_identity_experts(experts, config.moe_identity_experts)
-    if not config.moe_shortcut:
+    if config.moe.moe_identity_experts:
+        experts = with_identity_experts(experts, config.moe.moe_identity_experts)
+    if not config.moe.moe_shortcut:
         return {MoELayer: experts}
     return {MoELayer: with_separate_experts(experts), TransformerLayer: with_shortcut(TransformerLayer)}
 
 
 def _self_attention(attention: type, config: McaModelConfig) -> type:
     """Return Megatron's attention class with this model's features."""
-    if config.rotary_base_local is not None:
+    if config.rope.rotary_base_local is not None:
         attention = with_layer_rope(
             attention, config.layer_types or (), attention_factor(config), rope_widths(config)
         )
     if config.has_custom_qkv:
         attention = with_heterogeneous_heads(attention, heads_by_layer(config))
-    if config.index_blocks is not None:
+    if config.block_sparse_attention is not None:
         attention = with_block_indexer(attention)
-    if config.clip_qkv is not None:
-        attention = with_clipped_qkv(attention, config.clip_qkv)
-    if config.add_bias_attention is not None:
-        attention = with_biases(attention, biased=config.add_bias_attention)
+    if config.attention.clip_qkv is not None:
+        attention = with_clipped_qkv(attention, config.attention.clip_qkv)
+    if config.attention.add_bias_attention is not None:
+        attention = with_biases(attention, biased=config.attention.add_bias_attention)
     return attention
 
 
 def _norm_changes(config: McaModelConfig) -> dict[str, Change]:
-    before = norm_with(weight=config.norm_weight, bias=config.norm_bias)
+    before = norm_with(weight=config.norm.norm_weight, bias=config.norm.norm_bias)
     between = {"none": before, "one_norm": SharedNorm, "two_norms": second_norm(before)}[
-        config.parallel_block
+        config.block.parallel_block
     ]
     return {"input_layernorm": lambda norm: before, "pre_mlp_layernorm": lambda norm: between}
 
@@ -195,7 +198,7 @@ def _without_norms_inside(config: McaModelConfig, implementation: Implementation
     """Return replacements of Transformer Engine's fused norm-and-linear classes, and of the last norm."""
     if not config.has_custom_norms:
         return {}
-    norm = norm_with(weight=config.norm_weight, bias=config.norm_bias)
+    norm = norm_with(weight=config.norm.norm_weight, bias=config.norm.norm_bias)
     if implementation != "transformer_engine":
         return {Norm: norm}
     from megatron.core.extensions.transformer_engine import TENorm
@@ -229,9 +232,9 @@ def _absent_blocks(config: McaModelConfig, layer: int) -> dict[str, Change]:
 def _shared_kv_changes(layer: McaModelConfig, config: McaModelConfig) -> dict[str, Change]:
     """Return the changes of layers that reuse keys and values: no key norm, maybe another MLP size."""
     changes: dict[str, Change] = {"k_layernorm": _nothing} if layer.takes_keys else {}
-    if layer.ffn_hidden_size != config.ffn_hidden_size:
-        width = layer.ffn_hidden_size
-        rows = width * (1 + config.gated_linear_unit)
+    if layer.mlp.ffn_hidden_size != config.mlp.ffn_hidden_size:
+        width = layer.mlp.ffn_hidden_size
+        rows = width * (1 + config.mlp.gated_linear_unit)
         changes["linear_fc1"] = lambda linear: sized(linear, rows=rows)
         changes["linear_fc2"] = lambda linear: sized(linear, columns=width)
     return changes

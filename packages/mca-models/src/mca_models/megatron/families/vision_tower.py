@@ -12,9 +12,10 @@ import torch
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
+from mca_models.megatron.families.feature import Feature
 from mca_models.megatron.types import GptModel, HfModel
 from mca_models.templates import config_to_hf, get_family
-from mca_models.templates.vision_tower import PREFIX
+from mca_models.templates.parts.vision_tower import PREFIX
 from mca_models.weights import Param, Stage
 
 _NO_TEXT: Mapping[str, object] = {"num_hidden_layers": 0, "vocab_size": 1, "pad_token_id": None}
@@ -62,3 +63,8 @@ def without_text(hf: JsonObject) -> JsonObject:
     if "text_config" in hf:
         return {**hf, "text_config": without_text(hf["text_config"])}
     return {**{key: value for key, value in hf.items() if key not in _PER_LAYER}, **_NO_TEXT}
+
+
+VISION_TOWER = Feature(
+    name="vision tower", enabled=lambda config: config.vision is not None, finish=add_vision_tower
+)

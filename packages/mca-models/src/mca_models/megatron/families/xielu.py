@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from mca_models.megatron.families.feature import Feature
 from mca_models.megatron.layers.sharded import sharded_state
 from mca_models.megatron.types import GptModel, MegatronConfig, ShardedState
 
@@ -44,3 +45,10 @@ def use_xielu(model: GptModel) -> None:
     """Set the activation of every MLP of a chunk."""
     for layer in model.decoder.layers:
         layer.mlp.activation_func = Xielu(model.config)
+
+
+XIELU = Feature(
+    name="xIELU",
+    enabled=lambda config: config.mlp.hidden_act == "xielu",
+    finish=lambda model, config: use_xielu(model),
+)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.layers.rope import frequencies, rotary_module
 from mca_models.megatron.types import MegatronModule
@@ -45,13 +46,15 @@ class MRope(torch.nn.Module):
         super().__init__()
         plain: MegatronModule = rotary_module(config, cp_group)
         inverse = frequencies(config)
-        axes = mrope_axes(config.mrope_section or (), len(inverse), interleaved=config.mrope_interleaved)
+        axes = mrope_axes(
+            given(config.mrope).mrope_section, len(inverse), interleaved=given(config.mrope).mrope_interleaved
+        )
         self.plain = plain
         self.inverse: Tensor
         self.axes: Tensor
         self.register_buffer("inverse", inverse.to(plain.inv_freq.device), persistent=False)
         self.register_buffer("axes", axes.to(plain.inv_freq.device), persistent=False)
-        self.pairs = config.rotary_interleaved
+        self.pairs = config.rope.rotary_interleaved
         self.positions: Tensor | None = None
 
     def get_rotary_seq_len(self, *args: object, **kwargs: object) -> int:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mca_config.model_config import McaModelConfig, MlaMcaModelConfig
-from mca_config.rope import require_rope
+from mca_config.model_config import McaModelConfig
 from mca_models.megatron.types import MegatronModule, Settings
 
 Rope = Settings
@@ -20,9 +19,9 @@ Rope = Settings
 
 def rotary_dim(config: McaModelConfig) -> int:
     """Return the number of rotated channels of a head."""
-    if isinstance(config, MlaMcaModelConfig):
-        return config.qk_pos_emb_head_dim
-    return int(config.kv_channels * config.rotary_percent)
+    if config.mla is not None:
+        return config.mla.qk_pos_emb_head_dim
+    return int(config.attention.kv_channels * config.rope.rotary_percent)
 
 
 def inverse_frequencies(base: float, dim: int) -> Tensor:
@@ -32,17 +31,17 @@ def inverse_frequencies(base: float, dim: int) -> Tensor:
 
 
 def _linear(config: McaModelConfig, rope: Rope) -> Tensor:
-    stretched: Tensor = inverse_frequencies(config.rotary_base, rotary_dim(config)) / rope["factor"]
+    stretched: Tensor = inverse_frequencies(config.rope.rotary_base, rotary_dim(config)) / rope["factor"]
     return stretched
 
 
 def _dynamic(config: McaModelConfig, rope: Rope) -> Tensor:
-    return inverse_frequencies(config.rotary_base, rotary_dim(config))
+    return inverse_frequencies(config.rope.rotary_base, rotary_dim(config))
 
 
 def _llama3(config: McaModelConfig, rope: Rope) -> Tensor:
     """Stretch long wavelengths, keep short ones, mix those between."""
-    frequencies = inverse_frequencies(config.rotary_base, rotary_dim(config))
+    frequencies = inverse_frequencies(config.rope.rotary_base, rotary_dim(config))
     original = rope["original_max_position_embeddings"]
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = original * frequencies / (2 * math.pi)  # turns of each channel in the original context
@@ -54,7 +53,7 @@ def _llama3(config: McaModelConfig, rope: Rope) -> Tensor:
 
 def _yarn(config: McaModelConfig, rope: Rope) -> Tensor:
     """Keep the frequency of fast channels, stretch slow ones, with a ramp between."""
-    dim, base = rotary_dim(config), config.rotary_base
+    dim, base = rotary_dim(config), config.rope.rotary_base
     original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
 
     def channel(turns: float) -> float:
@@ -73,14 +72,16 @@ def _yarn(config: McaModelConfig, rope: Rope) -> Tensor:
 
 def _longrope(config: McaModelConfig, rope: Rope) -> Tensor:
     """Apply the per-channel factors of sequences within the original context."""
-    return inverse_frequencies(config.rotary_base, rotary_dim(config)) / torch.tensor(rope["short_factor"])
+    return inverse_frequencies(config.rope.rotary_base, rotary_dim(config)) / torch.tensor(
+        rope["short_factor"]
+    )
 
 
 def _proportional(config: McaModelConfig, rope: Rope) -> Tensor:
     """Rotate a share of the channels; the frequencies of the others are 0."""
-    dim = config.kv_channels
+    dim = config.attention.kv_channels
     rotated = int(rope.get("partial_rotary_factor", 1.0) * dim // 2)
-    whole = inverse_frequencies(config.rotary_base, dim) / rope.get("factor", 1.0)
+    whole = inverse_frequencies(config.rope.rotary_base, dim) / rope.get("factor", 1.0)
     return torch.where(torch.arange(dim // 2) < rotated, whole, 0.0)
 
 
@@ -106,15 +107,14 @@ def frequencies(config: McaModelConfig) -> Tensor:
     Raises:
         McaError: The ``rope_type`` is unknown, or lacks a parameter.
     """
-    require_rope(config.rope_scaling)
-    if config.rope_scaling is None:
-        return inverse_frequencies(config.rotary_base, rotary_dim(config))
-    return _KINDS[config.rope_scaling["rope_type"]](config, config.rope_scaling)
+    if config.rope.rope_scaling is None:
+        return inverse_frequencies(config.rope.rotary_base, rotary_dim(config))
+    return _KINDS[config.rope.rope_scaling["rope_type"]](config, config.rope.rope_scaling)
 
 
 def attention_factor(config: McaModelConfig) -> float:
     """Return the factor on cosine and sine: 1 except for yarn and longrope."""
-    rope = config.rope_scaling
+    rope = config.rope.rope_scaling
     if rope is None or rope.get("rope_type") not in ("yarn", "longrope"):
         return 1.0
     if rope.get("attention_factor") is not None:
@@ -141,15 +141,15 @@ def _longrope_scale(config: McaModelConfig, rope: Rope) -> float:
 
 def long_frequencies(config: McaModelConfig, length: int) -> Tensor:
     """Return longrope's frequencies for sequences of ``length`` tokens beyond the original context."""
-    factors = torch.tensor((config.rope_scaling or {})["long_factor"])
-    return inverse_frequencies(config.rotary_base, rotary_dim(config)) / factors
+    factors = torch.tensor((config.rope.rope_scaling or {})["long_factor"])
+    return inverse_frequencies(config.rope.rotary_base, rotary_dim(config)) / factors
 
 
 def dynamic_frequencies(config: McaModelConfig, length: int) -> Tensor:
     """Return dynamic scaling's frequencies for ``length`` tokens beyond the original context."""
-    rope, dim, context = config.rope_scaling or {}, rotary_dim(config), config.max_position_embeddings
+    rope, dim, context = config.rope.rope_scaling or {}, rotary_dim(config), config.max_position_embeddings
     stretch = rope["factor"] * length / context - (rope["factor"] - 1)
-    return inverse_frequencies(config.rotary_base * stretch ** (dim / (dim - 2)), dim)
+    return inverse_frequencies(config.rope.rotary_base * stretch ** (dim / (dim - 2)), dim)
 
 
 _LONGEST = "longest_sequence"
@@ -199,15 +199,15 @@ def rotary_module(config: McaModelConfig, cp_group: ProcessGroup) -> torch.nn.Mo
             positions = torch.arange(max_seq_len, device=inv_freq.device, dtype=inv_freq.dtype) + offset
             return torch.outer(positions, inv_freq)
 
-    rope, sign = config.rope_scaling or {}, -1 if config.rotary_backwards else 1
+    rope, sign = config.rope.rope_scaling or {}, -1 if config.rope.rotary_backwards else 1
     beyond = _BEYOND.get(rope.get("rope_type", "default"), dynamic_frequencies)
     longrope = rope.get("rope_type") == "longrope"
     original = rope["original_max_position_embeddings"] if longrope else config.max_position_embeddings
     rotary: MegatronModule = (LengthDependentRope if rope.get("rope_type") in _BEYOND else RotaryEmbedding)(
-        kv_channels=config.kv_channels,
-        rotary_percent=config.rotary_percent,
-        rotary_interleaved=config.rotary_interleaved,
-        rotary_base=config.rotary_base,
+        kv_channels=config.attention.kv_channels,
+        rotary_percent=config.rope.rotary_percent,
+        rotary_interleaved=config.rope.rotary_interleaved,
+        rotary_base=config.rope.rotary_base,
         cp_group=cp_group,
     )
     rotary.inv_freq = frequencies(config).to(rotary.inv_freq) * sign

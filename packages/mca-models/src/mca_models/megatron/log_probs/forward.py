@@ -148,7 +148,7 @@ def _checked_batch(models: LiveModel, make_batch: Callable[[], Batch]) -> Batch:
         require_no_images(models.config, batch.input_ids)
         if batch.packed:
             _require_packs(models)
-        if models.config.learned_positions:
+        if models.config.embedding.learned_positions:
             longest = max(map(len, batch.positions()), default=0)
             require_learned_positions(longest, models.config.max_position_embeddings)
         batches.append(batch)

@@ -117,5 +117,5 @@ def receive_adapter(adapter: Adapter, weights: Iterable[Weight]) -> Callable[[Pa
 
     receive_all(weights, receive)
     receiver.finish()
-    stacks = PeftReader(lambda name: to_numpy(tensors[name]), adapter.model.num_moe_experts or 1)
+    stacks = PeftReader(lambda name: to_numpy(tensors[name]), adapter.model.num_experts or 1)
     return stacks.read

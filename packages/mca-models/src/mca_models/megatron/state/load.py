@@ -69,7 +69,7 @@ class _Loading:
         expected: dict[str, Shape] = {}
         params = {param.mca_name(): param for param in model_params(models)}
         for param in params.values():
-            front = (config.num_moe_experts or 0,) if param.stacked else ()
+            front = (config.num_experts,) if param.stacked else ()
             for name, shape in _shapes(param, models).items():
                 expected.setdefault(name, front + shape)
         self._uses: dict[str, list[_Use]] = {}

@@ -1,0 +1,1 @@
+"""Sections of a model's configuration: one file and one class for each feature."""

@@ -1,0 +1,89 @@
+"""Table of the sections, and flat field names: every name belongs to one section or to the model itself."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mca_config.model.attention import Attention
+from mca_config.model.block import Block
+from mca_config.model.block_sparse_attention import BlockSparseAttention
+from mca_config.model.dsa import Dsa
+from mca_config.model.embedding import Embedding
+from mca_config.model.head import OutputHead
+from mca_config.model.linear_attention import LinearAttention
+from mca_config.model.mamba import Mamba
+from mca_config.model.mla import Mla
+from mca_config.model.mlp import Mlp
+from mca_config.model.moe import Moe
+from mca_config.model.mrope import MRope
+from mca_config.model.mtp import Mtp
+from mca_config.model.norm import Norm
+from mca_config.model.per_layer_embedding import PerLayerEmbedding
+from mca_config.model.rope import Rope
+from mca_config.model.section import Section
+from mca_config.model.shared_kv import SharedKv
+from mca_config.model.vision import Vision
+from mca_config.types import JsonObject, Values
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A section of the configuration.
+
+    Args:
+        cls: Its class.
+        key: The field without which a model has no such section; None: every model has the section.
+        absent: Values of that field that mean that the model has no such section; the first is the usual one.
+    """
+
+    cls: type[Section]
+    key: str | None = None
+    absent: tuple[object, ...] = (None,)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the section's fields."""
+        return tuple(field.name for field in dataclasses.fields(self.cls))  # type: ignore[arg-type]
+
+
+_COUNT = (0, None)
+SECTIONS: Mapping[str, Entry] = {
+    "attention": Entry(Attention),
+    "rope": Entry(Rope),
+    "mlp": Entry(Mlp),
+    "norm": Entry(Norm),
+    "block": Entry(Block),
+    "embedding": Entry(Embedding),
+    "head": Entry(OutputHead),
+    "mtp": Entry(Mtp),
+    "moe": Entry(Moe, "num_moe_experts"),
+    "mla": Entry(Mla, "kv_lora_rank"),
+    "dsa": Entry(Dsa, "index_topk"),
+    "block_sparse_attention": Entry(BlockSparseAttention, "index_blocks"),
+    "linear_attention": Entry(LinearAttention, "linear_conv_kernel_dim"),
+    "mamba": Entry(Mamba, "mamba_num_heads"),
+    "shared_kv": Entry(SharedKv, "num_kv_shared_layers", _COUNT),
+    "per_layer_embedding": Entry(PerLayerEmbedding, "per_layer_input_size", _COUNT),
+    "mrope": Entry(MRope, "mrope_section", (None, ())),
+    "vision": Entry(Vision, "vision_fields"),
+}
+SECTION_OF: Mapping[str, str] = {name: section for section, entry in SECTIONS.items() for name in entry.names}
+"""The section of each field."""
+DEFAULTS: Values = {
+    field.name: field.default
+    for entry in SECTIONS.values()
+    for field in dataclasses.fields(entry.cls)  # type: ignore[arg-type]
+    if field.default is not dataclasses.MISSING
+}
+"""Values of fields that need not be given."""
+
+
+def group_fields(values: Values) -> tuple[JsonObject, dict[str, JsonObject | None]]:
+    """Return the fields of the model itself, and the fields of each section; None: the model has no such section."""
+    own = {name: value for name, value in values.items() if name not in SECTION_OF}
+    sections: dict[str, JsonObject | None] = {}
+    for section, entry in SECTIONS.items():
+        present = entry.key is None or values.get(entry.key) not in entry.absent
+        fields = {name: values[name] for name in entry.names if name in values}
+        sections[section] = fields if present else None
+    return own, sections

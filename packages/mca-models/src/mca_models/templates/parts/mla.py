@@ -1,0 +1,109 @@
+"""Multi-head latent attention (MLA)."""
+
+from mca_config.model.section import given
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject, Values
+from mca_models.templates.config_table import (
+    Field,
+    Fixed,
+    HfConfig,
+    dense_fields,
+)
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import ATTN, dense_mlp, embedding, head, inner
+from mca_models.templates.parts.moe import (
+    SCALED,
+    expert_fields,
+    grouped_experts,
+    moe_params,
+    require_sigmoid_routing,
+    write_groups,
+)
+from mca_models.templates.parts.names import HF_ATTN, MoeNames
+from mca_models.weights import COLUMN, ROW, Concat, GroupedHeads, Interleaved, Param, expand_rules
+
+LATENT_FIELDS = (
+    Field("q_lora_rank", "q_lora_rank", None),
+    Field("kv_lora_rank", "kv_lora_rank"),
+    Field("qk_head_dim", "qk_nope_head_dim"),
+    Field("qk_pos_emb_head_dim", "qk_rope_head_dim"),
+    Field("v_head_dim", "v_head_dim"),
+)
+
+
+MLA_FIELDS = (
+    *(field for field in dense_fields() if field.mca != "kv_channels"),
+    *expert_fields(count="n_routed_experts", default=256),
+    *LATENT_FIELDS,
+    SCALED,
+)
+
+
+INTERLEAVED = Fixed("rope_interleave", (True,), "Megatron's latent attention rotates pairs of neighbours")
+
+
+def derive_mla(hf: HfConfig) -> JsonObject:
+    """Derive ``grouped_experts``, and the head dimension of queries and keys."""
+    return {**grouped_experts(hf), "kv_channels": hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]}
+
+
+def derive_sigmoid_mla(hf: HfConfig) -> JsonObject:
+    """Derive ``derive_mla`` with sigmoid routing."""
+    require_sigmoid_routing(hf)
+    return derive_mla(hf)
+
+
+def latent_attention(config: McaModelConfig) -> list[Param]:
+    """Pre-norm multi-head latent attention, its queries compressed or not."""
+    still, latent, turned = (
+        given(config.mla).qk_head_dim,
+        given(config.mla).kv_lora_rank,
+        given(config.mla).qk_pos_emb_head_dim,
+    )
+    queries: Values = {}
+    key: Values = {}
+    if given(config.mla).rotary_halves:
+        layout = Interleaved(GroupedHeads((still, turned), 1))
+        queries = {"layout": layout, "hf_layout": GroupedHeads((still, turned // 2, turned // 2), 1)}
+        layout = Interleaved(Concat((latent, turned)))
+        key = {"layout": layout, "hf_layout": Concat((latent, turned // 2, turned // 2))}
+    if given(config.mla).q_lora_rank:
+        query = [
+            inner("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight"),
+            inner("self_attention.linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight"),
+            inner(
+                "self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", shard=COLUMN, **queries
+            ),
+        ]
+    else:
+        query = [
+            inner("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", shard=COLUMN, **queries)
+        ]
+    return [
+        inner("input_layernorm.weight", "input_layernorm.weight"),
+        *query,
+        inner("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", **key),
+        inner("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight"),
+        inner("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", shard=COLUMN),
+        Param(mca=f"{ATTN}linear_proj.weight", hf=(f"{HF_ATTN}o_proj.weight",), shard=ROW),
+    ]
+
+
+def mla_moe_params(config: McaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order."""
+    return moe_params(config, MoeNames(), latent_attention(config))
+
+
+def key_channels(hf: HfConfig) -> JsonObject:
+    """The head dimension of a query or key."""
+    return {"kv_channels": hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]}
+
+
+def mla_dense_params(config: McaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order."""
+    rules = [*latent_attention(config), *dense_mlp(config)]
+    return [embedding(), *expand_rules(rules, layers=range(config.num_layers)), *head(config)]
+
+
+MLA = Lens(derive_mla, write_groups)
+SIGMOID_MLA = Lens(derive_sigmoid_mla, write_groups)

@@ -1,0 +1,58 @@
+"""Families with a vision model, made of the families of their text part.
+
+The vision models themselves are in the families' own files.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from mca_config.model_config import McaModelConfig
+from mca_models.templates.family import Family
+from mca_models.templates.parts.vision_tower import NestedTextConfig, VisionModel
+from mca_models.templates.text_families import TextFamilyTable
+from mca_models.weights import Param
+
+
+def vision_language_family(
+    model_type: str,
+    architecture: str,
+    texts: Mapping[str, Family],
+    vision: VisionModel,
+    inside: NestedTextConfig,
+    *,
+    assumed: bool = False,
+) -> Family:
+    """Return a family with a text part and a vision tower.
+
+    Args:
+        model_type: HF's name of the family.
+        architecture: The HF class.
+        texts: The families of its text part, by HF's ``model_type`` of that part.
+        vision: Its vision model.
+        inside: How its ``config.json`` holds that of the text part; the ``model_type`` is filled in.
+        assumed: A text part without a type is of the first family, as it is where there is but one.
+    """
+    tables = {
+        kind: replace(text.table, composite=replace(inside, text_model_type=kind))
+        for kind, text in texts.items()
+    }
+
+    def params(config: McaModelConfig) -> list[Param]:
+        text = texts[config.text_model_type or ""].params(config)
+        name = vision.spelling(config).text_to_file
+        spelled = [replace(param, hf=tuple(map(name, param.hf))) for param in text]
+        return [*vision.params(config), *spelled]
+
+    def ignored(config: McaModelConfig) -> frozenset[str]:
+        known = texts[config.text_model_type or ""].ignored_hf(config)
+        return frozenset(map(vision.spelling(config).text_to_file, known))
+
+    return Family(
+        model_type=model_type,
+        architecture=architecture,
+        config=TextFamilyTable(tables, assumed or len(tables) == 1),
+        params=params,
+        ignored_hf=ignored,
+        texts=texts,
+        vision=vision,
+    )

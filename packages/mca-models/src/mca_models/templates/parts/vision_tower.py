@@ -1,0 +1,264 @@
+"""Vision tower of a family: its tensors, their names in files, and its keys of ``config.json``.
+
+Which tensors a vision model has is said in the family's own file, with ``linear``, ``norm`` and ``repeat_shapes``.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mca_config.errors import HfConfigError
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject, Values
+from mca_models.templates.config_table import HfConfig
+from mca_models.weights import Param, Stage
+
+Shape = tuple[int, ...]
+Shapes = dict[str, Shape]
+"""Tensors of a vision model by the names of transformers' modules below ``model.``, or of a part of them."""
+
+PREFIX = "vision_model."
+"""Prefix of the Megatron names of a vision model's parameters."""
+
+SPELLING, MORE = "hf_spelling", "hf_vision_more"
+"""Facts in ``extra``: which of the family's spellings a checkpoint has; tensors that no table names, with shapes."""
+
+ImageTokenKind = Literal["patches", "tiles", "lines", "fixed"]
+"""Division of an image into tokens: a grid of merged patches, tiles of equally many tokens, lines with a mark after
+each, or as many tokens for every image."""
+
+_TEXT, _HEAD = "model.", "lm_head."
+_KEYS = (
+    *("vision_config", "image_token_id", "image_token_index", "video_token_id", "boi_token_index"),
+    *("eoi_token_index", "vision_start_token_id", "vision_end_token_id", "image_start_token_id"),
+    *("image_end_token_id", "video_start_token_id", "video_end_token_id", "mm_tokens_per_image"),
+    *("image_seq_length", "downsample_ratio", "projector_hidden_act", "vision_feature_layer"),
+    *("vision_feature_select_strategy", "multimodal_projector_bias", "spatial_merge_size"),
+    *("projector_hidden_size", "video_token_index"),
+)
+_ROPES = ("rope_parameters", "rope_scaling")
+_MROPE = ("mrope_section", "mrope_interleaved")
+
+
+def linear(name: str, rows: int, columns: int, *, bias: bool = True) -> Shapes:
+    """The tensors of a linear, or of anything else with as many biases as rows."""
+    return {f"{name}.weight": (rows, columns), **({f"{name}.bias": (rows,)} if bias else {})}
+
+
+def norm(name: str, width: int, *, bias: bool = True) -> Shapes:
+    """The tensors of a norm."""
+    return {f"{name}.weight": (width,), **({f"{name}.bias": (width,)} if bias else {})}
+
+
+def repeat_shapes(name: str, count: int, inside: Shapes) -> Shapes:
+    """``inside`` so many times, below ``name`` and a number."""
+    return {f"{name}.{i}.{tensor}": shape for i in range(count) for tensor, shape in inside.items()}
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """Names in files for the names of modules.
+
+    Args:
+        text: For ``model.`` of a text-only model.
+        head: For ``lm_head.``.
+        vision: For the beginnings of a vision model's names.
+    """
+
+    text: str
+    head: str
+    vision: Mapping[str, str]
+
+    def text_to_file(self, name: str) -> str:
+        """Return the file's name for a text model's ``name``."""
+        return _exchanged(name, ((_TEXT, self.text), (_HEAD, self.head)))
+
+    def vision_to_file(self, name: str) -> str:
+        """Return the file's name for a vision model's ``name``."""
+        return _exchanged(name, self.vision.items())
+
+    def text_from_file(self, name: str) -> str:
+        """The inverse of ``text_to_file``."""
+        return _exchanged(name, ((self.text, _TEXT), (self.head, _HEAD)))
+
+    def vision_from_file(self, name: str) -> str | None:
+        """The inverse of ``vision_to_file``; None if the file's ``name`` is not a vision model's."""
+        found = _exchanged(name, ((its, own) for own, its in self.vision.items()))
+        return found if any(name.startswith(its) for its in self.vision.values()) else None
+
+
+def _exchanged(name: str, beginnings: Iterable[tuple[str, str]]) -> str:
+    for before, after in beginnings:
+        if name.startswith(before):
+            return after + name.removeprefix(before)
+    return name
+
+
+def module_spelling(*parts: str) -> Spelling:
+    """Return the names of transformers' modules, which adapters use for every checkpoint."""
+    return Spelling("model.language_model.", _HEAD, {part: f"model.{part}" for part in parts})
+
+
+def llava_spelling(*parts: str) -> Spelling:
+    """Return the names of Llava's files: a causal-LM model next to the parts of the vision model."""
+    return Spelling("language_model.model.", "language_model.lm_head.", {part: part for part in parts})
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionModel:
+    """Vision model of a family.
+
+    Args:
+        tensors: All of them, for a model.
+        spellings: How files may name things, that of published ones first, that of transformers' modules last.
+        projector: Beginnings of the names of what makes the text's features of the tower's.
+        unused: Beginnings of the names of what no feature depends on.
+        image_tokens: How an image in a row becomes tokens; None: the processor puts tokens around it that mca does not
+            write.
+    """
+
+    tensors: Callable[[McaModelConfig], Shapes]
+    spellings: tuple[Spelling, ...]
+    projector: tuple[str, ...]
+    unused: tuple[str, ...] = ()
+    image_tokens: ImageTokenKind | None = "patches"
+
+    def component(self, name: str) -> str:
+        """Return the component of a vision model's ``name``: ``vision``, ``projector``, or ``unused``."""
+        if name.startswith(self.unused):
+            return "unused"
+        return "projector" if name.startswith(self.projector) else "vision"
+
+    def spelling(self, config: McaModelConfig) -> Spelling:
+        """Return the spelling of the checkpoint of ``config``; the published one by default."""
+        return self.spellings[config.extra.get(SPELLING, 0)]
+
+    def params(self, config: McaModelConfig) -> list[Param]:
+        """Every parameter of the vision model: whole on each tensor rank of the first stage."""
+        more = {name: tuple(shape) for name, shape in config.extra.get(MORE, {}).items()}
+        spelling, shapes = self.spelling(config), {**self.tensors(config), **more}
+        return [
+            Param(mca=PREFIX + name, hf=(spelling.vision_to_file(name),), stage=Stage.VISION, shape=shape)
+            for name, shape in shapes.items()
+        ]
+
+    def detect_spelling(self, config: McaModelConfig, names: Collection[str]) -> int:
+        """Return the index of the spelling of a checkpoint with these tensor names."""
+        own = self.tensors(config)
+        hits = [sum(each.vision_to_file(name) in names for name in own) for each in self.spellings]
+        return hits.index(max(hits))
+
+    def more(
+        self, config: McaModelConfig, spelling: Spelling, names: Collection[str], shapes: Mapping[str, Shape]
+    ) -> dict[str, list[int]]:
+        """Tensors of the vision model that no table names; they are carried like the others."""
+        known = self.tensors(config)
+        found = {own: name for name in names if (own := spelling.vision_from_file(name)) is not None}
+        return {own: list(shapes[name]) for own, name in found.items() if own not in known and name in shapes}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NestedTextConfig:
+    """``config.json`` with the text model's keys in ``text_config``, or at the top with the vision model's.
+
+    Args:
+        text_model_type: HF's name of the text model.
+        tied: Whether the head is tied if the file does not say.
+        text_ties: Whether the text part's own word ties it too.
+        rope: Sections of the rope, where the family has any, if the file does not say; and whether they interleave.
+        deepstack: How many decoder layers get features, by the vision model's configuration.
+        defaults: Default values of the keys outside of ``vision_config``.
+    """
+
+    text_model_type: str
+    tied: bool = False
+    text_ties: bool = False
+    rope: tuple[tuple[int, ...], bool] | None = None
+    deepstack: Callable[[JsonObject], int] = lambda vision: 0
+    defaults: Values = field(default_factory=dict)
+
+    def text_config(self, hf: HfConfig) -> HfConfig:
+        """Return the keys that describe the text model."""
+        text = _object(hf, "text_config") if "text_config" in hf else {k: hf[k] for k in hf if k not in _KEYS}
+        shared: HfConfig = {key: hf[key] for key in ("dtype", "torch_dtype") if key in hf}
+        tied = hf.get("tie_word_embeddings")
+        tied = self.tied if tied is None else tied
+        if self.text_ties:
+            tied = tied or text.get("tie_word_embeddings") or False
+        ropes = {key: _without_sections(text[key]) for key in _ROPES if isinstance(text.get(key), dict)}
+        named = {"model_type": self.text_model_type, "tie_word_embeddings": tied}
+        return {**text, **shared, **ropes, **named}
+
+    def other_fields(self, hf: HfConfig) -> Values:
+        """Return the fields of ``McaModelConfig`` that the text keys do not give."""
+        vision = {**self.defaults, **{key: hf[key] for key in _KEYS if key in hf}}
+        vision["vision_config"] = _object(hf, "vision_config")
+        sections, turns = self._sections(hf) if self.rope else (None, False)
+        return {
+            "text_model_type": self.text_model_type,
+            "vision_fields": vision,
+            "mrope_section": sections,
+            "mrope_interleaved": turns,
+            "deepstack_layers": self.deepstack(vision["vision_config"]),
+        }
+
+    def _sections(self, hf: HfConfig) -> tuple[tuple[int, ...], bool]:
+        """Return the rope sections; whether they interleave follows from the family alone, as in transformers."""
+        text = hf.get("text_config") or hf
+        ropes: list[JsonObject] = [text[key] for key in _ROPES if isinstance(text.get(key), dict)]
+        rope = ropes[-1] if ropes else {}
+        default, interleaved = self.rope or ((), False)
+        kind = rope.get("rope_type") or rope.get("type")
+        if kind in ("dynamic", "longrope"):
+            raise HfConfigError(
+                f"config.json: 'rope_type' is {kind!r} with mrope_section; supported: those that do "
+                "not depend on the length"
+            )
+        return tuple(rope.get("mrope_section") or default), interleaved
+
+    def update_text(self, hf: HfConfig, changes: Values) -> HfConfig:
+        """Return ``hf`` with ``changes`` to its text keys."""
+        if "text_config" not in hf:
+            return {**hf, **changes}
+        return {**hf, "text_config": {**hf["text_config"], **changes}}
+
+    def compose(self, text: HfConfig, config: McaModelConfig) -> HfConfig:
+        """Compose the file for ``config`` from the keys ``text`` of its text model."""
+        inside = {**text, "model_type": self.text_model_type}
+        top = {key: inside.pop(key) for key in ("architectures", "tie_word_embeddings", "dtype")}
+        if config.mrope is not None:
+            sections = {
+                "mrope_section": list(config.mrope.mrope_section),
+                "mrope_interleaved": config.mrope.mrope_interleaved,
+            }
+            inside["rope_parameters"] = {**inside["rope_parameters"], **sections}
+        return {
+            **top,
+            "model_type": config.model_type,
+            "text_config": inside,
+            **(config.vision_fields or {}),
+        }
+
+
+def _object(hf: HfConfig, key: str) -> JsonObject:
+    value = hf.get(key)
+    if not isinstance(value, dict):
+        raise HfConfigError(
+            f"config.json: '{key}' must be an object, not {value!r:.80}; a {hf['model_type']} model needs it"
+        )
+    return value
+
+
+def _without_sections(rope: JsonObject) -> JsonObject:
+    """A rope without its sections, of which old files made a type."""
+    kept = {key: value for key, value in rope.items() if key not in _MROPE}
+    for key in ("rope_type", "type"):
+        if kept.get(key) == "mrope":
+            kept[key] = "default"
+    return kept
+
+
+TOWER = "vision_tower."
+
+
+PROJECTOR = "multi_modal_projector."
