@@ -176,11 +176,11 @@ def gated_delta_net(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
     """Return the saved tensors of a gated delta net: a chunked fp32 recurrence with keys per value head."""
     tp, tokens, width = sizes.layout.tp, sizes.tokens, sizes.width
     key, value = (
-        given(config.linear_attention).linear_key_head_dim or 0,
-        given(config.linear_attention).linear_value_head_dim or 0,
+        given(config.linear_attention).linear_key_head_dim,
+        given(config.linear_attention).linear_value_head_dim,
     )
-    heads = (given(config.linear_attention).linear_num_value_heads or 0) / tp
-    projected = 2 * (given(config.linear_attention).linear_num_key_heads or 0) * key / tp
+    heads = given(config.linear_attention).linear_num_value_heads / tp
+    projected = 2 * given(config.linear_attention).linear_num_key_heads * key / tp
     keys, values = heads * key, heads * value
     rule = "mca_models/megatron/families/delta_rule.py: gated_delta_rule"
     pairs = (
@@ -205,9 +205,9 @@ def gated_delta_net(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
 def mamba(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
     """Return the saved tensors of a Mamba layer: B and C per group, all others per head, in fp32 chunks."""
     tp, tokens, width = sizes.layout.tp, sizes.tokens, sizes.width
-    heads, state = (given(config.mamba).mamba_num_heads or 0) / tp, given(config.mamba).mamba_state_dim or 0
-    inside = heads * (given(config.mamba).mamba_head_dim or 0)
-    groups = (given(config.mamba).mamba_num_groups or 0) / tp
+    heads, state = given(config.mamba).mamba_num_heads / tp, given(config.mamba).mamba_state_dim
+    inside = heads * given(config.mamba).mamba_head_dim
+    groups = given(config.mamba).mamba_num_groups / tp
     states, local_states = max(groups, 1) * state, groups * state
     net = "mca_models/megatron/families/mamba.py: forward"
     space = "mca_models/megatron/families/state_space.py: state_space"

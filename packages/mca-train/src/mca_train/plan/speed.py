@@ -232,9 +232,9 @@ class StepTimeModel:
     def _states(self) -> tuple[float, float]:
         """Return the weights of a Mamba layer's GEMMs on this rank, and the seconds of its scan."""
         config, sizes = self.model.config, self.model.sizes
-        heads, tp = given(config.mamba).mamba_num_heads or 0, sizes.layout.tp
-        width, state = given(config.mamba).mamba_head_dim or 0, given(config.mamba).mamba_state_dim or 0
-        inside, states = heads * width, (given(config.mamba).mamba_num_groups or 0) * state
+        heads, tp = given(config.mamba).mamba_num_heads, sizes.layout.tp
+        width, state = given(config.mamba).mamba_head_dim, given(config.mamba).mamba_state_dim
+        inside, states = heads * width, given(config.mamba).mamba_num_groups * state
         weights = config.hidden_size * (3 * inside + 2 * states + heads) / tp
         shared = max(states, tp * state)  # ranks whose heads share a group repeat its computation
         flops = 2 * sizes.tokens * (CHUNK * (inside + shared) + 2 * inside * state) / tp
@@ -243,15 +243,13 @@ class StepTimeModel:
     def _delta_rule(self) -> tuple[float, float]:
         """Return the weights of a gated delta net's GEMMs on this rank, and the seconds of its chunked recurrence."""
         config, sizes = self.model.config, self.model.sizes
-        heads, tp = given(config.linear_attention).linear_num_value_heads or 0, sizes.layout.tp
+        heads, tp = given(config.linear_attention).linear_num_value_heads, sizes.layout.tp
         key, value = (
-            given(config.linear_attention).linear_key_head_dim or 0,
-            given(config.linear_attention).linear_value_head_dim or 0,
+            given(config.linear_attention).linear_key_head_dim,
+            given(config.linear_attention).linear_value_head_dim,
         )
         projected = (
-            2 * (given(config.linear_attention).linear_num_key_heads or 0) * key
-            + 3 * heads * value
-            + 2 * heads
+            2 * given(config.linear_attention).linear_num_key_heads * key + 3 * heads * value + 2 * heads
         )
         each = (
             CHUNK * (3 * key + 2 * value) + 3 * key * value

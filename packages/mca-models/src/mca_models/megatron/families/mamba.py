@@ -97,7 +97,7 @@ class Mamba(torch.nn.Module):
         self.groups_of_ranks = options["pg_collection"]
         tp, sizes = self.groups_of_ranks.tp.size(), segments(model)
         self.sizes = [size // tp for size in sizes]
-        self.groups = HeadGroups(given(model.mamba).mamba_num_groups or 1, self.groups_of_ranks.tp)
+        self.groups = HeadGroups(given(model.mamba).mamba_num_groups, self.groups_of_ranks.tp)
         self.least_step = given(model.mamba).mamba_least_step
         linear = {
             "config": config,
@@ -114,7 +114,7 @@ class Mamba(torch.nn.Module):
             tp_comm_buffer_name="fc1",
             **linear,
         )
-        channels, kernel = sum(self.sizes[1:4]), given(model.mamba).mamba_conv_kernel_dim or 1
+        channels, kernel = sum(self.sizes[1:4]), given(model.mamba).mamba_conv_kernel_dim
         convolution = torch.nn.Conv1d(
             channels,
             channels,
