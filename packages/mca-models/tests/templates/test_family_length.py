@@ -19,7 +19,7 @@ LONGER = {
     ),
     "layers with a state beside those with attention, under keys and names of their own": (
         *("falcon_h1", "granitemoehybrid", "kimi_linear", "nemotron_h", "olmo_hybrid"),
-        "qwen3_5_moe_text",
+        *("qwen3_5_moe_text", "qwen3_next"),
     ),
     "windows, ropes, heads, norms or experts that differ by layer, in several forms of config.json": (
         *("afmoe", "cohere2_moe", "ernie4_5_moe", "gemma4_text", "granite_swa", "llama4_text"),
