@@ -29,7 +29,6 @@ LONGER = {
         *("bloom", "falcon", "gpt2", "gpt_neox", "gptj", "opt"),
     ),
     "a prediction layer that stands before the final norm, under names of its own": ("mimo",),
-    "latent attention, groups of experts and MTP layers": ("deepseek_v3",),
     "experts on a shortcut, and some without weights": ("longcat_flash",),
     "an indexer of blocks, and activations with limits": ("minimax_m3_vl_text",),
     "experts with biases, in one tensor and interleaved": ("gpt_oss",),
