@@ -60,7 +60,7 @@ def measure(folder: Path, layout: str, rounds: int) -> list[tuple[float, float]]
 
     from layouts import arguments
     from mca_models.megatron import AutoModel
-    from mca_models.megatron.families import image_features
+    from mca_models.megatron.features import image_features
 
     torch.set_num_threads(1)
     model = AutoModel.from_pretrained(folder, arguments(layout))

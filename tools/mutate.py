@@ -44,7 +44,7 @@ SUBJECTS = {
     "losses": "mca_train/losses/*",
     "batching": "mca_train/batching/*",
     "engine": "mca_train/engine/*",
-    "layers": "mca_models/megatron/layers/* mca_models/megatron/families/*",
+    "layers": "mca_models/megatron/layers/* mca_models/megatron/features/*",
     "checkpoint": "mca_train/checkpoint/*",
     "streams": "mca_models/megatron/state/*",
     "log_probs": "mca_models/megatron/log_probs/*",

@@ -236,7 +236,7 @@ def run_as_it_once_was(*args: Any, **changes: Any) -> Any:
 
     sharded = partial(optimizer_state._sharded, by_layer=False)
     with (
-        mock.patch("mca_models.megatron.families.spec._checkpoint_names", return_value={}),
+        mock.patch("mca_models.megatron.features.spec._checkpoint_names", return_value={}),
         mock.patch.object(optimizer_state, "_sharded", sharded),
     ):
         return run(*args, **changes)

@@ -159,7 +159,7 @@ def dropped() -> dict[str, tuple[float, float]]:
     """Of each core, with weights dropped: the loss, and its gradient times the values, in which it is linear."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    from mca_models.megatron.families.topk_attention import TopKSparseAttention
+    from mca_models.megatron.features.topk_attention import TopKSparseAttention
     from mca_models.megatron.layers.attention import AttentionOptions, CoreAttention, attention_with_options
 
     class AllBefore(TopKSparseAttention):

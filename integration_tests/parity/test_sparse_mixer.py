@@ -16,7 +16,7 @@ from transformers.models.phimoe import modeling_phimoe
 from gradients import export_gradient, worst_errors
 from harness import run_ranks
 from layouts import arguments, world_size
-from mca_models.megatron.families import sparse_mixer
+from mca_models.megatron.features import sparse_mixer
 from parity import TOLERANCE
 from reference import Reference, hf_model, make_reference
 

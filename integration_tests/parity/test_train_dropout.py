@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 
 from harness import run_ranks
-from mca_models.megatron.families import sparse_mixer
+from mca_models.megatron.features import sparse_mixer
 from train_cases import make_trainer, quietly, stop_and_resume, tiny_checkpoint
 from train_settings import CP, PP, SP, TP
 

@@ -95,7 +95,7 @@ def test_references_are_not_trivial(case: str, tmp_path: Path) -> None:
 
 
 def _averaged() -> None:
-    from mca_models.megatron.families import images
+    from mca_models.megatron.features import images
 
     def average(parameter: Any, *, sequence_parallel: bool) -> None:
         parameter.average_gradients_across_tp_domain = True
@@ -116,7 +116,7 @@ def _one_position() -> None:
 
 
 def _features_in_a_closure() -> None:
-    from mca_models.megatron.families import images
+    from mca_models.megatron.features import images
 
     latest: dict[str, Any] = {}
     before = images._ImageInputs.before_chunk
@@ -137,13 +137,13 @@ def _features_in_a_closure() -> None:
 
 
 def _no_part_without_images() -> None:
-    from mca_models.megatron.families import images
+    from mca_models.megatron.features import images
 
     images.empty_features = lambda vision, config, trained: None
 
 
 def _shared_gradients_stay_apart() -> None:
-    from mca_models.megatron.families import image_features
+    from mca_models.megatron.features import image_features
 
     shared = image_features._GatherFeatures
 

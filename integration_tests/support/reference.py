@@ -15,7 +15,7 @@ import tiny_versions
 from tiny_hf import ALL as FAMILY_CASES
 from tiny_hf import SIZE
 
-from mca_models.megatron.families import sparse_mixer
+from mca_models.megatron.features import sparse_mixer
 from routing import Experts, recorded_experts
 
 Model = tuple[str, dict[str, Any]]

@@ -11,35 +11,35 @@ import pytest
 from source_tree import SOURCES, Source, under
 
 ROOT = "mca_models.megatron"
-_SPEC = "families.spec"  # chooses modules of layers
+_SPEC = "features.spec"  # chooses modules of layers
 _LIMITS = "factory.limits"  # rejects combinations with training options
 READERS = {
     "moe": {
         *(
-            "families.biased_experts",
-            "families.biased_router",
-            "families.group_router",
-            "families.latent_moe",
+            "features.biased_experts",
+            "features.biased_router",
+            "features.group_router",
+            "features.latent_moe",
         ),
-        *("families.router", "families.sigmoid_router", "families.sparse_mixer", "families.settings"),
+        *("features.router", "features.sigmoid_router", "features.sparse_mixer", "features.settings"),
         *(_SPEC, _LIMITS, "factory.execution", "factory.transformer_config"),
     },
     "mla": {
-        *("families.mla", "families.dsa", "families.chunk", "layers.rope", _SPEC, _LIMITS),
+        *("features.mla", "features.dsa", "features.chunk", "layers.rope", _SPEC, _LIMITS),
         *("factory.execution", "factory.fused_limits", "factory.transformer_config"),
     },
-    "dsa": {"families.dsa", _SPEC, _LIMITS},
-    "block_sparse_attention": {"families.block_sparse_attention", _SPEC, _LIMITS},
-    "linear_attention": {"families.recurrent_layers", "families.gated_delta_net", _SPEC},
-    "mamba": {"families.mamba", "factory.fill"},
-    "shared_kv": {"families.shared_kv"},
-    "per_layer_embedding": {"families.per_layer_embedding", "families.embedding"},
-    "mrope": {"layers.mrope", "families.chunk", "families.image_limits"},
+    "dsa": {"features.dsa", _SPEC, _LIMITS},
+    "block_sparse_attention": {"features.block_sparse_attention", _SPEC, _LIMITS},
+    "linear_attention": {"features.recurrent_layers", "features.gated_delta_net", _SPEC},
+    "mamba": {"features.mamba", "factory.fill"},
+    "shared_kv": {"features.shared_kv"},
+    "per_layer_embedding": {"features.per_layer_embedding", "features.embedding"},
+    "mrope": {"layers.mrope", "features.chunk", "features.image_limits"},
     "vision": {
-        "families.images",
-        "families.image_features",
-        "families.image_limits",
-        "families.vision_tower",
+        "features.images",
+        "features.image_features",
+        "features.image_limits",
+        "features.vision_tower",
     },
 }
 _CONFIGURATIONS = ("config", "model")

@@ -11,7 +11,7 @@ import transformers
 from mca_models.lora.config import AdapterConfig
 from mca_models.lora.peft_names import complete_peft_config, exclude_unadapted
 from mca_models.lora.targets import linear_targets
-from mca_models.megatron.families.vision_tower import model_part
+from mca_models.megatron.features.vision_tower import model_part
 from mca_models.templates import config_from_hf
 
 PARTS = ("language", "vision", "projector")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from mca_models.megatron.families.biased_router import BiasedTopK
+from mca_models.megatron.features.biased_router import BiasedTopK
 from mca_models.megatron.layers.attention import AttentionOptions, CoreAttention
 from mca_models.megatron.layers.dsa_indexer import DsaIndexer, DsaSizes
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers.models.phimoe import modeling_phimoe
 
-from mca_models.megatron.families import sparse_mixer
-from mca_models.megatron.families.sparse_mixer import SparseMixerTopK, sparse_mixer_topk
+from mca_models.megatron.features import sparse_mixer
+from mca_models.megatron.features.sparse_mixer import SparseMixerTopK, sparse_mixer_topk
 
 
 @pytest.fixture

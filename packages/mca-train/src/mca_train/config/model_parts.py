@@ -37,7 +37,7 @@ def adapted_parts(directory: str, config: McaModelConfig) -> frozenset[Part]:
 
 def adapter_parts(rules: "AdapterRules", config: McaModelConfig) -> frozenset[Part]:
     """Return the parts in which an adapter with ``rules`` has trained weights."""
-    from mca_models.megatron.families.vision_tower import model_part
+    from mca_models.megatron.features.vision_tower import model_part
 
     trained = (*(pair.target.base for pair in rules.factors), *rules.saved)
     parts = {model_part(param, config) for param in trained}
@@ -62,7 +62,7 @@ def part_problems(
         yield f"freeze: {', '.join(PARTS)} are all parts, so no parameter would be trained; remove one of them"
     yield from trained_problems(training, trained, adapted=lora.is_enabled)
     if trained - {"language"}:
-        from mca_models.megatron.families.image_limits import image_problems
+        from mca_models.megatron.features.image_limits import image_problems
 
         yield from image_problems(config, config.layout, megatron)
 

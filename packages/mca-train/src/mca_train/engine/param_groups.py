@@ -28,7 +28,7 @@ def select_trained_parts(model: "VirtualModels", args: TrainingArguments) -> Non
     Raises:
         McaError: The model has no such parts, or cannot train them as the arguments ask.
     """
-    from mca_models.megatron.families.vision_tower import model_part
+    from mca_models.megatron.features.vision_tower import model_part
     from mca_models.megatron.peft import PeftModels
 
     for item, tensor in model.local_params():

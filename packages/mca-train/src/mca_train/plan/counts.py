@@ -104,7 +104,7 @@ class ModelCounts:
         """Count the parameters of a vision-language model that are not in ``trained`` parts; None for other models."""
         if config.vision is None:
             return None
-        from mca_models.megatron.families.vision_tower import model_part
+        from mca_models.megatron.features.vision_tower import model_part
 
         frozen = [param for param in model_params(config) if model_part(param, config) not in trained]
         return cls(config, ((param, param_shape(param, config)) for param in frozen))

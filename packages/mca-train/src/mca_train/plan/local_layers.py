@@ -20,7 +20,7 @@ _ROPE = "megatron/core/models/common/embeddings/rope_utils.py: apply_rotary_pos_
 _MLP = "megatron/core/transformer/mlp.py: MLP.forward (glu)"
 _DISPATCH = "megatron/core/transformer/moe/token_dispatcher.py: dispatch"
 _ROUTER = "megatron/core/transformer/moe/router.py: routing"
-_PER_LAYER = "mca_models/megatron/families/per_layer_embedding.py: _add_input"
+_PER_LAYER = "mca_models/megatron/features/per_layer_embedding.py: _add_input"
 _MLA = "megatron/core/transformer/multi_latent_attention.py: get_query_key_value_tensors"
 
 
@@ -182,11 +182,11 @@ def gated_delta_net(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
     heads = given(config.linear_attention).linear_num_value_heads / tp
     projected = 2 * given(config.linear_attention).linear_num_key_heads * key / tp
     keys, values = heads * key, heads * value
-    rule = "mca_models/megatron/families/delta_rule.py: gated_delta_rule"
+    rule = "mca_models/megatron/features/delta_rule.py: gated_delta_rule"
     pairs = (
         _DECAY_BLOCK * key if given(config.linear_attention).linear_channel_decay else 0
     )  # per-channel decay
-    net = "mca_models/megatron/families/gated_delta_net.py: forward"
+    net = "mca_models/megatron/features/gated_delta_net.py: forward"
     return [
         SavedTensor("convolution: padded, and its output", tokens * (projected + values) * 2 * width, net),
         SavedTensor("queries and keys in fp32", tokens * projected * SINGLE, net),
@@ -209,8 +209,8 @@ def mamba(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
     inside = heads * given(config.mamba).mamba_head_dim
     groups = given(config.mamba).mamba_num_groups / tp
     states, local_states = max(groups, 1) * state, groups * state
-    net = "mca_models/megatron/families/mamba.py: forward"
-    space = "mca_models/megatron/families/state_space.py: state_space"
+    net = "mca_models/megatron/features/mamba.py: forward"
+    space = "mca_models/megatron/features/state_space.py: state_space"
     projected = tokens * (inside + 4 * local_states + heads) * SINGLE if width == SINGLE else 0.0
     singles = 3 if given(config.mamba).mamba_norm == "none" else 5
     return [
@@ -251,11 +251,11 @@ def custom_activation(
 ) -> list[SavedTensor]:
     """Return the saved tensors of an MLP activation that torch does not provide."""
     if config.mlp.mlp_multipliers is not None:
-        scaled = "mca_models/megatron/families/scales.py: scaled_activation"
+        scaled = "mca_models/megatron/features/scales.py: scaled_activation"
         return [SavedTensor("gate times its factor", elements * sizes.width, scaled, module)]
     if config.mlp.hidden_act != "xielu":
         return []
-    source = "mca_models/megatron/families/xielu.py: forward"
+    source = "mca_models/megatron/features/xielu.py: forward"
     return [SavedTensor("both branches of xIELU", elements * (3 * sizes.width + 1), source, module)]
 
 

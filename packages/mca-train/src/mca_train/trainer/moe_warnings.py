@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.families.biased_router import has_biased_softmax
+from mca_models.megatron.features.biased_router import has_biased_softmax
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

@@ -12,7 +12,7 @@ from mca_config.checks import fp8_token_multiple
 from mca_config.errors import McaError, raise_problems
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
-from mca_models.megatron import families, platform
+from mca_models.megatron import features, platform
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.factory.fused_limits import FIXED_IN_0_17
 from mca_models.megatron.factory.kernel_choice import kernel_choice
@@ -36,33 +36,33 @@ def build_chunk(
     from megatron.core.models.gpt import GPTModel
 
     vp_stage = chunk.vp if config.layout.vpp > 1 else None
-    families.before_building(config, megatron)
+    features.before_building(config, megatron)
     decoder = block_spec(megatron, implementation, vp_stage)
     prediction = mtp_spec(megatron, decoder, implementation, vp_stage)
     backend = getattr(megatron.attention_backend, "name", None)
     engine = implementation == "transformer_engine" and backend != "local"
     choice = kernel_choice(backend, engine=engine, deterministic=bool(megatron.deterministic_mode))
-    with choice, families.latent_projections(config, implementation):
+    with choice, features.latent_projections(config, implementation):
         model: GptModel = GPTModel(
             config=megatron,
-            transformer_layer_spec=families.adapted_block(decoder, config, implementation, chunk.layers),
+            transformer_layer_spec=features.adapted_block(decoder, config, implementation, chunk.layers),
             vocab_size=config.padded_vocab_size,
             max_sequence_length=config.max_position_embeddings + config.embedding.position_offset,
             pre_process=chunk.has_embedding,
             post_process=chunk.has_loss,
             parallel_output=True,
             share_embeddings_and_output_weights=config.head.tie_word_embeddings,
-            position_embedding_type=families.positions(config),
+            position_embedding_type=features.positions(config),
             rotary_percent=config.rope.rotary_percent,
             rotary_base=config.rope.rotary_base,
-            mtp_block_spec=families.adapted_prediction(prediction, config, implementation),
+            mtp_block_spec=features.adapted_prediction(prediction, config, implementation),
             vp_stage=vp_stage,
         )
     _require_fp8_sizes(model, megatron)
-    rotary = families.rotary(config, parallel.context_group())
+    rotary = features.rotary(config, parallel.context_group())
     if rotary is not None:
         model.rotary_pos_emb = rotary
-    families.finish(model, config)
+    features.finish(model, config)
     if chunk.has_loss and config.head.num_labels is not None:
         model.output_layer = ClassificationHead(
             megatron, config.head.num_labels, bias=config.head.head_kind == "token_classification"

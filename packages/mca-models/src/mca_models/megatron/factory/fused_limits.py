@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
-from mca_models.megatron.families.settings import has_fused_activation
+from mca_models.megatron.features.settings import has_fused_activation
 from mca_models.megatron.layers.rope import attention_factor
 
 Version = tuple[int, ...]

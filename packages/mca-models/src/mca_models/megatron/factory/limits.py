@@ -16,9 +16,9 @@ from mca_config.printable import counted
 from mca_config.types import Values
 from mca_models.megatron.factory.execution import waits_for_sends
 from mca_models.megatron.factory.fused_limits import FIXED_IN_0_17, Version, fused_problems, has_altered_glu
-from mca_models.megatron.families.core_attention import custom_core_attention
-from mca_models.megatron.families.group_router import custom_group_router
-from mca_models.megatron.families.router import custom_router
+from mca_models.megatron.features.core_attention import custom_core_attention
+from mca_models.megatron.features.group_router import custom_group_router
+from mca_models.megatron.features.router import custom_router
 
 
 def require_supported(

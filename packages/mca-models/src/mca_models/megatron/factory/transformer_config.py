@@ -19,7 +19,7 @@ from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
-from mca_models.megatron import families, platform
+from mca_models.megatron import features, platform
 from mca_models.megatron.factory.execution import (
     grouped_experts,
     kernel_settings,
@@ -131,7 +131,7 @@ def transformer_config(
         **layout_settings(config, args, layout),
         **precision_settings(dtype),
         **kernel_settings(target.implementation),
-        **families.settings(config),
+        **features.settings(config),
         **pipeline_settings(layout, platform.megatron_version(), target.device),
         **overrides,
     }
@@ -207,7 +207,7 @@ def _architecture(config: McaModelConfig) -> Settings:
     flat = config.to_fields()
     settings: Settings = {name: flat[name] for name in _SAME_NAME}
     activation = _activation(config.mlp.hidden_act)
-    settings["activation_func"] = families.scaled_activation(activation, config.mlp.mlp_multipliers)
+    settings["activation_func"] = features.scaled_activation(activation, config.mlp.mlp_multipliers)
     settings["mtp_num_layers"] = config.mtp_num_layers or None
     settings["moe_token_dispatcher_type"] = "alltoall"  # Megatron reads it without experts too
     settings |= _window(config)
@@ -272,7 +272,7 @@ def _mla_rope(config: McaModelConfig) -> Settings:
         raise McaError(
             f"mscale_all_dim with rope_type {rope['rope_type']!r} with MLA is not supported; use yarn"
         )
-    if rope is None or rope["rope_type"] != "yarn":  # `families.mla` sets the rope of other types
+    if rope is None or rope["rope_type"] != "yarn":  # `features.mla` sets the rope of other types
         return settings | {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
     factor, score_scale = yarn_factor(config, rope), rope.get("mscale_all_dim") or 0.0
     return settings | {

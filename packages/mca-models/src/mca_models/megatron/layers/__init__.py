@@ -1,4 +1,4 @@
 """Modules for Megatron's local layer spec, in plain PyTorch.
 
-Modules of single features are in `families`.
+Modules of single features are in `features`.
 """

@@ -1,6 +1,6 @@
 """M-RoPE: some channels follow a token's time, others its row or its column in an image.
 
-`families.images` sets the positions of a micro-batch; without them all channels follow one position, and the plain RoPE
+`features.images` sets the positions of a micro-batch; without them all channels follow one position, and the plain RoPE
 computes them.
 """
 

@@ -11,7 +11,7 @@ from mca_config.errors import McaError
 from mca_config.types import Typed
 from mca_models.lora import AdapterConfig
 from mca_models.lora.peft_names import complete_peft_config
-from mca_models.megatron.families.vision_tower import TEXT, Part
+from mca_models.megatron.features.vision_tower import TEXT, Part
 from mca_models.megatron.types import PeftConfig
 from mca_models.megatron.virtual_models import VirtualModels
 

@@ -18,7 +18,7 @@ from mca_config.errors import McaError
 from mca_config.model_config import FILE_NAME
 from mca_models.checkpoint.hf_writer import config_text, write_config
 from mca_models.checkpoint.mca_directory import LATEST, iteration_name
-from mca_models.megatron import families
+from mca_models.megatron import features
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import SharedDirectory, run_on_first_rank
 from mca_models.megatron.distributed.writer import (
@@ -125,7 +125,7 @@ def _arguments(models: LiveModel) -> Namespace:
         padded_vocab_size=config.padded_vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         add_position_embedding=True,
-        position_embedding_type=families.positions(config),
+        position_embedding_type=features.positions(config),
         ckpt_format="torch_dist",
         no_save_optim=True,
         no_save_rng=True,

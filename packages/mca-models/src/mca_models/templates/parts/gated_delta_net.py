@@ -1,6 +1,6 @@
 """Rules of models that mix gated attention with linear attention layers (gated delta nets).
 
-`mca_models.megatron.families` computes these layers.
+`mca_models.megatron.features` computes these layers.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,6 +1,6 @@
 """Rules of state space layers (Mamba 2), under the names of most HF files.
 
-`mca_models.megatron.families` computes these layers.
+`mca_models.megatron.features` computes these layers.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Rules of mixture-of-experts layers: router, experts, shared experts.
 
-Megatron and `mca_models.megatron.families` route the tokens.
+Megatron and `mca_models.megatron.features` route the tokens.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence

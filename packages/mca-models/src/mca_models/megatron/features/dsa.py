@@ -1,0 +1,82 @@
+"""DeepSeek Sparse Attention (DSA): MLA to the keys that an indexer chooses (DeepSeek V3.2, GLM 5)."""
+
+from functools import cache
+
+from torch import Tensor
+from torch.nn.functional import rms_norm
+
+from mca_config.model_config import McaModelConfig
+from mca_models.megatron.features.topk_attention import QueryFeatures, TopKSparseAttention
+from mca_models.megatron.layers.dsa_indexer import DsaIndexer, DsaSizes
+from mca_models.megatron.layers.rope import attention_factor, frequencies
+from mca_models.megatron.types import MegatronConfig, MegatronModule
+
+
+class DsaAttention(TopKSparseAttention):
+    """Core attention to the keys that its ``indexer`` chooses from the layer's input."""
+
+    sizes: DsaSizes
+    frequencies: Tensor
+    factor: float
+
+    def __init__(self, config: MegatronConfig, *args: object, **kwargs: object) -> None:
+        super().__init__(config, *args, **kwargs)  # type: ignore[arg-type]
+        self.indexer = DsaIndexer(self.sizes, self.frequencies, self.factor, config.params_dtype)
+        self.hidden: Tensor | None = None
+        self.compressed: Tensor | None = None
+
+    def _index(self, lengths: tuple[int, ...]) -> tuple[QueryFeatures, list[Tensor]]:
+        if self.hidden is None or self.compressed is None:
+            raise RuntimeError("core attention was called without its layer")
+        hidden, compressed = self.gather_sequence(self.hidden), self.gather_sequence(self.compressed)
+        self.hidden = self.compressed = None
+        positions = self.positions(lengths, hidden)
+        keys = self._sequences(self.indexer.keys(hidden, positions), lengths)
+        return (self.indexer.queries(compressed, positions), self.indexer.weights(hidden)), keys
+
+    def _select(self, query_features: QueryFeatures, keys: Tensor, start: int) -> Tensor:
+        queries, weights = query_features
+        return self.indexer.select(queries, weights, keys, start).unsqueeze(1)
+
+
+def dsa_attention(config: McaModelConfig) -> type[DsaAttention] | None:
+    """Return the core attention class of a model with an indexer; None: it has none."""
+    if config.mla is None or config.dsa is None:
+        return None
+    sizes = DsaSizes(
+        heads=config.dsa.index_num_heads or 1,
+        channels=config.dsa.index_head_dim or 1,
+        hidden=config.hidden_size,
+        compressed=config.mla.q_lora_rank or 1,
+        topk=config.dsa.index_topk,
+        interleaved=config.dsa.index_rotary_interleaved,
+    )
+    rope = {"frequencies": frequencies(config), "factor": attention_factor(config)}
+    return type("DsaAttention", (DsaAttention,), {"sizes": sizes, **rope})
+
+
+@cache
+def with_indexer(attention: type) -> type:
+    """Return an MLA class that passes its inputs to its core attention."""
+
+    class Indexed(attention):  # type: ignore[misc]
+        """MLA with an indexer."""
+
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            super().__init__(*args, **kwargs)
+            self.linear_q_up_proj.register_forward_pre_hook(self._keep)
+
+        def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> MegatronModule:
+            """Save the input for the indexer, then call Megatron's attention."""
+            self.core_attention.hidden = hidden_states
+            return super().forward(hidden_states, *args, **kwargs)
+
+        def _keep(self, linear: MegatronModule, args: tuple[Tensor, ...]) -> None:
+            compressed = args[0].detach()
+            weight = getattr(linear, "layer_norm_weight", None)  # Transformer Engine fuses the norm
+            if weight is not None:
+                normal = rms_norm(compressed.float(), weight.shape, weight.detach().float(), linear.eps)
+                compressed = normal.to(compressed.dtype)
+            self.core_attention.compressed = compressed
+
+    return Indexed

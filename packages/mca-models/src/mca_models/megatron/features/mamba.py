@@ -1,0 +1,250 @@
+"""Mamba 2 in place of attention, or parallel to it, in plain torch or by the kernel of mamba-ssm.
+
+Megatron's forward pass needs CUDA kernels. Its parameters, their names and the parts of its distributed checkpoint are
+unchanged. Tensor ranks hold groups of heads, or heads of a group: ranks of one group shard what the heads share, B and
+C, and gather it for each token. Context parallelism gathers the projected tokens.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.functional import silu, softplus
+
+from mca_config.model.section import given
+from mca_config.model_config import McaModelConfig
+from mca_config.types import Typed
+from mca_models.megatron.features.feature import Feature
+from mca_models.megatron.features.kernels import find_kernel
+from mca_models.megatron.features.recurrent_layers import (
+    CausalConvolution,
+    apply_to_full_sequences,
+    normed_linears,
+)
+from mca_models.megatron.features.state_space import state_space_layer
+from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
+from mca_models.megatron.names import Implementation
+from mca_models.megatron.types import MegatronConfig, PackedSeqParams, ShardedState, Spec, WithBias
+from mca_models.templates.parts.mamba import segments
+
+_HEADS = ("dt_bias", "A_log", "D")
+_CUT = (*_HEADS, "conv1d.weight", "conv1d.bias", "norm.weight")
+_PARTS = ("z", "x", "B", "C", "dt")
+_FUSED = {"in_proj.weight": slice(None), "conv1d.weight": slice(1, 4), "conv1d.bias": slice(1, 4)}
+"""Parts of each fused tensor."""
+
+
+class HeadGroups:
+    """Groups of one tensor rank's heads.
+
+    Args:
+        count: Groups of the model, a multiple or a divisor of the number of ranks.
+        ranks: All tensor ranks.
+    """
+
+    def __init__(self, count: int, ranks: ProcessGroup) -> None:
+        self.every_rank, self.here = ranks, max(count // ranks.size(), 1)
+        self.sharing = max(ranks.size() // count, 1)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """Gather ``[..., n]`` of the ranks that share this rank's group as ``[..., ranks, n]``."""
+        if self.sharing == 1:
+            return x.unsqueeze(-2)
+        from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
+
+        ranks = self.every_rank
+        every = all_gather_last_dim_from_tensor_parallel_region(x.contiguous(), group=ranks)
+        first = ranks.rank() // self.sharing * self.sharing
+        shared: Tensor = every.unflatten(-1, (ranks.size(), -1)).narrow(-2, first, self.sharing)
+        return shared
+
+
+class GatedNorm(torch.nn.Module):
+    """RMSNorm of the channels of each group of heads, after or before multiplying by their gate."""
+
+    def __init__(
+        self, config: MegatronConfig, channels: int, groups: HeadGroups, *, gate_first: bool
+    ) -> None:
+        super().__init__()
+        self.groups, self.eps, self.gate_first = groups, config.layernorm_epsilon, gate_first
+        self.weight = cut_parameter((channels,), config.params_dtype)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Normalise ``[..., channels]`` in fp32."""
+        factor = silu(gate.float())
+        return self._normal(x * factor) if self.gate_first else self._normal(x) * factor
+
+    def _normal(self, x: Tensor) -> Tensor:
+        x = x.unflatten(-1, (self.groups.here, -1))
+        means = self.groups.gathered(x.square().mean(-1)).mean(-2)
+        normal = x * torch.rsqrt(means.unsqueeze(-1) + self.eps)
+        scaled: Tensor = self.weight * normal.flatten(-2)
+        return scaled
+
+
+class Mamba(torch.nn.Module):
+    """Mamba 2 layer with one tensor rank's heads; `_module` mixes in ``MegatronModule``."""
+
+    dt_bias: Tensor
+    A_log: Tensor
+    D: Tensor
+
+    def __init__(
+        self, config: MegatronConfig, model: McaModelConfig, column: Typed, row: Typed, **options: Typed
+    ) -> None:
+        super().__init__(config)
+        self.groups_of_ranks = options["pg_collection"]
+        tp, sizes = self.groups_of_ranks.tp.size(), segments(model)
+        self.sizes = [size // tp for size in sizes]
+        self.groups = HeadGroups(given(model.mamba).mamba_num_groups, self.groups_of_ranks.tp)
+        self.least_step = given(model.mamba).mamba_least_step
+        linear = {
+            "config": config,
+            "bias": False,
+            "is_expert": False,
+            "tp_group": self.groups_of_ranks.tp,
+        }
+        self.in_proj = column(
+            model.hidden_size,
+            sum(sizes),
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            **linear,
+        )
+        channels, kernel = sum(self.sizes[1:4]), given(model.mamba).mamba_conv_kernel_dim
+        convolution = torch.nn.Conv1d(
+            channels,
+            channels,
+            kernel,
+            groups=channels,
+            bias=given(model.mamba).mamba_conv_bias,
+            dtype=config.params_dtype,
+        )
+        self.conv1d = CausalConvolution.from_conv1d(convolution, find_kernel("causal_conv1d_fn", config))
+        self.scan = find_kernel("mamba_chunk_scan_combined", config)
+        for name in _HEADS:
+            setattr(self, name, cut_parameter((self.sizes[4],), config.params_dtype))
+        self.norm, first = None, given(model.mamba).mamba_norm == "gated"
+        if given(model.mamba).mamba_norm != "none":
+            self.norm = GatedNorm(config, self.sizes[0], self.groups, gate_first=first)
+        self.factors = given(model.mamba).mamba_multipliers
+        self.out_proj = row(
+            sizes[0],
+            model.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+            **linear,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: object = None,
+        *,
+        packed_seq_params: PackedSeqParams = None,
+        **_: object,
+    ) -> WithBias:
+        """Map ``[s / cp, b, hidden]`` to the same shape; other arguments of an attention are ignored."""
+        mixed, _ = self.in_proj(hidden_states)
+        if self.factors is not None:
+            parts = zip(mixed.split(self.sizes, -1), self.factors[:-1], strict=True)
+            mixed = torch.cat([part * factor for part, factor in parts], -1)
+        group = self.groups_of_ranks.cp
+        out = apply_to_full_sequences(self._sequence, mixed, packed_seq_params, group)
+        output: WithBias = self.out_proj(out)
+        return output if self.factors is None else (output[0] * self.factors[-1], None)
+
+    def _sequence(self, mixed: Tensor) -> Tensor:
+        """Map projections ``[s, b, z x B C dt]`` of one sequence to normalised, gated values ``[s, b, x]``."""
+        inside, _, states, _, count = self.sizes
+        gate, convolving, step = mixed.split([inside, inside + 2 * states, count], -1)
+        mixed_in = self.conv1d(convolving.permute(1, 2, 0)).transpose(1, 2)
+        x, shared = mixed_in.split([inside, 2 * states], -1)
+        into, read = self.groups.gathered(shared).unflatten(-1, (2, -1)).unbind(-2)
+        step = softplus(step.float() + self.dt_bias.float()).clamp(min=self.least_step).transpose(0, 1)
+        into, read = (part.flatten(-2).unflatten(-1, (self.groups.here, -1)) for part in (into, read))
+        rate, x = -self.A_log.float().exp(), x.unflatten(-1, (count, -1))
+        out = state_space_layer(x, step, rate, into, read, self.D.float(), self.scan)
+        out = out.transpose(0, 1).flatten(2)
+        gated: Tensor = out * silu(gate.float()) if self.norm is None else self.norm(out, gate)
+        return gated.to(mixed.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None
+    ) -> ShardedState:
+        """Return the sharded state; fused tensors are split into their parts, independent of the layout."""
+        from megatron.core.ssm.mamba_mixer import _split_tensor_factory
+        from megatron.core.transformer.module import MegatronModule
+
+        state: ShardedState = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+        cut = sharded_state(self, prefix, sharded_offsets, dict.fromkeys(_CUT, 0))
+        state |= {key: value for key, value in cut.items() if key.removeprefix(prefix) in _CUT}
+        for name, parts in _FUSED.items():
+            if (key := f"{prefix}{name}") in state:
+                state[key] = _split_tensor_factory(state[key], self.sizes[parts], list(_PARTS[parts]), 0)
+        return state
+
+
+def mamba_spec(implementation: Implementation, config: McaModelConfig) -> Spec:
+    """Return the spec of a Mamba layer of ``config``, in place of attention or parallel to it."""
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    column, row = normed_linears(implementation, norm=not given(config.mamba).mamba_beside_attention)
+    return ModuleSpec(module=_module(), params={"model": config, "column": column, "row": row})
+
+
+@cache
+def _module() -> type:
+    from megatron.core.transformer.module import MegatronModule
+
+    return type("Mamba", (Mamba, MegatronModule), {})
+
+
+def with_parallel_mamba(attention: type, model: McaModelConfig, implementation: Implementation) -> type:
+    """Return an attention class without biases that adds the output of a parallel Mamba layer (Falcon H1).
+
+    Args:
+        attention: Megatron's class.
+        model: The model.
+        implementation: Implementation of Mamba's linears.
+    """
+    factor = given(model.mamba).attention_out_multiplier
+
+    class ParallelMamba(attention):  # type: ignore[misc]
+        """Attention and Mamba on the same normalised input."""
+
+        def __init__(self, config: MegatronConfig, *args: object, **kwargs: object) -> None:
+            from megatron.core.transformer.spec_utils import build_module
+
+            super().__init__(config, *args, **kwargs)
+            spec = mamba_spec(implementation, model)
+            self.mamba = build_module(spec, config=config, pg_collection=self.pg_collection)
+
+        def forward(
+            self,
+            hidden_states: Tensor,
+            *args: object,
+            packed_seq_params: PackedSeqParams = None,
+            **kwargs: object,
+        ) -> WithBias:
+            """Map ``[s / cp, b, hidden]`` to the same shape."""
+            packed = {"packed_seq_params": packed_seq_params}
+            states, _ = self.mamba(hidden_states, **packed)
+            attended, _ = super().forward(hidden_states, *args, **packed, **kwargs)
+            return attended * factor + states, None
+
+    return ParallelMamba
+
+
+MAMBA = Feature(
+    name="Mamba",
+    enabled=lambda config: config.mamba is not None,
+    settings=lambda config: {
+        "hetereogenous_dist_checkpoint": True
+    },  # tensors of layers that differ are not stacked
+)

@@ -1,0 +1,120 @@
+"""Multi-latent attention (MLA): norms and RoPE as in HF's models."""
+
+import copy
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import Values
+from mca_models.megatron.features.feature import Feature
+from mca_models.megatron.features.kimi_delta_attention import set_no_rope
+from mca_models.megatron.layers.rope import attention_factor, rotary_module
+from mca_models.megatron.types import GptModel, MegatronModule, Settings, Spec
+
+EPSILON = 1e-6
+"""Epsilon of the norms inside HF's MLA; Megatron uses the model's ``rms_norm_eps`` instead."""
+
+
+def set_mla_norm_epsilon(model: GptModel) -> None:
+    """Set HF's epsilon in the norms inside every MLA of a chunk, MTP layers included."""
+    for attention in model.modules():
+        if not hasattr(attention, "linear_kv_up_proj"):
+            continue
+        # the local spec has norms, Transformer Engine fuses them into the linears
+        for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
+            module: MegatronModule = getattr(attention, name, None)
+            if hasattr(module, "eps"):
+                module.eps = EPSILON
+
+
+def set_yarn_ramp(model: GptModel, rope: Values | None) -> None:
+    """Disable the rounding of yarn's correction range if the model's ``truncate`` is false."""
+    if rope is None or rope.get("truncate", True):
+        return
+    for attention in model.modules():
+        if hasattr(attention, "linear_kv_up_proj"):
+            attention.rotary_pos_emb.correction_range_round_to_int = False
+
+
+class _ScaledRope(torch.nn.Module):
+    """RoPE that also returns the factor on cosine and sine, as Megatron's yarn does."""
+
+    def __init__(self, rotary: MegatronModule, factor: float) -> None:
+        super().__init__()
+        self.rotary, self.factor = rotary, factor
+        self.get_rotary_seq_len = rotary.get_rotary_seq_len
+
+    def forward(self, length: int, packed_seq: bool = False) -> tuple[Tensor, float]:
+        """Return the angles of ``length`` tokens, and the factor."""
+        return self.rotary(length, packed_seq=packed_seq), self.factor
+
+
+def set_mla_rope(model: GptModel, config: McaModelConfig) -> None:
+    """Set the RoPE of every MLA of a chunk for rope types that Megatron does not support."""
+    if (config.rope.rope_scaling or {}).get("rope_type", "yarn") == "yarn":
+        return
+    for attention in model.modules():
+        if hasattr(attention, "linear_kv_up_proj"):
+            rotary = rotary_module(config, attention.pg_collection.cp)
+            attention.rotary_pos_emb = _ScaledRope(rotary, attention_factor(config))
+            attention.config = copy.copy(attention.config)
+            attention.config.rope_type = "yarn"  # the rope type that comes with a factor
+
+
+@cache
+def with_mla_multipliers(attention: type, query_factor: float, latent_factor: float) -> type:
+    """Return an ``MLASelfAttention`` class with factors on queries, and on compressed keys and values.
+
+    The factor on compressed keys is applied to the non-rotated channels of the queries instead.
+    """
+
+    class MlaMultipliers(attention):  # type: ignore[misc]
+        """MLA with factors."""
+
+        def get_query_key_value_tensors(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
+            """Return queries, keys, values, and the compressed tensors."""
+            query, key, value, *compressed = super().get_query_key_value_tensors(*args, **kwargs)
+            nope, rotated = query.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], -1)
+            query = torch.cat([nope * (query_factor * latent_factor), rotated * query_factor], -1)
+            return query, key, value * latent_factor, *compressed
+
+    return MlaMultipliers
+
+
+@cache
+def with_plain_query(attention: type) -> type:
+    """Return an ``MLASelfAttention`` class without a norm on its queries, for megatron-core 0.19.
+
+    There ``qk_layernorm`` without ``q_lora_rank`` adds a norm before the query projection; HF's models have a norm on
+    the compressed keys and values only. Earlier versions build that, and do not call this method.
+    """
+
+    class PlainQuery(attention):  # type: ignore[misc]
+        """MLA without a norm on its queries."""
+
+        def _resolve_qk_norm_config(self, submodules: Spec) -> Settings:
+            from megatron.core.transformer.identity_op import IdentityOp
+
+            return {
+                "linear_q_proj": submodules.linear_q_proj,
+                "linear_q_up_proj": IdentityOp,
+                "linear_kv_up_proj": submodules.linear_kv_up_proj,
+                "q_layernorm": IdentityOp,
+                "kv_layernorm": submodules.kv_layernorm or IdentityOp,
+            }
+
+    return PlainQuery
+
+
+def _finish(model: GptModel, config: McaModelConfig) -> None:
+    set_mla_norm_epsilon(model)
+    set_yarn_ramp(model, config.rope.rope_scaling)
+    set_mla_rope(model, config)
+    set_no_rope(model, config)
+
+
+MLA = Feature(
+    name="multi-head latent attention", enabled=lambda config: config.mla is not None, finish=_finish
+)

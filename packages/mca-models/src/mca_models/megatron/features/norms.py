@@ -1,0 +1,169 @@
+"""Norms that Megatron lacks: across all heads of q or k, after RoPE, and after attention and MLP."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mca_config.model_config import McaModelConfig
+from mca_models.megatron.features.feature import Feature
+from mca_models.megatron.layers.norm import Norm
+from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
+from mca_models.megatron.types import GptModel, MegatronConfig, MegatronModule, ShardedState, WithBias
+
+
+class FullWidthNorm(torch.nn.Module):
+    """RMSNorm across all heads of a token, which tensor ranks share.
+
+    Its weight has one number for each channel of each head of this rank.
+    """
+
+    heads = "num_attention_heads"
+
+    def __init__(self, config: MegatronConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__()
+        self.eps = eps
+        self.width = getattr(config, self.heads) * hidden_size
+        share = self.width // config.tensor_model_parallel_size
+        self.weight = cut_parameter((share,), config.params_dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``[..., heads / tp, channels]`` in fp32; return its dtype."""
+        from megatron.core.tensor_parallel.mappings import (
+            copy_to_tensor_model_parallel_region,
+            reduce_from_tensor_model_parallel_region,
+        )
+
+        flat = x.flatten(-2).float()
+        squares = reduce_from_tensor_model_parallel_region(flat.square().sum(-1, keepdim=True))
+        # every rank's output depends on the sum: its gradient is summed back
+        mean = copy_to_tensor_model_parallel_region(squares) / self.width
+        normal: Tensor = flat * torch.rsqrt(mean + self.eps) * self.weight.float()
+        return normal.to(x.dtype).view_as(x)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: ShardedState | None = None
+    ) -> ShardedState:
+        """Return the state for Megatron's distributed checkpoint, sharded over tensor ranks."""
+        return sharded_state(self, prefix, sharded_offsets, {"weight": 0})
+
+
+class FullWidthKeyNorm(FullWidthNorm):
+    """``FullWidthNorm`` of the keys."""
+
+    heads = "num_query_groups"
+
+
+class PerHeadNorm(Norm):
+    """Norm of each head with a weight for each channel of each head of this rank."""
+
+    heads = "num_attention_heads"
+    has_weight = has_bias = False
+
+    def __init__(self, config: MegatronConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__(config, hidden_size, eps)
+        share = getattr(config, self.heads) * hidden_size // config.tensor_model_parallel_size
+        self.weight = cut_parameter((share,), config.params_dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``[..., heads / tp, channels]``; return its dtype."""
+        normal = self.normal(x.float(), None)
+        return (normal * self.weight.float().view(-1, *self.shape)).to(x.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: ShardedState | None = None
+    ) -> ShardedState:
+        """Return the state for Megatron's distributed checkpoint, sharded over tensor ranks."""
+        return sharded_state(self, prefix, sharded_offsets, {"weight": 0})
+
+
+class PerHeadKeyNorm(PerHeadNorm):
+    """``PerHeadNorm`` of the keys."""
+
+    heads = "num_query_groups"
+
+
+class PostRopeNorm(Norm):
+    """Norm of q or k after RoPE; Megatron's position for it, before RoPE, passes the input through."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` unchanged."""
+        return x
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """Normalise ``x``."""
+        return super().forward(x)
+
+
+class PostRopeNormWithoutWeight(PostRopeNorm):
+    """``PostRopeNorm`` without a weight."""
+
+    has_weight = has_bias = False
+
+
+def normalise_after_rope(model: GptModel, skips: Sequence[int] | None) -> None:
+    """Apply the ``PostRopeNorm`` of every attention of a chunk to the inputs of its core attention.
+
+    Args:
+        model: The chunk.
+        skips: 1 for each decoder layer without RoPE, which has no norm either; None: all have it.
+    """
+    for layer in model.decoder.layers:
+        attention = layer.self_attention
+        if skips is not None and skips[layer.layer_number - 1]:
+            continue
+        attention.core_attention.register_forward_pre_hook(
+            partial(_normalise_rotated, attention.q_layernorm.normalize, attention.k_layernorm.normalize)
+        )
+
+
+def _normalise_rotated(
+    query_norm: Callable[[Tensor], Tensor],
+    key_norm: Callable[[Tensor], Tensor],
+    core: torch.nn.Module,
+    args: tuple[Tensor, ...],
+) -> tuple[Tensor, ...]:
+    query, key, *rest = args
+    return query_norm(query), key_norm(key), *rest
+
+
+class PostNorm(Norm):
+    """Norm of the output of attention or MLP, before it is added to the residual."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: ShardedState | None = None
+    ) -> ShardedState:
+        """Return the state for Megatron's distributed checkpoint, replicated over tensor ranks."""
+        return sharded_state(self, prefix, sharded_offsets, {})
+
+
+def add_post_norms(model: GptModel, config: McaModelConfig) -> None:
+    """Add a ``post_layernorm`` to the output of attention and MLP in decoder layers with post-norms.
+
+    The hook is on the whole block, not on its last projection, so that an adapter's output is normalised too.
+    """
+    for layer in model.decoder.layers:
+        placement = config.layer_config(layer.layer_number - 1).norm.norm_placement
+        for block in (layer.self_attention, layer.mlp) if placement != "pre" else ():
+            block.post_layernorm = PostNorm(
+                model.config, model.config.hidden_size, model.config.layernorm_epsilon
+            )
+            block.register_forward_hook(_normalise_output)
+
+
+def _normalise_output(block: MegatronModule, args: tuple[object, ...], output: WithBias) -> WithBias:
+    value, bias = output
+    return block.post_layernorm(value), bias
+
+
+POST_NORMS = Feature(
+    name="norms after attention and MLP",
+    enabled=lambda config: any(kind.norm.norm_placement != "pre" for kind in config.kinds()),
+    finish=add_post_norms,
+)
+NORMS_AFTER_ROPE = Feature(
+    name="norms of q and k after RoPE",
+    enabled=lambda config: config.attention.qk_layernorm_after_rope,
+    finish=lambda model, config: normalise_after_rope(model, config.rope.no_rope_freq),
+)

@@ -1,0 +1,125 @@
+"""Recurrent layers (Mamba, gated delta net) on full sequences under context parallelism.
+
+The computation of each sequence is in the modules of the layers.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.functional import conv1d, pad, silu
+
+from mca_config.model.section import given
+from mca_config.model_config import McaModelConfig
+from mca_models.megatron.features.feature import Feature
+from mca_models.megatron.features.kernels import Kernel
+from mca_models.megatron.layers.zigzag import rank_token_ranges, restore_token_order
+from mca_models.megatron.names import Implementation
+from mca_models.megatron.types import PackedSeqParams, Settings
+
+_MAX_KERNEL_SIZE = 4
+"""Maximum kernel size of ``causal_conv1d_fn``."""
+
+
+def apply_to_full_sequences(
+    compute: Callable[[Tensor], Tensor], x: Tensor, packed_seq_params: PackedSeqParams, group: ProcessGroup
+) -> Tensor:
+    """Apply ``compute`` to each full sequence and return this context rank's tokens.
+
+    Args:
+        compute: Function of one sequence ``[s, b, ...]`` that keeps the number of tokens.
+        x: ``[s / cp, b, ...]``; packed sequences are concatenated.
+        packed_seq_params: Boundaries of packed sequences.
+        group: The context-parallel group, over which the sequences are gathered.
+    """
+    lengths = _lengths(packed_seq_params, x.shape[0] * group.size())
+    outputs = [compute(sequence) for sequence in _sequences(x, lengths, group)]
+    chunks = rank_token_ranges(lengths, group.rank(), group.size())
+    local = [outputs[chunk.sequence].narrow(0, chunk.start, chunk.length) for chunk in chunks]
+    return local[0] if len(local) == 1 else torch.cat(local)
+
+
+def normed_linears(implementation: Implementation, *, norm: bool = True) -> tuple[type, type]:
+    """Return the classes of the first linear, column-parallel, and of the last, row-parallel.
+
+    Args:
+        implementation: Layer implementation.
+        norm: Fuse the norm into the first linear if the implementation can.
+    """
+    if implementation == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import (
+            TEColumnParallelLinear,
+            TELayerNormColumnParallelLinear,
+            TERowParallelLinear,
+        )
+
+        return TELayerNormColumnParallelLinear if norm else TEColumnParallelLinear, TERowParallelLinear
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    return ColumnParallelLinear, RowParallelLinear
+
+
+class CausalConvolution(torch.nn.Conv1d):
+    """Causal depthwise convolution with SiLU.
+
+    It is a module, because with ``overlap_param_gather`` Megatron waits for gathered parameters when the module that
+    has them is called.
+    """
+
+    kernel: Kernel | None
+
+    @classmethod
+    def from_conv1d(cls, convolution: torch.nn.Conv1d, kernel: Kernel | None) -> "CausalConvolution":
+        """Return one with the parameters of ``convolution``; ``kernel`` is ``causal_conv1d_fn``, None: plain torch."""
+        channels, (width,) = convolution.out_channels, convolution.kernel_size
+        module = cls(channels, channels, width, groups=channels, bias=False, device="meta")
+        module.weight, module.bias, module.kernel = convolution.weight, convolution.bias, kernel
+        return module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[b, channels, s]`` to the same shape."""
+        width = self.weight.shape[-1]
+        if self.kernel is not None and width <= _MAX_KERNEL_SIZE:
+            mixed = self.kernel(x.contiguous(), self.weight.squeeze(1), self.bias, activation="silu")
+            assert isinstance(mixed, Tensor)
+            return mixed
+        return silu(conv1d(pad(x, (width - 1, 0)), self.weight, self.bias, groups=x.shape[1]))
+
+
+def _sequences(x: Tensor, lengths: tuple[int, ...], group: ProcessGroup) -> list[Tensor]:
+    """Return every full sequence ``[s, b, ...]``, gathered over the context ranks."""
+    rows = x if x.dim() == 3 else x.unsqueeze(1)
+    if group.size() == 1:
+        return list(torch.split(rows, list(lengths)))
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+    return restore_token_order(gather_from_sequence_parallel_region(rows, group=group), lengths, group.size())
+
+
+def _lengths(packed_seq_params: PackedSeqParams, rows: int) -> tuple[int, ...]:
+    if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
+        return (rows,)
+    from mca_models.megatron.layers.attention import packed_lengths
+
+    return packed_lengths(packed_seq_params, rows)
+
+
+def _linear_settings(config: McaModelConfig) -> Settings:
+    own = given(config.linear_attention)
+    return {
+        # makes Megatron's distributed checkpoint expect different layers
+        "linear_attention_freq": [int(config.is_linear_layer(layer)) for layer in range(config.num_layers)],
+        "linear_conv_kernel_dim": own.linear_conv_kernel_dim,
+        "linear_num_key_heads": own.linear_num_key_heads,
+        "linear_num_value_heads": own.linear_num_value_heads,
+        "linear_key_head_dim": own.linear_key_head_dim,
+        "linear_value_head_dim": own.linear_value_head_dim,
+    }
+
+
+LINEAR_ATTENTION = Feature(
+    name="linear attention",
+    enabled=lambda config: config.linear_attention is not None,
+    settings=_linear_settings,
+)

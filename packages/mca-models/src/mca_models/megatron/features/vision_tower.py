@@ -1,0 +1,70 @@
+"""Vision tower of a chunk: transformers' own class, without its text model.
+
+Its parameters have the names of transformers' modules below ``vision_model.``. Its features are added to the text in
+`images`.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
+from mca_models.megatron.features.feature import Feature
+from mca_models.megatron.types import GptModel, HfModel
+from mca_models.templates import config_to_hf, get_family
+from mca_models.templates.parts.vision_tower import PREFIX
+from mca_models.weights import Param, Stage
+
+_NO_TEXT: Mapping[str, object] = {"num_hidden_layers": 0, "vocab_size": 1, "pad_token_id": None}
+_PER_LAYER = ("layer_types", "mlp_layer_types", "mlp_only_layers", "no_rope_layers")
+
+
+Part = Literal["language", "vision", "projector"]
+"""Parts that can be trained or frozen: the text model, the vision tower, and the projector of its features."""
+TEXT: tuple[Part, ...] = ("language",)
+"""Parts that adapters target by default."""
+
+
+def model_part(param: Param, config: McaModelConfig) -> str:
+    """Return the `Part` of a parameter; ``unused`` if the model does not use it."""
+    if param.stage is not Stage.VISION:
+        return "language"
+    vision = get_family(config.model_type).vision
+    return "unused" if vision is None else vision.component(param.mca.removeprefix(PREFIX))
+
+
+def add_vision_tower(model: GptModel, config: McaModelConfig) -> None:
+    """Add the vision tower to a chunk with the embedding, frozen until it is selected for training."""
+    if config.vision is None or not model.pre_process:
+        return
+    model.vision_model = vision_model(config, model.config.params_dtype)
+    model.vision_model.requires_grad_(False)
+
+
+def vision_model(config: McaModelConfig, dtype: torch.dtype) -> HfModel:
+    """Build transformers' model of ``config`` without its text model; its parameters are not filled."""
+    import transformers
+    from transformers.initialization import no_init_weights
+
+    config_without_text = transformers.AutoConfig.for_model(
+        **copy.deepcopy(without_text(config_to_hf(config)))
+    )
+    with no_init_weights():
+        model: HfModel = transformers.AutoModel.from_config(config_without_text, dtype=dtype)
+    del model.language_model
+    return model
+
+
+def without_text(hf: JsonObject) -> JsonObject:
+    """Return ``config.json`` with an empty text model; keys that vision models read stay."""
+    if "text_config" in hf:
+        return {**hf, "text_config": without_text(hf["text_config"])}
+    return {**{key: value for key, value in hf.items() if key not in _PER_LAYER}, **_NO_TEXT}
+
+
+VISION_TOWER = Feature(
+    name="vision tower", enabled=lambda config: config.vision is not None, finish=add_vision_tower
+)
