@@ -290,7 +290,7 @@ CARRIED = {
     "nemotron_h": ("mtp.layers.0.eh_proj.weight", "mtp.layers.1.mixer.gate.weight"),
     "olmo_hybrid": ("mtp.fc.weight", "mtp.norm.weight"),
 }
-"""Tensors of prediction layers, under names of published files; the tiny models have four layers."""
+"""Tensors of MTP layers, under names of published files; the tiny models have four layers."""
 
 
 @pytest.mark.parametrize("case", CARRIED)
