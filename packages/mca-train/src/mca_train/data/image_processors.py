@@ -263,7 +263,7 @@ def _processor(directories: Sequence[Path]) -> ImageProcessor:
     reasons = []
     for directory in directories:
         try:
-            return AutoImageProcessor.from_pretrained(directory)
+            return AutoImageProcessor.from_pretrained(directory, backend="pil")
         except (OSError, ValueError, KeyError, ImportError) as error:
             reasons.append(f"{directory}: {' '.join(str(error).split())[:200]}")
     raise UsageError(f"rows have images, and there is no image processor: {'; '.join(reasons)}")
