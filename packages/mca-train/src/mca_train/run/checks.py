@@ -21,7 +21,7 @@ from mca_config.types import Values
 from mca_models.checkpoint.side_files import side_files
 from mca_train.checkpoint.output_dir import require_usable
 from mca_train.config.adapters import adapter_problems
-from mca_train.config.arguments import LaunchArguments
+from mca_train.config.arguments import VIDEO_KEYS, LaunchArguments
 from mca_train.config.checks import contradictions
 from mca_train.config.model import local_world_size, model_config, resolve_layout
 from mca_train.config.model_parts import part_problems
@@ -176,9 +176,11 @@ def _with_head(task: Task, settings: Settings, model: McaModelConfig) -> McaMode
 
 
 def _images(run: Run) -> Iterator[str]:
-    """Report an ``image_folder`` for a model without a vision tower."""
-    if run.model.vision is None and run.settings.data.image_folder is not None:
-        yield f"image_folder: a {run.model.model_type} model takes no images; remove the key"
+    """Report keys of images and videos for a model without a vision tower."""
+    for key in ("image_folder", *VIDEO_KEYS) if run.model.vision is None else ():
+        if getattr(run.settings.data, key) is not None:
+            medium = "images" if key == "image_folder" else "videos"
+            yield f"{key}: a {run.model.model_type} model takes no {medium}; remove the key"
 
 
 def _metric(task: Task, settings: Settings) -> Iterator[str]:

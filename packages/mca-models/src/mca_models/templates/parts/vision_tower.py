@@ -27,6 +27,9 @@ ImageTokenKind = Literal["patches", "tiles", "lines", "fixed"]
 """Division of an image into tokens: a grid of merged patches, tiles of equally many tokens, lines with a mark after
 each, or as many tokens for every image."""
 
+VideoTokenKind = Literal["together", "timestamps"]
+"""Frames of a video one after the other, or each between marks behind its time in words."""
+
 _TEXT, _HEAD = "model.", "lm_head."
 _KEYS = (
     *("vision_config", "image_token_id", "image_token_index", "video_token_id", "boi_token_index"),
@@ -115,6 +118,8 @@ class VisionModel:
         unused: Beginnings of the names of what no feature depends on.
         image_tokens: How an image in a row becomes tokens; None: the processor puts tokens around it that mca does not
             write.
+        video_tokens: How a video in a row becomes tokens; None: mca does not write the tokens of its frames.
+        tokens_per_second: Time positions of a second of video if ``vision_config`` does not say; None: a frame is one.
     """
 
     tensors: Callable[[McaModelConfig], Shapes]
@@ -122,6 +127,8 @@ class VisionModel:
     projector: tuple[str, ...]
     unused: tuple[str, ...] = ()
     image_tokens: ImageTokenKind | None = "patches"
+    video_tokens: VideoTokenKind | None = None
+    tokens_per_second: float | None = None
 
     def component(self, name: str) -> str:
         """Return the component of a vision model's ``name``: ``vision``, ``projector``, or ``unused``."""
