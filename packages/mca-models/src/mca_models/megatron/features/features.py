@@ -16,6 +16,7 @@ from mca_models.megatron.features.per_layer_embedding import PER_LAYER_EMBEDDING
 from mca_models.megatron.features.recurrent_layers import LINEAR_ATTENTION
 from mca_models.megatron.features.scales import LAYER_SCALARS, OUTPUT_BIAS, SCALES
 from mca_models.megatron.features.shared_kv import SHARED_KV
+from mca_models.megatron.features.short_convolution import SHORT_CONVOLUTION
 from mca_models.megatron.features.vision_tower import VISION_TOWER
 from mca_models.megatron.features.xielu import XIELU
 
@@ -29,6 +30,7 @@ FEATURES: tuple[Feature, ...] = (
     BIASED_ROUTER,
     LINEAR_ATTENTION,
     MAMBA,
+    SHORT_CONVOLUTION,
     MLA,
     XIELU,
     OUTPUT_BIAS,
