@@ -138,7 +138,7 @@ LATEST: dict[str, tuple[str, dict[str, Any]]] = {
                 "moe_intermediate_size": 16,
                 "num_dense_layers": 1,
             },
-            **{"conv_L_cache": 4, "routed_scaling_factor": 1.5, "head_dim": 8},
+            **{"conv_L_cache": 4, "routed_scaling_factor": 1.5, "head_dim": 8, "tie_word_embeddings": False},
             "layer_types": ["conv", "full_attention", "conv", "conv"],
         },
     ),

@@ -279,6 +279,10 @@ class McaModelConfig:
         """Return whether decoder ``layer`` is a gated short convolution."""
         return self._kind(layer) == "conv"
 
+    def has_mixer(self, layer: int) -> bool:
+        """Return whether decoder ``layer`` has one of mca's modules in place of attention."""
+        return self.is_linear_layer(layer) or self.is_mamba_layer(layer) or self.is_conv_layer(layer)
+
     def has_attention(self, layer: int) -> bool:
         """Return whether decoder ``layer`` has attention, or a replacement for it (linear attention, Mamba, conv)."""
         return not self.block.single_blocks or self._kind(layer) not in ("mlp", "moe")

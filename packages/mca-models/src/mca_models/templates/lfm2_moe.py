@@ -2,7 +2,7 @@
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates.config_table import ConfigTable, HfConfig
+from mca_models.templates.config_table import ConfigTable, Fixed, HfConfig
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens, is_moe_layer
 from mca_models.templates.parts.common import embedding, head
@@ -38,16 +38,12 @@ NAMES = MoeNames(
 def read(hf: HfConfig) -> JsonObject:
     """Derive the layers with experts: all but the first ``num_dense_layers``."""
     dense = hf.get("num_dense_layers", 2)
-    return {
-        "moe_layer_freq": tuple(int(layer >= dense) for layer in range(hf["num_hidden_layers"])),
-        "moe_router_enable_expert_bias": hf.get("use_expert_bias", True),
-    }
+    return {"moe_layer_freq": tuple(int(layer >= dense) for layer in range(hf["num_hidden_layers"]))}
 
 
 def write(values: Values) -> HfConfig:
     """Write the HF keys."""
-    dense = sum(not is_moe_layer(values, layer) for layer in range(values["num_layers"]))
-    return {"num_dense_layers": dense, "use_expert_bias": values["moe_router_enable_expert_bias"]}
+    return {"num_dense_layers": sum(not is_moe_layer(values, layer) for layer in range(values["num_layers"]))}
 
 
 def params(config: McaModelConfig) -> list[Param]:
@@ -62,7 +58,7 @@ FAMILY = Family(
         fields=(*FIELDS, *expert_fields(count="num_experts", default=32), SCALED),
         defaults={**DEFAULTS, "num_experts_per_tok": 4, "moe_intermediate_size": 1792},
         constants={"qk_layernorm": True, **SIGMOID_ROUTER},
-        fixed=(NO_CONV_BIAS, NORMALISED),
+        fixed=(NO_CONV_BIAS, NORMALISED, Fixed("use_expert_bias", (True,), "all published models have it")),
         aliases={"tie_embedding": "tie_word_embeddings", "num_local_experts": "num_experts"},
         facts=(LAYER_TYPES, SIGMOID_ROUTING, Lens(read, write)),
     ),

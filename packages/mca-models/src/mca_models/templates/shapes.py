@@ -129,7 +129,7 @@ def _conv(c: FamilyConfig) -> Shape:
     return 2 * key + value, 1, c.linear_attention.linear_conv_kernel_dim
 
 
-def _out_proj_columns(c: FamilyConfig) -> int:
+def _out_proj_columns(c: McaModelConfig) -> int:
     if c.short_convolution is not None:
         return c.hidden_size
     return _mamba_widths(c)[0] if c.mamba is not None else _delta_widths(c)[1]

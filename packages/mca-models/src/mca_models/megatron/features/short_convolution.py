@@ -25,8 +25,8 @@ from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, PackedSeqParams, ShardedState, Spec, WithBias
 
 _CUT = ("conv1d.weight",)
-_PARTS = ("B", "C", "x")
-"""Parts of the input projection."""
+_PARTS = ("gate_in", "gate_out", "inputs")
+"""Parts of the input projection (B, C, x); names differ from those of Mamba's parts in ``torch_dist`` directories."""
 
 
 class ShortConvolution(torch.nn.Module):
@@ -84,7 +84,8 @@ class ShortConvolution(torch.nn.Module):
         """Map projections ``[s, b, B C x]`` of one sequence to gated values ``[s, b, channels]``."""
         before, after, x = mixed.chunk(len(_PARTS), -1)
         convolved = self.conv1d((before * x).permute(1, 2, 0)).permute(2, 0, 1)
-        return after * convolved
+        gated: Tensor = after * convolved
+        return gated
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None

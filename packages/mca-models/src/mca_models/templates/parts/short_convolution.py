@@ -28,6 +28,7 @@ _NAMES = {
     "self_attn.o_proj": "self_attn.out_proj",
     "input_layernorm": "operator_norm",
     "post_attention_layernorm": "ffn_norm",
+    "mlp.experts.": "feed_forward.experts.",
     "mlp.gate_proj": "feed_forward.w1",
     "mlp.up_proj": "feed_forward.w3",
     "mlp.down_proj": "feed_forward.w2",
