@@ -276,7 +276,7 @@ def test_wrong_experts_are_one_error_on_all_ranks(tmp_path: Path) -> None:
     assert said[3].startswith("routed_experts has 1 experts per token and layer; the model routes to 2")
     assert said[4] == "routed_experts needs a model with experts, but qwen3 is dense; remove it"
     assert said[5] == "return_routed_experts needs a model with experts, but qwen3 is dense; remove it"
-    assert said[6] == f"{fused}fusion, which chooses; set it to false"
+    assert said[6] == f"{fused}fusion, whose kernel chooses; set it to false"
     assert said[7] == f"{fused}load_balancing_type sinkhorn; set another one"
     assert said[8] == "routed_experts: the routers of layers [2] ignored the given experts"
 
