@@ -101,7 +101,8 @@ def test_a_failed_evaluation_leaves_the_metrics_of_training() -> None:
         metric_names=("accuracy",), metric_differences={}, metric_extremes={}, token_values=None
     )
     watch: Any = SimpleNamespace(restore=lambda state: None)
-    nothing: Any = SimpleNamespace(chunks=[], evaluation=lambda dataset: [])
+    plain = SimpleNamespace(num_moe_experts=None, mtp_num_layers=None)
+    nothing: Any = SimpleNamespace(chunks=[SimpleNamespace(config=plain)], evaluation=lambda dataset: [])
     metrics = Logger(hf, hooks, nothing, watch, nothing, nothing, is_token_loss=True)
     of_training, metrics._sources = metrics.metrics, (sources := SimpleNamespace())
 

@@ -55,7 +55,8 @@ def with_metrics(names: tuple[str, ...]) -> Logger:
         run_kind="classify",
     )
     watch: Any = SimpleNamespace(state=lambda: {"skipped": 0}, restore=lambda state: None)
-    model: Any = SimpleNamespace(chunks=[])
+    plain = SimpleNamespace(num_moe_experts=None, mtp_num_layers=None)
+    model: Any = SimpleNamespace(chunks=[SimpleNamespace(config=plain)])
     checkpoints = CheckpointWriter(in_background=False)
     return Logger(hf, hooks, model, watch, checkpoints, Progress(), is_token_loss=False)
 
