@@ -24,6 +24,7 @@ from mca_train.batching.collate import Collator, CollatorFormat, PadCollator, pa
 from mca_train.batching.image_batch import image_batching
 from mca_train.batching.loaders import Loaders
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
+from mca_train.batching.routed_experts import ExpertBatching
 from mca_train.batching.step_stream import require_steps
 from mca_train.checkpoint import directory
 from mca_train.checkpoint.model import require_format
@@ -34,7 +35,6 @@ from mca_train.data.token_dataset import Samples
 from mca_train.engine.engine import Engine, StepResult
 from mca_train.engine.param_groups import select_trained_parts
 from mca_train.engine.rng import seed_dropout
-from mca_train.groups import Ranks
 from mca_train.losses.token_loss import num_targets, require_sums, token_loss
 from mca_train.lr_schedule import schedule_problems
 from mca_train.metrics.log_file import JsonlLog
@@ -88,6 +88,8 @@ class McaTrainer(HfTrainer):
         wants_logits: `compute_loss` gets logits instead of the cross entropy of each token.
         token_values: `compute_loss` gets the log-probability of each token ``[b, s]``, at a temperature, or with the
             entropy ``[2, b, s]``, computed ``loss_chunk_size`` tokens at a time (1024 if that is not set).
+        requires_routed_experts: Every sample must have ``routed_experts``, ``[tokens, layers, topk]``, which the
+            routers take instead of choosing.
         run_kind: Kind of run in its checkpoints; it resumes only from the same kind.
         watch: Monitor of the run.
     """
@@ -97,6 +99,7 @@ class McaTrainer(HfTrainer):
     metric_extremes: Mapping[str, Extreme] = MappingProxyType({})
     wants_logits: bool = False
     token_values: "TokenValues | None" = None
+    requires_routed_experts: bool = False
     run_kind: str = "pretrain or sft"
 
     def __init__(
@@ -141,16 +144,27 @@ class McaTrainer(HfTrainer):
         seed_dropout(model, args.seed)
         self.model = self.model_wrapped = model
         self.watch = Watch(args, model, self.ranks)
-        loaders = _new_loaders(
+        self._assemble(
             model,
-            args,
-            self.ranks,
-            self.data_collator,
-            pad_token(processing_class),
-            pack_length,
-            collator_format or CollatorFormat(),
+            self._new_loaders(pad_token(processing_class), pack_length, collator_format or CollatorFormat()),
         )
-        self._assemble(model, loaders)
+
+    def _new_loaders(
+        self, pad_token_id: int, pack_length: int | None, collator_format: CollatorFormat
+    ) -> Loaders:
+        config = self.model.config
+        return Loaders(
+            args=self.args,
+            ranks=self.ranks,
+            megatron=self.model.megatron,
+            collate=self.data_collator,
+            pad_token_id=pad_token_id,
+            pack_length=pack_length,
+            collator_format=collator_format,
+            experts=ExpertBatching(config=config, required=self.requires_routed_experts),
+            images=image_batching(config, decodes=self.ranks.is_first_stage),
+            positions=config.max_position_embeddings if config.embedding.learned_positions else None,
+        )
 
     def _assemble(self, model: "VirtualModels", loaders: Loaders) -> None:
         """Build the parts that `train` and `evaluate` call."""
@@ -316,26 +330,3 @@ class McaTrainer(HfTrainer):
         if not self.wants_logits:
             self._logger.add_tokens(output, batch)
         return require_sums(self.compute_loss(output, batch), type(self).__name__)
-
-
-def _new_loaders(
-    model: "VirtualModels",
-    args: TrainingArguments,
-    ranks: Ranks,
-    collate: Collator,
-    pad_token_id: int,
-    pack_length: int | None,
-    collator_format: CollatorFormat,
-) -> Loaders:
-    config = model.config
-    return Loaders(
-        args=args,
-        ranks=ranks,
-        megatron=model.megatron,
-        collate=collate,
-        pad_token_id=pad_token_id,
-        pack_length=pack_length,
-        collator_format=collator_format,
-        images=image_batching(config, decodes=ranks.is_first_stage),
-        positions=config.max_position_embeddings if config.embedding.learned_positions else None,
-    )
