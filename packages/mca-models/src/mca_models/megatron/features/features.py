@@ -17,6 +17,7 @@ from mca_models.megatron.features.recurrent_layers import LINEAR_ATTENTION
 from mca_models.megatron.features.router_replay import ROUTER_REPLAY
 from mca_models.megatron.features.scales import LAYER_SCALARS, OUTPUT_BIAS, SCALES
 from mca_models.megatron.features.shared_kv import SHARED_KV
+from mca_models.megatron.features.short_convolution import SHORT_CONVOLUTION
 from mca_models.megatron.features.vision_tower import VISION_TOWER
 from mca_models.megatron.features.xielu import XIELU
 
@@ -31,6 +32,7 @@ FEATURES: tuple[Feature, ...] = (
     ROUTER_REPLAY,
     LINEAR_ATTENTION,
     MAMBA,
+    SHORT_CONVOLUTION,
     MLA,
     XIELU,
     OUTPUT_BIAS,
