@@ -15,7 +15,7 @@ def require_document(document: JsonObject, where: str) -> None:
             f"{where}: mca_version must be {VERSION}, not {version!r:.80}; read it with a matching mca"
         )
     expected = {"mca_version", *_PARTS}
-    for key in sorted(document.keys() ^ expected):
+    for key in sorted((document.keys() - {"hf_model_type"}) ^ expected):  # repeats the model's type
         state = "missing" if key in expected else "unknown"
         raise McaError(f"{where}: {state} key {key}; expected {', '.join(sorted(expected))}")
     for key in _PARTS:
