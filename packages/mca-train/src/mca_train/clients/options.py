@@ -25,8 +25,8 @@ def client_arguments(options: TrainerOptions) -> JsonObject:
     """Return LLaMA-Factory's model, data and finetuning arguments, which only its last callback has."""
     found: JsonObject = {}
     for callback in options.get("callbacks") or ():
-        for name in _ARGUMENTS:
-            found |= vars(getattr(callback, name, None) or object)
+        for arguments in (getattr(callback, name, None) for name in _ARGUMENTS):
+            found |= {} if arguments is None else vars(arguments)
     return found
 
 

@@ -103,7 +103,7 @@ class SampleMaker:
         self, tokens: Tensor, images: Iterator[tuple[Tensor, Tensor]]
     ) -> tuple[tuple[ImageSpan, ...], tuple[list[Tensor], list[Tensor]]]:
         """Return the locations of the images among ``tokens``, and their pixels and grids."""
-        token = placeholders(self.config.vision).get("image")
+        token = placeholders(self.config.vision_fields).get("image")
         where = [] if token is None else (tokens == token).nonzero().flatten().tolist()
         places: list[ImageSpan] = []
         pixels: list[Tensor] = []
