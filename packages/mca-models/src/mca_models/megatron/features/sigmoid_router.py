@@ -1,4 +1,4 @@
-"""Sigmoid router without normalised weights, and the mean of shared and routed experts (Command A, North Mini)."""
+"""Sigmoid router without normalized weights, and the mean of shared and routed experts (Command A, North Mini)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from mca_config.model_config import McaModelConfig
 
 
 def custom_sigmoid_router(config: McaModelConfig) -> Callable[[type], type] | None:
-    """Return a function that adapts a router class to unnormalised sigmoids; None if Megatron's router fits."""
+    """Return a function that adapts a router class to unnormalized sigmoids; None if Megatron's router fits."""
     if config.moe is None:
         return None
     plain = not config.moe.moe_router_normalised and config.moe.moe_router_topk > 1
