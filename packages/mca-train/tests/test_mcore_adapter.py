@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mca_config.arguments import DistributingParallelArguments
 from mca_config.errors import McaError
+from mca_convert.cli import main as convert
 from mca_train.cli import main
 from mca_train.clients.models import ClientModels
 from mca_train.clients.options import client_arguments, translate
@@ -166,3 +168,56 @@ def test_rope_fusion_has_no_effect_without_transformer_engine(facade, tmp_path, 
     args = facade.TrainingArguments(output_dir=str(tmp_path), apply_rope_fusion=True)
     assert args.apply_rope_fusion is None
     assert "apply_rope_fusion has no effect without Transformer Engine (it is not installed)" in caplog.text
+
+
+def test_rope_fusion_has_no_effect_on_models_with_images(facade, tmp_path, monkeypatch, caplog):
+    from mca_models.megatron import platform
+
+    monkeypatch.setattr(platform, "engine_problem", lambda: None)
+    auto = sys.modules["mcore_adapter.models.auto"]
+    monkeypatch.setattr(auto, "resolve_directory", Path)
+    for mrope, kept in ((object(), None), (None, True)):
+        config = SimpleNamespace(mrope=mrope)
+        monkeypatch.setattr(auto, "open_checkpoint", lambda _, config=config: SimpleNamespace(config=config))
+        args = SimpleNamespace(apply_rope_fusion=True)
+        assert facade.AutoConfig.from_pretrained("a", args).args.apply_rope_fusion is kept
+    assert "apply_rope_fusion has no effect: images have three positions" in caplog.text
+
+
+def test_checkpoints_are_converted_by_mca_convert(facade, monkeypatch, capsys):
+    calls = []
+
+    def run(words, **options):
+        calls.append(words[words.index("mca_convert") + 1 :])
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr("subprocess.run", run)
+    layout = DistributingParallelArguments(
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        account_for_loss_in_pipeline_split=True,
+    )
+    facade.convert_checkpoint_to_hf("a", "b", torch_dtype=torch.bfloat16)
+    facade.convert_checkpoint_to_hf("a", "b", "adapter", verbose=False)
+    facade.convert_checkpoint_to_mca("a", "b", layout, fp16=True)
+    paths = ["--checkpoint_path", "a", "--output_path", "b"]
+    assert calls[:2] == [[*paths, "--bf16"], [*paths, "--adapter_path", "adapter"]]
+    assert " ".join(calls[2]).startswith(" ".join([*paths, "--to mca --fp16 --tensor_model_parallel_size 2"]))
+    for words in ("--pipeline_model_parallel_size 2", "--account_for_loss_in_pipeline_split True"):
+        assert words in " ".join(calls[2])
+    assert convert(calls[2]) == 1
+    assert "no such" in capsys.readouterr().err  # the flags are known
+    with pytest.raises(McaError, match="bf16 excludes fp16"):
+        facade.convert_checkpoint_to_mca("a", "b", layout, bf16=True, fp16=True)
+
+
+def test_a_failed_conversion_raises_its_error(facade, tmp_path):
+    with pytest.raises(McaError, match=r"mca-convert of .*absent failed: .*absent"):
+        facade.convert_checkpoint_to_hf(tmp_path / "absent", tmp_path / "b", verbose=False)
+
+
+def test_converting_without_mca_convert_raises_an_error(facade, monkeypatch):
+    converter = sys.modules["mcore_adapter.models.converter.post_converter"]
+    monkeypatch.setattr(converter, "find_spec", lambda name: None)
+    with pytest.raises(McaError, match="needs the package mca-convert; install it"):
+        facade.convert_checkpoint_to_hf("a", "b")

@@ -1,5 +1,6 @@
 """``AutoConfig`` and ``AutoModel`` of ``mcore_adapter`` on top of mca."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from mca_models import VirtualModels
 from mca_models.checkpoint_kinds import open_checkpoint
 from mca_models.hub import resolve_directory
 from mca_train.clients.models import ClientModels
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,11 @@ class AutoConfig:
     @staticmethod
     def from_pretrained(path: str | Path, args: DistributingParallelArguments | None = None) -> "AutoConfig":
         """Return the configuration of a Hugging Face or MCA directory."""
-        return AutoConfig(open_checkpoint(resolve_directory(path)).config, args)
+        config = open_checkpoint(resolve_directory(path)).config
+        if args is not None and args.apply_rope_fusion and config.mrope is not None:
+            logger.warning("apply_rope_fusion has no effect: images have three positions, it has one")
+            args.apply_rope_fusion = None
+        return AutoConfig(config, args)
 
 
 class AutoModel:
@@ -36,6 +43,7 @@ class AutoModel:
     @staticmethod
     def from_pretrained(path: str | Path, args: DistributingParallelArguments | None = None) -> VirtualModels:
         """Return the model of a Hugging Face or MCA directory."""
+        args = AutoConfig.from_pretrained(path, args).args
         return ClientModels(mca_models.AutoModel.from_pretrained(path, args))
 
     @staticmethod

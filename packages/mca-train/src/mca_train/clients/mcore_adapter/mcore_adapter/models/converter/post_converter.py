@@ -2,13 +2,13 @@
 
 import subprocess
 import sys
-from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from mca_config.arguments import DistributingParallelArguments
+from mca_config.arguments.distributing import LAYOUT_FIELDS
 from mca_config.errors import McaError
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -36,10 +36,11 @@ def convert_checkpoint_to_mca(
     verbose: bool = True,
 ) -> None:
     """Write an MCA checkpoint of a Hugging Face directory, in the layout of ``dist_args``."""
+    if bf16 and fp16:
+        raise McaError("bf16 excludes fp16; remove one of the two")
     flags = ["--to", "mca", *(["--bf16"] if bf16 else ["--fp16"] if fp16 else [])]
-    for name in (field.name for field in fields(dist_args)):
-        value = getattr(dist_args, name)
-        if "_parallel_" in name and isinstance(value, int | str) and not isinstance(value, bool):
+    for name in LAYOUT_FIELDS:
+        if (value := getattr(dist_args, name)) is not None:
             flags += [f"--{name}", str(value)]
     _convert(model_name_or_path, save_directory, flags, verbose)
 
