@@ -20,6 +20,7 @@ ROOMS: Mapping[str, set[str]] = {
         "features.latent_moe",
         "features.moe_with_dense_mlp",
         "features.shortcut_moe",
+        "features.router_replay",
         "features.sigmoid_router",
         "features.sparse_mixer",
     },
