@@ -33,6 +33,7 @@ from mca_models.megatron.features.per_layer_embedding import PER_LAYER_EMBEDDING
 from mca_models.megatron.features.router_replay import ROUTER_REPLAY
 from mca_models.megatron.features.scales import LAYER_SCALARS, OUTPUT_BIAS, RESIDUAL_MULTIPLIER, SCALES
 from mca_models.megatron.features.shared_kv import SHARED_KV
+from mca_models.megatron.features.short_convolution import SHORT_CONVOLUTION
 from mca_models.megatron.features.shortcut_moe import SHORTCUT_MOE
 from mca_models.megatron.features.sigmoid_router import SHARED_EXPERT_MEAN, SIGMOID_ROUTER
 from mca_models.megatron.features.sparse_mixer import NOISY_EXPERTS, SPARSE_MIXER
@@ -61,6 +62,7 @@ FEATURES: tuple[Feature, ...] = (
     SHORTCUT_MOE,
     GATED_DELTA_NET,
     KIMI_DELTA_ATTENTION,
+    SHORT_CONVOLUTION,
     MLA,
     DSA,
     DUAL_ROPE,
