@@ -48,7 +48,7 @@ class PatchTokens(ImageTokens):
         if resize is None or not hasattr(processor, "merge_size"):
             raise UsageError(
                 f"{type(processor).__name__}: this image processor is not supported; supported are those of "
-                "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4V, InternVL, Mistral 3 and Gemma 3"
+                "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4V, InternVL, Mistral 3, Gemma 3 and LLaVA"
             )
         self._resize, self._takes = resize, set(inspect.signature(resize).parameters)
 
