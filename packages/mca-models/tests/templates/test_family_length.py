@@ -15,6 +15,7 @@ BOUND = 40
 
 LONGER = {
     "a table of a vision model's tensors": (*("glm4v", "internvl", "minimax_m3_vl", "mistral3", "qwen2_vl"),),
+    "keys of the text model that files leave out": ("gemma3",),
     "a tower of two kinds, whose last layers no feature depends on": ("llava",),
     "layers with a state beside those with attention, under keys and names of their own": (
         *("falcon_h1", "granitemoehybrid", "kimi_linear", "nemotron_h", "olmo_hybrid"),
