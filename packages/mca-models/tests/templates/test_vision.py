@@ -30,6 +30,7 @@ PUBLISHED = {
     "glm-4.5v": 107_710_933_120,
     "glm-4.6v": pytest.approx(107.7e9, abs=0.1e9),
     "llava-1.5-7b": 7_063_427_072,
+    "llama-4-scout": pytest.approx(108.64e9, abs=0.01e9),
     "internvl3-78b": 78_408_318_336,
     "gemma-3-27b": 27_432_406_640,
     "mistral-small-3.2-24b": 24_011_361_280,
