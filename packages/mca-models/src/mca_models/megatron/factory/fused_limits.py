@@ -4,11 +4,10 @@ from collections.abc import Iterator
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
-from mca_models.megatron.features.settings import has_fused_activation
+from mca_models.megatron.features.chunk import has_fused_activation
+from mca_models.megatron.features.feature import FIXED_IN_0_17, Version
 from mca_models.megatron.layers.rope import attention_factor
 
-Version = tuple[int, ...]
-FIXED_IN_0_17: Version = (0, 17)
 _ENGINE_WITH_STRIDES: Version = (2, 11)
 """First version of Transformer Engine whose cross entropy accepts non-contiguous gradients."""
 

@@ -15,10 +15,10 @@ from mca_config.pipeline import PipelinePlan, pipeline_plan
 from mca_config.printable import counted
 from mca_config.types import Values
 from mca_models.megatron.factory.execution import waits_for_sends
-from mca_models.megatron.factory.fused_limits import FIXED_IN_0_17, Version, fused_problems, has_altered_glu
-from mca_models.megatron.features.core_attention import custom_core_attention
+from mca_models.megatron.factory.fused_limits import fused_problems, has_altered_glu
+from mca_models.megatron.features.feature import FIXED_IN_0_17, Version
 from mca_models.megatron.features.group_router import has_custom_groups
-from mca_models.megatron.features.spec import has_custom_router
+from mca_models.megatron.features.spec import has_custom_core_attention, has_custom_router
 
 
 def require_supported(
@@ -325,7 +325,7 @@ def packed_problems(
 
 
 def _gathered(config: McaModelConfig, kind: str) -> str:
-    if custom_core_attention(config) is not None:
+    if has_custom_core_attention(config):
         return (
             f"cp_comm_type {kind} is not supported for {config.model_type}, whose attention is always mca's and "
             "gathers keys and values; set it to all_gather or remove it"
@@ -357,4 +357,4 @@ def _uses_local_attention(config: McaModelConfig, settings: Values, implementati
     """Return whether mca's own core attention computes attention."""
     backend = settings.get("attention_backend")
     chosen = backend is not None and getattr(backend, "name", backend) == "local"
-    return implementation == "local" or chosen or custom_core_attention(config) is not None
+    return implementation == "local" or chosen or has_custom_core_attention(config)

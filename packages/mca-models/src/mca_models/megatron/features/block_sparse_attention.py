@@ -5,6 +5,7 @@ from functools import cache
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.features.feature import Feature, change_self_attention
 from mca_models.megatron.features.topk_attention import QueryFeatures, TopKSparseAttention
@@ -59,11 +60,9 @@ class BlockSparseAttention(TopKSparseAttention):
         return slice(first // self.heads_of_group, -(-(first + share) // self.heads_of_group))
 
 
-def block_sparse_attention(config: McaModelConfig) -> type[BlockSparseAttention] | None:
-    """Return the core attention class of a model with a block indexer; None: it has none."""
-    if config.block_sparse_attention is None:
-        return None
-    blocks = config.block_sparse_attention.index_blocks
+def block_sparse_attention(core: type[CoreAttention], config: McaModelConfig) -> type[CoreAttention]:
+    """Return the core attention class of a model with a block indexer."""
+    blocks = given(config.block_sparse_attention).index_blocks
     sizes = BlockSizes(
         groups=config.attention.num_query_groups,
         channels=blocks["channels"],
@@ -111,4 +110,5 @@ BLOCK_SPARSE_ATTENTION = Feature(
     name="block-sparse attention",
     enabled=lambda config: config.block_sparse_attention is not None,
     spec=lambda context: change_self_attention(with_block_indexer),
+    core_attention=block_sparse_attention,
 )

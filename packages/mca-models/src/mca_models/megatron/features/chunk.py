@@ -1,41 +1,69 @@
-"""Changes to a built chunk; changes to its spec are in `spec`."""
+"""Settings of Megatron's ``TransformerConfig``, building and finishing of a chunk: loops over the model's features.
 
-import torch
-from torch.distributed import ProcessGroup
+Common settings are in `factory.transformer_config`, layer specs in `spec`.
+"""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.features.dual_rope import DualRope
+from mca_models.megatron.features.feature import Context
 from mca_models.megatron.features.features import active_features
-from mca_models.megatron.features.settings import after_building
-from mca_models.megatron.layers.mrope import MRope
-from mca_models.megatron.layers.rope import rotary_module
-from mca_models.megatron.types import GptModel
+from mca_models.megatron.names import Implementation
+from mca_models.megatron.types import GptModel, MegatronConfig, Settings
+
+
+def settings(config: McaModelConfig) -> Settings:
+    """Return the settings that differ from Megatron's defaults."""
+    values: Settings = {
+        "softmax_scale": config.attention.softmax_scale,
+        "activation_func_clamp_value": config.mlp.activation_func_clamp_value,
+        "glu_linear_offset": config.mlp.glu_linear_offset or None,
+        "attention_output_gate": config.attention.attention_output_gate or None,
+        "softmax_type": None if config.attention.softmax_type == "vanilla" else config.attention.softmax_type,
+        "no_rope_freq": list(config.rope.no_rope_freq) if config.rope.no_rope_freq else None,
+    }
+    if not has_fused_activation(config):
+        values["bias_activation_fusion"] = False
+    if len(config.kinds()) > 1:
+        values["hetereogenous_dist_checkpoint"] = True  # tensors of layers that differ are not stacked
+    chosen = {name: value for name, value in values.items() if value is not None}
+    for feature in active_features(config):
+        chosen |= feature.settings(config)
+    return chosen
+
+
+def has_fused_activation(config: McaModelConfig) -> bool:
+    """Return whether Megatron has an exact fused activation for every MLP; the one for ``gelu`` is approximate."""
+    if config.mlp.mlp_multipliers is not None:
+        return False
+    if config.mlp.hidden_act == "quick_gelu":  # fused for routed experts only
+        dense = not all(config.is_moe_layer(i) for i in range(config.num_layers))
+        return not dense and given(config.moe).moe_shared_expert_intermediate_size is None
+    return config.mlp.hidden_act == "silu" and config.mlp.gated_linear_unit
+
+
+def positions(config: McaModelConfig) -> str:
+    """Return Megatron's ``position_embedding_type``."""
+    chosen = "rope"
+    for feature in active_features(config):
+        chosen = feature.position_embedding or chosen
+    return chosen
+
+
+@contextmanager
+def building(
+    config: McaModelConfig, megatron: MegatronConfig, implementation: Implementation
+) -> Iterator[None]:
+    """Prepare all features for Megatron's construction of a chunk, in this block."""
+    with ExitStack() as stack:
+        for feature in active_features(config):
+            stack.enter_context(feature.prepare(Context(config, implementation), megatron))
+        yield
 
 
 def finish(model: GptModel, config: McaModelConfig) -> None:
     """Apply the features of a model to a built chunk; runs before anything else hooks its logits."""
     for feature in active_features(config):
         feature.finish(model, config)
-    after_building(config, model.config)
-
-
-def positions(config: McaModelConfig) -> str:
-    """Return Megatron's ``position_embedding_type``."""
-    return (
-        "learned_absolute"
-        if config.embedding.learned_positions
-        else "none"
-        if config.attention.alibi
-        else "rope"
-    )
-
-
-def rotary(config: McaModelConfig, cp_group: ProcessGroup) -> torch.nn.Module | None:
-    """Return the model's rotary embedding; None without RoPE and with MLA, whose attention has its own."""
-    if config.mla is not None or positions(config) != "rope":
-        return None
-    if config.rope.rotary_base_local is not None:
-        return DualRope(config, cp_group)
-    if config.mrope is not None:
-        return MRope(config, cp_group)
-    return rotary_module(config, cp_group)

@@ -1,14 +1,20 @@
 """Features: each changes Megatron's model where the configuration asks for it."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron.layers.attention import CoreAttention
 from mca_models.megatron.names import Implementation
-from mca_models.megatron.types import GptModel, Settings, Spec
+from mca_models.megatron.types import GptModel, MegatronConfig, Settings, Spec
 
 SpecChange = Callable[[Spec], Spec]
 ClassChange = Callable[[type], type]
+CoreChange = Callable[[type[CoreAttention], McaModelConfig], type[CoreAttention]]
+RouterChange = Callable[[type, McaModelConfig], type]
+Version = tuple[int, ...]
+FIXED_IN_0_17: Version = (0, 17)
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,10 @@ def _no_changes(context: Context) -> SpecChanges:
     return SpecChanges()
 
 
+def _as_is(context: Context, megatron: MegatronConfig) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 def _nothing(model: GptModel, config: McaModelConfig) -> None:
     pass
 
@@ -78,7 +88,11 @@ class Feature:
         settings: Values of Megatron's ``TransformerConfig``.
         spec: Changes to the spec of all layers.
         layer: Changes to the spec of one layer, after those of all layers.
-        router: Change to the class of the MoE router.
+        core_attention: Change to the class of mca's core attention, which then computes attention for both layer
+            implementations; None: the model needs none.
+        router: Change to the class of the MoE router; None: the model needs none.
+        position_embedding: Megatron's ``position_embedding_type`` of the model; None: RoPE.
+        prepare: Context in which Megatron builds a chunk.
         finish: Changes to a built chunk.
     """
 
@@ -87,7 +101,10 @@ class Feature:
     settings: Callable[[McaModelConfig], Settings] = _no_settings
     spec: Callable[[Context], SpecChanges] = _no_changes
     layer: Callable[[LayerContext], SpecChanges] = _no_changes
-    router: Callable[[type, McaModelConfig], type] | None = None
+    core_attention: CoreChange | None = None
+    router: RouterChange | None = None
+    position_embedding: str | None = None
+    prepare: Callable[[Context, MegatronConfig], AbstractContextManager[None]] = _as_is
     finish: Callable[[GptModel, McaModelConfig], None] = _nothing
 
 

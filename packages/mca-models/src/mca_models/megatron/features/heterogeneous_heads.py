@@ -154,6 +154,13 @@ def _spec(context: Context) -> SpecChanges:
     return change_self_attention(lambda attention: with_heterogeneous_heads(attention, by_layer))
 
 
+NARROW_VALUES = Feature(
+    name="values narrower than keys",
+    enabled=lambda config: any(
+        kind.attention.value_width != kind.attention.kv_channels for kind in config.kinds()
+    ),
+    core_attention=lambda core, config: core,
+)
 HETEROGENEOUS_HEADS = Feature(
     name="heads that differ by layer or between keys and values",
     enabled=lambda config: config.has_custom_qkv,

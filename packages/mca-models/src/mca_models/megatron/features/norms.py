@@ -1,6 +1,7 @@
 """Norms that Megatron lacks: across all heads of q or k, after RoPE, and after attention and MLP."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -207,6 +208,18 @@ def _qk_norms(query: type, key: type) -> SpecChanges:
     return SpecChanges({"q_layernorm": lambda norm: query, "k_layernorm": lambda norm: key})
 
 
+@contextmanager
+def _complete_gradients(context: Context, megatron: MegatronConfig) -> Iterator[None]:
+    """Set ``qk_layernorm`` only while the modules are built.
+
+    Megatron sums the gradients of all ``q_layernorm`` and ``k_layernorm`` over tensor ranks where it is set; norms with
+    weights for each head are sharded like the heads, and their gradients are complete.
+    """
+    megatron.qk_layernorm = context.config.attention.qk_layernorm
+    yield
+    megatron.qk_layernorm = False
+
+
 def _norms_after_rope(context: Context) -> SpecChanges:
     norm = PostRopeNorm if context.config.attention.qk_layernorm_weight else PostRopeNormWithoutWeight
     return _qk_norms(norm, norm)
@@ -221,11 +234,13 @@ FULL_WIDTH_QK_NORMS = Feature(
     name="norms across all heads of q and k",
     enabled=lambda config: config.attention.qk_layernorm_full_width,
     spec=lambda context: _qk_norms(FullWidthNorm, FullWidthKeyNorm),
+    prepare=_complete_gradients,
 )
 PER_HEAD_QK_NORMS = Feature(
     name="norms of q and k with weights for each head",
     enabled=lambda config: config.attention.qk_layernorm_per_head,
     spec=lambda context: _qk_norms(PerHeadNorm, PerHeadKeyNorm),
+    prepare=_complete_gradients,
 )
 
 POST_NORMS = Feature(

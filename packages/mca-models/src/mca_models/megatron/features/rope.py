@@ -1,9 +1,10 @@
-"""Two RoPEs in one model: sliding-window layers have their own base (Gemma 3, OLMo 3).
+"""RoPE of a chunk: one for all layers, or a second one for sliding-window layers (Gemma 3, OLMo 3).
 
-Megatron computes one rotation for all layers and passes it through. Here both are concatenated on the last axis, and
-each layer's attention takes its own.
+Megatron computes one rotation for all layers and passes it through. Two rotations are concatenated on the last axis,
+and each layer's attention takes its own.
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed import ProcessGroup
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.features.feature import Context, Feature, SpecChanges, change_self_attention
 from mca_models.megatron.layers.rope import attention_factor, rotary_dim, rotary_module
-from mca_models.megatron.types import MegatronConfig, MegatronModule
+from mca_models.megatron.types import GptModel, MegatronConfig, MegatronModule
 
 _SLIDING = "sliding_attention"
 
@@ -96,6 +97,24 @@ def _spec(context: Context) -> SpecChanges:
     return change_self_attention(lambda attention: with_layer_rope(attention, kinds, factor, widths))
 
 
+def set_rotary(
+    model: GptModel, config: McaModelConfig, make: Callable[[McaModelConfig, ProcessGroup], torch.nn.Module]
+) -> None:
+    """Replace a chunk's rotary module, if it has one: MLA has its own in every layer."""
+    from megatron.core import parallel_state
+
+    if hasattr(model, "rotary_pos_emb"):
+        model.rotary_pos_emb = make(config, parallel_state.get_context_parallel_group())
+
+
+ROPE = Feature(
+    name="RoPE",
+    enabled=lambda config: True,
+    finish=lambda model, config: set_rotary(model, config, rotary_module),
+)
 DUAL_ROPE = Feature(
-    name="two RoPEs", enabled=lambda config: config.rope.rotary_base_local is not None, spec=_spec
+    name="two RoPEs",
+    enabled=lambda config: config.rope.rotary_base_local is not None,
+    spec=_spec,
+    finish=lambda model, config: set_rotary(model, config, DualRope),
 )
