@@ -20,6 +20,7 @@ ROOMS: Mapping[str, set[str]] = {
         "features.latent_moe",
         "features.moe_with_dense_mlp",
         "features.shortcut_moe",
+        "features.router_replay",
         "features.sigmoid_router",
         "features.sparse_mixer",
     },
@@ -34,7 +35,7 @@ ROOMS: Mapping[str, set[str]] = {
     "mamba": {"features.mamba"},
     "shared_kv": {"features.shared_kv"},
     "per_layer_embedding": {"features.per_layer_embedding"},
-    "mrope": {"layers.mrope"},
+    "mrope": {"features.mrope"},
     "vision": {
         "features.images",
         "features.image_features",
@@ -48,13 +49,12 @@ _SETTINGS = "makes Megatron's settings"
 _SEQUENCES = "turns sequence parallelism on"
 OTHERS: Mapping[str, Mapping[str, str]] = {
     "moe": {
-        "features.settings": _SETTINGS,
+        "features.chunk": _SETTINGS,
         "factory.transformer_config": _SETTINGS,
         "factory.limits": _LIMITS,
         "factory.execution": _SEQUENCES,
     },
     "mla": {
-        "features.chunk": "chooses the RoPE of a chunk",
         "layers.rope": "counts the rotated channels",
         "factory.limits": _LIMITS,
         "factory.fused_limits": _LIMITS,
@@ -66,7 +66,6 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
     "mamba": {"factory.fill": "draws the states of Mamba layers"},
     "per_layer_embedding": {"features.embedding": "drops the gradient of a padding row"},
     "mrope": {
-        "features.chunk": "chooses the RoPE of a chunk",
         "features.image_limits": "rejects fused RoPE with positions on three axes",
     },
 }

@@ -67,7 +67,7 @@ class McaModelConfig:
     model_type: str
     """HF ``model_type``; selects the template."""
     num_layers: Layers
-    """Decoder layers, multi-token-prediction layers not counted."""
+    """Decoder layers, MTP layers not counted."""
     hidden_size: Width
     vocab_size: Width
     """True vocabulary rows, before padding to a multiple of tp."""

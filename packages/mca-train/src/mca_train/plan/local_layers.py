@@ -31,7 +31,7 @@ def norm(
     trained, half = not sizes.frozen, sizes.width < SINGLE
     lines = [SavedTensor("norm: input in fp32", tokens * channels * SINGLE, _NORM, module if half else "")]
     if trained and sizes.rms:
-        lines.append(SavedTensor("norm: normalised in fp32", tokens * channels * SINGLE, _NORM, module))
+        lines.append(SavedTensor("norm: normalized in fp32", tokens * channels * SINGLE, _NORM, module))
     if output:
         lines.append(SavedTensor("norm: output", tokens * channels * sizes.width, _NORM, module))
     return lines

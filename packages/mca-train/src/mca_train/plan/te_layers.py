@@ -51,7 +51,7 @@ def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = Fa
         lines += [line for _ in range(2) for line in norm(sizes.split, hidden, sizes)]
     if config.has_attention(number):
         both = sizes.split * hidden * (sizes.width + sizes.gemm_input_width)
-        lines.append(SavedTensor("input of attention, and normalised", both, _NORM_LINEAR))
+        lines.append(SavedTensor("input of attention, and normalized", both, _NORM_LINEAR))
         lines += attention(config, sizes, number)
     if config.is_moe_layer(number):
         before = norm(sizes.split, hidden, sizes, module="layernorm")
@@ -60,7 +60,7 @@ def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = Fa
         return lines
     lines.append(SavedTensor("input of the MLP", sizes.split * hidden * sizes.width, _NORM_LINEAR))
     normalised = sizes.split * hidden * sizes.gemm_input_width
-    lines.append(SavedTensor("input of the MLP, normalised", normalised, _NORM_LINEAR, "mlp"))
+    lines.append(SavedTensor("input of the MLP, normalized", normalised, _NORM_LINEAR, "mlp"))
     return lines + gated(config, config.mlp.ffn_hidden_size / sizes.layout.tp, sizes.tokens, sizes, "mlp")
 
 
@@ -131,7 +131,7 @@ def _mla(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
     lines = [
         SavedTensor("latent q and kv", ranks * sizes.width, _NORM_LINEAR),
         SavedTensor(
-            "latent q and kv, normalised", ranks * sizes.gemm_input_width, _NORM_LINEAR, "mla_up_proj"
+            "latent q and kv, normalized", ranks * sizes.gemm_input_width, _NORM_LINEAR, "mla_up_proj"
         ),
     ]
     if sizes.mca_attention:

@@ -28,6 +28,7 @@ from mca_train.batching.image_batch import image_batching
 from mca_train.batching.loaders import Loaders, resume_position
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.position import RunLength, RunPosition
+from mca_train.batching.routed_experts import ExpertBatching
 from mca_train.batching.sampling import StepSampler
 from mca_train.batching.step_stream import StepStream, require_steps
 from mca_train.checkpoint import directory, output_dir_guard
@@ -97,6 +98,8 @@ class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
         wants_logits: `compute_loss` gets logits instead of the cross entropy of each token.
         token_values: `compute_loss` gets the log-probability of each token ``[b, s]``, at a temperature, or with the
             entropy ``[2, b, s]``, computed ``loss_chunk_size`` tokens at a time (1024 if that is not set).
+        requires_routed_experts: Every sample must have ``routed_experts``, ``[tokens, layers, topk]``, which the
+            routers take instead of choosing.
         started_at_step: Steps done before `train`: 0, or those of the checkpoint that it resumed from.
     """
 
@@ -105,6 +108,7 @@ class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
     metric_extremes: Mapping[str, Extreme] = MappingProxyType({})
     wants_logits: bool = False
     token_values: "TokenValues | None" = None
+    requires_routed_experts: bool = False
 
     def __init__(
         self,
@@ -173,6 +177,7 @@ class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
             pad_token_id=pad_token_id,
             pack_length=pack_length,
             collator_format=collator_format,
+            experts=ExpertBatching(config=config, required=self.requires_routed_experts),
             images=image_batching(config, decodes=self.ranks.is_first_stage),
             positions=config.max_position_embeddings if config.embedding.learned_positions else None,
         )

@@ -66,7 +66,7 @@ def scale_embedding(model: GptModel, config: McaModelConfig) -> None:
 
 
 def normalise_embedding(model: GptModel, epsilon: float) -> None:
-    """Normalise a chunk's embeddings, without weights."""
+    """Normalize a chunk's embeddings, without weights."""
     if hasattr(model, "embedding"):
 
         def normalise(module: MegatronModule, args: tuple[object, ...], output: Tensor) -> Tensor:

@@ -54,6 +54,7 @@ from mca_models.megatron.features.norms import (
 from mca_models.megatron.features.parallel_block import PARALLEL_BLOCK
 from mca_models.megatron.features.per_layer_embedding import PER_LAYER_EMBEDDING
 from mca_models.megatron.features.rope import DUAL_ROPE, ROPE
+from mca_models.megatron.features.router_replay import ROUTER_REPLAY
 from mca_models.megatron.features.scales import LAYER_SCALARS, RESIDUAL_MULTIPLIER
 from mca_models.megatron.features.shared_kv import SHARED_KV
 from mca_models.megatron.features.shortcut_moe import SHORTCUT_MOE
@@ -80,6 +81,7 @@ FEATURES: tuple[Feature, ...] = (
     SPARSE_MIXER,
     GROUP_ROUTER,
     BIASED_ROUTER,
+    ROUTER_REPLAY,
     NOISY_EXPERTS,
     SHARED_EXPERT_MEAN,
     MOE_WITH_DENSE_MLP,

@@ -60,7 +60,7 @@ def set_mla_rope(model: GptModel, config: McaModelConfig) -> None:
             rotary = rotary_module(config, attention.pg_collection.cp)
             attention.rotary_pos_emb = _ScaledRope(rotary, attention_factor(config))
             attention.config = copy.copy(attention.config)
-            attention.config.rope_type = "yarn"  # the rope type that comes with a factor
+            attention.config.rope_type = "yarn"  # RoPE type that comes with a factor
 
 
 def set_no_rope(model: GptModel, config: McaModelConfig) -> None:
@@ -143,7 +143,7 @@ def _spec(context: Context) -> SpecChanges:
 
 
 MLA = Feature(
-    name="multi-head latent attention",
+    name="MLA",
     enabled=lambda config: config.mla is not None,
     spec=_spec,
     finish=_finish,

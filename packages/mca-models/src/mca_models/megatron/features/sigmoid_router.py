@@ -1,4 +1,4 @@
-"""Sigmoid router without normalised weights, and the mean of shared and routed experts (Command A, North Mini)."""
+"""Sigmoid router without normalized weights, and the mean of shared and routed experts (Command A, North Mini)."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -7,6 +7,8 @@ from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.features.feature import Feature, change_moe_layer
+from mca_models.megatron.features.router_replay import ReplayableTopK
+from mca_models.megatron.types import MegatronModule
 
 
 def _has_plain_sigmoids(config: McaModelConfig) -> bool:
@@ -15,20 +17,20 @@ def _has_plain_sigmoids(config: McaModelConfig) -> bool:
 
 
 @dataclass
-class SigmoidTopK:
-    """Top-k choice that keeps the sum of scores, in place of Megatron's ``RouterReplay``.
+class SigmoidTopK(ReplayableTopK):
+    """Top-k choice that keeps the sum of scores."""
 
-    Args:
-        layer_number: Set by Megatron.
-    """
-
-    layer_number: int | None = None
     total: Tensor | None = None
 
-    def get_replay_topk(self, scores: Tensor, topk: int, *_: object) -> tuple[Tensor, Tensor]:
-        """Return the highest ``scores`` ``[tokens, topk]`` and their indices; save each token's sum."""
+    def get_replay_topk(self, scores: Tensor, topk: int, *options: MegatronModule) -> tuple[Tensor, Tensor]:
+        """Return the scores ``[tokens, topk]`` of the experts and their indices; save each token's sum."""
+        values, chosen = super().get_replay_topk(scores, topk, *options)
+        self.total = values.sum(-1, keepdim=True)
+        return values, chosen
+
+    def choose(self, scores: Tensor, topk: int, *options: MegatronModule) -> tuple[Tensor, Tensor]:
+        """Return the highest ``scores`` ``[tokens, topk]`` and their indices."""
         highest, chosen = scores.topk(topk, dim=1)
-        self.total = highest.sum(-1, keepdim=True)
         return highest, chosen
 
 
