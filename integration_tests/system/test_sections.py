@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 import pytest
 
+from mca_config.model.fields import SECTIONS
 from source_tree import SOURCES, Source, under
 
 ROOT = "mca_models.megatron"
@@ -33,6 +34,7 @@ ROOMS: Mapping[str, set[str]] = {
         "features.recurrent_layers",
     },
     "mamba": {"features.mamba"},
+    "short_convolution": {"features.short_convolution"},
     "shared_kv": {"features.shared_kv"},
     "per_layer_embedding": {"features.per_layer_embedding"},
     "mrope": {"features.mrope"},
@@ -86,6 +88,10 @@ def readers(section: str, sources: Iterable[Source]) -> set[str]:
 
 def _name(node: ast.expr) -> str | None:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
+
+
+def test_every_optional_section_has_a_room() -> None:
+    assert ROOMS.keys() == {name for name, entry in SECTIONS.items() if entry.key is not None}
 
 
 @pytest.mark.parametrize("section", ROOMS)

@@ -230,6 +230,11 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "experts",
         "our layer and router",
     ),
+    "lfm2": ("gated short convolutions in most layers, QK-norm for each head", "our short convolution"),
+    "lfm2_moe": (
+        "the same with MoE: dense first layers, sigmoid routing with expert bias",
+        "our short convolution",
+    ),
 }
 """Differences of each family, and whose layers compute them."""
 
@@ -258,9 +263,7 @@ _REASONS: Mapping[str, str] = {
         "falcon_mamba jamba mamba mamba2 recurrent_gemma rwkv xlstm zamba zamba2"
     ),
     "linear attention other than gated delta net and Kimi delta attention": ("bailing_hybrid minimax"),
-    "short convolutions in place of attention, or before it": (
-        "inkling2_text inkling_text lfm2 lfm2_moe lfm3 zaya"
-    ),
+    "short convolutions in place of attention, or before it": ("inkling2_text inkling_text lfm3 zaya"),
     "two kinds of MLA, with an indexer and with a sliding window": "dots3_note_text",
     INDEXER + ", and several residual streams": "hy_v4",
     INDEXER + ", n-gram embeddings and gated residuals": "qwen4_exp_text",

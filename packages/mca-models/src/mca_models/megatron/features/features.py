@@ -7,6 +7,7 @@ from mca_models.megatron.features.attention import (
     CHUNKED_ATTENTION,
     CLIPPED_QKV,
     QUERY_TEMPERATURE,
+    SHORT_CONVOLUTION,
     SOFTCAP,
 )
 from mca_models.megatron.features.biased_experts import BIASED_EXPERTS
@@ -57,6 +58,7 @@ from mca_models.megatron.features.rope import DUAL_ROPE, ROPE
 from mca_models.megatron.features.router_replay import ROUTER_REPLAY
 from mca_models.megatron.features.scales import LAYER_SCALARS, RESIDUAL_MULTIPLIER
 from mca_models.megatron.features.shared_kv import SHARED_KV
+from mca_models.megatron.features.short_convolution import SHORT_CONVOLUTION
 from mca_models.megatron.features.shortcut_moe import SHORTCUT_MOE
 from mca_models.megatron.features.sigmoid_router import SHARED_EXPERT_MEAN, SIGMOID_ROUTER
 from mca_models.megatron.features.sparse_mixer import NOISY_EXPERTS, SPARSE_MIXER
@@ -89,6 +91,7 @@ FEATURES: tuple[Feature, ...] = (
     SHORTCUT_MOE,
     GATED_DELTA_NET,
     KIMI_DELTA_ATTENTION,
+    SHORT_CONVOLUTION,
     SOFTCAP,
     QUERY_TEMPERATURE,
     CHUNKED_ATTENTION,
