@@ -7,11 +7,11 @@ import tiny_hf
 import torch
 
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.factory.transformer_config import aux_loss_coefficient
 from mca_models.megatron.features import settings
 from mca_models.megatron.features.delta_rule import CHUNK, gated_delta_rule
 from mca_models.megatron.features.embedding import train_embedding_like_hf
 from mca_models.megatron.features.group_router import GroupLimitedTopK, best_group_mask
+from mca_models.megatron.features.moe import aux_loss_coefficient
 from mca_models.megatron.features.scales import scaled_residual
 from mca_models.megatron.features.state_space import state_space
 from mca_models.templates import config_from_hf

@@ -169,7 +169,7 @@ def _has_mca_core_attention(config: McaModelConfig) -> bool:
 
 
 def _is_fused(config: McaModelConfig) -> bool:
-    from mca_models.megatron.features.chunk import has_fused_activation
+    from mca_models.megatron.features.mlp import has_fused_activation
 
     return has_fused_activation(config)
 

@@ -1,7 +1,6 @@
 """Model features beyond Megatron's layers, selected by fields of ``McaModelConfig``, never by the family's name."""
 
 from mca_models.megatron.features.chunk import building, finish, positions, settings
-from mca_models.megatron.features.scales import scaled_activation
 from mca_models.megatron.features.spec import adapted_block, adapted_prediction
 
 __all__ = [
@@ -10,6 +9,5 @@ __all__ = [
     "building",
     "finish",
     "positions",
-    "scaled_activation",
     "settings",
 ]

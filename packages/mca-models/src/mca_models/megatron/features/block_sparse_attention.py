@@ -8,7 +8,11 @@ from torch.nn.functional import rms_norm
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.features.feature import Feature, change_self_attention
-from mca_models.megatron.features.topk_attention import QueryFeatures, TopKSparseAttention
+from mca_models.megatron.features.topk_attention import (
+    QueryFeatures,
+    TopKSparseAttention,
+    recomputation_problems,
+)
 from mca_models.megatron.layers.attention import CoreAttention
 from mca_models.megatron.layers.block_indexer import BlockIndexer, BlockSizes
 from mca_models.megatron.layers.rope import attention_factor, frequencies
@@ -110,5 +114,6 @@ BLOCK_SPARSE_ATTENTION = Feature(
     name="block-sparse attention",
     enabled=lambda config: config.block_sparse_attention is not None,
     spec=lambda context: change_self_attention(with_block_indexer),
+    problems=recomputation_problems,
     core_attention=block_sparse_attention,
 )

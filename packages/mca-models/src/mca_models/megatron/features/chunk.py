@@ -6,7 +6,6 @@ Common settings are in `factory.transformer_config`, layer specs in `spec`.
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.features.feature import Context
 from mca_models.megatron.features.features import active_features
@@ -15,33 +14,11 @@ from mca_models.megatron.types import GptModel, MegatronConfig, Settings
 
 
 def settings(config: McaModelConfig) -> Settings:
-    """Return the settings that differ from Megatron's defaults."""
-    values: Settings = {
-        "softmax_scale": config.attention.softmax_scale,
-        "activation_func_clamp_value": config.mlp.activation_func_clamp_value,
-        "glu_linear_offset": config.mlp.glu_linear_offset or None,
-        "attention_output_gate": config.attention.attention_output_gate or None,
-        "softmax_type": None if config.attention.softmax_type == "vanilla" else config.attention.softmax_type,
-        "no_rope_freq": list(config.rope.no_rope_freq) if config.rope.no_rope_freq else None,
-    }
-    if not has_fused_activation(config):
-        values["bias_activation_fusion"] = False
-    if len(config.kinds()) > 1:
-        values["hetereogenous_dist_checkpoint"] = True  # tensors of layers that differ are not stacked
-    chosen = {name: value for name, value in values.items() if value is not None}
+    """Return the settings of the architecture."""
+    chosen: Settings = {}
     for feature in active_features(config):
         chosen |= feature.settings(config)
     return chosen
-
-
-def has_fused_activation(config: McaModelConfig) -> bool:
-    """Return whether Megatron has an exact fused activation for every MLP; the one for ``gelu`` is approximate."""
-    if config.mlp.mlp_multipliers is not None:
-        return False
-    if config.mlp.hidden_act == "quick_gelu":  # fused for routed experts only
-        dense = not all(config.is_moe_layer(i) for i in range(config.num_layers))
-        return not dense and given(config.moe).moe_shared_expert_intermediate_size is None
-    return config.mlp.hidden_act == "silu" and config.mlp.gated_linear_unit
 
 
 def positions(config: McaModelConfig) -> str:

@@ -9,7 +9,11 @@ from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.features.feature import Feature
 from mca_models.megatron.features.mla import change_mla
-from mca_models.megatron.features.topk_attention import QueryFeatures, TopKSparseAttention
+from mca_models.megatron.features.topk_attention import (
+    QueryFeatures,
+    TopKSparseAttention,
+    recomputation_problems,
+)
 from mca_models.megatron.layers.attention import CoreAttention
 from mca_models.megatron.layers.dsa_indexer import DsaIndexer, DsaSizes
 from mca_models.megatron.layers.rope import attention_factor, frequencies
@@ -89,5 +93,6 @@ DSA = Feature(
     name="DeepSeek sparse attention",
     enabled=lambda config: config.mla is not None and config.dsa is not None,
     spec=lambda context: change_mla(with_indexer),
+    problems=recomputation_problems,
     core_attention=dsa_attention,
 )

@@ -27,7 +27,7 @@ def train_embedding_like_hf(model: GptModel, config: McaModelConfig) -> None:
         row = config.embedding.pad_token_id % config.vocab_size  # torch counts a negative one from the end
         tables = [
             "word_embeddings",
-            *(["per_layer_embeddings"] if config.per_layer_embedding is not None else []),
+            *(["per_layer_embeddings"] if hasattr(model.embedding, "per_layer_embeddings") else []),
         ]
         for table in tables:
             getattr(model.embedding, table).register_forward_hook(_without_gradient(row))

@@ -1,10 +1,13 @@
 """Features: each changes Megatron's model where the configuration asks for it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Literal
 
+from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
+from mca_config.types import Values
 from mca_models.megatron.layers.attention import CoreAttention
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import GptModel, MegatronConfig, Settings, Spec
@@ -62,8 +65,46 @@ class SpecChanges:
     classes: Mapping[type, ClassChange] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Model, settings and machine, which are checked before anything is built.
+
+    Args:
+        config: The model.
+        layout: The parallel sizes.
+        settings: Arguments of Megatron's ``TransformerConfig``.
+        device: ``cpu`` or ``cuda``.
+        version: Version of megatron-core.
+        implementation: ``local`` or ``transformer_engine``.
+        engine: Version of Transformer Engine; None: not installed.
+        custom_attention: Whether no kernel computes the model's attention.
+        mca_attention: Whether mca's core attention computes attention.
+        custom_router: Whether the router differs from Megatron's.
+    """
+
+    config: McaModelConfig
+    layout: ParallelLayout
+    settings: Values
+    device: str
+    version: Version
+    implementation: str
+    engine: Version | None
+    custom_attention: bool
+    mca_attention: bool
+    custom_router: bool
+
+    def recomputes(self, module: str) -> bool:
+        """Return whether ``module`` alone is recomputed."""
+        modules = self.settings.get("recompute_modules") or ["core_attn"]
+        return self.settings.get("recompute_granularity") == "selective" and module in modules
+
+
 def _no_settings(config: McaModelConfig) -> Settings:
     return {}
+
+
+def _no_problems(setup: Setup) -> Iterator[str]:
+    return iter(())
 
 
 def _no_changes(context: Context) -> SpecChanges:
@@ -86,6 +127,8 @@ class Feature:
         name: Name for people.
         enabled: Whether the model has the feature.
         settings: Values of Megatron's ``TransformerConfig``.
+        sequence_parallel: Whether the model needs sequence parallelism at tp above 1, always or to be trained.
+        problems: Reasons why a setup with the feature is computed wrongly or not at all.
         spec: Changes to the spec of all layers.
         layer: Changes to the spec of one layer, after those of all layers.
         core_attention: Change to the class of mca's core attention, which then computes attention for both layer
@@ -99,6 +142,8 @@ class Feature:
     name: str
     enabled: Callable[[McaModelConfig], bool]
     settings: Callable[[McaModelConfig], Settings] = _no_settings
+    sequence_parallel: Literal["always", "trained"] | None = None
+    problems: Callable[[Setup], Iterator[str]] = _no_problems
     spec: Callable[[Context], SpecChanges] = _no_changes
     layer: Callable[[LayerContext], SpecChanges] = _no_changes
     core_attention: CoreChange | None = None

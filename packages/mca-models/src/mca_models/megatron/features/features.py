@@ -3,11 +3,11 @@
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.features.attention import (
     ALIBI,
+    ATTENTION,
     ATTENTION_BIASES,
     CHUNKED_ATTENTION,
     CLIPPED_QKV,
     QUERY_TEMPERATURE,
-    SHORT_CONVOLUTION,
     SOFTCAP,
 )
 from mca_models.megatron.features.biased_experts import BIASED_EXPERTS
@@ -33,6 +33,7 @@ from mca_models.megatron.features.head import (
 )
 from mca_models.megatron.features.heterogeneous_heads import (
     HETEROGENEOUS_HEADS,
+    HETEROGENEOUS_LAYERS,
     HETEROGENEOUS_MLPS,
     NARROW_VALUES,
 )
@@ -42,12 +43,15 @@ from mca_models.megatron.features.kimi_delta_attention import KIMI_DELTA_ATTENTI
 from mca_models.megatron.features.latent_moe import LATENT_MOE
 from mca_models.megatron.features.mamba import MAMBA
 from mca_models.megatron.features.mla import MLA
+from mca_models.megatron.features.mlp import MLP
+from mca_models.megatron.features.moe import MOE
 from mca_models.megatron.features.moe_with_dense_mlp import MOE_WITH_DENSE_MLP
 from mca_models.megatron.features.mrope import MROPE
-from mca_models.megatron.features.mtp import MTP_BEFORE_NORM, MTP_LOSS
+from mca_models.megatron.features.mtp import MTP, MTP_BEFORE_NORM, MTP_LOSS
 from mca_models.megatron.features.norms import (
     CUSTOM_NORMS,
     FULL_WIDTH_QK_NORMS,
+    NORMS,
     NORMS_AFTER_ROPE,
     PER_HEAD_QK_NORMS,
     POST_NORMS,
@@ -66,6 +70,11 @@ from mca_models.megatron.features.vision_tower import VISION_TOWER
 from mca_models.megatron.features.xielu import XIELU
 
 FEATURES: tuple[Feature, ...] = (
+    ATTENTION,
+    NORMS,
+    MLP,
+    MTP,
+    HETEROGENEOUS_LAYERS,
     ROPE,
     DUAL_ROPE,
     MROPE,
@@ -77,6 +86,7 @@ FEATURES: tuple[Feature, ...] = (
     NORMS_AFTER_ROPE,
     PARALLEL_BLOCK,
     RESIDUAL_MULTIPLIER,
+    MOE,
     BIASED_EXPERTS,
     LATENT_MOE,
     SIGMOID_ROUTER,

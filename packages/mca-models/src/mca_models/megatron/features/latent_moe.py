@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mca_config.model.section import given
-from mca_models.megatron.features.feature import Context, Feature
+from mca_models.megatron.features.feature import Context, Feature, Setup
 from mca_models.megatron.layers.replicated import ReplicatedLinear
 from mca_models.megatron.types import MegatronConfig, Upstream
 
@@ -35,9 +35,15 @@ def latent_projections(context: Context, megatron: MegatronConfig) -> Iterator[N
             setattr(module, name, value)
 
 
+def _problems(setup: Setup) -> Iterator[str]:
+    if setup.settings.get("moe_shared_expert_overlap"):
+        yield "moe_shared_expert_overlap is not supported with moe_latent_size; remove moe_shared_expert_overlap"
+
+
 LATENT_MOE = Feature(
     name="latent MoE",
     enabled=lambda config: config.moe is not None and config.moe.moe_latent_size is not None,
     settings=lambda config: {"moe_latent_size": given(config.moe).moe_latent_size},
+    problems=_problems,
     prepare=latent_projections,
 )

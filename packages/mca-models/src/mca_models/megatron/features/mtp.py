@@ -3,13 +3,16 @@
 Megatron passes the normed states both to MTP layers and to the output layer.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
+from mca_config.pipeline import pipeline_plan
 from mca_models.megatron import platform
-from mca_models.megatron.features.feature import FIXED_IN_0_17, Feature
+from mca_models.megatron.features.feature import FIXED_IN_0_17, Feature, Setup
 from mca_models.megatron.types import GptModel, MegatronModule, Settings
 
 
@@ -59,6 +62,23 @@ def _reject_megatron_loss(model: GptModel, args: tuple[object, ...], options: di
         )
 
 
+def _problems(setup: Setup) -> Iterator[str]:
+    config, layout = setup.config, setup.layout
+    plan = pipeline_plan(layout, config.num_layers, config.mtp_num_layers)
+    middle = range(1, layout.pp - 1)
+    if layout.vpp > 1 and config.head.tie_word_embeddings and {*middle} & {*plan.embedding_ranks}:
+        yield (
+            "megatron-core cannot tie the embedding to MTP layers on a pipeline rank between the first and the last "
+            "with virtual stages; move m of pipeline_model_parallel_layout into the stage of L"
+        )
+
+
+MTP = Feature(
+    name="MTP",
+    enabled=lambda config: config.mtp_num_layers > 0,
+    settings=lambda config: {"mtp_num_layers": config.mtp_num_layers},
+    problems=_problems,
+)
 MTP_LOSS = Feature(
     name="loss of MTP layers",
     enabled=lambda config: config.mtp_num_layers > 0 and config.layout.cp > 1,

@@ -13,13 +13,21 @@ from mca_models.megatron.features.feature import (
     Context,
     Feature,
     LayerContext,
+    Setup,
     SpecChange,
     SpecChanges,
     remove_module,
 )
 from mca_models.megatron.layers.norm import Norm, norm_with
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
-from mca_models.megatron.types import GptModel, MegatronConfig, MegatronModule, ShardedState, WithBias
+from mca_models.megatron.types import (
+    GptModel,
+    MegatronConfig,
+    MegatronModule,
+    Settings,
+    ShardedState,
+    WithBias,
+)
 
 
 class FullWidthNorm(torch.nn.Module):
@@ -225,6 +233,25 @@ def _norms_after_rope(context: Context) -> SpecChanges:
     return _qk_norms(norm, norm)
 
 
+def _no_fused_norm(setup: Setup) -> Iterator[str]:
+    config = setup.config
+    missing = config.norm.norm_placement == "post" or config.has_custom_norms
+    if setup.settings.get("use_transformer_engine_op_fuser") and missing:
+        yield (
+            "use_transformer_engine_op_fuser needs Transformer Engine's norm before each MLP, which this model does "
+            "not have; remove it"
+        )
+
+
+def _settings(config: McaModelConfig) -> Settings:
+    return {
+        "normalization": config.norm.normalization,
+        "layernorm_epsilon": config.norm.layernorm_epsilon,
+        "layernorm_zero_centered_gamma": config.norm.layernorm_zero_centered_gamma,
+    }
+
+
+NORMS = Feature(name="layer norms", enabled=lambda config: True, settings=_settings, problems=_no_fused_norm)
 CUSTOM_NORMS = Feature(
     name="layer norms that Transformer Engine cannot fuse",
     enabled=lambda config: config.has_custom_norms,

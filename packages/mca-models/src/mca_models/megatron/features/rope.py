@@ -4,7 +4,7 @@ Megatron computes one rotation for all layers and passes it through. Two rotatio
 and each layer's attention takes its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import torch
@@ -12,9 +12,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.features.feature import Context, Feature, SpecChanges, change_self_attention
+from mca_models.megatron.features.feature import (
+    FIXED_IN_0_17,
+    Context,
+    Feature,
+    Setup,
+    SpecChanges,
+    change_self_attention,
+)
 from mca_models.megatron.layers.rope import attention_factor, rotary_dim, rotary_module
-from mca_models.megatron.types import GptModel, MegatronConfig, MegatronModule
+from mca_models.megatron.types import GptModel, MegatronConfig, MegatronModule, Settings
 
 _SLIDING = "sliding_attention"
 
@@ -107,9 +114,29 @@ def set_rotary(
         model.rotary_pos_emb = make(config, parallel_state.get_context_parallel_group())
 
 
+def _settings(config: McaModelConfig) -> Settings:
+    rope = config.rope
+    skips: Settings = {"no_rope_freq": list(rope.no_rope_freq)} if rope.no_rope_freq else {}
+    return {"rotary_interleaved": rope.rotary_interleaved} | skips
+
+
+def _problems(setup: Setup) -> Iterator[str]:
+    """Yield problems of fused RoPE, to which Megatron passes fewer arguments for packed rows."""
+    config = setup.config
+    if not setup.settings.get("apply_rope_fusion"):
+        return
+    kind = (config.rope.rope_scaling or {}).get("rope_type", "yarn")
+    if config.mla is None and attention_factor(config) != 1.0:
+        yield f"apply_rope_fusion omits the factor of rope_type {kind} on packed rows; remove it"
+    if config.rope.rotary_interleaved and setup.version < FIXED_IN_0_17:
+        yield "apply_rope_fusion of megatron-core 0.16 does not interleave the channels of packed rows; remove it"
+
+
 ROPE = Feature(
     name="RoPE",
     enabled=lambda config: True,
+    settings=_settings,
+    problems=_problems,
     finish=lambda model, config: set_rotary(model, config, rotary_module),
 )
 DUAL_ROPE = Feature(

@@ -1,7 +1,6 @@
-"""Factors on the MLP, on the outputs of attention and MLP, and on those of layers."""
+"""Factors on the outputs of attention and MLP, and on those of layers."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,22 +9,6 @@ from mca_models.megatron.features.feature import Context, Feature, SpecChanges
 from mca_models.megatron.types import GptModel, MegatronModule, WithBias
 
 AddToResidual = Callable[..., Tensor]
-
-
-def scaled_activation(
-    activation: Callable[..., Tensor], factors: tuple[float, ...] | None
-) -> Callable[..., Tensor]:
-    """Return ``activation`` with factors on its input gate and on its output, in which the MLP is linear."""
-    if factors is None:
-        return activation
-    gate_factor, output_factor = factors
-    return partial(_scaled, activation, gate_factor, output_factor)
-
-
-def _scaled(
-    activation: Callable[..., Tensor], gate_factor: float, output_factor: float, gate: Tensor
-) -> Tensor:
-    return activation(gate * gate_factor) * output_factor
 
 
 def scaled_residual(
