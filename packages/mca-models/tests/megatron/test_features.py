@@ -141,7 +141,7 @@ def test_megatrons_group_choice_is_off_where_ours_is_on() -> None:
     config = config_of("deepseek_v2")
     assert config.moe.moe_router_group_score == "max"
     assert settings(config)["moe_router_num_groups"] is None
-    assert settings(config.replace_fields(moe_router_group_score="top_sum"))["moe_router_num_groups"] == 4
+    assert settings(config.replace_fields(moe_router_group_score="top_sum"))["moe_router_num_groups"] == 2
 
 
 @pytest.mark.parametrize("row", [2, -1])
