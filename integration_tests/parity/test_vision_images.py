@@ -111,7 +111,7 @@ def _averaged() -> None:
 
 
 def _one_position() -> None:
-    from mca_models.megatron.layers.mrope import MRope
+    from mca_models.megatron.features.mrope import MRope
 
     forward = MRope.forward
 
