@@ -84,6 +84,12 @@ clients() {
     uv run --quiet --no-default-groups --group clients pytest -n 0 integration_tests/cli/test_clients.py
 }
 
+# verl's trainer on its own engine and on mca's, in an environment of its own: it needs an older transformers.
+verl() {
+    export UV_PROJECT_ENVIRONMENT="$PWD/.venv-verl"
+    uv run --quiet --no-default-groups --group verl pytest -n 0 "$@" integration_tests/cli/test_verl.py
+}
+
 # Minutes of building the first time; kept in the user's cache by versions.
 transformer_engine() {
     local folder

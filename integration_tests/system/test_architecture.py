@@ -34,7 +34,7 @@ IMPORT_NAMES = {
 TRAINING = ("mca_config.training", "mca_config._hf_arguments")
 
 
-EXTRA_ONLY = (*TRAINING, "mca_config.yaml_text", "mca_models.megatron")
+EXTRA_ONLY = (*TRAINING, "mca_config.yaml_text", "mca_models.megatron", "mca_train.clients.verl")
 
 
 @dataclass(frozen=True)
