@@ -21,7 +21,13 @@ READERS = {
             "features.group_router",
             "features.latent_moe",
         ),
-        *("features.router", "features.sigmoid_router", "features.sparse_mixer", "features.settings"),
+        *(
+            "features.router",
+            "features.router_replay",
+            "features.sigmoid_router",
+            "features.sparse_mixer",
+            "features.settings",
+        ),
         *(_SPEC, _LIMITS, "factory.execution", "factory.transformer_config"),
     },
     "mla": {

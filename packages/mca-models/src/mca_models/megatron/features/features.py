@@ -14,8 +14,10 @@ from mca_models.megatron.features.norms import NORMS_AFTER_ROPE, POST_NORMS
 from mca_models.megatron.features.parallel_block import PARALLEL_BLOCK
 from mca_models.megatron.features.per_layer_embedding import PER_LAYER_EMBEDDING
 from mca_models.megatron.features.recurrent_layers import LINEAR_ATTENTION
+from mca_models.megatron.features.router_replay import ROUTER_REPLAY
 from mca_models.megatron.features.scales import LAYER_SCALARS, OUTPUT_BIAS, SCALES
 from mca_models.megatron.features.shared_kv import SHARED_KV
+from mca_models.megatron.features.short_convolution import SHORT_CONVOLUTION
 from mca_models.megatron.features.vision_tower import VISION_TOWER
 from mca_models.megatron.features.xielu import XIELU
 
@@ -27,8 +29,10 @@ FEATURES: tuple[Feature, ...] = (
     LATENT_MOE,
     GROUP_ROUTER,
     BIASED_ROUTER,
+    ROUTER_REPLAY,
     LINEAR_ATTENTION,
     MAMBA,
+    SHORT_CONVOLUTION,
     MLA,
     XIELU,
     OUTPUT_BIAS,

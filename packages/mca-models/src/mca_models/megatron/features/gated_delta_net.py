@@ -28,7 +28,7 @@ from mca_models.megatron.types import MegatronConfig, PackedSeqParams, Spec, Ups
 
 
 class HeadNorm(Norm):
-    """RMSNorm of each value head; never zero-centred."""
+    """RMSNorm of each value head; never zero-centered."""
 
     def __init__(self, config: MegatronConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(config, hidden_size, eps)
@@ -37,7 +37,7 @@ class HeadNorm(Norm):
         torch.nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` in its dtype; the weight's gradient is summed over tensor ranks."""
+        """Normalize ``x`` in its dtype; the weight's gradient is summed over tensor ranks."""
         from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 
         # with sequence parallelism Megatron sums the gradients of all norms itself
@@ -99,7 +99,7 @@ def _module(beta_factor: float, epsilon: float) -> type:
             return self.out_proj(out)  # type: ignore[no-any-return]
 
         def _sequence(self, mixed: Tensor) -> Tensor:
-            """Map projections ``[s, b, q k v z b a]`` of one sequence to normalised, gated values ``[s, b, v]``."""
+            """Map projections ``[s, b, q k v z b a]`` of one sequence to normalized, gated values ``[s, b, v]``."""
             tp = self.tp_size
             key_rows, value_rows, heads = self.qk_dim // tp, self.v_dim // tp, self.num_value_heads // tp
             qkv, gate, beta, fade = mixed.split([2 * key_rows + value_rows, value_rows, heads, heads], -1)

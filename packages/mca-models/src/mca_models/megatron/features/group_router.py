@@ -12,6 +12,8 @@ from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.features.feature import Feature
+from mca_models.megatron.features.router_replay import ReplayableTopK
+from mca_models.megatron.types import MegatronModule
 
 
 def custom_group_router(config: McaModelConfig) -> Callable[[type], type] | None:
@@ -27,8 +29,8 @@ def custom_group_router(config: McaModelConfig) -> Callable[[type], type] | None
 
 
 @dataclass
-class GroupLimitedTopK:
-    """Group-limited top-k choice, in place of Megatron's ``RouterReplay``, the only hook into the choice.
+class GroupLimitedTopK(ReplayableTopK):
+    """Group-limited top-k choice.
 
     The rest of the router is unchanged: weights, auxiliary losses and the z-loss use the scores of all experts.
 
@@ -36,15 +38,13 @@ class GroupLimitedTopK:
         groups: Groups of experts.
         group_topk: Number of groups that a token may be sent to.
         best: Number of a group's highest scores that its score is the sum of.
-        layer_number: Set by Megatron.
     """
 
     groups: int
     group_topk: int
     best: int
-    layer_number: int | None = None
 
-    def get_replay_topk(self, scores: Tensor, topk: int, *_: object) -> tuple[Tensor, Tensor]:
+    def choose(self, scores: Tensor, topk: int, *options: MegatronModule) -> tuple[Tensor, Tensor]:
         """Return the highest ``scores`` ``[tokens, topk]`` in the best groups and their indices; 0 fills up."""
         forbidden = ~best_group_mask(scores.detach(), self.groups, self.group_topk, self.best)
         chosen = scores.detach().masked_fill(forbidden, -torch.inf).topk(topk, dim=1).indices

@@ -154,7 +154,7 @@ class KimiDeltaAttention(torch.nn.Module):
         return self.out_proj(out)  # type: ignore[no-any-return]
 
     def _sequence(self, mixed: Tensor) -> Tensor:
-        """Map projections ``[s, b, q k v b fade gate]`` of one sequence to normalised, gated values ``[s, b, v]``."""
+        """Map projections ``[s, b, q k v b fade gate]`` of one sequence to normalized, gated values ``[s, b, v]``."""
         share = self.heads * self.width
         qkv, beta, fade, gate = mixed.split([3 * share, self.heads, share, share], -1)
         qkv = self.conv1d(qkv.permute(1, 2, 0)).transpose(1, 2)

@@ -71,7 +71,7 @@ class GatedNorm(torch.nn.Module):
         self.weight = cut_parameter((channels,), config.params_dtype)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Normalise ``[..., channels]`` in fp32."""
+        """Normalize ``[..., channels]`` in fp32."""
         factor = silu(gate.float())
         return self._normal(x * factor) if self.gate_first else self._normal(x) * factor
 
@@ -160,7 +160,7 @@ class Mamba(torch.nn.Module):
         return output if self.factors is None else (output[0] * self.factors[-1], None)
 
     def _sequence(self, mixed: Tensor) -> Tensor:
-        """Map projections ``[s, b, z x B C dt]`` of one sequence to normalised, gated values ``[s, b, x]``."""
+        """Map projections ``[s, b, z x B C dt]`` of one sequence to normalized, gated values ``[s, b, x]``."""
         inside, _, states, _, count = self.sizes
         gate, convolving, step = mixed.split([inside, inside + 2 * states, count], -1)
         mixed_in = self.conv1d(convolving.permute(1, 2, 0)).transpose(1, 2)
@@ -216,7 +216,7 @@ def with_parallel_mamba(attention: type, model: McaModelConfig, implementation: 
     factor = given(model.mamba).attention_out_multiplier
 
     class ParallelMamba(attention):  # type: ignore[misc]
-        """Attention and Mamba on the same normalised input."""
+        """Attention and Mamba on the same normalized input."""
 
         def __init__(self, config: MegatronConfig, *args: object, **kwargs: object) -> None:
             from megatron.core.transformer.spec_utils import build_module

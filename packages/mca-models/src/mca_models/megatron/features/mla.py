@@ -60,7 +60,7 @@ def set_mla_rope(model: GptModel, config: McaModelConfig) -> None:
             rotary = rotary_module(config, attention.pg_collection.cp)
             attention.rotary_pos_emb = _ScaledRope(rotary, attention_factor(config))
             attention.config = copy.copy(attention.config)
-            attention.config.rope_type = "yarn"  # the rope type that comes with a factor
+            attention.config.rope_type = "yarn"  # RoPE type that comes with a factor
 
 
 @cache
@@ -115,6 +115,4 @@ def _finish(model: GptModel, config: McaModelConfig) -> None:
     set_no_rope(model, config)
 
 
-MLA = Feature(
-    name="multi-head latent attention", enabled=lambda config: config.mla is not None, finish=_finish
-)
+MLA = Feature(name="MLA", enabled=lambda config: config.mla is not None, finish=_finish)

@@ -33,7 +33,7 @@ def with_dense_mlp(expert_layer: type) -> type:
             )
 
         def shared_experts_compute(self, hidden_states: Tensor) -> Tensor:
-            """Return the MLP's normalised output."""
+            """Return the MLP's normalized output."""
             out = super().shared_experts_compute(self.dense_layernorm(hidden_states))
             normal: Tensor = self.dense_post_layernorm(out)
             return normal
@@ -47,14 +47,14 @@ def with_dense_mlp(expert_layer: type) -> type:
             return weights * self.expert_scale.to(weights.dtype), chosen
 
         def preprocess(self, hidden_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-            """Return the normalised input of the experts."""
+            """Return the normalized input of the experts."""
             sent: tuple[Tensor, Tensor] = super().preprocess(
                 self.experts_layernorm(hidden_states), *args, **kwargs
             )
             return sent
 
         def postprocess(self, output: Tensor, shared_expert_output: Tensor) -> Tensor:
-            """Return the experts' normalised output plus the MLP's."""
+            """Return the experts' normalized output plus the MLP's."""
             routed: Tensor = self.experts_post_layernorm(super().postprocess(output, None))
             return routed + shared_expert_output
 

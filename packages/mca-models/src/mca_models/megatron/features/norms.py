@@ -29,7 +29,7 @@ class FullWidthNorm(torch.nn.Module):
         self.weight = cut_parameter((share,), config.params_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``[..., heads / tp, channels]`` in fp32; return its dtype."""
+        """Normalize ``[..., heads / tp, channels]`` in fp32; return its dtype."""
         from megatron.core.tensor_parallel.mappings import (
             copy_to_tensor_model_parallel_region,
             reduce_from_tensor_model_parallel_region,
@@ -67,7 +67,7 @@ class PerHeadNorm(Norm):
         self.weight = cut_parameter((share,), config.params_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``[..., heads / tp, channels]``; return its dtype."""
+        """Normalize ``[..., heads / tp, channels]``; return its dtype."""
         normal = self.normal(x.float(), None)
         return (normal * self.weight.float().view(-1, *self.shape)).to(x.dtype)
 
@@ -92,7 +92,7 @@ class PostRopeNorm(Norm):
         return x
 
     def normalize(self, x: Tensor) -> Tensor:
-        """Normalise ``x``."""
+        """Normalize ``x``."""
         return super().forward(x)
 
 
@@ -141,7 +141,7 @@ class PostNorm(Norm):
 def add_post_norms(model: GptModel, config: McaModelConfig) -> None:
     """Add a ``post_layernorm`` to the output of attention and MLP in decoder layers with post-norms.
 
-    The hook is on the whole block, not on its last projection, so that an adapter's output is normalised too.
+    The hook is on the whole block, not on its last projection, so that an adapter's output is normalized too.
     """
     for layer in model.decoder.layers:
         placement = config.layer_config(layer.layer_number - 1).norm.norm_placement

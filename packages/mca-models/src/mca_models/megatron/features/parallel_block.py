@@ -40,7 +40,7 @@ def second_norm(norm: type[Norm]) -> type[Norm]:
         saved: Tensor | None = None
 
         def forward(self, x: Tensor) -> Tensor:
-            """Return the saved tensor, normalised."""
+            """Return the saved tensor, normalized."""
             saved, self.saved = self.saved, None
             normal: Tensor = super().forward(x if saved is None else saved)
             return normal

@@ -4,6 +4,7 @@ The computation of each sequence is in the modules of the layers.
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -61,13 +62,14 @@ def normed_linears(implementation: Implementation, *, norm: bool = True) -> tupl
 
 
 class CausalConvolution(torch.nn.Conv1d):
-    """Causal depthwise convolution with SiLU.
+    """Causal depthwise convolution, with SiLU unless ``activation`` is None.
 
     It is a module, because with ``overlap_param_gather`` Megatron waits for gathered parameters when the module that
     has them is called.
     """
 
     kernel: Kernel | None
+    activation: Literal["silu"] | None = "silu"
 
     @classmethod
     def from_conv1d(cls, convolution: torch.nn.Conv1d, kernel: Kernel | None) -> "CausalConvolution":
@@ -81,10 +83,11 @@ class CausalConvolution(torch.nn.Conv1d):
         """Map ``[b, channels, s]`` to the same shape."""
         width = self.weight.shape[-1]
         if self.kernel is not None and width <= _MAX_KERNEL_SIZE:
-            mixed = self.kernel(x.contiguous(), self.weight.squeeze(1), self.bias, activation="silu")
+            mixed = self.kernel(x.contiguous(), self.weight.squeeze(1), self.bias, activation=self.activation)
             assert isinstance(mixed, Tensor)
             return mixed
-        return silu(conv1d(pad(x, (width - 1, 0)), self.weight, self.bias, groups=x.shape[1]))
+        mixed = conv1d(pad(x, (width - 1, 0)), self.weight, self.bias, groups=x.shape[1])
+        return mixed if self.activation is None else silu(mixed)
 
 
 def _sequences(x: Tensor, lengths: tuple[int, ...], group: ProcessGroup) -> list[Tensor]:

@@ -33,6 +33,7 @@ from mca_models.megatron.features.norms import (
 from mca_models.megatron.features.parallel_block import SharedNorm, second_norm
 from mca_models.megatron.features.router import custom_router
 from mca_models.megatron.features.scales import scaled_residual
+from mca_models.megatron.features.short_convolution import short_convolution_spec
 from mca_models.megatron.features.shortcut_moe import with_separate_experts, with_shortcut
 from mca_models.megatron.features.sigmoid_router import with_shared_expert_mean
 from mca_models.megatron.features.sparse_mixer import with_noisy_input
@@ -61,6 +62,8 @@ def adapted_block(
             changes["self_attention"] = lambda attention: _linear_attention(config, implementation)
         if config.is_mamba_layer(layer):
             changes["self_attention"] = lambda attention: mamba_spec(implementation, config)
+        if config.is_conv_layer(layer):
+            changes["self_attention"] = lambda attention: short_convolution_spec(implementation, config)
         changes |= _absent_blocks(config, layer) | _shared_kv_changes(config.layer_config(layer), config)
         without_norms = _without_pre_norms(layer_spec, config.layer_config(layer), implementation)
         layer_specs.append(_changed(without_norms, changes, {}))
