@@ -62,6 +62,7 @@ def biased_router(router: type) -> type:
 BIASED_ROUTER = Feature(
     name="softmax router with a bias",
     enabled=has_biased_softmax,
+    router=lambda router, config: biased_router(router),
     settings=lambda config: {
         "moe_router_enable_expert_bias": False
     },  # Megatron rejects it, but its router builds it

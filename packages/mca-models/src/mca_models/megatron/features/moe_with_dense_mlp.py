@@ -10,6 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
+from mca_models.megatron.features.feature import (
+    Context,
+    Feature,
+    SpecChanges,
+    change_moe_layer,
+    remove_module,
+)
 from mca_models.megatron.features.norms import PostNorm
 from mca_models.megatron.types import MarkedParameter, MegatronConfig
 
@@ -72,3 +79,14 @@ def _replicated(values: Tensor, config: MegatronConfig) -> torch.nn.Parameter:
     parameter.sequence_parallel = config.sequence_parallel
     marked: torch.nn.Parameter = parameter
     return marked
+
+
+def _spec(context: Context) -> SpecChanges:
+    return SpecChanges({"pre_mlp_layernorm": remove_module}, change_moe_layer(with_dense_mlp).classes)
+
+
+MOE_WITH_DENSE_MLP = Feature(
+    name="experts parallel to an MLP",
+    enabled=lambda config: config.moe is not None and config.moe.experts_beside_mlp,
+    spec=_spec,
+)

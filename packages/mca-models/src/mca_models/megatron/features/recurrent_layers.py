@@ -13,7 +13,6 @@ from torch.nn.functional import conv1d, pad, silu
 
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.features.feature import Feature
 from mca_models.megatron.features.kernels import Kernel
 from mca_models.megatron.layers.zigzag import rank_token_ranges, restore_token_order
 from mca_models.megatron.names import Implementation
@@ -108,7 +107,8 @@ def _lengths(packed_seq_params: PackedSeqParams, rows: int) -> tuple[int, ...]:
     return packed_lengths(packed_seq_params, rows)
 
 
-def _linear_settings(config: McaModelConfig) -> Settings:
+def linear_attention_settings(config: McaModelConfig) -> Settings:
+    """Return Megatron's settings of linear attention."""
     own = given(config.linear_attention)
     return {
         # makes Megatron's distributed checkpoint expect different layers
@@ -119,10 +119,3 @@ def _linear_settings(config: McaModelConfig) -> Settings:
         "linear_key_head_dim": own.linear_key_head_dim,
         "linear_value_head_dim": own.linear_value_head_dim,
     }
-
-
-LINEAR_ATTENTION = Feature(
-    name="linear attention",
-    enabled=lambda config: config.linear_attention is not None,
-    settings=_linear_settings,
-)

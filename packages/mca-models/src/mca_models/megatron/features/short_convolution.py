@@ -13,7 +13,7 @@ from torch import Tensor
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
-from mca_models.megatron.features.feature import Feature
+from mca_models.megatron.features.feature import Feature, LayerContext, SpecChanges
 from mca_models.megatron.features.kernels import find_kernel
 from mca_models.megatron.features.recurrent_layers import (
     CausalConvolution,
@@ -117,10 +117,18 @@ def _module() -> type:
     return type("ShortConvolution", (ShortConvolution, MegatronModule), {})
 
 
+def _layer(context: LayerContext) -> SpecChanges:
+    if context.kind != "conv":
+        return SpecChanges()
+    return SpecChanges(
+        {"self_attention": lambda _: short_convolution_spec(context.implementation, context.config)}
+    )
+
+
 SHORT_CONVOLUTION = Feature(
     name="short convolution",
     enabled=lambda config: config.short_convolution is not None,
-    settings=lambda config: {
-        "hetereogenous_dist_checkpoint": True
-    },  # tensors of layers that differ are not stacked
+    # tensors of layers that differ are not stacked
+    settings=lambda config: {"hetereogenous_dist_checkpoint": True},
+    layer=_layer,
 )
