@@ -1,7 +1,6 @@
 """verl trains on mca's engine with the losses of its own FSDP engine, and resumes bit for bit.
 
-    UV_PROJECT_ENVIRONMENT=.venv-verl uv run --no-default-groups --group verl \
-        pytest -n 0 integration_tests/cli/test_verl.py
+    .venv-verl/bin/python -m pytest -n 0 integration_tests/cli/test_verl.py
 
 verl's own SFT trainer runs both engines on forked CPU ranks.
 """
@@ -27,9 +26,7 @@ pytestmark = [
     pytest.mark.one_fork,
     pytest.mark.timeout(1800),
     pytest.mark.xdist_group("verl"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("verl") is None, reason="needs verl, which is in the group verl"
-    ),
+    pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl (.ci/verl.txt)"),
 ]
 
 SIZES = {

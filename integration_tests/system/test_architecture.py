@@ -34,7 +34,11 @@ IMPORT_NAMES = {
 TRAINING = ("mca_config.training", "mca_config._hf_arguments")
 
 
-EXTRA_ONLY = (*TRAINING, "mca_config.yaml_text", "mca_models.megatron", "mca_train.clients.verl")
+EXTRA_ONLY = (*TRAINING, "mca_config.yaml_text", "mca_models.megatron")
+
+
+PLUGINS = {"mca_train.clients.verl": ("tensordict", "verl")}
+"""Modules that the program which they are plugins of imports, and what it brings; an extra could only repeat its pins."""
 
 
 @dataclass(frozen=True)
@@ -277,6 +281,7 @@ def declared(package: str) -> tuple[set[str], set[str]]:
 def undeclared_imports(source: Source, base: set[str], with_extras: set[str]) -> list[str]:
     """Third-party imports that the package's metadata does not ask for; an extra's must be lazy or in its module."""
     own = {source.package} | set(sys.stdlib_module_names)
+    own |= {name for plugin, names in PLUGINS.items() if under(source.module, (plugin,)) for name in names}
     in_extra = under(source.module, EXTRA_ONLY)
     return [
         f"{source.module}:{found.line} imports {found.name}, which {source.package} does not declare"
