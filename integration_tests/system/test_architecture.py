@@ -38,7 +38,7 @@ EXTRA_ONLY = (*TRAINING, "mca_config.yaml_text", "mca_models.megatron")
 
 
 PLUGINS = {"mca_train.clients.verl": ("tensordict", "verl")}
-"""Modules that the program which they are plugins of imports, and what it brings; an extra could only repeat its pins."""
+"""Plugins, which another program imports, and the packages that come with that program."""
 
 
 @dataclass(frozen=True)
