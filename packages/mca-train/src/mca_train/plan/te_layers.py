@@ -66,7 +66,7 @@ def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = Fa
 
 def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTensor]:
     """Return the saved tensors of the attention of decoder layer ``number``, or of mca's mixer in its place."""
-    if config.is_linear_layer(number) or config.is_mamba_layer(number):
+    if config.has_mixer(number):
         return local_layers.attention(config, sizes, number)
     mamba_lines = mamba(config, sizes) if config.has_parallel_mamba else []
     if config.mla is not None:
@@ -115,8 +115,7 @@ def _core(
 def recomputed_core(config: McaModelConfig, sizes: Sizes, number: int) -> float:
     """Return the bytes that recomputed core attention saves in place of values: the projection that contains them."""
     config = config.layer_config(number)
-    states = config.is_linear_layer(number) or config.is_mamba_layer(number)
-    if not config.has_attention(number) or states or config.mla is not None:
+    if not config.has_attention(number) or config.has_mixer(number) or config.mla is not None:
         return 0.0
     if sizes.mca_attention:
         return local_layers.recomputed_core(config, sizes, number)

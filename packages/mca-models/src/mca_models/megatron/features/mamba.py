@@ -15,7 +15,13 @@ from torch.nn.functional import silu, softplus
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
-from mca_models.megatron.features.feature import Feature
+from mca_models.megatron.features.feature import (
+    Context,
+    Feature,
+    LayerContext,
+    SpecChanges,
+    change_self_attention,
+)
 from mca_models.megatron.features.kernels import find_kernel
 from mca_models.megatron.features.recurrent_layers import (
     CausalConvolution,
@@ -241,9 +247,25 @@ def with_parallel_mamba(attention: type, model: McaModelConfig, implementation: 
     return ParallelMamba
 
 
+def _parallel(context: Context) -> SpecChanges:
+    if not context.config.has_parallel_mamba:
+        return SpecChanges()
+    return change_self_attention(
+        lambda attention: with_parallel_mamba(attention, context.config, context.implementation)
+    )
+
+
+def _layer(context: LayerContext) -> SpecChanges:
+    if context.kind != "mamba":
+        return SpecChanges()
+    return SpecChanges({"self_attention": lambda _: mamba_spec(context.implementation, context.config)})
+
+
 MAMBA = Feature(
     name="Mamba",
     enabled=lambda config: config.mamba is not None,
+    spec=_parallel,
+    layer=_layer,
     settings=lambda config: {
         "hetereogenous_dist_checkpoint": True
     },  # tensors of layers that differ are not stacked
