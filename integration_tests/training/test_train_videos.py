@@ -58,7 +58,7 @@ def folder_of(model: str, root: Path) -> Path:
     tokenizer = video_tokenizer()
     names = ("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id")
     ids = dict(zip(names, (260, 261, 262, 263), strict=True))
-    config = tiny_vision.described(model, vocab_size=264) | ids
+    config = tiny_vision.described(model, vocab_size=272) | ids
     torch.manual_seed(0)
     made = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.for_model(**config))
     made.save_pretrained(folder / "model")
