@@ -70,7 +70,7 @@ def request_of(*marks: str) -> Any:
 
 
 def test_a_default_case_whose_layout_is_not_supported_fails() -> None:
-    with pytest.raises(AssertionError, match="^runs by default: no such layout"):
+    with pytest.raises(AssertionError, match=r"^runs by default: no such layout"):
         skip_unsupported(request_of("cases"), "no such layout")
     with pytest.raises(pytest.skip.Exception, match="no such layout"):
         skip_unsupported(request_of("cases", "qualify"), "no such layout")
