@@ -16,7 +16,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Generator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 os.environ.setdefault("MCA_DEVICE", "cpu")  # before anything asks; what tests start inherits it
@@ -78,7 +78,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="default: of each test marked cases(n), one case in n and the named ones; all: every case",
     )
     parser.addoption(
-        "--record-durations", action="store_true", help=f"write CPU seconds of each module to {DURATIONS.name}"
+        "--record-durations",
+        action="store_true",
+        help=f"write CPU seconds of each module to {DURATIONS.name}",
     )
 
 
@@ -128,11 +130,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_collection_finish() -> None:
-    """Leaves what was imported and collected out of every later search for garbage."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Import Megatron if a test will; leave what is imported out of every later search for garbage."""
+    if not session.config.option.collectonly and not _ON_GPU and any(map(_prepares_megatron, session.items)):
+        from mca_models.megatron import platform
+
+        platform.prepare()  # fails if a test before has imported Megatron otherwise
     gc.freeze()
     gc.enable()
     _UNTIL[0] = _cpu_seconds()
+
+
+def _prepares_megatron(item: pytest.Item) -> bool:
+    """Return whether ``item`` forks ranks, or its module prepares Megatron by itself."""
+    return item.get_closest_marker("ranks") is not None or _calls_prepare(item.path)
+
+
+@cache
+def _calls_prepare(path: Path) -> bool:
+    return "platform.prepare()" in path.read_text()
 
 
 def pytest_unconfigure() -> None:
@@ -153,9 +169,7 @@ _UNTIL = [0.0]
 
 def _cpu_seconds() -> float:
     """Return the CPU seconds of this process and of its children that have ended."""
-    return sum(
-        sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    )
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
 @pytest.hookimpl(wrapper=True)
