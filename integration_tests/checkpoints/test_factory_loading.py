@@ -118,9 +118,7 @@ def test_a_seed_draws_the_same_model_on_every_layout(tmp_path: Path) -> None:
     run_ranks(1, draw, [("qwen3_moe", "tp1")], tmp_path, 6)
     for case, (first, *others) in RANDOM.items():
         right = tensors_of(tmp_path / f"{case}-{first}-5")
-        assert (
-            right.keys() >= tensors_of(tmp_path / f"{case}-float32").keys()
-        )  # DeepSeek: prediction layers too
+        assert right.keys() >= tensors_of(tmp_path / f"{case}-float32").keys()  # DeepSeek: MTP layers too
         for layout in others:
             assert tensors_of(tmp_path / f"{case}-{layout}-5") == right, (case, layout)
     assert tensors_of(tmp_path / "qwen3_moe-tp1-6") != tensors_of(tmp_path / "qwen3_moe-tp1-5")

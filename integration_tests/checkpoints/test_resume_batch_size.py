@@ -117,7 +117,7 @@ def packed_again(checkpoint: Path, output_dir: Path) -> list[list[str]]:
     settings = RUN | {"sequence_packing": True, "pack_length": 16, "max_steps": 5, "save_strategy": "no"}
     for data in (numbered(), (numbered()[number] for number in range(SAMPLES))):
         trainer = make_trainer(checkpoint, output_dir, train_dataset=data, **settings)
-        loaders, ranks = trainer._loaders, trainer.ranks
+        loaders, ranks = trainer._data.loaders, trainer.ranks
         cut = replace(ranks, layout=replace(ranks.layout, context_parallel_size=2))
         others = replace(loaders, ranks=cut, _packs={})
         if isinstance(data, Sized):
@@ -136,7 +136,7 @@ def packed_again(checkpoint: Path, output_dir: Path) -> list[list[str]]:
             args.dataloader_num_workers = 1
             workers = replace(loaders, args=args).train(data)[0].multiprocessing_context
             assert workers.get_start_method() == "fork", "whatever Python's default"
-        place = resume_position(trainer._position, loaders.train(data)[1])
+        place = resume_position(trainer._progress.position, loaders.train(data)[1])
         for again in (loaders, others):
             with patch("mca_train.batching.loaders.logger.warning") as warning:
                 resume_position(place, again.train(data)[1])

@@ -99,4 +99,4 @@ def test_every_module_with_weights_has_its_extra_state_saved() -> None:
     for case, (made, saved) in found.items():
         assert made, case
         assert made <= saved, case
-        assert all(name.endswith(".core_attention") for name in saved - made), case  # of prediction layers
+        assert all(name.endswith(".core_attention") for name in saved - made), case  # of MTP layers

@@ -103,7 +103,7 @@ def save_cases(sources: dict[str, Path], folder: Path, cases: list[Case]) -> dic
 
 
 def save_prediction(source: Path, folder: Path) -> None:
-    """Saves a model with a prediction layer in both formats. Runs on every rank."""
+    """Saves a model with an MTP layer in both formats. Runs on every rank."""
     from mca_models.megatron import AutoModel
 
     config = config_from_hf(tiny_hf.read_config(source)).replace_fields(mtp_num_layers=1)

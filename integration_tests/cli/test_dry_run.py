@@ -55,7 +55,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "mlp again sp": ("sft", 2, AGAIN | {"recompute_modules": ["mlp"], TP: 2, "sequence_parallel": True}),
     "offloaded split": ("sft", 2, {"optimizer_cpu_offload": True, "bf16": True} | SPLIT),
     "dpo pp": ("dpo", 2, {PP: 2}),
-    "unnormalised sinkhorn": (
+    "unnormalized sinkhorn": (
         "sft",
         1,
         {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0},

@@ -179,7 +179,7 @@ def test_norms_have_one_name_in_distributed_checkpoints() -> None:
 
 
 def prediction_layer(kinds: list[str]) -> list[str]:
-    """The names in the prediction layer of a GLM whose decoder layers are ``kinds``."""
+    """The names in the MTP layer of a GLM whose decoder layers are ``kinds``."""
     from mca_models.megatron import AutoModel
     from mca_models.templates import config_from_hf
 

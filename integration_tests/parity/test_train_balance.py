@@ -1,4 +1,4 @@
-"""Losses of experts and of prediction layers, and experts' biases, are what they are defined as on every layout."""
+"""Losses of experts and of MTP layers, and experts' biases, are what they are defined as on every layout."""
 
 import hashlib
 from collections.abc import Iterable
@@ -84,7 +84,7 @@ class Rank:
     """What a rank has after a step.
 
     Args:
-        logged: Losses of its prediction layer.
+        logged: Losses of its MTP layer.
         held: Digests of the weights, by their names and by the piece of them.
     """
 
@@ -233,7 +233,7 @@ def losses(checkpoint: Path, output: Path, settings: Settings) -> list[float]:
     chunk.register_forward_hook(draw)
     chunk.mtp.register_forward_hook(lambda layers, *_: predicts.append(layers.training))
     quietly(trainer.train)
-    assert predicts and all(predicts), "no evaluation needs the prediction layers"
+    assert predicts and all(predicts), "no evaluation needs the MTP layers"
     return history(trainer, "loss")
 
 

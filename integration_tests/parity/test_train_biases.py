@@ -1,6 +1,6 @@
 """Updates of expert biases do not depend on how samples are padded, those of MTP layers included.
 
-Padding is one token many times, and the last tokens of a sample have nothing that a prediction layer could look at: if
+Padding is one token many times, and the last tokens of a sample have nothing that an MTP layer could look at: if
 they counted, they would decide where many of the biases go.
 """
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.ranks
 Settings = dict[str, Any]
 STEPS, RATE = 3, 0.05
 LENGTHS = (4, 20, 3, 5, 2, 22, 4, 4)  # of a step: two micro-batches of 32 tokens, padded to 80 and 88
-SEED = 1  # with others, what does not count pulls every bias of the prediction layer where the rest does
+SEED = 1  # with others, what does not count pulls every bias of the MTP layer where the rest does
 PADDED = {"per_device_train_batch_size": 4}
 PACKED = {"sequence_packing": True, "per_device_train_batch_size": 1}
 LAYOUTS: dict[str, tuple[int, Settings]] = {

@@ -1,4 +1,4 @@
-"""Experts, latent attention and prediction layers train alike on every layout, and their losses are logged apart."""
+"""Experts, MLA and MTP layers train alike on every layout, and their losses are logged apart."""
 
 import json
 from pathlib import Path
@@ -78,7 +78,7 @@ def test_balancing_losses_are_logged_apart(tmp_path):
 
 
 def predicting(checkpoint: Path, output: Path, **changes: Any) -> dict[str, list[float]]:
-    """A random model with a prediction layer."""
+    """A random model with an MTP layer."""
     from mca_models import AutoModel
     from mca_models.templates import config_from_hf
     from mca_train import McaTrainer

@@ -1,4 +1,4 @@
-"""Images: the loss and the gradient of every parameter, the vision model's too, are those of transformers.
+"""Images and videos: the loss and the gradient of every parameter, the vision model's too, are transformers'.
 
 `--cases all` tests all families on all layouts.
 """
@@ -17,7 +17,7 @@ from gradients import worst_errors
 from harness import run_ranks
 from layouts import arguments, world_size
 from parity import TOLERANCE
-from vision_passes import DENSE, SPARSE, forward_backward, of_all_parts, sizes, wrapped
+from vision_passes import DENSE, SPARSE, VIDEOS, forward_backward, of_all_parts, sizes, wrapped
 from vision_reference import Mixed, mixed
 
 pytestmark = pytest.mark.ranks
@@ -69,6 +69,7 @@ def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     always=[
         *("qwen2_5_vl-tp2cp2packed-sp", "mistral3-tp2sp", "gemma3-tp2cp2packed-sp"),
         *("qwen3_5_moe-tp2ep2etp1", "glm4v_moe-cp2packed"),
+        *("qwen2_5_vl-video-cp2packed", "qwen3_vl-video-tp2sp"),
     ],
 )
 @pytest.mark.parametrize("case", as_params(IMAGES))
@@ -83,7 +84,7 @@ def test_losses_and_gradients_equal_transformers(case: Case, computed: Computed)
 
 
 @pytest.mark.cases(0, always=["qwen2_5_vl", "gemma3", "qwen3_vl_moe"])
-@pytest.mark.parametrize("case", (*DENSE, *SPARSE))
+@pytest.mark.parametrize("case", (*DENSE, *SPARSE, *VIDEOS))
 def test_references_are_not_trivial(case: str, tmp_path: Path) -> None:
     """Images reach the loss, and every parameter of the vision model has a gradient."""
     reference = mixed(case, tmp_path)

@@ -53,14 +53,14 @@ def expected(folder: Path, kind: str) -> Path:
 
 
 def targets_of() -> list[int]:
-    """Of the model and of the prediction layer."""
+    """Of the model and of the MTP layer."""
     return [sum(int(mask[first:].sum()) for _, mask in samples()) for first in (1, 2)]
 
 
 @cache
 @torch.no_grad()
 def prediction_loss() -> float:
-    """Of the prediction layer before the first step."""
+    """Of the MTP layer before the first step."""
     model = deepseek_with_prediction()
     return float(sum(_entropies(model, *sample)[1] for sample in samples())) / targets_of()[1]
 
@@ -71,7 +71,7 @@ def batched(every: list[Sample]) -> list[list[Sample]]:
 
 
 def _entropies(model: WithPrediction, tokens: Any, mask: Any) -> Tensor:
-    """Sums over the targets of the model and of the prediction layer."""
+    """Sums over the targets of the model and of the MTP layer."""
     ids = torch.as_tensor(tokens)[None]
     sums = []
     for ahead, logits in enumerate(model.logits(ids), 1):

@@ -13,6 +13,7 @@ from parity import is_sparse
 from reference import DENSE_CASES, FAMILY_CASES, MOE_CASES, NEWEST
 from vision_passes import DENSE as DENSE_VISION
 from vision_passes import SPARSE as SPARSE_VISION
+from vision_passes import VIDEOS
 
 
 def _with_experts(models: Iterable[str], layouts: Sequence[str]) -> list[Case]:
@@ -75,7 +76,7 @@ PACKED_FAMILIES = tuple(
     for case in product(
         [
             *("gpt_oss", "gemma3-two-ropes", "olmo2", "qwen3_5_text", "nemotron_h-dense", "deepseek_v32"),
-            *("gemma4_text", "gpt2", "granite_swa", "kimi_linear", "llama4_text", "mimo_v2_flash"),
+            *("gemma4_text", "gpt2", "granite_swa", "kimi_linear", "lfm2", "llama4_text", "mimo_v2_flash"),
             *("gemma4_text-e2b", "longcat_flash", "minimax_m3_vl_text", "ministral3", "olmo_hybrid"),
         ],
         ("tp1", "cp2", "tp2cp2sp"),
@@ -155,11 +156,12 @@ IMAGES = tuple(
     for case in (
         *product(DENSE_VISION, (*_COMMON_VISION_LAYOUTS, "tp2", "tp2cp2sp", "pp2vpp2")),
         *product(SPARSE_VISION, (*_COMMON_VISION_LAYOUTS, "ep2", "tp2ep2etp1", "cp2ep2pp2")),
+        *product(VIDEOS, (*_COMMON_VISION_LAYOUTS, "tp2cp2sp")),
     )
     # vision features enter after each of the first two layers, so a first stage of one layer raises an error
     if not (case.model in ("qwen3_vl", "qwen3_vl_moe") and "vpp2" in case.layout)
 )
-"""Losses and gradients of rows with images."""
+"""Losses and gradients of rows with images and videos."""
 IMAGE_STEPS = (
     *(
         Case(model, layout, ("distributed-optimizer",))

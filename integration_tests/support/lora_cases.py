@@ -134,6 +134,14 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
             "target_parameters": STACKED,
         },
     ),
+    "lfm2": ("lfm2", {"target_modules": ["in_proj", "out_proj", "q_proj", "w1", "w2"]}),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {
+            "target_modules": ["in_proj", "out_proj", "v_proj"],
+            "target_parameters": ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"],
+        },
+    ),
     "llama4_text": ("llama4_text", {"target_modules": [*LINEAR[:4], "shared_expert.up_proj"]}),
     "minimax_m3_vl_text": (  # the indexer has linears of the same last names
         "minimax_m3_vl_text",

@@ -1,4 +1,4 @@
-"""Prediction layers in plain PyTorch around transformers' layers, and checkpoints with them as they are published."""
+"""MTP layers in plain PyTorch around transformers' layers, and checkpoints with them as they are published."""
 
 import copy
 import json
@@ -38,7 +38,7 @@ MIMO = {
 
 
 SCALE = 0.3
-"""Of the prediction layers' loss where a test takes it into account."""
+"""Of the MTP layers' loss where a test takes it into account."""
 
 
 class PredictionLayer(torch.nn.Module):
@@ -75,18 +75,18 @@ class PredictionLayer(torch.nn.Module):
 
 
 def _like(layers: Any) -> Any:
-    """The last layer with attention, and experts if any has them: what prediction layers hold."""
+    """The last layer with attention, and experts if any has them: what MTP layers hold."""
     attention = [layer for layer in layers if hasattr(layer, "self_attn")]
     sparse = [layer for layer in attention if any("experts" in name for name, _ in layer.named_modules())]
     return (sparse or attention)[-1]
 
 
 class WithPrediction(torch.nn.Module):
-    """A transformers model and ``count`` prediction layers.
+    """A transformers model and ``count`` MTP layers.
 
     Args:
-        main: The model; its last layer is what prediction layers are made like.
-        count: Prediction layers.
+        main: The model; its last layer is what MTP layers are made like.
+        count: MTP layers.
         names: Of the tensors around their decoder layer in checkpoints.
     """
 
@@ -117,7 +117,7 @@ class WithPrediction(torch.nn.Module):
         return found
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of the prediction layers by their names in checkpoints."""
+        """Parameters and buffers of the MTP layers by their names in checkpoints."""
         found = {}
         for number, each in enumerate(self.layers):
             for name, tensor in each.own().items():
@@ -127,7 +127,7 @@ class WithPrediction(torch.nn.Module):
         return found
 
     def _number(self, number: int) -> int:
-        """HF's number of a prediction layer."""
+        """HF's number of an MTP layer."""
         return number + (self.main.config.num_hidden_layers if self.names is NUMBERED else 0)
 
     def save(self, path: Path) -> Path:
@@ -157,5 +157,5 @@ class WithPrediction(torch.nn.Module):
 
 
 def deepseek_with_prediction() -> WithPrediction:
-    """DeepSeek V3 and one prediction layer, fresh ones each time."""
+    """DeepSeek V3 and one MTP layer, fresh ones each time."""
     return WithPrediction(copy.deepcopy(hf_model("deepseek_v3")))

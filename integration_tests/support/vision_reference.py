@@ -1,4 +1,4 @@
-"""Tiny models with a vision part, batches of text and images for them, and what transformers makes of both."""
+"""Tiny models with a vision part, batches of text, images and videos for them, and what transformers makes of both."""
 
 import copy
 import sys
@@ -15,7 +15,7 @@ import tiny_vision
 
 from mca_models.images import ImageSpan, attention_ends, feature_rows, positions
 
-LENGTH, IMAGE = 24, 65
+LENGTH, IMAGE, VIDEO = 24, 65, 66
 SMALL, WIDE = (2, 2), (2, 4)
 """Rows and columns of tokens of the two sizes of images."""
 ROWS: tuple[tuple[tuple[int, tuple[int, int]], ...], ...] = (
@@ -25,6 +25,13 @@ ROWS: tuple[tuple[tuple[int, tuple[int, int]], ...], ...] = (
     (),
 )
 """Each row's images: where they begin, and their size. The second and the last micro-batch have none."""
+WITH_VIDEOS = "-video"
+"""Ends the names of cases whose rows have videos."""
+VIDEO_ROWS: tuple[tuple[tuple[int, int], ...], ...] = (((3, 0), (9, 2)), (), ((2, 3), (18, 0)), ())
+"""Each row's media of the small size: where they begin, and how many frames a video has; 0: an image."""
+SECONDS = (1.5, 0.3)
+"""From one frame to the next of each video."""
+TOKENS_PER_SECOND = 4  # the default of Qwen 2.5 VL
 
 
 @dataclass(frozen=True)
@@ -50,15 +57,51 @@ class Mixed:
 
 def places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
     """Where the images of each row are; InternVL's tiles and Gemma's images are all of one size."""
+    if case.endswith(WITH_VIDEOS):
+        return _video_places(case)
     tiled = case.startswith(("internvl", "gemma"))
     return tuple(tuple(ImageSpan(start, *(SMALL if tiled else size)) for start, size in row) for row in ROWS)
 
 
-def pixels(case: str, row: tuple[ImageSpan, ...], seed: int) -> dict[str, torch.Tensor]:
-    """What the vision model of ``case`` takes of the images of a row."""
+def _video_places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
+    """A video of Qwen 2 VL is one span; later families put text between its frames."""
+    seconds = iter(SECONDS)
+    found = []
+    for row in VIDEO_ROWS:
+        spans: list[ImageSpan] = []
+        for start, frames in row:
+            interval = next(seconds) * TOKENS_PER_SECOND if frames and case.startswith("qwen2_5") else 1.0
+            if case.startswith("qwen2"):
+                spans.append(ImageSpan(start, *SMALL, max(frames, 1), interval))
+            else:
+                spans += [ImageSpan(start + number * 5, *SMALL) for number in range(max(frames, 1))]
+        found.append(tuple(spans))
+    return tuple(found)
+
+
+def _video_pixels(case: str, number: int) -> dict[str, torch.Tensor]:
+    """What transformers takes of the images and videos of row ``number``."""
+    generator = torch.Generator().manual_seed(number)
+    high, wide = 2 * SMALL[0], 2 * SMALL[1]
+    found = {}
+    for prefix, suffix, counts in (
+        ("image", "", [1 for _, frames in VIDEO_ROWS[number] if not frames]),
+        ("video", "_videos", [frames for _, frames in VIDEO_ROWS[number] if frames]),
+    ):
+        found[f"pixel_values{suffix}"] = torch.randn(sum(counts) * high * wide, 96, generator=generator)
+        found[f"{prefix}_grid_thw"] = torch.tensor([(count, high, wide) for count in counts])
+    if case.startswith("qwen2_5"):
+        found["second_per_grid_ts"] = torch.tensor([SECONDS[number // 2]])
+    return found
+
+
+def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torch.Tensor]:
+    """What transformers takes of the images of row ``number``."""
     if not row:
         return {}
-    generator = torch.Generator().manual_seed(seed)
+    if case.endswith(WITH_VIDEOS):
+        return _video_pixels(case, number)
+    generator = torch.Generator().manual_seed(number)
     if case.startswith(("internvl", "gemma")):
         return {"pixel_values": torch.randn(len(row), 3, 16, 16, generator=generator)}
     if case.startswith("mistral3"):
@@ -78,7 +121,8 @@ def pixels(case: str, row: tuple[ImageSpan, ...], seed: int) -> dict[str, torch.
 @cache
 def vision_model(case: str) -> Any:
     """The model of ``case`` in fp32, its weights random and far from their initial ones."""
-    config = transformers.AutoConfig.for_model(**copy.deepcopy(tiny_vision.described(case)))
+    described = tiny_vision.described(case.removesuffix(WITH_VIDEOS))
+    config = transformers.AutoConfig.for_model(**copy.deepcopy(described))
     model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(len(case))
     saved = model.state_dict()
@@ -98,9 +142,11 @@ def mixed(case: str, folder: Path) -> Mixed:
     generator = torch.Generator().manual_seed(3)
     input_ids = torch.randint(0, 64, (len(ROWS), LENGTH), generator=generator)
     where = places(case)
-    for ids, row in zip(input_ids, where, strict=True):
+    for ids, row, media in zip(input_ids, where, VIDEO_ROWS, strict=True):
+        images_start = {start for start, frames in media if not frames}
         for each in row:
-            ids[each.start : each.start + each.tokens] = IMAGE
+            is_image = not case.endswith(WITH_VIDEOS) or each.start in images_start
+            ids[each.start : each.start + each.tokens] = IMAGE if is_image else VIDEO
     images = tuple(pixels(case, row, number) for number, row in enumerate(where))
     losses = losses_of(model, input_ids, images)
     losses.mean().backward()
@@ -147,7 +193,7 @@ def _for_transformers(
 ) -> dict[str, torch.Tensor]:
     found = joined(images)
     if "image_grid_thw" in found:
-        found["mm_token_type_ids"] = (input_ids == IMAGE).int()
+        found["mm_token_type_ids"] = (input_ids == IMAGE).int() + 2 * (input_ids == VIDEO).int()
     elif model_type.startswith("gemma"):
         found["token_type_ids"] = (input_ids == IMAGE).int()
     return found
@@ -159,6 +205,22 @@ def joined(images: tuple[dict[str, torch.Tensor], ...]) -> dict[str, torch.Tenso
     if not there:
         return {}
     return {name: torch.cat(_same_size([each[name] for each in there])) for name in there[0]}
+
+
+def of_chunk(
+    images: dict[str, torch.Tensor], ids: torch.Tensor, row: tuple[ImageSpan, ...]
+) -> dict[str, torch.Tensor]:
+    """What a chunk takes of a row's images and videos: the frames of both, in the order of their tokens."""
+    if "video_grid_thw" not in images:
+        return images
+    left = {IMAGE: images["pixel_values"], VIDEO: images["pixel_values_videos"]}
+    found, grids = [], []
+    for each in row:
+        token = int(ids[each.start])
+        found.append(left[token][: 4 * each.tokens])
+        left[token] = left[token][4 * each.tokens :]
+        grids += [(1, 2 * each.rows, 2 * each.columns)] * each.frames
+    return {"pixel_values": torch.cat(found), "image_grid_thw": torch.tensor(grids)}
 
 
 def _same_size(parts: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -182,7 +244,10 @@ def batch_of(reference: Mixed, rows: range, *, sections: bool) -> dict[str, Any]
     where = [reference.places[row] for row in rows]
     if sections:
         batch["position_ids"] = torch.stack([torch.from_numpy(positions(LENGTH, row)) for row in where], 1)
-    if images := joined(tuple(reference.images[row] for row in rows)):
+    taken = tuple(
+        of_chunk(reference.images[row], reference.input_ids[row], reference.places[row]) for row in rows
+    )
+    if images := joined(taken):
         first, found = 0, []
         for row in where:
             found.append(torch.from_numpy(feature_rows(LENGTH, row, first)))

@@ -143,7 +143,7 @@ def unused_modules(sources: Iterable[Source]) -> list[str]:
         if source.module.count(".")
         and source.module not in used | packages
         and not source.module.endswith(STARTED)
-        and not source.module.startswith("mca_train.clients.mcore_adapter.")  # imported under its own name
+        and not source.module.startswith("mca_train.clients.")  # other programs import them
         and not any(module.startswith(f"{source.module}.") for module in used)
         and "\nFAMILY = " not in source.text
         and "\nFAMILIES = " not in source.text

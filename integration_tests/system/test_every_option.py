@@ -363,7 +363,7 @@ def test_settings_of_the_newest_megatron_are_refused_by_name(models, tmp_path, m
 
 
 def with_and_without(models: Path, output: Path) -> dict[str, list[Any]]:
-    """Parameters after a step of sgd, without and with each of ``FOLLOWED``, and without prediction layers."""
+    """Parameters after a step of sgd, without and with each of ``FOLLOWED``, and without MTP layers."""
     step: Changes = SGD | {"max_steps": 1, "max_grad_norm": 0.0, "train_dataset": samples(4, vocab=64)}
     names = {"moe_router_force_biased": "moe", "mtp_detach_heads": "predicting"}
     found = {}

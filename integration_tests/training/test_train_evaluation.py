@@ -30,7 +30,7 @@ def evaluated(checkpoint: Path, output: Path) -> dict[str, Any]:
     run = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "eval_dataset": without_targets(3)}
     trainer = make_trainer(checkpoint, output / "run", **run)
     handler = BufferingHandler(1000)
-    logging.getLogger("mca_train.trainer.evaluation").addHandler(handler)
+    logging.getLogger("mca_train.trainer.evaluator").addHandler(handler)
     logging.disable(logging.NOTSET)
     both = {"some": samples(2), "none": without_targets(2)}
     found["losses"] = [name for name in quietly(lambda: trainer.evaluate(both)) if name.endswith("_loss")]

@@ -57,7 +57,7 @@ def disturbed(trainer: Any, heard: Path) -> None:
     from mca_train.metrics import stragglers
 
     step, clock = trainer.training_step, Clock()
-    reading = trainer._loaders.collate
+    reading = trainer._data.loaders.collate
     stragglers.time = clock
 
     def now() -> int:
@@ -76,7 +76,8 @@ def disturbed(trainer: Any, heard: Path) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         return step(batch)
 
-    trainer._loaders, trainer.training_step = replace(trainer._loaders, collate=slow_rows), napping
+    trainer._data.loaders = replace(trainer._data.loaders, collate=slow_rows)
+    trainer.training_step = napping
 
 
 def hung(checkpoint: Path, output_dir: Path, printed: Path) -> None:

@@ -33,7 +33,7 @@ class Routers:
     Args:
         model: With all its layers.
         config: transformers' configuration.
-        ahead: The prediction layers. The last token of a sample has no next one, and does not count in the first of
+        ahead: The MTP layers. The last token of a sample has no next one, and does not count in the first of
             them, the last two not in the second, and so on.
     """
 

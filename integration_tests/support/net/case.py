@@ -17,7 +17,7 @@ class Case:
         number: Of this one.
         base: Name of the family's case.
         changes: What differs from it in ``config.json``.
-        prediction: Prediction layers.
+        prediction: MTP layers.
         lora: Settings of ``peft.LoraConfig``; None: the whole model is trained.
         ranks: Processes.
         options: Training arguments.

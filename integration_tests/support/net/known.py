@@ -32,7 +32,7 @@ KNOWN: Mapping[str, Case] = {
     "packed-allgather": small_case(13, "qwen3_moe", options=_EXPERTS | _GATHERED, changes=_FOUR),
     # its first stage has a dense layer only, and did not take part in counting what each expert is sent
     "dense-stage": small_case(14, "deepseek_v2", options=_STAGES | _GLOBAL, changes=_GROUPS),
-    # the embedding of prediction layers had another rate than the first rank's
+    # the embedding of MTP layers had another rate than the first rank's
     "prediction-rates": small_case(
         15, "deepseek_v3", ranks=4, prediction=1, options=_STAGES | _SPLIT | _RATES, changes=_GROUPS
     ),
@@ -47,7 +47,7 @@ KNOWN: Mapping[str, Case] = {
         options=_VIRTUAL | _GLOBAL | _OVERLAP,
         changes=_FOUR | {"num_hidden_layers": 4},
     ),
-    # prediction layers whose attention has an indexer: they were left behind
+    # MTP layers whose attention has an indexer: they were left behind
     "chosen-keys": small_case(
         17, "deepseek_v32", prediction=1, changes=_GROUPS | {"mlp_layer_types": ["dense", "sparse"]}
     ),

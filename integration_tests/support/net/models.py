@@ -41,7 +41,7 @@ PREDICTING = {
     "qwen3_5_text": APART,
     "qwen3_5_moe_text": APART,
 }
-"""Families with prediction layers, and what those are called."""
+"""Families with MTP layers, and what those are called."""
 HEADS = ((4, 2), (4, 2), (4, 4), (4, 1), (8, 2), (8, 4), (12, 6), (6, 2), (6, 3), (3, 1), (5, 5))
 ALWAYS_LONG = {"original_max_position_embeddings": 1, "attention_factor": 1.1}
 """The longest of a pack decides which frequencies all its samples have; the truth takes each sample alone."""

@@ -38,7 +38,7 @@ def coverage(found: Iterable[Verdict]) -> str:
         if not verdict.figures:
             continue
         case = verdict.case
-        reported = {"family": case.base, "ranks": case.ranks, "prediction layers": case.prediction}
+        reported = {"family": case.base, "ranks": case.ranks, "MTP layers": case.prediction}
         for name, value in (case.lora or {}).items():
             each = value if isinstance(value, list) else [value]
             values[f"lora {name}"].update(map(str, each))

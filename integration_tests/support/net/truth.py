@@ -201,7 +201,7 @@ class _Run:
         return float(norm)
 
     def _sums(self, sample: Any) -> list[Tensor]:
-        """The cross entropies over a sample's targets, of the model and of each prediction layer."""
+        """The cross entropies over a sample's targets, of the model and of each MTP layer."""
         smoothing = float(self.options.get("label_smoothing_factor", 0.0))
         found = []
         for ahead, logits in enumerate(self._logits(sample["input_ids"][None]), 1):

@@ -105,7 +105,7 @@ Held = dict[tuple[int, int], tuple[list[int], int]]
 
 
 def megatron_plan(sizes: ParallelLayout, num_layers: int, mtp: int) -> Held:
-    """Layers and number of multi-token-prediction layers of each (pp, vp), by Megatron's functions."""
+    """Layers and number of MTP layers of each (pp, vp), by Megatron's functions."""
     config = megatron_config(sizes, num_layers, mtp)
     virtual = config.virtual_pipeline_model_parallel_size
     held: Held = {}
@@ -200,7 +200,7 @@ def result_of(make: Callable[..., Held], case: tuple[Any, ...], *errors: type[Ex
 
 
 def embeds_twice_on_the_first_rank(plan: Held) -> bool:
-    """Prediction layers behind the first stage of the first rank: megatron-core trains their embedding apart."""
+    """MTP layers behind the first stage of the first rank: megatron-core trains their embedding apart."""
     return any(pp == 0 and vpp > 0 and mtp for (pp, vpp), (_, mtp) in plan.items())
 
 

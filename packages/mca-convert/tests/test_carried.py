@@ -1,4 +1,4 @@
-"""Prediction layers that nothing here builds go from Hugging Face to Megatron's files and back bit for bit."""
+"""MTP layers that nothing here builds go from Hugging Face to Megatron's files and back bit for bit."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ CARRIED = {
 
 
 def published(case: str, source: Path, directory: Path) -> Path:
-    """``source`` with tensors of a prediction layer, which its ``config.json`` counts."""
+    """``source`` with tensors of an MTP layer, which its ``config.json`` counts."""
     shutil.copytree(source, directory)
     tensors = load_file(directory / "model.safetensors")
     matrix, other = CARRIED[case]

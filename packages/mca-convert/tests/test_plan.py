@@ -102,7 +102,7 @@ def test_every_written_down_configuration_is_planned(name: str, tmp_path: Path, 
     assert plan["refusals"] == [] and len(plan["stages"]) == layout.get("pp", 1)
     shapes = get_family(config.model_type).hf_shapes(config)
     assert (plan["tensors"], plan["parameters"]) == (len(shapes), sum(map(math.prod, shapes.values())))
-    if "found" in known:  # what the prediction layers are made of is seen in the names of tensors alone
+    if "found" in known:  # what the MTP layers are made of is seen in the names of tensors alone
         assert plan["parameters"] < known["parameters"]
     elif "parameters" in known:
         assert plan["parameters"] == known["parameters"]

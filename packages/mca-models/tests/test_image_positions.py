@@ -1,4 +1,4 @@
-"""Positions of tokens with images among them are those of the installed transformers."""
+"""Positions of tokens with images and videos among them are those of the installed transformers."""
 
 import copy
 
@@ -21,8 +21,12 @@ SECTIONED = (
     "glm4v",
     "glm4v_moe",
 )
-Piece = int | tuple[int, int]
-"""So many tokens of text, or an image of so many rows and columns."""
+VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+TOKENS_PER_SECOND = 4  # the default of Qwen 2.5 VL, whose time positions are seconds
+Medium = tuple[int, int, int, float]
+"""Rows, columns, frames (0: an image) and seconds from one frame to the next."""
+Piece = int | Medium
+"""So many tokens of text, or an image or video."""
 
 
 @pytest.fixture(scope="module", params=SECTIONED)
@@ -32,9 +36,13 @@ def theirs(request: pytest.FixtureRequest) -> transformers.PreTrainedModel:
         return transformers.AutoModel.from_config(config)
 
 
-def pieces() -> st.SearchStrategy[list[Piece]]:
+def media(frames: st.SearchStrategy[int]) -> st.SearchStrategy[Medium]:
     side = st.integers(1, 9)
-    return st.lists(st.one_of(st.integers(1, 12), st.tuples(side, side)), min_size=1, max_size=8)
+    return st.tuples(side, side, frames, st.sampled_from([0.1, 0.3, 0.5, 1.0, 1.9, 4 / 3]))
+
+
+def pieces(frames: st.SearchStrategy[int]) -> st.SearchStrategy[list[Piece]]:
+    return st.lists(st.one_of(st.integers(1, 12), media(frames)), min_size=1, max_size=8)
 
 
 def separated(drawn: list[Piece]) -> list[Piece]:
@@ -46,29 +54,69 @@ def separated(drawn: list[Piece]) -> list[Piece]:
     return found
 
 
-def placed(drawn: list[Piece]) -> tuple[int, list[ImageSpan]]:
-    token, images = 0, []
+def parts(frames: int, model_type: str) -> int:
+    """How many spans of tokens a medium is."""
+    return 1 if model_type.startswith("qwen2") else max(frames, 1)
+
+
+def placed(drawn: list[Piece], model_type: str) -> tuple[int, list[ImageSpan]]:
+    """The length, and the spans; from Qwen 3 on a token of text is between two frames."""
+    token, spans = 0, []
     for piece in drawn:
-        if isinstance(piece, tuple):
-            images.append(ImageSpan(token, *piece))
-            token += piece[0] * piece[1]
-        else:
+        if isinstance(piece, int):
             token += piece
-    return token, images
+            continue
+        rows, columns, frames, seconds = piece
+        interval = seconds * TOKENS_PER_SECOND if model_type == "qwen2_5_vl" else 1.0
+        for number in range(parts(frames, model_type)):
+            token += number > 0
+            own = max(frames, 1) // parts(frames, model_type)
+            spans.append(ImageSpan(token, rows, columns, own, interval))
+            token += spans[-1].tokens
+    return token, spans
 
 
 @settings(max_examples=25, deadline=None)
-@given(drawn=pieces())
+@given(drawn=pieces(st.just(0)))
 def test_positions_are_those_of_transformers(
     theirs: transformers.PreTrainedModel, drawn: list[Piece]
 ) -> None:
-    length, images = placed(separated(drawn))
-    kinds = torch.from_numpy((feature_rows(length, images) >= 0).astype("int32"))[None]
-    grid = torch.tensor([(1, 2 * each.rows, 2 * each.columns) for each in images]).reshape(-1, 3)
+    compare(theirs, separated(drawn))
+
+
+@settings(max_examples=25, deadline=None)
+@given(drawn=pieces(st.integers(0, 5)))
+def test_positions_with_videos_are_those_of_transformers(
+    theirs: transformers.PreTrainedModel, drawn: list[Piece]
+) -> None:
+    if theirs.config.model_type in VIDEOS:
+        compare(theirs, separated(drawn))
+
+
+def compare(theirs: transformers.PreTrainedModel, drawn: list[Piece]) -> None:
+    length, spans = placed(drawn, theirs.config.model_type)
+    kinds = torch.from_numpy((feature_rows(length, spans) >= 0).astype("int32"))[None]
+    found = [piece for piece in drawn if isinstance(piece, tuple)]
+    numbers = iter(spans)
+    for _, _, frames, _ in found:
+        for _ in range(parts(frames, theirs.config.model_type)):
+            span = next(numbers)
+            kinds[0, span.start : span.start + span.tokens] = 2 if frames else 1
+
+    def grids(*, videos: bool) -> torch.Tensor:
+        some = [piece for piece in found if bool(piece[2]) == videos]
+        return torch.tensor(
+            [(max(n, 1), 2 * high, 2 * wide) for high, wide, n, _ in some], dtype=torch.long
+        ).view(-1, 3)
+
     expected, _ = theirs.get_rope_index(
-        torch.zeros(1, length).long(), mm_token_type_ids=kinds, image_grid_thw=grid
+        torch.zeros(1, length).long(),
+        mm_token_type_ids=kinds,
+        image_grid_thw=grids(videos=False),
+        video_grid_thw=grids(videos=True),
+        second_per_grid_ts=torch.tensor([seconds for _, _, frames, seconds in found if frames]),
     )
-    assert torch.equal(torch.from_numpy(positions(length, images)), expected[:, 0])
+    assert torch.equal(torch.from_numpy(positions(length, spans)), expected[:, 0])
 
 
 def test_rows_count_the_features_of_a_whole_micro_batch() -> None:

@@ -18,7 +18,7 @@ class KimiK2ForCausalLM(transformers.DeepseekV3ForCausalLM):  # type: ignore[mis
 
 
 class MiMoConfig(transformers.Qwen2Config):  # type: ignore[misc]
-    """transformers has the architecture, but for prediction layers."""
+    """transformers has the architecture, but for MTP layers."""
 
     model_type = "mimo"
 

@@ -122,6 +122,26 @@ LATEST: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mimo": ("mimo", {"head_dim": 8}),
+    "lfm2": (
+        "lfm2",
+        {
+            **{"conv_L_cache": 3, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.1, "head_dim": 8},
+            "layer_types": ["conv", "full_attention"] * 2,
+        },
+    ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {
+            **{
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 16,
+                "num_dense_layers": 1,
+            },
+            **{"conv_L_cache": 4, "routed_scaling_factor": 1.5, "head_dim": 8, "tie_word_embeddings": False},
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+        },
+    ),
 }
 
 

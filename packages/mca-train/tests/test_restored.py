@@ -1,5 +1,7 @@
 """What a block changes for its time is as before once it has ended, with an error too."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,9 @@ from mca_train.engine.ddp_wrappers import register_wrapper
 from mca_train.engine.offload import as_adam
 from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import preserved_rng
-from mca_train.trainer.trainer import McaTrainer
+from mca_train.trainer.evaluator import Evaluator
+from mca_train.trainer.logger import Logger
+from mca_train.trainer.step_loaders import StepLoaders
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -89,20 +93,30 @@ def test_hybrids_stay_what_they_are_if_one_cannot_become_plain(monkeypatch: pyte
     assert all(getattr(single.config, offload._PRECISION_AWARE) for single in singles)
 
 
-def test_a_failed_evaluation_leaves_the_signals_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer: Any = object.__new__(McaTrainer)
-    trainer.eval_dataset, trainer.metrics, trainer._sources = [1], "of training", "of its sources"
-    trainer.ranks = SimpleNamespace(device=torch.device("cpu"))
-    monkeypatch.setattr(McaTrainer, "_evaluation_loader", lambda self, dataset: [])
+def test_a_failed_evaluation_leaves_the_metrics_of_training() -> None:
+    hf: Any = SimpleNamespace(
+        ranks=SimpleNamespace(device=torch.device("cpu"), context_parallel_rank=0), train_dataset=None
+    )
+    hooks: Any = SimpleNamespace(
+        metric_names=("accuracy",), metric_differences={}, metric_extremes={}, token_values=None
+    )
+    watch: Any = SimpleNamespace(restore=lambda state: None)
+    plain = SimpleNamespace(num_moe_experts=None, mtp_num_layers=None)
+    nothing: Any = SimpleNamespace(chunks=[SimpleNamespace(config=plain)], evaluation=lambda dataset: [])
+    metrics = Logger(hf, hooks, nothing, watch, nothing, nothing, is_token_loss=True)
+    of_training, metrics._sources = metrics.metrics, (sources := SimpleNamespace())
 
-    def fail(self: Any, loader: Any) -> float:
-        assert self.metrics != "of training"
-        raise RuntimeError
+    class Failing:
+        @contextmanager
+        def evaluating(self) -> Iterator[None]:
+            assert metrics.metrics is not of_training and metrics._sources is None
+            raise RuntimeError
+            yield
 
-    monkeypatch.setattr(McaTrainer, "_evaluate_loss", fail)
+    hf.callback_handler = SimpleNamespace()
     with pytest.raises(RuntimeError):
-        trainer.evaluate()
-    assert (trainer.metrics, trainer._sources) == ("of training", "of its sources")
+        Evaluator(hf, hooks, Failing(), nothing, metrics, watch).evaluate(None, "eval")
+    assert (metrics.metrics, metrics._sources) == (of_training, sources)
 
 
 MEGATRON = SimpleNamespace(
@@ -119,7 +133,6 @@ class Rollouts(list[dict[str, torch.Tensor]]):
 
 
 def test_what_was_made_of_a_dataset_goes_when_the_trainer_has_another(tmp_path: Path) -> None:
-    trainer: Any = object.__new__(McaTrainer)
     args = TrainingArguments(
         output_dir=str(tmp_path), sequence_packing=True, use_cpu=True, max_steps=1, report_to="none"
     )
@@ -130,21 +143,21 @@ def test_what_was_made_of_a_dataset_goes_when_the_trainer_has_another(tmp_path: 
         data_parallel_rank=0,
         context_parallel_rank=0,
     )
-    trainer._loaders = Loaders(
-        args=args, ranks=ranks, megatron=MEGATRON, collate=PadCollator(0), pad_token_id=0
-    )
+    loaders = Loaders(args=args, ranks=ranks, megatron=MEGATRON, collate=PadCollator(0), pad_token_id=0)
 
     def new() -> Rollouts:
         return Rollouts([{"input_ids": torch.arange(4)}])
 
-    trainer.train_dataset, trainer.eval_dataset, other = new(), {"a": new()}, new()
-    first, evaluated = ref(trainer.train_dataset), ref(other)
-    for dataset in (None, trainer.eval_dataset["a"], other):
-        trainer._train_loader() if dataset is None else trainer._evaluation_loader(dataset)
-    packs = dict(trainer._loaders._packs)
-    trainer._train_loader()
-    assert packs.items() > trainer._loaders._packs.items(), "what the trainer still has is not packed again"
+    hf: Any = SimpleNamespace(train_dataset=new(), eval_dataset={"a": new()})
+    nothing: Any = None
+    data, other = StepLoaders(hf, loaders, nothing, nothing), new()
+    first, evaluated = ref(hf.train_dataset), ref(other)
+    for dataset in (None, hf.eval_dataset["a"], other):
+        data.train() if dataset is None else data.evaluation(dataset)
+    packs = dict(loaders._packs)
+    data.train()
+    assert packs.items() > loaders._packs.items(), "what the trainer still has is not packed again"
     del other, packs, dataset
-    trainer.train_dataset = new()
-    trainer._train_loader()
+    hf.train_dataset = new()
+    data.train()
     assert (first(), evaluated()) == (None, None)

@@ -1,6 +1,6 @@
 """Parser of Megatron's pipeline layout strings, such as ``Et*3|(t*4|)*2m|L``.
 
-``E`` embedding, ``t`` decoder layer, ``m`` multi-token-prediction layer, ``L`` loss; ``|`` ends a stage,
+``E`` embedding, ``t`` decoder layer, ``m`` MTP layer, ``L`` loss; ``|`` ends a stage,
 ``x*n`` repeats one letter or bar, ``(...)*n`` repeats a group of them; commas are ignored.
 """
 

@@ -44,6 +44,7 @@ from mca_config.model.section import (
     require_numbers,
 )
 from mca_config.model.shared_kv import SharedKv
+from mca_config.model.short_convolution import ShortConvolution
 from mca_config.model.vision import Vision
 from mca_config.pipeline import PipelinePlan, pipeline_plan
 from mca_config.suggestions import suggestion
@@ -67,7 +68,7 @@ class McaModelConfig:
     model_type: str
     """HF ``model_type``; selects the template."""
     num_layers: Layers
-    """Decoder layers, multi-token-prediction layers not counted."""
+    """Decoder layers, MTP layers not counted."""
     hidden_size: Width
     vocab_size: Width
     """True vocabulary rows, before padding to a multiple of tp."""
@@ -76,8 +77,8 @@ class McaModelConfig:
     """dtype of the weights on disk."""
     init_method_std: NotNegative = 0.02
     layer_types: tuple[str, ...] | None = None
-    """HF's type of each decoder layer (``full_``, ``sliding_``, ``chunked_``, ``sparse_`` or ``linear_attention``), or
-    ``mamba``; with ``single_blocks`` also ``mlp`` and ``moe``; None: all layers are equal (sliding if
+    """HF's type of each decoder layer (``full_``, ``sliding_``, ``chunked_``, ``sparse_`` or ``linear_attention``),
+    ``mamba`` or ``conv``; with ``single_blocks`` also ``mlp`` and ``moe``; None: all layers are equal (sliding if
     ``window_size``)."""
     layer_type_overrides: JsonObject | None = None
     """Overrides of fields of any section, by layer type (see ``layer_types``); None: there are none."""
@@ -98,6 +99,7 @@ class McaModelConfig:
     block_sparse_attention: BlockSparseAttention | None = None
     linear_attention: LinearAttention | None = None
     mamba: Mamba | None = None
+    short_convolution: ShortConvolution | None = None
     shared_kv: SharedKv | None = None
     per_layer_embedding: PerLayerEmbedding | None = None
     mrope: MRope | None = None
@@ -273,8 +275,16 @@ class McaModelConfig:
         """Return whether decoder ``layer`` is a Mamba layer."""
         return self._kind(layer) == "mamba"
 
+    def is_conv_layer(self, layer: int) -> bool:
+        """Return whether decoder ``layer`` is a gated short convolution."""
+        return self._kind(layer) == "conv"
+
+    def has_mixer(self, layer: int) -> bool:
+        """Return whether decoder ``layer`` has one of mca's modules in place of attention."""
+        return self.is_linear_layer(layer) or self.is_mamba_layer(layer) or self.is_conv_layer(layer)
+
     def has_attention(self, layer: int) -> bool:
-        """Return whether decoder ``layer`` has attention, or a replacement for it (linear attention, Mamba)."""
+        """Return whether decoder ``layer`` has attention, or a replacement for it (linear attention, Mamba, conv)."""
         return not self.block.single_blocks or self._kind(layer) not in ("mlp", "moe")
 
     def has_mlp(self, layer: int) -> bool:
@@ -304,12 +314,23 @@ class McaModelConfig:
             for pp, chunks in enumerate(plan.chunks)
         ]
 
+    @property
+    def hf_model_type(self) -> str:
+        """``model_type`` by the name under which LLaMA-Factory reads it, here and in ``mca_config.json``."""
+        return self.model_type
+
     def to_dict(self) -> JsonObject:
         """Return the contents of ``mca_config.json``."""
         model = fields.to_json(self)
         model |= {name: fields.to_json(section) for name, section in self._sections().items()}
         layout, hf_config = fields.to_json(model.pop("layout")), model.pop("hf_config")
-        return {"mca_version": VERSION, "model": model, "layout": layout, "hf_config": hf_config}
+        return {
+            "mca_version": VERSION,
+            "hf_model_type": self.hf_model_type,
+            "model": model,
+            "layout": layout,
+            "hf_config": hf_config,
+        }
 
     def to_json(self) -> str:
         """Return the text of ``mca_config.json``."""

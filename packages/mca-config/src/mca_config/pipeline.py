@@ -27,7 +27,7 @@ class PipelineChunk:
     has_loss: bool
     """Last in the model (``post_process``): output layer."""
     mtp_layers: tuple[int, ...]
-    """Multi-token-prediction layers, from 0. A chunk that has some needs the embedding too."""
+    """MTP layers, from 0. A chunk that has some needs the embedding too."""
 
     def __str__(self) -> str:
         parts = ["embedding"] if self.has_embedding else []
@@ -94,11 +94,11 @@ class PipelinePlan:
         return self._by_layer[layer]
 
     def mtp_chunk(self, index: int) -> PipelineChunk:
-        """Return the chunk with multi-token-prediction layer ``index``."""
+        """Return the chunk with MTP layer ``index``."""
         for chunk in self:
             if index in chunk.mtp_layers:
                 return chunk
-        raise McaError(f"multi-token-prediction layer {index} is outside the model")
+        raise McaError(f"MTP layer {index} is outside the model")
 
     def rank_layers(self, pp: int) -> tuple[int, ...]:
         """Return all decoder layers of pipeline rank ``pp``, over its virtual stages."""
@@ -109,7 +109,7 @@ class PipelinePlan:
 def pipeline_plan(layout: ParallelLayout, num_layers: int, mtp_num_layers: int = 0) -> PipelinePlan:
     """Assign ``num_layers`` decoder layers to the pipeline of ``layout``.
 
-    Multi-token-prediction layers are in the chunk of the loss, or where the layout string has its ``m``.
+    MTP layers are in the chunk of the loss, or where the layout string has its ``m``.
     """
     if num_layers < 1:
         raise McaError(f"num_layers must be at least 1, not {num_layers}")
@@ -238,18 +238,18 @@ def _string_problem(flat: str, num_layers: int, mtp_num_layers: int) -> str | No
         return f"has {flat.count('t')} decoder layers (t), the model has {num_layers}; change the counts of t"
     if flat.count("m") != mtp_num_layers:
         return (
-            f"has {flat.count('m')} multi-token-prediction layers (m), the model has {mtp_num_layers} "
+            f"has {flat.count('m')} MTP layers (m), the model has {mtp_num_layers} "
             "(mtp_num_layers); change the count of m"
         )
     if "m" in flat and "t" in flat[flat.index("m") :]:
-        return "decoder layers (t) come after a multi-token-prediction layer (m); move m behind the last t"
+        return "decoder layers (t) come after an MTP layer (m); move m behind the last t"
     return None
 
 
 def _mtp_problem(stages: tuple[str, ...], pp: int) -> str | None:
     mtp_stages = [index for index, stage in enumerate(stages) if "m" in stage]
     if len(mtp_stages) > 1:
-        return f"m is in {len(mtp_stages)} stages; all multi-token-prediction layers must share one"
+        return f"m is in {len(mtp_stages)} stages; all MTP layers must share one"
     if mtp_stages and mtp_stages[0] < len(stages) - pp:
         return "m must be in the last virtual stage of its pipeline rank; move it towards the end"
     if mtp_stages and mtp_stages[0] and mtp_stages[0] % pp == 0:

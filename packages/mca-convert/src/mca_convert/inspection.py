@@ -25,7 +25,7 @@ from mca_models.weights import Stage
 
 _SIZES = (
     ("num_layers", "layers"),
-    ("mtp_num_layers", "prediction layers"),
+    ("mtp_num_layers", "MTP layers"),
     ("hidden_size", "hidden"),
     ("num_attention_heads", "heads"),
     ("num_query_groups", "query groups"),

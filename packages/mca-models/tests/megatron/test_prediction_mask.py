@@ -1,4 +1,4 @@
-"""The mask of padding reaches a prediction layer where megatron-core 0.18 would fail on it."""
+"""The mask of padding reaches an MTP layer where megatron-core 0.18 would fail on it."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from mca_models.megatron.platform.mtp_padding_mask import with_mask
 
 
 class Layer:
-    """Takes and gives what Megatron's prediction layer does there."""
+    """Takes and gives what Megatron's MTP layer does there."""
 
     scale = 2
 

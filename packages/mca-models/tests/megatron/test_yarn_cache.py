@@ -1,4 +1,4 @@
-"""The table of positions that the fused rotary embedding of latent attention reads."""
+"""The table of positions that the fused rotary embedding of MLA reads."""
 
 from typing import Any
 

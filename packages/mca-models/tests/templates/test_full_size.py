@@ -13,7 +13,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.templates import FAMILIES, config_from_hf, get_family
 
 CONFIGS = Path(__file__).parents[1] / "data/configs"
-# billions of parameters, prediction layers not counted, as published
+# billions of parameters, MTP layers not counted, as published
 PUBLISHED = {
     "llama-3.1-405b": 405.9,
     "qwen3-235b-a22b": 235.1,

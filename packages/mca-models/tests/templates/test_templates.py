@@ -188,7 +188,7 @@ def test_other_names_of_keys_win(kind: str) -> None:
     [
         ({"is_causal": False}, "'is_causal' is False; supported: True"),
         ({"is_causal": None}, "'is_causal' is None"),
-        ({"model_type": "mpt"}, "model_type 'mpt' is not supported: scores are shifted"),
+        ({"model_type": "mpt"}, "model_type 'mpt' is not supported: learned relative position biases"),
         ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'; supported: 'silu'"),
         ({"mlp_bias": True}, "'mlp_bias' is True"),
         ({"hidden_size": None}, "config.json has no 'hidden_size'"),
@@ -290,7 +290,7 @@ CARRIED = {
     "nemotron_h": ("mtp.layers.0.eh_proj.weight", "mtp.layers.1.mixer.gate.weight"),
     "olmo_hybrid": ("mtp.fc.weight", "mtp.norm.weight"),
 }
-"""Tensors of prediction layers, under names of published files; the tiny models have four layers."""
+"""Tensors of MTP layers, under names of published files; the tiny models have four layers."""
 
 
 @pytest.mark.parametrize("case", CARRIED)

@@ -22,7 +22,7 @@ from mca_models.templates.shapes import full_shape
 from mca_models.weights import Stage
 
 CONFIGS = Path(__file__).parents[1] / "data/vision_configs"
-# parameters, of all tensors but those of prediction layers
+# parameters, of all tensors but those of MTP layers
 PUBLISHED = {
     "qwen2.5-vl-72b": pytest.approx(73.4e9, abs=0.1e9),
     "qwen3-vl-235b-a22b": 235_670_022_896,

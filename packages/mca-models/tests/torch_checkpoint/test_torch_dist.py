@@ -64,7 +64,7 @@ def local_norms(config: McaModelConfig, hf: dict[str, torch.Tensor]) -> State:
 
 
 def delta_net_parts(config: McaModelConfig, hf: dict[str, torch.Tensor]) -> State:
-    """The projections of gated delta nets apart."""
+    """The projections of gated delta net apart."""
     sizes = gated_delta_net.segments(config)
     names = ("query", "key", "value", "z", "beta", "alpha")
     state = by_layer(config, hf)

@@ -12,8 +12,9 @@ from mca_config.errors import UsageError
 from mca_train import ClassificationTrainer, DpoTrainer, KtoTrainer, McaTrainer, RewardTrainer, groups
 from mca_train.checkpoint.directory import require_kind
 from mca_train.checkpoint.loop_state import LoopState, Totals
-from mca_train.metrics.metric_accumulator import MetricAccumulator
-from mca_train.trainer.logging import LoggingMixin
+from mca_train.checkpoint.writer import CheckpointWriter
+from mca_train.trainer.base import Progress
+from mca_train.trainer.logger import Logger
 
 KINDS = (McaTrainer, DpoTrainer, KtoTrainer, RewardTrainer, ClassificationTrainer)
 
@@ -42,41 +43,38 @@ def test_a_checkpoint_that_says_nothing_goes_on_with_every_kind(tmp_path: Path) 
     assert LoopState.from_dict(document).totals.updates == 3
 
 
-def with_signals(names: tuple[str, ...]) -> Any:
-    meter: Any = SimpleNamespace(state=lambda: [], restore=lambda state: None, samples_before=0)
-    parts = {
-        "_meter": meter,
-        "_aux_losses": meter,
-        "watch": meter,
-        "_sources": None,
-        "_pending": LoopState().due,
-    }
-    trainer: Any = SimpleNamespace(
-        metrics=MetricAccumulator(names, torch.device("cpu")),
-        metric_names=names,
-        metric_extremes={},
-        run_kind="classify",
-        _totals=Totals(),
-        **parts,
+def with_metrics(names: tuple[str, ...]) -> Logger:
+    hf: Any = SimpleNamespace(
+        ranks=SimpleNamespace(device=torch.device("cpu"), context_parallel_rank=0), train_dataset=None
     )
-    trainer._meters = lambda: LoggingMixin._meters(trainer)
-    return trainer
+    hooks: Any = SimpleNamespace(
+        metric_names=names,
+        metric_differences={},
+        metric_extremes={},
+        token_values=None,
+        run_kind="classify",
+    )
+    watch: Any = SimpleNamespace(state=lambda: {"skipped": 0}, restore=lambda state: None)
+    plain = SimpleNamespace(num_moe_experts=None, mtp_num_layers=None)
+    model: Any = SimpleNamespace(chunks=[SimpleNamespace(config=plain)])
+    checkpoints = CheckpointWriter(in_background=False)
+    return Logger(hf, hooks, model, watch, checkpoints, Progress(), is_token_loss=False)
 
 
 def test_sums_are_taken_up_under_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "sum_over_data", lambda rows: rows)
-    first = with_signals(("accuracy",))
+    first = with_metrics(("accuracy",))
     first.metrics.add({"accuracy": torch.tensor(3.0)}, 4.0)
     first.metrics.end_step()
-    carried = LoggingMixin._loop_state(first)
-    same, other, wider = (with_signals(names) for names in (("accuracy",), ("mean",), ("accuracy", "mean")))
-    for trainer in (same, other, wider):
-        LoggingMixin._restore_loop_state(trainer, carried)
+    carried = first.loop_state()
+    same, other, wider = (with_metrics(names) for names in (("accuracy",), ("mean",), ("accuracy", "mean")))
+    for found in (same, other, wider):
+        found.restore(carried)
     assert same.metrics.flush() == {"accuracy": 0.75}
     assert other.metrics.flush() == {} == wider.metrics.flush()
 
 
 def test_sums_of_a_version_that_did_not_name_them_are_taken_up() -> None:
-    trainer = with_signals(("accuracy",))
-    LoggingMixin._restore_loop_state(trainer, LoopState(meters={"signals": [[3.0, 4.0]]}))
-    assert trainer.metrics._steps.before.tolist() == [[3.0, 4.0]]
+    found = with_metrics(("accuracy",))
+    found.restore(LoopState(meters={"signals": [[3.0, 4.0]]}))
+    assert found.metrics._steps.before.tolist() == [[3.0, 4.0]]

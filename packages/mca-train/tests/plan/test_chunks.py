@@ -61,7 +61,7 @@ def test_a_fused_loss_keeps_logits_in_bf16_instead_of_fp32(tmp_path: Path) -> No
 
 
 def test_evaluation_takes_its_input_the_final_norm_and_logits_twice(tmp_path: Path) -> None:
-    """The norm: its input and what it normalises in fp32, its output in bf16; logits: bf16, softmax in fp32."""
+    """The norm: its input and what it normalizes in fp32, its output in bf16; logits: bf16, softmax in fp32."""
     model = model_of(tmp_path)
     ((chunk,),) = model.config.pipeline_plan().chunks
     assert forward_only_memory(model, chunk) == TOKENS * (

@@ -6,20 +6,24 @@ from typing import Any
 
 import pytest
 
-from mca_train.trainer.saving import CheckpointMixin
+from mca_train.checkpoint.writer import CheckpointWriter
+from mca_train.trainer.base import Progress
+from mca_train.trainer.saver import Saver
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_one_rank_says_which_checkpoints_are_replaced(first: bool, tmp_path: Path, caplog: Any) -> None:
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "checkpoint-2" / "trainer_state.json").write_text("{}")
-    trainer: Any = SimpleNamespace(
-        _claimed=tmp_path.resolve(),
-        _replaces=False,
-        _checkpoints=SimpleNamespace(written=[]),
-        args=SimpleNamespace(save_strategy="steps"),
+    hf: Any = SimpleNamespace(
+        args=SimpleNamespace(save_strategy="steps", output_dir=str(tmp_path), overwrite_output_dir=True),
         ranks=SimpleNamespace(is_first=first),
     )
-    CheckpointMixin._claim(trainer, tmp_path, None)
-    assert trainer._replaces
+    none: Any = None
+    saver = Saver(hf, none, none, none, none, CheckpointWriter(in_background=False), Progress())
+    saver.claim(None, "sft")
+    assert caplog.records == [] and saver.has_claimed
+    saver.claim(None, "sft")
     assert [record.message.partition(":")[0] for record in caplog.records] == ["train() again"] * first
+    saver.claim(None, "sft")
+    assert len(caplog.records) == first, "said once"

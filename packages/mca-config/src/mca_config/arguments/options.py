@@ -26,7 +26,7 @@ class DistributingOptions:
     )
     pipeline_model_parallel_layout: str | None = option(
         "Layers of every pipeline stage as a string, such as Et*3|t*4|t*4L: E embedding, t decoder layer, m "
-        "multi-token-prediction layer, L loss, | next stage, x*n and (..)*n repeat. Fixes the virtual size."
+        "MTP layer, L loss, | next stage, x*n and (..)*n repeat. Fixes the virtual size."
     )
     num_layers_in_first_pipeline_stage: int | None = option(
         "Decoder layers on the first pipeline rank; the other ranks share the rest evenly."

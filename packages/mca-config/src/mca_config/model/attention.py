@@ -37,7 +37,7 @@ class Attention(Section):
     qk_layernorm_full_width: bool = False
     """The norms of q and k span all heads together and have a weight for each channel of each head."""
     qk_layernorm_after_rope: bool = False
-    """q and k are normalised after RoPE, not before; layers without RoPE have no such norm."""
+    """q and k are normalized after RoPE, not before; layers without RoPE have no such norm."""
     qk_layernorm_per_head: bool = False
     """The norms of q and k have separate weights for each head, without biases."""
     qk_layernorm_weight: bool = True

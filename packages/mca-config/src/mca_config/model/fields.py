@@ -22,6 +22,7 @@ from mca_config.model.per_layer_embedding import PerLayerEmbedding
 from mca_config.model.rope import Rope
 from mca_config.model.section import Section
 from mca_config.model.shared_kv import SharedKv
+from mca_config.model.short_convolution import ShortConvolution
 from mca_config.model.vision import Vision
 from mca_config.types import JsonObject, Values
 
@@ -62,6 +63,7 @@ SECTIONS: Mapping[str, Entry] = {
     "block_sparse_attention": Entry(BlockSparseAttention, "index_blocks"),
     "linear_attention": Entry(LinearAttention, "linear_conv_kernel_dim"),
     "mamba": Entry(Mamba, "mamba_num_heads"),
+    "short_convolution": Entry(ShortConvolution, "short_conv_kernel_dim"),
     "shared_kv": Entry(SharedKv, "num_kv_shared_layers", _COUNT),
     "per_layer_embedding": Entry(PerLayerEmbedding, "per_layer_input_size", _COUNT),
     "mrope": Entry(MRope, "mrope_section", (None, ())),

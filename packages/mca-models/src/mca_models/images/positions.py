@@ -1,7 +1,8 @@
-"""The positions of tokens in a sequence with images, as models with sectioned rotary positions count them.
+"""The positions of tokens in a sequence with images and videos, as models with sectioned rotary positions count them.
 
 A token of text has one position three times. The tokens of an image have the image's own place in time, their row and
-their column, all counted from where the image begins; the text after it goes on behind its longer side.
+their column, all counted from where the image begins; the text after it goes on behind its longer side. The frames of a
+video follow one another in time, and the text after it goes on behind the longer side of a frame.
 """
 
 from collections.abc import Sequence
@@ -13,22 +14,26 @@ from mca_models.weights.arrays import NumpyArray
 
 @dataclass(frozen=True)
 class ImageSpan:
-    """One image among tokens.
+    """One image among tokens, or one video without text between its frames.
 
     Args:
         start: Its first placeholder.
         rows: Of tokens, after patches are merged.
         columns: The same.
+        frames: Of a video, after frames are merged.
+        interval: Time positions from one frame to the next; a frame's own is rounded down.
     """
 
     start: int
     rows: int
     columns: int
+    frames: int = 1
+    interval: float = 1.0
 
     @property
     def tokens(self) -> int:
         """Its placeholders, which follow one another."""
-        return self.rows * self.columns
+        return self.frames * self.rows * self.columns
 
 
 def positions(length: int, images: Sequence[ImageSpan]) -> NumpyArray:
@@ -47,7 +52,11 @@ def positions(length: int, images: Sequence[ImageSpan]) -> NumpyArray:
         position += image.start - token
         token = image.start + image.tokens
         inside = np.arange(image.tokens)
-        axes = (np.zeros_like(inside), inside // image.columns, inside % image.columns)
+        frame, in_frame = np.divmod(inside, image.rows * image.columns)
+        times = (frame.astype(np.float32) * np.float32(image.interval)).astype(
+            np.int64
+        )  # fp32, as in transformers
+        axes = (times, in_frame // image.columns, in_frame % image.columns)
         found[:, image.start : token] = np.stack(axes) + position
         position += max(image.rows, image.columns)
     found[:, token:] = np.arange(length - token) + position

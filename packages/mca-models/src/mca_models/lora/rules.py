@@ -7,7 +7,7 @@ its own two factors, so that training equals PEFT's on the HF model and conversi
     L.lora_B.q_proj.weight   [out, rank]   cut like the rows of L (column-parallel), else replicated
 
 with ``out`` the rows of that module alone. Where the rows of one part do not fall evenly on the ranks
-(fewer query groups than tp, whose packed rows Megatron cuts anywhere; gated delta nets) its lora_B is
+(fewer query groups than tp, whose packed rows Megatron cuts anywhere; gated delta net) its lora_B is
 replicated, and a rank uses the rows it needs. An expert's factors carry its number at the end
 (``.weight17``); those of stacked HF parameters have the parameter's name
 (``linear_fc1.lora_A.gate_up_proj.weight17``), one lora_A for gate and up together. What

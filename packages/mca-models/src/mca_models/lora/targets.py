@@ -81,7 +81,7 @@ def linear_targets(config: McaModelConfig) -> list[Target]:
     """All modules of the HF model that can be named in ``target_modules``, in checkpoint order.
 
     Each routed expert appears as its own modules, as files and transformers 4 name them.
-    Multi-token-prediction layers are not part of HF models.
+    MTP layers are not part of HF models.
     """
     params = get_family(config.model_type).params
     loaded = {param.mca_name(): param for param in params(_with_experts(config, fused=True))}

@@ -24,7 +24,7 @@ from mca_models.megatron.features.image_limits import image_problems
 from mca_models.megatron.features.vision_tower import Part, model_part
 from mca_models.megatron.forward import model_logits
 from mca_models.megatron.layers.parameter_attributes import set_parameter_attributes
-from mca_models.megatron.log_probs.forward import Batch, LogProbs, model_log_probs
+from mca_models.megatron.log_probs.forward import Batch, LogProbs, RoutedLogProbs, model_log_probs
 from mca_models.megatron.log_probs.vocabulary import TokenValues
 from mca_models.megatron.names import Implementation, LocalParam, NamingScheme, chunk_params
 from mca_models.megatron.state.export import (
@@ -208,7 +208,9 @@ class VirtualModels(torch.nn.Module):
         micro_batch_size: int = 1,
         chunk_size: int = 1024,
         to: Literal["all", "replicas"] = "all",
-    ) -> LogProbs | None:
+        routed_experts: Tensor | None = None,
+        return_routed_experts: bool = False,
+    ) -> LogProbs | RoutedLogProbs | None:
         """Return each token's log-probability given the tokens before it, without gradients; collective.
 
         The ranks of a data-parallel replica get the same batch; replicas may have different ones. The logits of
@@ -225,10 +227,15 @@ class VirtualModels(torch.nn.Module):
             micro_batch_size: Sequences of a micro-batch.
             chunk_size: Number of tokens whose logits exist at a time.
             to: ``all`` ranks, or the first of each data-parallel replica; None is returned on the others.
+            routed_experts: Experts that an engine chose, integers ``[batch, seq, layers, topk]``, for the layers with
+                experts or for all decoder layers; -1 for tokens whose experts the routers choose. The routers weigh
+                them by their own scores.
+            return_routed_experts: Also return the experts of each token.
 
         Returns:
             ``log_probs`` and ``entropy`` (or None), fp32 of the shape of ``input_ids``; 0 for the first token of each
-            sequence and for padding.
+            sequence and for padding. With ``return_routed_experts`` also ``routed_experts``, int16
+            ``[batch, seq, layers with experts, topk]``; -1 for padding.
         """
         self.reject_hidden_adapter()
         if self.config.head.num_labels is not None:
@@ -242,13 +249,18 @@ class VirtualModels(torch.nn.Module):
             micro_batch_size=micro_batch_size,
             chunk_size=chunk_size,
             to=to,
+            return_routed_experts=return_routed_experts,
         )
         if to not in ("all", "replicas"):
             raise McaError(f"to={to!r} is none of all, replicas")
         packed = packed or cu_seqlens is not None
         values = model_log_probs(
             self,
-            lambda: Batch(input_ids, mask, cu_seqlens, packed, micro_batch_size, chunk_size),
+            lambda: Batch(
+                *(input_ids, mask, cu_seqlens, packed, micro_batch_size, chunk_size),
+                routed_experts,
+                return_routed_experts,
+            ),
             TokenValues(temperature=temperature, entropy=entropy),
         )
         coordinates = self.rank_context.coordinates

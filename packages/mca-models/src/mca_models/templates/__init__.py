@@ -100,6 +100,8 @@ _IN_ITS_FILE = (
     "internvl",
     "kimi_k2",
     "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
     "llama4_text",
     "longcat_flash",
     "mellum",

@@ -1,4 +1,4 @@
-"""Arcee Trinity: HF ``AfmoeForCausalLM``: gated attention, norms around each block, sigmoid routing with a bias."""
+"""Arcee Trinity: HF ``AfmoeForCausalLM``: gated attention, pre- and post-norms, sigmoid routing with a bias."""
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values

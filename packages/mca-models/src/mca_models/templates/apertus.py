@@ -1,4 +1,4 @@
-"""Apertus: HF ``ApertusForCausalLM``: an activation with weights, no gate, norms on the heads of q and k."""
+"""Apertus: HF ``ApertusForCausalLM``: an activation with weights, no gate, QK-norm for each head."""
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject

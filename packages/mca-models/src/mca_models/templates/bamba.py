@@ -1,4 +1,4 @@
-"""Bamba: HF ``BambaForCausalLM``: state space models in most layers, attention in those that are named, MLPs in all."""
+"""Bamba: HF ``BambaForCausalLM``: Mamba 2 in most layers, attention in listed layers, an MLP in all."""
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
@@ -31,7 +31,7 @@ def derive(hf: HfConfig) -> JsonObject:
     """Derive the layers with attention and the sizes of Mamba layers."""
     named = hf.get("attn_layer_indices") or ()
     kinds = tuple("full_attention" if i in named else "mamba" for i in range(hf["num_hidden_layers"]))
-    rope = read_rope({**hf, "partial_rotary_factor": 0.5})  # transformers does not read it next to the rope
+    rope = read_rope({**hf, "partial_rotary_factor": 0.5})  # transformers does not read it next to RoPE
     return {"layer_types": kinds, **rope, **derive_bamba(hf)}
 
 

@@ -54,7 +54,7 @@ CONFIG = ConfigTable(
         **{"alibi": True, "embedding_layernorm": True, "hidden_act": "gelu_pytorch_tanh"},
     },
     fixed=(
-        Fixed("apply_residual_connection_post_layernorm", (False,), "residuals are what was not normalised"),
+        Fixed("apply_residual_connection_post_layernorm", (False,), "residuals are what was not normalized"),
     ),
     aliases={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
     facts=(Lens(derive, write),),

@@ -1,4 +1,4 @@
-"""Every kind of causal language model that transformers has: supported, or why it is not.
+"""Every causal language model type of transformers: supported, or the reason why not.
 
 The other files of this package define the supported families. `docs/families.md` is made from this table.
 """
@@ -10,62 +10,62 @@ from mca_config.errors import McaError
 SUPPORTED: Mapping[str, tuple[str, str]] = {
     "llama": ("all rope scalings: linear, dynamic, llama3, yarn", "Megatron's"),
     "mistral": ("sliding window", "Megatron's, our core attention"),
-    "cwm": ("windows in three of four layers", "Megatron's, our core attention"),
+    "cwm": ("sliding-window attention in three of four layers", "Megatron's, our core attention"),
     "qwen2": ("biases on q, k, v", "Megatron's"),
     "seed_oss": ("biases on q, k, v", "Megatron's"),
-    "qwen3": ("norms on the heads of q and k", "Megatron's"),
+    "qwen3": ("QK-norm for each head", "Megatron's"),
     "phi3": (
         "3, 3.5, 4: one tensor for q, k, v and one for gate and up; partial rope, longrope",
-        "Megatron's, our rope",
+        "Megatron's, our RoPE",
     ),
-    "granite": ("factors on embeddings, scores, residuals, logits", "Megatron's with hooks"),
-    "smollm3": ("layers without rope", "Megatron's"),
-    "olmo2": ("norms after each block, norms over all heads of q and of k", "our norms"),
+    "granite": ("multipliers on embeddings, attention scores, residuals and logits", "Megatron's with hooks"),
+    "smollm3": ("NoPE in some layers", "Megatron's"),
+    "olmo2": ("post-norm; QK-norm over all heads", "our norms"),
     "olmo3": (
-        "the same; three of four layers have a window, and a rope without scaling",
-        "our norms and ropes",
+        "the same; sliding-window attention with unscaled RoPE in three of four layers",
+        "our norms and RoPE",
     ),
-    "exaone4": ("norms after each block; layers with a window rotate, others do not", "our norms"),
+    "exaone4": ("post-norm; RoPE only in sliding-window layers", "our norms"),
     "gemma2": (
-        "capped scores and logits, alternating windows, norms before and after, zero-centred",
+        "soft-capped scores and logits, alternating sliding windows, pre- and post-norms, zero-centered",
         "our core attention and norms",
     ),
     "gemma3_text": (
-        "norms before and after, zero-centred; a rope for full layers and one for windows",
-        "our norms and ropes",
+        "pre- and post-norms, zero-centered; separate RoPE for full and sliding-window layers",
+        "our norms and RoPE",
     ),
-    "mixtral": ("experts in every layer", "Megatron's"),
-    "qwen2_moe": ("dense and sparse layers, a gated shared expert", "Megatron's"),
-    "qwen3_moe": ("dense and sparse layers", "Megatron's"),
-    "olmoe": ("experts; norms over all heads of q and of k", "our norms"),
+    "mixtral": ("MoE in every layer", "Megatron's"),
+    "qwen2_moe": ("dense and MoE layers, a gated shared expert", "Megatron's"),
+    "qwen3_moe": ("dense and MoE layers", "Megatron's"),
+    "olmoe": ("MoE; QK-norm over all heads", "our norms"),
     "minimax_m2": (
-        "sigmoid routing with a bias; norms over all heads of q and of k, partial rope",
+        "sigmoid routing with expert bias; QK-norm over all heads, partial RoPE",
         "our norms",
     ),
     "glm4_moe": (
-        "dense first layers, sigmoid routing with a bias, partial rope, multi-token prediction",
+        "dense first layers, sigmoid routing with expert bias, partial RoPE, MTP",
         "Megatron's",
     ),
     "deepseek_v3": (
-        "V3, R1: latent attention, grouped sigmoid routing, multi-token prediction",
+        "V3, R1: MLA, group-limited sigmoid routing, MTP",
         "Megatron's",
     ),
     "glm4_moe_lite": ("GLM 4.7 Flash: the same, dense layers anywhere", "Megatron's"),
     "deepseek_v2": (
-        "V2, Lite: latent attention; groups chosen by their best expert",
+        "V2, Lite: MLA; groups chosen by their best expert",
         "Megatron's, our router",
     ),
     "gpt_oss": (
-        "attention sinks, alternating windows, biased experts with clamped activations",
+        "attention sinks, alternating sliding windows, experts with biases and clamped SwiGLU",
         "our core attention",
     ),
     "qwen3_next": (
-        "gated delta nets, gated attention, zero-centred norms, experts, prediction layers",
-        "our delta net",
+        "gated delta net, gated attention, zero-centered norms, MoE, MTP",
+        "our gated delta net",
     ),
-    "qwen3_5_text": ("the same, dense, with other input projections", "our delta net"),
-    "qwen3_5_moe_text": ("the same with experts", "our delta net"),
-    "glm4": ("norms before and after each block, partial rope in pairs of neighbours", "our norms"),
+    "qwen3_5_text": ("the same, dense, with other input projections", "our gated delta net"),
+    "qwen3_5_moe_text": ("the same with MoE", "our gated delta net"),
+    "glm4": ("pre- and post-norms, partial interleaved RoPE", "our norms"),
     "qwen2_vl": ("`qwen2` with a vision model", "as of the text part"),
     "qwen2_5_vl": ("`qwen2` with a vision model", "as of the text part"),
     "qwen3_vl": ("`qwen3` with a vision model", "as of the text part"),
@@ -83,208 +83,211 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
     "kimi_k2": ("DeepSeek V3 under its own type", "Megatron's"),
     "iquestcoder": ("Llama under its own type", "Megatron's"),
     "internlm3": ("Llama under its own type", "Megatron's"),
-    "ministral": ("windows in the layers that are named", "Megatron's, our core attention"),
-    "gemma": ("zero-centred norms, scaled embeddings", "Megatron's with hooks"),
-    "vaultgemma": ("Gemma 2 without the norms after each block", "our core attention"),
-    "helium": ("neighbouring channels are rotated", "Megatron's"),
+    "ministral": ("sliding-window attention in listed layers", "Megatron's, our core attention"),
+    "gemma": ("zero-centered norms, scaled embeddings", "Megatron's with hooks"),
+    "vaultgemma": ("Gemma 2 without post-norms", "our core attention"),
+    "helium": ("interleaved RoPE", "Megatron's"),
     "glm": (
-        "GLM 4 9B: neighbouring channels are rotated, in half of each head; gate and up in one tensor",
+        "GLM 4 9B: interleaved RoPE in half of each head; gate and up in one tensor",
         "Megatron's",
     ),
-    "ernie4_5": ("neighbouring channels are rotated", "Megatron's"),
-    "hyperclovax": ("Granite with norms after each block", "our norms"),
-    "youtu": ("latent attention without experts", "Megatron's"),
-    "dots1": ("DeepSeek V3's experts, norms on the heads of q and k", "Megatron's"),
+    "ernie4_5": ("interleaved RoPE", "Megatron's"),
+    "hyperclovax": ("Granite with post-norms", "our norms"),
+    "youtu": ("MLA, dense", "Megatron's"),
+    "dots1": ("DeepSeek V3's MoE, QK-norm for each head", "Megatron's"),
     "exaone_moe": (
-        "DeepSeek V3's experts; layers with a window rotate, others do not",
+        "DeepSeek V3's MoE; RoPE only in sliding-window layers",
         "Megatron's, our core attention",
     ),
-    "hy_v3": ("sigmoid routing with a bias, norms on the heads of q and k", "Megatron's"),
-    "solar_open": ("GLM 4.5's experts in every layer", "Megatron's"),
+    "hy_v3": ("sigmoid routing with expert bias, QK-norm for each head", "Megatron's"),
+    "solar_open": ("GLM 4.5's MoE in every layer", "Megatron's"),
     "granitemoe": ("Granite with stacked experts", "Megatron's with hooks"),
     "granitemoeshared": ("the same and a shared expert", "Megatron's with hooks"),
-    "hunyuan_v1_dense": ("norms on the heads of q and k, after the rope", "our norms"),
-    "hunyuan_v1_moe": ("the same with experts in every layer", "our norms"),
-    "arcee": ("squared ReLUs, no gate", "Megatron's"),
-    "nemotron": ("zero-centred LayerNorms, squared ReLUs, partial rope", "our norms"),
+    "hunyuan_v1_dense": ("QK-norm for each head, after RoPE", "our norms"),
+    "hunyuan_v1_moe": ("the same with MoE in every layer", "our norms"),
+    "arcee": ("squared ReLU, no gate", "Megatron's"),
+    "nemotron": ("zero-centered LayerNorm, squared ReLU, partial RoPE", "our norms"),
     "nemotron_h": (
-        "Nano 2, Nemotron 3: a layer is a state space model (Mamba 2), attention without a rope, squared ReLUs or "
-        "experts, which may take a projection",
-        "our state space layer",
+        "Nano 2, Nemotron 3: a layer is Mamba 2, attention without RoPE, a squared-ReLU MLP, or MoE (latent MoE in "
+        "some models)",
+        "our Mamba layer",
     ),
-    "bamba": ("state space models (Mamba 2) in most layers", "our state space layer"),
+    "bamba": ("Mamba 2 in most layers", "our Mamba layer"),
     "falcon_h1": (
-        "attention and a state space model (Mamba 2) side by side in every layer, factors on what they take and give",
-        "our state space layer in Megatron's attention",
+        "attention and Mamba 2 in parallel in every layer, multipliers on their inputs and outputs",
+        "our Mamba layer in Megatron's attention",
     ),
     "granitemoehybrid": (
-        "Granite 4: state space models (Mamba 2) in most layers; MLPs, or routed and shared experts",
-        "our state space layer",
+        "Granite 4: Mamba 2 in most layers; MLP, or routed and shared experts",
+        "our Mamba layer",
     ),
-    "stablelm": ("LayerNorms, partial rope", "our norms"),
-    "starcoder2": ("LayerNorms, biases everywhere, an MLP without a gate", "our norms"),
-    "jais2": ("LayerNorms, biases everywhere, squared ReLUs", "our norms"),
+    "stablelm": ("LayerNorm, partial RoPE", "our norms"),
+    "starcoder2": ("LayerNorm, biases everywhere, an MLP without a gate", "our norms"),
+    "jais2": ("LayerNorm, biases everywhere, squared ReLU", "our norms"),
     "ernie4_5_moe": (
-        "softmax routing with a bias that only chooses; neighbouring channels are rotated",
+        "softmax routing with a bias for the selection only; interleaved RoPE",
         "Megatron's, our router",
     ),
-    "flex_olmo": ("OLMo 2's attention, OLMoE's experts", "our norms"),
-    "ministral3": ("queries beyond the first context grow with their position", "our core attention"),
+    "flex_olmo": ("OLMo 2's attention, OLMoE's MoE", "our norms"),
+    "ministral3": ("query temperature that grows with the position", "our core attention"),
     "cohere": (
-        "Command R: attention and MLP side by side after one LayerNorm without a bias; a norm for each head",
+        "Command R: parallel attention and MLP after one LayerNorm without bias; QK-norm for each head",
         "our norms",
     ),
-    "cohere2": ("Command A, R7B: the same; layers with a window rotate, others do not", "our norms"),
+    "cohere2": ("Command A, R7B: the same; RoPE only in sliding-window layers", "our norms"),
     "afmoe": (
-        "Trinity: gated attention, norms before and after, sigmoid routing with a bias; layers with a window rotate",
+        "Trinity: gated attention, pre- and post-norms, sigmoid routing with expert bias; RoPE only in sliding-window "
+        "layers",
         "our norms",
     ),
     "flint": (
-        "sinks in all layers, sigmoid routing without a bias; layers with a window rotate",
+        "attention sinks in all layers, sigmoid routing without bias; RoPE only in sliding-window layers",
         "our core attention",
     ),
-    "granite_swa": ("Granite with windows and sinks; a rope that layers may lack", "our core attention"),
-    "granitemoe_swa": ("the same with experts", "our core attention"),
-    "mellum": ("Qwen 3's experts, windows, a rope for each kind of layer", "our ropes"),
+    "granite_swa": (
+        "Granite with sliding windows and attention sinks; NoPE in some layers",
+        "our core attention",
+    ),
+    "granitemoe_swa": ("the same with MoE", "our core attention"),
+    "mellum": ("Qwen 3's MoE, sliding windows, separate RoPE for each layer type", "our RoPE"),
     "apertus": (
-        "xIELU, an activation with weights; no gate, norms on the heads of q and k",
+        "xIELU, an activation with weights; no gate, QK-norm for each head",
         "our activation",
     ),
-    "olmo": ("LayerNorms without weights; q, k and v may be clipped", "our norms"),
-    "nanochat": ("norms without weights, of embeddings too; squared ReLUs, capped logits", "our norms"),
+    "olmo": ("LayerNorm without weights; `clip_qkv`", "our norms"),
+    "nanochat": ("norms without weights, also of embeddings; squared ReLU, soft-capped logits", "our norms"),
     "persimmon": (
-        "LayerNorms, on the heads of q and k too; biases everywhere, squared ReLUs, partial rope",
+        "LayerNorm, also as QK-norm; biases everywhere, squared ReLU, partial RoPE",
         "our norms",
     ),
-    "gpt_neox": ("Pythia: attention and MLP side by side, each after a LayerNorm; partial rope", "our norms"),
+    "gpt_neox": ("Pythia: parallel attention and MLP, each after a LayerNorm; partial RoPE", "our norms"),
     "phi": (
-        "Phi 1, 1.5, 2: attention and MLP side by side after one LayerNorm; a bias on logits",
+        "Phi 1, 1.5, 2: parallel attention and MLP after one LayerNorm; a bias on logits",
         "our norms",
     ),
-    "gptj": ("the same; biases in the MLP only, neighbouring channels are rotated", "our norms"),
-    "falcon": ("with a rope: attention and MLP side by side after one or two LayerNorms", "our norms"),
+    "gptj": ("the same; biases in the MLP only, interleaved RoPE", "our norms"),
+    "falcon": ("with RoPE: parallel attention and MLP after one or two LayerNorms", "our norms"),
     "llama4_text": (
-        "attention in chunks, layers without a rope whose queries grow with their position, one expert a token",
+        "chunked attention, NoPE layers with query temperature, top-1 routing",
         "our core attention and norms",
     ),
     "gemma4_text": (
-        "31B, 26B A4B, E2B, E4B: wider heads in full layers, whose keys may be their values too; experts next to the "
-        "MLP; in E2B and E4B embeddings of each layer's own, and late layers with the keys and values of earlier ones",
-        "our heads, norms, ropes and embeddings",
+        "31B, 26B A4B, E2B, E4B: wider heads in full-attention layers, which may have K = V; MoE in parallel with the "
+        "MLP; E2B and E4B: per-layer embeddings, and shared KV in late layers",
+        "our heads, norms, RoPE and embeddings",
     ),
-    "mimo": ("MiMo 7B: `qwen2` with a prediction layer, before the final norm", "Megatron's with hooks"),
+    "mimo": ("MiMo 7B: `qwen2` with one MTP layer, before the final norm", "Megatron's with hooks"),
     "mimo_v2_flash": (
-        "layers with a window have sinks and twice the keys; values are narrower than keys",
+        "sliding-window layers have attention sinks and twice the KV heads; `v_head_dim` below `head_dim`",
         "our heads and core attention",
     ),
     "deepseek_v32": (
-        "DeepSeek V3 with sparse attention: an indexer chooses the keys of each query, in prediction layers too",
+        "DeepSeek V3 with DSA (lightning indexer), also in MTP layers",
         "our core attention",
     ),
-    "glm_moe_dsa": ("GLM 5: the same with another rope in the indexer", "our core attention"),
+    "glm_moe_dsa": ("GLM 5: the same with another RoPE in the indexer", "our core attention"),
     "mistral4": (
-        "latent attention, softmax routing; queries beyond the first context grow with their position",
+        "MLA, softmax routing, query temperature that grows with the position",
         "our core attention",
     ),
-    "gemma4_unified_text": ("12B: the same with another window", "our heads, norms and ropes"),
+    "gemma4_unified_text": ("12B: the same with another sliding window", "our heads, norms and RoPE"),
     "aria_text": ("stacked routed experts and shared experts in every layer", "Megatron's"),
     "cohere2_moe": (
-        "Command A with experts, North Mini Code: dense first layers, experts parallel to attention",
+        "Command A with MoE, North Mini Code: dense first layers, MoE parallel to attention",
         "our norms",
     ),
     "olmo_hybrid": (
-        "gated delta nets that may overcorrect, with norms before; full attention with norms after",
-        "our delta net and norms",
+        "pre-norm gated delta net with negative eigenvalues; post-norm full attention",
+        "our gated delta net and norms",
     ),
     "kimi_linear": (
-        "delta attention whose channels fade by themselves, latent attention without a rope, DeepSeek V3's experts",
-        "our delta attention",
+        "Kimi delta attention (per-channel decay), MLA without RoPE, DeepSeek V3's MoE",
+        "our Kimi delta attention",
     ),
     "gpt2": (
-        "learned positions, LayerNorms, biases everywhere; files have weights the other way round",
+        "learned positions, LayerNorm, biases everywhere; transposed weights in files",
         "Megatron's",
     ),
-    "bloom": ("ALiBi, LayerNorms, of embeddings too, biases everywhere", "our core attention and norms"),
-    "gpt_bigcode": ("StarCoder 1: GPT-2 whose heads share their keys and values", "Megatron's"),
-    "opt": ("learned positions, LayerNorms, biases everywhere, ReLUs", "Megatron's"),
+    "bloom": ("ALiBi, LayerNorm, also of embeddings, biases everywhere", "our core attention and norms"),
+    "gpt_bigcode": ("StarCoder 1: GPT-2 with multi-query attention", "Megatron's"),
+    "opt": ("learned positions, LayerNorm, biases everywhere, ReLU", "Megatron's"),
     "minicpm3": (
-        "latent attention that is rotated in halves, longrope, Granite's factors",
-        "Megatron's, our rope",
+        "MLA with non-interleaved RoPE, longrope, Granite's multipliers",
+        "Megatron's, our RoPE",
     ),
     "minimax_m3_vl_text": (
-        "MiniMax M3: an indexer chooses blocks of keys for each group of heads in some layers; sigmoid routing with a "
-        "bias, clamped activations",
+        "MiniMax M3: block-sparse attention with an indexer in some layers; sigmoid routing with expert bias, clamped "
+        "SwiGLU",
         "our core attention",
     ),
     "minimax_m3_vl": ("`minimax_m3_vl_text` with a vision model", "as of the text part"),
     "phimoe": (
-        "3.5: LayerNorms, biases on attention and logits; experts are drawn at random in training (SparseMixer)",
+        "3.5: LayerNorm, biases on attention and logits; SparseMixer routing, random in training",
         "our router and norms",
     ),
     "longcat_flash": (
-        "latent attention with factors; two attentions and MLPs in a layer, experts on a shortcut past half of it, of "
-        "which some give a token back",
+        "MLA with multipliers; two attentions and MLPs in a layer, shortcut-connected MoE with identity (zero-compute) "
+        "experts",
         "our layer and router",
+    ),
+    "lfm2": ("gated short convolutions in most layers, QK-norm for each head", "our short convolution"),
+    "lfm2_moe": (
+        "the same with MoE: dense first layers, sigmoid routing with expert bias",
+        "our short convolution",
     ),
 }
 """Differences of each family, and whose layers compute them."""
 
-INDEXER = "sparse attention: an indexer chooses the keys of each query"
+INDEXER = "DSA (lightning indexer)"
 
 _REASONS: Mapping[str, str] = {
-    "a norm after layers with experts only": "axk1",
-    "norms with a gate that is computed from their input": "axk2",
-    "an encoder that can be asked to look back only; trained with another kind of head and positions": (
+    "a norm after MoE layers only": "axk1",
+    "norms with an input-dependent gate": "axk2",
+    "an encoder with an optional causal mask; other head and positions": (
         "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert "
         "roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xmod"
     ),
-    "the decoder of a model with an encoder, which it attends to": (
+    "the decoder of an encoder-decoder model (cross-attention)": (
         "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet "
         "trocr whisper"
     ),
-    "learned positions, and attention output alone with a bias, or scores without a scale": "gpt_neo",
-    "positions are computed vectors added to scaled embeddings": "ctrl xglm",
-    "learned positions that follow the mask of padding, and scaled embeddings": "biogpt",
-    "learned positions, and norms after each block, on the residual": "openai-gpt",
-    "GPT-2 under another type, which transformers reads and never writes": "gpt-sw3",
-    "scores are shifted by the distance of tokens, in a way that is learned or other than BLOOM's": (
-        "cpmant mpt"
-    ),
-    "attention and MLP side by side, and one tensor for q, k, v in shards of tensor ranks": "codegen",
-    "biases of another kind on attention and MLP": "gpt_neox_japanese",
-    "state-space or recurrent layers, alone or between attention layers": (
+    "learned positions, a bias on the attention output alone, or unscaled attention scores": "gpt_neo",
+    "sinusoidal positions added to scaled embeddings": "ctrl xglm",
+    "learned positions that depend on the padding mask, and scaled embeddings": "biogpt",
+    "learned positions, and post-norms on the residual": "openai-gpt",
+    "GPT-2 under another type that transformers reads and never writes": "gpt-sw3",
+    "learned relative position biases, or ALiBi other than BLOOM's": ("cpmant mpt"),
+    "parallel attention and MLP, and one q, k, v tensor interleaved by tensor rank": "codegen",
+    "another kind of bias on attention and MLP": "gpt_neox_japanese",
+    "state space or recurrent layers, alone or between attention layers": (
         "falcon_mamba jamba mamba mamba2 recurrent_gemma rwkv xlstm zamba zamba2"
     ),
-    "linear attention of another kind than the gated delta nets built here": ("bailing_hybrid minimax"),
-    "short convolutions in the place of attention, or before it": (
-        "inkling2_text inkling_text lfm2 lfm2_moe lfm3 zaya"
-    ),
-    "latent attention of two kinds, with an indexer and with a window": "dots3_note_text",
+    "linear attention other than gated delta net and Kimi delta attention": ("bailing_hybrid minimax"),
+    "short convolutions in place of attention, or before it": ("inkling2_text inkling_text lfm3 zaya"),
+    "two kinds of MLA, with an indexer and with a sliding window": "dots3_note_text",
     INDEXER + ", and several residual streams": "hy_v4",
     INDEXER + ", n-gram embeddings and gated residuals": "qwen4_exp_text",
-    "compressed keys chosen by an indexer, experts chosen by hashes, several residual streams": (
-        "deepseek_v4"
-    ),
-    "only the text part could be trained, and it is not taken out of the larger checkpoint": (
+    "an indexer over compressed keys, hash routing, several residual streams": ("deepseek_v4"),
+    "a multimodal model; its text part is not extracted": (
         "cohere_compass_text dots3_note emu3 fuyu gemma3n gemma4 gemma4_unified git got_ocr2 "
         "llama4 mllama moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen4_exp"
     ),
-    "it reads the keys and values of the larger model that it drafts for": (
+    "a draft model that reads the keys and values of its target model": (
         "gemma4_assistant gemma4_unified_assistant"
     ),
-    "several residual streams, and inputs of each layer's own": "gemma3n_text",
-    "layers have different numbers of attention heads": "laguna",
-    "experts inside attention": "jetmoe",
-    "differences of two attentions": "diffllama",
-    "attention with a learned mask": "doge",
-    "weights of three values, with norms inside attention and MLP": "bitnet",
-    "bytes grouped into patches, with several transformers for them": "blt",
-    "queries, keys and values are clipped": "dbrx",
-    "layers that run several times over": "hrm_text",
-    "each layer weighs its residuals": "beam",
-    "experts are chosen by logits with a bias and weighed by their sigmoid": "kolibri1",
-    "a projection and a norm between the last layer and the head": "modernbert-decoder",
-    "not a decoder that predicts the next token from all before it": "reformer xlnet",
+    "several residual streams, and per-layer embeddings": "gemma3n_text",
+    "different numbers of attention heads by layer": "laguna",
+    "mixture of attention heads": "jetmoe",
+    "differential attention": "diffllama",
+    "dynamic mask attention": "doge",
+    "ternary weights, with norms inside attention and MLP": "bitnet",
+    "byte latent transformer with dynamic patches": "blt",
+    "`clip_qkv` with MoE": "dbrx",
+    "recurrent depth: layers run several times": "hrm_text",
+    "learned residual weights in each layer": "beam",
+    "routing by biased logits with sigmoid gates": "kolibri1",
+    "a prediction head (projection and norm) before the output layer": "modernbert-decoder",
+    "not a causal decoder": "reformer xlnet",
 }
 
 REFUSED: Mapping[str, str] = {kind: reason for reason, kinds in _REASONS.items() for kind in kinds.split()}

@@ -1,4 +1,4 @@
-"""Command R: HF ``CohereForCausalLM``: attention and MLP side by side after one LayerNorm without a bias."""
+"""Command R: HF ``CohereForCausalLM``: parallel attention and MLP after one LayerNorm without a bias."""
 
 from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import (

@@ -1,4 +1,4 @@
-"""Command A and R7B: HF ``Cohere2ForCausalLM``: Command R, layers with a window rotate, others do not."""
+"""Command A and R7B: HF ``Cohere2ForCausalLM``: Command R, RoPE only in sliding-window layers."""
 
 from dataclasses import replace
 

@@ -295,7 +295,7 @@ def read_rope(hf: Values) -> JsonObject:
 
 
 def _original_context(rope: Values, hf: Values) -> Typed:
-    """Return the original context: the key outside of the rope wins; the default is the full context."""
+    """Return the original context: the key outside of RoPE wins; the default is the full context."""
     return hf.get(ORIGINAL) or rope.get(ORIGINAL) or hf.get("max_position_embeddings")
 
 

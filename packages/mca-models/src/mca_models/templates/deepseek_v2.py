@@ -1,4 +1,4 @@
-"""DeepSeek V2: HF ``DeepseekV2ForCausalLM``: latent attention, experts chosen by softmax."""
+"""DeepSeek V2: HF ``DeepseekV2ForCausalLM``: MLA, experts chosen by softmax."""
 
 from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import (

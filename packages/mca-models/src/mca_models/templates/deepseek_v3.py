@@ -1,4 +1,4 @@
-"""DeepSeek V3 and R1: HF ``DeepseekV3ForCausalLM``: latent attention, experts, multi-token prediction."""
+"""DeepSeek V3 and R1: HF ``DeepseekV3ForCausalLM``: MLA, experts, multi-token prediction."""
 
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,

@@ -1,4 +1,4 @@
-"""DeepSeek V3.2: HF ``DeepseekV32ForCausalLM``: DeepSeek V3 with an indexer that chooses the keys of each query."""
+"""DeepSeek V3.2: HF ``DeepseekV32ForCausalLM``: DeepSeek V3 with DSA (lightning indexer)."""
 
 from dataclasses import replace
 

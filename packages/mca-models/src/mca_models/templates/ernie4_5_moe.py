@@ -1,4 +1,4 @@
-"""ERNIE 4.5 with experts: HF ``Ernie4_5_MoeForCausalLM``: softmax routing with a bias that only chooses."""
+"""ERNIE 4.5 with experts: HF ``Ernie4_5_MoeForCausalLM``: softmax routing with a bias for the selection only."""
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values

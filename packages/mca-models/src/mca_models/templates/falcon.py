@@ -1,4 +1,4 @@
-"""Falcon with a rope: HF ``FalconForCausalLM``: attention and MLP side by side after one or two LayerNorms."""
+"""Falcon with RoPE: HF ``FalconForCausalLM``: parallel attention and MLP after one or two LayerNorms."""
 
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
@@ -43,7 +43,7 @@ def derive(hf: HfConfig) -> JsonObject:
         "parallel_block": block,
         "num_query_groups": groups,
         "kv_channels": hf["hidden_size"] // heads,
-        "attention_dropout": 0.0,  # with a rope, transformers drops no weights of attention
+        "attention_dropout": 0.0,  # with RoPE, transformers drops no weights of attention
     }
 
 

@@ -1,4 +1,4 @@
-"""Falcon H1: HF ``FalconH1ForCausalLM``: attention and a state space model side by side in every layer, and factors."""
+"""Falcon H1: HF ``FalconH1ForCausalLM``: attention and Mamba 2 in parallel in every layer, with multipliers."""
 
 from math import isfinite
 
@@ -48,7 +48,7 @@ def factor(hf: HfConfig, key: str) -> float:
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """Factors, as far as there are some, and what is normalised of states.
+    """Factors, as far as there are some, and what is normalized of states.
 
     Queries, keys and values are linear in what goes into attention: its factor, and that on keys, are one on scores.
     """

@@ -111,7 +111,7 @@ class Family:
     def duplicated_hf_tensors(self, config: McaModelConfig) -> Mapping[str, str]:
         """HF tensors that may be present and must then equal another one: ``{name: the other}``.
 
-        A tied model's file may hold the output layer again, a prediction layer the embedding.
+        A tied model's file may hold the output layer again, an MTP layer the embedding.
         """
         if self.vision is not None:
             known = self.text(config).duplicated_hf_tensors(config)
@@ -138,7 +138,7 @@ class Family:
         """Return ``config`` with what only the tensor ``names`` of a HF checkpoint show.
 
         Whether experts lie stacked (``extra["fused_experts"]``), which tensors are there twice
-        (``extra["hf_duplicates"]``), and whether the prediction layers that ``config.json`` counts are
+        (``extra["hf_duplicates"]``), and whether the MTP layers that ``config.json`` counts are
         there at all: ``transformers`` saves models without them. With a vision model: how the files name things.
 
         Args:

@@ -1,4 +1,4 @@
-"""FlexOlmo: HF ``FlexOlmoForCausalLM``: OLMo 2's attention and norms after each block, OLMoE's experts."""
+"""FlexOlmo: HF ``FlexOlmoForCausalLM``: OLMo 2's attention and post-norms, OLMoE's experts."""
 
 from dataclasses import replace
 

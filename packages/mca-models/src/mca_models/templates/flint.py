@@ -1,4 +1,4 @@
-"""Flint: HF ``FlintForCausalLM``: sinks in all layers, sigmoid routing, a rope in layers with a window only."""
+"""Flint: HF ``FlintForCausalLM``: attention sinks, sigmoid routing; RoPE only in sliding-window layers."""
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
@@ -47,7 +47,7 @@ CONFIG = ConfigTable(
         "router_aux_loss_coef": 0.0005,
     },
     constants={"qk_layernorm": True, "softmax_type": "learnable", "moe_router_score_function": "sigmoid"},
-    fixed=(SILU, NO_ATTENTION_BIAS, Fixed("norm_topk_prob", (True,), "Megatron normalises sigmoid scores")),
+    fixed=(SILU, NO_ATTENTION_BIAS, Fixed("norm_topk_prob", (True,), "Megatron normalizes sigmoid scores")),
     facts=(SIGMOID_ROUTING, SPARSE_LAYERS, Lens(derive, write_layer_types)),
 )
 

@@ -1,4 +1,4 @@
-"""Gemma 2: HF ``Gemma2ForCausalLM``: capped scores and logits, norms around each block, alternating windows."""
+"""Gemma 2: HF ``Gemma2ForCausalLM``: soft-capped scores and logits, pre- and post-norms, alternating windows."""
 
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family

@@ -1,4 +1,4 @@
-"""Gemma 3, the text model: HF ``Gemma3ForCausalLM``: norms around each block, windows, two ropes."""
+"""Gemma 3, the text model: HF ``Gemma3ForCausalLM``: pre- and post-norms, windows, two RoPEs."""
 
 from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import (

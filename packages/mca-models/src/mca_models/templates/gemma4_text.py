@@ -1,4 +1,4 @@
-"""Gemma 4, the text model: HF ``Gemma4ForCausalLM``: wider heads in full layers, whose keys may be their values too.
+"""Gemma 4, the text model: HF ``Gemma4ForCausalLM``: wider heads in full-attention layers, which may have K = V.
 
 In E2B and E4B each layer has per-layer embeddings; late layers share the keys and values of earlier ones.
 """
@@ -114,8 +114,8 @@ def derive(hf: HfConfig) -> JsonObject:
     full, local = ropes.get(FULL) or {}, ropes.get(SLIDING) or {}
     share = full.get("partial_rotary_factor", 1.0 if full else 0.25)
     turning = {"rope_type": "proportional", "partial_rotary_factor": share}
-    Fixed("rope_type", ("proportional",), "the rope of full layers").check(full)
-    Fixed("rope_type", ("default",), "the rope of layers with a window").check(local)
+    Fixed("rope_type", ("proportional",), "RoPE of full layers").check(full)
+    Fixed("rope_type", ("default",), "RoPE of sliding-window layers").check(local)
     shared = bool(hf.get("attention_k_eq_v"))
     groups = hf.get("num_global_key_value_heads") if shared else None
     own = {"kv_channels": hf.get("global_head_dim", 512), "values_are_keys": shared}

@@ -1,4 +1,4 @@
-"""GLM 4, dense: HF ``Glm4ForCausalLM``: norms before and after each block, one tensor for gate and up.
+"""GLM 4, dense: HF ``Glm4ForCausalLM``: pre- and post-norms, one tensor for gate and up.
 
 Half of each head is rotated, in pairs of neighbours.
 """
@@ -14,7 +14,7 @@ _NORMS = {
     "pre_feedforward_layernorm": "post_attention_layernorm",
     "post_feedforward_layernorm": "post_mlp_layernorm",
 }
-"""Names that differ from those of other families with norms around each block."""
+"""Names that differ from those of other families with pre- and post-norms."""
 
 CONFIG = ConfigTable(
     fields=(*dense_fields(eps=1.5625e-07), Field("add_qkv_bias", "attention_bias", True)),

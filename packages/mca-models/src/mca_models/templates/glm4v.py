@@ -90,7 +90,7 @@ def dense_text() -> Family:
 
 
 def moe_text() -> Family:
-    """GLM 4.5 as the text part: without norms of q and k and prediction layers, with a load-balancing loss."""
+    """GLM 4.5 as the text part: without norms of q and k and MTP layers, with a load-balancing loss."""
     left = ("use_qk_norm", "num_nextn_predict_layers")
     config = replace(
         GLM4_MOE.table,

@@ -1,4 +1,4 @@
-"""GLM 5: HF ``GlmMoeDsaForCausalLM``: DeepSeek V3.2's layers; its indexer rotates pairs of neighbours."""
+"""GLM 5: HF ``GlmMoeDsaForCausalLM``: DeepSeek V3.2's layers; its indexer uses interleaved RoPE."""
 
 from dataclasses import replace
 

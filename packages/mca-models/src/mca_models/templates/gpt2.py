@@ -1,4 +1,4 @@
-"""GPT-2: HF ``GPT2LMHeadModel``: learned positions, LayerNorms, biases everywhere; weights lie as ``[in, out]``."""
+"""GPT-2: HF ``GPT2LMHeadModel``: learned positions, LayerNorms, biases everywhere; weights stored as ``[in, out]``."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -81,5 +81,5 @@ FAMILY = Family(
     detect_extra=detect_extra,
     ignored_hf=masks,
     module_names={BARE: False},
-    fp8_unsupported="its weights lie as [in, out]",
+    fp8_unsupported="its weights are stored as [in, out]",
 )

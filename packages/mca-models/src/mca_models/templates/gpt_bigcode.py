@@ -1,4 +1,4 @@
-"""GPT BigCode, StarCoder 1: HF ``GPTBigCodeForCausalLM``: GPT-2 whose heads may share their keys and values."""
+"""GPT BigCode, StarCoder 1: HF ``GPTBigCodeForCausalLM``: GPT-2 with multi-query attention."""
 
 from dataclasses import replace
 

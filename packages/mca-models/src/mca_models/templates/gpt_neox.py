@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: HF ``GPTNeoXForCausalLM``: attention and MLP side by side, each after a LayerNorm."""
+"""GPT-NeoX and Pythia: HF ``GPTNeoXForCausalLM``: parallel attention and MLP, each after a LayerNorm."""
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
@@ -21,7 +21,7 @@ MODULES = "module_names"
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """Derive the parallel block, and the rope under this family's names."""
+    """Derive the parallel block, and RoPE under this family's names."""
     base, share = hf.get("rotary_emb_base", 1e4), hf.get("rotary_pct", 0.25)
     rope = {**hf, "rope_theta": base, "partial_rotary_factor": share}
     side_by_side = hf.get("use_parallel_residual", True)

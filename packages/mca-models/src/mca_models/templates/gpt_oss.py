@@ -120,5 +120,5 @@ FAMILY = Family(
     architecture="GptOssForCausalLM",
     config=CONFIG,
     params=params,
-    fp8_unsupported="its experts have biases, and their weights lie as [in, out]",
+    fp8_unsupported="its experts have biases, and their weights are stored as [in, out]",
 )

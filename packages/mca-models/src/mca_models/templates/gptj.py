@@ -1,4 +1,4 @@
-"""GPT-J: HF ``GPTJForCausalLM``: attention and MLP side by side after one LayerNorm, biases in the MLP only."""
+"""GPT-J: HF ``GPTJForCausalLM``: parallel attention and MLP after one LayerNorm, biases in the MLP only."""
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values

@@ -1,4 +1,4 @@
-"""Granite with windows: HF ``GraniteSWAForCausalLM``: sinks in all layers, a rope that each layer may lack."""
+"""Granite with windows: HF ``GraniteSWAForCausalLM``: attention sinks in all layers, NoPE in some layers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +25,7 @@ def derive(hf: HfConfig) -> JsonObject:
     if any(len(bases) > 1 for bases in by_kind.values()) or (rope["rope_scaling"] and full != sliding):
         raise HfConfigError(
             f"config.json: 'layer_rope_theta' is {thetas!r:.80}; supported: one base for full layers, one for "
-            "those with a window, both without scaling; 0 for layers without a rope"
+            "those with a window, both without scaling; 0 for NoPE layers"
         )
     return {
         "layer_types": tuple(kinds),

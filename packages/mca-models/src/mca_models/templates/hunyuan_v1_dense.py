@@ -1,4 +1,4 @@
-"""Hunyuan, dense: HF ``HunYuanDenseV1ForCausalLM``: norms on the heads of q and k, after the rope."""
+"""Hunyuan, dense: HF ``HunYuanDenseV1ForCausalLM``: QK-norm for each head, after RoPE."""
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.config_table import (

@@ -1,4 +1,4 @@
-"""Hunyuan 3: HF ``HYV3ForCausalLM``: sigmoid routing with a bias, norms on the heads of q and k."""
+"""Hunyuan 3: HF ``HYV3ForCausalLM``: sigmoid routing with a bias, QK-norm for each head."""
 
 from functools import partial
 

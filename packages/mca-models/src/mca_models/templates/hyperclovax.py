@@ -1,4 +1,4 @@
-"""HyperCLOVA X: HF ``HyperCLOVAXForCausalLM``: Granite with norms after each block, and a factor on logits."""
+"""HyperCLOVA X: HF ``HyperCLOVAXForCausalLM``: Granite with post-norms, and a factor on logits."""
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values

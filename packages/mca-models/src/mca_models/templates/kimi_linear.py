@@ -1,4 +1,4 @@
-"""Kimi Linear: HF ``KimiLinearForCausalLM``: Kimi's delta attention, latent attention without a rope, experts."""
+"""Kimi Linear: HF ``KimiLinearForCausalLM``: Kimi delta attention, MLA without RoPE, experts."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -105,7 +105,7 @@ CONFIG = ConfigTable(
     fixed=(
         SILU,
         NO_ATTENTION_BIAS,
-        Fixed("moe_renormalize", (True,), "Megatron normalises sigmoid scores over the chosen experts"),
+        Fixed("moe_renormalize", (True,), "Megatron normalizes sigmoid scores over the chosen experts"),
         Fixed("moe_router_activation_func", ("sigmoid",), "transformers ignores it"),
         Fixed("mla_use_nope", (True,), "transformers ignores it"),
     ),

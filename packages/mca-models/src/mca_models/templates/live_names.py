@@ -47,7 +47,7 @@ def is_in_chunk(param: Param, config: McaModelConfig, chunk: PipelineChunk) -> b
     if param.stage in (Stage.FIRST, Stage.VISION):
         return chunk.has_embedding
     if param.stage is Stage.NORM and config.mtp_num_layers:
-        return config.num_layers - 1 in chunk.layers  # before the prediction layers
+        return config.num_layers - 1 in chunk.layers  # before the MTP layers
     return chunk.has_loss
 
 

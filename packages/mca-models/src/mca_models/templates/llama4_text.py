@@ -1,4 +1,4 @@
-"""Llama 4, the text model: HF ``Llama4ForCausalLM``: attention in chunks, layers without a rope, one expert a token."""
+"""Llama 4, the text model: HF ``Llama4ForCausalLM``: chunked attention, NoPE layers, top-1 routing."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ CHUNKED = "chunked_attention"
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """Layers with a rope (which HF lists under ``no_rope_layers``), with chunks, with experts."""
+    """Layers with RoPE (which HF lists under ``no_rope_layers``), with chunks, with experts."""
     count, step = hf["num_hidden_layers"], hf.get("interleave_moe_layer_step", 1)
     every = hf.get("no_rope_layer_interval", 4)
     rotated = hf.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(count)]

@@ -115,7 +115,7 @@ _ALL = (
             facts=(SWITCHED_WINDOW,),
         ),
     ),
-    # Qwen 3, dense: with norms on the heads of q and k.
+    # Qwen 3, dense: with QK-norm for each head.
     _llama_like(
         "qwen3",
         "Qwen3ForCausalLM",
@@ -159,7 +159,7 @@ _ALL = (
             fixed=(SILU, NO_ATTENTION_BIAS),
         ),
     ),
-    # OLMo 2: norms after each block, and over all heads of q and of k.
+    # OLMo 2: post-norms, and over all heads of q and of k.
     _llama_like(
         "olmo2",
         "Olmo2ForCausalLM",
@@ -170,7 +170,7 @@ _ALL = (
             fixed=(SILU, NO_ATTENTION_BIAS),
         ),
     ),
-    # EXAONE 4: norms after each block; layers with a window rotate, others do not.
+    # EXAONE 4: post-norms; RoPE only in sliding-window layers.
     _llama_like(
         "exaone4",
         "Exaone4ForCausalLM",
@@ -194,7 +194,7 @@ _ALL = (
             fixed=SWIGLU_WITHOUT_BIASES,
         ),
     ),
-    # Helium: Llama's weights; the rope turns neighbouring channels.
+    # Helium: Llama's weights; RoPE turns neighbouring channels.
     _llama_like(
         "helium",
         "HeliumForCausalLM",
@@ -205,7 +205,7 @@ _ALL = (
             fixed=SWIGLU_WITHOUT_BIASES,
         ),
     ),
-    # ERNIE 4.5, dense: Llama's weights; the rope turns neighbouring channels.
+    # ERNIE 4.5, dense: Llama's weights; RoPE turns neighbouring channels.
     _llama_like(
         "ernie4_5",
         "Ernie4_5ForCausalLM",
@@ -216,7 +216,7 @@ _ALL = (
             fixed=(SILU, NO_BIAS),
         ),
     ),
-    # Arcee AFM: Llama with an MLP of squared ReLUs, without a gate.
+    # Arcee AFM: Llama with an MLP of squared ReLU, without a gate.
     _llama_like(
         "arcee",
         "ArceeForCausalLM",
@@ -224,7 +224,7 @@ _ALL = (
             fields=dense_fields(eps=1e-5), constants=RELU2_MLP, fixed=(RELU2, NO_ATTENTION_BIAS, NO_MLP_BIAS)
         ),
     ),
-    # Nemotron 3 and 4, Minitron: zero-centred LayerNorms, squared ReLUs, partial rope.
+    # Nemotron 3 and 4, Minitron: zero-centered LayerNorms, squared ReLU, partial RoPE.
     _llama_like(
         "nemotron",
         "NemotronForCausalLM",
@@ -236,7 +236,7 @@ _ALL = (
             partial_rotary=True,
         ),
     ),
-    # Jais 2: LayerNorms, biases everywhere, squared ReLUs.
+    # Jais 2: LayerNorms, biases everywhere, squared ReLU.
     _llama_like(
         "jais2",
         "Jais2ForCausalLM",
@@ -270,7 +270,7 @@ _ALL = (
             partial_rotary=True,
         ),
     ),
-    # Gemma 1: zero-centred norms, scaled embeddings.
+    # Gemma 1: zero-centered norms, scaled embeddings.
     _llama_like(
         "gemma",
         "GemmaForCausalLM",

@@ -80,10 +80,10 @@ CONFIG = ConfigTable(
         NO_ATTENTION_BIAS,
         Fixed("mla_scale_q_lora", (True,), SCALED_LATENT),
         Fixed("mla_scale_kv_lora", (True,), SCALED_LATENT),
-        Fixed("attention_method", ("MLA",), "latent attention"),
+        Fixed("attention_method", ("MLA",), "MLA"),
         Fixed("zero_expert_type", ("identity",), "experts without weights give a token back"),
         Fixed("router_bias", (False,), "transformers leaves such a bias out"),
-        Fixed("norm_topk_prob", (False,), "the weights of chosen experts are not normalised"),
+        Fixed("norm_topk_prob", (False,), "the weights of chosen experts are not normalized"),
     ),
     aliases={
         **{"num_local_experts": "n_routed_experts", "num_experts_per_tok": "moe_topk"},

@@ -1,4 +1,4 @@
-"""Mellum 2: HF ``MellumForCausalLM``: Qwen 3's experts, windows, a rope for each kind of layer."""
+"""Mellum 2: HF ``MellumForCausalLM``: Qwen 3's experts, windows, separate RoPE for each layer type."""
 
 from dataclasses import replace
 

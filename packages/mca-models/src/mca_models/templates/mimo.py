@@ -1,4 +1,4 @@
-"""MiMo 7B: HF ``MiMoForCausalLM`` (remote code): Qwen 2, with a prediction layer before the final norm."""
+"""MiMo 7B: HF ``MiMoForCausalLM`` (remote code): Qwen 2, with an MTP layer before the final norm."""
 
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ CONFIG = replace(
     constants={**QWEN2.table.constants, "mtp_before_final_norm": True},
     fixed=(
         *QWEN2.table.fixed,
-        Fixed("num_nextn_predict_layers", (0, 1), "what a second prediction layer takes is not known"),
+        Fixed("num_nextn_predict_layers", (0, 1), "what a second MTP layer takes is not known"),
         Fixed("use_sliding_window", (False,), "no published model has windows"),
     ),
 )

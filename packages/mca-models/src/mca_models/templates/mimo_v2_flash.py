@@ -1,4 +1,4 @@
-"""MiMo V2 Flash: HF ``MiMoV2FlashForCausalLM``: sinks and more keys in layers with a window, narrow values."""
+"""MiMo V2 Flash: HF ``MiMoV2FlashForCausalLM``: sinks and more keys in sliding-window layers, narrow values."""
 
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig

@@ -1,4 +1,4 @@
-"""MiniCPM 3: HF ``MiniCPM3ForCausalLM``: latent attention that is rotated in halves, factors as Granite's."""
+"""MiniCPM 3: HF ``MiniCPM3ForCausalLM``: MLA with non-interleaved RoPE, factors as Granite's."""
 
 from math import sqrt
 

@@ -1,4 +1,4 @@
-"""MiniMax M2: HF ``MiniMaxM2ForCausalLM``: sigmoid routing with a bias, norms over all heads of q and of k."""
+"""MiniMax M2: HF ``MiniMaxM2ForCausalLM``: sigmoid routing with a bias, QK-norm over all heads."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""MiniMax M3, the text model: HF ``MiniMaxM3VLForCausalLM``: an indexer chooses blocks of keys in some layers."""
+"""MiniMax M3, the text model: HF ``MiniMaxM3VLForCausalLM``: block-sparse attention with an indexer in some layers."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace

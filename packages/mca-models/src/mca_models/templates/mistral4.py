@@ -1,4 +1,4 @@
-"""Mistral 4: HF ``Mistral4ForCausalLM``: latent attention, softmax routing, queries that grow with their position."""
+"""Mistral 4: HF ``Mistral4ForCausalLM``: MLA, softmax routing, query temperature that grows with the position."""
 
 from dataclasses import replace
 

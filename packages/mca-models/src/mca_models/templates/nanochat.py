@@ -1,4 +1,4 @@
-"""nanochat: HF ``NanoChatForCausalLM``: norms without weights, of embeddings too; squared ReLUs, capped logits."""
+"""nanochat: HF ``NanoChatForCausalLM``: norms without weights, of embeddings too; squared ReLU, capped logits."""
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, ConfigTable, Field, dense_fields

@@ -1,4 +1,4 @@
-"""Nemotron H and 3, Nano 2: HF ``NemotronHForCausalLM``: layers that are a state space model, attention, or an MLP."""
+"""Nemotron H and 3, Nano 2: HF ``NemotronHForCausalLM``: layers of Mamba 2, attention, or an MLP."""
 
 from collections.abc import Collection, Mapping
 
@@ -74,7 +74,7 @@ def derive(hf: HfConfig) -> JsonObject:
     groups = hf.get("n_group") or 1
     found: JsonObject = {
         **{"num_layers": len(layers), "layer_types": layers, "no_rope_freq": (1,) * len(layers)},
-        **{"rotary_base": 10000.0, "rope_scaling": None, "rotary_percent": 1.0},  # the rope has no effect
+        **{"rotary_base": 10000.0, "rope_scaling": None, "rotary_percent": 1.0},  # RoPE has no effect
         **_experts(hf, layers),
         "moe_router_num_groups": groups if groups > 1 else None,
         "moe_router_group_topk": (hf.get("topk_group") or 1) if groups > 1 else None,
@@ -144,7 +144,7 @@ CONFIG = ConfigTable(
         SILU,
         PLAIN_STEPS,
         Fixed("use_bias", (False,), "projections of state space layers have no biases"),
-        Fixed("mlp_hidden_act", ("relu2",), "MLPs and experts are built with squared ReLUs"),
+        Fixed("mlp_hidden_act", ("relu2",), "MLPs and experts are built with squared ReLU"),
         Fixed("tie_word_embeddings", (False,), "transformers ties them in no model of this family"),
         Fixed("sliding_window", (None,), "transformers has no window in this family"),
         Fixed("residual_in_fp32", (False,), "transformers keeps no residual in fp32"),

@@ -1,4 +1,4 @@
-"""OLMo 3: HF ``Olmo3ForCausalLM``: OLMo 2's layers; three of four have a window and a rope without scaling."""
+"""OLMo 3: HF ``Olmo3ForCausalLM``: OLMo 2's layers; three of four have a window and unscaled RoPE."""
 
 from mca_models.templates import get_family
 from mca_models.templates.config_table import ConfigTable, Field, dense_fields

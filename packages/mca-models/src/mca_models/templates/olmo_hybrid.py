@@ -1,4 +1,4 @@
-"""OLMo Hybrid: HF ``OlmoHybridForCausalLM``: gated delta nets and OLMo 3's attention, with other norm positions."""
+"""OLMo Hybrid: HF ``OlmoHybridForCausalLM``: gated delta net and OLMo 3's attention, with other norm positions."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""OLMoE: HF ``OlmoeForCausalLM``: experts in every layer, norms over all heads of q and of k."""
+"""OLMoE: HF ``OlmoeForCausalLM``: experts in every layer, QK-norm over all heads."""
 
 from functools import partial
 

@@ -44,7 +44,7 @@ CONFIG = ConfigTable(
         **{"learned_positions": True, "position_offset": 2},
     },
     fixed=(
-        Fixed("do_layer_norm_before", (True,), "350M alone has its norms after each block, on the residual"),
+        Fixed("do_layer_norm_before", (True,), "350M alone has its post-norms, on the residual"),
         Fixed("_remove_final_layer_norm", (False,), "there is a last norm"),
         Fixed("layer_norm_elementwise_affine", (True,), "norms have weights"),
         Fixed("layerdrop", (0.0, 0), "no layer is left out in training"),

@@ -1,4 +1,4 @@
-"""Persimmon: HF ``PersimmonForCausalLM``: LayerNorms, on the heads of q and k too, biases, squared ReLUs."""
+"""Persimmon: HF ``PersimmonForCausalLM``: LayerNorms, also as QK-norm, biases, squared ReLU."""
 
 from mca_models.templates.config_table import ConfigTable, Field, Fixed
 from mca_models.templates.family import Family

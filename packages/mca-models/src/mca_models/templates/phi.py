@@ -1,4 +1,4 @@
-"""Phi 1, 1.5, 2: HF ``PhiForCausalLM``: attention and MLP side by side after one LayerNorm, biases everywhere."""
+"""Phi 1, 1.5, 2: HF ``PhiForCausalLM``: parallel attention and MLP after one LayerNorm, biases everywhere."""
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.config_table import ConfigTable, DropoutTogether, Field, dense_fields, norm_epsilon

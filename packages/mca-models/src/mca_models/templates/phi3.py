@@ -1,4 +1,4 @@
-"""Phi 3 and 4: HF ``Phi3ForCausalLM``: q, k, v in one tensor, gate and up too, partial and long rope."""
+"""Phi 3 and 4: HF ``Phi3ForCausalLM``: q, k, v in one tensor, gate and up too, partial RoPE and longrope."""
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values

@@ -1,4 +1,4 @@
-"""Phi 3.5 MoE: HF ``PhimoeForCausalLM``: LayerNorms, experts that are drawn at random in training (SparseMixer)."""
+"""Phi 3.5 MoE: HF ``PhimoeForCausalLM``: LayerNorms, SparseMixer routing."""
 
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ _SCALES = ("short_mscale", "long_mscale")
 
 
 def derive(hf: HfConfig) -> JsonObject:
-    """The load-balancing loss and the rope."""
+    """The load-balancing loss and RoPE."""
     if (hf["num_local_experts"] or 0) < 2:
         raise HfConfigError(
             f"config.json: 'num_local_experts' is {hf['num_local_experts']!r:.80}; supported: 2 or more"
@@ -37,7 +37,7 @@ def rope(hf: HfConfig) -> JsonObject:
     short, long = (scaling.pop(name, None) for name in _SCALES)
     if scaling["rope_type"] != "longrope" or short is None or short != long:
         raise HfConfigError(
-            f"config.json: the rope has rope_type {scaling['rope_type']!r}, short_mscale {short!r:.80} and "
+            f"config.json: RoPE has rope_type {scaling['rope_type']!r}, short_mscale {short!r:.80} and "
             f"long_mscale {long!r:.80}; supported: default, or longrope with both and of the same value"
         )
     scaling |= {"attention_factor": short, "long_factor": scaling.get("short_factor")}

@@ -1,4 +1,4 @@
-"""Qwen 3.5, the text model: HF ``Qwen3_5ForCausalLM``: gated delta nets and gated attention."""
+"""Qwen 3.5, the text model: HF ``Qwen3_5ForCausalLM``: gated delta net and gated attention."""
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, dense_fields

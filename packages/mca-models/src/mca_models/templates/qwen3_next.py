@@ -1,4 +1,4 @@
-"""Qwen 3 Next: HF ``Qwen3NextForCausalLM``: gated delta nets, gated attention, experts."""
+"""Qwen 3 Next: HF ``Qwen3NextForCausalLM``: gated delta net, gated attention, experts."""
 
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig

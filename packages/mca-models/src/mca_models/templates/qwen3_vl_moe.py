@@ -25,7 +25,7 @@ QWEN3_MOE = get_family("qwen3_moe")
 
 
 def derive(hf: HfConfig) -> dict[str, object]:
-    """Derive as Qwen 3, with weights that are always normalised; experts are stored as in published files."""
+    """Derive as Qwen 3, with weights that are always normalized; experts are stored as in published files."""
     extra = {"fused_experts": True, TRANSPOSED: True}
     return {**sparse_layers({**hf, "norm_topk_prob": True}), "extra": extra}
 

@@ -110,6 +110,8 @@ def _mamba_widths(c: FamilyConfig) -> tuple[int, int]:
 
 
 def _in_proj(c: McaModelConfig) -> Shape:
+    if c.short_convolution is not None:
+        return 3 * c.hidden_size, c.hidden_size
     if c.mamba is not None:
         inside, states = _mamba_widths(c)
         return 2 * (inside + states) + c.mamba.mamba_num_heads, c.hidden_size
@@ -118,11 +120,19 @@ def _in_proj(c: McaModelConfig) -> Shape:
 
 
 def _conv(c: FamilyConfig) -> Shape:
+    if c.short_convolution is not None:
+        return c.hidden_size, 1, c.short_convolution.short_conv_kernel_dim
     if c.mamba is not None:
         inside, states = _mamba_widths(c)
         return inside + 2 * states, 1, c.mamba.mamba_conv_kernel_dim
     key, value, _ = _delta_widths(c)
     return 2 * key + value, 1, c.linear_attention.linear_conv_kernel_dim
+
+
+def _out_proj_columns(c: McaModelConfig) -> int:
+    if c.short_convolution is not None:
+        return c.hidden_size
+    return _mamba_widths(c)[0] if c.mamba is not None else _delta_widths(c)[1]
 
 
 def _states(c: FamilyConfig) -> Shape:
@@ -234,10 +244,7 @@ _DELTA_NET = {
     "self_attention.D": _states,
     "self_attention.norm.weight": lambda c: _mamba_widths(c)[:1],
     "self_attention.out_norm.weight": lambda c: (c.linear_attention.linear_value_head_dim,),
-    "self_attention.out_proj.weight": lambda c: (
-        c.hidden_size,
-        _mamba_widths(c)[0] if c.mamba is not None else _delta_widths(c)[1],
-    ),
+    "self_attention.out_proj.weight": lambda c: (c.hidden_size, _out_proj_columns(c)),
 }
 _PREFIX = "self_attention."
 _PARALLEL_MAMBA = {

@@ -1,4 +1,4 @@
-"""SmolLM 3: HF ``SmolLM3ForCausalLM``, Llama's weights; every fourth layer has no rope."""
+"""SmolLM 3: HF ``SmolLM3ForCausalLM``, Llama's weights; every fourth layer is NoPE."""
 
 from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import SWIGLU_WITHOUT_BIASES, ConfigTable, HfConfig, dense_fields

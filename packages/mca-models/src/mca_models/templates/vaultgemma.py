@@ -1,4 +1,4 @@
-"""VaultGemma: HF ``VaultGemmaForCausalLM``: Gemma 2 without the norms after each block."""
+"""VaultGemma: HF ``VaultGemmaForCausalLM``: Gemma 2 without the post-norms."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Youtu-LLM: HF ``YoutuForCausalLM``: DeepSeek's latent attention, no experts."""
+"""Youtu-LLM: HF ``YoutuForCausalLM``: DeepSeek's MLA, no experts."""
 
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,

@@ -69,9 +69,9 @@ class Stage(Enum):
 
     FIRST = "first"  # the chunk with the embedding
     LAYER = "layer"  # the chunk that holds decoder layer ``Param.layer``
-    NORM = "norm"  # the chunk with the final norm: that of the loss, or before prediction layers
+    NORM = "norm"  # the chunk with the final norm: that of the loss, or before MTP layers
     LAST = "last"  # the chunk with the loss
-    MTP = "mtp"  # the chunk that holds multi-token-prediction layer ``Param.layer``
+    MTP = "mtp"  # the chunk that holds MTP layer ``Param.layer``
     VISION = "vision"  # the chunk with the embedding, and never a copy of it
     PASSTHROUGH = "passthrough"  # no model builds it; files store it with the loss
 

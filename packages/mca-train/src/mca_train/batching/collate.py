@@ -25,19 +25,23 @@ from mca_train.batching.packing import (
     require_plain_sample,
     split_sequences,
 )
+from mca_train.batching.routed_experts import (
+    ExpertBatching,
+    Sequences,
+    experts_checksum,
+    require_expert_rows,
+    without_experts,
+)
 from mca_train.batching.sample_consistency import checksum, combine_checksums
 from mca_train.data.token_dataset import IGNORED, VALUES
 from mca_train.types import PreTrainedTokenizerBase, Sample, SampleSource
 
 Collator = Callable[[list[JsonObject]], dict[str, Tensor]]
 
-Sequences = list[tuple[Sample, bool]]
-"""Sequences of a micro-batch, each with a flag that is False for sequences that do not count."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class CollatorFormat:
-    """Format of the batches of a user's ``data_collator``.
+    """Format of the batches of a user's ``data_collator``, or of the samples if there is none.
 
     Args:
         labels_are_shifted: Each position has the label of the next token, as in collators that return
@@ -112,6 +116,7 @@ class StepCollator:
         length: Minimum padded length; None: the longest sequence of the step.
         packed: Pack the sequences of a micro-batch into one row, with attention within each sequence only.
         images: Image options of this rank.
+        experts: Check of the experts of samples.
         positions: Number of learned position embeddings; None: the model has none.
     """
 
@@ -125,6 +130,7 @@ class StepCollator:
     pad_token_id: int = 0
     packed: bool = False
     images: ImageBatching = field(default_factory=ImageBatching)
+    experts: ExpertBatching = field(default_factory=ExpertBatching)
     positions: int | None = None
 
     def __call__(self, samples: Sequence[tuple[Sample, bool]]) -> StepBatch:
@@ -141,13 +147,13 @@ class StepCollator:
     def _step_batch(self, samples: Sequence[tuple[Sample, bool]]) -> StepBatch:
         size = self.micro_batch_size
         groups = [samples[start : start + size] for start in range(0, len(samples), size)]
-        flat = [_split_samples(group) for group in groups]
+        flat = self.experts.checked([_split_samples(group) for group in groups])
         made, lengths, tokens = self._pack(flat) if self.packed else self._pad_batches(flat)
         if self.positions is not None:
             require_learned_positions(max(lengths), self.positions)
-        made = tuple(
-            self._add_sources_and_images(batch, group) for batch, group in zip(made, flat, strict=True)
-        )
+        if (experts := experts_checksum(chain(*flat))) is not None:
+            tokens = combine_checksums(tokens, experts)
+        made = tuple(self._add_sequence_data(batch, group) for batch, group in zip(made, flat, strict=True))
         return StepBatch(
             micro_batches=made,
             seq_length=made[0].input_ids.shape[1] * self.context_parallel_size,
@@ -157,13 +163,14 @@ class StepCollator:
             checksum=tokens,
         )
 
-    def _add_sources_and_images(self, batch: MicroBatch, group: Sequences) -> MicroBatch:
-        """Return ``batch`` with the sources and the images of its sequences."""
+    def _add_sequence_data(self, batch: MicroBatch, group: Sequences) -> MicroBatch:
+        """Return ``batch`` with the sources, the images and the experts of its sequences."""
         if batch.cu_seqlens is None:
             lengths = [batch.input_ids.shape[1] * self.context_parallel_size] * len(group)
         else:
             lengths = batch.cu_seqlens.diff().tolist()
-        return self.images.add_images(_with_sources(batch, group), group, lengths, self._slice)
+        batch = self.experts.add_experts(_with_sources(batch, group), group, lengths, self._slice)
+        return self.images.add_images(batch, group, lengths, self._slice)
 
     def _padded_length(self, lengths: Sequence[int]) -> int:
         """Return the padded length of all rows of a step."""
@@ -204,7 +211,7 @@ class StepCollator:
 
     def _packed_micro_batch(self, row: Row) -> MicroBatch:
         lengths = [len(ids) for ids in row.input_ids]
-        labels = [shift_labels(labels[None]) for labels in row.labels]
+        labels = [self._next_labels(labels[None]) for labels in row.labels]
 
         def join(sequences: Sequence[Tensor]) -> Tensor:
             return torch.cat([self._slice(sequence) for sequence in sequences], 1)
@@ -237,13 +244,14 @@ class StepCollator:
 
     def _collate(self, group: Sequences) -> dict[str, Tensor]:
         features = [feature for feature, _ in group]
-        batch = dict(self.collate(features))
+        batch = dict(self.collate([without_experts(feature) for feature in features]))
         for name in ("input_ids", "labels", VALUES):
             if not isinstance(batch.get(name, batch.get("input_ids")), Tensor):
                 raise McaError(f"data_collator made no tensor {name!r}, only {', '.join(batch)}")
         counts = torch.tensor([real for _, real in group])
         if "num_tokens" not in batch:
             batch["num_tokens"] = _count_row_tokens(batch, features)
+        require_expert_rows(features, batch["num_tokens"], shifted=self.collator_format.labels_are_shifted)
         if "labels" not in batch and any("labels" in feature for feature in features):
             raise McaError(
                 "data_collator made no labels, which samples of the dataset have; return them, -100 where a token is "
@@ -263,8 +271,7 @@ class StepCollator:
         """Split the collated batches of a step into micro-batches of ``sizes`` samples."""
         ids = torch.cat([_pad(batch["input_ids"], length, self.pad_token_id) for batch in batches])
         labels = torch.cat([_pad(batch["labels"], length, IGNORED) for batch in batches])
-        if not self.collator_format.labels_are_shifted:
-            labels = shift_labels(labels)
+        labels = self._next_labels(labels)
         num_tokens = torch.cat([batch["num_tokens"] for batch in batches])
         segments = torch.cat([torch.arange(size) for size in sizes])
         positions = torch.arange(length).expand_as(ids)
@@ -290,6 +297,10 @@ class StepCollator:
             )
             for number, (size, own) in enumerate(zip(sizes, num_tokens.split(sizes), strict=True))
         )
+
+    def _next_labels(self, labels: Tensor) -> Tensor:
+        """Return labels ``[b, s]`` of the next token."""
+        return labels if self.collator_format.labels_are_shifted else shift_labels(labels)
 
     def _position_ids(self, length: int) -> Tensor:
         """Return the positions of a padded sequence, clamped to the number of learned positions."""

@@ -15,6 +15,7 @@ from mca_train.batching.image_batch import ImageBatching
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.packing import PackedDataset, longest_sample
 from mca_train.batching.position import RunPosition
+from mca_train.batching.routed_experts import ExpertBatching
 from mca_train.batching.sampling import SAMPLES, BatchShape, StepSampler
 from mca_train.batching.step_stream import (
     PackedStream,
@@ -44,6 +45,7 @@ class Loaders:
         pad_token_id: Padding token of the tokenizer.
         pack_length: Tokens per pack with ``sequence_packing``; None: the length of the longest sample.
         images: Image options of this rank.
+        experts: Check of the experts of samples.
         positions: Number of learned position embeddings; None: the model has none.
     """
 
@@ -55,6 +57,7 @@ class Loaders:
     pack_length: int | None = None
     collator_format: CollatorFormat = field(default_factory=CollatorFormat)
     images: ImageBatching = field(default_factory=ImageBatching)
+    experts: ExpertBatching = field(default_factory=ExpertBatching)
     positions: int | None = None
     _packs: dict[int, dict[int | None, PackedDataset]] = field(default_factory=dict)
     _evaluation_samples: dict[int, tuple[Sample, list[Sample]]] = field(default_factory=dict)
@@ -170,6 +173,8 @@ class Loaders:
         return 2 * size if size > 1 else 1
 
     def _pack(self, dataset: SampleSource, name: str, seed: int | None) -> PackedDataset:
+        if isinstance(dataset, PackedDataset):
+            return dataset
         known = self._packs.get(id(dataset), {}).get(seed)
         if known is not None and known.dataset is dataset:
             return known
@@ -223,6 +228,7 @@ class Loaders:
             packed=self.args.sequence_packing,
             length=length,
             images=self.images,
+            experts=self.experts,
             positions=self.positions,
         )
         stream = isinstance(sampler, StepStream)  # yields whole steps

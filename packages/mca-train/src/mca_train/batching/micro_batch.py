@@ -50,6 +50,8 @@ class MicroBatch:
     """``[b, s]``: row of the image features that replaces the token, or -1; only on the first pipeline stage."""
     images: Mapping[str, Tensor] | None = None
     """Inputs of the vision tower for all images of the micro-batch; only on the first pipeline stage."""
+    routed_experts: Tensor | None = None
+    """``[b, s, layers with experts, topk]`` int16: experts that an engine chose, -1 where the routers choose."""
     image_tokens: int = 0
     """Number of image placeholder tokens, over all context-parallel ranks."""
 

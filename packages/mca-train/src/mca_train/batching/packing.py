@@ -16,7 +16,10 @@ from mca_config.printable import counted
 from mca_train.data.token_dataset import VALUES
 from mca_train.types import Sample, SampleSource
 
-_PARTS = ("input_ids", "labels", VALUES, "images")
+ROUTED_EXPERTS = "routed_experts"
+"""Column of the experts that an engine chose: ``[tokens, layers, topk]``."""
+
+_PARTS = ("input_ids", "labels", VALUES, "images", ROUTED_EXPERTS)
 
 _TARGETS = ("attention_mask", "completion_mask", "assistant_masks")
 """Columns that other trainers derive labels from."""

@@ -109,6 +109,15 @@ class CheckpointWriter:
             self._shared.discard()
         self._shared, self._stages = None, []
 
+    @contextlib.contextmanager
+    def finishing_on_error(self) -> Iterator[None]:
+        """Finish the pending checkpoint before errors of the block end the run, alike on all ranks."""
+        try:
+            yield
+        except McaError:
+            self.finish()
+            raise
+
     def _is_done(self, stage: WriteStage) -> bool:
         with self._cleanup_on_error():
             return stage.done()

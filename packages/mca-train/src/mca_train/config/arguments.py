@@ -79,7 +79,7 @@ class DataArguments:
     data_format: Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"] | None = field(
         default=None,
         metadata={
-            "help": "Format of the rows (sft, kto; dpo and reward: alpaca or sharegpt); None: recognised by their "
+            "help": "Format of the rows (sft, kto; dpo and reward: alpaca or sharegpt); None: recognized by their "
             "columns."
         },
     )

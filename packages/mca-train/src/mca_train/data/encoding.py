@@ -273,7 +273,7 @@ def check_messages(messages: object) -> list[Message]:
 
 
 def _normalise_turn(message: Message, turn: int) -> Message:
-    """Normalise a turn for chat templates."""
+    """Normalize a turn for chat templates."""
     found = without_nulls(message, "arguments")
     if "content" in found:
         found["content"] = with_types(found["content"])

@@ -9,6 +9,12 @@ from torch import Tensor
 
 from mca_config.types import JsonObject
 from mca_models.megatron.distributed import parallel
+from mca_models.megatron.features.router_replay import (
+    replay_in_backward,
+    require_replayed,
+    routed_passes,
+    set_routed_experts,
+)
 from mca_models.megatron.layers.attention import set_packed_lengths
 from mca_models.megatron.layers.rope import length_dependent_ropes, set_longest_sequence
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
@@ -52,20 +58,21 @@ class Pipeline:
         parallel.activate_process_groups(self.models)
         iterators = [iter(batch.micro_batches) for _ in self.chunks]
         self._kept = []
-        get_forward_backward_func()(
-            forward_step_func=partial(
-                self._forward_step,
-                loss=loss or self._loss,
-                stopwatch=None if forward_only else self.stopwatch,
-            ),
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
-            num_microbatches=len(batch.micro_batches),
-            seq_length=batch.seq_length,
-            micro_batch_size=batch.micro_batch_size,
-            decoder_seq_length=batch.seq_length,
-            forward_only=forward_only,
-        )
+        with routed_passes(self.models):
+            get_forward_backward_func()(
+                forward_step_func=partial(
+                    self._forward_step,
+                    loss=loss or self._loss,
+                    stopwatch=None if forward_only else self.stopwatch,
+                ),
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+                num_microbatches=len(batch.micro_batches),
+                seq_length=batch.seq_length,
+                micro_batch_size=batch.micro_batch_size,
+                decoder_seq_length=batch.seq_length,
+                forward_only=forward_only,
+            )
         for ropes in self._ropes.values():
             set_longest_sequence(ropes, 0)
         return self._added_up()
@@ -102,6 +109,7 @@ class Pipeline:
         on_host = next(batches)
         batch = on_host.to(self._device)
         set_longest_sequence(ropes := self._length_dependent_ropes(model), batch.longest)
+        set_routed_experts(model, batch.routed_experts)
         with nullcontext() if stopwatch is None else stopwatch.running():
             output = model(
                 input_ids=batch.input_ids,
@@ -113,6 +121,8 @@ class Pipeline:
                 packed_seq_params=_packed_params(batch, on_host.cu_seqlens),
                 **self._images(batch),
             )
+        require_replayed(model)
+        replay_in_backward(model, batch.routed_experts, output)
         if ropes and output.requires_grad:  # recomputation runs after other micro-batches' passes
             output.register_hook(lambda gradient: set_longest_sequence(ropes, batch.longest))
         return output, megatron_loss(loss, batch, self._kept)

@@ -31,7 +31,7 @@ def norm(
     trained, half = not sizes.frozen, sizes.width < SINGLE
     lines = [SavedTensor("norm: input in fp32", tokens * channels * SINGLE, _NORM, module if half else "")]
     if trained and sizes.rms:
-        lines.append(SavedTensor("norm: normalised in fp32", tokens * channels * SINGLE, _NORM, module))
+        lines.append(SavedTensor("norm: normalized in fp32", tokens * channels * SINGLE, _NORM, module))
     if output:
         lines.append(SavedTensor("norm: output", tokens * channels * sizes.width, _NORM, module))
     return lines
@@ -68,6 +68,8 @@ def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTe
         return gated_delta_net(config, sizes)
     if config.is_mamba_layer(number):
         return mamba(config, sizes)
+    if config.is_conv_layer(number):
+        return short_convolution(config, sizes)
     if config.mla is not None:
         ranks = (rank for rank in (config.mla.q_lora_rank, config.mla.kv_lora_rank) if rank)
         norms = [line for rank in ranks for line in norm(sizes.split, rank, sizes)]
@@ -107,7 +109,7 @@ def core(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTensor]
 def recomputed_core(config: McaModelConfig, sizes: Sizes, number: int) -> float:
     """Return the bytes that recomputed core attention still saves: unexpanded keys, and the source of values."""
     config = config.layer_config(number)
-    states = config.is_linear_layer(number) or config.is_mamba_layer(number)
+    states = config.has_mixer(number)
     query, key = _channels(config, sizes)
     latent = config.mla is not None
     if not config.has_attention(number) or states or latent or key >= query:
@@ -224,6 +226,17 @@ def mamba(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
         SavedTensor("token-by-token matrices of a chunk", tokens * heads * CHUNK * 2 * SINGLE, space),
         SavedTensor("decayed B and C", tokens * heads * 2 * state * SINGLE, space),
         SavedTensor("states", 2 * tokens / CHUNK * inside * state * SINGLE, space),
+    ]
+
+
+def short_convolution(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
+    """Return the saved tensors of a gated short convolution."""
+    channels = sizes.tokens * config.hidden_size / sizes.layout.tp * sizes.width
+    net = "mca_models/megatron/features/short_convolution.py: forward"
+    return [
+        SavedTensor("gates and inputs", 3 * channels, net),
+        SavedTensor("convolution: padded, and its output", 2 * channels, net),
+        SavedTensor("gated output", channels, net),
     ]
 
 

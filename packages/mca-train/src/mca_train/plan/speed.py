@@ -223,6 +223,8 @@ class StepTimeModel:
             return 0.0, 0.0
         if config.is_linear_layer(number):
             return self._delta_rule()
+        if config.is_conv_layer(number):
+            return 4 * config.hidden_size**2 / self.model.sizes.layout.tp, 0.0
         states = config.is_mamba_layer(number)
         of_both = [] if states else [self._attention(number)]
         of_both += [self._states()] if states or config.has_parallel_mamba else []

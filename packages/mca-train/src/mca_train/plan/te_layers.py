@@ -51,7 +51,7 @@ def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = Fa
         lines += [line for _ in range(2) for line in norm(sizes.split, hidden, sizes)]
     if config.has_attention(number):
         both = sizes.split * hidden * (sizes.width + sizes.gemm_input_width)
-        lines.append(SavedTensor("input of attention, and normalised", both, _NORM_LINEAR))
+        lines.append(SavedTensor("input of attention, and normalized", both, _NORM_LINEAR))
         lines += attention(config, sizes, number)
     if config.is_moe_layer(number):
         before = norm(sizes.split, hidden, sizes, module="layernorm")
@@ -60,13 +60,13 @@ def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = Fa
         return lines
     lines.append(SavedTensor("input of the MLP", sizes.split * hidden * sizes.width, _NORM_LINEAR))
     normalised = sizes.split * hidden * sizes.gemm_input_width
-    lines.append(SavedTensor("input of the MLP, normalised", normalised, _NORM_LINEAR, "mlp"))
+    lines.append(SavedTensor("input of the MLP, normalized", normalised, _NORM_LINEAR, "mlp"))
     return lines + gated(config, config.mlp.ffn_hidden_size / sizes.layout.tp, sizes.tokens, sizes, "mlp")
 
 
 def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTensor]:
     """Return the saved tensors of the attention of decoder layer ``number``, or of mca's mixer in its place."""
-    if config.is_linear_layer(number) or config.is_mamba_layer(number):
+    if config.has_mixer(number):
         return local_layers.attention(config, sizes, number)
     mamba_lines = mamba(config, sizes) if config.has_parallel_mamba else []
     if config.mla is not None:
@@ -115,8 +115,7 @@ def _core(
 def recomputed_core(config: McaModelConfig, sizes: Sizes, number: int) -> float:
     """Return the bytes that recomputed core attention saves in place of values: the projection that contains them."""
     config = config.layer_config(number)
-    states = config.is_linear_layer(number) or config.is_mamba_layer(number)
-    if not config.has_attention(number) or states or config.mla is not None:
+    if not config.has_attention(number) or config.has_mixer(number) or config.mla is not None:
         return 0.0
     if sizes.mca_attention:
         return local_layers.recomputed_core(config, sizes, number)
@@ -131,7 +130,7 @@ def _mla(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
     lines = [
         SavedTensor("latent q and kv", ranks * sizes.width, _NORM_LINEAR),
         SavedTensor(
-            "latent q and kv, normalised", ranks * sizes.gemm_input_width, _NORM_LINEAR, "mla_up_proj"
+            "latent q and kv, normalized", ranks * sizes.gemm_input_width, _NORM_LINEAR, "mla_up_proj"
         ),
     ]
     if sizes.mca_attention:

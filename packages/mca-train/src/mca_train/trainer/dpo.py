@@ -152,7 +152,7 @@ class DpoTrainer(McaTrainer):
         if reference is None or not self._precomputes:
             return
         require_usable(output_dir, [self.model.source])
-        with self._alone():
+        with self._saver.locked():
             name = reference.name()
 
             def precomputed(dataset: SampleSource, part: str) -> Samples | None:
@@ -181,7 +181,7 @@ class DpoTrainer(McaTrainer):
         output_dir = Path(self.args.output_dir)
         file = ReferenceLogProbs(output_dir, part, dataset, name)
         saved = run_on_first_rank_unwrapped(file.read)
-        if saved is None and self._claimed != output_dir.resolve():  # an evaluation without training
+        if saved is None and not self._saver.has_claimed:  # an evaluation without training
             require_free(output_dir, None, overwrite=self.args.overwrite_output_dir)
         known = np.full((len(dataset), 2), np.nan) if saved is None else saved
         missing = np.flatnonzero(np.isnan(known).any(1))
@@ -200,13 +200,13 @@ class DpoTrainer(McaTrainer):
         self, reference: ReferenceModel, dataset: SampleSource, rows: NDArray[np.int64]
     ) -> NDArray[np.float64]:
         numbers = np.arange(1, 1 + 2 * len(dataset), dtype=np.float64).reshape(-1, 2)
-        loader, _ = self._loaders.evaluation(RowSubset(ExtraColumns(dataset, numbers, _SIDES), rows))
+        loader, _ = self._data.loaders.evaluation(RowSubset(ExtraColumns(dataset, numbers, _SIDES), rows))
         values = reference.dataset_log_probs(self._report_progress(loader), len(dataset), 2, self.ranks)
         log_probs: NDArray[np.float64] = values.cpu().numpy()[rows]
         return log_probs
 
     def _report_progress(self, loader: DataLoader[StepBatch]) -> Iterator[StepBatch]:
-        for batch in self._rounds(loader, "the reference"):
+        for batch in self._data.rounds(loader, "the reference"):
             self.watch.hang_detector.enter("running the reference", self.state.global_step)
             yield batch
             if self.is_in_train and self.watch.signal.agreed():

@@ -13,7 +13,6 @@ from mca_config.arguments import float16_problems
 from mca_config.errors import McaError, raise_problems
 from mca_config.training import TrainingArguments
 from mca_config.types import JsonObject, Typed, Values
-from mca_train.trainer.base import TrainerBase
 from mca_train.trainer.model_arguments import require_matching_model
 from mca_train.types import VirtualModels
 
@@ -104,45 +103,6 @@ class NoAccelerator:
     def free_memory(self, *objects: object) -> tuple[object, ...]:
         """Return the objects unchanged."""
         return objects
-
-
-class DistributedMixin(TrainerBase):
-    """The Trainer's methods about devices and processes, on Megatron's groups instead of accelerate."""
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """Set `NoAccelerator`: Megatron owns process groups, placement and data parallelism."""
-        self.accelerator = NoAccelerator()
-        self.is_deepspeed_enabled = self.is_fsdp_enabled = False
-        self.gather_function = None
-
-    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Do nothing: the factory has placed the model."""
-
-    def is_world_process_zero(self) -> bool:
-        """Return True on rank 0."""
-        return self.ranks.is_first
-
-    def is_local_process_zero(self) -> bool:
-        """Return True on the first rank of a machine."""
-        return self.ranks.is_first or int(self.args.local_process_index) == 0
-
-    def predict(self, *_: object, **__: object) -> Never:
-        """Raise an error: logits are split over ranks."""
-        raise McaError(
-            "McaTrainer.predict is not supported; use evaluate for a loss, VirtualModels.logits for logits"
-        )
-
-    def hyperparameter_search(self, *_: object, **__: object) -> Never:
-        """Raise an error."""
-        raise McaError("hyper-parameter search is not supported")
-
-    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Return the samples in a step over all ranks."""
-        return int(
-            args.per_device_train_batch_size
-            * args.gradient_accumulation_steps
-            * self.ranks.data_parallel_size
-        )
 
 
 class ConfigView:

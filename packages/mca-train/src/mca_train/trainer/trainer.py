@@ -2,14 +2,11 @@
 
 Callbacks, ``report_to``, the progress bar, ``TrainerState``, strategies for logging, evaluation and saving, and
 ``resume_from_checkpoint`` work as in ``transformers.Trainer``. The loop, the optimizer, the data loaders,
-evaluation and checkpoints are not Hugging Face's: nothing uses accelerate. ``engine`` implements the step and
-``checkpoint`` the files; this module calls them in order.
+evaluation and checkpoints are not Hugging Face's: nothing uses accelerate. The trainer owns one part for each of them
+and calls them.
 """
 
-import logging
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -17,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, TrainerCallback
-from transformers.trainer_utils import IntervalStrategy, TrainOutput, speed_metrics
+from transformers.trainer_utils import TrainOutput
 
 from mca_config.errors import McaError
 from mca_config.files import naming_read_errors
@@ -25,43 +22,39 @@ from mca_config.training import TrainingArguments
 from mca_train import groups
 from mca_train.batching.collate import Collator, CollatorFormat, PadCollator, pad_token
 from mca_train.batching.image_batch import image_batching
-from mca_train.batching.loaders import Loaders, resume_position
+from mca_train.batching.loaders import Loaders
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
-from mca_train.batching.position import RunLength, RunPosition
-from mca_train.batching.sampling import StepSampler
-from mca_train.batching.step_stream import StepStream, require_steps
-from mca_train.checkpoint import directory, output_dir_guard
-from mca_train.checkpoint.loop_state import PendingEvents, Totals
-from mca_train.checkpoint.model import load_weights, require_format, saved_weights
+from mca_train.batching.routed_experts import ExpertBatching
+from mca_train.batching.step_stream import require_steps
+from mca_train.checkpoint import directory
+from mca_train.checkpoint.model import require_format
 from mca_train.checkpoint.output_dir import require_usable
-from mca_train.checkpoint.training_state import TrainingState
-from mca_train.checkpoint.writer import CheckpointWriter, remove_unfinished
+from mca_train.checkpoint.output_lock import OutputLock
+from mca_train.checkpoint.writer import CheckpointWriter
 from mca_train.data.token_dataset import Samples
 from mca_train.engine.engine import Engine, StepResult
 from mca_train.engine.param_groups import select_trained_parts
-from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import seed_dropout
-from mca_train.losses.chunked import chunk_losses
-from mca_train.losses.label_smoothing import smooth_labels
 from mca_train.losses.token_loss import num_targets, require_sums, token_loss
-from mca_train.lr_schedule import LearningRate, schedule_problems
+from mca_train.lr_schedule import schedule_problems
 from mca_train.metrics.log_file import JsonlLog
-from mca_train.metrics.meter import LossMeter
-from mca_train.metrics.metric_accumulator import AuxLossMeter, Extreme
-from mca_train.trainer.base import Training
-from mca_train.trainer.dataloaders import log_plan
-from mca_train.trainer.evaluation import EvaluationMixin
+from mca_train.metrics.metric_accumulator import Extreme, MetricAccumulator
+from mca_train.trainer.base import HfTrainer, Progress
+from mca_train.trainer.evaluator import Evaluator
 from mca_train.trainer.hf_shims import (
-    DistributedMixin,
     ModelView,
     require_mca,
     require_optimizable,
     require_unmerged,
     require_vocabulary,
 )
+from mca_train.trainer.logger import Logger
+from mca_train.trainer.loop import Loop
+from mca_train.trainer.model_runner import ModelRunner
 from mca_train.trainer.moe_warnings import warn_forced_routing, warn_router_bias_step
 from mca_train.trainer.monitor import Watch
-from mca_train.trainer.saving import CheckpointMixin
+from mca_train.trainer.saver import Saver
+from mca_train.trainer.step_loaders import StepLoaders
 from mca_train.trainer.unsupported import reject_unsupported, require_no_upload
 from mca_train.trainer.unused_options import trains_routers, trains_vocabulary, warn_unused_options
 
@@ -69,10 +62,8 @@ if TYPE_CHECKING:
     from mca_models import VirtualModels
     from mca_models.megatron.log_probs.vocabulary import TokenValues
 
-logger = logging.getLogger(__name__)
 
-
-class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
+class McaTrainer(HfTrainer):
     """Trainer of `VirtualModels` with Megatron.
 
     Args:
@@ -97,7 +88,10 @@ class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
         wants_logits: `compute_loss` gets logits instead of the cross entropy of each token.
         token_values: `compute_loss` gets the log-probability of each token ``[b, s]``, at a temperature, or with the
             entropy ``[2, b, s]``, computed ``loss_chunk_size`` tokens at a time (1024 if that is not set).
-        started_at_step: Steps done before `train`: 0, or those of the checkpoint that it resumed from.
+        requires_routed_experts: Every sample must have ``routed_experts``, ``[tokens, layers, topk]``, which the
+            routers take instead of choosing.
+        run_kind: Kind of run in its checkpoints; it resumes only from the same kind.
+        watch: Monitor of the run.
     """
 
     metric_names: tuple[str, ...] = ()
@@ -105,6 +99,8 @@ class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
     metric_extremes: Mapping[str, Extreme] = MappingProxyType({})
     wants_logits: bool = False
     token_values: "TokenValues | None" = None
+    requires_routed_experts: bool = False
+    run_kind: str = "pretrain or sft"
 
     def __init__(
         self,
@@ -128,10 +124,9 @@ class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
             raise McaError(problem)
         require_steps(train_dataset, args.max_steps)
         require_format(model, args.ckpt_format)
-        self.ranks = groups.current_ranks(model.config.layout)
-        view = ModelView(model.config.hf_config)
         super().__init__(
-            model=view,
+            groups.current_ranks(model.config.layout),
+            ModelView(model.config.hf_config),
             args=args,
             data_collator=data_collator or PadCollator(pad_token(processing_class)),
             train_dataset=train_dataset,
@@ -141,25 +136,18 @@ class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
         )
         require_no_upload(self.callback_handler.callbacks)
         select_trained_parts(model, args)
-        self._print_lines()
         vocabulary, moved = args.decoupled_lr is None or trains_vocabulary(model), trains_routers(model)
         trains = {"trains_vocabulary": vocabulary, "trains_routers": moved}
         warn_unused_options(args, model.config, model.megatron, **trains)
         warn_router_bias_step(args, model.config, model.megatron, trained=moved)
         warn_forced_routing(model.config, model.megatron)
         seed_dropout(model, args.seed)
-        self.model, self.model_wrapped, self._view = model, model, view
-        self._checkpoints = CheckpointWriter(in_background=args.async_save)
-        self._position, self._totals, self._pending = RunPosition(), Totals(), PendingEvents()
-        self.started_at_step = 0
-        self._is_token_loss = type(self).compute_loss is McaTrainer.compute_loss
+        self.model = self.model_wrapped = model
         self.watch = Watch(args, model, self.ranks)
-        self._loaders = self._new_loaders(
-            pad_token(processing_class), pack_length, collator_format or CollatorFormat()
+        self._assemble(
+            model,
+            self._new_loaders(pad_token(processing_class), pack_length, collator_format or CollatorFormat()),
         )
-        self._new_meters()
-        self._set_output()
-        self._pipeline = Pipeline(list(model.chunks), self._loss, wants_logits=self.wants_logits)
 
     def _new_loaders(
         self, pad_token_id: int, pack_length: int | None, collator_format: CollatorFormat
@@ -173,31 +161,66 @@ class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
             pad_token_id=pad_token_id,
             pack_length=pack_length,
             collator_format=collator_format,
+            experts=ExpertBatching(config=config, required=self.requires_routed_experts),
             images=image_batching(config, decodes=self.ranks.is_first_stage),
             positions=config.max_position_embeddings if config.embedding.learned_positions else None,
         )
 
-    def _new_meters(self) -> None:
-        """Reset the sums between two logs."""
-        self._meter = LossMeter(self.ranks.context_parallel_rank)
-        self.metrics = self._new_metrics()
-        self._aux_losses = AuxLossMeter(self.model.chunks)
-        self._sources = self._new_source_losses(self.train_dataset)
-        self.watch.restore({"skipped": 0})
-
-    def _set_output(self) -> None:
-        """Set the output of the chunk with the loss, which another trainer may have changed."""
-        args, model = self.args, self.model
-        if self.token_values is not None and args.label_smoothing_factor:
-            raise McaError("label_smoothing_factor is not supported with token_values; remove it")
-        smooth_labels(model.chunks, args.label_smoothing_factor, model.config.vocab_size)
-        chunk_losses(
-            model.chunks,
-            args.loss_chunk_size,
-            wants_logits=self.wants_logits,
-            values=self.token_values,
-            vocab_size=model.config.vocab_size,
+    def _assemble(self, model: "VirtualModels", loaders: Loaders) -> None:
+        """Build the parts that `train` and `evaluate` call."""
+        watch, progress = self.watch, Progress()
+        checkpoints = CheckpointWriter(in_background=self.args.async_save)
+        is_token_loss = type(self).compute_loss is McaTrainer.compute_loss
+        self._progress = progress
+        self._data = StepLoaders(self, loaders, watch, progress)
+        self._logger = Logger(self, self, model, watch, checkpoints, progress, is_token_loss=is_token_loss)
+        self._runner = ModelRunner(model, self.args, self, self._loss)
+        self._evaluator = Evaluator(self, self, self._runner, self._data, self._logger, watch)
+        self._saver = Saver(self, model, self._runner, self._logger, watch, checkpoints, progress)
+        self._loop = Loop(
+            self,
+            self,
+            model,
+            runner=self._runner,
+            data=self._data,
+            log=self._logger,
+            evaluator=self._evaluator,
+            saver=self._saver,
+            watch=watch,
+            progress=progress,
         )
+
+    @property
+    def metrics(self) -> MetricAccumulator:
+        """Return the accumulator for the custom metrics of `compute_loss`."""
+        return self._logger.metrics
+
+    @property
+    def started_at_step(self) -> int:
+        """Return the steps done before `train`: 0, or those of the checkpoint that it resumed from."""
+        return self._progress.started_at_step
+
+    @property
+    def engine(self) -> Engine:
+        """Return the engine with Megatron's training step.
+
+        Raises:
+            McaError: `train` has not started yet.
+        """
+        return self._runner.training.engine
+
+    @property
+    def output_lock(self) -> OutputLock | None:
+        """Return the lock of ``output_dir`` if the caller has set it; else `train` takes it."""
+        return self._saver.lock
+
+    @output_lock.setter
+    def output_lock(self, lock: OutputLock | None) -> None:
+        self._saver.lock = lock
+
+    def new_engine(self) -> Engine:
+        """Return a new engine, or that of an earlier `train`."""
+        return self._runner.new_engine()
 
     def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
         """Return the loss of one micro-batch on a rank of the last pipeline stage.
@@ -242,175 +265,68 @@ class McaTrainer(DistributedMixin, EvaluationMixin, CheckpointMixin):
         """
         if trial is not None:
             raise McaError("hyper-parameter search is not supported")
-        if isinstance(self._pipeline, Engine):
-            self._pipeline.require_active_engine()
+        self._runner.require_active_engine()
         require_unmerged(self.model)
-        self._set_output()
+        self._runner.set_output()
         output_dir = Path(self.args.output_dir)
         require_usable(output_dir, [self.model.source])
         self.is_in_train = True
         try:
-            with self._alone():
+            with self._saver.locked():
                 with naming_read_errors(output_dir):
                     checkpoint = directory.find(resume_from_checkpoint, output_dir, self.ranks)
-                    self._claim(output_dir, checkpoint)
+                    self._saver.claim(checkpoint, self.run_kind)
                 with self.watch.hang_detector, self.watch.signal:
                     self.before_training()
-                    return TrainOutput(0, 0.0, {}) if self.watch.stopped else self._train(checkpoint)
+                    return TrainOutput(0, 0.0, {}) if self.watch.stopped else self._loop.run(checkpoint)
         finally:
-            self._checkpoints.abandon()
+            self._saver.checkpoints.abandon()
             self.is_in_train = False
-
-    def _train(self, checkpoint: Path | None) -> TrainOutput:
-        loader, sampler = self._train_loader()
-        with naming_read_errors(checkpoint or Path(self.args.output_dir)):
-            loop_state = self._start_state(checkpoint)
-            place = RunPosition() if checkpoint is None else directory.load_position(checkpoint)
-        self._position = resume_position(place, sampler)
-        length = RunLength.from_arguments(self.args, sampler, self._position, self.state.global_step)
-        training = self._prepare(length, checkpoint)
-        log_plan(self.args, self.ranks, length, sampler.shape.global_size, self.state.global_step)
-        if self.ranks.is_first:
-            remove_unfinished(Path(self.args.output_dir), directory.PREFIX)
-            if self.args.overwrite_output_dir and not self._replaces:
-                output_dir_guard.remove_other_run(
-                    Path(self.args.output_dir), checkpoint, self.state.global_step
-                )
-        start, started = self.state.global_step, time.time()
-        self.started_at_step = start
-        self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
-        if checkpoint is not None:
-            with naming_read_errors(checkpoint):
-                training.load_rng(checkpoint)
-        elif self.args.eval_on_start:
-            self._evaluate(None, None, skip_scheduler=True)
-        self._new_meters()
-        self._restore_loop_state(loop_state)
-        if checkpoint is not None:
-            left = sampler.steps_after(self._position.samples)
-            ended = self._position.ended or not left
-            self._catch_up(loop_state.due, over=ended or start >= length.max_steps)
-            self._position = self._position.next_epoch(left) if ended else self._position
-        for epoch in range(self._position.epoch, length.num_epochs):
-            if self.control.should_training_stop or self.state.global_step >= length.max_steps:
-                break
-            self._run_epoch(epoch, loader, sampler)
-        return self._finish(start, started)
-
-    def _prepare(self, length: RunLength, checkpoint: Path | None) -> TrainingState:
-        """Build engine and schedule; restore them from ``checkpoint`` if there is one."""
-        self._set_length(length)
-        if checkpoint is not None:
-            with naming_read_errors(checkpoint):
-                self._load_weights(checkpoint)
-        engine, rate = self.new_engine(), LearningRate(self.args, length.schedule_steps)
-        self._training, self._pipeline = Training(engine, rate), engine
-        engine.stopwatch, engine.assumed_counts = self.watch.stragglers.forward, []
-        self.optimizer, self.lr_scheduler = engine.optimizer, rate.scheduler
-        training = self._training_state()
-        if checkpoint is not None:
-            with naming_read_errors(checkpoint):
-                training.load(checkpoint, saved_weights(self.model, checkpoint))
-            rate.move(length.schedule_done - self._position.schedule)
-        rate.write_decay(engine.optimizer.param_groups)
-        self._position = replace(self._position, schedule=length.schedule_done)
-        handler = self.callback_handler
-        handler.model, handler.optimizer, handler.lr_scheduler = self._view, self.optimizer, self.lr_scheduler
-        return training
-
-    def _load_weights(self, directory: Path) -> None:
-        load_weights(self.model, directory)
-        if isinstance(self._pipeline, Engine):
-            self._pipeline.reload_main_params()
-
-    def new_engine(self) -> Engine:
-        """Return a new engine, or that of an earlier `train`, whose chunks are wrapped already."""
-        if isinstance(self._pipeline, Engine):
-            self._pipeline.update_learning_rates(self.args)
-            return self._pipeline
-        select_trained_parts(self.model, self.args)  # another trainer may have selected other parts
-        return Engine(
-            list(self.model.chunks),
-            self.args,
-            self._loss,
-            wants_logits=self.wants_logits,
-            num_items=self.num_items,
-        )
-
-    def _run_epoch(
-        self, epoch: int, loader: DataLoader[StepBatch], sampler: StepSampler | StepStream
-    ) -> None:
-        left = sampler.steps_after(self._position.samples)
-        if epoch != self._position.epoch:
-            self._position = self._position.next_epoch(left)
-        elif self.args.ignore_data_skip:
-            self._position = self._position.restart_epoch(sampler.num_steps - left)
-        sampler.set_epoch(epoch, self._position.samples)
-        self.callback_handler.train_dataloader = loader
-        self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
-        for batch in self._steps(loader, sampler):
-            self._training.rate.write(self.engine.optimizer.param_groups)
-            self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
-            self.training_step(batch)
-            self.state.global_step += 1
-            self._position = self._position.after_step()
-            self.state.epoch = epoch + sampler.share(self._position.samples)
-            self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
-            self._request_log()
-            self._pending = self.watch.stop_on_signal(self.control, self.state.global_step)
-            self._checkpoints.advance()
-            self._log_evaluate_save()
-            self.watch.hang_detector.enter("reading the batch", self.state.global_step + 1)
-            if self.control.should_epoch_stop or self.control.should_training_stop:
-                break
-        if not self.watch.stopped:
-            self._end_epoch()
 
     def training_step(self, batch: StepBatch, *_: object, **__: object) -> StepResult:
         """Run one optimizer step on one step's batch."""
-        engine, rate = self._training.engine, self._training.rate
-        step = self.state.global_step + 1
-        self.watch.hang_detector.enter("forward and backward", step)
-        self.before_forward(batch)
-        loss = engine.forward_backward(batch)
-        self._aux_losses.add_step()
-        self._meter.add(loss, batch)
-        self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
-        self.watch.hang_detector.enter("the optimizer", step)
-        result = engine.optimizer_step()
-        self._after_update(result, loss, rate.value)
-        self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
-        if result.updated:
-            rate.step()
-        return result
+        return self._loop.step(batch)
+
+    def evaluate(
+        self,
+        eval_dataset: Samples | dict[str, Samples] | str | None = None,
+        ignore_keys: object = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Return the mean loss over all targets of ``eval_dataset``, every sample counted once."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if not isinstance(dataset, dict):
+            return self._evaluator.evaluate(dataset, metric_key_prefix)
+        metrics: dict[str, float] = {}
+        for name, part in dataset.items():
+            metrics |= self.evaluate(part, metric_key_prefix=f"{metric_key_prefix}_{name}")
+        return metrics
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model as an MCA checkpoint, with the tokenizer; all ranks take part.
+
+        Args:
+            output_dir: None: the run's own.
+        """
+        self._saver.save_model(Path(output_dir or self.args.output_dir))
+
+    def complete_checkpoint(self) -> None:
+        """Write a complete checkpoint of this step, unless there is one."""
+        self._saver.complete_checkpoint()
+
+    def _save_checkpoint(self, *_: object, **__: object) -> None:
+        """Write a checkpoint of this step, in place of Hugging Face's."""
+        self._saver.save_checkpoint()
+
+    def get_train_dataloader(self) -> DataLoader[StepBatch]:
+        """Return this rank's training loader; an item is a step."""
+        return self._data.train()[0]
+
+    def get_eval_dataloader(self, eval_dataset: Samples | str | None = None) -> DataLoader[StepBatch]:
+        """Return this rank's evaluation loader; an item is a round of micro-batches."""
+        return self._data.evaluation(eval_dataset)
 
     def _loss(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        if self._sources is not None and not self.wants_logits:
-            self._sources.add_tokens(output, batch)
+        if not self.wants_logits:
+            self._logger.add_tokens(output, batch)
         return require_sums(self.compute_loss(output, batch), type(self).__name__)
-
-    def _finish(self, first: int, started: float) -> TrainOutput:
-        """Log the run's final metrics, load the best model if requested, and call the last callback."""
-        self.watch.hang_detector.enter("finishing", self.state.global_step)
-        with self._pipeline.params_gathered():
-            pass  # gather the last step's parameters
-        self._checkpoints.finish()
-        steps = self.state.global_step - first
-        stepwise = self.args.logging_strategy == IntervalStrategy.STEPS
-        if steps and stepwise and not self.watch.stopped and self.state.global_step > self._totals.logged:
-            self._log_step()  # a callback ended the run; its checkpoint has the interval as unfinished
-        else:
-            self._add_up(self._meter.flush())
-        if steps and not self.watch.stopped:
-            self._require_trained()
-        samples = self._samples
-        metrics = speed_metrics("train", started, num_samples=samples, num_steps=steps)
-        if self._totals.steps:
-            metrics["train_loss"] = self._totals.mean_loss
-        self.log(dict(metrics))
-        best = self.args.load_best_model_at_end and not self.watch.stopped
-        if best and self.state.best_model_checkpoint is not None:
-            logger.info("loading the best model, %s", self.state.best_model_checkpoint)
-            self._load_weights(Path(self.state.best_model_checkpoint))
-        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
-        return TrainOutput(self.state.global_step, metrics.get("train_loss", 0.0), metrics)

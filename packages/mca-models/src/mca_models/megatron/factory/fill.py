@@ -27,7 +27,7 @@ from mca_models.weights import Param, Stage
 _NORMS = ("layernorm.weight", "layer_norm_weight", "norm.weight")
 
 _ONES = ("out_norm.weight", "dt_bias", "layer_scalar", "router_scale", "expert_scale", "k_norm_weight")
-"""Norms of gated delta nets and indexers, which are never zero-centred, and factors."""
+"""Norms of gated delta net and indexers, which are never zero-centered, and factors."""
 
 _XIELU = {
     "alpha_p": math.log(math.expm1(0.8)),
@@ -154,7 +154,7 @@ def from_seed(
 ) -> None:
     """Draw each full parameter as Hugging Face initialises it and keep this rank's shard.
 
-    Matrices are normal with ``init_method_std``, norms one (zero if zero-centred), biases zero.
+    Matrices are normal with ``init_method_std``, norms one (zero if zero-centered), biases zero.
     """
     for (item, live), whole in zip(params, _draw_params(seed, params, config), strict=True):
         rank, size = shard_rank_and_size(item.param, config.layout, coordinates)

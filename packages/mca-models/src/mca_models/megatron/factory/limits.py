@@ -17,8 +17,8 @@ from mca_config.types import Values
 from mca_models.megatron.factory.execution import waits_for_sends
 from mca_models.megatron.factory.fused_limits import FIXED_IN_0_17, Version, fused_problems, has_altered_glu
 from mca_models.megatron.features.core_attention import custom_core_attention
-from mca_models.megatron.features.group_router import custom_group_router
-from mca_models.megatron.features.router import custom_router
+from mca_models.megatron.features.group_router import has_custom_groups
+from mca_models.megatron.features.spec import has_custom_router
 
 
 def require_supported(
@@ -193,10 +193,10 @@ def _routing(config: McaModelConfig, settings: Values) -> Iterator[str]:
             "shared experts that overlap omit what the model adds to or clamps in its gated MLPs; remove "
             "moe_shared_expert_overlap"
         )
-    if settings.get("moe_router_fusion") and custom_router(config) is not None:
+    if settings.get("moe_router_fusion") and has_custom_router(config):
         topk, groups = config.moe.moe_router_topk, config.moe.moe_router_group_topk
         sizes = (
-            f" with num_experts_per_tok {topk} and topk_group {groups}" if custom_group_router(config) else ""
+            f" with num_experts_per_tok {topk} and topk_group {groups}" if has_custom_groups(config) else ""
         )
         yield f"the fused router chooses other experts than {config.model_type}{sizes}; remove moe_router_fusion"
     if settings.get("moe_shared_expert_overlap") and (
@@ -241,7 +241,9 @@ def _sinkhorn(config: McaModelConfig, moe: Moe, settings: Values) -> Iterator[st
         yield "moe_router_load_balancing_type sinkhorn has no auxiliary loss; set moe_aux_loss_coeff to 0"
     score, single = moe.moe_router_score_function, moe.moe_router_topk == 1
     alike = score == "sigmoid" if single else score == "softmax" and moe.moe_router_pre_softmax
-    changed = moe.moe_router_enable_expert_bias or moe.moe_router_topk_scaling_factor or custom_router(config)
+    changed = (
+        moe.moe_router_enable_expert_bias or moe.moe_router_topk_scaling_factor or has_custom_router(config)
+    )
     if not alike or changed or moe.moe_router_num_groups:
         yield (
             "moe_router_load_balancing_type sinkhorn weighs experts by their chances among all, in evaluation too, "

@@ -272,7 +272,7 @@ def _mla_rope(config: McaModelConfig) -> Settings:
         raise McaError(
             f"mscale_all_dim with rope_type {rope['rope_type']!r} with MLA is not supported; use yarn"
         )
-    if rope is None or rope["rope_type"] != "yarn":  # `features.mla` sets the rope of other types
+    if rope is None or rope["rope_type"] != "yarn":  # `features.mla` sets RoPE of other types
         return settings | {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
     factor, score_scale = yarn_factor(config, rope), rope.get("mscale_all_dim") or 0.0
     return settings | {

@@ -4,6 +4,7 @@ from functools import cache
 
 from torch import Tensor
 
+from mca_models.megatron.features.feature import Feature, change_self_attention
 from mca_models.megatron.types import MegatronConfig
 
 
@@ -35,3 +36,19 @@ def with_biases(attention: type, *, biased: bool) -> type:
             config.add_bias_linear = before
 
     return AttentionBiases
+
+
+CLIPPED_QKV = Feature(
+    name="clipped queries, keys and values",
+    enabled=lambda config: config.attention.clip_qkv is not None,
+    spec=lambda context: change_self_attention(
+        lambda attention: with_clipped_qkv(attention, context.config.attention.clip_qkv or 0.0)
+    ),
+)
+ATTENTION_BIASES = Feature(
+    name="biases of attention",
+    enabled=lambda config: config.attention.add_bias_attention is not None,
+    spec=lambda context: change_self_attention(
+        lambda attention: with_biases(attention, biased=bool(context.config.attention.add_bias_attention))
+    ),
+)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.features.feature import Feature
+from mca_models.megatron.features.router_replay import ReplayableTopK
 from mca_models.megatron.types import MegatronModule
 
 
@@ -23,18 +24,16 @@ def has_biased_softmax(config: McaModelConfig) -> bool:
 
 
 @dataclass
-class BiasedTopK:
-    """Top-k choice by score plus bias, in place of Megatron's ``RouterReplay``; see `group_router.GroupLimitedTopK`.
+class BiasedTopK(ReplayableTopK):
+    """Top-k choice by score plus bias.
 
     Args:
         router: The router with the bias.
-        layer_number: Set by Megatron.
     """
 
     router: MegatronModule
-    layer_number: int | None = None
 
-    def get_replay_topk(self, logits: Tensor, topk: int, *_: object) -> tuple[Tensor, Tensor]:
+    def choose(self, logits: Tensor, topk: int, *options: MegatronModule) -> tuple[Tensor, Tensor]:
         """Return logits and indices ``[tokens, topk]`` of the experts with the highest score plus bias.
 
         With the softmax over all experts Megatron passes the scores instead of logits.
@@ -63,6 +62,7 @@ def biased_router(router: type) -> type:
 BIASED_ROUTER = Feature(
     name="softmax router with a bias",
     enabled=has_biased_softmax,
+    router=lambda router, config: biased_router(router),
     settings=lambda config: {
         "moe_router_enable_expert_bias": False
     },  # Megatron rejects it, but its router builds it

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron.features.feature import Feature, change_self_attention
 from mca_models.megatron.features.topk_attention import QueryFeatures, TopKSparseAttention
 from mca_models.megatron.layers.attention import CoreAttention
 from mca_models.megatron.layers.block_indexer import BlockIndexer, BlockSizes
@@ -104,3 +105,10 @@ def with_block_indexer(attention: type) -> type:
             self.core_attention.hidden = hidden
 
     return Indexed
+
+
+BLOCK_SPARSE_ATTENTION = Feature(
+    name="block-sparse attention",
+    enabled=lambda config: config.block_sparse_attention is not None,
+    spec=lambda context: change_self_attention(with_block_indexer),
+)

@@ -5,7 +5,7 @@ from torch.distributed import ProcessGroup
 
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.features.dual_rope import DualRope
-from mca_models.megatron.features.features import FEATURES
+from mca_models.megatron.features.features import active_features
 from mca_models.megatron.features.settings import after_building
 from mca_models.megatron.layers.mrope import MRope
 from mca_models.megatron.layers.rope import rotary_module
@@ -14,9 +14,8 @@ from mca_models.megatron.types import GptModel
 
 def finish(model: GptModel, config: McaModelConfig) -> None:
     """Apply the features of a model to a built chunk; runs before anything else hooks its logits."""
-    for feature in FEATURES:
-        if feature.enabled(config):
-            feature.finish(model, config)
+    for feature in active_features(config):
+        feature.finish(model, config)
     after_building(config, model.config)
 
 

@@ -28,7 +28,7 @@ _BLOCK = 16
 def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, kernel: Kernel | None
 ) -> Tensor:
-    """Compute the outputs of all tokens from a zero state; queries and keys are L2-normalised first.
+    """Compute the outputs of all tokens from a zero state; queries and keys are L2-normalized first.
 
     Args:
         query: ``[b, s, key heads, dk]``; scaled here.

@@ -6,6 +6,8 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron.features.feature import Feature
+from mca_models.megatron.features.mla import change_mla
 from mca_models.megatron.features.topk_attention import QueryFeatures, TopKSparseAttention
 from mca_models.megatron.layers.dsa_indexer import DsaIndexer, DsaSizes
 from mca_models.megatron.layers.rope import attention_factor, frequencies
@@ -80,3 +82,10 @@ def with_indexer(attention: type) -> type:
             self.core_attention.compressed = compressed
 
     return Indexed
+
+
+DSA = Feature(
+    name="DeepSeek sparse attention",
+    enabled=lambda config: config.mla is not None and config.dsa is not None,
+    spec=lambda context: change_mla(with_indexer),
+)

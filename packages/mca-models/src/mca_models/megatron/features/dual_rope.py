@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.layers.rope import rotary_dim, rotary_module
+from mca_models.megatron.features.feature import Context, Feature, SpecChanges, change_self_attention
+from mca_models.megatron.layers.rope import attention_factor, rotary_dim, rotary_module
 from mca_models.megatron.types import MegatronConfig, MegatronModule
 
 _SLIDING = "sliding_attention"
@@ -87,3 +88,14 @@ def with_layer_rope(attention: type, kinds: tuple[str, ...], factor: float, widt
             return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
 
     return LayerRope
+
+
+def _spec(context: Context) -> SpecChanges:
+    config = context.config
+    kinds, factor, widths = config.layer_types or (), attention_factor(config), rope_widths(config)
+    return change_self_attention(lambda attention: with_layer_rope(attention, kinds, factor, widths))
+
+
+DUAL_ROPE = Feature(
+    name="two RoPEs", enabled=lambda config: config.rope.rotary_base_local is not None, spec=_spec
+)

@@ -50,7 +50,7 @@ def _rows(config: McaModelConfig) -> Callable[[torch.nn.Module, tuple[Tensor]], 
 
 
 def normalise_embedding(model: GptModel, epsilon: float) -> None:
-    """Normalise a chunk's embeddings, without weights."""
+    """Normalize a chunk's embeddings, without weights."""
     if hasattr(model, "embedding"):
 
         def normalise(module: MegatronModule, args: tuple[object, ...], output: Tensor) -> Tensor:

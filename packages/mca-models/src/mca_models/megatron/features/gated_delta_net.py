@@ -16,10 +16,12 @@ from torch.nn.functional import silu, softplus
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.features.delta_rule import delta_rule
+from mca_models.megatron.features.feature import Feature, LayerContext, SpecChanges
 from mca_models.megatron.features.kernels import find_kernel
 from mca_models.megatron.features.recurrent_layers import (
     CausalConvolution,
     apply_to_full_sequences,
+    linear_attention_settings,
     normed_linears,
 )
 from mca_models.megatron.layers.norm import Norm
@@ -28,7 +30,7 @@ from mca_models.megatron.types import MegatronConfig, PackedSeqParams, Spec, Ups
 
 
 class HeadNorm(Norm):
-    """RMSNorm of each value head; never zero-centred."""
+    """RMSNorm of each value head; never zero-centered."""
 
     def __init__(self, config: MegatronConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(config, hidden_size, eps)
@@ -37,7 +39,7 @@ class HeadNorm(Norm):
         torch.nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` in its dtype; the weight's gradient is summed over tensor ranks."""
+        """Normalize ``x`` in its dtype; the weight's gradient is summed over tensor ranks."""
         from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 
         # with sequence parallelism Megatron sums the gradients of all norms itself
@@ -99,7 +101,7 @@ def _module(beta_factor: float, epsilon: float) -> type:
             return self.out_proj(out)  # type: ignore[no-any-return]
 
         def _sequence(self, mixed: Tensor) -> Tensor:
-            """Map projections ``[s, b, q k v z b a]`` of one sequence to normalised, gated values ``[s, b, v]``."""
+            """Map projections ``[s, b, q k v z b a]`` of one sequence to normalized, gated values ``[s, b, v]``."""
             tp = self.tp_size
             key_rows, value_rows, heads = self.qk_dim // tp, self.v_dim // tp, self.num_value_heads // tp
             qkv, gate, beta, fade = mixed.split([2 * key_rows + value_rows, value_rows, heads, heads], -1)
@@ -130,3 +132,19 @@ def _without_kernel_check(megatron: type) -> Iterator[None]:
     finally:
         for module, value in zip(checked, before, strict=True):
             module.HAVE_FLA = value
+
+
+def _is_enabled(config: McaModelConfig) -> bool:
+    linear = config.linear_attention
+    return linear is not None and not linear.linear_channel_decay
+
+
+def _layer(context: LayerContext) -> SpecChanges:
+    if context.kind != "linear_attention":
+        return SpecChanges()
+    return SpecChanges({"self_attention": lambda _: delta_net_spec(context.config, context.implementation)})
+
+
+GATED_DELTA_NET = Feature(
+    name="gated delta net", enabled=_is_enabled, settings=linear_attention_settings, layer=_layer
+)

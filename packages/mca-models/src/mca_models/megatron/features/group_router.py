@@ -3,32 +3,39 @@
 Megatron sums a group's ``topk // group_topk`` best experts for all score functions.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.features.feature import Feature
+from mca_models.megatron.features.router_replay import ReplayableTopK
+from mca_models.megatron.types import MegatronModule
 
 
-def custom_group_router(config: McaModelConfig) -> Callable[[type], type] | None:
-    """Return a function that adapts a router class to the model's groups; None if Megatron's router fits."""
-    if config.moe is None or not config.moe.moe_router_num_groups:
-        return None
-    groups, group_topk = config.moe.moe_router_num_groups, config.moe.moe_router_group_topk or 1
-    if config.moe.moe_router_group_score == "max":
-        return partial(group_router, groups=groups, group_topk=group_topk, best=1)
-    if config.moe.moe_router_score_function == "sigmoid" and config.moe.moe_router_topk // group_topk != 2:
-        return partial(group_router, groups=groups, group_topk=group_topk, best=2)
-    return None
+def has_custom_groups(config: McaModelConfig) -> bool:
+    """Return whether Megatron's router chooses other groups than the model."""
+    moe = config.moe
+    if moe is None or not moe.moe_router_num_groups:
+        return False
+    two_best = moe.moe_router_score_function == "sigmoid"
+    return moe.moe_router_group_score == "max" or (
+        two_best and moe.moe_router_topk // (moe.moe_router_group_topk or 1) != 2
+    )
+
+
+def _adapted(router: type, config: McaModelConfig) -> type:
+    moe = given(config.moe)
+    best = 1 if moe.moe_router_group_score == "max" else 2
+    return group_router(router, moe.moe_router_num_groups or 1, moe.moe_router_group_topk or 1, best)
 
 
 @dataclass
-class GroupLimitedTopK:
-    """Group-limited top-k choice, in place of Megatron's ``RouterReplay``, the only hook into the choice.
+class GroupLimitedTopK(ReplayableTopK):
+    """Group-limited top-k choice.
 
     The rest of the router is unchanged: weights, auxiliary losses and the z-loss use the scores of all experts.
 
@@ -36,15 +43,13 @@ class GroupLimitedTopK:
         groups: Groups of experts.
         group_topk: Number of groups that a token may be sent to.
         best: Number of a group's highest scores that its score is the sum of.
-        layer_number: Set by Megatron.
     """
 
     groups: int
     group_topk: int
     best: int
-    layer_number: int | None = None
 
-    def get_replay_topk(self, scores: Tensor, topk: int, *_: object) -> tuple[Tensor, Tensor]:
+    def choose(self, scores: Tensor, topk: int, *options: MegatronModule) -> tuple[Tensor, Tensor]:
         """Return the highest ``scores`` ``[tokens, topk]`` in the best groups and their indices; 0 fills up."""
         forbidden = ~best_group_mask(scores.detach(), self.groups, self.group_topk, self.best)
         chosen = scores.detach().masked_fill(forbidden, -torch.inf).topk(topk, dim=1).indices
@@ -76,6 +81,7 @@ def best_group_mask(scores: Tensor, groups: int, group_topk: int, best: int) -> 
 
 GROUP_ROUTER = Feature(
     name="group-limited router",
-    enabled=lambda config: custom_group_router(config) is not None,
+    enabled=has_custom_groups,
+    router=_adapted,
     settings=lambda config: {"moe_router_num_groups": None, "moe_router_group_topk": None},
 )

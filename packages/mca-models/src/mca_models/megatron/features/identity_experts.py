@@ -6,6 +6,8 @@ from functools import cache
 
 from torch import Tensor
 
+from mca_config.model.section import given
+from mca_models.megatron.features.feature import Feature, change_moe_layer
 from mca_models.megatron.types import MegatronConfig, MegatronModule
 
 
@@ -72,3 +74,15 @@ def router_with_identity_experts(router: type, count: int) -> type:
             super().__init__(extended, *args, **kwargs)
 
     return RouterIdentityExpertsExperts
+
+
+IDENTITY_EXPERTS = Feature(
+    name="identity experts",
+    enabled=lambda config: config.moe is not None and config.moe.moe_identity_experts > 0,
+    spec=lambda context: change_moe_layer(
+        lambda experts: with_identity_experts(experts, given(context.config.moe).moe_identity_experts)
+    ),
+    router=lambda router, config: router_with_identity_experts(
+        router, given(config.moe).moe_identity_experts
+    ),
+)

@@ -4,7 +4,8 @@ A chunk of a vision-language model takes arguments in addition to Megatron's: ``
 model by name), ``feature_rows`` (``[b, s]``: the feature row of each placeholder, or -1), as ``position_ids`` the
 three positions of each token, and ``attention_ends`` with bidirectional images (``[b, s]``: how many tokens of its
 sequence there are up to the last that a token attends to). Only the first stage needs the first two. Rows say which
-feature goes where, and are sharded as the tokens are.
+feature goes where, and are sharded as the tokens are. A video is given as its frames, each a grid of one frame, between
+which no tower attends.
 """
 
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_models.megatron.features.feature import Feature
+from mca_models.megatron.features.feature import Context, Feature, SpecChanges
 from mca_models.megatron.features.image_features import compute_image_features, empty_features
 from mca_models.megatron.features.image_limits import image_problems, image_reach
+from mca_models.megatron.layers.attention import CoreAttention, image_attention
 from mca_models.megatron.layers.mrope import MRope
 from mca_models.megatron.types import GptModel, HfModel, MegatronModule, Upstream
 
@@ -142,4 +144,18 @@ def _with_inner_features(number: int) -> Upstream:
     return add
 
 
-IMAGES = Feature(name="images", enabled=lambda config: config.vision is not None, finish=accept_images)
+def _bidirectional_attention(context: Context) -> SpecChanges:
+    reach = image_reach(context.config)
+    if not reach:
+        return SpecChanges()
+    return SpecChanges(
+        classes={CoreAttention: lambda core: image_attention(reach) if core is CoreAttention else core}
+    )
+
+
+IMAGES = Feature(
+    name="images",
+    enabled=lambda config: config.vision is not None,
+    spec=_bidirectional_attention,
+    finish=accept_images,
+)

@@ -15,7 +15,13 @@ from torch.nn.functional import silu, softplus
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
-from mca_models.megatron.features.feature import Feature
+from mca_models.megatron.features.feature import (
+    Context,
+    Feature,
+    LayerContext,
+    SpecChanges,
+    change_self_attention,
+)
 from mca_models.megatron.features.kernels import find_kernel
 from mca_models.megatron.features.recurrent_layers import (
     CausalConvolution,
@@ -71,7 +77,7 @@ class GatedNorm(torch.nn.Module):
         self.weight = cut_parameter((channels,), config.params_dtype)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Normalise ``[..., channels]`` in fp32."""
+        """Normalize ``[..., channels]`` in fp32."""
         factor = silu(gate.float())
         return self._normal(x * factor) if self.gate_first else self._normal(x) * factor
 
@@ -160,7 +166,7 @@ class Mamba(torch.nn.Module):
         return output if self.factors is None else (output[0] * self.factors[-1], None)
 
     def _sequence(self, mixed: Tensor) -> Tensor:
-        """Map projections ``[s, b, z x B C dt]`` of one sequence to normalised, gated values ``[s, b, x]``."""
+        """Map projections ``[s, b, z x B C dt]`` of one sequence to normalized, gated values ``[s, b, x]``."""
         inside, _, states, _, count = self.sizes
         gate, convolving, step = mixed.split([inside, inside + 2 * states, count], -1)
         mixed_in = self.conv1d(convolving.permute(1, 2, 0)).transpose(1, 2)
@@ -216,7 +222,7 @@ def with_parallel_mamba(attention: type, model: McaModelConfig, implementation: 
     factor = given(model.mamba).attention_out_multiplier
 
     class ParallelMamba(attention):  # type: ignore[misc]
-        """Attention and Mamba on the same normalised input."""
+        """Attention and Mamba on the same normalized input."""
 
         def __init__(self, config: MegatronConfig, *args: object, **kwargs: object) -> None:
             from megatron.core.transformer.spec_utils import build_module
@@ -241,9 +247,25 @@ def with_parallel_mamba(attention: type, model: McaModelConfig, implementation: 
     return ParallelMamba
 
 
+def _parallel(context: Context) -> SpecChanges:
+    if not context.config.has_parallel_mamba:
+        return SpecChanges()
+    return change_self_attention(
+        lambda attention: with_parallel_mamba(attention, context.config, context.implementation)
+    )
+
+
+def _layer(context: LayerContext) -> SpecChanges:
+    if context.kind != "mamba":
+        return SpecChanges()
+    return SpecChanges({"self_attention": lambda _: mamba_spec(context.implementation, context.config)})
+
+
 MAMBA = Feature(
     name="Mamba",
     enabled=lambda config: config.mamba is not None,
+    spec=_parallel,
+    layer=_layer,
     settings=lambda config: {
         "hetereogenous_dist_checkpoint": True
     },  # tensors of layers that differ are not stacked

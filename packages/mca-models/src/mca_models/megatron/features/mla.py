@@ -6,10 +6,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
-from mca_models.megatron.features.feature import Feature
-from mca_models.megatron.features.kimi_delta_attention import set_no_rope
+from mca_models.megatron.features.feature import ClassChange, Context, Feature, SpecChanges
 from mca_models.megatron.layers.rope import attention_factor, rotary_module
 from mca_models.megatron.types import GptModel, MegatronModule, Settings, Spec
 
@@ -60,7 +60,16 @@ def set_mla_rope(model: GptModel, config: McaModelConfig) -> None:
             rotary = rotary_module(config, attention.pg_collection.cp)
             attention.rotary_pos_emb = _ScaledRope(rotary, attention_factor(config))
             attention.config = copy.copy(attention.config)
-            attention.config.rope_type = "yarn"  # the rope type that comes with a factor
+            attention.config.rope_type = "yarn"  # RoPE type that comes with a factor
+
+
+def set_no_rope(model: GptModel, config: McaModelConfig) -> None:
+    """Disable the rotation of MLA in a chunk's layers without RoPE."""
+    without = config.rope.no_rope_freq or (0,) * config.num_layers
+    for layer in model.decoder.layers:
+        rope = getattr(layer.self_attention, "rotary_pos_emb", None)
+        if without[layer.layer_number - 1] and rope is not None:
+            rope.inv_freq = torch.zeros_like(rope.inv_freq)
 
 
 @cache
@@ -115,6 +124,27 @@ def _finish(model: GptModel, config: McaModelConfig) -> None:
     set_no_rope(model, config)
 
 
+def change_mla(change: ClassChange) -> SpecChanges:
+    """Return the ``change`` of Megatron's MLA class."""
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    return SpecChanges(classes={MLASelfAttention: change})
+
+
+def _spec(context: Context) -> SpecChanges:
+    mla = given(context.config.mla)
+    factors = mla.query_multiplier, mla.latent_multiplier
+
+    def adapt(attention: type) -> type:
+        attention = attention if mla.q_lora_rank else with_plain_query(attention)
+        return attention if factors == (1.0, 1.0) else with_mla_multipliers(attention, *factors)
+
+    return change_mla(adapt)
+
+
 MLA = Feature(
-    name="multi-head latent attention", enabled=lambda config: config.mla is not None, finish=_finish
+    name="MLA",
+    enabled=lambda config: config.mla is not None,
+    spec=_spec,
+    finish=_finish,
 )

@@ -10,6 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
+from mca_models.megatron.features.feature import (
+    Context,
+    Feature,
+    SpecChanges,
+    change_moe_layer,
+    remove_module,
+)
 from mca_models.megatron.features.norms import PostNorm
 from mca_models.megatron.types import MarkedParameter, MegatronConfig
 
@@ -33,7 +40,7 @@ def with_dense_mlp(expert_layer: type) -> type:
             )
 
         def shared_experts_compute(self, hidden_states: Tensor) -> Tensor:
-            """Return the MLP's normalised output."""
+            """Return the MLP's normalized output."""
             out = super().shared_experts_compute(self.dense_layernorm(hidden_states))
             normal: Tensor = self.dense_post_layernorm(out)
             return normal
@@ -47,14 +54,14 @@ def with_dense_mlp(expert_layer: type) -> type:
             return weights * self.expert_scale.to(weights.dtype), chosen
 
         def preprocess(self, hidden_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-            """Return the normalised input of the experts."""
+            """Return the normalized input of the experts."""
             sent: tuple[Tensor, Tensor] = super().preprocess(
                 self.experts_layernorm(hidden_states), *args, **kwargs
             )
             return sent
 
         def postprocess(self, output: Tensor, shared_expert_output: Tensor) -> Tensor:
-            """Return the experts' normalised output plus the MLP's."""
+            """Return the experts' normalized output plus the MLP's."""
             routed: Tensor = self.experts_post_layernorm(super().postprocess(output, None))
             return routed + shared_expert_output
 
@@ -72,3 +79,14 @@ def _replicated(values: Tensor, config: MegatronConfig) -> torch.nn.Parameter:
     parameter.sequence_parallel = config.sequence_parallel
     marked: torch.nn.Parameter = parameter
     return marked
+
+
+def _spec(context: Context) -> SpecChanges:
+    return SpecChanges({"pre_mlp_layernorm": remove_module}, change_moe_layer(with_dense_mlp).classes)
+
+
+MOE_WITH_DENSE_MLP = Feature(
+    name="experts parallel to an MLP",
+    enabled=lambda config: config.moe is not None and config.moe.experts_beside_mlp,
+    spec=_spec,
+)

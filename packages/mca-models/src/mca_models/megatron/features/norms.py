@@ -7,8 +7,16 @@ import torch
 from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.features.feature import Feature
-from mca_models.megatron.layers.norm import Norm
+from mca_models.megatron.features.feature import (
+    ClassChange,
+    Context,
+    Feature,
+    LayerContext,
+    SpecChange,
+    SpecChanges,
+    remove_module,
+)
+from mca_models.megatron.layers.norm import Norm, norm_with
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
 from mca_models.megatron.types import GptModel, MegatronConfig, MegatronModule, ShardedState, WithBias
 
@@ -29,7 +37,7 @@ class FullWidthNorm(torch.nn.Module):
         self.weight = cut_parameter((share,), config.params_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``[..., heads / tp, channels]`` in fp32; return its dtype."""
+        """Normalize ``[..., heads / tp, channels]`` in fp32; return its dtype."""
         from megatron.core.tensor_parallel.mappings import (
             copy_to_tensor_model_parallel_region,
             reduce_from_tensor_model_parallel_region,
@@ -67,7 +75,7 @@ class PerHeadNorm(Norm):
         self.weight = cut_parameter((share,), config.params_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``[..., heads / tp, channels]``; return its dtype."""
+        """Normalize ``[..., heads / tp, channels]``; return its dtype."""
         normal = self.normal(x.float(), None)
         return (normal * self.weight.float().view(-1, *self.shape)).to(x.dtype)
 
@@ -92,7 +100,7 @@ class PostRopeNorm(Norm):
         return x
 
     def normalize(self, x: Tensor) -> Tensor:
-        """Normalise ``x``."""
+        """Normalize ``x``."""
         return super().forward(x)
 
 
@@ -141,7 +149,7 @@ class PostNorm(Norm):
 def add_post_norms(model: GptModel, config: McaModelConfig) -> None:
     """Add a ``post_layernorm`` to the output of attention and MLP in decoder layers with post-norms.
 
-    The hook is on the whole block, not on its last projection, so that an adapter's output is normalised too.
+    The hook is on the whole block, not on its last projection, so that an adapter's output is normalized too.
     """
     for layer in model.decoder.layers:
         placement = config.layer_config(layer.layer_number - 1).norm.norm_placement
@@ -157,13 +165,78 @@ def _normalise_output(block: MegatronModule, args: tuple[object, ...], output: W
     return block.post_layernorm(value), bias
 
 
+def _custom_norms(context: Context) -> SpecChanges:
+    """Return the changes to mca's norms before attention and MLP and after all layers."""
+    config = context.config.norm
+    norm = norm_with(weight=config.norm_weight, bias=config.norm_bias)
+
+    def replace(module: object) -> type:
+        return norm
+
+    fields: dict[str, SpecChange] = {}
+    if config.norm_placement != "post":
+        fields = {"input_layernorm": replace, "pre_mlp_layernorm": replace}
+    if context.implementation != "transformer_engine":
+        return SpecChanges(fields, {Norm: replace})
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return SpecChanges(fields, {**_without_fused_norms(context), TENorm: replace, Norm: replace})
+
+
+def _without_fused_norms(context: Context) -> dict[type, ClassChange]:
+    """Return the change of Transformer Engine's fused norm-and-linear class."""
+    if context.implementation != "transformer_engine":
+        return {}
+    from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelLinear,
+        TELayerNormColumnParallelLinear,
+    )
+
+    return {TELayerNormColumnParallelLinear: lambda linear: TEColumnParallelLinear}
+
+
+def _without_pre_norms(context: LayerContext) -> SpecChanges:
+    """Remove the norms before attention and MLP from a layer with post-norms only."""
+    if context.layer.norm.norm_placement != "post":
+        return SpecChanges()
+    fields = dict.fromkeys(("input_layernorm", "pre_mlp_layernorm"), remove_module)
+    return SpecChanges(fields, _without_fused_norms(context))
+
+
+def _qk_norms(query: type, key: type) -> SpecChanges:
+    return SpecChanges({"q_layernorm": lambda norm: query, "k_layernorm": lambda norm: key})
+
+
+def _norms_after_rope(context: Context) -> SpecChanges:
+    norm = PostRopeNorm if context.config.attention.qk_layernorm_weight else PostRopeNormWithoutWeight
+    return _qk_norms(norm, norm)
+
+
+CUSTOM_NORMS = Feature(
+    name="layer norms that Transformer Engine cannot fuse",
+    enabled=lambda config: config.has_custom_norms,
+    spec=_custom_norms,
+)
+FULL_WIDTH_QK_NORMS = Feature(
+    name="norms across all heads of q and k",
+    enabled=lambda config: config.attention.qk_layernorm_full_width,
+    spec=lambda context: _qk_norms(FullWidthNorm, FullWidthKeyNorm),
+)
+PER_HEAD_QK_NORMS = Feature(
+    name="norms of q and k with weights for each head",
+    enabled=lambda config: config.attention.qk_layernorm_per_head,
+    spec=lambda context: _qk_norms(PerHeadNorm, PerHeadKeyNorm),
+)
+
 POST_NORMS = Feature(
     name="norms after attention and MLP",
     enabled=lambda config: any(kind.norm.norm_placement != "pre" for kind in config.kinds()),
+    layer=_without_pre_norms,
     finish=add_post_norms,
 )
 NORMS_AFTER_ROPE = Feature(
     name="norms of q and k after RoPE",
     enabled=lambda config: config.attention.qk_layernorm_after_rope,
+    spec=_norms_after_rope,
     finish=lambda model, config: normalise_after_rope(model, config.rope.no_rope_freq),
 )

@@ -5,10 +5,12 @@ of attention instead: the output of the norm before attention (one norm), or its
 is added to the sum as usual.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
-from mca_models.megatron.features.feature import Feature
+from mca_models.megatron.features.feature import Context, Feature, SpecChanges
 from mca_models.megatron.layers.norm import Norm
 from mca_models.megatron.types import GptModel, MegatronConfig
 
@@ -31,6 +33,7 @@ class SharedNorm(torch.nn.Module):
         self.saved = output
 
 
+@cache
 def second_norm(norm: type[Norm]) -> type[Norm]:
     """Return a norm class for the MLP that reads the input of the norm before attention."""
 
@@ -40,7 +43,7 @@ def second_norm(norm: type[Norm]) -> type[Norm]:
         saved: Tensor | None = None
 
         def forward(self, x: Tensor) -> Tensor:
-            """Return the saved tensor, normalised."""
+            """Return the saved tensor, normalized."""
             saved, self.saved = self.saved, None
             normal: Tensor = super().forward(x if saved is None else saved)
             return normal
@@ -58,8 +61,15 @@ def connect_parallel_blocks(model: GptModel) -> None:
         layer.input_layernorm.register_forward_hook(layer.pre_mlp_layernorm.save_input)
 
 
+def _norm_before_mlp(context: Context) -> SpecChanges:
+    if context.config.block.parallel_block == "one_norm":
+        return SpecChanges({"pre_mlp_layernorm": lambda norm: SharedNorm})
+    return SpecChanges({"pre_mlp_layernorm": second_norm})
+
+
 PARALLEL_BLOCK = Feature(
     name="attention parallel to the MLP",
     enabled=lambda config: config.block.parallel_block != "none",
+    spec=_norm_before_mlp,
     finish=lambda model, config: connect_parallel_blocks(model),
 )

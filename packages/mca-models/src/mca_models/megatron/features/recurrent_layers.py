@@ -4,6 +4,7 @@ The computation of each sequence is in the modules of the layers.
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +13,6 @@ from torch.nn.functional import conv1d, pad, silu
 
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.features.feature import Feature
 from mca_models.megatron.features.kernels import Kernel
 from mca_models.megatron.layers.zigzag import rank_token_ranges, restore_token_order
 from mca_models.megatron.names import Implementation
@@ -61,13 +61,14 @@ def normed_linears(implementation: Implementation, *, norm: bool = True) -> tupl
 
 
 class CausalConvolution(torch.nn.Conv1d):
-    """Causal depthwise convolution with SiLU.
+    """Causal depthwise convolution, with SiLU unless ``activation`` is None.
 
     It is a module, because with ``overlap_param_gather`` Megatron waits for gathered parameters when the module that
     has them is called.
     """
 
     kernel: Kernel | None
+    activation: Literal["silu"] | None = "silu"
 
     @classmethod
     def from_conv1d(cls, convolution: torch.nn.Conv1d, kernel: Kernel | None) -> "CausalConvolution":
@@ -81,10 +82,11 @@ class CausalConvolution(torch.nn.Conv1d):
         """Map ``[b, channels, s]`` to the same shape."""
         width = self.weight.shape[-1]
         if self.kernel is not None and width <= _MAX_KERNEL_SIZE:
-            mixed = self.kernel(x.contiguous(), self.weight.squeeze(1), self.bias, activation="silu")
+            mixed = self.kernel(x.contiguous(), self.weight.squeeze(1), self.bias, activation=self.activation)
             assert isinstance(mixed, Tensor)
             return mixed
-        return silu(conv1d(pad(x, (width - 1, 0)), self.weight, self.bias, groups=x.shape[1]))
+        mixed = conv1d(pad(x, (width - 1, 0)), self.weight, self.bias, groups=x.shape[1])
+        return mixed if self.activation is None else silu(mixed)
 
 
 def _sequences(x: Tensor, lengths: tuple[int, ...], group: ProcessGroup) -> list[Tensor]:
@@ -105,7 +107,8 @@ def _lengths(packed_seq_params: PackedSeqParams, rows: int) -> tuple[int, ...]:
     return packed_lengths(packed_seq_params, rows)
 
 
-def _linear_settings(config: McaModelConfig) -> Settings:
+def linear_attention_settings(config: McaModelConfig) -> Settings:
+    """Return Megatron's settings of linear attention."""
     own = given(config.linear_attention)
     return {
         # makes Megatron's distributed checkpoint expect different layers
@@ -116,10 +119,3 @@ def _linear_settings(config: McaModelConfig) -> Settings:
         "linear_key_head_dim": own.linear_key_head_dim,
         "linear_value_head_dim": own.linear_value_head_dim,
     }
-
-
-LINEAR_ATTENTION = Feature(
-    name="linear attention",
-    enabled=lambda config: config.linear_attention is not None,
-    settings=_linear_settings,
-)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.features.feature import Feature
+from mca_models.megatron.features.feature import Context, Feature, SpecChanges
 from mca_models.megatron.layers.sharded import cut_parameter
 from mca_models.megatron.types import GptModel, MegatronModule, WithBias
 
@@ -96,6 +96,16 @@ def add_output_bias(model: GptModel) -> None:
         layer.bias = bias
 
 
+def _residual_multiplier(context: Context) -> SpecChanges:
+    factor = context.config.block.residual_multiplier
+    return SpecChanges(dict.fromkeys(("self_attn_bda", "mlp_bda"), lambda add: scaled_residual(add, factor)))
+
+
+RESIDUAL_MULTIPLIER = Feature(
+    name="factor on the outputs of attention and MLP",
+    enabled=lambda config: config.block.residual_multiplier != 1.0,
+    spec=_residual_multiplier,
+)
 OUTPUT_BIAS = Feature(
     name="bias of the logits",
     enabled=lambda config: config.head.output_bias and config.head.num_labels is None,

@@ -5,7 +5,7 @@ Common settings are in `factory.transformer_config`.
 
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.features.features import FEATURES
+from mca_models.megatron.features.features import active_features
 from mca_models.megatron.types import MegatronConfig, Settings
 
 
@@ -24,9 +24,8 @@ def settings(config: McaModelConfig) -> Settings:
     if len(config.kinds()) > 1:
         values["hetereogenous_dist_checkpoint"] = True  # tensors of layers that differ are not stacked
     chosen = {name: value for name, value in values.items() if value is not None}
-    for feature in FEATURES:
-        if feature.enabled(config):
-            chosen |= feature.settings(config)
+    for feature in active_features(config):
+        chosen |= feature.settings(config)
     return chosen
 
 

@@ -10,6 +10,7 @@ from functools import cache
 from torch import Tensor
 from torch.nn.functional import dropout
 
+from mca_models.megatron.features.feature import Context, Feature, SpecChanges
 from mca_models.megatron.types import WithBias
 
 
@@ -54,3 +55,17 @@ def with_shortcut(layer: type) -> type:
             return added
 
     return Shortcut
+
+
+def _spec(context: Context) -> SpecChanges:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    return SpecChanges(classes={MoELayer: with_separate_experts, TransformerLayer: with_shortcut})
+
+
+SHORTCUT_MOE = Feature(
+    name="shortcut MoE",
+    enabled=lambda config: config.moe is not None and config.moe.moe_shortcut,
+    spec=_spec,
+)

@@ -4,49 +4,49 @@ In evaluation both are the highest ones. In training the draws come from the gen
 sequence parallelism, where each rank has other tokens, from the generator that they do not share, as for dropout.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mca_config.model_config import McaModelConfig
+from mca_config.model.section import given
+from mca_models.megatron.features.feature import Feature, change_moe_layer
+from mca_models.megatron.features.router_replay import ReplayableTopK
 from mca_models.megatron.types import MegatronModule
 
 _THIRD_ORDER_SHARE = 0.75
 """The share of draws of less likely experts whose weight is lowered to a third (Heun's third-order method)."""
 
 
-def custom_sparse_mixer(config: McaModelConfig) -> Callable[[type], type] | None:
-    """Return a function that adapts a router class to SparseMixer; None if the model does not use it."""
-    jitter = None if config.moe is None else config.moe.sparse_mixer_jitter
-    return None if jitter is None else partial(sparse_mixer_router, jitter=jitter)
-
-
 @dataclass
-class SparseMixerTopK:
-    """SparseMixer's choice of experts, in place of Megatron's ``RouterReplay``.
+class SparseMixerTopK(ReplayableTopK):
+    """SparseMixer's choice of experts.
 
     Args:
         router: The router, which draws in training mode.
         jitter: See `sparse_mixer_topk`.
-        layer_number: Set by Megatron.
     """
 
     router: MegatronModule
     jitter: float
-    layer_number: int | None = None
     logits: Tensor | None = None
 
-    def get_replay_topk(self, probabilities: Tensor, topk: int, *_: object) -> tuple[Tensor, Tensor]:
+    def choose(self, probabilities: Tensor, topk: int, *options: MegatronModule) -> tuple[Tensor, Tensor]:
         """Return weights and indices of experts from the router's logits, not from ``probabilities``."""
+        weights, chosen = sparse_mixer_topk(self._own_logits(), self.jitter, draws=self.router.training)
+        return weights + 0.0 * probabilities.gather(1, chosen), chosen  # keeps the gradient of the z-loss
+
+    def weigh(self, probabilities: Tensor, chosen: Tensor) -> Tensor:
+        """Return the weights of given experts as in evaluation; in training they are not drawn, so not rescaled."""
+        weights = sparse_mixer_weights(self._own_logits(), self.jitter, chosen)
+        return weights + 0.0 * probabilities.gather(1, chosen)
+
+    def _own_logits(self) -> Tensor:
         if self.logits is None:
             raise RuntimeError("experts were chosen without their router")
-        weights, chosen = sparse_mixer_topk(self.logits, self.jitter, draws=self.router.training)
-        self.logits = None
-        return weights + 0.0 * probabilities.gather(1, chosen), chosen  # keeps the gradient of the z-loss
+        return self.logits
 
 
 @cache
@@ -64,6 +64,7 @@ def sparse_mixer_router(router: type, jitter: float) -> type:
             """Return weights and mask of the chosen experts."""
             self.router_replay.logits = logits.flatten(0, -2)
             routed: tuple[Tensor, Tensor] = super().routing(logits, *args, **kwargs)
+            self.router_replay.logits = None
             return routed
 
     return SparseMixerRouter
@@ -83,11 +84,26 @@ def sparse_mixer_topk(logits: Tensor, jitter: float, *, draws: bool) -> tuple[Te
     return torch.cat([weight, lesser], -1), torch.cat([first, second], -1)
 
 
-def _draw_expert(logits: Tensor, candidates: Tensor, jitter: float, *, draws: bool) -> tuple[Tensor, Tensor]:
+def sparse_mixer_weights(logits: Tensor, jitter: float, chosen: Tensor) -> Tensor:
+    """Return the weights ``[tokens, 2]`` of ``chosen`` experts, in that order, without a draw; 0 for no candidate."""
+    first, second = chosen.split(1, -1)
+    rest = logits.scatter(-1, first, -torch.inf)
+    gates = (_candidate_gates(logits, logits, jitter)[0], _candidate_gates(logits, rest, jitter)[0])
+    return torch.cat(
+        [gate.softmax(-1).gather(-1, each) for gate, each in zip(gates, (first, second), strict=True)], -1
+    )
+
+
+def _candidate_gates(logits: Tensor, candidates: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+    """Return ``candidates`` without those far from the highest, and the index of the highest."""
     with torch.no_grad():
         highest, chosen = candidates.max(-1, keepdim=True)
         far = (highest - logits) / logits.abs().clamp(min=highest) > 2 * jitter
-    gates = candidates.masked_fill(far, -torch.inf)
+    return candidates.masked_fill(far, -torch.inf), chosen
+
+
+def _draw_expert(logits: Tensor, candidates: Tensor, jitter: float, *, draws: bool) -> tuple[Tensor, Tensor]:
+    gates, chosen = _candidate_gates(logits, candidates, jitter)
     probabilities = gates.softmax(-1)
     if not draws:
         return probabilities.gather(-1, chosen), chosen
@@ -145,3 +161,17 @@ def with_noisy_input(expert_layer: type, size: float) -> type:
             return super().forward(hidden_states, *args, **kwargs)
 
     return NoisyInput
+
+
+SPARSE_MIXER = Feature(
+    name="SparseMixer",
+    enabled=lambda config: config.moe is not None and config.moe.sparse_mixer_jitter is not None,
+    router=lambda router, config: sparse_mixer_router(router, given(config.moe).sparse_mixer_jitter or 0.0),
+)
+NOISY_EXPERTS = Feature(
+    name="noise on the input of experts",
+    enabled=lambda config: config.moe is not None and config.moe.input_jitter_noise > 0,
+    spec=lambda context: change_moe_layer(
+        lambda experts: with_noisy_input(experts, given(context.config.moe).input_jitter_noise)
+    ),
+)

@@ -25,7 +25,7 @@ class BlockSizes:
         topk: Blocks chosen for a query.
         local: Number of those that are always chosen: the query's own block and the ones before it.
         epsilon: Epsilon of the norms.
-        offset: Offset of the norms' weights (1 if zero-centred).
+        offset: Offset of the norms' weights (1 if zero-centered).
     """
 
     groups: int

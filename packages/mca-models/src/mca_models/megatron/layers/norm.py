@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm with sequence parallelism and zero-centred weights.
+"""RMSNorm and LayerNorm with sequence parallelism and zero-centered weights.
 
 Megatron's ``WrappedTorchNorm`` supports neither, and its RMSNorm weight is not marked for the gradient sum over tensor
 ranks that sequence parallelism needs.
@@ -40,12 +40,12 @@ class Norm(torch.nn.Module):
         return parameter
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x``; return its dtype."""
+        """Normalize ``x``; return its dtype."""
         weight = self.weight.float() + self.offset if self.has_weight else None
         return self.normal(x.float(), weight).to(x.dtype)
 
     def normal(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """Normalise ``x`` and multiply it by ``weight``."""
+        """Normalize ``x`` and multiply it by ``weight``."""
         if not self.centred:
             return rms_norm(x, self.shape, weight, self.eps)
         return layer_norm(x, self.shape, weight, None if self.bias is None else self.bias.float(), self.eps)

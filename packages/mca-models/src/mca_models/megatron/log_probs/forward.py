@@ -4,9 +4,10 @@ Sequences are rows of a micro-batch, padded on the right, or packed. `_Rows` map
 computes values from the last stage's hidden states.
 """
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,6 +26,15 @@ from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import run_on_all_ranks_unwrapped
 from mca_models.megatron.factory.limits import packed_problems
+from mca_models.megatron.features.router_replay import (
+    LIVE,
+    checked_experts,
+    recorded_experts,
+    require_experts,
+    require_replayed,
+    routed_passes,
+    set_routed_experts,
+)
 from mca_models.megatron.forward import gathered, inference, micro_batch_group, require_no_images
 from mca_models.megatron.layers.attention import set_packed_lengths
 from mca_models.megatron.layers.rope import length_dependent_ropes, set_longest_sequence
@@ -42,6 +52,15 @@ class LogProbs(NamedTuple):
     entropy: Tensor | None
 
 
+class RoutedLogProbs(NamedTuple):
+    """`LogProbs` with the experts of each token."""
+
+    log_probs: Tensor
+    entropy: Tensor | None
+    routed_experts: Tensor
+    """int16 ``[batch, seq, layers with experts, topk]``; -1 for padding."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """Arguments of ``VirtualModels.log_probs``.
@@ -53,6 +72,8 @@ class Batch:
         packed: Pack the sequences of a micro-batch into one row.
         micro_batch_size: Sequences of a micro-batch.
         chunk_size: Number of tokens whose logits exist at a time.
+        routed_experts: ``[batch, seq, layers, topk]``, -1 for tokens whose experts the routers choose; None: for all.
+        return_routed_experts: Also return the experts.
     """
 
     input_ids: Tensor
@@ -61,6 +82,8 @@ class Batch:
     packed: bool
     micro_batch_size: int
     chunk_size: int
+    routed_experts: Tensor | None = None
+    return_routed_experts: bool = False
 
     def __post_init__(self) -> None:
         ids = tuple(self.input_ids.shape)
@@ -68,6 +91,11 @@ class Batch:
             raise McaError(f"input_ids has shape {list(ids)}; expected [batch, seq]")
         if self.mask is not None and tuple(self.mask.shape) != ids:
             raise McaError(f"mask has shape {list(self.mask.shape)}; expected {list(ids)}, as input_ids")
+        if self.routed_experts is not None and tuple(self.routed_experts.shape[:2]) != ids:
+            raise McaError(
+                f"routed_experts has shape {list(self.routed_experts.shape)}; expected [{ids[0]}, {ids[1]}, layers, "
+                "topk], as input_ids, with -1 for tokens without"
+            )
         if min(self.micro_batch_size, self.chunk_size) < 1:
             raise McaError("micro_batch_size and chunk_size must be at least 1")
         if self.cu_seqlens is None:
@@ -101,7 +129,9 @@ class Batch:
 
 
 @torch.no_grad()
-def model_log_probs(models: LiveModel, make_batch: Callable[[], Batch], values: TokenValues) -> LogProbs:
+def model_log_probs(
+    models: LiveModel, make_batch: Callable[[], Batch], values: TokenValues
+) -> LogProbs | RoutedLogProbs:
     """Compute log-probabilities; see ``VirtualModels.log_probs``.
 
     Args:
@@ -113,7 +143,11 @@ def model_log_probs(models: LiveModel, make_batch: Callable[[], Batch], values: 
 
     batch = _checked_batch(models, make_batch)
     rows = _Rows(models, batch)
-    with inference(models), _computing(models, batch.chunk_size, values):
+    with (
+        inference(models),
+        _computing(models, batch.chunk_size, values),
+        routed_passes(list(models.chunks), record=batch.return_routed_experts),
+    ):
         outputs: list[Tensor] = get_forward_backward_func()(
             forward_step_func=_forward_step,
             data_iterator=[rows.micro_batches(length_dependent_ropes(chunk)) for chunk in models.chunks],
@@ -124,6 +158,7 @@ def model_log_probs(models: LiveModel, make_batch: Callable[[], Batch], values: 
             forward_only=True,
             collect_non_loss_data=True,
         )
+        routed = rows.routed_experts() if batch.return_routed_experts else None
     set_longest_sequence(length_dependent_ropes(*models.chunks), 0)
     kinds = 1 + values.entropy
     group = parallel.pipeline_group()
@@ -136,14 +171,15 @@ def model_log_probs(models: LiveModel, make_batch: Callable[[], Batch], values: 
         torch.distributed.broadcast(
             values_by_row, torch.distributed.get_global_rank(group, group.size() - 1), group=group
         )
-    return LogProbs(*rows.spread(values_by_row), *(() if values.entropy else (None,)))
+    found = LogProbs(*rows.spread(values_by_row), *(() if values.entropy else (None,)))
+    return found if routed is None else RoutedLogProbs(*found, routed)
 
 
 def _checked_batch(models: LiveModel, make_batch: Callable[[], Batch]) -> Batch:
     """Return this replica's batch, or raise on all ranks if one cannot be computed; collective."""
     batches: list[Batch] = []
 
-    def check() -> None:
+    def check() -> tuple[int, int]:
         batch = make_batch()
         require_no_images(models.config, batch.input_ids)
         if batch.packed:
@@ -151,10 +187,39 @@ def _checked_batch(models: LiveModel, make_batch: Callable[[], Batch]) -> Batch:
         if models.config.embedding.learned_positions:
             longest = max(map(len, batch.positions()), default=0)
             require_learned_positions(longest, models.config.max_position_embeddings)
+        if batch.return_routed_experts:
+            require_experts(models.config, "return_routed_experts")
+        if batch.routed_experts is not None:
+            checked = checked_experts(models.config, batch.routed_experts, "routed_experts")
+            batch = replace(batch, routed_experts=checked)
         batches.append(batch)
+        return models.rank_context.coordinates.dp, _checksum(batch.routed_experts)
 
-    run_on_all_ranks_unwrapped(check)
+    _require_same_experts(run_on_all_ranks_unwrapped(check))
     return batches[0]
+
+
+def _checksum(experts: Tensor | None) -> int:
+    """Return a CRC-32 of ``experts``; 0 for None."""
+    if experts is None:
+        return 0
+    return zlib.crc32(experts.cpu().contiguous().numpy().tobytes(), zlib.crc32(str(experts.shape).encode()))
+
+
+def _require_same_experts(everyone: Sequence[tuple[int, int]]) -> None:
+    """Raise if ranks of a replica have different experts.
+
+    Args:
+        everyone: Replica and checksum of every rank.
+    """
+    first: dict[int, tuple[int, int]] = {}
+    for rank, (replica, checksum) in enumerate(everyone):
+        other, expected = first.setdefault(replica, (rank, checksum))
+        if checksum != expected:
+            raise McaError(
+                f"log_probs: ranks {other} and {rank}, of one replica, have different routed_experts; broadcast them "
+                "with the tokens"
+            )
 
 
 def _require_packs(models: LiveModel) -> None:
@@ -177,7 +242,7 @@ class _Rows:
     """
 
     def __init__(self, models: LiveModel, batch: Batch) -> None:
-        self._batch, layout = batch, models.rank_context.layout
+        self._models, self._batch, layout = models, batch, models.rank_context.layout
         self._device = platform.current_device()
         self._sequence_positions = batch.positions()
         size = batch.micro_batch_size
@@ -203,7 +268,9 @@ class _Rows:
     def _padded(self, tokens: int) -> int:
         return -(-tokens // self._multiple) * self._multiple
 
-    def micro_batches(self, ropes: Sequence[MegatronModule]) -> Iterator[dict[str, Tensor | PackedSeqParams]]:
+    def micro_batches(
+        self, ropes: Sequence[MegatronModule]
+    ) -> Iterator[dict[str, Tensor | PackedSeqParams | None]]:
         """Yield this context rank's inputs of a chunk, after setting the longest sequence in its ``ropes``."""
         ids = self._batch.input_ids.flatten().to(self._device)
         group = parallel.context_group()
@@ -220,13 +287,26 @@ class _Rows:
             set_longest_sequence(
                 ropes, max((len(positions) for _, _, positions in self._sequence_rows(number)), default=0)
             )
-            local = tokens[..., self._rank_tokens(lengths, group.rank(), group.size())]
+            own = self._rank_tokens(lengths, group.rank(), group.size())
+            local = tokens[..., own]
             yield {
                 "input_ids": local[0].contiguous(),
                 "labels": local[1].contiguous(),
                 "position_ids": local[2].contiguous(),
                 "packed_seq_params": self._packed(lengths) if self._batch.packed else None,
+                "routed_experts": self._given_experts(number, own),
             }
+
+    def _given_experts(self, number: int, own: Tensor) -> Tensor | None:
+        """Return the experts ``[height, own tokens, layers, topk]`` of a micro-batch."""
+        given = self._batch.routed_experts
+        if given is None:
+            return None
+        flat = given.flatten(0, 1).to(self._device)
+        rows = flat.new_full((self.height, self.length, *flat.shape[1:]), LIVE)
+        for row, start, positions in self._sequence_rows(number):
+            rows[row, start : start + len(positions)] = flat[positions.to(self._device)]
+        return rows[:, own]
 
     def _sequence_rows(self, number: int) -> Iterator[tuple[int, int, Tensor]]:
         """Yield row, first token and positions in the batch of each sequence of a micro-batch."""
@@ -299,11 +379,46 @@ class _Rows:
                 out[:, positions[1:].to(self._device)] = rows[:, row, start : start + len(positions) - 1]
         return out.view(len(values_by_row), *self._batch.input_ids.shape)
 
+    def routed_experts(self) -> Tensor:
+        """Return the recorded experts of all layers at their tokens: ``[batch, seq, layers, topk]``; collective."""
+        shape = require_experts(self._models.config, "return_routed_experts")
+        sizes = len(shape.layers), shape.topk
+        by_row = torch.zeros(
+            self.count, self.height, self.length, *sizes, dtype=torch.int32, device=self._device
+        )
+        for chunk in self._models.chunks:
+            for layer, passes in recorded_experts(chunk):
+                for number, experts in enumerate(passes):
+                    own = experts.unflatten(0, (-1, self.height)).transpose(0, 1)
+                    by_row[number, :, self._router_tokens(number), layer] = own.int()
+        split = [parallel.pipeline_group(), parallel.context_group()]
+        split += [parallel.tensor_group()] if self._models.megatron.sequence_parallel else []
+        for group in split:
+            if group.size() > 1:
+                torch.distributed.all_reduce(by_row, group=group)  # each element is 0 on all ranks but one
+        ids = self._batch.input_ids
+        found = torch.full((ids.numel(), *sizes), LIVE, dtype=torch.int16, device=self._device)
+        for number in range(len(self._groups)):
+            for row, start, positions in self._sequence_rows(number):
+                known = by_row[number, row, start : start + len(positions)]
+                found[positions.to(self._device)] = known.to(torch.int16)
+        return found.view(*ids.shape, *sizes)
+
+    def _router_tokens(self, number: int) -> Tensor:
+        """Return the indices in a row of the tokens that a router of this rank sees."""
+        context, tensor = parallel.context_group(), parallel.tensor_group()
+        own = self._rank_tokens(self._lengths(number), context.rank(), context.size())
+        return own.chunk(tensor.size())[tensor.rank()] if self._models.megatron.sequence_parallel else own
+
 
 def _forward_step(
-    iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module
+    iterator: Iterator[dict[str, Tensor | None]], model: torch.nn.Module
 ) -> tuple[Tensor, Callable[[Tensor, bool], Tensor]]:
-    output: Tensor = model(**next(iterator), attention_mask=None)
+    inputs = next(iterator)
+    experts = inputs.pop("routed_experts")
+    set_routed_experts(model, experts)
+    output: Tensor = model(**inputs, attention_mask=None)
+    require_replayed(model)
 
     def collect(values: Tensor, non_loss_data: bool = False) -> Tensor:
         return values

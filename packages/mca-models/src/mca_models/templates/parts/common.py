@@ -144,7 +144,7 @@ def down(mca: str, hf: str) -> Param:
 def dense_mlp(config: McaModelConfig, projections: Sequence[Param] | None = None) -> list[Param]:
     """Gated MLP of a decoder layer with its norms.
 
-    HF calls the norm before the MLP ``post_attention_layernorm``, unless there are norms after each block.
+    HF calls the norm before the MLP ``post_attention_layernorm``, unless there are post-norms.
 
     Args:
         config: The model.

@@ -10,7 +10,7 @@ from mca_models.templates.config_table import Fixed, HfConfig, read_rope
 from mca_models.templates.lens import Lens
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-PER_LAYER_TYPE = Fixed("rope_scaling", (None, {}), "'rope_parameters' has a rope for each kind of layer")
+PER_LAYER_TYPE = Fixed("rope_scaling", (None, {}), "'rope_parameters' has separate RoPE for each layer type")
 
 
 def derive_dual_rope(hf: HfConfig, base: float, local_base: float) -> JsonObject:
@@ -19,7 +19,7 @@ def derive_dual_rope(hf: HfConfig, base: float, local_base: float) -> JsonObject
     Args:
         hf: ``config.json``.
         base: Of full layers, if it says none.
-        local_base: Of layers with a window, if it says none.
+        local_base: Of sliding-window layers, if it says none.
     """
     rope = dict(hf.get("rope_parameters") or {})
     full = {**(rope.get(FULL) or {"rope_type": "default"}), **(hf.get("rope_scaling") or {})}
@@ -27,9 +27,9 @@ def derive_dual_rope(hf: HfConfig, base: float, local_base: float) -> JsonObject
     whole = read_rope({"rope_theta": base, "rope_parameters": full})
     sliding = read_rope({"rope_theta": local_base, "rope_parameters": local})
     if sliding["rope_scaling"] is not None or sliding["rotary_percent"] != 1.0:
-        Fixed("rope_parameters.sliding_attention", ({},), "layers with a window have an unscaled rope").check(
-            {"rope_parameters.sliding_attention": local}
-        )
+        Fixed(
+            "rope_parameters.sliding_attention", ({},), "sliding-window layers have an unscaled rope"
+        ).check({"rope_parameters.sliding_attention": local})
     return {**whole, "rotary_base_local": sliding["rotary_base"]}
 
 

@@ -1,4 +1,4 @@
-"""Rules of models that mix gated attention with linear attention layers (gated delta nets).
+"""Rules of models that mix gated attention with linear attention layers (gated delta net).
 
 `mca_models.megatron.features` computes these layers.
 """

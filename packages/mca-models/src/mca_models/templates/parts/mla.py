@@ -39,7 +39,7 @@ MLA_FIELDS = (
 )
 
 
-INTERLEAVED = Fixed("rope_interleave", (True,), "Megatron's latent attention rotates pairs of neighbours")
+INTERLEAVED = Fixed("rope_interleave", (True,), "Megatron's MLA uses interleaved RoPE")
 
 
 def derive_mla(hf: HfConfig) -> JsonObject:
@@ -54,7 +54,7 @@ def derive_sigmoid_mla(hf: HfConfig) -> JsonObject:
 
 
 def latent_attention(config: McaModelConfig) -> list[Param]:
-    """Pre-norm multi-head latent attention, its queries compressed or not."""
+    """Pre-norm MLA, its queries compressed or not."""
     still, latent, turned = (
         given(config.mla).qk_head_dim,
         given(config.mla).kv_lora_rank,

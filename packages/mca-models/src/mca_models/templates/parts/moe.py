@@ -36,7 +36,7 @@ SIGMOID_ROUTER: Values = {
     "moe_router_enable_expert_bias": True,
     "moe_router_pre_softmax": True,
 }
-"""Sigmoid router: top-k with an expert bias, weights normalised over the top-k."""
+"""Sigmoid router: top-k with an expert bias, weights normalized over the top-k."""
 
 TRANSPOSED = "transposed_experts"
 """The fact in ``extra`` that stacked experts lie as ``[experts, in, out]``."""
@@ -55,7 +55,7 @@ def require_sigmoid_routing(hf: HfConfig) -> None:
     """Reject configurations for which Megatron's sigmoid routing differs from HF's.
 
     Raises:
-        McaError: One expert for a token, whose weight Megatron does not normalise; groups without two experts, by
+        McaError: One expert for a token, whose weight Megatron does not normalize; groups without two experts, by
             whose sum they are chosen; more groups for a token than there are; or fewer experts in a token's groups
             than it is sent to, of which the others are then any.
     """
@@ -63,7 +63,7 @@ def require_sigmoid_routing(hf: HfConfig) -> None:
     experts = hf.get("n_routed_experts") or hf.get("num_local_experts") or 2 * groups
     if topk < 2:
         raise HfConfigError(
-            f"config.json: 'num_experts_per_tok' is {topk}; supported: 2 or more (Megatron does not normalise a "
+            f"config.json: 'num_experts_per_tok' is {topk}; supported: 2 or more (Megatron does not normalize a "
             "single sigmoid score)"
         )
     if groups > 1 and experts < 2 * groups:
@@ -130,7 +130,7 @@ def shared_experts(config: McaModelConfig, names: MoeNames) -> list[Param]:
 def moe_params(
     config: McaModelConfig, names: MoeNames, attention_rules: Sequence[Param] | None = None
 ) -> list[Param]:
-    """Every parameter of a model of attention, ``mlp_layers`` and prediction layers, in checkpoint order.
+    """Every parameter of a model of attention, ``mlp_layers`` and MTP layers, in checkpoint order.
 
     Args:
         config: The model.
@@ -163,7 +163,7 @@ def moe_layers(config: McaModelConfig, names: MoeNames, layers: Sequence[int]) -
 
 
 def last_layer(config: McaModelConfig, names: MoeNames, attention: Sequence[Param]) -> list[Param]:
-    """The rules of one decoder layer as a prediction layer holds it: with experts if the model has any."""
+    """The rules of one decoder layer as an MTP layer holds it: with experts if the model has any."""
     if not config.num_experts:
         return [*attention, *dense_mlp(config)]
     stacked = config.extra.get("fused_mtp_experts", config.extra.get("fused_experts"))
@@ -250,7 +250,7 @@ def aux_loss(hf: HfConfig) -> dict[str, object]:
 SCALED = Field("moe_router_topk_scaling_factor", "routed_scaling_factor", 1.0)
 
 
-NORMALISED = Fixed("norm_topk_prob", (True,), "Megatron normalises sigmoid scores over the chosen experts")
+NORMALISED = Fixed("norm_topk_prob", (True,), "Megatron normalizes sigmoid scores over the chosen experts")
 
 
 def sigmoid_experts(hf: HfConfig) -> JsonObject:
@@ -291,7 +291,7 @@ def sparse_layers(hf: HfConfig) -> dict[str, object]:
     """Derive the layers with experts, and the router weights of the chosen ones."""
     step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
     freq = tuple(int(i not in dense and (i + 1) % step == 0) for i in range(hf["num_hidden_layers"]))
-    # weights normalised over the chosen experts are a softmax after the choice
+    # weights normalized over the chosen experts are a softmax after the choice
     pre_softmax = not hf.get("norm_topk_prob", False)
     return {"moe_layer_freq": freq, "moe_router_pre_softmax": pre_softmax} | aux_loss(hf)
 

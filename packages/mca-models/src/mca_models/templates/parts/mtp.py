@@ -1,4 +1,4 @@
-"""Rules of multi-token-prediction layers, which HF numbers after the decoder's.
+"""Rules of MTP layers, which HF numbers after the decoder's.
 
 How their loss is computed is the trainer's matter.
 """
@@ -21,7 +21,7 @@ MTP_NAMES["final_layernorm"] = f"{HF}shared_head.norm"
 def mtp_params(
     config: McaModelConfig, inside: Sequence[Param], own: Mapping[str, str] = MTP_NAMES, prefix: str = HF
 ) -> list[Param]:
-    """Every prediction layer.
+    """Every MTP layer.
 
     Args:
         config: The model.
@@ -52,7 +52,7 @@ def mtp_params(
 
 
 def mtp_copies(config: McaModelConfig) -> dict[str, str]:
-    """Tensors that HF files repeat inside each prediction layer, and what they repeat."""
+    """Tensors that HF files repeat inside each MTP layer, and what they repeat."""
     layers = range(config.num_layers, config.num_layers + config.mtp_num_layers)
     head = HF_EMBEDDING if config.head.tie_word_embeddings else HF_HEAD
     copies = {f"{HF}embed_tokens.weight": HF_EMBEDDING, f"{HF}shared_head.head.weight": head}
@@ -60,5 +60,5 @@ def mtp_copies(config: McaModelConfig) -> dict[str, str]:
 
 
 OWN_EMBEDDING = Fixed(
-    "mtp_use_dedicated_embeddings", (False,), "Megatron's prediction layers share the model's embedding"
+    "mtp_use_dedicated_embeddings", (False,), "Megatron's MTP layers share the model's embedding"
 )

@@ -22,7 +22,7 @@ PREFIX = "carried."
 """Prefix of their Megatron names."""
 
 _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", "mtp_num_hidden_layers")
-"""HF's keys of how many prediction layers a checkpoint has."""
+"""HF's keys of how many MTP layers a checkpoint has."""
 _IN_FP32 = ("e_score_correction_bias", "expert_bias")
 
 

@@ -28,7 +28,7 @@ def long_rope(hf: HfConfig) -> JsonObject:
 
 
 def alpha_rope(hf: HfConfig) -> JsonObject:
-    """Derive the rope; a dynamic one with an ``alpha`` is an unscaled one with a larger base at any length."""
+    """Derive RoPE; a dynamic one with an ``alpha`` is an unscaled one with a larger base at any length."""
     rope, dim = read_rope(hf), hf.get("head_dim") or head_dim(hf)
     scaling = rope["rope_scaling"] or {}
     if scaling.get("rope_type") == "dynamic" and scaling.get("alpha"):

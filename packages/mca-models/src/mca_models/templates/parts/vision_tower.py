@@ -165,7 +165,7 @@ class NestedTextConfig:
         text_model_type: HF's name of the text model.
         tied: Whether the head is tied if the file does not say.
         text_ties: Whether the text part's own word ties it too.
-        rope: Sections of the rope, where the family has any, if the file does not say; and whether they interleave.
+        rope: Sections of RoPE, where the family has any, if the file does not say; and whether they interleave.
         deepstack: How many decoder layers get features, by the vision model's configuration.
         defaults: Default values of the keys outside of ``vision_config``.
     """
@@ -203,7 +203,7 @@ class NestedTextConfig:
         }
 
     def _sections(self, hf: HfConfig) -> tuple[tuple[int, ...], bool]:
-        """Return the rope sections; whether they interleave follows from the family alone, as in transformers."""
+        """Return RoPE sections; whether they interleave follows from the family alone, as in transformers."""
         text = hf.get("text_config") or hf
         ropes: list[JsonObject] = [text[key] for key in _ROPES if isinstance(text.get(key), dict)]
         rope = ropes[-1] if ropes else {}

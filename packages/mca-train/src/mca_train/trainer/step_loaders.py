@@ -1,4 +1,4 @@
-"""Trainer methods that return data loaders whose items are full steps.
+"""`StepLoaders`: a trainer's data loaders, whose items are full steps.
 
 ``batching`` decides the content and the order of a step.
 """
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from mca_config.errors import McaError
 from mca_config.printable import counted
 from mca_config.training import TrainingArguments
-from mca_train.batching.loaders import iterate_steps
+from mca_train.batching.loaders import Loaders, iterate_steps
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.position import RunLength
 from mca_train.batching.sample_consistency import check_first_step
@@ -20,61 +20,67 @@ from mca_train.batching.sampling import StepSampler
 from mca_train.batching.step_stream import StepStream
 from mca_train.data.token_dataset import Samples
 from mca_train.groups import Ranks
-from mca_train.trainer.base import TrainerBase
+from mca_train.trainer.base import HfTrainer, Progress
+from mca_train.trainer.monitor import Watch
 
 logger = logging.getLogger(__name__)
 
 
-class DataLoaderMixin(TrainerBase):
-    """The Trainer's methods about data loaders, whose items are full steps."""
+class StepLoaders:
+    """Loaders of the datasets that a trainer has at the moment.
 
-    def get_train_dataloader(self) -> DataLoader[StepBatch]:
-        """Return this rank's training loader; an item is a step."""
-        return self._train_loader()[0]
+    Args:
+        hf: The trainer with the datasets.
+        loaders: Builds the loaders.
+        watch: Monitor, which measures how long a rank reads.
+        progress: Progress of the run.
+    """
 
-    def get_eval_dataloader(self, eval_dataset: Samples | str | None = None) -> DataLoader[StepBatch]:
-        """Return this rank's evaluation loader; an item is a round of micro-batches."""
-        return self._evaluation_loader(eval_dataset)
+    def __init__(self, hf: HfTrainer, loaders: Loaders, watch: Watch, progress: Progress) -> None:
+        self._hf, self._watch, self._progress = hf, watch, progress
+        self.loaders = loaders
 
-    def _evaluation_loader(self, selected: Samples | str | None) -> DataLoader[StepBatch]:
+    def train(self) -> tuple[DataLoader[StepBatch], StepSampler | StepStream]:
+        """Return this rank's training loader and its sampler; an item is a step."""
+        if self._hf.train_dataset is None:
+            raise McaError("training needs a train_dataset (train_file)")
+        self._release_other_datasets()
+        return self.loaders.train(self._hf.train_dataset)
+
+    def evaluation(self, selected: Samples | str | None) -> DataLoader[StepBatch]:
+        """Return this rank's evaluation loader; an item is a round of micro-batches.
+
+        Args:
+            selected: A dataset, or the name of one of the trainer's; None: the trainer's only one.
+        """
         dataset = self._eval_dataset(selected)
         self._release_other_datasets(dataset)
-        return self._loaders.evaluation(dataset)[0]
+        return self.loaders.evaluation(dataset)[0]
 
-    def _steps(self, loader: DataLoader[StepBatch], sampler: StepSampler | StepStream) -> Iterator[StepBatch]:
+    def steps(self, loader: DataLoader[StepBatch], sampler: StepSampler | StepStream) -> Iterator[StepBatch]:
         """Iterate over the steps of an epoch; the first step of `train` is compared between ranks."""
-        steps, done = self.watch.stragglers.reading(iterate_steps(loader)), self.state.global_step
-        if done > self.started_at_step:
+        steps, done = self._watch.stragglers.reading(iterate_steps(loader)), self._hf.state.global_step
+        if done > self._progress.started_at_step:
             return steps
-        return check_first_step(steps, self.ranks, sampler, f"step {done + 1}")
+        return check_first_step(steps, self._hf.ranks, sampler, f"step {done + 1}")
 
-    def _rounds(self, loader: DataLoader[StepBatch], what: str) -> Iterator[StepBatch]:
+    def rounds(self, loader: DataLoader[StepBatch], what: str) -> Iterator[StepBatch]:
         """Iterate over an evaluation loader, compared in the same way; ``what`` names it in errors."""
         return check_first_step(
-            iterate_steps(loader), self.ranks, cast("StepSampler", loader.batch_sampler), what
+            iterate_steps(loader), self._hf.ranks, cast("StepSampler", loader.batch_sampler), what
         )
 
     def _release_other_datasets(self, *datasets: Samples) -> None:
         """Release what was built for datasets that are neither the trainer's nor among these."""
-        current = self.eval_dataset
+        current = self._hf.eval_dataset
         evaluated = current.values() if isinstance(current, dict) else [current]
-        self._loaders.keep_only([self.train_dataset, *evaluated, *datasets])
-
-    def _train_loader(self) -> tuple[DataLoader[StepBatch], StepSampler | StepStream]:
-        if self.train_dataset is None:
-            raise McaError("training needs a train_dataset (train_file)")
-        self._release_other_datasets()
-        return self._loaders.train(self.train_dataset)
-
-    def _set_length(self, length: RunLength) -> None:
-        self.state.compute_steps(self.args, length.max_steps)
-        self.state.max_steps = length.max_steps
-        self.state.num_train_epochs = length.num_epochs
+        self.loaders.keep_only([self._hf.train_dataset, *evaluated, *datasets])
 
     def _eval_dataset(self, selected: Samples | str | None) -> Samples:
-        dataset = self.eval_dataset if selected is None else selected
+        current = self._hf.eval_dataset
+        dataset = current if selected is None else selected
         if isinstance(dataset, str):
-            named = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
+            named = current if isinstance(current, dict) else {}
             if dataset not in named:
                 raise McaError(
                     f"eval_dataset has no dataset {dataset!r}; it has: {', '.join(named) or 'no names'}"

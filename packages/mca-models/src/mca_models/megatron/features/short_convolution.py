@@ -1,0 +1,134 @@
+"""Gated short convolution in place of attention (LFM2), in plain torch or by the kernel of causal-conv1d.
+
+    B, C, x = in_proj(u)        y = out_proj(C * conv(B * x))
+
+The convolution is causal and depthwise. Tensor ranks hold channels; context parallelism gathers the projected tokens.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from mca_config.model.section import given
+from mca_config.model_config import McaModelConfig
+from mca_config.types import Typed
+from mca_models.megatron.features.feature import Feature, LayerContext, SpecChanges
+from mca_models.megatron.features.kernels import find_kernel
+from mca_models.megatron.features.recurrent_layers import (
+    CausalConvolution,
+    apply_to_full_sequences,
+    normed_linears,
+)
+from mca_models.megatron.layers.sharded import sharded_state
+from mca_models.megatron.names import Implementation
+from mca_models.megatron.types import MegatronConfig, PackedSeqParams, ShardedState, Spec, WithBias
+
+_CUT = ("conv1d.weight",)
+_PARTS = ("gate_in", "gate_out", "inputs")
+"""Parts of the input projection (B, C, x); names differ from those of Mamba's parts in ``torch_dist`` directories."""
+
+
+class ShortConvolution(torch.nn.Module):
+    """Gated short convolution of one tensor rank's channels; `_module` mixes in ``MegatronModule``."""
+
+    def __init__(
+        self, config: MegatronConfig, model: McaModelConfig, column: Typed, row: Typed, **options: Typed
+    ) -> None:
+        super().__init__(config)
+        self.groups = options["pg_collection"]
+        hidden = model.hidden_size
+        self.channels = hidden // self.groups.tp.size()
+        linear = {"config": config, "bias": False, "is_expert": False, "tp_group": self.groups.tp}
+        self.in_proj = column(
+            hidden,
+            len(_PARTS) * hidden,
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            **linear,
+        )
+        width = given(model.short_convolution).short_conv_kernel_dim
+        convolution = torch.nn.Conv1d(
+            self.channels, self.channels, width, groups=self.channels, bias=False, dtype=config.params_dtype
+        )
+        self.conv1d = CausalConvolution.from_conv1d(convolution, find_kernel("causal_conv1d_fn", config))
+        self.conv1d.activation = None
+        self.out_proj = row(
+            hidden,
+            hidden,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+            **linear,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: object = None,
+        *,
+        packed_seq_params: PackedSeqParams = None,
+        **_: object,
+    ) -> WithBias:
+        """Map ``[s / cp, b, hidden]`` to the same shape; other arguments of an attention are ignored."""
+        mixed, _ = self.in_proj(hidden_states)
+        output: WithBias = self.out_proj(
+            apply_to_full_sequences(self._sequence, mixed, packed_seq_params, self.groups.cp)
+        )
+        return output
+
+    def _sequence(self, mixed: Tensor) -> Tensor:
+        """Map projections ``[s, b, B C x]`` of one sequence to gated values ``[s, b, channels]``."""
+        before, after, x = mixed.chunk(len(_PARTS), -1)
+        convolved = self.conv1d((before * x).permute(1, 2, 0)).permute(2, 0, 1)
+        gated: Tensor = after * convolved
+        return gated
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None
+    ) -> ShardedState:
+        """Return the sharded state; the input projection is split into its parts, independent of the layout."""
+        from megatron.core.ssm.mamba_mixer import _split_tensor_factory
+        from megatron.core.transformer.module import MegatronModule
+
+        state: ShardedState = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+        cut = sharded_state(self, prefix, sharded_offsets, dict.fromkeys(_CUT, 0))
+        state |= {key: value for key, value in cut.items() if key.removeprefix(prefix) in _CUT}
+        key = f"{prefix}in_proj.weight"
+        state[key] = _split_tensor_factory(state[key], [self.channels] * len(_PARTS), list(_PARTS), 0)
+        return state
+
+
+def short_convolution_spec(implementation: Implementation, config: McaModelConfig) -> Spec:
+    """Return the spec of a gated short convolution in place of attention."""
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    column, row = normed_linears(implementation)
+    return ModuleSpec(module=_module(), params={"model": config, "column": column, "row": row})
+
+
+@cache
+def _module() -> type:
+    from megatron.core.transformer.module import MegatronModule
+
+    return type("ShortConvolution", (ShortConvolution, MegatronModule), {})
+
+
+def _layer(context: LayerContext) -> SpecChanges:
+    if context.kind != "conv":
+        return SpecChanges()
+    return SpecChanges(
+        {"self_attention": lambda _: short_convolution_spec(context.implementation, context.config)}
+    )
+
+
+SHORT_CONVOLUTION = Feature(
+    name="short convolution",
+    enabled=lambda config: config.short_convolution is not None,
+    # tensors of layers that differ are not stacked
+    settings=lambda config: {"hetereogenous_dist_checkpoint": True},
+    layer=_layer,
+)

@@ -1,0 +1,98 @@
+"""`Evaluator` computes the loss of datasets: every sample counts once, and training continues unchanged.
+
+The callbacks decide when to evaluate; `Hooks.compute_loss` computes the loss.
+"""
+
+import logging
+import time
+
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import speed_metrics
+
+from mca_config.printable import counted
+from mca_models.megatron.distributed.collectives import run_on_first_rank
+from mca_train.batching.micro_batch import StepBatch
+from mca_train.batching.sample_consistency import require_same_samples
+from mca_train.data.token_dataset import Samples
+from mca_train.metrics.meter import LossMeter, LossReport
+from mca_train.trainer.base import HfTrainer, Hooks
+from mca_train.trainer.logger import Logger
+from mca_train.trainer.model_runner import ModelRunner
+from mca_train.trainer.monitor import Watch
+from mca_train.trainer.step_loaders import StepLoaders
+
+logger = logging.getLogger(__name__)
+
+
+class EvaluationStopped(Exception):
+    """SIGTERM during an evaluation; raised on all ranks after the same step."""
+
+
+class Evaluator:
+    """Evaluation of a trainer's model; collective like the trainer itself.
+
+    Args:
+        hf: The trainer with the callbacks.
+        hooks: The trainer's.
+        runner: Runs the model.
+        data: The trainer's loaders.
+        log: Logger whose custom metrics `Hooks.compute_loss` adds to.
+        watch: Monitor of the run.
+    """
+
+    def __init__(
+        self,
+        hf: HfTrainer,
+        hooks: Hooks,
+        runner: ModelRunner,
+        data: StepLoaders,
+        log: Logger,
+        watch: Watch,
+    ) -> None:
+        self._hf, self._hooks, self._runner = hf, hooks, runner
+        self._data, self._logger, self._watch = data, log, watch
+        self.stops_on_signal = False
+        """True while SIGTERM may end the running evaluation, which is repeated on resume."""
+
+    def evaluate(self, dataset: Samples | str | None, prefix: str) -> dict[str, float]:
+        """Return the mean loss over all targets of one dataset, and log it; ``prefix`` of the metrics' names."""
+        hf, started = self._hf, time.time()
+        loader = self._data.evaluation(dataset)
+        with self._logger.separate_metrics() as custom_metrics:
+            report = self._run(loader)
+            metrics = _loss(report, f"{prefix}_loss")
+            metrics |= {f"{prefix}_{name}": mean for name, mean in custom_metrics.flush().items()}
+        require_same_samples(hf.ranks, report.checksum, "evaluation")
+        metrics |= speed_metrics(prefix, started, num_samples=report.num_samples, num_steps=len(loader))
+        own = metrics
+        metrics = run_on_first_rank(lambda: own)  # sums in other orders may disagree on the best model
+        hf.log(dict(metrics))
+        hf.fire("on_evaluate", metrics)
+        return metrics
+
+    def _run(self, loader: DataLoader[StepBatch]) -> LossReport:
+        hf, watch = self._hf, self._watch
+        hf.callback_handler.eval_dataloader = loader
+        meter = LossMeter(hf.ranks.context_parallel_rank)
+        with self._runner.evaluating() as pipeline:
+            for batch in self._data.rounds(loader, "evaluation"):
+                watch.hang_detector.enter("evaluating", hf.state.global_step)
+                self._hooks.before_forward(batch)
+                meter.add(pipeline.evaluate(batch), batch)
+                hf.fire("on_prediction_step")
+                if self.stops_on_signal and watch.signal.agreed():
+                    raise EvaluationStopped
+        return meter.flush()
+
+
+def _loss(report: LossReport, name: str) -> dict[str, float]:
+    """Return the mean loss of an evaluation under ``name``; empty, with a warning, if it has no targets."""
+    if targets := sum(report.targets):
+        return {name: report.loss_sum / targets}
+    logger.warning(
+        "the evaluation has no %s: the loss of its %s is over 0 targets (all labels are -100, or compute_loss counted "
+        "nothing)",
+        name,
+        counted(report.num_samples, "sample"),
+    )
+    return {}

@@ -1,0 +1,273 @@
+"""`Loop` runs the epochs and steps of ``train``, and after each step what the callbacks request.
+
+``engine`` implements the step; this module calls the parts of the trainer in order.
+"""
+
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import IntervalStrategy, TrainOutput, speed_metrics
+
+from mca_config.files import naming_read_errors
+from mca_train.batching.loaders import resume_position
+from mca_train.batching.micro_batch import StepBatch
+from mca_train.batching.position import RunLength, RunPosition
+from mca_train.batching.sampling import StepSampler
+from mca_train.batching.step_stream import StepStream
+from mca_train.checkpoint import directory
+from mca_train.checkpoint.loop_state import PendingEvents
+from mca_train.checkpoint.model import saved_weights
+from mca_train.checkpoint.training_state import TrainingState
+from mca_train.engine.engine import StepResult
+from mca_train.trainer.base import HfTrainer, Hooks, Progress
+from mca_train.trainer.evaluator import EvaluationStopped, Evaluator
+from mca_train.trainer.hf_shims import is_early_stopped, name_missing_metric
+from mca_train.trainer.logger import Logger
+from mca_train.trainer.model_runner import ModelRunner
+from mca_train.trainer.monitor import Watch
+from mca_train.trainer.saver import Saver
+from mca_train.trainer.step_loaders import StepLoaders, log_plan
+
+if TYPE_CHECKING:
+    from mca_models import VirtualModels
+
+logger = logging.getLogger(__name__)
+
+
+class Loop:
+    """Training loop of a trainer; collective like the trainer itself.
+
+    Args:
+        hf: The trainer with the callbacks and the arguments.
+        hooks: The trainer's.
+        model: `VirtualModels`.
+        runner: Runs and trains the model.
+        data: The trainer's loaders.
+        log: Logger.
+        evaluator: Evaluates the model.
+        saver: Saves checkpoints.
+        watch: Monitor of the run.
+        progress: Progress of the run.
+    """
+
+    def __init__(
+        self,
+        hf: HfTrainer,
+        hooks: Hooks,
+        model: "VirtualModels",
+        *,
+        runner: ModelRunner,
+        data: StepLoaders,
+        log: Logger,
+        evaluator: Evaluator,
+        saver: Saver,
+        watch: Watch,
+        progress: Progress,
+    ) -> None:
+        self._hf, self._hooks, self._model, self._runner = hf, hooks, model, runner
+        self._data, self._logger, self._evaluator, self._saver = data, log, evaluator, saver
+        self._watch, self._progress = watch, progress
+
+    def run(self, checkpoint: Path | None) -> TrainOutput:
+        """Train from the start, or from ``checkpoint``, to the end of the run."""
+        hf, progress = self._hf, self._progress
+        loader, sampler = self._data.train()
+        with naming_read_errors(checkpoint or Path(hf.args.output_dir)):
+            loop_state = self._saver.load_state(checkpoint)
+            place = RunPosition() if checkpoint is None else directory.load_position(checkpoint)
+        progress.position = resume_position(place, sampler)
+        length = RunLength.from_arguments(hf.args, sampler, progress.position, hf.state.global_step)
+        training = self._prepare(length, checkpoint)
+        log_plan(hf.args, hf.ranks, length, sampler.shape.global_size, hf.state.global_step)
+        self._saver.remove_leftovers(checkpoint)
+        start, started = hf.state.global_step, time.time()
+        progress.started_at_step = start
+        hf.fire("on_train_begin")
+        if checkpoint is not None:
+            with naming_read_errors(checkpoint):
+                training.load_rng(checkpoint)
+        elif hf.args.eval_on_start:
+            hf._evaluate(None, None, skip_scheduler=True)
+        self._logger.reset()
+        self._logger.restore(loop_state)
+        if checkpoint is not None:
+            left = sampler.steps_after(progress.position.samples)
+            ended = progress.position.ended or not left
+            self._catch_up(loop_state.due, over=ended or start >= length.max_steps)
+            progress.position = progress.position.next_epoch(left) if ended else progress.position
+        for epoch in range(progress.position.epoch, length.num_epochs):
+            if hf.control.should_training_stop or hf.state.global_step >= length.max_steps:
+                break
+            self._run_epoch(epoch, loader, sampler)
+        return self._finish(start, started)
+
+    def _prepare(self, length: RunLength, checkpoint: Path | None) -> TrainingState:
+        """Build engine and schedule; restore them from ``checkpoint`` if there is one."""
+        hf, progress = self._hf, self._progress
+        hf.set_length(length)
+        if checkpoint is not None:
+            with naming_read_errors(checkpoint):
+                self._runner.load_weights(checkpoint)
+        started = self._runner.start(length.schedule_steps)
+        engine, rate = started.engine, started.rate
+        engine.stopwatch, engine.assumed_counts = self._watch.stragglers.forward, []
+        training = self._saver.training_state()
+        if checkpoint is not None:
+            with naming_read_errors(checkpoint):
+                training.load(checkpoint, saved_weights(self._model, checkpoint))
+            rate.move(length.schedule_done - progress.position.schedule)
+        rate.write_decay(engine.optimizer.param_groups)
+        progress.position = replace(progress.position, schedule=length.schedule_done)
+        hf.set_optimizer(engine.optimizer, rate.scheduler)
+        return training
+
+    def _run_epoch(
+        self, epoch: int, loader: DataLoader[StepBatch], sampler: StepSampler | StepStream
+    ) -> None:
+        hf, progress = self._hf, self._progress
+        training = self._runner.training
+        left = sampler.steps_after(progress.position.samples)
+        if epoch != progress.position.epoch:
+            progress.position = progress.position.next_epoch(left)
+        elif hf.args.ignore_data_skip:
+            progress.position = progress.position.restart_epoch(sampler.num_steps - left)
+        sampler.set_epoch(epoch, progress.position.samples)
+        hf.callback_handler.train_dataloader = loader
+        hf.fire("on_epoch_begin")
+        for batch in self._data.steps(loader, sampler):
+            training.rate.write(training.engine.optimizer.param_groups)
+            hf.fire("on_step_begin")
+            self._hooks.training_step(batch)
+            hf.state.global_step += 1
+            progress.position = progress.position.after_step()
+            hf.state.epoch = epoch + sampler.share(progress.position.samples)
+            hf.fire("on_step_end")
+            self._request_log()
+            progress.pending = self._watch.stop_on_signal(hf.control, hf.state.global_step)
+            self._saver.checkpoints.advance()
+            self._log_evaluate_save()
+            self._watch.hang_detector.enter("reading the batch", hf.state.global_step + 1)
+            if hf.control.should_epoch_stop or hf.control.should_training_stop:
+                break
+        if not self._watch.stopped:
+            self._end_epoch()
+
+    def step(self, batch: StepBatch) -> StepResult:
+        """Run one optimizer step on one step's batch."""
+        hf, training, watch = self._hf, self._runner.training, self._watch
+        number = hf.state.global_step + 1
+        watch.hang_detector.enter("forward and backward", number)
+        self._hooks.before_forward(batch)
+        loss = training.engine.forward_backward(batch)
+        self._logger.add_step(loss, batch)
+        hf.fire("on_pre_optimizer_step")
+        watch.hang_detector.enter("the optimizer", number)
+        result = training.engine.optimizer_step()
+        self._logger.end_step(result, loss, training.rate.value, training.engine)
+        hf.fire("on_optimizer_step")
+        if result.updated:
+            training.rate.step()
+        return result
+
+    def _request_log(self) -> None:
+        """Log the first and the last step of a run, if steps are logged at all."""
+        hf = self._hf
+        is_end = hf.state.global_step in (1, hf.state.max_steps)
+        if is_end and hf.args.logging_strategy == IntervalStrategy.STEPS:
+            hf.control.should_log = True
+
+    def _log_evaluate_save(self) -> None:
+        """Log, evaluate and save as the callbacks requested."""
+        hf, step = self._hf, self._hf.state.global_step
+        if hf.control.should_log and step > self._progress.totals.logged:
+            self._logger.log_step(self._runner.training.engine)
+        new_steps = step > self._progress.started_at_step
+        if hf.control.should_training_stop and new_steps and not self._watch.stopped:
+            self._logger.require_updates()  # before anything is saved or reported as the result
+        if hf.control.should_evaluate:
+            self._evaluate_or_put_off()
+        if hf.control.should_save:
+            self._watch.hang_detector.enter("saving", step)
+            with self._logger.meter.pause(), self._saver.checkpoints.finishing_on_error():
+                self._saver.save_checkpoint()
+            hf.control.should_save = False
+
+    def _evaluate_or_put_off(self) -> None:
+        """Evaluate and decide whether to save; after SIGTERM the evaluation is repeated on resume."""
+        hf = self._hf
+        logged, self._evaluator.stops_on_signal = len(hf.state.log_history), True
+        try:
+            with name_missing_metric(hf.args):
+                with self._logger.meter.pause():
+                    metrics = hf._evaluate(None, None)
+                best = hf._determine_best_metric(metrics=metrics, trial=None)
+        except EvaluationStopped:
+            logger.warning("SIGTERM: saving after step %d, then ending", hf.state.global_step)
+            del hf.state.log_history[logged:]
+            pending = self._progress.pending
+            self._progress.pending = replace(pending, evaluation=True, save=hf.control.should_save)
+            hf.control.should_save = hf.control.should_training_stop = True
+            hf.control.should_evaluate = False
+        else:
+            if hf.args.save_strategy == "best":
+                hf.control.should_save = best
+        finally:
+            self._evaluator.stops_on_signal = False
+
+    def _end_epoch(self) -> None:
+        self._progress.pending = PendingEvents()
+        self._hf.fire("on_epoch_end")
+        self._log_evaluate_save()
+
+    def _catch_up(self, due: PendingEvents, *, over: bool) -> None:
+        """Run the pending events of the checkpoint that the run resumes from.
+
+        Args:
+            due: The pending events.
+            over: The epoch or the run ended with that step.
+        """
+        hf = self._hf
+        self._progress.pending = PendingEvents(end_of_epoch=due.end_of_epoch)
+        hf.control.should_log = False
+        hf.control.should_evaluate, hf.control.should_save = due.evaluation, due.save
+        self._log_evaluate_save()
+        if is_early_stopped(hf.callback_handler.callbacks):
+            logger.info(
+                "early stopping ended the run at step %d; a larger patience continues it",
+                hf.state.global_step,
+            )
+            hf.control.should_training_stop = True
+        if due.end_of_epoch and (over or hf.control.should_training_stop) and not self._watch.stopped:
+            self._end_epoch()
+
+    def _finish(self, first: int, started: float) -> TrainOutput:
+        """Log the run's final metrics, load the best model if requested, and call the last callback."""
+        hf, engine, totals = self._hf, self._runner.training.engine, self._progress.totals
+        self._watch.hang_detector.enter("finishing", hf.state.global_step)
+        with engine.params_gathered():
+            pass  # gather the last step's parameters
+        self._saver.checkpoints.finish()
+        steps, stopped = hf.state.global_step - first, self._watch.stopped
+        stepwise = hf.args.logging_strategy == IntervalStrategy.STEPS
+        if steps and stepwise and not stopped and hf.state.global_step > totals.logged:
+            self._logger.log_step(
+                engine
+            )  # a callback ended the run; its checkpoint has the interval as unfinished
+        else:
+            self._logger.add_up(self._logger.meter.flush(), engine)
+        if steps and not stopped:
+            self._logger.require_trained()
+        metrics = speed_metrics("train", started, num_samples=self._progress.samples, num_steps=steps)
+        if totals.steps:
+            metrics["train_loss"] = totals.mean_loss
+        hf.log(dict(metrics))
+        best = hf.args.load_best_model_at_end and not stopped
+        if best and hf.state.best_model_checkpoint is not None:
+            logger.info("loading the best model, %s", hf.state.best_model_checkpoint)
+            self._runner.load_weights(Path(hf.state.best_model_checkpoint))
+        hf.fire("on_train_end")
+        return TrainOutput(hf.state.global_step, metrics.get("train_loss", 0.0), metrics)
