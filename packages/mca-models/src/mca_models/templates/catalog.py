@@ -74,6 +74,10 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
     "qwen3_5_moe": ("`qwen3_5_moe_text` with a vision model", "as of the text part"),
     "glm4v": ("GLM 4.1V: `glm4` with a vision model", "as of the text part"),
     "glm4v_moe": ("GLM 4.5V: `glm4_moe` with a vision model", "as of the text part"),
+    "glm46v": (
+        "GLM 4.6V: the text model of `glm4v` or `glm4v_moe` with a vision model",
+        "as of the text part",
+    ),
     "gemma3": ("`gemma3_text` with a vision model", "as of the text part"),
     "internvl": (
         "InternVL 3 in HF's format: `qwen2`, `qwen3`, `qwen3_moe`, `llama` or `gpt_oss` with a vision model",
@@ -219,6 +223,10 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "MiniMax M3: block-sparse attention with an indexer in some layers; sigmoid routing with expert bias, clamped "
         "SwiGLU",
         "our core attention",
+    ),
+    "llava": (
+        "LLaVA 1.5: `llama`, `mistral`, `qwen2` or `qwen3` with a CLIP or SigLIP vision model",
+        "as of the text part",
     ),
     "minimax_m3_vl": ("`minimax_m3_vl_text` with a vision model", "as of the text part"),
     "phimoe": (

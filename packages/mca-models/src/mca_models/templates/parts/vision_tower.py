@@ -23,9 +23,9 @@ PREFIX = "vision_model."
 SPELLING, MORE = "hf_spelling", "hf_vision_more"
 """Facts in ``extra``: which of the family's spellings a checkpoint has; tensors that no table names, with shapes."""
 
-ImageTokenKind = Literal["patches", "tiles", "lines", "fixed"]
+ImageTokenKind = Literal["patches", "tiles", "lines", "fixed", "plain"]
 """Division of an image into tokens: a grid of merged patches, tiles of equally many tokens, lines with a mark after
-each, or as many tokens for every image."""
+each, or a fixed number of tokens, with Gemma's marks around them (``fixed``) or alone (``plain``)."""
 
 _TEXT, _HEAD = "model.", "lm_head."
 _KEYS = (
@@ -112,20 +112,22 @@ class VisionModel:
         tensors: All of them, for a model.
         spellings: How files may name things, that of published ones first, that of transformers' modules last.
         projector: Beginnings of the names of what makes the text's features of the tower's.
-        unused: Beginnings of the names of what no feature depends on.
+        unused: Beginnings of the names of what no feature depends on, for a model.
         image_tokens: How an image in a row becomes tokens; None: the processor puts tokens around it that mca does not
             write.
+        tokens_per_image: Features of an image, or of a tile, where all have the same number.
     """
 
     tensors: Callable[[McaModelConfig], Shapes]
     spellings: tuple[Spelling, ...]
     projector: tuple[str, ...]
-    unused: tuple[str, ...] = ()
+    unused: Callable[[McaModelConfig], tuple[str, ...]] = lambda config: ()
     image_tokens: ImageTokenKind | None = "patches"
+    tokens_per_image: Callable[[McaModelConfig], int] | None = None
 
-    def component(self, name: str) -> str:
+    def component(self, name: str, config: McaModelConfig) -> str:
         """Return the component of a vision model's ``name``: ``vision``, ``projector``, or ``unused``."""
-        if name.startswith(self.unused):
+        if name.startswith(self.unused(config)):
             return "unused"
         return "projector" if name.startswith(self.projector) else "vision"
 
