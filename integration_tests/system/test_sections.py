@@ -48,7 +48,6 @@ ROOMS: Mapping[str, set[str]] = {
 OTHERS: Mapping[str, Mapping[str, str]] = {
     "moe": {"features.mlp": "quick_gelu is fused for routed experts only"},
     "mla": {"features.rope": "MLA has its own factor of the rotation"},
-    "mamba": {"factory.fill": "draws the states of Mamba layers"},
 }
 """Other readers of a section, with the reason."""
 _CONFIGURATIONS = ("config", "model")
