@@ -26,6 +26,7 @@ SPARSE = (
     "qwen3_vl_moe",
     "glm4v_moe",
     "glm46v-moe",
+    "llama4-moe",
     "minimax_m3_vl-moe",
     "mistral3-mistral4-moe",
 )

@@ -132,6 +132,16 @@ CASES: dict[str, Case] = {
         {**_SIGLIP, "model_type": "pixtral", "head_dim": 8},
         {"image_token_index": 65, "tie_word_embeddings": False},
     ),
+    "llama4-moe": (
+        "llama4",
+        tiny_hf.ALL["llama4_text"][1],
+        {
+            **{key: value for key, value in _SIGLIP.items() if key != "intermediate_size"},
+            **{"intermediate_size": 64, "projector_input_dim": 20, "projector_output_dim": 20},
+            "vision_output_dim": 20,
+        },
+        {"image_token_index": 65, "tie_word_embeddings": False},
+    ),
     "llava": (
         "llava",
         {"model_type": "llama"},
@@ -187,5 +197,8 @@ def model_of(case: str, **different: Any) -> Any:
 
 def save(case: str, directory: Path, dtype: str = "float32", **different: Any) -> Path:
     """Writes the checkpoint of ``case`` to ``directory``."""
-    model_of(case, **different).to(getattr(torch, dtype)).save_pretrained(directory)
+    model = model_of(case, **different)
+    for tensor in [*model.parameters(), *tiny_hf.saved_buffers(model)]:  # not tables of complex numbers
+        tensor.data = tensor.data.to(getattr(torch, dtype))
+    model.save_pretrained(directory)
     return directory

@@ -14,7 +14,9 @@ BOUND = 40
 """Lines of code: no blank ones, no comments, no docstrings, an import once however the formatter breaks it."""
 
 LONGER = {
-    "a table of a vision model's tensors": (*("glm4v", "internvl", "minimax_m3_vl", "mistral3", "qwen2_vl"),),
+    "a table of a vision model's tensors": (
+        *("glm4v", "internvl", "llama4", "minimax_m3_vl", "mistral3", "qwen2_vl"),
+    ),
     "keys of the text model that files leave out": ("gemma3",),
     "a tower of two kinds, whose last layers no feature depends on": ("llava",),
     "layers with a state beside those with attention, under keys and names of their own": (

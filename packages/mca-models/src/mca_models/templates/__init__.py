@@ -109,6 +109,7 @@ _IN_ITS_FILE = (
     "mimo_v2_flash",
     "minicpm3",
     "minimax_m2",
+    "llama4",
     "llava",
     "minimax_m3_vl",
     "minimax_m3_vl_text",

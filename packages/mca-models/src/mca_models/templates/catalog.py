@@ -224,6 +224,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "SwiGLU",
         "our core attention",
     ),
+    "llama4": ("`llama4_text` with a vision model", "as of the text part"),
     "llava": (
         "LLaVA 1.5: `llama`, `mistral`, `qwen2` or `qwen3` with a CLIP or SigLIP vision model",
         "as of the text part",
@@ -278,7 +279,7 @@ _REASONS: Mapping[str, str] = {
     "an indexer over compressed keys, hash routing, several residual streams": ("deepseek_v4"),
     "a multimodal model; its text part is not extracted": (
         "cohere_compass_text dots3_note emu3 fuyu gemma3n gemma4 gemma4_unified git got_ocr2 "
-        "llama4 mllama moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen4_exp"
+        "mllama moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen4_exp"
     ),
     "a draft model that reads the keys and values of its target model": (
         "gemma4_assistant gemma4_unified_assistant"

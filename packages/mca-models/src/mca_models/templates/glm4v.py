@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
@@ -106,7 +107,9 @@ def moe_text() -> Family:
     return replace(GLM4_MOE, model_type="glm4v_moe_text", config=config)
 
 
-def _family(model_type: str, architecture: str, *texts: Family, ties: bool = True) -> Family:
+def _family(
+    model_type: str, architecture: str, *texts: Family, ties: Literal["never", "too"] = "too"
+) -> Family:
     return vision_language_family(
         model_type,
         architecture,
@@ -119,4 +122,4 @@ def _family(model_type: str, architecture: str, *texts: Family, ties: bool = Tru
 
 FAMILY = _family("glm4v", "Glm4vForConditionalGeneration", dense_text())
 MOE_FAMILY = _family("glm4v_moe", "Glm4vMoeForConditionalGeneration", moe_text())
-GLM46V = _family("glm46v", "Glm46VForConditionalGeneration", dense_text(), moe_text(), ties=False)
+GLM46V = _family("glm46v", "Glm46VForConditionalGeneration", dense_text(), moe_text(), ties="never")

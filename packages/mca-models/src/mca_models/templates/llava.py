@@ -72,6 +72,6 @@ FAMILY = vision_language_family(
         image_tokens="plain",
         tokens_per_image=tokens_per_image,
     ),
-    NestedTextConfig(text_model_type="", text_ties=True),
+    NestedTextConfig(text_model_type="", text_ties="too"),
     assumed=True,
 )

@@ -114,7 +114,10 @@ def _run_vision(vision: HfModel, images: JsonObject) -> Tensor:
     """Return ``[rows, hidden * (1 + inner layers)]``."""
     output = vision.get_image_features(**images, return_dict=True)
     inner = getattr(output, "deepstack_features", None) or ()
-    return torch.cat([_flatten(each) for each in (output.pooler_output, *inner)], 1)
+    features = output.pooler_output
+    if features is None:  # Llama 4 projects them in its own forward pass
+        features = vision.multi_modal_projector(output.last_hidden_state)
+    return torch.cat([_flatten(each) for each in (features, *inner)], 1)
 
 
 def _flatten(features: Tensor | Sequence[Tensor]) -> Tensor:
