@@ -5,6 +5,7 @@ unchanged. Tensor ranks hold groups of heads, or heads of a group: ranks of one 
 C, and gather it for each token. Context parallelism gathers the projected tokens.
 """
 
+import math
 from functools import cache
 
 import torch
@@ -32,6 +33,7 @@ from mca_models.megatron.features.recurrent_layers import (
 from mca_models.megatron.features.state_space import state_space_layer
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
 from mca_models.megatron.names import Implementation
+from mca_models.megatron.tensors import seeded_generator
 from mca_models.megatron.types import MegatronConfig, PackedSeqParams, ShardedState, Spec, WithBias
 from mca_models.templates.parts.mamba import segments
 
@@ -241,11 +243,27 @@ def _layer(context: LayerContext) -> SpecChanges:
     return SpecChanges({"self_attention": lambda _: mamba_spec(context.implementation, context.config)})
 
 
+def _start(name: str, shape: tuple[int, ...], seed: int) -> Tensor | None:
+    """Return initial values of Mamba's per-head parameters: time steps of 0.001 to 0.1, and decay rates."""
+    if name.endswith("dt_bias"):
+        drawn = torch.empty(shape).uniform_(0.0, 1.0, generator=seeded_generator(f"{seed}/{name}"))
+        steps = (drawn * (math.log(0.1) - math.log(0.001)) + math.log(0.001)).exp()
+        return steps + torch.log(-torch.expm1(-steps))  # the inverse of softplus
+    if name.endswith("A_log"):
+        return torch.arange(1, shape[0] + 1).float().log()
+    return (
+        torch.ones(shape)
+        if name.endswith((".D", "self_attention.norm.weight", "mamba.norm.weight"))
+        else None
+    )
+
+
 MAMBA = Feature(
     name="Mamba",
     enabled=lambda config: config.mamba is not None,
     spec=_parallel,
     layer=_layer,
+    start=_start,
     settings=lambda config: {
         "hetereogenous_dist_checkpoint": True
     },  # tensors of layers that differ are not stacked
