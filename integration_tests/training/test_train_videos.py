@@ -42,7 +42,7 @@ LAYOUTS = {
     "tp2sp": ("--tensor_model_parallel_size", "2", "--sequence_parallel"),
     "cp2packed": (
         *("--context_parallel_size", "2", "--sequence_packing", "true", "--seq_length", "512"),
-        *("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "2"),
+        *("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "1"),
     ),
     "pp2": ("--pipeline_model_parallel_size", "2"),
 }
