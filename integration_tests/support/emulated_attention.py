@@ -22,7 +22,8 @@ def install() -> dict[Any, Any]:
     from transformer_engine.pytorch.attention.dot_product_attention import backends, context_parallel, utils
     from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention as of
 
-    from mca_models.megatron.factory import limits
+    from mca_models.megatron.features import features
+    from mca_models.megatron.features.attention import ATTENTION
 
     of.DotProductAttention.forward = _as_on_a_gpu(of.DotProductAttention.forward)
     backends.FusedAttention.forward = _fused
@@ -32,10 +33,14 @@ def install() -> dict[Any, Any]:
         context_parallel.AttnFuncWithCPAndQKVOA2A,
     ):
         ring.apply = _over_context_ranks(ring)
-    choose, refused = utils.get_attention_backend, limits._attention
-    limits._attention = lambda config, layout, settings, implementation: refused(
-        config, layout, settings | {"bf16": True}, implementation
+    choose = utils.get_attention_backend
+    in_bf16 = dataclasses.replace(
+        ATTENTION,
+        problems=lambda setup: ATTENTION.problems(
+            dataclasses.replace(setup, settings=setup.settings | {"bf16": True})
+        ),
     )
+    features.FEATURES = tuple(in_bf16 if each is ATTENTION else each for each in features.FEATURES)
     return {
         choose: lambda params: choose(dataclasses.replace(params, qkv_dtype=torch.bfloat16)),
         utils._get_fused_attn_backend: lambda **_: (
