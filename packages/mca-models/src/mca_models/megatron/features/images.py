@@ -17,8 +17,8 @@ from mca_config.types import JsonObject
 from mca_models.megatron.features.feature import Context, Feature, SpecChanges
 from mca_models.megatron.features.image_features import compute_image_features, empty_features
 from mca_models.megatron.features.image_limits import image_problems, image_reach
+from mca_models.megatron.features.mrope import MRope
 from mca_models.megatron.layers.attention import CoreAttention, image_attention
-from mca_models.megatron.layers.mrope import MRope
 from mca_models.megatron.types import GptModel, HfModel, MegatronModule, Upstream
 
 Arguments = tuple[object, ...]

@@ -5,12 +5,13 @@ of attention instead: the output of the norm before attention (one norm), or its
 is added to the sum as usual.
 """
 
+from collections.abc import Iterator
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from mca_models.megatron.features.feature import Context, Feature, SpecChanges
+from mca_models.megatron.features.feature import Context, Feature, Setup, SpecChanges
 from mca_models.megatron.layers.norm import Norm
 from mca_models.megatron.types import GptModel, MegatronConfig
 
@@ -67,9 +68,18 @@ def _norm_before_mlp(context: Context) -> SpecChanges:
     return SpecChanges({"pre_mlp_layernorm": second_norm})
 
 
+def _problems(setup: Setup) -> Iterator[str]:
+    if setup.recomputes("layernorm"):
+        yield (
+            "norms cannot be recomputed alone if attention and MLP, or MLP and experts, are parallel; "
+            "remove layernorm from recompute_modules, or set recompute_granularity to full"
+        )
+
+
 PARALLEL_BLOCK = Feature(
     name="attention parallel to the MLP",
     enabled=lambda config: config.block.parallel_block != "none",
+    problems=_problems,
     spec=_norm_before_mlp,
     finish=lambda model, config: connect_parallel_blocks(model),
 )
