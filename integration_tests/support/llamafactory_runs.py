@@ -106,8 +106,8 @@ def start(run: Run, folder: Path, *, ranks: int) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [scripts / "llamafactory-cli", "train", str(file)],
         env=environment(mca=True) | path | {"MASTER_PORT": str(free_port())},
-        stdout=subprocess.DEVNULL,
-        stderr=(folder / "launch.log").open("w"),
+        stdout=(folder / "launch.log").open("w"),
+        stderr=subprocess.STDOUT,
         text=True,
     )
 
