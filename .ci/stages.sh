@@ -84,6 +84,15 @@ clients() {
     uv run --quiet --no-default-groups --group clients pytest -n 0 integration_tests/cli/test_clients.py
 }
 
+# verl's trainer on its own engine and on mca's, in an environment of its own: it needs an older transformers.
+verl() {
+    uv venv --quiet --no-project --allow-existing --python "$python" .venv-verl
+    uv pip install --quiet --python .venv-verl/bin/python --requirement .ci/verl.txt \
+        --editable packages/mca-config --editable 'packages/mca-models[megatron]' --editable packages/mca-train \
+        --editable packages/mca-convert
+    .venv-verl/bin/python -m pytest -n 0 "$@" integration_tests/cli/test_verl.py
+}
+
 # LLaMA-Factory's own programs on mca, in a separate environment: it needs older versions of packages that the others share.
 llamafactory() {
     uv venv --quiet --no-project --allow-existing --python "$python" .venv-lf
@@ -131,6 +140,14 @@ llamafactory_where_it_can_be() {
         stage "LLaMA-Factory on mca" llamafactory "$@"
     else
         say "SKIPPED: .ci/llamafactory.txt is for Python 3.11, so LLaMA-Factory was NOT tested"
+    fi
+}
+
+verl_where_it_can_be() {
+    if [[ $("$python" -c 'import sys; print(*sys.version_info[:2])') == "3 11" ]]; then
+        stage "verl on mca" verl "$@"
+    else
+        say "SKIPPED: .ci/verl.txt is for Python 3.11, so verl was NOT tested"
     fi
 }
 

@@ -14,11 +14,11 @@ from source_tree import SOURCES, Source, under
 ROOT = "mca_models.megatron"
 ROOMS: Mapping[str, set[str]] = {
     "moe": {
-        "features.biased_experts",
         "features.biased_router",
         "features.group_router",
         "features.identity_experts",
         "features.latent_moe",
+        "features.moe",
         "features.moe_with_dense_mlp",
         "features.shortcut_moe",
         "features.router_replay",
@@ -37,41 +37,17 @@ ROOMS: Mapping[str, set[str]] = {
     "short_convolution": {"features.short_convolution"},
     "shared_kv": {"features.shared_kv"},
     "per_layer_embedding": {"features.per_layer_embedding"},
-    "mrope": {"layers.mrope"},
+    "mrope": {"features.mrope"},
     "vision": {
         "features.images",
         "features.image_features",
-        "features.image_limits",
         "features.vision_tower",
     },
 }
 """The modules of each feature, which read its section."""
-_LIMITS = "rejects combinations with training options"
-_SETTINGS = "makes Megatron's settings"
-_SEQUENCES = "turns sequence parallelism on"
 OTHERS: Mapping[str, Mapping[str, str]] = {
-    "moe": {
-        "features.settings": _SETTINGS,
-        "factory.transformer_config": _SETTINGS,
-        "factory.limits": _LIMITS,
-        "factory.execution": _SEQUENCES,
-    },
-    "mla": {
-        "features.chunk": "chooses the RoPE of a chunk",
-        "layers.rope": "counts the rotated channels",
-        "factory.limits": _LIMITS,
-        "factory.fused_limits": _LIMITS,
-        "factory.execution": _SEQUENCES,
-        "factory.transformer_config": _SETTINGS,
-    },
-    "dsa": {"factory.limits": _LIMITS},
-    "block_sparse_attention": {"factory.limits": _LIMITS},
-    "mamba": {"factory.fill": "draws the states of Mamba layers"},
-    "per_layer_embedding": {"features.embedding": "drops the gradient of a padding row"},
-    "mrope": {
-        "features.chunk": "chooses the RoPE of a chunk",
-        "features.image_limits": "rejects fused RoPE with positions on three axes",
-    },
+    "moe": {"features.mlp": "quick_gelu is fused for routed experts only"},
+    "mla": {"features.rope": "MLA has its own factor of the rotation"},
 }
 """Other readers of a section, with the reason."""
 _CONFIGURATIONS = ("config", "model")

@@ -163,13 +163,13 @@ def has_sequence_parallel(config: McaModelConfig, training: "TrainingArguments")
 
 
 def _has_mca_core_attention(config: McaModelConfig) -> bool:
-    from mca_models.megatron.features.core_attention import custom_core_attention
+    from mca_models.megatron.features.spec import has_custom_core_attention
 
-    return custom_core_attention(config) is not None
+    return has_custom_core_attention(config)
 
 
 def _is_fused(config: McaModelConfig) -> bool:
-    from mca_models.megatron.features.settings import has_fused_activation
+    from mca_models.megatron.features.mlp import has_fused_activation
 
     return has_fused_activation(config)
 

@@ -154,6 +154,19 @@ def _spec(context: Context) -> SpecChanges:
     return change_self_attention(lambda attention: with_heterogeneous_heads(attention, by_layer))
 
 
+HETEROGENEOUS_LAYERS = Feature(
+    name="layers that differ",
+    enabled=lambda config: len(config.kinds()) > 1,
+    # tensors of layers that differ are not stacked
+    settings=lambda config: {"hetereogenous_dist_checkpoint": True},
+)
+NARROW_VALUES = Feature(
+    name="values narrower than keys",
+    enabled=lambda config: any(
+        kind.attention.value_width != kind.attention.kv_channels for kind in config.kinds()
+    ),
+    core_attention=lambda core, config: core,
+)
 HETEROGENEOUS_HEADS = Feature(
     name="heads that differ by layer or between keys and values",
     enabled=lambda config: config.has_custom_qkv,

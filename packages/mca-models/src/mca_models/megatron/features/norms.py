@@ -1,6 +1,7 @@
 """Norms that Megatron lacks: across all heads of q or k, after RoPE, and after attention and MLP."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -12,13 +13,21 @@ from mca_models.megatron.features.feature import (
     Context,
     Feature,
     LayerContext,
+    Setup,
     SpecChange,
     SpecChanges,
     remove_module,
 )
 from mca_models.megatron.layers.norm import Norm, norm_with
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
-from mca_models.megatron.types import GptModel, MegatronConfig, MegatronModule, ShardedState, WithBias
+from mca_models.megatron.types import (
+    GptModel,
+    MegatronConfig,
+    MegatronModule,
+    Settings,
+    ShardedState,
+    WithBias,
+)
 
 
 class FullWidthNorm(torch.nn.Module):
@@ -207,11 +216,42 @@ def _qk_norms(query: type, key: type) -> SpecChanges:
     return SpecChanges({"q_layernorm": lambda norm: query, "k_layernorm": lambda norm: key})
 
 
+@contextmanager
+def _complete_gradients(context: Context, megatron: MegatronConfig) -> Iterator[None]:
+    """Set ``qk_layernorm`` only while the modules are built.
+
+    Megatron sums the gradients of all ``q_layernorm`` and ``k_layernorm`` over tensor ranks where it is set; norms with
+    weights for each head are sharded like the heads, and their gradients are complete.
+    """
+    megatron.qk_layernorm = context.config.attention.qk_layernorm
+    yield
+    megatron.qk_layernorm = False
+
+
 def _norms_after_rope(context: Context) -> SpecChanges:
     norm = PostRopeNorm if context.config.attention.qk_layernorm_weight else PostRopeNormWithoutWeight
     return _qk_norms(norm, norm)
 
 
+def _no_fused_norm(setup: Setup) -> Iterator[str]:
+    config = setup.config
+    missing = config.norm.norm_placement == "post" or config.has_custom_norms
+    if setup.settings.get("use_transformer_engine_op_fuser") and missing:
+        yield (
+            "use_transformer_engine_op_fuser needs Transformer Engine's norm before each MLP, which this model does "
+            "not have; remove it"
+        )
+
+
+def _settings(config: McaModelConfig) -> Settings:
+    return {
+        "normalization": config.norm.normalization,
+        "layernorm_epsilon": config.norm.layernorm_epsilon,
+        "layernorm_zero_centered_gamma": config.norm.layernorm_zero_centered_gamma,
+    }
+
+
+NORMS = Feature(name="layer norms", enabled=lambda config: True, settings=_settings, problems=_no_fused_norm)
 CUSTOM_NORMS = Feature(
     name="layer norms that Transformer Engine cannot fuse",
     enabled=lambda config: config.has_custom_norms,
@@ -221,11 +261,13 @@ FULL_WIDTH_QK_NORMS = Feature(
     name="norms across all heads of q and k",
     enabled=lambda config: config.attention.qk_layernorm_full_width,
     spec=lambda context: _qk_norms(FullWidthNorm, FullWidthKeyNorm),
+    prepare=_complete_gradients,
 )
 PER_HEAD_QK_NORMS = Feature(
     name="norms of q and k with weights for each head",
     enabled=lambda config: config.attention.qk_layernorm_per_head,
     spec=lambda context: _qk_norms(PerHeadNorm, PerHeadKeyNorm),
+    prepare=_complete_gradients,
 )
 
 POST_NORMS = Feature(

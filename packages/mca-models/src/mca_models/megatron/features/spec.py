@@ -1,11 +1,17 @@
 """Megatron's layer specs with the modules of the model's features."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.features.core_attention import custom_core_attention
-from mca_models.megatron.features.feature import ClassChange, Context, LayerContext, SpecChange, SpecChanges
+from mca_models.megatron.features.feature import (
+    ClassChange,
+    Context,
+    LayerContext,
+    RouterChange,
+    SpecChange,
+    SpecChanges,
+)
 from mca_models.megatron.features.features import active_features
 from mca_models.megatron.layers.attention import CoreAttention
 from mca_models.megatron.layers.spec import engine_attention, rebuilt
@@ -40,6 +46,11 @@ def adapted_prediction(spec: Spec, config: McaModelConfig, implementation: Imple
     return _adapted_to_layer(block, context, _checkpoint_names(params, Stage.MTP, 0, implementation))
 
 
+def has_custom_core_attention(config: McaModelConfig) -> bool:
+    """Return whether mca's core attention computes attention, because no kernel does."""
+    return any(feature.core_attention is not None for feature in active_features(config))
+
+
 def has_custom_router(config: McaModelConfig) -> bool:
     """Return whether the router differs from Megatron's."""
     return any(feature.router is not None for feature in active_features(config))
@@ -54,13 +65,16 @@ def _adapted_to_model(spec: Spec, context: Context) -> Spec:
     return _changed(spec, *_composed(changes))
 
 
-def _with_config(adapt: Callable[[type, McaModelConfig], type], config: McaModelConfig) -> ClassChange:
+def _with_config(adapt: RouterChange, config: McaModelConfig) -> ClassChange:
     return lambda router: adapt(router, config)
 
 
 def _core_attention(context: Context) -> SpecChanges:
-    core = custom_core_attention(context.config)
-    if core is None:
+    changes = [feature.core_attention for feature in active_features(context.config)]
+    core: type[CoreAttention] = CoreAttention
+    for change in filter(None, changes):
+        core = change(core, context.config)
+    if not any(changes):
         return SpecChanges()
     engine = [engine_attention()] if context.implementation == "transformer_engine" else []
     return SpecChanges(classes={kind: lambda _: core for kind in (CoreAttention, *engine)})
