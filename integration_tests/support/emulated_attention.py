@@ -22,8 +22,7 @@ def install() -> dict[Any, Any]:
     from transformer_engine.pytorch.attention.dot_product_attention import backends, context_parallel, utils
     from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention as of
 
-    from mca_models.megatron.features import features
-    from mca_models.megatron.features.attention import ATTENTION
+    from mca_models.megatron.factory import limits
 
     of.DotProductAttention.forward = _as_on_a_gpu(of.DotProductAttention.forward)
     backends.FusedAttention.forward = _fused
@@ -33,14 +32,8 @@ def install() -> dict[Any, Any]:
         context_parallel.AttnFuncWithCPAndQKVOA2A,
     ):
         ring.apply = _over_context_ranks(ring)
-    choose = utils.get_attention_backend
-    in_bf16 = dataclasses.replace(
-        ATTENTION,
-        problems=lambda setup: ATTENTION.problems(
-            dataclasses.replace(setup, settings=setup.settings | {"bf16": True})
-        ),
-    )
-    features.FEATURES = tuple(in_bf16 if each is ATTENTION else each for each in features.FEATURES)
+    choose, setup = utils.get_attention_backend, limits.Setup
+    limits.Setup = lambda **values: setup(**values | {"settings": values["settings"] | {"bf16": True}})
     return {
         choose: lambda params: choose(dataclasses.replace(params, qkv_dtype=torch.bfloat16)),
         utils._get_fused_attn_backend: lambda **_: (

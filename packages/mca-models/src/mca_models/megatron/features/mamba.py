@@ -27,6 +27,7 @@ from mca_models.megatron.features.kernels import find_kernel
 from mca_models.megatron.features.recurrent_layers import (
     CausalConvolution,
     apply_to_full_sequences,
+    mixer_projections,
     normed_linears,
 )
 from mca_models.megatron.features.state_space import state_space_layer
@@ -107,20 +108,8 @@ class Mamba(torch.nn.Module):
         self.sizes = [size // tp for size in sizes]
         self.groups = HeadGroups(given(model.mamba).mamba_num_groups, self.groups_of_ranks.tp)
         self.least_step = given(model.mamba).mamba_least_step
-        linear = {
-            "config": config,
-            "bias": False,
-            "is_expert": False,
-            "tp_group": self.groups_of_ranks.tp,
-        }
-        self.in_proj = column(
-            model.hidden_size,
-            sum(sizes),
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            **linear,
+        self.in_proj, self.out_proj = mixer_projections(
+            config, column, row, self.groups_of_ranks.tp, rows=sum(sizes), inside=sizes[0]
         )
         channels, kernel = sum(self.sizes[1:4]), given(model.mamba).mamba_conv_kernel_dim
         convolution = torch.nn.Conv1d(
@@ -139,15 +128,6 @@ class Mamba(torch.nn.Module):
         if given(model.mamba).mamba_norm != "none":
             self.norm = GatedNorm(config, self.sizes[0], self.groups, gate_first=first)
         self.factors = given(model.mamba).mamba_multipliers
-        self.out_proj = row(
-            sizes[0],
-            model.hidden_size,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-            **linear,
-        )
 
     def forward(
         self,
