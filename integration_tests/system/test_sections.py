@@ -14,7 +14,6 @@ from source_tree import SOURCES, Source, under
 ROOT = "mca_models.megatron"
 ROOMS: Mapping[str, set[str]] = {
     "moe": {
-        "features.biased_experts",
         "features.biased_router",
         "features.group_router",
         "features.identity_experts",
@@ -42,7 +41,6 @@ ROOMS: Mapping[str, set[str]] = {
     "vision": {
         "features.images",
         "features.image_features",
-        "features.image_limits",
         "features.vision_tower",
     },
 }
@@ -50,8 +48,6 @@ ROOMS: Mapping[str, set[str]] = {
 OTHERS: Mapping[str, Mapping[str, str]] = {
     "moe": {"features.mlp": "quick_gelu is fused for routed experts only"},
     "mla": {"features.rope": "MLA has its own factor of the rotation"},
-    "mamba": {"factory.fill": "draws the states of Mamba layers"},
-    "mrope": {"features.image_limits": "rejects fused RoPE with positions on three axes"},
 }
 """Other readers of a section, with the reason."""
 _CONFIGURATIONS = ("config", "model")

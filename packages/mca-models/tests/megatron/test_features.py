@@ -8,12 +8,12 @@ import torch
 
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.features import settings
+from mca_models.megatron.features.block import scaled_residual
 from mca_models.megatron.features.delta_rule import CHUNK, gated_delta_rule
 from mca_models.megatron.features.embedding import train_embedding_like_hf
 from mca_models.megatron.features.features import active_features
 from mca_models.megatron.features.group_router import GroupLimitedTopK, best_group_mask
 from mca_models.megatron.features.moe import aux_loss_coefficient
-from mca_models.megatron.features.scales import scaled_residual
 from mca_models.megatron.features.state_space import state_space
 from mca_models.templates import config_from_hf
 

@@ -62,7 +62,7 @@ def part_problems(
         yield f"freeze: {', '.join(PARTS)} are all parts, so no parameter would be trained; remove one of them"
     yield from trained_problems(training, trained, adapted=lora.is_enabled)
     if trained - {"language"}:
-        from mca_models.megatron.features.image_limits import image_problems
+        from mca_models.megatron.features.images import image_problems
 
         yield from image_problems(config, config.layout, megatron)
 

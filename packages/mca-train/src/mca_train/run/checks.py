@@ -191,7 +191,7 @@ def _metric(task: Task, settings: Settings) -> Iterator[str]:
 def _architecture(run: Run, target: "Target | None") -> list[str]:
     """Return the problems of the layout; without any, those of the model with Megatron."""
     from mca_models.megatron.factory.transformer_config import transformer_config
-    from mca_models.megatron.features.image_limits import image_problems
+    from mca_models.megatron.features.images import image_problems
 
     args, config = run.settings.training, run.model
     if problems := check_layout(config, run.layout, run.world_size):

@@ -41,7 +41,7 @@ def planned_images(run: Run, count: int | None = None, pixels: int | None = None
 def make_image_check(run: Run, target: "Target | None") -> Callable[[ParallelLayout], list[str]]:
     """Return a function that returns the problems of ``run`` with images, for a layout on ``target``."""
     from mca_models.megatron.factory.transformer_config import transformer_config
-    from mca_models.megatron.features.image_limits import image_problems
+    from mca_models.megatron.features.images import image_problems
 
     args, model = run.settings.training, run.model
     megatron = transformer_config(model, args, run.layout, training_dtype(model, args), target)

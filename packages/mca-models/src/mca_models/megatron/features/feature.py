@@ -5,6 +5,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
+from torch import Tensor
+
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
@@ -16,6 +18,7 @@ SpecChange = Callable[[Spec], Spec]
 ClassChange = Callable[[type], type]
 CoreChange = Callable[[type[CoreAttention], McaModelConfig], type[CoreAttention]]
 RouterChange = Callable[[type, McaModelConfig], type]
+Start = Callable[[str, tuple[int, ...], int], Tensor | None]
 Version = tuple[int, ...]
 FIXED_IN_0_17: Version = (0, 17)
 
@@ -137,6 +140,7 @@ class Feature:
         position_embedding: Megatron's ``position_embedding_type`` of the model; None: RoPE.
         prepare: Context in which Megatron builds a chunk.
         finish: Changes to a built chunk.
+        start: Initial values of a parameter, by its name, its full shape and the seed; None: as for other parameters.
     """
 
     name: str
@@ -151,6 +155,7 @@ class Feature:
     position_embedding: str | None = None
     prepare: Callable[[Context, MegatronConfig], AbstractContextManager[None]] = _as_is
     finish: Callable[[GptModel, McaModelConfig], None] = _nothing
+    start: Start | None = None
 
 
 def remove_module(module: Spec) -> Spec:

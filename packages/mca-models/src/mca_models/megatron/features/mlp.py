@@ -58,7 +58,7 @@ def _activation(name: str) -> Callable[..., Tensor]:
     return _ACTIVATIONS[name]
 
 
-def _scaled_activation(
+def scaled_activation(
     activation: Callable[..., Tensor], factors: tuple[float, ...] | None
 ) -> Callable[..., Tensor]:
     """Return ``activation`` with factors on its input gate and on its output, in which the MLP is linear."""
@@ -80,7 +80,7 @@ def _settings(config: McaModelConfig) -> Settings:
         "ffn_hidden_size": mlp.ffn_hidden_size,
         "gated_linear_unit": mlp.gated_linear_unit,
         "add_bias_linear": mlp.add_bias_linear,
-        "activation_func": _scaled_activation(_activation(mlp.hidden_act), mlp.mlp_multipliers),
+        "activation_func": scaled_activation(_activation(mlp.hidden_act), mlp.mlp_multipliers),
         "activation_func_clamp_value": mlp.activation_func_clamp_value,
     }
     if mlp.glu_linear_offset:

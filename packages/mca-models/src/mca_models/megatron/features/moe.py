@@ -9,7 +9,7 @@ from mca_config.types import Values
 from mca_models.megatron.features.feature import Feature, Setup
 from mca_models.megatron.features.group_router import has_custom_groups
 from mca_models.megatron.features.mlp import has_altered_glu
-from mca_models.megatron.types import Settings
+from mca_models.megatron.types import GptModel, MegatronModule, Settings, WithBias
 
 _SAME_NAME = (
     "num_moe_experts",
@@ -108,10 +108,33 @@ def _sinkhorn(setup: Setup, moe: Moe) -> Iterator[str]:
         )
 
 
+def fix_expert_biases(model: GptModel) -> None:
+    """Fix experts with output biases, one module per expert.
+
+    Megatron adds the bias in place to a view, which autograd rejects: the output of each last projection is copied
+    first. It also marks the bias for the gradient sum of sequence parallelism, over tensor ranks with other experts.
+    """
+    for layer in model.decoder.layers:
+        for expert in getattr(getattr(layer.mlp, "experts", None), "local_experts", ()):
+            expert.linear_fc2.register_forward_hook(_copied)
+            expert.linear_fc2.bias.sequence_parallel = False
+
+
+def _copied(linear: MegatronModule, args: tuple[object, ...], output: WithBias) -> WithBias:
+    value, bias = output
+    return value.clone(), bias
+
+
 MOE = Feature(
     name="experts",
     enabled=lambda config: config.moe is not None,
     settings=_settings,
     sequence_parallel="trained",
     problems=_problems,
+)
+BIASED_EXPERTS = Feature(
+    name="experts with biases",
+    enabled=lambda config: config.moe is not None and config.mlp.add_bias_linear,
+    settings=lambda config: {"bias_dropout_fusion": False},  # grouped experts reject it
+    finish=lambda model, config: fix_expert_biases(model),
 )

@@ -4,6 +4,8 @@
 computes them.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -13,7 +15,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.megatron.features.feature import Feature
 from mca_models.megatron.features.rope import set_rotary
 from mca_models.megatron.layers.rope import frequencies, rotary_module
-from mca_models.megatron.types import MegatronModule
+from mca_models.megatron.types import MegatronConfig, MegatronModule
 
 
 def mrope_axes(sections: tuple[int, ...], channels: int, *, interleaved: bool) -> Tensor:
@@ -74,6 +76,12 @@ class MRope(torch.nn.Module):
         angles = positions.float()[self.axes].permute(2, 1, 0) * self.inverse  # [s, b, channels / 2]
         both = angles.repeat_interleave(2, -1) if self.pairs else torch.cat([angles, angles], -1)
         return both.unsqueeze(2)
+
+
+def position_problems(config: McaModelConfig, megatron: MegatronConfig) -> Iterator[str]:
+    """Yield why positions on three axes cannot be computed."""
+    if megatron.apply_rope_fusion and config.mrope is not None:
+        yield "apply_rope_fusion has one position for each token, images have three; remove it"
 
 
 MROPE = Feature(
