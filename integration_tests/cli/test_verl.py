@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from train_cases import sparse_checkpoint
 from verl_data import FSDP, MCA, sft_overrides, write_inputs
 
 PROGRAM = Path(__file__).parents[1] / "support" / "verl_jobs.py"
@@ -132,6 +133,13 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def replay_job(folder: Path, layout: str, *, packed: bool) -> dict[str, Any]:
+    ranks, sizes = LAYOUTS[layout]
+    named = {SIZES[size]: number for size, number in sizes.items()}
+    same = {"kind": "replay", "name": f"replay-{layout}", "ranks": ranks, "sizes": named}
+    return same | {"packed": packed, "model": str(folder / "sparse")}
+
+
 @pytest.fixture(scope="module")
 def fsdp(request: pytest.FixtureRequest, inputs: Path) -> Path:
     """Run the jobs of verl's own engine that the selected tests need, in one program."""
@@ -162,6 +170,10 @@ def mca(request: pytest.FixtureRequest, inputs: Path) -> Path:
     if selected(request, test_bf16_and_padded_rows_have_about_the_losses_of_fp32):
         jobs += [layout_job(inputs, "dp2", "engine.dtype=bfloat16", *PADDED, name="bf16")]
         jobs += [layout_job(inputs, "pp2", *PADDED, name="padded")]
+    if selected(request, test_the_engine_replays_the_experts_of_the_rollout):
+        sparse_checkpoint(inputs / "sparse")
+        layouts = {"tp2": True, "cp2": True, "pp2": False}
+        jobs += [replay_job(inputs, name, packed=packed) for name, packed in layouts.items()]
     jobs += option_jobs(inputs)
     run_jobs(inputs, jobs, mca=True)
     return inputs
@@ -308,3 +320,7 @@ def test_what_is_not_supported_is_an_error_that_names_the_option(mca):
         json.loads((mca / "batch_errors.json").read_text()), BATCH_ERRORS, strict=True
     ):
         assert expected in error
+
+
+def test_the_engine_replays_the_experts_of_the_rollout(mca):
+    """The jobs compare with `VirtualModels.log_probs`, which is compared with a forced transformers model."""
