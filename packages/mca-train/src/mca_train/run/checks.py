@@ -259,7 +259,7 @@ def _directories(settings: Settings) -> Iterator[str]:
 
 
 def _packages(settings: Settings) -> Iterable[str]:
-    from mca_train.trainer.unsupported import optimizer_problems
+    from mca_train.trainer.rules import optimizer_problems
 
     return optimizer_problems(settings.training)
 

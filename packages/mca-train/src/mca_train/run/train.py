@@ -101,7 +101,7 @@ def _without_device(values: Values) -> Values:
         UsageError: ``use_cpu`` is set on a machine with a GPU.
     """
     from mca_models.megatron import platform
-    from mca_train.trainer.unsupported import USE_CPU_WITH_GPU
+    from mca_train.trainer.rules import USE_CPU_WITH_GPU
 
     if platform.device_type() != "cuda":
         return values

@@ -29,8 +29,6 @@ from mca_train.losses.preference import (
     METRIC_NAMES,
     PairLogps,
     PreferenceLoss,
-    key_problems,
-    model_problems,
     sequence_logps,
     split_pairs,
 )
@@ -42,6 +40,7 @@ from mca_train.trainer.reference import (
     resolve_reference,
     warn_trl_differences,
 )
+from mca_train.trainer.rules import RULES, pairs
 from mca_train.trainer.trainer import McaTrainer
 from mca_train.types import SampleSource
 
@@ -80,6 +79,7 @@ class DpoTrainer(McaTrainer):
 
     run_kind = "dpo"
     metric_names = METRIC_NAMES
+    _rules = (*RULES, pairs)
 
     def __init__(
         self,
@@ -91,8 +91,6 @@ class DpoTrainer(McaTrainer):
     ) -> None:
         super().__init__(**options)
         self.preference = preference or PreferenceLoss()
-        for problem in (*key_problems(self.args), *model_problems(self.model.megatron)):
-            raise McaError(problem)
         reference = resolve_reference(
             self.model, reference, self.processing_class, kept=precompute_ref_log_probs
         )
