@@ -1,6 +1,6 @@
 """Memory plan of a run on each rank, by arithmetic alone.
 
-It reads no weights and prints nothing: `plan.report` renders the text. `run.checks` decides before whether the run is
+It reads no weights and prints nothing: `plan.report` renders the text. `run.rules` decides before whether the run is
 possible. The layout search uses the same functions.
 """
 

@@ -17,7 +17,7 @@ from mca_config.printable import counted
 from mca_config.redaction import redacted
 from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.config.run_config import Settings
-from mca_train.run.checks import Run, require_start
+from mca_train.run.rules import Run, require_start
 from mca_train.run.vocabulary import growth_problem
 from mca_train.tasks.load import load_mixture, load_stream, load_tokenized
 

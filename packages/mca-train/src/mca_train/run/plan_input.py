@@ -13,7 +13,7 @@ from mca_train.plan.counts import ModelCounts
 from mca_train.plan.hardware import Device
 from mca_train.plan.memory import PlanInput
 from mca_train.plan.vision_memory import Images, plan_images
-from mca_train.run.checks import Run
+from mca_train.run.rules import Run
 
 if TYPE_CHECKING:
     from mca_models.megatron.factory.target import Target

@@ -14,8 +14,8 @@ from mca_config.types import JsonObject
 from mca_train.plan.document import plan_document
 from mca_train.plan.memory import plan_layout
 from mca_train.plan.vision_memory import Images
-from mca_train.run.checks import Run
 from mca_train.run.plan_input import make_image_check, make_plan_input, planned_images
+from mca_train.run.rules import Run
 
 logger = logging.getLogger(__name__)
 

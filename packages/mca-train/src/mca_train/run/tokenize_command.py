@@ -10,11 +10,10 @@ from mca_config.errors import McaError, UsageError, raise_problems, raising_usag
 from mca_config.printable import counted
 from mca_config.types import Values
 from mca_train.config.model import model_config
-from mca_train.config.run_config import Settings, load_values
-from mca_train.run.checks import data_problems, make_settings
-from mca_train.run.hub_paths import with_directories
+from mca_train.config.run_config import Settings, load_values, with_directories
 from mca_train.run.inputs import load_tokenizer
 from mca_train.run.logs import quiet_libraries
+from mca_train.run.rules import data_files, make_settings
 from mca_train.tasks.table import TASKS
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ def tokenize(config: Path | None, overrides: list[str], output_prefix: str | Non
         )
     task = TASKS["pretrain"]
     settings = make_settings(task, with_directories(values, only="tokenizer"), where)
-    raise_problems(data_problems(settings), where, kind=UsageError)
+    raise_problems(data_files(task, settings), where, kind=UsageError)
     if settings.data.datasets:
         raise UsageError(f"{where}: mca-train tokenize reads train_file, not datasets")
     with raising_usage_errors():
