@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mca_models.megatron.platform import replaced
 from mca_train.batching.loaders import iterate_steps
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.config.model import make_adapter, model_config
@@ -24,7 +25,6 @@ from mca_train.dry_run.fake_process_group import fake_process_group, replace_mov
 from mca_train.dry_run.fake_values import FakeValues
 from mca_train.dry_run.modules import ModuleNames
 from mca_train.dry_run.passes import PassTracer, schedule_order
-from mca_train.dry_run.replacement import replaced
 from mca_train.dry_run.routing import convert_known_values, route_evenly, skip_sinkhorn_iterations
 from mca_train.dry_run.samples import LongestSamples
 from mca_train.dry_run.tracker import (
