@@ -1,3 +1,4 @@
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -192,9 +193,12 @@ def test_offloading_is_a_precision_aware_optimizer(tmp_path):
     reject_unsupported(TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **wish), {})
 
 
-def test_an_unknown_parameter_is_a_type_error(arguments):
+def test_parameters_of_hugging_face_are_named_one_by_one():
+    parameters = inspect.signature(McaTrainer).parameters
+    assert {*rules._PARAMETERS} < {*parameters}
+    assert all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     with pytest.raises(TypeError, match="'modle'"):
-        reject_unsupported(arguments, {"modle": 1})
+        McaTrainer(modle=1)
 
 
 @pytest.mark.parametrize(("given", "scale"), [({}, 65536), ({"initial_loss_scale": 1024.0}, 1024)])

@@ -16,6 +16,7 @@ from mca_config.errors import UsageError
 from mca_config.suggestions import suggestion
 from mca_config.types import JsonObject, Typed, Values
 from mca_models.hub import Needed, is_hub_id, resolve_directory
+from mca_models.megatron import platform
 from mca_train.config.arguments import DataArguments, LaunchArguments, LoraArguments
 from mca_train.config.renamed_options import RENAMED
 
@@ -216,8 +217,6 @@ def _for_this_machine(values: Values) -> JsonObject:
     The backend is removed, because Megatron creates the process groups. Without a GPU ``use_cpu`` is on; otherwise
     Hugging Face treats every rank as the only process.
     """
-    from mca_models.megatron import platform
-
     arguments = {key: value for key, value in values.items() if key != "ddp_backend"}
     return arguments | ({"use_cpu": True} if platform.device_type() == "cpu" else {})
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
+from mca_models.lora import rules_for_training
 from mca_train.config.model import resolve_layout
 from mca_train.config.model_parts import trained_parts
 from mca_train.plan.chunks import ChunkSpec, Implementation, PassMemory, chunk_memory, forward_only_memory
@@ -178,8 +179,6 @@ def make_plan(
         implementation: Implementation of the layers.
         on_gpu: The run is on a GPU.
     """
-    from mca_models.lora import rules_for_training
-
     layout = resolve_layout(training, config)
     config = replace(config, layout=layout)
     plan_input = PlanInput(

@@ -20,12 +20,22 @@ from mca_config.model_config import McaModelConfig, training_dtype
 from mca_config.redaction import redacted
 from mca_config.types import Values
 from mca_models.checkpoint.side_files import side_files
+from mca_models.megatron import platform
+from mca_models.megatron.factory.transformer_config import transformer_config
+from mca_models.megatron.features.image_limits import image_problems
+from mca_models.templates.classification_head import with_head
+from mca_train.checkpoint import output_dir_guard
+from mca_train.checkpoint.directory import resolve
 from mca_train.checkpoint.output_dir import require_usable
 from mca_train.config.arguments import LaunchArguments, LoraArguments, PairArguments
 from mca_train.config.model import local_world_size, make_adapter, model_config, resolve_layout
 from mca_train.config.model_parts import part_problems, trained_parts
 from mca_train.config.run_config import Settings, parse
+from mca_train.data.files import check_file
 from mca_train.data.row_formats import FORMAT_COLUMNS, ONE_ANSWER
+from mca_train.data.sources import parse_sources
+from mca_train.data.urls import is_url, require_client
+from mca_train.losses.preference import reference_problems
 from mca_train.lr_schedule import schedule_problems
 from mca_train.plan.options import PlanOptions
 from mca_train.run.vocabulary import tokenizer_problems, vocabulary_problems
@@ -125,8 +135,6 @@ def check(
         ranks: Function that returns the number of ranks; by default that of a start on this machine.
         target: Hardware of the ranks; None: this machine.
     """
-    from mca_models.megatron import platform
-
     platform.prepare()  # before anything below imports Megatron
     impossible = [problem for rule in KEYS for problem in rule(task, settings)]
     missing = [problem for rule in MACHINE for problem in rule(task, settings)]
@@ -170,8 +178,6 @@ def _read_run(
 
 def _with_head(task: Task, settings: Settings, model: McaModelConfig) -> McaModelConfig:
     """Return ``model`` with the head that the kind of run trains."""
-    from mca_models.templates.classification_head import with_head
-
     if (head := task.head(settings)) is not None:
         return with_head(model, head)
     if model.head.num_labels is not None:
@@ -269,8 +275,6 @@ def adapter_keys(task: Task, settings: Settings) -> Iterator[str]:
 
 def backend(task: Task, settings: Settings) -> Iterator[str]:
     """Report a ``ddp_backend`` that differs from the backend of this machine."""
-    from mca_models.megatron import platform
-
     requested, expected = settings.values.get("ddp_backend"), platform.backend()
     if requested not in (None, expected):
         yield f"ddp_backend is {requested!r}; ranks of this machine communicate over {expected}; remove it"
@@ -312,10 +316,6 @@ def metric(task: Task, settings: Settings) -> Iterator[str]:
 
 def data_files(task: Task, settings: Settings) -> Iterator[str]:
     """Yield problems of data files (unset, missing, unreadable) and of entries of ``datasets``."""
-    from mca_train.data.files import check_file
-    from mca_train.data.sources import parse_sources
-    from mca_train.data.urls import is_url, require_client
-
     data = settings.data
     if not data.train_file and not data.datasets:
         yield "train_file is not set"
@@ -373,9 +373,6 @@ def require_start(settings: Settings) -> None:
     Raises:
         McaError: ``output_dir`` is of another run, or the checkpoint does not exist.
     """
-    from mca_train.checkpoint import output_dir_guard
-    from mca_train.checkpoint.directory import resolve
-
     args, folder = settings.training, Path(settings.training.output_dir)
     checkpoint = resolve(args.resume_from_checkpoint, folder)
     output_dir_guard.require_free(folder, checkpoint, overwrite=args.overwrite_output_dir)
@@ -420,9 +417,6 @@ def tokenizer(task: Task, settings: Settings) -> Iterator[str]:
 
 def architecture(run: Run, target: "Target | None") -> list[str]:
     """Return the problems of the layout; without any, those of the model with Megatron."""
-    from mca_models.megatron.factory.transformer_config import transformer_config
-    from mca_models.megatron.features.image_limits import image_problems
-
     args, config = run.settings.training, run.model
     if problems := check_layout(config, run.layout, run.world_size):
         return problems
@@ -470,8 +464,6 @@ def _adapter(settings: Settings, config: McaModelConfig, *, new_head: bool) -> I
 
 def reference(run: Run, target: "Target | None") -> Iterator[str]:
     """Yield problems of the reference model with the trained one."""
-    from mca_train.losses.preference import reference_problems
-
     if run.reference is not None and run.reference is not run.model:
         for problem in reference_problems(run.reference, run.model):
             yield f"{_REFERENCE}: {problem}"

@@ -11,6 +11,9 @@ from mca_config.printable import counted
 from mca_config.types import Values
 from mca_train.config.model import model_config
 from mca_train.config.run_config import Settings, load_values, with_directories
+from mca_train.data.encoding import block_tokenizer
+from mca_train.data.indexed import write_indexed
+from mca_train.data.streams import open_rows
 from mca_train.run.inputs import load_tokenizer
 from mca_train.run.logs import quiet_libraries
 from mca_train.run.rules import data_files, make_settings
@@ -46,7 +49,6 @@ def tokenize(config: Path | None, overrides: list[str], output_prefix: str | Non
         raise UsageError(f"{where}: mca-train tokenize reads train_file, not datasets")
     with raising_usage_errors():
         tokenizer = load_tokenizer(settings)
-    from mca_train.data.indexed import write_indexed
 
     count, tokens = write_indexed(Path(prefix), _documents(settings, tokenizer), len(tokenizer))
     sys.stdout.write(
@@ -65,9 +67,6 @@ def _vision(model: str) -> Values | None:
 
 def _documents(settings: Settings, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Sequence[int]]:
     """Yield the tokens of each row."""
-    from mca_train.data.encoding import block_tokenizer
-    from mca_train.data.streams import open_rows
-
     data, key = settings.data, "train_file"
     vision = _vision(data.model_name_or_path)
     rows, names = open_rows(data.train_file, key, data, data.text_column, seed=None, vision=vision)

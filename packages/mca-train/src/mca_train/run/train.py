@@ -17,6 +17,11 @@ from mca_config.errors import UsageError, raising_usage_errors
 from mca_config.fields import cast
 from mca_config.printable import counted
 from mca_config.types import Values
+from mca_models import AutoModel
+from mca_models.megatron import platform
+from mca_models.megatron.distributed import parallel
+from mca_models.megatron.peft import get_peft_model, load_adapter
+from mca_train import groups
 from mca_train.checkpoint.directory import PREFIX, STATE_FILE
 from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.config.model import launcher_world_size, peft_task
@@ -29,8 +34,10 @@ from mca_train.launch.scratch import scratch_folder
 from mca_train.launch.stop_signals import raising_on_signals
 from mca_train.metrics.plot import plot_losses
 from mca_train.run.inputs import Inputs, prepare_inputs
+from mca_train.run.last_evaluation import LastEvaluation
 from mca_train.run.logs import quiet_libraries, set_log_levels, silent_arguments
 from mca_train.run.record import write_record
+from mca_train.run.restarts import StartRecorder, can_restart, resume_values
 from mca_train.run.rules import check, make_settings
 from mca_train.run.summary import summary
 from mca_train.tasks.task import Task
@@ -59,7 +66,6 @@ def run(task: Task, config: Path | None, overrides: list[str], command: list[str
     with raising_on_signals():
         if not environment.started_by_launcher():
             return _launch(task, values, where, command)
-        from mca_models.megatron import platform
 
         platform.require_launcher(os.environ)
         folder = os.environ.get("MCA_TRAIN_REPORTS")
@@ -83,7 +89,6 @@ def _launch(task: Task, values: Values, where: str, command: list[str]) -> int:
     run = check(task, settings).require()
     ranks = run.world_size
     logger.info("starting %s: %s", counted(ranks, "rank"), run.layout)
-    from mca_models.megatron import platform
 
     with scratch_folder() as folder:
         if platform.device_type() == "cuda":
@@ -104,7 +109,6 @@ def _without_device(values: Values) -> Values:
     Raises:
         UsageError: ``use_cpu`` is set on a machine with a GPU.
     """
-    from mca_models.megatron import platform
     from mca_train.trainer.rules import USE_CPU_WITH_GPU
 
     if platform.device_type() != "cuda":
@@ -121,9 +125,6 @@ def settings_on_rank(task: Task, values: Values, where: str) -> tuple[Settings, 
     resume from the last checkpoint.
     """
     import torch.distributed as dist
-
-    from mca_models.megatron import platform
-    from mca_train.run.restarts import resume_values
 
     attempt = None
     if not dist.is_initialized():
@@ -170,18 +171,12 @@ def _run_forked_rank(inputs: Inputs) -> None:
 
 def _train_rank(inputs: Inputs, attempt: "Attempt | None") -> None:
     """Run all of the training on one rank."""
-    from mca_models.megatron.distributed import parallel
-
     set_log_levels(inputs.run.settings.training)
     _train(inputs, attempt)
     parallel.stop()
 
 
 def _train(inputs: Inputs, attempt: "Attempt | None") -> None:
-    from mca_train import groups
-    from mca_train.run.last_evaluation import LastEvaluation
-    from mca_train.run.restarts import StartRecorder, can_restart
-
     args = inputs.run.settings.training
     trainer = make_trainer(inputs)
     if attempt is not None:
@@ -240,8 +235,6 @@ def _base(
     settings: Settings, path: str, rows: int, tokens: int, head: "Head | None" = None
 ) -> "VirtualModels":
     """Load the model at ``path`` with ``head``, and extend its vocabulary from ``rows`` to ``tokens`` if larger."""
-    from mca_models import AutoModel
-
     seed = settings.training.seed
     if tokens <= rows:
         return AutoModel.from_pretrained(path, settings.training, seed=seed, head=head)
@@ -253,7 +246,6 @@ def _with_adapter(model: "VirtualModels", settings: Settings) -> "VirtualModels"
     lora = settings.lora
     if not lora.is_enabled:
         return model
-    from mca_models.megatron.peft import get_peft_model, load_adapter
 
     with raising_usage_errors():
         if lora.adapter_name_or_path is not None:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from mca_config.errors import McaError
 from mca_models.megatron.distributed.collectives import run_on_first_rank_unwrapped
+from mca_models.megatron.peft import PeftModels
 from mca_train.batching.extra_columns import ExtraColumns, RowSubset
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.step_stream import is_stream
@@ -111,7 +112,6 @@ class DpoTrainer(McaTrainer):
         chunk = self.args.loss_chunk_size
         if model is not None:
             return ReferenceModel(model, chunk)
-        from mca_models.megatron.peft import PeftModels
 
         adapted = isinstance(self.model, PeftModels)
         if adapted or not self._precomputes:
@@ -219,7 +219,7 @@ class DpoTrainer(McaTrainer):
         if self._reference is not None and not self._precomputes:
             self._reference_queue = deque(sums for sums, _ in self._reference.log_probs(batch))
 
-    def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
+    def compute_loss(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the loss sum over this micro-batch's pairs and their count, which context-parallel ranks share."""
         sums, counts = (split_pairs(values) for values in sequence_logps(output, batch))
         reference = self._reference_logps(batch) if self.preference.needs_reference else None

@@ -56,7 +56,7 @@ class ConfigView:
         """Return all fields."""
         return dict(self._values)
 
-    def to_json_string(self, *_: object, **__: object) -> str:
+    def to_json_string(self, use_diff: bool = True) -> str:
         """Return all fields as ``config.json`` has them."""
         return json.dumps(self._values, indent=2, sort_keys=True, default=str) + "\n"
 

@@ -126,7 +126,7 @@ class KtoTrainer(McaTrainer):
             )
         self._kl = divergence(groups.sum_over_data(total))
 
-    def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
+    def compute_loss(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the loss sum over this micro-batch's answers and their count, which context-parallel ranks share."""
         if batch.values is None:
             raise McaError(

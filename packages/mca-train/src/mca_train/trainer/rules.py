@@ -25,7 +25,9 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed, Values
 from mca_models.megatron import platform
 from mca_models.megatron.distributed.collectives import all_gather
+from mca_models.megatron.factory.transformer_config import transformer_config
 from mca_models.megatron.features.biased_router import has_biased_softmax
+from mca_models.megatron.peft import PeftModels
 from mca_train.batching.step_stream import require_steps
 from mca_train.checkpoint.model import require_format
 from mca_train.losses import kto, preference, scores
@@ -51,7 +53,7 @@ class Subject:
         args: Training arguments.
         trainer: The trainer that is being built.
         base: `McaTrainer`, whose methods its class may override.
-        parameters: Parameters of Hugging Face's Trainer that `McaTrainer` does not have.
+        parameters: Parameters of Hugging Face's Trainer that `McaTrainer` does not support.
         train_dataset: Training samples.
     """
 
@@ -73,11 +75,8 @@ def check(subject: Subject, rules: Iterable[Rule]) -> None:
     Raises:
         McaError: There is a problem; or the model is not a `VirtualModels`, or is an adapter's base model, or the
             arguments are Hugging Face's.
-        TypeError: A parameter that Hugging Face's Trainer does not have either.
     """
     require_types(subject.model, subject.args)
-    if unknown := [name for name in subject.parameters if name not in _PARAMETERS]:
-        raise TypeError(f"McaTrainer() got an unexpected keyword argument '{unknown[0]}'")
     raise_problems([problem for rule in rules for problem in rule(subject)], "McaTrainer")
 
 
@@ -104,8 +103,6 @@ def require_unmerged(model: VirtualModels) -> None:
     Raises:
         McaError: It is merged, or was added since.
     """
-    from mca_models.megatron.peft import PeftModels
-
     model.reject_hidden_adapter()
     if isinstance(model, PeftModels) and model.merged:
         raise McaError("the adapter is merged, so nothing would be trained; call unmerge_adapter first")
@@ -312,8 +309,6 @@ def _precision(model: VirtualModels, args: "TrainingArguments") -> Iterator[str]
 
 def _settings(model: VirtualModels, args: "TrainingArguments") -> Iterator[str]:
     """Yield differences of Megatron's configuration that would change the computation."""
-    from mca_models.megatron.factory.transformer_config import transformer_config
-
     config, current = model.config, model.args.transformer_config_overrides()
     requested = {
         name: value

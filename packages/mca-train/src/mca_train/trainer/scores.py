@@ -59,7 +59,7 @@ class RewardTrainer(ScoreTrainer):
         warn_trl_differences(self.model)
         self._centering = center_rewards_coefficient or 0.0
 
-    def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
+    def compute_loss(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the loss sum over this micro-batch's pairs and their count."""
         scores, counts = sequence_scores(output, batch)
         both = len(scores) // 2 * 2  # a pack may end in an empty sequence
@@ -99,7 +99,7 @@ class ClassificationTrainer(ScoreTrainer):
         super().__init__(**options)
         self._problem_type = problem_type
 
-    def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
+    def compute_loss(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the loss sum over this micro-batch's sequences and their count."""
         if batch.values is None:
             raise McaError("a sample of the dataset has no 'values'; expected its class, labels or numbers")

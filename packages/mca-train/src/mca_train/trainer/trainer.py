@@ -67,6 +67,8 @@ class McaTrainer(HfTrainer):
         callbacks: Hugging Face ``TrainerCallback``s.
         collator_format: Format of the batches of ``data_collator``.
         pack_length: With ``sequence_packing``, tokens of a row of packed sequences; None: of the longest sample.
+        compute_metrics: Not supported, like the parameters after it, which are Hugging Face's; each raises an error
+            that names the replacement.
 
     Override `compute_loss` to train on another loss.
 
@@ -104,8 +106,25 @@ class McaTrainer(HfTrainer):
         *,
         collator_format: CollatorFormat | None = None,
         pack_length: int | None = None,
-        **unsupported: object,
+        compute_metrics: object = None,
+        preprocess_logits_for_metrics: object = None,
+        compute_loss_func: object = None,
+        model_init: object = None,
+        optimizers: object = None,
+        optimizer_cls_and_kwargs: object = None,
+        peft_config: object = None,
+        tokenizer: object = None,
     ) -> None:
+        unsupported = {
+            "compute_metrics": compute_metrics,
+            "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
+            "compute_loss_func": compute_loss_func,
+            "model_init": model_init,
+            "optimizers": optimizers,
+            "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs,
+            "peft_config": peft_config,
+            "tokenizer": tokenizer,
+        }
         subject = Subject(
             model=model,
             args=args,
@@ -209,7 +228,7 @@ class McaTrainer(HfTrainer):
         """Return a new engine, or that of an earlier `train`."""
         return self._runner.new_engine()
 
-    def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
+    def compute_loss(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the loss of one micro-batch on a rank of the last pipeline stage.
 
         Args:
@@ -270,7 +289,7 @@ class McaTrainer(HfTrainer):
             self._saver.checkpoints.abandon()
             self.is_in_train = False
 
-    def training_step(self, batch: StepBatch, *_: object, **__: object) -> StepResult:
+    def training_step(self, batch: StepBatch) -> StepResult:
         """Run one optimizer step on one step's batch."""
         return self._loop.step(batch)
 
@@ -301,7 +320,7 @@ class McaTrainer(HfTrainer):
         """Write a complete checkpoint of this step, unless there is one."""
         self._saver.complete_checkpoint()
 
-    def _save_checkpoint(self, *_: object, **__: object) -> None:
+    def _save_checkpoint(self, model: object = None, trial: object = None) -> None:
         """Write a checkpoint of this step, in place of Hugging Face's."""
         self._saver.save_checkpoint()
 
