@@ -132,7 +132,8 @@ def settings_on_rank(task: Task, values: Values, where: str) -> tuple[Settings, 
         seconds = cast("ddp_timeout", values.get("ddp_timeout", 1800), int, words=True)
         attempt = join(platform.backend(), timedelta(seconds=seconds))
     with silent_arguments() if LISTENER in os.environ else nullcontext():  # the launcher has logged it
-        return make_settings(task, resume_values(values, attempt), where), attempt
+        resumed = values if attempt is None else resume_values(values, attempt)
+        return make_settings(task, resumed, where), attempt
 
 
 def _run_launched_rank(task: Task, values: Values, where: str) -> None:
