@@ -11,11 +11,12 @@ import contextlib
 import gc
 import json
 import os
+import resource
 import signal
 import sys
 from collections import Counter
 from collections.abc import Generator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 os.environ.setdefault("MCA_DEVICE", "cpu")  # before anything asks; what tests start inherits it
@@ -65,7 +66,7 @@ _OTHER = {
 }
 
 DURATIONS = Path(__file__).parent / "integration_tests" / "support" / "durations.json"
-"""Seconds of each test module in a run of the default tests: `--record-durations` writes it."""
+"""CPU seconds of each test module in a run of the default tests: `--record-durations` writes it."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -77,7 +78,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="default: of each test marked cases(n), one case in n and the named ones; all: every case",
     )
     parser.addoption(
-        "--record-durations", action="store_true", help=f"write seconds of each module to {DURATIONS.name}"
+        "--record-durations",
+        action="store_true",
+        help=f"write CPU seconds of each module to {DURATIONS.name}",
     )
 
 
@@ -127,10 +130,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_collection_finish() -> None:
-    """Leaves what was imported and collected out of every later search for garbage."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Import Megatron if a test will; leave what is imported out of every later search for garbage."""
+    if not session.config.option.collectonly and not _ON_GPU and any(map(_prepares_megatron, session.items)):
+        from mca_models.megatron import platform
+
+        platform.prepare()  # fails if a test before has imported Megatron otherwise
     gc.freeze()
     gc.enable()
+    _UNTIL[0] = _cpu_seconds()
+
+
+def _prepares_megatron(item: pytest.Item) -> bool:
+    """Return whether ``item`` forks ranks, or its module prepares Megatron by itself."""
+    return item.get_closest_marker("ranks") is not None or _calls_prepare(item.path)
+
+
+@cache
+def _calls_prepare(path: Path) -> bool:
+    return "platform.prepare()" in path.read_text()
 
 
 def pytest_unconfigure() -> None:
@@ -144,16 +162,42 @@ def _turn(durations: dict[str, float], item: pytest.Item) -> tuple[float, bool]:
 
 
 SECONDS: Counter[str] = Counter()
-"""Module -> seconds that its tests took in this run."""
+"""Module -> CPU seconds that its tests took in this run, forked ranks included."""
+_SPENT = "cpu seconds"
+_UNTIL = [0.0]
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of its children that have ended."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Attach the CPU seconds since the report before, which other work on the machine hardly changes."""
+    report = yield
+    now = _cpu_seconds()
+    report.user_properties.append((_SPENT, now - _UNTIL[0]))
+    _UNTIL[0] = now
+    return report
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Add up setup, call and teardown of each test of a module."""
-    SECONDS[Path(report.location[0]).stem] += report.duration
+    SECONDS[Path(report.location[0]).stem] += sum(
+        float(value) for name, value in report.user_properties if name == _SPENT and isinstance(value, float)
+    )
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Write what `--record-durations` asks for; with xdist, in the process that starts the workers."""
     if session.config.option.record_durations and not hasattr(session.config, "workerinput"):
-        longest = {name: round(seconds) for name, seconds in SECONDS.most_common() if seconds >= 2}
+        longest = {name: round(seconds) for name, seconds in SECONDS.most_common() if seconds >= 1.5}
         DURATIONS.write_text(json.dumps(longest, indent=0) + "\n")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the CPU seconds of all tests: the default run has 450."""
+    terminalreporter.write_line(f"{sum(SECONDS.values()):.0f} CPU seconds of tests")

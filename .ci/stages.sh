@@ -84,6 +84,24 @@ clients() {
     uv run --quiet --no-default-groups --group clients pytest -n 0 integration_tests/cli/test_clients.py
 }
 
+# verl's trainer on its own engine and on mca's, in an environment of its own: it needs an older transformers.
+verl() {
+    uv venv --quiet --no-project --allow-existing --python "$python" .venv-verl
+    uv pip install --quiet --python .venv-verl/bin/python --requirement .ci/verl.txt \
+        --editable packages/mca-config --editable 'packages/mca-models[megatron]' --editable packages/mca-train \
+        --editable packages/mca-convert
+    .venv-verl/bin/python -m pytest -n 0 "$@" integration_tests/cli/test_verl.py
+}
+
+# LLaMA-Factory's own programs on mca, in a separate environment: it needs older versions of packages that the others share.
+llamafactory() {
+    uv venv --quiet --no-project --allow-existing --python "$python" .venv-lf
+    uv pip install --quiet --python .venv-lf/bin/python --requirement .ci/llamafactory.txt \
+        --editable packages/mca-config --editable 'packages/mca-models[megatron]' --editable packages/mca-train \
+        --editable packages/mca-convert
+    .venv-lf/bin/python -m pytest -n 0 "$@" integration_tests/cli/test_llamafactory.py
+}
+
 # Minutes of building the first time; kept in the user's cache by versions.
 transformer_engine() {
     local folder
@@ -114,6 +132,23 @@ slurm() {
 finish() {
     say "${#passed[@]} stages passed, ${#failed[@]} failed"
     ((${#failed[@]} == 0)) || { printf 'FAILED: %s\n' "${failed[@]}"; exit 1; }
+}
+
+# LLaMA-Factory, if the environment's Python is the one that its list of packages is for; arguments go to pytest.
+llamafactory_where_it_can_be() {
+    if [[ $("$python" -c 'import sys; print(*sys.version_info[:2])') == "3 11" ]]; then
+        stage "LLaMA-Factory on mca" llamafactory "$@"
+    else
+        say "SKIPPED: .ci/llamafactory.txt is for Python 3.11, so LLaMA-Factory was NOT tested"
+    fi
+}
+
+verl_where_it_can_be() {
+    if [[ $("$python" -c 'import sys; print(*sys.version_info[:2])') == "3 11" ]]; then
+        stage "verl on mca" verl "$@"
+    else
+        say "SKIPPED: .ci/verl.txt is for Python 3.11, so verl was NOT tested"
+    fi
 }
 
 # Transformer Engine and SLURM, where this machine can have them; arguments go to pytest.

@@ -24,7 +24,7 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 4096,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 

@@ -33,11 +33,11 @@ def every_case(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3 of four layers, only to be read."""
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, every_case: bool) -> Path:
+    """A random Qwen3, only to be read: of four layers for virtual stages with ``--cases all``, else of two."""
     from train_cases import tiny_checkpoint
 
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), num_hidden_layers=4 if every_case else 2)
 
 
 @pytest.fixture(scope="module")

@@ -222,8 +222,7 @@ class Bench:
         command = [sys.executable, "-m", "pytest", *words, addopts, *tests]
         if "::" not in tests[0]:
             command += ["-m", self.marks]
-        sources = [str(path) for path in sorted(tree.glob("packages/*/src"))]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), *sources])}
+        environment = os.environ | {"PYTHONPATH": _import_path(tree)}
         try:
             done = subprocess.run(
                 command, cwd=tree, capture_output=True, text=True, timeout=limit, env=environment, check=False
@@ -234,6 +233,11 @@ class Bench:
             return ""
         match = re.search(r"^(?:FAILED|ERROR) (\S+(?:\[.*?\](?= - |$))?)", done.stdout, re.MULTILINE)
         return match[1] if match else f"(exit code {done.returncode})"
+
+
+def _import_path(tree: Path) -> str:
+    """Return a ``PYTHONPATH`` with the packages of ``tree``, which may be another copy than the one installed."""
+    return os.pathsep.join([str(tree), *(str(path) for path in sorted(tree.glob("packages/*/src")))])
 
 
 def _copy(tree: Path) -> Path:
@@ -260,7 +264,7 @@ def record_map(words: list[str]) -> int:
     """Run the default tests once, with the recorder of `tools.mutation.test_map`."""
     shutil.rmtree(MAP, ignore_errors=True)
     MAP.mkdir(parents=True)
-    environment = os.environ | {"MCA_TEST_MAP": str(MAP), "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"MCA_TEST_MAP": str(MAP), "PYTHONPATH": _import_path(ROOT)}
     command = [sys.executable, "-m", "pytest", "-p", "tools.mutation.test_map", "-q", *words]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 

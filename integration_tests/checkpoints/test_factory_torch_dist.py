@@ -12,6 +12,7 @@ import time
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -217,6 +218,35 @@ def train_meanwhile(path: Path, folder: Path) -> dict[str, Any]:
     first.finish()
     first.finish()
     return seen
+
+
+def forks_of_saves(path: Path, folder: Path) -> list[int]:
+    """Return how many processes a save forks, of few bytes and of more than threads write. Runs on every rank."""
+    from mca_models.megatron import AutoModel
+    from mca_models.megatron.distributed import writer
+
+    forks: list[int] = []
+    os.register_at_fork(before=lambda: forks.append(1))
+    models = AutoModel.from_pretrained(path, arguments("tp2"))
+    found = []
+    for name, limit in (("few", writer.THREADS_UP_TO), ("many", 0)):
+        forks.clear()
+        with mock.patch.object(writer, "THREADS_UP_TO", limit):
+            models.save_pretrained(folder / name, ckpt_format="torch_dist")
+        found.append(len(forks))
+    return found
+
+
+def test_few_bytes_are_written_without_another_process(saved: Path, tmp_path: Path) -> None:
+    from mca_models.megatron.platform import megatron_version
+
+    source = saved / "hf" / "llama-tied-bfloat16"
+    for few, many in run_ranks(2, forks_of_saves, source, tmp_path):
+        assert few == 0
+        assert (many > 0) == (megatron_version() < (0, 19)), "later ones have threads for any number"
+    for name in ("few", "many"):
+        assert convert([f"--checkpoint_path={tmp_path / name}", f"--output_path={tmp_path / name}-hf"]) == 0
+        assert tensors_of(tmp_path / f"{name}-hf") == tensors_of(source)
 
 
 def _write_once_there_is(file: Path) -> None:

@@ -96,8 +96,11 @@ def lengths(every_case):
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory, lengths):
-    model = tiny_checkpoint(tmp_path_factory.mktemp("model"), vocab_size=131)  # padded at tensor size 2
+def dense(tmp_path_factory, lengths, every_case):
+    layers = 4 if every_case else 2
+    model = tiny_checkpoint(
+        tmp_path_factory.mktemp("model"), vocab_size=131, num_hidden_layers=layers
+    )  # padded at tensor size 2
     return Runs(model, tmp_path_factory.mktemp("dense"), DENSE, *lengths)
 
 

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from case_tables import WEIGHT_STREAMS
-from cases import Case, as_params, group_by_ranks, needed
+from cases import Case, as_params, group_by_ranks, needed, skip_unsupported
 from harness import RanksFailed, run_ranks
 from large_model import make_model
 from layouts import arguments
@@ -85,19 +85,21 @@ def streamed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return found
 
 
+# each axis, and every part that a stream puts together: experts, latents, images, virtual stages
 DEFAULT = (
-    *("llama-tp2pp2vpp2sp", "qwen3-tied-tp2cp2sp", "qwen2-pp2dp2", "qwen3_moe-tp2ep2etp1dp2sp"),
-    *("gpt_oss-ep2pp2", "deepseek_v3-tp2pp2sp", "qwen3_vl-tp2pp2sp", "gpt2-tp2pp2sp"),
+    *("llama-tp2pp2vpp2sp", "qwen3-tied-tp2cp2sp", "qwen3_moe-tp2ep2etp1dp2sp"),
+    *("deepseek_v3-tp2pp2sp", "qwen3_vl-tp2pp2sp"),
 )
 
 
 @pytest.mark.cases(0, always=DEFAULT)
 @pytest.mark.parametrize("case", as_params(WEIGHT_STREAMS))
-def test_a_stream_is_the_written_checkpoint(case: Case, streamed: Streamed) -> None:
+def test_a_stream_is_the_written_checkpoint(
+    case: Case, streamed: Streamed, request: pytest.FixtureRequest
+) -> None:
     ranks = streamed.ranks[case]
     if isinstance(ranks[0], str):
-        assert case.id not in DEFAULT, ranks[0]
-        pytest.skip(ranks[0])  # the model does not support the layout
+        skip_unsupported(request, ranks[0])
     source, expected = stored(streamed.sources[case.model]), stored(streamed.folder / case.id)
     assert expected.keys() == source.keys()
     # Megatron keeps the routers' biases in fp32, so they are written in fp32

@@ -106,7 +106,7 @@ def test_sft_by_flags_alone_on_two_replicas_and_resume(folder):
     ]
 
 
-@pytest.mark.cases(0, always=["|-unread", "--closed"])
+@pytest.mark.cases(0, always=["--closed"])
 @pytest.mark.parametrize("stdout,name", [("|", "unread"), ("/dev/full", "full"), ("-", "closed")])
 def test_training_goes_on_where_nothing_can_be_printed(folder, stdout, name):
     saving = {"save_strategy": "steps", "save_steps": 2}

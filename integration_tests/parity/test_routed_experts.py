@@ -7,6 +7,7 @@ transformers model whose routers are forced to take them.
 import copy
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from cases import Case, as_params, group_by_ranks, needed, product
 from forced_routing import forced_experts, other_experts
 from harness import run_ranks
 from layouts import arguments
+from mca_config.errors import McaError
 from mca_models.megatron.features.router_replay import LIVE, RoutedExperts
 from reference import Reference, hf_model, make_reference
 
@@ -221,3 +223,98 @@ def test_replayed_experts_give_the_gradients_of_a_forced_transformers_model(
             right = before[key] + 1e-3 * (load.float().mean() - load).sign()  # Megatron's rule
         scale = max(float((right - before[key]).abs().max()), 1e-3 * largest)
         assert float((found[key] - right).abs().max()) < 1e-4 * scale + 1e-7, key
+
+
+def rejected(sparse: Path, dense: Path) -> list[str]:
+    """Errors of wrong experts. Runs on two tensor-parallel ranks."""
+    from mca_models.megatron import AutoModel
+
+    rank = torch.distributed.get_rank()
+    models = AutoModel.from_pretrained(sparse, arguments("tp2sp"))
+    plain = AutoModel.from_pretrained(dense, arguments("tp2sp"))
+    shape = RoutedExperts.from_config(models.config)
+    assert shape is not None
+    ids, said = torch.zeros(2, 8, dtype=torch.int64), []
+    experts = other_experts(shape, *ids.shape)
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        (models, {"routed_experts": other_experts(shape, *ids.shape, seed=rank)}),
+        (models, {"routed_experts": experts if rank else None}),
+        (models, {"routed_experts": experts[:, :7]}),
+        (models, {"routed_experts": experts[..., :1] if rank else experts}),  # wrong on one rank alone
+        (plain, {"routed_experts": experts}),
+        (plain, {"return_routed_experts": True}),
+    ]
+    for model, options in calls:
+        with pytest.raises(McaError) as error:
+            model.log_probs(ids, **options)
+        said.append(str(error.value))
+    for setting, value in (("moe_router_fusion", True), ("moe_router_load_balancing_type", "sinkhorn")):
+        before = getattr(models.megatron, setting)
+        setattr(models.megatron, setting, value)
+        with pytest.raises(McaError) as error:
+            models.log_probs(ids, routed_experts=experts)
+        said.append(str(error.value))
+        setattr(models.megatron, setting, before)
+    _, choice = models.chunks[0].router_choices[1]
+    with patch.object(choice, "get_replay_topk", lambda *_: _[-1](*_[:2])), pytest.raises(McaError) as error:
+        models.log_probs(ids, routed_experts=experts)
+    said.append(str(error.value))
+    assert torch.isfinite(models.log_probs(ids, routed_experts=experts).log_probs).all()
+    return said
+
+
+def test_wrong_experts_are_one_error_on_all_ranks(tmp_path: Path) -> None:
+    paths = [make_reference(kind, tmp_path).path for kind in ("qwen3_moe", "qwen3")]
+    said, other = run_ranks(2, rejected, *paths)
+    assert other == said
+    differ = "log_probs: ranks 0 and 1, of one replica, have different routed_experts; broadcast them with the tokens"
+    fused = "routed_experts are not supported with moe_router_"
+    assert said[:2] == [differ, differ]
+    assert said[2].startswith(
+        "routed_experts has shape [2, 7, 4, 2]; expected [2, 8, layers, topk], as input_ids"
+    )
+    assert said[3].startswith("routed_experts has 1 experts per token and layer; the model routes to 2")
+    assert said[4] == "routed_experts needs a model with experts, but qwen3 is dense; remove it"
+    assert said[5] == "return_routed_experts needs a model with experts, but qwen3 is dense; remove it"
+    assert said[6] == f"{fused}fusion, whose kernel chooses; set it to false"
+    assert said[7] == f"{fused}load_balancing_type sinkhorn; set another one"
+    assert said[8] == "routed_experts: the routers of layers [2] ignored the given experts"
+
+
+def own_choice(path: Path, folder: Path) -> list[list[float]]:
+    """Losses and norms of two steps with the experts of the start, and without. Runs on every rank."""
+    from mca_models.megatron import AutoModel
+    from train_cases import history, make_trainer, quietly
+
+    rows = [torch.arange(n) * 7 % 60 for n in LENGTHS]
+    found = []
+    models = AutoModel.from_pretrained(path, arguments("tp2sp"))
+    given = [models.log_probs(row[None], return_routed_experts=True).routed_experts[0] for row in rows]
+    for experts in (given, None):
+        data = [{"input_ids": row} for row in rows]
+        if experts is not None:
+            data = [sample | {"routed_experts": each} for sample, each in zip(data, experts, strict=True)]
+        options = {
+            "train_dataset": data,
+            "eval_dataset": data,
+            "max_steps": 2,
+            "warmup_steps": 0,
+            **TP2,
+            **FULL,
+        }
+        options |= {"learning_rate": 0.0, "sequence_packing": True, "pack_length": 64}
+        trainer = make_trainer(path, folder, **options)
+        quietly(trainer.train)
+        quietly(trainer.evaluate)
+        found.append(
+            [*history(trainer, "loss"), *history(trainer, "grad_norm"), *history(trainer, "eval_loss")]
+        )
+    return found
+
+
+def test_training_with_the_models_own_choice_changes_no_bit(tmp_path: Path) -> None:
+    """Weights stay the same with a learning rate of 0, so the experts of the start stay the model's own choice."""
+    path = make_reference("qwen3_moe", tmp_path).path
+    for replayed, live in run_ranks(2, own_choice, path, tmp_path):
+        assert replayed == live
+        assert len(live) == 5

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from case_tables import TE_LAYERS
-from cases import Case, as_params, group_by_layout, needed
+from cases import Case, as_params, group_by_layout, needed, skip_unsupported
 from emulated_te import needs_te, run_emulated
 from gradients import compute, expected_gradients, worst_errors
 from layouts import arguments
@@ -85,16 +85,17 @@ def compared(reference: Reference, layout: str) -> dict[str, Any]:
     return {"different": different, "classes": {type(module).__name__ for module in model.modules()}}
 
 
-def of_ranks(measured: "Measured", case: Case) -> list[dict[str, Any]]:
+Measured = tuple[Path, dict[Case, list[dict[str, Any]]]]
+"""Where gradients lie, and what all ranks found."""
+
+
+@pytest.fixture
+def by_rank(case: Case, measured: Measured, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What the ranks found of one model, which local layers take too on this layout."""
     ranks = measured[1][case]
     if "refused" in ranks[0]:
-        pytest.skip(ranks[0]["refused"])
+        skip_unsupported(request, ranks[0]["refused"])
     return ranks
-
-
-Measured = tuple[Path, dict[Case, list[dict[str, Any]]]]
-"""Where gradients lie, and what all ranks found."""
 
 
 @pytest.fixture(scope="module")
@@ -123,17 +124,19 @@ DEFAULT = pytest.mark.cases(
 @DEFAULT
 @pytest.mark.parametrize("case", as_params(TE_LAYERS))
 def test_names_shapes_marks_and_sharded_keys_are_those_of_local_layers(
-    case: Case, measured: Measured
+    case: Case, by_rank: list[dict[str, Any]]
 ) -> None:
-    for found in of_ranks(measured, case):
+    for found in by_rank:
         assert found["different"] == {"shapes": {}, "marks": {}, "sharded": {}}
 
 
 @DEFAULT
 @pytest.mark.parametrize("case", as_params(TE_LAYERS))
-def test_logits_and_gradients_equal_transformers(case: Case, measured: Measured) -> None:
+def test_logits_and_gradients_equal_transformers(
+    case: Case, measured: Measured, by_rank: list[dict[str, Any]]
+) -> None:
     folder, _ = measured
-    found = [of_rank["logits"] for of_rank in of_ranks(measured, case)]
+    found = [of_rank["logits"] for of_rank in by_rank]
     assert all(isinstance(difference, float) and difference <= TOLERANCE for difference in found), found
     worst = worst_errors(folder / f"{case.model}-expected", folder / case.id)
     assert worst[0][1] <= TOLERANCE, worst
@@ -141,8 +144,8 @@ def test_logits_and_gradients_equal_transformers(case: Case, measured: Measured)
 
 @DEFAULT
 @pytest.mark.parametrize("case", as_params(TE_LAYERS))
-def test_the_modules_are_transformer_engines(case: Case, measured: Measured) -> None:
-    classes = set().union(*(of_rank["classes"] for of_rank in of_ranks(measured, case)))
+def test_the_modules_are_transformer_engines(case: Case, by_rank: list[dict[str, Any]]) -> None:
+    classes = set().union(*(of_rank["classes"] for of_rank in by_rank))
     assert "TERowParallelLinear" in classes
     assert is_sparse(case.model) == any(name.startswith("TE") and "Grouped" in name for name in classes)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from _pytest.mark import ParameterSet
@@ -70,6 +70,12 @@ def group_by_ranks(cases: Iterable[Case]) -> dict[int, list[Case]]:
     for case in cases:
         groups.setdefault(case.num_ranks, []).append(case)
     return groups
+
+
+def skip_unsupported(request: pytest.FixtureRequest, error: str) -> NoReturn:
+    """Skip a case whose layout the model does not support; a case that runs by default may not be one."""
+    assert request.node.get_closest_marker("qualify"), f"runs by default: {error}"
+    pytest.skip(error)
 
 
 def needed(request: pytest.FixtureRequest, *names: str) -> list[Any]:

@@ -150,6 +150,14 @@ MODELS |= {
         | {"layer_types": ["sliding_attention", "full_attention"] * 2},
         "vision_config": _TOWER | {"model_type": "siglip_vision_model", "image_size": 896},
     },
+    "inner layer": {
+        "model_type": "llava",
+        "architectures": ["LlavaForConditionalGeneration"],
+        "image_token_index": 31990,
+        "tie_word_embeddings": False,
+        "text_config": _BASE | {"model_type": "llama"},
+        "vision_config": _TOWER | {"model_type": "clip_vision_model", "image_size": 336},
+    },
 }
 TP, PP, VPP, CP, EP, ETP = (
     "tensor_model_parallel_size",
@@ -275,6 +283,8 @@ CASES: dict[str, tuple[str, str, int, Values]] = {
     "sized": ("sized", "sft", 8, {"freeze": []}),
     "sized frozen": ("sized", "sft", 8, {}),
     "both ways": ("both ways", "sft", 8, {"freeze": []}),
+    "inner layer": ("inner layer", "sft", 8, {"freeze": []}),
+    "inner layer frozen": ("inner layer", "sft", 8, {PP: 2}),
     "both ways frozen": ("both ways", "sft", 8, {PP: 2}),
 }
 SAMPLE = ("vpp sp", "chunked tp", "experts etp 1", "prediction", "windows", "images")

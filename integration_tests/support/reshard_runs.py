@@ -5,7 +5,7 @@ from typing import Any
 
 from train_cases import history, make_trainer, quietly
 
-FIRST, ALL = 2, 4
+FIRST, ALL = 1, 3
 EXPERTS_ALONE = {"target_parameters": ["mlp.experts.gate_up_proj"]}
 WITH_EXPERTS = EXPERTS_ALONE | {"target_modules": ["q_proj"]}
 

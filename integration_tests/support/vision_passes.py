@@ -8,9 +8,28 @@ import torch
 from layouts import arguments
 from vision_reference import LENGTH, ROWS, Mixed, batch_of
 
-DENSE = ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl", "internvl", "mistral3", "glm4v", "gemma3")
+DENSE = (
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_5",
+    "qwen3_vl",
+    "internvl",
+    "mistral3",
+    "glm4v",
+    "gemma3",
+    "llava",
+    "glm46v",
+)
 VIDEOS = tuple(f"{model}-video" for model in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"))
-SPARSE = ("qwen3_5_moe", "qwen3_vl_moe", "glm4v_moe", "minimax_m3_vl-moe", "mistral3-mistral4-moe")
+SPARSE = (
+    "qwen3_5_moe",
+    "qwen3_vl_moe",
+    "glm4v_moe",
+    "glm46v-moe",
+    "llama4-moe",
+    "minimax_m3_vl-moe",
+    "mistral3-mistral4-moe",
+)
 
 
 def sizes(layout: str) -> str:

@@ -59,7 +59,7 @@ def places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
     """Where the images of each row are; InternVL's tiles and Gemma's images are all of one size."""
     if case.endswith(WITH_VIDEOS):
         return _video_places(case)
-    tiled = case.startswith(("internvl", "gemma"))
+    tiled = case.startswith(("internvl", "gemma", "llava", "llama4"))
     return tuple(tuple(ImageSpan(start, *(SMALL if tiled else size)) for start, size in row) for row in ROWS)
 
 
@@ -102,7 +102,7 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
     if case.endswith(WITH_VIDEOS):
         return _video_pixels(case, number)
     generator = torch.Generator().manual_seed(number)
-    if case.startswith(("internvl", "gemma")):
+    if case.startswith(("internvl", "gemma", "llava", "llama4")):
         return {"pixel_values": torch.randn(len(row), 3, 16, 16, generator=generator)}
     if case.startswith("mistral3"):
         sizes = torch.tensor([(each.rows * 8, each.columns * 8) for each in row])

@@ -37,6 +37,10 @@ TRAINING = ("mca_config.training", "mca_config._hf_arguments")
 EXTRA_ONLY = (*TRAINING, "mca_config.yaml_text", "mca_models.megatron")
 
 
+PLUGINS = {"mca_train.clients.verl": ("tensordict", "verl")}
+"""Plugins, which another program imports, and the packages that come with that program."""
+
+
 @dataclass(frozen=True)
 class Arrow:
     """Modules under `inside` (but not under `outside`) may not import anything under `targets`."""
@@ -277,6 +281,7 @@ def declared(package: str) -> tuple[set[str], set[str]]:
 def undeclared_imports(source: Source, base: set[str], with_extras: set[str]) -> list[str]:
     """Third-party imports that the package's metadata does not ask for; an extra's must be lazy or in its module."""
     own = {source.package} | set(sys.stdlib_module_names)
+    own |= {name for plugin, names in PLUGINS.items() if under(source.module, (plugin,)) for name in names}
     in_extra = under(source.module, EXTRA_ONLY)
     return [
         f"{source.module}:{found.line} imports {found.name}, which {source.package} does not declare"

@@ -6,12 +6,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from case_selector import is_default, unknown_ids
-from cases import Case, as_params, can_have, product
+from cases import Case, as_params, can_have, product, skip_unsupported
 from source_tree import ROOT
 
 IDS = [case.id for case in product([f"model{number}" for number in range(40)], ("tp2", "pp2vpp2", "cp2"))]
@@ -62,6 +63,17 @@ CHOSEN = [
 
 def test_unknown_ids_are_found() -> None:
     assert unknown_ids(IDS, ["model7-tp2", "model7-tp3", "model"]) == ["model", "model7-tp3"]
+
+
+def request_of(*marks: str) -> Any:
+    return SimpleNamespace(node=SimpleNamespace(get_closest_marker=lambda name: name in marks or None))
+
+
+def test_a_default_case_whose_layout_is_not_supported_fails() -> None:
+    with pytest.raises(AssertionError, match=r"^runs by default: no such layout"):
+        skip_unsupported(request_of("cases"), "no such layout")
+    with pytest.raises(pytest.skip.Exception, match="no such layout"):
+        skip_unsupported(request_of("cases", "qualify"), "no such layout")
 
 
 TEST = """

@@ -4,50 +4,52 @@ A feature's section belongs to the feature's own file. The other readers are lis
 """
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import pytest
 
+from mca_config.model.fields import SECTIONS
 from source_tree import SOURCES, Source, under
 
 ROOT = "mca_models.megatron"
-_SPEC = "features.spec"  # chooses modules of layers
-_LIMITS = "factory.limits"  # rejects combinations with training options
-READERS = {
+ROOMS: Mapping[str, set[str]] = {
     "moe": {
-        *(
-            "features.biased_experts",
-            "features.biased_router",
-            "features.group_router",
-            "features.latent_moe",
-        ),
-        *(
-            "features.router",
-            "features.router_replay",
-            "features.sigmoid_router",
-            "features.sparse_mixer",
-            "features.settings",
-        ),
-        *(_SPEC, _LIMITS, "factory.execution", "factory.transformer_config"),
+        "features.biased_router",
+        "features.group_router",
+        "features.identity_experts",
+        "features.latent_moe",
+        "features.moe",
+        "features.moe_with_dense_mlp",
+        "features.shortcut_moe",
+        "features.router_replay",
+        "features.sigmoid_router",
+        "features.sparse_mixer",
     },
-    "mla": {
-        *("features.mla", "features.dsa", "features.chunk", "layers.rope", _SPEC, _LIMITS),
-        *("factory.execution", "factory.fused_limits", "factory.transformer_config"),
+    "mla": {"features.mla", "features.dsa"},
+    "dsa": {"features.dsa"},
+    "block_sparse_attention": {"features.block_sparse_attention"},
+    "linear_attention": {
+        "features.gated_delta_net",
+        "features.kimi_delta_attention",
+        "features.recurrent_layers",
     },
-    "dsa": {"features.dsa", _SPEC, _LIMITS},
-    "block_sparse_attention": {"features.block_sparse_attention", _SPEC, _LIMITS},
-    "linear_attention": {"features.recurrent_layers", "features.gated_delta_net", _SPEC},
-    "mamba": {"features.mamba", "factory.fill"},
+    "mamba": {"features.mamba"},
+    "short_convolution": {"features.short_convolution"},
     "shared_kv": {"features.shared_kv"},
-    "per_layer_embedding": {"features.per_layer_embedding", "features.embedding"},
-    "mrope": {"layers.mrope", "features.chunk", "features.image_limits"},
+    "per_layer_embedding": {"features.per_layer_embedding"},
+    "mrope": {"features.mrope"},
     "vision": {
         "features.images",
         "features.image_features",
-        "features.image_limits",
         "features.vision_tower",
     },
 }
+"""The modules of each feature, which read its section."""
+OTHERS: Mapping[str, Mapping[str, str]] = {
+    "moe": {"features.mlp": "quick_gelu is fused for routed experts only"},
+    "mla": {"features.rope": "MLA has its own factor of the rotation"},
+}
+"""Other readers of a section, with the reason."""
 _CONFIGURATIONS = ("config", "model")
 
 
@@ -66,9 +68,13 @@ def _name(node: ast.expr) -> str | None:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
 
 
-@pytest.mark.parametrize("section", READERS)
+def test_every_optional_section_has_a_room() -> None:
+    assert ROOMS.keys() == {name for name, entry in SECTIONS.items() if entry.key is not None}
+
+
+@pytest.mark.parametrize("section", ROOMS)
 def test_a_section_is_read_by_its_feature_and_by_listed_modules(section: str) -> None:
-    assert readers(section, SOURCES) == READERS[section]
+    assert readers(section, SOURCES) == ROOMS[section] | OTHERS.get(section, {}).keys()
 
 
 def test_a_planted_reader_is_caught() -> None:

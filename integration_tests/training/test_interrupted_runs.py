@@ -196,7 +196,7 @@ def differing(request, every_case, tmp_path_factory):
 @pytest.mark.cases(
     0,
     always=[
-        *("plateau", "best", "intervals of logs", "epochs"),
+        *("best", "intervals of logs", "epochs"),
         "in an epoch after one that a callback ended",
     ],
 )

@@ -22,10 +22,11 @@ pytestmark = pytest.mark.ranks
 
 
 def run_page(path: Path, folder: Path) -> dict[str, Any]:
-    """Runs all examples of the page, one after the other. Runs on every rank."""
+    """Runs all examples of both pages, one after the other. Runs on every rank."""
     os.chdir(folder)
     names: dict[str, Any] = {"path": path, "engine": {}}
-    for text in blocks(ROOT / "docs" / "reinforcement_learning.md", "python"):
+    model, *others = blocks(ROOT / "docs" / "reinforcement_learning.md", "python")
+    for text in (model, *blocks(ROOT / "docs" / "weight_stream.md", "python"), *others):
         exec(compile(text, "example", "exec"), names)
     return {"tensors": len(names["engine"]), "zeros": int((names["found"].log_probs == 0).sum())}
 

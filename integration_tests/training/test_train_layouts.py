@@ -6,7 +6,7 @@ import loss_curves
 from harness import run_ranks
 from loss_curves import ALL, CurvesOf, worst
 from train_cases import STEPS, tiny_checkpoint, train_losses
-from train_settings import OVERLAP, TP, VPP
+from train_settings import OVERLAP, VPP
 
 pytestmark = pytest.mark.ranks
 
@@ -40,12 +40,39 @@ def test_losses_equal_the_single_process_run(name, curves):
     assert difference.small, difference
 
 
-def test_tied_embeddings_on_a_pipeline(tmp_path_factory):
-    tied = tiny_checkpoint(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
-    run = {"max_steps": 2, "gradient_accumulation_steps": 4}
-    single = run_ranks(1, train_losses, tied, tmp_path_factory.mktemp("out"), **run)[0]
-    found = run_ranks(4, train_losses, tied, tmp_path_factory.mktemp("out"), **(run | TP | VPP))[0]
+TIED = {"max_steps": 2, "gradient_accumulation_steps": 2, "warmup_steps": 0}
+"""The first step moves the weights, so the second one has another loss where gradients are wrong."""
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    """A model with tied embeddings, and what one process logs."""
+    model = tiny_checkpoint(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
+    return model, run_ranks(1, train_losses, model, tmp_path_factory.mktemp("out"), **TIED)[0]
+
+
+def test_tied_embeddings_on_a_pipeline(tied, tmp_path):
+    model, single = tied
+    found = run_ranks(2, train_losses, model, tmp_path, **TIED, **VPP)[0]
     assert worst(single["loss"], found["loss"]) < 1e-5
+    assert worst(single["grad_norm"], found["grad_norm"]) < 1e-4
+
+
+def losses_of_embeddings_alone(model, output):
+    """With a planted fault: each stage keeps its own gradient of the embeddings that they share."""
+    import importlib
+
+    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    module._allreduce_word_embedding_grads = lambda *_, **__: None
+    return train_losses(model, output, **TIED, **VPP)
+
+
+@pytest.mark.qualify
+def test_the_comparison_sees_embeddings_that_are_not_tied(tied, tmp_path):
+    model, single = tied
+    found = run_ranks(2, losses_of_embeddings_alone, model, tmp_path)[0]
+    assert worst(single["loss"], found["loss"]) > 1e-4
+    assert worst(single["grad_norm"], found["grad_norm"]) > 1e-3
 
 
 def test_bf16_stays_near_fp32(single, checkpoint, tmp_path):

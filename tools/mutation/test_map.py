@@ -55,7 +55,9 @@ class _Recorder:
         seconds = time.process_time() - self.started
         record = {"module": self.module, "seconds": seconds, "functions": sorted(reached)}
         name = f"{Path(self.module).stem}-{os.getpid()}-{time.monotonic_ns()}.json"
-        (self.folder / name).write_text(json.dumps(record))
+        unfinished = self.folder / f"{name}.part"  # a rank may be killed while it writes
+        unfinished.write_text(json.dumps(record))
+        unfinished.rename(self.folder / name)
 
     def child(self) -> None:
         """Forget, in a forked process, what its parent has entered."""

@@ -162,6 +162,7 @@ def test_what_is_no_number_is_named(name: str, value: Any) -> None:
         (lambda d: d.pop("mca_version"), ["mca_version must be 1", "None"]),
         (lambda d: d.pop("layout"), ["missing key layout"]),
         (lambda d: d.update(more=1), ["unknown key more"]),
+        (lambda d: d.update(hf_model_type="llama"), ["hf_model_type is 'llama'", "restore the file"]),
         (lambda d: d.update(layout=[]), ["layout must be an object"]),
     ],
 )
@@ -171,6 +172,13 @@ def test_a_wrong_document_is_named(change: Any, words: list[str]) -> None:
     with pytest.raises(McaError) as error:
         McaModelConfig.from_dict(wrong, "some/mca_config.json")
     assert all(word in str(error.value) for word in words), error.value
+
+
+def test_the_file_repeats_the_model_type_for_llama_factory() -> None:
+    assert config().to_dict()["hf_model_type"] == config().hf_model_type == config().model_type
+    assert McaModelConfig.from_dict(document()) == McaModelConfig.from_dict(
+        document() | {"hf_model_type": SIZES["model_type"]}
+    )
 
 
 def test_files_that_are_not_there_or_not_json_are_named(tmp_path: Path) -> None:

@@ -18,8 +18,12 @@ from mca_models.lora import adapter_for
 
 DENSE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CASES = {
-    "qwen2": {"target_modules": DENSE, "rank_pattern": {"k_proj": 5}, "use_rslora": True},
-    "llama": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "qwen2": {
+        "target_modules": DENSE,
+        "modules_to_save": ["lm_head"],
+        "rank_pattern": {"k_proj": 5},
+        "use_rslora": True,
+    },
     "qwen3_moe": {
         "target_modules": DENSE[:4],
         "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
@@ -141,7 +145,9 @@ def test_an_fp64_base_is_merged_in_fp64(tiny, tmp_path: Path) -> None:
         name: w.double() + torch.rand(w.shape, dtype=torch.float64) * 1e-9 for name, w in weights.items()
     }
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
-    config = peft.LoraConfig(r=3, init_lora_weights=False, **CASES["llama"])
+    config = peft.LoraConfig(
+        r=3, init_lora_weights=False, target_modules=["q_proj"], modules_to_save=["lm_head"]
+    )
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
     model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     model.save_pretrained(tmp_path / "adapter")

@@ -80,6 +80,18 @@ CASES: dict[str, Case] = {
         {**_SIGLIP, "out_hidden_size": 32, "attention_bias": True},
         {"image_token_id": 65, "video_token_id": 66},
     ),
+    "glm46v": (
+        "glm46v",
+        {"model_type": "glm4v_text", **_WIDE, "rope_parameters": _HALF},
+        {"model_type": "glm4v_vision", **_SIGLIP, "out_hidden_size": 64},
+        {"image_token_id": 65, "video_token_id": 66},
+    ),
+    "glm46v-moe": (
+        "glm46v",
+        {"model_type": "glm4v_moe_text", **tiny_hf.GROUPED, "rope_parameters": _HALF},
+        {"model_type": "glm4v_moe_vision", **_SIGLIP, "out_hidden_size": 32, "attention_bias": True},
+        {"image_token_id": 65, "video_token_id": 66},
+    ),
     "gemma3": (
         "gemma3",
         {
@@ -119,6 +131,31 @@ CASES: dict[str, Case] = {
         {"model_type": "ministral3", **tiny_hf.ALIKE["ministral3"][1]},
         {**_SIGLIP, "model_type": "pixtral", "head_dim": 8},
         {"image_token_index": 65, "tie_word_embeddings": False},
+    ),
+    "llama4-moe": (
+        "llama4",
+        tiny_hf.ALL["llama4_text"][1],
+        {
+            **{key: value for key, value in _SIGLIP.items() if key != "intermediate_size"},
+            **{"intermediate_size": 64, "projector_input_dim": 20, "projector_output_dim": 20},
+            "vision_output_dim": 20,
+        },
+        {"image_token_index": 65, "tie_word_embeddings": False},
+    ),
+    "llava": (
+        "llava",
+        {"model_type": "llama"},
+        {**_SIGLIP, "model_type": "clip_vision_model", "patch_size": 8},
+        {"image_token_index": 65, "tie_word_embeddings": False},
+    ),
+    "llava-siglip": (
+        "llava",
+        {"model_type": "qwen2", "head_dim": 8},
+        {**_SIGLIP, "model_type": "siglip_vision_model", "patch_size": 8, "vision_use_head": False},
+        {
+            **{"image_token_index": 65, "tie_word_embeddings": False, "vision_feature_layer": -1},
+            "vision_feature_select_strategy": "full",
+        },
     ),
     "minimax_m3_vl-moe": (
         "minimax_m3_vl",
@@ -160,5 +197,8 @@ def model_of(case: str, **different: Any) -> Any:
 
 def save(case: str, directory: Path, dtype: str = "float32", **different: Any) -> Path:
     """Writes the checkpoint of ``case`` to ``directory``."""
-    model_of(case, **different).to(getattr(torch, dtype)).save_pretrained(directory)
+    model = model_of(case, **different)
+    for tensor in [*model.parameters(), *tiny_hf.saved_buffers(model)]:  # not tables of complex numbers
+        tensor.data = tensor.data.to(getattr(torch, dtype))
+    model.save_pretrained(directory)
     return directory

@@ -6,12 +6,22 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from mca_config.arguments import DistributingParallelArguments
 from mca_config.errors import McaError
+from mca_convert.cli import main as convert
 from mca_train.cli import main
+from mca_train.clients.models import ClientModels
+from mca_train.clients.options import client_arguments, translate
+from mca_train.clients.unsupported import reject_unsupported
 
 IMPORTED = {
     "mcore_adapter.models": ("AutoConfig", "AutoModel"),
+    "mcore_adapter.models.converter.post_converter": (
+        "convert_checkpoint_to_hf",
+        "convert_checkpoint_to_mca",
+    ),
     "mcore_adapter.trainer": ("DPOTrainer", "McaTrainer"),
     "mcore_adapter.trainer.dpo_config": ("DPOConfig",),
     "mcore_adapter.training_args": ("Seq2SeqTrainingArguments", "TrainingArguments"),
@@ -42,44 +52,100 @@ def test_an_unknown_client_names_the_known_ones(capsys):
     assert "mcore_adapter" in capsys.readouterr().err
 
 
-def callback(data=None, **finetuning):
+CLIENT = {
+    "stage": "sft",
+    "finetuning_type": "full",
+    "adapter_name_or_path": None,
+    "freeze_vision_tower": True,
+    "freeze_multi_modal_projector": True,
+    "freeze_language_model": False,
+}
+"""Options of LLaMA-Factory that the facade reads, with its defaults."""
+
+
+def callback(**client):
+    """LLaMA-Factory's reporting callback, which is the only one with the client's options."""
     return SimpleNamespace(
-        finetuning_args=SimpleNamespace(**finetuning), data_args=SimpleNamespace(packing=data)
+        model_args=SimpleNamespace(), data_args=SimpleNamespace(), finetuning_args=SimpleNamespace(**client)
     )
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("client", "message"),
     [
-        (
-            {"callbacks": [callback(finetuning_type="lora")]},
-            "finetuning_type: lora",
-        ),
-        ({"callbacks": [callback(stage="pt")]}, "stage: pt"),
-        ({"callbacks": [callback(data=True)]}, "packing"),
-        ({"args": SimpleNamespace(sequence_packing=True)}, "sequence_packing"),
-        ({"eval_dataset": []}, "evaluation"),
-        ({"args": SimpleNamespace(resume_from_checkpoint="a/b")}, "resume_from_checkpoint: a/b"),
+        ({"finetuning_type": "freeze"}, "finetuning_type: freeze is not supported"),
+        ({"use_galore": True}, "use_galore: True is not supported .*set optimizer"),
+        ({"ref_model": "a"}, "ref_model: a is not supported .*the reference is the initial model"),
+        ({"finetuning_type": "lora", "create_new_adapter": True}, "a new adapter in addition to others"),
+        ({"finetuning_type": "lora", "adapter_name_or_path": ["a", "b"]}, "merge the adapters into one"),
+        ({"packing": True}, "set neat_packing: true"),
+        ({"ignore_pad_token_for_loss": False}, "ignore_pad_token_for_loss: false is not supported"),
     ],
 )
-def test_options_that_were_never_compared_raise_an_error(facade, options, message):
-    with pytest.raises(McaError, match=f"^{message}.* is not supported by the mcore_adapter facade yet; "):
-        facade.McaTrainer(**options)
+def test_options_that_mca_does_not_have_raise_an_error(client, message):
+    with pytest.raises(McaError, match=message):
+        reject_unsupported(CLIENT | client, {"do_train": True})
 
 
-def test_the_preference_stage_raises_an_error(facade):
-    for call in (facade.DPOTrainer, facade.DPOConfig, lambda: facade.AutoConfig.from_pretrained("a")):
-        with pytest.raises(
-            McaError, match=r"^stage: dpo is not supported by the mcore_adapter facade yet; use"
-        ):
-            call()
+@pytest.mark.parametrize(
+    "client", [{}, {"stage": "pt", "packing": True}, {"packing": True, "neat_packing": True}]
+)
+def test_supported_options_raise_no_error(client):
+    reject_unsupported(CLIENT | client, {"do_train": True})
 
 
-def test_models_with_images_raise_an_error(facade, monkeypatch):
-    model = SimpleNamespace(config=SimpleNamespace(vision={}, model_type="qwen2_vl"))
-    monkeypatch.setattr("mca_models.AutoModel.from_pretrained", lambda path, args: model)
-    with pytest.raises(McaError, match="a qwen2_vl model with images is not supported"):
-        facade.AutoModel.from_pretrained("a")
+def test_arguments_that_the_workflow_ignores_raise_one_error():
+    args = {"do_train": False, "do_eval": True, "eval_strategy": "no"}
+    with pytest.raises(McaError, match=r"(?s)do_train: false is ignored.*do_eval without eval_strategy"):
+        reject_unsupported(CLIENT, args)
+
+
+def test_the_options_are_those_of_the_reporting_callback():
+    callbacks = [SimpleNamespace(), callback(**CLIENT | {"lora_rank": 4})]
+    assert client_arguments({"callbacks": callbacks}) == CLIENT | {"lora_rank": 4}
+    assert client_arguments({"callbacks": None}) == {}
+
+
+class Model:
+    """A vision-language model that records which parts are trained."""
+
+    config = SimpleNamespace(vision=object())
+
+    def train_parts(self, parts):
+        self.parts = set(parts)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "parts"),
+    [
+        ({}, {"language"}),
+        ({"freeze_vision_tower": False}, {"language", "vision"}),
+        ({"freeze_multi_modal_projector": False, "freeze_language_model": True}, {"projector"}),
+    ],
+)
+def test_the_parts_that_the_client_freezes_are_frozen(frozen, parts):
+    args = SimpleNamespace(seed=1, do_train=True)
+    options = {"model": Model(), "args": args, "callbacks": [callback(**CLIENT | frozen)]}
+    assert translate(options, None)["model"].parts == parts
+
+
+def test_parameters_have_names_without_the_number_of_their_chunk():
+    base = torch.nn.Module()
+    base.chunks = torch.nn.ModuleList(
+        torch.nn.ModuleDict({name: torch.nn.Linear(1, 1)}) for name in ("decoder", "output_layer")
+    )
+    names = [name for name, _ in ClientModels(base).named_parameters()]
+    assert names == ["decoder.weight", "decoder.bias", "output_layer.weight", "output_layer.bias"]
+
+
+def test_the_preference_loss_has_the_options_that_the_client_does_not_pass(facade):
+    config = facade.DPOConfig(beta=0.2, pref_loss="simpo", label_smoothing=0.0)
+    loss = config.loss({"simpo_gamma": 0.7, "pref_ftx": 0.5})
+    assert (loss.kind, loss.beta, loss.simpo_gamma, loss.rpo_alpha) == ("simpo", 0.2, 0.7, 0.5)
+    plain = facade.DPOConfig(beta=0.1, pref_loss="sigmoid", label_smoothing=0.1).loss(
+        {"simpo_gamma": 0.5, "pref_ftx": 0.0}
+    )
+    assert (plain.label_smoothing, plain.simpo_gamma, plain.rpo_alpha) == (0.1, None, None)
 
 
 def test_keys_of_mcore_adapter_become_those_of_mca(facade, tmp_path, monkeypatch):
@@ -88,3 +154,70 @@ def test_keys_of_mcore_adapter_become_those_of_mca(facade, tmp_path, monkeypatch
     )  # a field in transformers 5.6
     args = facade.Seq2SeqTrainingArguments(output_dir=str(tmp_path), distributed_timeout_minutes=2)
     assert (args.ddp_timeout, args.warmup_steps) == (120, 0.25)
+
+
+def test_full_recompute_alone_recomputes_each_layer(facade, tmp_path):
+    args = facade.TrainingArguments(output_dir=str(tmp_path), recompute_granularity="full")
+    assert (args.recompute_method, args.recompute_num_layers) == ("uniform", 1)
+
+
+def test_rope_fusion_has_no_effect_without_transformer_engine(facade, tmp_path, monkeypatch, caplog):
+    from mca_models.megatron import platform
+
+    monkeypatch.setattr(platform, "engine_problem", lambda: "it is not installed")
+    args = facade.TrainingArguments(output_dir=str(tmp_path), apply_rope_fusion=True)
+    assert args.apply_rope_fusion is None
+    assert "apply_rope_fusion has no effect without Transformer Engine (it is not installed)" in caplog.text
+
+
+def test_rope_fusion_has_no_effect_on_models_with_images(facade, tmp_path, monkeypatch, caplog):
+    from mca_models.megatron import platform
+
+    monkeypatch.setattr(platform, "engine_problem", lambda: None)
+    auto = sys.modules["mcore_adapter.models.auto"]
+    monkeypatch.setattr(auto, "resolve_directory", Path)
+    for mrope, kept in ((object(), None), (None, True)):
+        config = SimpleNamespace(mrope=mrope)
+        monkeypatch.setattr(auto, "open_checkpoint", lambda _, config=config: SimpleNamespace(config=config))
+        args = SimpleNamespace(apply_rope_fusion=True)
+        assert facade.AutoConfig.from_pretrained("a", args).args.apply_rope_fusion is kept
+    assert "apply_rope_fusion has no effect: images have three positions" in caplog.text
+
+
+def test_checkpoints_are_converted_by_mca_convert(facade, monkeypatch, capsys):
+    calls = []
+
+    def run(words, **options):
+        calls.append(words[words.index("mca_convert") + 1 :])
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr("subprocess.run", run)
+    layout = DistributingParallelArguments(
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        account_for_loss_in_pipeline_split=True,
+    )
+    facade.convert_checkpoint_to_hf("a", "b", torch_dtype=torch.bfloat16)
+    facade.convert_checkpoint_to_hf("a", "b", "adapter", verbose=False)
+    facade.convert_checkpoint_to_mca("a", "b", layout, fp16=True)
+    paths = ["--checkpoint_path", "a", "--output_path", "b"]
+    assert calls[:2] == [[*paths, "--bf16"], [*paths, "--adapter_path", "adapter"]]
+    assert " ".join(calls[2]).startswith(" ".join([*paths, "--to mca --fp16 --tensor_model_parallel_size 2"]))
+    for words in ("--pipeline_model_parallel_size 2", "--account_for_loss_in_pipeline_split True"):
+        assert words in " ".join(calls[2])
+    assert convert(calls[2]) == 1
+    assert "no such" in capsys.readouterr().err  # the flags are known
+    with pytest.raises(McaError, match="bf16 excludes fp16"):
+        facade.convert_checkpoint_to_mca("a", "b", layout, bf16=True, fp16=True)
+
+
+def test_a_failed_conversion_raises_its_error(facade, tmp_path):
+    with pytest.raises(McaError, match=r"mca-convert of .*absent failed: .*absent"):
+        facade.convert_checkpoint_to_hf(tmp_path / "absent", tmp_path / "b", verbose=False)
+
+
+def test_converting_without_mca_convert_raises_an_error(facade, monkeypatch):
+    converter = sys.modules["mcore_adapter.models.converter.post_converter"]
+    monkeypatch.setattr(converter, "find_spec", lambda name: None)
+    with pytest.raises(McaError, match="needs the package mca-convert; install it"):
+        facade.convert_checkpoint_to_hf("a", "b")

@@ -15,7 +15,7 @@ def require_document(document: JsonObject, where: str) -> None:
             f"{where}: mca_version must be {VERSION}, not {version!r:.80}; read it with a matching mca"
         )
     expected = {"mca_version", *_PARTS}
-    for key in sorted(document.keys() ^ expected):
+    for key in sorted((document.keys() - {"hf_model_type"}) ^ expected):  # repeats the model's type
         state = "missing" if key in expected else "unknown"
         raise McaError(f"{where}: {state} key {key}; expected {', '.join(sorted(expected))}")
     for key in _PARTS:
@@ -29,12 +29,15 @@ def require_object(value: Typed, name: str) -> None:
 
 
 def require_same_family(document: JsonObject, where: str) -> None:
-    """Raise `McaError` if the embedded ``config.json``, from which an export starts, is of another model type."""
+    """Raise `McaError` if ``hf_model_type`` or the embedded ``config.json`` has another model type than the model."""
     model, source = document.get("model"), document.get("hf_config")
-    if not isinstance(model, dict) or not isinstance(source, dict) or "model_type" not in source:
+    if not isinstance(model, dict) or not isinstance(source, dict):
         return
-    outer, inner = model.get("model_type"), source["model_type"]
-    if inner != outer:
-        raise McaError(
-            f"{where}: hf_config has model_type {inner!r:.80}, the model is {outer!r:.80}; restore the file"
-        )
+    outer: Typed = model.get("model_type")
+    repeated: JsonObject = {
+        "hf_model_type is": document.get("hf_model_type", outer),
+        "hf_config has model_type": source.get("model_type", outer),
+    }
+    for words, inner in repeated.items():
+        if inner != outer:
+            raise McaError(f"{where}: {words} {inner!r:.80}, the model is {outer!r:.80}; restore the file")

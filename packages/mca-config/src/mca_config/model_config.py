@@ -314,12 +314,23 @@ class McaModelConfig:
             for pp, chunks in enumerate(plan.chunks)
         ]
 
+    @property
+    def hf_model_type(self) -> str:
+        """``model_type`` by the name under which LLaMA-Factory reads it, here and in ``mca_config.json``."""
+        return self.model_type
+
     def to_dict(self) -> JsonObject:
         """Return the contents of ``mca_config.json``."""
         model = fields.to_json(self)
         model |= {name: fields.to_json(section) for name, section in self._sections().items()}
         layout, hf_config = fields.to_json(model.pop("layout")), model.pop("hf_config")
-        return {"mca_version": VERSION, "model": model, "layout": layout, "hf_config": hf_config}
+        return {
+            "mca_version": VERSION,
+            "hf_model_type": self.hf_model_type,
+            "model": model,
+            "layout": layout,
+            "hf_config": hf_config,
+        }
 
     def to_json(self) -> str:
         """Return the text of ``mca_config.json``."""

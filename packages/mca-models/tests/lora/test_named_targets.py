@@ -62,7 +62,7 @@ def hf_model(case: str) -> tuple[Any, McaModelConfig]:
 def settings_of(config: McaModelConfig) -> Iterator[Settings]:
     """Ways to ask for an adapter on ``config``: by one word, expressions and names, with modules left out or added."""
     found = [each for each in linear_targets(config) if each.linear and not each.sees]
-    left_out = FAMILIES[config.model_type].unadaptable
+    left_out = FAMILIES[config.model_type].text(config).unadaptable
     labels = sorted({each.label for each in found} - left_out - EXPERT_LINEARS)
     last = next(name for name in ("o_proj", "out_proj", "dense", "q_proj", *labels) if name in labels)
     layers = {
@@ -75,7 +75,7 @@ def settings_of(config: McaModelConfig) -> Iterator[Settings]:
     yield {**every, "exclude_modules": rf".*\.{layer}\..*"}
     yield {**every, "lora_dropout": 0.1}
     if stacks := {".".join(each.module.split(".")[-2:]) for each in stacked_targets(config)}:
-        if not FAMILIES[config.model_type].transposed_experts:
+        if not FAMILIES[config.model_type].text(config).transposed_experts:
             yield {**every, "target_parameters": sorted(stacks)}
     yield {"target_modules": rf".*\.{layer}\..*\.{last}"}
     yield {"target_modules": rf".*\.({'|'.join(labels)})"}

@@ -7,12 +7,13 @@ import tiny_hf
 import torch
 
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.factory.transformer_config import aux_loss_coefficient
 from mca_models.megatron.features import settings
+from mca_models.megatron.features.block import scaled_residual
 from mca_models.megatron.features.delta_rule import CHUNK, gated_delta_rule
 from mca_models.megatron.features.embedding import train_embedding_like_hf
+from mca_models.megatron.features.features import active_features
 from mca_models.megatron.features.group_router import GroupLimitedTopK, best_group_mask
-from mca_models.megatron.features.scales import scaled_residual
+from mca_models.megatron.features.moe import aux_loss_coefficient
 from mca_models.megatron.features.state_space import state_space
 from mca_models.templates import config_from_hf
 
@@ -126,16 +127,21 @@ def config_of(case: str) -> McaModelConfig:
     return config_from_hf({**tiny_hf.SIZE, "model_type": model_type, **different})
 
 
-def test_families_without_layers_of_their_own_set_nothing() -> None:
+def test_families_without_layers_of_their_own_have_no_other_features() -> None:
+    common = {"attention", "layer norms", "MLP", "RoPE", "replay of routed experts", "training of embeddings"}
     for case in ("llama", "qwen3_moe", "glm4_moe"):
-        assert settings(config_of(case)) == {}
+        config = config_of(case)
+        names = {feature.name for feature in active_features(config)}
+        assert names == common | ({"experts"} if config.moe else set()) | (
+            {"MTP"} if config.mtp_num_layers else set()
+        )
 
 
 def test_megatrons_group_choice_is_off_where_ours_is_on() -> None:
     config = config_of("deepseek_v2")
     assert config.moe.moe_router_group_score == "max"
     assert settings(config)["moe_router_num_groups"] is None
-    assert "moe_router_num_groups" not in settings(config.replace_fields(moe_router_group_score="top_sum"))
+    assert settings(config.replace_fields(moe_router_group_score="top_sum"))["moe_router_num_groups"] == 2
 
 
 @pytest.mark.parametrize("row", [2, -1])

@@ -9,7 +9,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mca_config.errors import McaError
-from mca_models.megatron.features.dual_rope import with_layer_rope
+from mca_models.megatron.features.rope import with_layer_rope
 from mca_models.megatron.layers.rope import (
     attention_factor,
     dynamic_frequencies,

@@ -29,7 +29,11 @@ def test_layers_without_experts_are_left_out() -> None:
     assert checked.tolist() == [[[1, 5], [4, 2]]]
     assert checked.dtype == torch.int16
     assert SHAPE.checked(every[:, [1, 3]], "x").tolist() == checked.tolist()
-    assert SHAPE.checked(experts([LIVE, LIVE])[None].byte().char(), "x").shape == (1, 1, 2, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.uint16, torch.int32, torch.int64])
+def test_ids_may_have_any_integer_dtype(dtype: torch.dtype) -> None:
+    assert SHAPE.checked(experts([5, 0]).to(dtype), "x").tolist() == [[[5, 0], [5, 0]]]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import transformers
 from tiny_hf import ALL, SIZE
 
 from mca_models.megatron.factory import fill
-from mca_models.megatron.factory.fill import _draw_param
+from mca_models.megatron.factory.fill import _draw_param, _starts
 from mca_models.templates import config_from_hf, get_family
 
 OTHERWISE = ("softmax_offset", "dt_bias", "router.bias")
@@ -38,7 +38,7 @@ def test_what_begins_with_one_number_does_so_from_a_seed(case: str) -> None:
         if not theirs or theirs[0].dim() > 1 or param.mca.endswith(OTHERWISE):
             continue
         expected = constant(torch.cat([weight.flatten() for weight in theirs]))
-        ours = constant(_draw_param(3, param, tuple(theirs[0].shape), config))
+        ours = constant(_draw_param(3, param, tuple(theirs[0].shape), config, _starts(config)))
         assert (ours is None) == (expected is None), param.mca
         assert ours == pytest.approx(expected, rel=1e-2), (
             param.mca

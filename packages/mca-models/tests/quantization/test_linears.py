@@ -89,7 +89,7 @@ def test_a_head_for_scores_stays_as_it_is(end: str) -> None:
 
 
 @pytest.mark.qualify
-@pytest.mark.parametrize("case", sorted(tiny_vision.CASES))
+@pytest.mark.parametrize("case", sorted(tiny_vision.CASES.keys() - {"llama4-moe"}))
 def test_blocks_next_to_a_vision_model_are_written_where_they_are_read(case: str) -> None:
     described = transformers.AutoConfig.for_model(**tiny_vision.described(case))
     with torch.device("meta"):

@@ -15,8 +15,10 @@ BOUND = 40
 
 LONGER = {
     "a table of a vision model's tensors": (
-        *("gemma3", "glm4v", "internvl", "minimax_m3_vl", "mistral3", "qwen2_vl"),
+        *("glm4v", "internvl", "llama4", "minimax_m3_vl", "mistral3", "qwen2_vl"),
     ),
+    "keys of the text model that files leave out": ("gemma3",),
+    "a tower of two kinds, whose last layers no feature depends on": ("llava",),
     "layers with a state beside those with attention, under keys and names of their own": (
         *("falcon_h1", "granitemoehybrid", "kimi_linear", "nemotron_h", "olmo_hybrid"),
         *("qwen3_5_moe_text", "qwen3_next"),

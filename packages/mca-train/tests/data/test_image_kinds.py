@@ -10,7 +10,8 @@ import transformers
 from drawn_images import draw
 from PIL import Image
 from tokenizers_for_tests import byte_tokenizer
-from transformers import Gemma3Processor
+from transformers import Gemma3Processor, LlavaProcessor
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
@@ -114,7 +115,35 @@ def gemma3():
     return kind, expected
 
 
-KINDS = {"internvl": internvl, "mistral3": mistral3, "gemma3": gemma3}
+def llava():
+    kind = Kind(
+        "llava",
+        ("<image>",),
+        CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=SIDE),
+        lambda ids: {
+            "image_token_index": ids[0],
+            "vision_config": {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 8},
+        },
+        "<image>",
+    )
+    kind.tokenizer.image_token = "<image>"
+    kind.tokenizer.image_token_id = kind.tokenizer.convert_tokens_to_ids("<image>")
+    whole = LlavaProcessor(
+        kind.processor,
+        kind.tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+
+    def expected(text, images):
+        made = whole(images=images, text=[text.replace("@", "<image>")], return_tensors="pt")
+        return made["input_ids"][0].tolist(), {"pixel_values": made["pixel_values"]}
+
+    return kind, expected
+
+
+KINDS = {"internvl": internvl, "mistral3": mistral3, "gemma3": gemma3, "llava": llava}
 
 
 @pytest.fixture(params=KINDS)
@@ -149,9 +178,12 @@ def test_tokens_and_pixels_are_those_of_the_familys_own_processor(made):
     assert found.keys() == pixels.keys()
     assert all(torch.equal(torch.as_tensor(found[name]), torch.as_tensor(pixels[name])) for name in pixels)
     placeholder = sample["input_ids"] == kind.tokenizer.convert_tokens_to_ids(
-        {"internvl": "<IMG_CONTEXT>", "mistral3": "[IMG]", "gemma3": "<image_soft_token>"}[
-            kind.config.model_type
-        ]
+        {
+            "internvl": "<IMG_CONTEXT>",
+            "mistral3": "[IMG]",
+            "gemma3": "<image_soft_token>",
+            "llava": "<image>",
+        }[kind.config.model_type]
     )
     reported = torch.zeros_like(placeholder)
     for place in sample["images"].places:

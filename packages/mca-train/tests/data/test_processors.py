@@ -10,12 +10,15 @@ import pytest
 from drawn_images import draw, processor
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
+from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
@@ -83,10 +86,10 @@ def qwen(processor_class):
     )
 
 
-def glm():
+def glm(processor_class=Glm4vProcessor):
     sizes = {"size": {"shortest_edge": 4 * 64, "longest_edge": 16 * 64}}
     return Case(
-        lambda: Glm4vProcessor,
+        lambda: processor_class,
         "<|begin_of_image|><|image|><|end_of_image|>",
         {
             "image_token": "<|image|>",
@@ -146,6 +149,17 @@ GEMMA = Case(
     },
     {"image_seq_length": 4},
 )
+LLAVA = Case(
+    lambda: LlavaProcessor,
+    "<image>",
+    {"image_token": "<image>"},
+    lambda: CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=SIDE),
+    lambda ids: {
+        "image_token_index": ids["image_token"],
+        "vision_config": {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 8},
+    },
+    {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+)
 CASES = {
     "qwen2_vl": qwen(Qwen2VLProcessor),
     "qwen2_5_vl": qwen(Qwen2_5_VLProcessor),
@@ -155,9 +169,11 @@ CASES = {
     "qwen3_5_moe": qwen(Qwen3VLProcessor),
     "glm4v": glm(),
     "glm4v_moe": glm(),
+    "glm46v": glm(Glm46VProcessor),
     "internvl": INTERNVL,
     "mistral3": MISTRAL,
     "gemma3": GEMMA,
+    "llava": LLAVA,
 }
 
 _TURNS = (

@@ -81,7 +81,9 @@ def exclude_unadapted(document: JsonObject, config: McaModelConfig, adapted: Col
         config: Of the model; one of text alone has no parts.
         adapted: Of ``language``, ``vision`` and ``projector``.
     """
-    unadaptable = sorted(get_family(config.model_type).unadaptable) if _means_all(document) else ()
+    unadaptable = (
+        sorted(get_family(config.model_type).text(config).unadaptable) if _means_all(document) else ()
+    )
     left = [*_parts_left(config, adapted), *map(_named, unadaptable)]
     if left:
         given = document.get("exclude_modules") or []

@@ -246,7 +246,7 @@ def _checked(config: McaModelConfig, adapter: AdapterConfig, rules: AdapterRules
             "target_modules and target_parameters both name the routed experts, once one by one and once stacked; "
             "leave one out"
         )
-    family = get_family(config.model_type)
+    family = get_family(config.model_type).text(config)
     for label in sorted({pair.target.label for pair in rules.factors} & family.unadaptable):
         raise McaError(
             f"target_modules: PEFT trains no adapters on {label} of {config.model_type}; name others"

@@ -135,7 +135,7 @@ def _vision_targets(param: Param, config: McaModelConfig) -> Iterator[Target]:
     if (
         leaf == "weight"
         and not owner.endswith(_TABLES)
-        and vision.component(owner.removeprefix(PREFIX)) != "unused"
+        and vision.component(f"{owner.removeprefix(PREFIX)}.", config) != "unused"
     ):
         yield Target(param.hf_names()[0].removesuffix(".weight"), param, 0)
 

@@ -109,6 +109,8 @@ _IN_ITS_FILE = (
     "mimo_v2_flash",
     "minicpm3",
     "minimax_m2",
+    "llama4",
+    "llava",
     "minimax_m3_vl",
     "minimax_m3_vl_text",
     "mistral3",
@@ -141,7 +143,11 @@ _IN_ITS_FILE = (
     "youtu",
 )
 """Types whose family is ``FAMILY`` of the module of their name."""
-_WITH_ANOTHER = {"glm4v_moe": "glm4v:MOE_FAMILY", "qwen3_5_moe": "qwen3_5:MOE_FAMILY"}
+_WITH_ANOTHER = {
+    "glm4v_moe": "glm4v:MOE_FAMILY",
+    "glm46v": "glm4v:GLM46V",
+    "qwen3_5_moe": "qwen3_5:MOE_FAMILY",
+}
 _LLAMA_LIKE = (
     "arcee",
     "ernie4_5",

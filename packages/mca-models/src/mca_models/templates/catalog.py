@@ -74,6 +74,10 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
     "qwen3_5_moe": ("`qwen3_5_moe_text` with a vision model", "as of the text part"),
     "glm4v": ("GLM 4.1V: `glm4` with a vision model", "as of the text part"),
     "glm4v_moe": ("GLM 4.5V: `glm4_moe` with a vision model", "as of the text part"),
+    "glm46v": (
+        "GLM 4.6V: the text model of `glm4v` or `glm4v_moe` with a vision model",
+        "as of the text part",
+    ),
     "gemma3": ("`gemma3_text` with a vision model", "as of the text part"),
     "internvl": (
         "InternVL 3 in HF's format: `qwen2`, `qwen3`, `qwen3_moe`, `llama` or `gpt_oss` with a vision model",
@@ -220,6 +224,11 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "SwiGLU",
         "our core attention",
     ),
+    "llama4": ("`llama4_text` with a vision model", "as of the text part"),
+    "llava": (
+        "LLaVA 1.5: `llama`, `mistral`, `qwen2` or `qwen3` with a CLIP or SigLIP vision model",
+        "as of the text part",
+    ),
     "minimax_m3_vl": ("`minimax_m3_vl_text` with a vision model", "as of the text part"),
     "phimoe": (
         "3.5: LayerNorm, biases on attention and logits; SparseMixer routing, random in training",
@@ -270,7 +279,7 @@ _REASONS: Mapping[str, str] = {
     "an indexer over compressed keys, hash routing, several residual streams": ("deepseek_v4"),
     "a multimodal model; its text part is not extracted": (
         "cohere_compass_text dots3_note emu3 fuyu gemma3n gemma4 gemma4_unified git got_ocr2 "
-        "llama4 mllama moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen4_exp"
+        "mllama moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen4_exp"
     ),
     "a draft model that reads the keys and values of its target model": (
         "gemma4_assistant gemma4_unified_assistant"

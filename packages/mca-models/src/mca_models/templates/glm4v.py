@@ -1,7 +1,8 @@
-"""GLM 4.1V and 4.5V: HF ``Glm4vForConditionalGeneration`` and ``Glm4vMoeForConditionalGeneration``."""
+"""GLM 4.1V, 4.5V and 4.6V: HF ``Glm4vForConditionalGeneration``, ``Glm4vMoe...`` and ``Glm46V...``."""
 
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
@@ -106,15 +107,19 @@ def moe_text() -> Family:
     return replace(GLM4_MOE, model_type="glm4v_moe_text", config=config)
 
 
-def _family(model_type: str, architecture: str, text: Family) -> Family:
+def _family(
+    model_type: str, architecture: str, *texts: Family, ties: Literal["never", "too"] = "too"
+) -> Family:
     return vision_language_family(
         model_type,
         architecture,
-        {text.model_type: text},
+        {text.model_type: text for text in texts},
         VisionModel(tensors=tensors, spellings=(module_spelling(VISUAL),), projector=(f"{VISUAL}merger.",)),
-        NestedTextConfig(text_model_type="", text_ties=True, rope=((8, 12, 12), False)),
+        NestedTextConfig(text_model_type="", text_ties=ties, rope=((8, 12, 12), False)),
+        assumed=True,
     )
 
 
 FAMILY = _family("glm4v", "Glm4vForConditionalGeneration", dense_text())
 MOE_FAMILY = _family("glm4v_moe", "Glm4vMoeForConditionalGeneration", moe_text())
+GLM46V = _family("glm46v", "Glm46VForConditionalGeneration", dense_text(), moe_text(), ties="never")

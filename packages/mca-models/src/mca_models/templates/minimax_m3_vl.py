@@ -68,5 +68,5 @@ FAMILY = vision_language_family(
         projector=(PROJECTOR,),
         image_tokens=None,
     ),
-    NestedTextConfig(text_model_type="", text_ties=True),
+    NestedTextConfig(text_model_type="", text_ties="too"),
 )

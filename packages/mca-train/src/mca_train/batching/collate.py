@@ -41,7 +41,7 @@ Collator = Callable[[list[JsonObject]], dict[str, Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class CollatorFormat:
-    """Format of the batches of a user's ``data_collator``.
+    """Format of the batches of a user's ``data_collator``, or of the samples if there is none.
 
     Args:
         labels_are_shifted: Each position has the label of the next token, as in collators that return
@@ -211,7 +211,7 @@ class StepCollator:
 
     def _packed_micro_batch(self, row: Row) -> MicroBatch:
         lengths = [len(ids) for ids in row.input_ids]
-        labels = [shift_labels(labels[None]) for labels in row.labels]
+        labels = [self._next_labels(labels[None]) for labels in row.labels]
 
         def join(sequences: Sequence[Tensor]) -> Tensor:
             return torch.cat([self._slice(sequence) for sequence in sequences], 1)
@@ -271,8 +271,7 @@ class StepCollator:
         """Split the collated batches of a step into micro-batches of ``sizes`` samples."""
         ids = torch.cat([_pad(batch["input_ids"], length, self.pad_token_id) for batch in batches])
         labels = torch.cat([_pad(batch["labels"], length, IGNORED) for batch in batches])
-        if not self.collator_format.labels_are_shifted:
-            labels = shift_labels(labels)
+        labels = self._next_labels(labels)
         num_tokens = torch.cat([batch["num_tokens"] for batch in batches])
         segments = torch.cat([torch.arange(size) for size in sizes])
         positions = torch.arange(length).expand_as(ids)
@@ -298,6 +297,10 @@ class StepCollator:
             )
             for number, (size, own) in enumerate(zip(sizes, num_tokens.split(sizes), strict=True))
         )
+
+    def _next_labels(self, labels: Tensor) -> Tensor:
+        """Return labels ``[b, s]`` of the next token."""
+        return labels if self.collator_format.labels_are_shifted else shift_labels(labels)
 
     def _position_ids(self, length: int) -> Tensor:
         """Return the positions of a padded sequence, clamped to the number of learned positions."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
 from mca_models.images import attention_ends, feature_rows, positions
-from mca_models.megatron.features.image_limits import image_reach
+from mca_models.megatron.features.images import image_reach
 from mca_train.batching.micro_batch import MicroBatch
 from mca_train.types import Sample
 

@@ -173,6 +173,8 @@ class Loaders:
         return 2 * size if size > 1 else 1
 
     def _pack(self, dataset: SampleSource, name: str, seed: int | None) -> PackedDataset:
+        if isinstance(dataset, PackedDataset):
+            return dataset
         known = self._packs.get(id(dataset), {}).get(seed)
         if known is not None and known.dataset is dataset:
             return known

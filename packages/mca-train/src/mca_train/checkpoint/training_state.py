@@ -7,10 +7,11 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Protocol
 
 from mca_config.errors import McaError
 from mca_config.files import read_json
-from mca_config.types import Typed
+from mca_config.types import JsonObject, Typed
 from mca_models.megatron.distributed.collectives import (
     run_on_all_ranks,
     run_on_all_ranks_unwrapped,
@@ -26,12 +27,21 @@ from mca_train.checkpoint.main_params import SavedWeights
 from mca_train.engine.engine import Engine
 from mca_train.engine.rng import load_rng, matches_layout, save_rng
 from mca_train.groups import Ranks
-from mca_train.lr_schedule import LearningRate
 from mca_train.types import Upstream
 
 logger = logging.getLogger(__name__)
 
 TRAINING = "training"
+
+
+class Schedule(Protocol):
+    """Learning-rate schedule of a run."""
+
+    def state_dict(self) -> JsonObject:
+        """Return the state."""
+
+    def load_state_dict(self, state: JsonObject, done: int, /) -> None:
+        """Restore the state after ``done`` steps."""
 
 
 class TrainingState:
@@ -44,7 +54,7 @@ class TrainingState:
         place: The run's position in its data.
     """
 
-    def __init__(self, engine: Engine, scheduler: LearningRate, ranks: Ranks, place: RunPosition) -> None:
+    def __init__(self, engine: Engine, scheduler: Schedule, ranks: Ranks, place: RunPosition) -> None:
         self._place = place
         self._engine = engine
         self._scheduler = scheduler

@@ -4,6 +4,7 @@ Qwen, GLM    a grid of patches, several of which are merged into one token
 InternVL     tiles with a fixed number of tokens, between two marks
 Mistral 3    rows of tokens, each ending with a mark
 Gemma 3      a fixed number of tokens per image, between two marks and empty lines
+LLaVA        a fixed number of tokens per image
 """
 
 import inspect
@@ -47,7 +48,7 @@ class PatchTokens(ImageTokens):
         if resize is None or not hasattr(processor, "merge_size"):
             raise UsageError(
                 f"{type(processor).__name__}: this image processor is not supported; supported are those of "
-                "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4V, InternVL, Mistral 3 and Gemma 3"
+                "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4V, InternVL, Mistral 3, Gemma 3 and LLaVA"
             )
         self._resize, self._takes = resize, set(inspect.signature(resize).parameters)
 
@@ -155,7 +156,28 @@ class LineTokens(ImageTokens):
         return super().locate(where, [(1, columns) for rows, columns in grids for _ in range(rows)])
 
 
-class FixedTokens(ImageTokens):
+class PlainTokens(ImageTokens):
+    """Image tokens of LLaVA: a fixed number of placeholders without marks.
+
+    Args:
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+        length: Placeholders per image.
+        options: Options of the processor.
+    """
+
+    def __init__(self, processor: ImageProcessor, token: int, length: int, **options: object) -> None:
+        super().__init__(processor, token, **options)
+        self._length = length
+
+    def _computed(self, height: int, width: int) -> Grid:
+        return 1, self._length
+
+    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
+        return [(1, self._length) for _ in made["pixel_values"]]
+
+
+class FixedTokens(PlainTokens):
     """Image tokens of Gemma 3.
 
     Args:
@@ -170,15 +192,9 @@ class FixedTokens(ImageTokens):
         self, processor: ImageProcessor, token: int, length: int, marks: tuple[int, int], written: str
     ) -> None:
         # the option that Gemma's processor passes to its image processor
-        super().__init__(processor, token, do_pan_and_scan=False)
+        super().__init__(processor, token, length, do_pan_and_scan=False)
         self.before, self.after = marks[:1], marks[1:]
-        self._length, self._written = length, written
-
-    def _computed(self, height: int, width: int) -> Grid:
-        return 1, self._length
-
-    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
-        return [(1, self._length) for _ in made["pixel_values"]]
+        self._written = written
 
     def mark(self, tokenizer: "PreTrainedTokenizerBase") -> str:
         """Return the text that Gemma's processor writes for an image."""
@@ -205,7 +221,15 @@ def image_tokens(
     token = placeholders(vision).get("image")
     if token is None:
         raise UsageError(f"config.json: image_token_id is missing, the placeholder of {config.model_type}")
+    if kind == "plain":
+        return PlainTokens(processor, token, _tokens_per_image(config))
     return _MAKERS[kind](processor, token, vision, tokenizer)
+
+
+def _tokens_per_image(config: McaModelConfig) -> int:
+    part = get_family(config.model_type).vision
+    assert part is not None and part.tokens_per_image is not None, "plain image tokens have a fixed number"
+    return part.tokens_per_image(config)
 
 
 def _kind(config: McaModelConfig) -> ImageTokenKind | None:
@@ -248,7 +272,7 @@ def _fixed(
 
 
 _Maker = Callable[[ImageProcessor, int, Values, "PreTrainedTokenizerBase"], ImageTokens]
-_MAKERS: Mapping[ImageTokenKind, _Maker] = {
+_MAKERS: Mapping[str, _Maker] = {
     "patches": _patches,
     "tiles": _tiles,
     "lines": _lines,

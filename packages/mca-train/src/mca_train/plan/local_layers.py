@@ -264,7 +264,7 @@ def custom_activation(
 ) -> list[SavedTensor]:
     """Return the saved tensors of an MLP activation that torch does not provide."""
     if config.mlp.mlp_multipliers is not None:
-        scaled = "mca_models/megatron/features/scales.py: scaled_activation"
+        scaled = "mca_models/megatron/features/mlp.py: scaled_activation"
         return [SavedTensor("gate times its factor", elements * sizes.width, scaled, module)]
     if config.mlp.hidden_act != "xielu":
         return []

@@ -7,8 +7,8 @@ from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, training_dtype
 from mca_models.megatron import platform
 from mca_models.megatron.factory.execution import waits_for_sends
-from mca_models.megatron.features.core_attention import custom_core_attention
-from mca_models.megatron.features.settings import has_fused_activation
+from mca_models.megatron.features.mlp import has_fused_activation
+from mca_models.megatron.features.spec import has_custom_core_attention
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
@@ -167,7 +167,7 @@ def has_sequence_parallel(config: McaModelConfig, training: "TrainingArguments")
 
 
 def _has_mca_core_attention(config: McaModelConfig) -> bool:
-    return custom_core_attention(config) is not None
+    return has_custom_core_attention(config)
 
 
 def _is_fused(config: McaModelConfig) -> bool:

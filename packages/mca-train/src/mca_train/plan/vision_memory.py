@@ -13,6 +13,7 @@ from mca_config.errors import UsageError
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
+from mca_models.templates import get_family
 from mca_train.plan.sizes import SINGLE, SavedTensor, Sizes
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ _BLOCKS = {
     "glm4v_vision": _GATED,
     "glm4v_moe_vision": _GATED,
     "qwen2_vl_vision": _Block(inner=3),  # an approximate GELU that saves its factors
+    "clip_vision_model": _Block(attention=4, inner=3),  # as SigLIP, and a sigmoid in the activation
     "siglip_vision_model": _Block(attention=4),  # no RoPE, and no copy of the merged heads
     "internvl_vision": _Block(attention=6),  # the same, with layer scale after attention and MLP
     "pixtral": _Block(attention=4, inner=4, single=2),
@@ -85,7 +87,7 @@ class VisionTower:
         if {"depth", "spatial_merge_size", "temporal_patch_size"} <= sizes.keys():
             pictures: ImageLayout = "patches", None, sizes["spatial_merge_size"]
         elif sizes["model_type"] in _BLOCKS:
-            pictures = _image_layout(config.vision_fields, sizes)
+            pictures = _image_layout(config, config.vision_fields, sizes)
         else:
             return None
         form, side, merge = pictures
@@ -114,14 +116,18 @@ def _sizes(model_type: str, vision: Values) -> Values:
     return found
 
 
-def _image_layout(vision: Values, sizes: Values) -> ImageLayout:
+def _image_layout(config: McaModelConfig, vision: Values, sizes: Values) -> ImageLayout:
     """Return the image layout of towers that take full images."""
     if sizes["model_type"] == "pixtral":
         return "sizes", None, vision.get("spatial_merge_size", 2)
     side = _square_side(sizes["image_size"])
     if sizes["model_type"] == "internvl_vision":
         return "tiles", side, int(1 / vision.get("downsample_ratio", 0.5))
-    tokens = vision.get("mm_tokens_per_image", 256)
+    family = get_family(config.model_type).vision
+    assert family is not None and family.tokens_per_image is not None, (
+        "such a tower gives a fixed number of tokens"
+    )
+    tokens = family.tokens_per_image(config)
     return "tiles", side, max(side // _square_side(sizes["patch_size"]) // isqrt(tokens), 1)
 
 

@@ -8,6 +8,7 @@ import contextlib
 import inspect
 import json
 import logging
+import multiprocessing.dummy
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from mca_models.megatron.distributed.collectives import (
     run_on_all_ranks,
     run_on_first_rank,
 )
+from mca_models.megatron.platform.checkpoint_queue import queues_without_manager
 from mca_models.megatron.platform.child_processes import kill_children_with_parent
 from mca_models.megatron.types import DcpObject, SaveRequest, ShardedState, Upstream
 from mca_models.storage.atomic import write_file
@@ -38,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 METADATA: ShardedState = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 """Content metadata: how optimizer state is sharded and named in the checkpoint."""
+THREADS_UP_TO = 64 << 20
+"""Bytes of a rank that threads write, as in megatron-core 0.19; to fork Megatron's writers would take longer."""
 
 
 class PendingWrite:
@@ -118,6 +122,7 @@ def write_state(state: ShardedState, folder: Path, *, background: bool = False) 
     strategy = _strategy()
     with (
         suppress_writer_warnings(),
+        contextlib.nullcontext() if background else queues_without_manager(),
         _skip_folder_checks(),
         _collect_errors(_common_writer(), "save_common") as faults,
     ):
@@ -191,8 +196,22 @@ def _run(request: SaveRequest) -> None:
     arguments = list(request.async_fn_args)
     if request.preload_fn is not None:
         arguments[1] = request.preload_fn()
-    with kill_children_with_parent():
+    with kill_children_with_parent(), _threads_for_few_bytes(arguments[1]):
         request.async_fn(*arguments, **request.async_fn_kwargs)
+
+
+@contextlib.contextmanager
+def _threads_for_few_bytes(buckets: DcpObject) -> Iterator[None]:
+    """Let megatron-core 0.16 write ``buckets`` in threads if they have at most `THREADS_UP_TO` bytes."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    tensors = [tensor for _, _, (_, pairs) in buckets for _, tensor in pairs]
+    if sum(tensor.nbytes for tensor in tensors) > THREADS_UP_TO:
+        yield
+        return
+    threads = SimpleNamespace(get_context=lambda method: multiprocessing.dummy)
+    with platform.replaced(filesystem_async, "mp", threads):
+        yield
 
 
 class _Errors(logging.Handler):

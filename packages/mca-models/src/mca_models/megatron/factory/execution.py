@@ -13,6 +13,7 @@ from mca_config.arguments import DistributingParallelArguments, MegatronArgument
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron.features.features import active_features
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import Settings
 
@@ -23,14 +24,17 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
 }
 
-_TRAINED_EXPERTS = "training a model with experts"
 
-
-def _needs_sequence_parallel(config: McaModelConfig, args: DistributingParallelArguments) -> str | None:
-    """Return which part of the model needs sequence parallelism at tp > 1; None: no part."""
-    if config.moe is not None and isinstance(args, MegatronArguments):
-        return _TRAINED_EXPERTS
-    return "MLA" if config.mla is not None else None
+def _needs_sequence_parallel(
+    config: McaModelConfig, args: DistributingParallelArguments
+) -> tuple[str | None, bool]:
+    """Return the part of the model that needs sequence parallelism at tp > 1, and whether Megatron insists on it."""
+    for feature in active_features(config):
+        if feature.sequence_parallel == "trained" and isinstance(args, MegatronArguments):
+            return f"training a model with {feature.name}", True
+        if feature.sequence_parallel == "always":
+            return feature.name, False
+    return None, False
 
 
 def layout_settings(
@@ -42,11 +46,13 @@ def layout_settings(
         McaError: ``sequence_parallel`` is off although the model needs it.
     """
     sequence_parallel = args.sequence_parallel_for(layout)
-    why = _needs_sequence_parallel(config, args) if layout.tp > 1 and not sequence_parallel else None
+    why, required = _needs_sequence_parallel(config, args)
+    if layout.tp == 1 or sequence_parallel:
+        why = None
     if why and args.sequence_parallel is None:
         _log_once(f"sequence_parallel is on: {why} on several tensor ranks needs it")
         sequence_parallel = True
-    elif why == _TRAINED_EXPERTS:
+    elif why and required:
         raise McaError(
             f"sequence_parallel cannot be off: {why} on several tensor ranks needs it (Megatron rejects it "
             "otherwise); remove sequence_parallel"

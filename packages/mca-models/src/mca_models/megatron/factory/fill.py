@@ -4,7 +4,6 @@ Both give the same model on every layout: slices of a file, or slices of full pa
 generator.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +17,8 @@ from mca_config.layout import Coordinates, ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.factory.vocabulary import VocabularyGrowth, grown_piece
+from mca_models.megatron.features.feature import Start
+from mca_models.megatron.features.features import active_features
 from mca_models.megatron.names import LocalParam
 from mca_models.megatron.tensors import copy_finite, seeded_generator, to_torch
 from mca_models.storage.source import ModelSource, name_differences, plan_shard, read_shard
@@ -28,14 +29,6 @@ _NORMS = ("layernorm.weight", "layer_norm_weight", "norm.weight")
 
 _ONES = ("out_norm.weight", "dt_bias", "layer_scalar", "router_scale", "expert_scale", "k_norm_weight")
 """Norms of gated delta net and indexers, which are never zero-centered, and factors."""
-
-_XIELU = {
-    "alpha_p": math.log(math.expm1(0.8)),
-    "alpha_n": math.log(math.expm1(0.3)),
-    "beta": 0.5,
-    "eps": -1e-6,
-}
-"""Initial weights of the activation xIELU by name."""
 
 _ZERO = ("bias",)
 _DECAY = "A_log"
@@ -173,25 +166,33 @@ def _draw_params(
     uses one thread; each parameter has its own generator, so that several are drawn at once.
     """
     shapes = [full_shape(item.param, live, config) for item, live in params]
+    starts = _starts(config)
     threads = min(torch.get_num_threads(), _AHEAD)
     if threads == 1:
         for (item, _), shape in zip(params, shapes, strict=True):
-            yield _draw_param(seed, item.param, shape, config)
+            yield _draw_param(seed, item.param, shape, config, starts)
         return
     with ThreadPoolExecutor(threads) as pool:
         drawn: deque[Future[Tensor]] = deque()
         for (item, _), shape in zip(params, shapes, strict=True):
-            drawn.append(pool.submit(_draw_param, seed, item.param, shape, config))
+            drawn.append(pool.submit(_draw_param, seed, item.param, shape, config, starts))
             if len(drawn) == threads:
                 yield drawn.popleft().result()
         while drawn:
             yield drawn.popleft().result()
 
 
-def _draw_param(seed: int, param: Param, shape: tuple[int, ...], config: McaModelConfig) -> Tensor:
+def _starts(config: McaModelConfig) -> list[Start]:
+    return [feature.start for feature in active_features(config) if feature.start is not None]
+
+
+def _draw_param(
+    seed: int, param: Param, shape: tuple[int, ...], config: McaModelConfig, starts: Sequence[Start]
+) -> Tensor:
     name = param.alias_of or param.mca_name()
-    if config.mamba is not None and (start := _state_space_start(seed, name, shape)) is not None:
-        return start
+    for find_start in starts:
+        if (start := find_start(name, shape, seed)) is not None:
+            return start
     if name.endswith(_ONES):
         return torch.ones(shape)
     if param.stage is Stage.VISION and len(shape) < 2 and not name.endswith(_ZERO):
@@ -200,24 +201,7 @@ def _draw_param(seed: int, param: Param, shape: tuple[int, ...], config: McaMode
         return torch.full(shape, 0.0 if config.norm.layernorm_zero_centered_gamma else 1.0)
     if name.endswith(_ZERO):
         return torch.zeros(shape)
-    if "activation_func." in name:
-        return torch.full(shape, _XIELU[name.rpartition(".")[2]])
     generator = seeded_generator(f"{seed}/{name}")
     if name.endswith(_DECAY):
         return torch.empty(shape).uniform_(0.01, 16.0, generator=generator).log_()
     return torch.empty(shape).normal_(0.0, config.init_method_std, generator=generator)
-
-
-def _state_space_start(seed: int, name: str, shape: tuple[int, ...]) -> Tensor | None:
-    """Return initial values of Mamba's per-head parameters: time steps of 0.001 to 0.1, and decay rates."""
-    if name.endswith("dt_bias"):
-        drawn = torch.empty(shape).uniform_(0.0, 1.0, generator=seeded_generator(f"{seed}/{name}"))
-        steps = (drawn * (math.log(0.1) - math.log(0.001)) + math.log(0.001)).exp()
-        return steps + torch.log(-torch.expm1(-steps))  # the inverse of softplus
-    if name.endswith("A_log"):
-        return torch.arange(1, shape[0] + 1).float().log()
-    return (
-        torch.ones(shape)
-        if name.endswith((".D", "self_attention.norm.weight", "mamba.norm.weight"))
-        else None
-    )

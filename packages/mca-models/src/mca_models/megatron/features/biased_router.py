@@ -3,6 +3,8 @@
 The softmax is over the chosen experts, or over all.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -10,9 +12,9 @@ import torch
 from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.features.feature import Feature
+from mca_models.megatron.features.feature import Context, Feature
 from mca_models.megatron.features.router_replay import ReplayableTopK
-from mca_models.megatron.types import MegatronModule
+from mca_models.megatron.types import MegatronConfig, MegatronModule
 
 
 def has_biased_softmax(config: McaModelConfig) -> bool:
@@ -59,10 +61,17 @@ def biased_router(router: type) -> type:
     return BiasedRouter
 
 
+@contextmanager
+def _with_bias(context: Context, megatron: MegatronConfig) -> Iterator[None]:
+    """Let Megatron's router build its bias, and move it in training."""
+    megatron.moe_router_enable_expert_bias = True
+    yield
+
+
 BIASED_ROUTER = Feature(
     name="softmax router with a bias",
     enabled=has_biased_softmax,
-    settings=lambda config: {
-        "moe_router_enable_expert_bias": False
-    },  # Megatron rejects it, but its router builds it
+    router=lambda router, config: biased_router(router),
+    settings=lambda config: {"moe_router_enable_expert_bias": False},  # Megatron's checks reject it
+    prepare=_with_bias,
 )

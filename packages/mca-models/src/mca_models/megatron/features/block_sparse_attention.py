@@ -5,8 +5,14 @@ from functools import cache
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.features.topk_attention import QueryFeatures, TopKSparseAttention
+from mca_models.megatron.features.feature import Feature, change_self_attention
+from mca_models.megatron.features.topk_attention import (
+    QueryFeatures,
+    TopKSparseAttention,
+    recomputation_problems,
+)
 from mca_models.megatron.layers.attention import CoreAttention
 from mca_models.megatron.layers.block_indexer import BlockIndexer, BlockSizes
 from mca_models.megatron.layers.rope import attention_factor, frequencies
@@ -58,11 +64,9 @@ class BlockSparseAttention(TopKSparseAttention):
         return slice(first // self.heads_of_group, -(-(first + share) // self.heads_of_group))
 
 
-def block_sparse_attention(config: McaModelConfig) -> type[BlockSparseAttention] | None:
-    """Return the core attention class of a model with a block indexer; None: it has none."""
-    if config.block_sparse_attention is None:
-        return None
-    blocks = config.block_sparse_attention.index_blocks
+def block_sparse_attention(core: type[CoreAttention], config: McaModelConfig) -> type[CoreAttention]:
+    """Return the core attention class of a model with a block indexer."""
+    blocks = given(config.block_sparse_attention).index_blocks
     sizes = BlockSizes(
         groups=config.attention.num_query_groups,
         channels=blocks["channels"],
@@ -104,3 +108,12 @@ def with_block_indexer(attention: type) -> type:
             self.core_attention.hidden = hidden
 
     return Indexed
+
+
+BLOCK_SPARSE_ATTENTION = Feature(
+    name="block-sparse attention",
+    enabled=lambda config: config.block_sparse_attention is not None,
+    spec=lambda context: change_self_attention(with_block_indexer),
+    problems=recomputation_problems,
+    core_attention=block_sparse_attention,
+)

@@ -5,8 +5,16 @@ from functools import cache
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.features.topk_attention import QueryFeatures, TopKSparseAttention
+from mca_models.megatron.features.feature import Feature
+from mca_models.megatron.features.mla import change_mla
+from mca_models.megatron.features.topk_attention import (
+    QueryFeatures,
+    TopKSparseAttention,
+    recomputation_problems,
+)
+from mca_models.megatron.layers.attention import CoreAttention
 from mca_models.megatron.layers.dsa_indexer import DsaIndexer, DsaSizes
 from mca_models.megatron.layers.rope import attention_factor, frequencies
 from mca_models.megatron.types import MegatronConfig, MegatronModule
@@ -39,17 +47,16 @@ class DsaAttention(TopKSparseAttention):
         return self.indexer.select(queries, weights, keys, start).unsqueeze(1)
 
 
-def dsa_attention(config: McaModelConfig) -> type[DsaAttention] | None:
-    """Return the core attention class of a model with an indexer; None: it has none."""
-    if config.mla is None or config.dsa is None:
-        return None
+def dsa_attention(core: type[CoreAttention], config: McaModelConfig) -> type[CoreAttention]:
+    """Return the core attention class of a model with an indexer."""
+    dsa = given(config.dsa)
     sizes = DsaSizes(
-        heads=config.dsa.index_num_heads or 1,
-        channels=config.dsa.index_head_dim or 1,
+        heads=dsa.index_num_heads or 1,
+        channels=dsa.index_head_dim or 1,
         hidden=config.hidden_size,
-        compressed=config.mla.q_lora_rank or 1,
-        topk=config.dsa.index_topk,
-        interleaved=config.dsa.index_rotary_interleaved,
+        compressed=given(config.mla).q_lora_rank or 1,
+        topk=dsa.index_topk,
+        interleaved=dsa.index_rotary_interleaved,
     )
     rope = {"frequencies": frequencies(config), "factor": attention_factor(config)}
     return type("DsaAttention", (DsaAttention,), {"sizes": sizes, **rope})
@@ -80,3 +87,12 @@ def with_indexer(attention: type) -> type:
             self.core_attention.compressed = compressed
 
     return Indexed
+
+
+DSA = Feature(
+    name="DeepSeek sparse attention",
+    enabled=lambda config: config.mla is not None and config.dsa is not None,
+    spec=lambda context: change_mla(with_indexer),
+    problems=recomputation_problems,
+    core_attention=dsa_attention,
+)

@@ -1,4 +1,4 @@
-"""Training behaviour of word embeddings as in HF's modules; their scale is in `scales`."""
+"""Word and position embeddings: norms, factor, dropout and padding as in HF's modules."""
 
 from collections.abc import Callable
 
@@ -23,18 +23,22 @@ def train_embedding_like_hf(model: GptModel, config: McaModelConfig) -> None:
     if config.block.hidden_dropout:
         dropout = model.embedding.embedding_dropout
         dropout.p = config.embedding.embedding_dropout if dropout.p else 0.0  # a run may turn both off
-    if config.embedding.learned_positions:
-        table = model.embedding.position_embeddings
-        table.to(model.config.params_dtype)  # Megatron makes it in fp32, which would promote all activations
-        table.register_forward_pre_hook(_rows(config))
     if config.embedding.pad_token_id is not None:
         row = config.embedding.pad_token_id % config.vocab_size  # torch counts a negative one from the end
         tables = [
             "word_embeddings",
-            *(["per_layer_embeddings"] if config.per_layer_embedding is not None else []),
+            *(["per_layer_embeddings"] if hasattr(model.embedding, "per_layer_embeddings") else []),
         ]
         for table in tables:
             getattr(model.embedding, table).register_forward_hook(_without_gradient(row))
+
+
+def set_learned_positions(model: GptModel, config: McaModelConfig) -> None:
+    """Set the dtype of a chunk's position embeddings, and add the offset of their rows."""
+    if hasattr(model, "embedding"):
+        table = model.embedding.position_embeddings
+        table.to(model.config.params_dtype)  # Megatron makes it in fp32, which would promote all activations
+        table.register_forward_pre_hook(_rows(config))
 
 
 def _rows(config: McaModelConfig) -> Callable[[torch.nn.Module, tuple[Tensor]], Tensor]:
@@ -47,6 +51,18 @@ def _rows(config: McaModelConfig) -> Callable[[torch.nn.Module, tuple[Tensor]], 
         return positions + config.embedding.position_offset
 
     return rows
+
+
+def scale_embedding(model: GptModel, config: McaModelConfig) -> None:
+    """Multiply a chunk's embeddings."""
+    factor = config.embedding.embedding_multiplier
+
+    def scale(module: torch.nn.Module, args: tuple[object, ...], output: Tensor) -> Tensor:
+        # HF rounds the factor to the weights' dtype; made on the device to avoid a synchronisation
+        return output * torch.full((), factor, dtype=output.dtype, device=output.device)
+
+    if hasattr(model, "embedding"):
+        model.embedding.register_forward_hook(scale)
 
 
 def normalise_embedding(model: GptModel, epsilon: float) -> None:
@@ -79,6 +95,12 @@ def _without_gradient(row: int) -> Callable[[MegatronModule, tuple[Tensor], Tens
     return hook
 
 
+LEARNED_POSITIONS = Feature(
+    name="learned positions",
+    enabled=lambda config: config.embedding.learned_positions,
+    position_embedding="learned_absolute",
+    finish=set_learned_positions,
+)
 EMBEDDING_NORM = Feature(
     name="norm of embeddings without weights",
     enabled=lambda config: config.embedding.embedding_norm,
@@ -88,6 +110,11 @@ EMBEDDING_LAYERNORM = Feature(
     name="norm of embeddings",
     enabled=lambda config: config.embedding.embedding_layernorm,
     finish=lambda model, config: add_embedding_norm(model),
+)
+EMBEDDING_MULTIPLIER = Feature(
+    name="factor on embeddings",
+    enabled=lambda config: config.embedding.embedding_multiplier != 1.0,
+    finish=scale_embedding,
 )
 EMBEDDING = Feature(
     name="training of embeddings", enabled=lambda config: True, finish=train_embedding_like_hf

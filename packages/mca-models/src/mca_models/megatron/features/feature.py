@@ -1,14 +1,121 @@
 """Features: each changes Megatron's model where the configuration asks for it."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Literal
 
+from torch import Tensor
+
+from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.types import GptModel, Settings
+from mca_config.types import Values
+from mca_models.megatron.layers.attention import CoreAttention
+from mca_models.megatron.names import Implementation
+from mca_models.megatron.types import GptModel, MegatronConfig, Settings, Spec
+
+SpecChange = Callable[[Spec], Spec]
+ClassChange = Callable[[type], type]
+CoreChange = Callable[[type[CoreAttention], McaModelConfig], type[CoreAttention]]
+RouterChange = Callable[[type, McaModelConfig], type]
+Start = Callable[[str, tuple[int, ...], int], Tensor | None]
+Version = tuple[int, ...]
+FIXED_IN_0_17: Version = (0, 17)
+
+
+@dataclass(frozen=True)
+class Context:
+    """Model that is being built.
+
+    Args:
+        config: Its configuration.
+        implementation: Layer implementation.
+    """
+
+    config: McaModelConfig
+    implementation: Implementation
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerContext(Context):
+    """Layer that is being built.
+
+    Args:
+        layer: Its configuration.
+        number: Number of a decoder layer, from 0; None: an MTP layer.
+    """
+
+    layer: McaModelConfig
+    number: int | None
+
+    @property
+    def kind(self) -> str | None:
+        """HF's layer type of a decoder layer."""
+        kinds = self.config.layer_types
+        return kinds[self.number] if kinds and self.number is not None else None
+
+
+@dataclass(frozen=True)
+class SpecChanges:
+    """Changes of Megatron's layer spec.
+
+    Args:
+        fields: Changes of named fields, wherever they are in the spec.
+        classes: Changes of module classes in other fields.
+    """
+
+    fields: Mapping[str, SpecChange] = field(default_factory=dict)
+    classes: Mapping[type, ClassChange] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Model, settings and machine, which are checked before anything is built.
+
+    Args:
+        config: The model.
+        layout: The parallel sizes.
+        settings: Arguments of Megatron's ``TransformerConfig``.
+        device: ``cpu`` or ``cuda``.
+        version: Version of megatron-core.
+        implementation: ``local`` or ``transformer_engine``.
+        engine: Version of Transformer Engine; None: not installed.
+        custom_attention: Whether no kernel computes the model's attention.
+        mca_attention: Whether mca's core attention computes attention.
+        custom_router: Whether the router differs from Megatron's.
+    """
+
+    config: McaModelConfig
+    layout: ParallelLayout
+    settings: Values
+    device: str
+    version: Version
+    implementation: str
+    engine: Version | None
+    custom_attention: bool
+    mca_attention: bool
+    custom_router: bool
+
+    def recomputes(self, module: str) -> bool:
+        """Return whether ``module`` alone is recomputed."""
+        modules = self.settings.get("recompute_modules") or ["core_attn"]
+        return self.settings.get("recompute_granularity") == "selective" and module in modules
 
 
 def _no_settings(config: McaModelConfig) -> Settings:
     return {}
+
+
+def _no_problems(setup: Setup) -> Iterator[str]:
+    return iter(())
+
+
+def _no_changes(context: Context) -> SpecChanges:
+    return SpecChanges()
+
+
+def _as_is(context: Context, megatron: MegatronConfig) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def _nothing(model: GptModel, config: McaModelConfig) -> None:
@@ -23,10 +130,50 @@ class Feature:
         name: Name for people.
         enabled: Whether the model has the feature.
         settings: Values of Megatron's ``TransformerConfig``.
+        sequence_parallel: Whether the model needs sequence parallelism at tp above 1, always or to be trained.
+        problems: Reasons why a setup with the feature is computed wrongly or not at all.
+        spec: Changes to the spec of all layers.
+        layer: Changes to the spec of one layer, after those of all layers.
+        core_attention: Change to the class of mca's core attention, which then computes attention for both layer
+            implementations; None: the model needs none.
+        router: Change to the class of the MoE router; None: the model needs none.
+        position_embedding: Megatron's ``position_embedding_type`` of the model; None: RoPE.
+        prepare: Context in which Megatron builds a chunk.
         finish: Changes to a built chunk.
+        start: Initial values of a parameter, by its name, its full shape and the seed; None: as for other parameters.
     """
 
     name: str
     enabled: Callable[[McaModelConfig], bool]
     settings: Callable[[McaModelConfig], Settings] = _no_settings
+    sequence_parallel: Literal["always", "trained"] | None = None
+    problems: Callable[[Setup], Iterator[str]] = _no_problems
+    spec: Callable[[Context], SpecChanges] = _no_changes
+    layer: Callable[[LayerContext], SpecChanges] = _no_changes
+    core_attention: CoreChange | None = None
+    router: RouterChange | None = None
+    position_embedding: str | None = None
+    prepare: Callable[[Context, MegatronConfig], AbstractContextManager[None]] = _as_is
     finish: Callable[[GptModel, McaModelConfig], None] = _nothing
+    start: Start | None = None
+
+
+def remove_module(module: Spec) -> Spec:
+    """Return Megatron's module that passes its input on, in place of ``module``."""
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    return IdentityOp
+
+
+def change_self_attention(change: ClassChange) -> SpecChanges:
+    """Return the ``change`` of Megatron's self-attention class."""
+    from megatron.core.transformer.attention import SelfAttention
+
+    return SpecChanges(classes={SelfAttention: change})
+
+
+def change_moe_layer(change: ClassChange) -> SpecChanges:
+    """Return the ``change`` of Megatron's MoE layer class."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    return SpecChanges(classes={MoELayer: change})

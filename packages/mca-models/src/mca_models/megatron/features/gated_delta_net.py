@@ -16,10 +16,12 @@ from torch.nn.functional import silu, softplus
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.features.delta_rule import delta_rule
+from mca_models.megatron.features.feature import Feature, LayerContext, SpecChanges
 from mca_models.megatron.features.kernels import find_kernel
 from mca_models.megatron.features.recurrent_layers import (
     CausalConvolution,
     apply_to_full_sequences,
+    linear_attention_settings,
     normed_linears,
 )
 from mca_models.megatron.layers.norm import Norm
@@ -130,3 +132,19 @@ def _without_kernel_check(megatron: type) -> Iterator[None]:
     finally:
         for module, value in zip(checked, before, strict=True):
             module.HAVE_FLA = value
+
+
+def _is_enabled(config: McaModelConfig) -> bool:
+    linear = config.linear_attention
+    return linear is not None and not linear.linear_channel_decay
+
+
+def _layer(context: LayerContext) -> SpecChanges:
+    if context.kind != "linear_attention":
+        return SpecChanges()
+    return SpecChanges({"self_attention": lambda _: delta_net_spec(context.config, context.implementation)})
+
+
+GATED_DELTA_NET = Feature(
+    name="gated delta net", enabled=_is_enabled, settings=linear_attention_settings, layer=_layer
+)

@@ -3,29 +3,34 @@
 Megatron sums a group's ``topk // group_topk`` best experts for all score functions.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.features.feature import Feature
 from mca_models.megatron.features.router_replay import ReplayableTopK
 from mca_models.megatron.types import MegatronModule
 
 
-def custom_group_router(config: McaModelConfig) -> Callable[[type], type] | None:
-    """Return a function that adapts a router class to the model's groups; None if Megatron's router fits."""
-    if config.moe is None or not config.moe.moe_router_num_groups:
-        return None
-    groups, group_topk = config.moe.moe_router_num_groups, config.moe.moe_router_group_topk or 1
-    if config.moe.moe_router_group_score == "max":
-        return partial(group_router, groups=groups, group_topk=group_topk, best=1)
-    if config.moe.moe_router_score_function == "sigmoid" and config.moe.moe_router_topk // group_topk != 2:
-        return partial(group_router, groups=groups, group_topk=group_topk, best=2)
-    return None
+def has_custom_groups(config: McaModelConfig) -> bool:
+    """Return whether Megatron's router chooses other groups than the model."""
+    moe = config.moe
+    if moe is None or not moe.moe_router_num_groups:
+        return False
+    two_best = moe.moe_router_score_function == "sigmoid"
+    return moe.moe_router_group_score == "max" or (
+        two_best and moe.moe_router_topk // (moe.moe_router_group_topk or 1) != 2
+    )
+
+
+def _adapted(router: type, config: McaModelConfig) -> type:
+    moe = given(config.moe)
+    best = 1 if moe.moe_router_group_score == "max" else 2
+    return group_router(router, moe.moe_router_num_groups or 1, moe.moe_router_group_topk or 1, best)
 
 
 @dataclass
@@ -76,6 +81,7 @@ def best_group_mask(scores: Tensor, groups: int, group_topk: int, best: int) -> 
 
 GROUP_ROUTER = Feature(
     name="group-limited router",
-    enabled=lambda config: custom_group_router(config) is not None,
+    enabled=has_custom_groups,
+    router=_adapted,
     settings=lambda config: {"moe_router_num_groups": None, "moe_router_group_topk": None},
 )

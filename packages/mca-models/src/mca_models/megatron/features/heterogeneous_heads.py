@@ -9,6 +9,13 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron.features.feature import (
+    Context,
+    Feature,
+    LayerContext,
+    SpecChanges,
+    change_self_attention,
+)
 from mca_models.megatron.types import MegatronConfig, MegatronModule, Spec
 
 _BY_LAYER = ("num_query_groups", "kv_channels", "softmax_type", "softmax_scale")
@@ -140,3 +147,52 @@ def sized(linear: type, *, rows: int | None = None, columns: int | None = None) 
             super().__init__(columns or input_size, rows or output_size, **kwargs)
 
     return Sized
+
+
+def _spec(context: Context) -> SpecChanges:
+    by_layer = heads_by_layer(context.config)
+    return change_self_attention(lambda attention: with_heterogeneous_heads(attention, by_layer))
+
+
+HETEROGENEOUS_LAYERS = Feature(
+    name="layers that differ",
+    enabled=lambda config: len(config.kinds()) > 1,
+    # tensors of layers that differ are not stacked
+    settings=lambda config: {"hetereogenous_dist_checkpoint": True},
+)
+NARROW_VALUES = Feature(
+    name="values narrower than keys",
+    enabled=lambda config: any(
+        kind.attention.value_width != kind.attention.kv_channels for kind in config.kinds()
+    ),
+    core_attention=lambda core, config: core,
+)
+HETEROGENEOUS_HEADS = Feature(
+    name="heads that differ by layer or between keys and values",
+    enabled=lambda config: config.has_custom_qkv,
+    spec=_spec,
+)
+
+
+def _layer(context: LayerContext) -> SpecChanges:
+    """Return the change of the MLP of layers with another width than most."""
+    mlp = context.layer.mlp
+    width = mlp.ffn_hidden_size
+    if width == context.config.mlp.ffn_hidden_size:
+        return SpecChanges()
+    rows = width * (1 + mlp.gated_linear_unit)
+    return SpecChanges(
+        {
+            "linear_fc1": lambda linear: sized(linear, rows=rows),
+            "linear_fc2": lambda linear: sized(linear, columns=width),
+        }
+    )
+
+
+HETEROGENEOUS_MLPS = Feature(
+    name="MLPs that differ by layer",
+    enabled=lambda config: any(
+        kind.mlp.ffn_hidden_size != config.mlp.ffn_hidden_size for kind in config.kinds()
+    ),
+    layer=_layer,
+)

@@ -1,11 +1,13 @@
 """Identity (zero-compute) experts, which return a token unchanged (LongCat Flash)."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 from torch import Tensor
 
+from mca_config.model.section import given
+from mca_models.megatron.features.feature import Feature, Setup, change_moe_layer
 from mca_models.megatron.types import MegatronConfig, MegatronModule
 
 
@@ -72,3 +74,27 @@ def router_with_identity_experts(router: type, count: int) -> type:
             super().__init__(extended, *args, **kwargs)
 
     return RouterIdentityExpertsExperts
+
+
+def _problems(setup: Setup) -> Iterator[str]:
+    """Yield what needs the same number of experts for each token."""
+    if setup.settings.get("moe_expert_capacity_factor") is not None:
+        yield "identity experts have no capacity; remove moe_expert_capacity_factor"
+    if setup.settings.get("moe_token_dispatcher_type") == "flex":
+        yield (
+            "moe_token_dispatcher_type flex is not supported with identity experts, because it sends each token to the "
+            "same number of experts; use alltoall or allgather"
+        )
+
+
+IDENTITY_EXPERTS = Feature(
+    name="identity experts",
+    enabled=lambda config: config.moe is not None and config.moe.moe_identity_experts > 0,
+    problems=_problems,
+    spec=lambda context: change_moe_layer(
+        lambda experts: with_identity_experts(experts, given(context.config.moe).moe_identity_experts)
+    ),
+    router=lambda router, config: router_with_identity_experts(
+        router, given(config.moe).moe_identity_experts
+    ),
+)

@@ -18,6 +18,7 @@ from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.megatron.types import HfModel, Upstream
+from mca_models.templates import get_family
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,11 @@ def _split_images(images: JsonObject, config: McaModelConfig) -> list[_Image]:
             _Image({"pixel_values": part, "image_sizes": size}, count, count)
             for part, size, count in zip(pixels.split(1), sizes.split(1), rows, strict=True)
         ]
-    count = vision.get("mm_tokens_per_image") or vision.get("image_seq_length", 256)
+    fixed = get_family(config.model_type).vision
+    assert fixed is not None and fixed.tokens_per_image is not None, (
+        "images have grids, sizes or a fixed number"
+    )
+    count = fixed.tokens_per_image(config)
     return [_Image({"pixel_values": part}, 1, count) for part in pixels.split(1)]
 
 
@@ -109,7 +114,10 @@ def _run_vision(vision: HfModel, images: JsonObject) -> Tensor:
     """Return ``[rows, hidden * (1 + inner layers)]``."""
     output = vision.get_image_features(**images, return_dict=True)
     inner = getattr(output, "deepstack_features", None) or ()
-    return torch.cat([_flatten(each) for each in (output.pooler_output, *inner)], 1)
+    features = output.pooler_output
+    if features is None:  # Llama 4 projects them in its own forward pass
+        features = vision.multi_modal_projector(output.last_hidden_state)
+    return torch.cat([_flatten(each) for each in (features, *inner)], 1)
 
 
 def _flatten(features: Tensor | Sequence[Tensor]) -> Tensor:

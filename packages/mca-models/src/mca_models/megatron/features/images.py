@@ -8,19 +8,65 @@ feature goes where, and are sharded as the tokens are. A video is given as its f
 which no tower attends.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from mca_config.errors import McaError
+from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
+from mca_config.pipeline import pipeline_plan
+from mca_config.printable import counted
 from mca_config.types import JsonObject
-from mca_models.megatron.features.feature import Feature
+from mca_models.megatron.features.feature import Context, Feature, SpecChanges
 from mca_models.megatron.features.image_features import compute_image_features, empty_features
-from mca_models.megatron.features.image_limits import image_problems, image_reach
-from mca_models.megatron.layers.mrope import MRope
-from mca_models.megatron.types import GptModel, HfModel, MegatronModule, Upstream
+from mca_models.megatron.features.mrope import MRope, position_problems
+from mca_models.megatron.layers.attention import CoreAttention, image_attention
+from mca_models.megatron.types import GptModel, HfModel, MegatronConfig, MegatronModule, Upstream
 
 Arguments = tuple[object, ...]
+
+
+def image_reach(config: McaModelConfig) -> int:
+    """Return how many later tokens an image token attends to; 0 with causal attention."""
+    tokens: int = (config.vision_fields or {}).get("mm_tokens_per_image", 1)
+    return tokens - 1
+
+
+def image_problems(config: McaModelConfig, layout: ParallelLayout, megatron: MegatronConfig) -> list[str]:
+    """Return every reason why ``config`` on ``layout`` cannot take images; empty if it can."""
+    return list(_image_problems(config, layout, megatron))
+
+
+def _image_problems(
+    config: McaModelConfig, layout: ParallelLayout, megatron: MegatronConfig
+) -> Iterator[str]:
+    if config.vision is None:
+        yield f"a {config.model_type} model has no vision model; train it on text"
+        return
+    if image_reach(config):
+        yield from _bidirectional_problems(config, megatron)
+    if config.mtp_num_layers:
+        yield "MTP layers cannot be trained with images; set mtp_num_layers to 0"
+    yield from position_problems(config, megatron)
+    first = len(pipeline_plan(layout, config.num_layers, config.mtp_num_layers).first.layers)
+    if first < config.vision.deepstack_layers:
+        yield (
+            f"the first pipeline stage has {counted(first, 'layer')}; image features are added after each of the first "
+            f"{config.vision.deepstack_layers}: give it more, or use fewer stages"
+        )
+
+
+def _bidirectional_problems(config: McaModelConfig, megatron: MegatronConfig) -> Iterator[str]:
+    local = megatron.attention_backend is not None and megatron.attention_backend.name == "local"
+    if megatron.transformer_impl == "transformer_engine" and not local:
+        yield (
+            f"images of {config.model_type} attend in both directions, which Transformer Engine's attention does "
+            "not support; set attention_backend to local"
+        )
+    if config.attention.attn_logit_softcapping is not None:
+        yield "attn_logit_softcapping cannot be combined with images that attend in both directions; train on text"
 
 
 def accept_images(model: GptModel, config: McaModelConfig) -> None:
@@ -143,4 +189,18 @@ def _with_inner_features(number: int) -> Upstream:
     return add
 
 
-IMAGES = Feature(name="images", enabled=lambda config: config.vision is not None, finish=accept_images)
+def _bidirectional_attention(context: Context) -> SpecChanges:
+    reach = image_reach(context.config)
+    if not reach:
+        return SpecChanges()
+    return SpecChanges(
+        classes={CoreAttention: lambda core: image_attention(reach) if core is CoreAttention else core}
+    )
+
+
+IMAGES = Feature(
+    name="images",
+    enabled=lambda config: config.vision is not None,
+    spec=_bidirectional_attention,
+    finish=accept_images,
+)

@@ -11,14 +11,18 @@ from torch.nn.functional import softplus
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
 from mca_models.megatron.features.delta_rule import delta_rule
+from mca_models.megatron.features.feature import Feature, LayerContext, SpecChanges
 from mca_models.megatron.features.gated_delta_net import HeadNorm
 from mca_models.megatron.features.kernels import find_kernel
-from mca_models.megatron.features.recurrent_layers import CausalConvolution, apply_to_full_sequences
+from mca_models.megatron.features.recurrent_layers import (
+    CausalConvolution,
+    apply_to_full_sequences,
+    linear_attention_settings,
+)
 from mca_models.megatron.layers.replicated import ReplicatedLinear
 from mca_models.megatron.layers.sharded import cut_parameter
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import (
-    GptModel,
     GroupCollection,
     MegatronConfig,
     MegatronModule,
@@ -41,15 +45,6 @@ def kimi_delta_spec(implementation: Implementation) -> Spec:
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     return ModuleSpec(module=_module(ColumnParallelLinear, RowParallelLinear))
-
-
-def set_no_rope(model: GptModel, config: McaModelConfig) -> None:
-    """Disable the rotation of MLA in a chunk's layers without RoPE."""
-    without = config.rope.no_rope_freq or (0,) * config.num_layers
-    for layer in model.decoder.layers:
-        rope = getattr(layer.self_attention, "rotary_pos_emb", None)
-        if without[layer.layer_number - 1] and rope is not None:
-            rope.inv_freq = torch.zeros_like(rope.inv_freq)
 
 
 def _sharded_state(
@@ -181,3 +176,19 @@ def _module(column: type, row: type) -> type:
     from megatron.core.transformer.module import MegatronModule as Module
 
     return type("KimiDeltaAttention", (KimiDeltaAttention, Module), {"column": column, "row": row})
+
+
+def _is_enabled(config: McaModelConfig) -> bool:
+    linear = config.linear_attention
+    return linear is not None and linear.linear_channel_decay
+
+
+def _layer(context: LayerContext) -> SpecChanges:
+    if context.kind != "linear_attention":
+        return SpecChanges()
+    return SpecChanges({"self_attention": lambda _: kimi_delta_spec(context.implementation)})
+
+
+KIMI_DELTA_ATTENTION = Feature(
+    name="Kimi Delta Attention", enabled=_is_enabled, settings=linear_attention_settings, layer=_layer
+)

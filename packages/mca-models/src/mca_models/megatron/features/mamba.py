@@ -5,6 +5,7 @@ unchanged. Tensor ranks hold groups of heads, or heads of a group: ranks of one 
 C, and gather it for each token. Context parallelism gathers the projected tokens.
 """
 
+import math
 from functools import cache
 
 import torch
@@ -15,16 +16,24 @@ from torch.nn.functional import silu, softplus
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
-from mca_models.megatron.features.feature import Feature
+from mca_models.megatron.features.feature import (
+    Context,
+    Feature,
+    LayerContext,
+    SpecChanges,
+    change_self_attention,
+)
 from mca_models.megatron.features.kernels import find_kernel
 from mca_models.megatron.features.recurrent_layers import (
     CausalConvolution,
     apply_to_full_sequences,
+    mixer_projections,
     normed_linears,
 )
 from mca_models.megatron.features.state_space import state_space_layer
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
 from mca_models.megatron.names import Implementation
+from mca_models.megatron.tensors import seeded_generator
 from mca_models.megatron.types import MegatronConfig, PackedSeqParams, ShardedState, Spec, WithBias
 from mca_models.templates.parts.mamba import segments
 
@@ -99,20 +108,8 @@ class Mamba(torch.nn.Module):
         self.sizes = [size // tp for size in sizes]
         self.groups = HeadGroups(given(model.mamba).mamba_num_groups, self.groups_of_ranks.tp)
         self.least_step = given(model.mamba).mamba_least_step
-        linear = {
-            "config": config,
-            "bias": False,
-            "is_expert": False,
-            "tp_group": self.groups_of_ranks.tp,
-        }
-        self.in_proj = column(
-            model.hidden_size,
-            sum(sizes),
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            **linear,
+        self.in_proj, self.out_proj = mixer_projections(
+            config, column, row, self.groups_of_ranks.tp, rows=sum(sizes), inside=sizes[0]
         )
         channels, kernel = sum(self.sizes[1:4]), given(model.mamba).mamba_conv_kernel_dim
         convolution = torch.nn.Conv1d(
@@ -131,15 +128,6 @@ class Mamba(torch.nn.Module):
         if given(model.mamba).mamba_norm != "none":
             self.norm = GatedNorm(config, self.sizes[0], self.groups, gate_first=first)
         self.factors = given(model.mamba).mamba_multipliers
-        self.out_proj = row(
-            sizes[0],
-            model.hidden_size,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-            **linear,
-        )
 
     def forward(
         self,
@@ -241,9 +229,41 @@ def with_parallel_mamba(attention: type, model: McaModelConfig, implementation: 
     return ParallelMamba
 
 
+def _parallel(context: Context) -> SpecChanges:
+    if not context.config.has_parallel_mamba:
+        return SpecChanges()
+    return change_self_attention(
+        lambda attention: with_parallel_mamba(attention, context.config, context.implementation)
+    )
+
+
+def _layer(context: LayerContext) -> SpecChanges:
+    if context.kind != "mamba":
+        return SpecChanges()
+    return SpecChanges({"self_attention": lambda _: mamba_spec(context.implementation, context.config)})
+
+
+def _start(name: str, shape: tuple[int, ...], seed: int) -> Tensor | None:
+    """Return initial values of Mamba's per-head parameters: time steps of 0.001 to 0.1, and decay rates."""
+    if name.endswith("dt_bias"):
+        drawn = torch.empty(shape).uniform_(0.0, 1.0, generator=seeded_generator(f"{seed}/{name}"))
+        steps = (drawn * (math.log(0.1) - math.log(0.001)) + math.log(0.001)).exp()
+        return steps + torch.log(-torch.expm1(-steps))  # the inverse of softplus
+    if name.endswith("A_log"):
+        return torch.arange(1, shape[0] + 1).float().log()
+    return (
+        torch.ones(shape)
+        if name.endswith((".D", "self_attention.norm.weight", "mamba.norm.weight"))
+        else None
+    )
+
+
 MAMBA = Feature(
     name="Mamba",
     enabled=lambda config: config.mamba is not None,
+    spec=_parallel,
+    layer=_layer,
+    start=_start,
     settings=lambda config: {
         "hetereogenous_dist_checkpoint": True
     },  # tensors of layers that differ are not stacked

@@ -1,18 +1,22 @@
 """Multi-latent attention (MLA): norms and RoPE as in HF's models."""
 
 import copy
+import math
+from collections.abc import Iterator
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from mca_config.errors import McaError
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
-from mca_models.megatron.features.feature import Feature
-from mca_models.megatron.features.kimi_delta_attention import set_no_rope
-from mca_models.megatron.layers.rope import attention_factor, rotary_module
+from mca_models.megatron.features.feature import ClassChange, Context, Feature, Setup, SpecChanges
+from mca_models.megatron.layers.rope import attention_factor, rotary_module, yarn_factor, yarn_scale
 from mca_models.megatron.types import GptModel, MegatronModule, Settings, Spec
 
+_SAME_NAME = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 EPSILON = 1e-6
 """Epsilon of the norms inside HF's MLA; Megatron uses the model's ``rms_norm_eps`` instead."""
 
@@ -61,6 +65,15 @@ def set_mla_rope(model: GptModel, config: McaModelConfig) -> None:
             attention.rotary_pos_emb = _ScaledRope(rotary, attention_factor(config))
             attention.config = copy.copy(attention.config)
             attention.config.rope_type = "yarn"  # RoPE type that comes with a factor
+
+
+def set_no_rope(model: GptModel, config: McaModelConfig) -> None:
+    """Disable the rotation of MLA in a chunk's layers without RoPE."""
+    without = config.rope.no_rope_freq or (0,) * config.num_layers
+    for layer in model.decoder.layers:
+        rope = getattr(layer.self_attention, "rotary_pos_emb", None)
+        if without[layer.layer_number - 1] and rope is not None:
+            rope.inv_freq = torch.zeros_like(rope.inv_freq)
 
 
 @cache
@@ -115,4 +128,96 @@ def _finish(model: GptModel, config: McaModelConfig) -> None:
     set_no_rope(model, config)
 
 
-MLA = Feature(name="MLA", enabled=lambda config: config.mla is not None, finish=_finish)
+def change_mla(change: ClassChange) -> SpecChanges:
+    """Return the ``change`` of Megatron's MLA class."""
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    return SpecChanges(classes={MLASelfAttention: change})
+
+
+def _spec(context: Context) -> SpecChanges:
+    mla = given(context.config.mla)
+    factors = mla.query_multiplier, mla.latent_multiplier
+
+    def adapt(attention: type) -> type:
+        attention = attention if mla.q_lora_rank else with_plain_query(attention)
+        return attention if factors == (1.0, 1.0) else with_mla_multipliers(attention, *factors)
+
+    return change_mla(adapt)
+
+
+def _mla_rope(config: McaModelConfig) -> Settings:
+    rope = config.rope.rope_scaling
+    settings: Settings = {
+        "rotary_base": config.rope.rotary_base,
+        "rotary_percent": config.rope.rotary_percent,
+    }
+    if rope is not None and rope["rope_type"] != "yarn" and rope.get("mscale_all_dim"):
+        raise McaError(
+            f"mscale_all_dim with rope_type {rope['rope_type']!r} with MLA is not supported; use yarn"
+        )
+    if rope is None or rope["rope_type"] != "yarn":  # `set_mla_rope` sets RoPE of other types
+        return settings | {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
+    factor, score_scale = yarn_factor(config, rope), rope.get("mscale_all_dim") or 0.0
+    return settings | {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": factor,
+        "original_max_position_embeddings": rope.get("original_max_position_embeddings")
+        or config.max_position_embeddings,
+        "beta_fast": rope.get("beta_fast") or 32,
+        "beta_slow": rope.get("beta_slow") or 1,
+        "mscale": _mla_mscale(attention_factor(config), factor, score_scale),
+        "mscale_all_dim": score_scale,
+    }
+
+
+def _mla_mscale(on_rope: float, factor: float, score_scale: float) -> float:
+    """Return the ``mscale`` with which Megatron computes the factor ``on_rope`` on cosine and sine.
+
+    It computes ``(0.1 mscale ln factor + 1) / (0.1 mscale_all_dim ln factor + 1)``; ``mscale_all_dim`` also scales the
+    attention scores.
+    """
+    if factor > 1:
+        return (on_rope * yarn_scale(factor, score_scale) - 1) / (0.1 * math.log(factor))
+    if on_rope != 1.0:
+        raise McaError(
+            f"yarn with MLA, attention_factor {on_rope} and factor {factor} is not supported; "
+            "supported: a factor above 1"
+        )
+    return 1.0
+
+
+def _settings(config: McaModelConfig) -> Settings:
+    mla = given(config.mla)
+    return {name: getattr(mla, name) for name in _SAME_NAME} | _mla_rope(config)
+
+
+def _problems(setup: Setup) -> Iterator[str]:
+    settings = setup.settings
+    if setup.layout.tp > 1 and not settings.get("sequence_parallel"):
+        # On the local layers Megatron sums full gradients of the query norm once per tensor rank. With Transformer
+        # Engine the gradient of the rotary key that all heads share is not summed over tensor ranks.
+        yield (
+            "megatron-core computes wrong gradients of MLA with tensor_model_parallel_size above 1 and no "
+            "sequence_parallel; set sequence_parallel to true"
+        )
+    kind = settings.get("cp_comm_type")
+    if setup.layout.cp > 1 and not setup.mca_attention and kind not in (None, "p2p"):
+        yield (
+            f"Transformer Engine does not support MLA with cp_comm_type {kind}; set it to p2p, or "
+            "attention_backend to local"
+        )
+    rope = (setup.config.rope.rope_scaling or {}).get("rope_type", "yarn")
+    if settings.get("apply_rope_fusion") and rope != "yarn":
+        yield f"apply_rope_fusion is not supported for MLA with rope_type {rope}; remove it"
+
+
+MLA = Feature(
+    name="MLA",
+    enabled=lambda config: config.mla is not None,
+    settings=_settings,
+    sequence_parallel="always",
+    problems=_problems,
+    spec=_spec,
+    finish=_finish,
+)

@@ -4,12 +4,21 @@ Megatron's MoE layer computes both, the MLP as a shared expert. The norm before 
 reads the input without it.
 """
 
+from collections.abc import Iterator
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
+from mca_models.megatron.features.feature import (
+    Context,
+    Feature,
+    Setup,
+    SpecChanges,
+    change_moe_layer,
+    remove_module,
+)
 from mca_models.megatron.features.norms import PostNorm
 from mca_models.megatron.types import MarkedParameter, MegatronConfig
 
@@ -72,3 +81,28 @@ def _replicated(values: Tensor, config: MegatronConfig) -> torch.nn.Parameter:
     parameter.sequence_parallel = config.sequence_parallel
     marked: torch.nn.Parameter = parameter
     return marked
+
+
+def _spec(context: Context) -> SpecChanges:
+    return SpecChanges({"pre_mlp_layernorm": remove_module}, change_moe_layer(with_dense_mlp).classes)
+
+
+def _problems(setup: Setup) -> Iterator[str]:
+    if setup.settings.get("moe_shared_expert_overlap"):
+        yield (
+            "moe_shared_expert_overlap skips the norms of an MLP parallel to experts, or adds both outputs at once; "
+            "remove moe_shared_expert_overlap"
+        )
+    if setup.settings.get("moe_token_dispatcher_type") == "flex":
+        yield (
+            "moe_token_dispatcher_type flex sends tokens to the experts of their largest weights, and this model's "
+            "may be negative; use alltoall or allgather"
+        )
+
+
+MOE_WITH_DENSE_MLP = Feature(
+    name="experts parallel to an MLP",
+    enabled=lambda config: config.moe is not None and config.moe.experts_beside_mlp,
+    problems=_problems,
+    spec=_spec,
+)

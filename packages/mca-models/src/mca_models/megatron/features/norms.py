@@ -1,16 +1,33 @@
 """Norms that Megatron lacks: across all heads of q or k, after RoPE, and after attention and MLP."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.features.feature import Feature
-from mca_models.megatron.layers.norm import Norm
+from mca_models.megatron.features.feature import (
+    ClassChange,
+    Context,
+    Feature,
+    LayerContext,
+    Setup,
+    SpecChange,
+    SpecChanges,
+    remove_module,
+)
+from mca_models.megatron.layers.norm import Norm, norm_with
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
-from mca_models.megatron.types import GptModel, MegatronConfig, MegatronModule, ShardedState, WithBias
+from mca_models.megatron.types import (
+    GptModel,
+    MegatronConfig,
+    MegatronModule,
+    Settings,
+    ShardedState,
+    WithBias,
+)
 
 
 class FullWidthNorm(torch.nn.Module):
@@ -157,13 +174,111 @@ def _normalise_output(block: MegatronModule, args: tuple[object, ...], output: W
     return block.post_layernorm(value), bias
 
 
+def _custom_norms(context: Context) -> SpecChanges:
+    """Return the changes to mca's norms before attention and MLP and after all layers."""
+    config = context.config.norm
+    norm = norm_with(weight=config.norm_weight, bias=config.norm_bias)
+
+    def replace(module: object) -> type:
+        return norm
+
+    fields: dict[str, SpecChange] = {}
+    if config.norm_placement != "post":
+        fields = {"input_layernorm": replace, "pre_mlp_layernorm": replace}
+    if context.implementation != "transformer_engine":
+        return SpecChanges(fields, {Norm: replace})
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return SpecChanges(fields, {**_without_fused_norms(context), TENorm: replace, Norm: replace})
+
+
+def _without_fused_norms(context: Context) -> dict[type, ClassChange]:
+    """Return the change of Transformer Engine's fused norm-and-linear class."""
+    if context.implementation != "transformer_engine":
+        return {}
+    from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelLinear,
+        TELayerNormColumnParallelLinear,
+    )
+
+    return {TELayerNormColumnParallelLinear: lambda linear: TEColumnParallelLinear}
+
+
+def _without_pre_norms(context: LayerContext) -> SpecChanges:
+    """Remove the norms before attention and MLP from a layer with post-norms only."""
+    if context.layer.norm.norm_placement != "post":
+        return SpecChanges()
+    fields = dict.fromkeys(("input_layernorm", "pre_mlp_layernorm"), remove_module)
+    return SpecChanges(fields, _without_fused_norms(context))
+
+
+def _qk_norms(query: type, key: type) -> SpecChanges:
+    return SpecChanges({"q_layernorm": lambda norm: query, "k_layernorm": lambda norm: key})
+
+
+@contextmanager
+def _complete_gradients(context: Context, megatron: MegatronConfig) -> Iterator[None]:
+    """Set ``qk_layernorm`` only while the modules are built.
+
+    Megatron sums the gradients of all ``q_layernorm`` and ``k_layernorm`` over tensor ranks where it is set; norms with
+    weights for each head are sharded like the heads, and their gradients are complete.
+    """
+    megatron.qk_layernorm = context.config.attention.qk_layernorm
+    yield
+    megatron.qk_layernorm = False
+
+
+def _norms_after_rope(context: Context) -> SpecChanges:
+    norm = PostRopeNorm if context.config.attention.qk_layernorm_weight else PostRopeNormWithoutWeight
+    return _qk_norms(norm, norm)
+
+
+def _no_fused_norm(setup: Setup) -> Iterator[str]:
+    config = setup.config
+    missing = config.norm.norm_placement == "post" or config.has_custom_norms
+    if setup.settings.get("use_transformer_engine_op_fuser") and missing:
+        yield (
+            "use_transformer_engine_op_fuser needs Transformer Engine's norm before each MLP, which this model does "
+            "not have; remove it"
+        )
+
+
+def _settings(config: McaModelConfig) -> Settings:
+    return {
+        "normalization": config.norm.normalization,
+        "layernorm_epsilon": config.norm.layernorm_epsilon,
+        "layernorm_zero_centered_gamma": config.norm.layernorm_zero_centered_gamma,
+    }
+
+
+NORMS = Feature(name="layer norms", enabled=lambda config: True, settings=_settings, problems=_no_fused_norm)
+CUSTOM_NORMS = Feature(
+    name="layer norms that Transformer Engine cannot fuse",
+    enabled=lambda config: config.has_custom_norms,
+    spec=_custom_norms,
+)
+FULL_WIDTH_QK_NORMS = Feature(
+    name="norms across all heads of q and k",
+    enabled=lambda config: config.attention.qk_layernorm_full_width,
+    spec=lambda context: _qk_norms(FullWidthNorm, FullWidthKeyNorm),
+    prepare=_complete_gradients,
+)
+PER_HEAD_QK_NORMS = Feature(
+    name="norms of q and k with weights for each head",
+    enabled=lambda config: config.attention.qk_layernorm_per_head,
+    spec=lambda context: _qk_norms(PerHeadNorm, PerHeadKeyNorm),
+    prepare=_complete_gradients,
+)
+
 POST_NORMS = Feature(
     name="norms after attention and MLP",
     enabled=lambda config: any(kind.norm.norm_placement != "pre" for kind in config.kinds()),
+    layer=_without_pre_norms,
     finish=add_post_norms,
 )
 NORMS_AFTER_ROPE = Feature(
     name="norms of q and k after RoPE",
     enabled=lambda config: config.attention.qk_layernorm_after_rope,
+    spec=_norms_after_rope,
     finish=lambda model, config: normalise_after_rope(model, config.rope.no_rope_freq),
 )

@@ -13,11 +13,11 @@ from torch.nn.functional import conv1d, pad, silu
 
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.features.feature import Feature
+from mca_config.types import Typed
 from mca_models.megatron.features.kernels import Kernel
 from mca_models.megatron.layers.zigzag import rank_token_ranges, restore_token_order
 from mca_models.megatron.names import Implementation
-from mca_models.megatron.types import PackedSeqParams, Settings
+from mca_models.megatron.types import MegatronConfig, MegatronModule, PackedSeqParams, Settings
 
 _MAX_KERNEL_SIZE = 4
 """Maximum kernel size of ``causal_conv1d_fn``."""
@@ -59,6 +59,41 @@ def normed_linears(implementation: Implementation, *, norm: bool = True) -> tupl
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     return ColumnParallelLinear, RowParallelLinear
+
+
+def mixer_projections(
+    config: MegatronConfig, column: Typed, row: Typed, group: ProcessGroup, *, rows: int, inside: int
+) -> tuple[MegatronModule, MegatronModule]:
+    """Return the input and the output projection of a mixer in place of attention.
+
+    Args:
+        config: Megatron's configuration.
+        column: Class of the first, column-parallel.
+        row: Class of the second, row-parallel.
+        group: Tensor-parallel group.
+        rows: Channels that the first gives, over all ranks.
+        inside: Channels that the second gets, over all ranks.
+    """
+    both = {"config": config, "bias": False, "is_expert": False, "tp_group": group}
+    in_proj: MegatronModule = column(
+        config.hidden_size,
+        rows,
+        init_method=config.init_method,
+        gather_output=False,
+        skip_bias_add=False,
+        tp_comm_buffer_name="fc1",
+        **both,
+    )
+    out_proj: MegatronModule = row(
+        inside,
+        config.hidden_size,
+        init_method=config.output_layer_init_method,
+        input_is_parallel=True,
+        skip_bias_add=True,
+        tp_comm_buffer_name="fc2",
+        **both,
+    )
+    return in_proj, out_proj
 
 
 class CausalConvolution(torch.nn.Conv1d):
@@ -108,7 +143,8 @@ def _lengths(packed_seq_params: PackedSeqParams, rows: int) -> tuple[int, ...]:
     return packed_lengths(packed_seq_params, rows)
 
 
-def _linear_settings(config: McaModelConfig) -> Settings:
+def linear_attention_settings(config: McaModelConfig) -> Settings:
+    """Return Megatron's settings of linear attention."""
     own = given(config.linear_attention)
     return {
         # makes Megatron's distributed checkpoint expect different layers
@@ -119,10 +155,3 @@ def _linear_settings(config: McaModelConfig) -> Settings:
         "linear_key_head_dim": own.linear_key_head_dim,
         "linear_value_head_dim": own.linear_value_head_dim,
     }
-
-
-LINEAR_ATTENTION = Feature(
-    name="linear attention",
-    enabled=lambda config: config.linear_attention is not None,
-    settings=_linear_settings,
-)

@@ -109,6 +109,8 @@ class RoutedExperts:
         """
         if experts.is_floating_point() or experts.is_complex() or experts.dtype == torch.bool:
             raise McaError(f"{where} has dtype {experts.dtype}; expected integers, the ids of experts")
+        if experts.dtype not in (torch.int16, torch.int32, torch.int64):
+            experts = experts.int()  # torch compares and indexes few of the others
         layers, topk = experts.shape[-2:] if experts.ndim > 1 else (0, 0)
         if layers not in (len(self.layers), self.num_layers):
             every = f" or all {self.num_layers}" if len(self.layers) < self.num_layers else ""
@@ -242,7 +244,7 @@ def _require_replayable(config: MegatronConfig) -> None:
     kinds = config.moe_router_load_balancing_type
     if config.moe_router_fusion:
         raise McaError(
-            "routed_experts are not supported with moe_router_fusion, which chooses; set it to false"
+            "routed_experts are not supported with moe_router_fusion, whose kernel chooses; set it to false"
         )
     if "sinkhorn" in ([kinds] if isinstance(kinds, str) else kinds):
         raise McaError(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_models.megatron.features.feature import Feature
+from mca_models.megatron.features.feature import Feature, LayerContext, SpecChanges, remove_module
 from mca_models.megatron.types import GptModel, MegatronModule
 
 Arguments = tuple[object, ...]
@@ -85,4 +85,11 @@ def _reuse(source: ContextSlice, layer: MegatronModule, args: Arguments, kwargs:
     layer.self_attention.reused_kv = source.read(kwargs["context"])
 
 
-SHARED_KV = Feature(name="shared KV", enabled=lambda config: config.shared_kv is not None, finish=share_kv)
+def _layer(context: LayerContext) -> SpecChanges:
+    """Remove the key norm of layers that reuse keys and values."""
+    return SpecChanges({"k_layernorm": remove_module} if context.layer.takes_keys else {})
+
+
+SHARED_KV = Feature(
+    name="shared KV", enabled=lambda config: config.shared_kv is not None, layer=_layer, finish=share_kv
+)

@@ -13,11 +13,12 @@ from torch import Tensor
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
-from mca_models.megatron.features.feature import Feature
+from mca_models.megatron.features.feature import Feature, LayerContext, SpecChanges
 from mca_models.megatron.features.kernels import find_kernel
 from mca_models.megatron.features.recurrent_layers import (
     CausalConvolution,
     apply_to_full_sequences,
+    mixer_projections,
     normed_linears,
 )
 from mca_models.megatron.layers.sharded import sharded_state
@@ -39,15 +40,8 @@ class ShortConvolution(torch.nn.Module):
         self.groups = options["pg_collection"]
         hidden = model.hidden_size
         self.channels = hidden // self.groups.tp.size()
-        linear = {"config": config, "bias": False, "is_expert": False, "tp_group": self.groups.tp}
-        self.in_proj = column(
-            hidden,
-            len(_PARTS) * hidden,
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            **linear,
+        self.in_proj, self.out_proj = mixer_projections(
+            config, column, row, self.groups.tp, rows=len(_PARTS) * hidden, inside=hidden
         )
         width = given(model.short_convolution).short_conv_kernel_dim
         convolution = torch.nn.Conv1d(
@@ -55,15 +49,6 @@ class ShortConvolution(torch.nn.Module):
         )
         self.conv1d = CausalConvolution.from_conv1d(convolution, find_kernel("causal_conv1d_fn", config))
         self.conv1d.activation = None
-        self.out_proj = row(
-            hidden,
-            hidden,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-            **linear,
-        )
 
     def forward(
         self,
@@ -117,10 +102,18 @@ def _module() -> type:
     return type("ShortConvolution", (ShortConvolution, MegatronModule), {})
 
 
+def _layer(context: LayerContext) -> SpecChanges:
+    if context.kind != "conv":
+        return SpecChanges()
+    return SpecChanges(
+        {"self_attention": lambda _: short_convolution_spec(context.implementation, context.config)}
+    )
+
+
 SHORT_CONVOLUTION = Feature(
     name="short convolution",
     enabled=lambda config: config.short_convolution is not None,
-    settings=lambda config: {
-        "hetereogenous_dist_checkpoint": True
-    },  # tensors of layers that differ are not stacked
+    # tensors of layers that differ are not stacked
+    settings=lambda config: {"hetereogenous_dist_checkpoint": True},
+    layer=_layer,
 )

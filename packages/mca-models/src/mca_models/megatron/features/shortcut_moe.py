@@ -5,11 +5,13 @@ input; the MLP's output is added at once. The experts' output goes to the second
 only other tensor that layers pass on, also through recomputation.
 """
 
+from collections.abc import Iterator
 from functools import cache
 
 from torch import Tensor
 from torch.nn.functional import dropout
 
+from mca_models.megatron.features.feature import Context, Feature, Setup, SpecChanges
 from mca_models.megatron.types import WithBias
 
 
@@ -54,3 +56,31 @@ def with_shortcut(layer: type) -> type:
             return added
 
     return Shortcut
+
+
+def _spec(context: Context) -> SpecChanges:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    return SpecChanges(classes={MoELayer: with_separate_experts, TransformerLayer: with_shortcut})
+
+
+def _problems(setup: Setup) -> Iterator[str]:
+    if setup.settings.get("moe_shared_expert_overlap"):
+        yield (
+            "moe_shared_expert_overlap skips the norms of an MLP parallel to experts, or adds both outputs at once; "
+            "remove moe_shared_expert_overlap"
+        )
+    if setup.recomputes("layernorm"):
+        yield (
+            "norms cannot be recomputed alone if attention and MLP, or MLP and experts, are parallel; "
+            "remove layernorm from recompute_modules, or set recompute_granularity to full"
+        )
+
+
+SHORTCUT_MOE = Feature(
+    name="shortcut MoE",
+    enabled=lambda config: config.moe is not None and config.moe.moe_shortcut,
+    problems=_problems,
+    spec=_spec,
+)

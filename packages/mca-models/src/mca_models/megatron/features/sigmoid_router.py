@@ -1,22 +1,19 @@
 """Sigmoid router without normalized weights, and the mean of shared and routed experts (Command A, North Mini)."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron.features.feature import Feature, change_moe_layer
 from mca_models.megatron.features.router_replay import ReplayableTopK
 from mca_models.megatron.types import MegatronModule
 
 
-def custom_sigmoid_router(config: McaModelConfig) -> Callable[[type], type] | None:
-    """Return a function that adapts a router class to unnormalized sigmoids; None if Megatron's router fits."""
-    if config.moe is None:
-        return None
-    plain = not config.moe.moe_router_normalised and config.moe.moe_router_topk > 1
-    return unnormalized_sigmoid_router if plain else None
+def _has_plain_sigmoids(config: McaModelConfig) -> bool:
+    moe = config.moe
+    return moe is not None and not moe.moe_router_normalised and moe.moe_router_topk > 1
 
 
 @dataclass
@@ -73,3 +70,15 @@ def with_shared_expert_mean(expert_layer: type) -> type:
             return total * 0.5
 
     return SharedExpertMean
+
+
+SIGMOID_ROUTER = Feature(
+    name="sigmoid router without normalised weights",
+    enabled=_has_plain_sigmoids,
+    router=lambda router, config: unnormalized_sigmoid_router(router),
+)
+SHARED_EXPERT_MEAN = Feature(
+    name="mean of shared and routed experts",
+    enabled=lambda config: config.moe is not None and config.moe.moe_shared_expert_mean,
+    spec=lambda context: change_moe_layer(with_shared_expert_mean),
+)

@@ -4,26 +4,20 @@ In evaluation both are the highest ones. In training the draws come from the gen
 sequence parallelism, where each rank has other tokens, from the generator that they do not share, as for dropout.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mca_config.model_config import McaModelConfig
+from mca_config.model.section import given
+from mca_models.megatron.features.feature import Feature, change_moe_layer
 from mca_models.megatron.features.router_replay import ReplayableTopK
 from mca_models.megatron.types import MegatronModule
 
 _THIRD_ORDER_SHARE = 0.75
 """The share of draws of less likely experts whose weight is lowered to a third (Heun's third-order method)."""
-
-
-def custom_sparse_mixer(config: McaModelConfig) -> Callable[[type], type] | None:
-    """Return a function that adapts a router class to SparseMixer; None if the model does not use it."""
-    jitter = None if config.moe is None else config.moe.sparse_mixer_jitter
-    return None if jitter is None else partial(sparse_mixer_router, jitter=jitter)
 
 
 @dataclass
@@ -167,3 +161,17 @@ def with_noisy_input(expert_layer: type, size: float) -> type:
             return super().forward(hidden_states, *args, **kwargs)
 
     return NoisyInput
+
+
+SPARSE_MIXER = Feature(
+    name="SparseMixer",
+    enabled=lambda config: config.moe is not None and config.moe.sparse_mixer_jitter is not None,
+    router=lambda router, config: sparse_mixer_router(router, given(config.moe).sparse_mixer_jitter or 0.0),
+)
+NOISY_EXPERTS = Feature(
+    name="noise on the input of experts",
+    enabled=lambda config: config.moe is not None and config.moe.input_jitter_noise > 0,
+    spec=lambda context: change_moe_layer(
+        lambda experts: with_noisy_input(experts, given(context.config.moe).input_jitter_noise)
+    ),
+)

@@ -4,11 +4,14 @@ It is exact and not fast: it computes all scores of a block of queries and masks
 The indexers are used in `dsa` and `block_sparse_attention`.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from mca_models.megatron.features.feature import Setup
 from mca_models.megatron.layers.attention import CoreAttention
 from mca_models.megatron.layers.zigzag import rank_token_ranges
 
@@ -99,3 +102,12 @@ class TopKSparseAttention(CoreAttention):
             for q, k, v, mask in zip(*shares, strict=True)
         ]
         return torch.cat(outputs, 1)[..., :channels].permute(2, 0, 1, 3)
+
+
+def recomputation_problems(setup: Setup) -> Iterator[str]:
+    """Yield why the attention cannot be recomputed alone: the indexer reads inputs that are gone by then."""
+    if setup.recomputes("core_attn"):
+        yield (
+            "top-k attention cannot be recomputed alone; remove core_attn from "
+            "recompute_modules, or set recompute_granularity to full"
+        )

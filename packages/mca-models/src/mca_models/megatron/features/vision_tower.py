@@ -33,7 +33,7 @@ def model_part(param: Param, config: McaModelConfig) -> str:
     if param.stage is not Stage.VISION:
         return "language"
     vision = get_family(config.model_type).vision
-    return "unused" if vision is None else vision.component(param.mca.removeprefix(PREFIX))
+    return "unused" if vision is None else vision.component(param.mca.removeprefix(PREFIX), config)
 
 
 def add_vision_tower(model: GptModel, config: McaModelConfig) -> None:

@@ -1,5 +1,7 @@
 """xIELU activation (Apertus), with two trained scalars per layer."""
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
@@ -47,8 +49,22 @@ def use_xielu(model: GptModel) -> None:
         layer.mlp.activation_func = Xielu(model.config)
 
 
+_START = {
+    "alpha_p": math.log(math.expm1(0.8)),
+    "alpha_n": math.log(math.expm1(0.3)),
+    "beta": 0.5,
+    "eps": -1e-6,
+}
+"""Initial weights of the activation xIELU by name."""
+
+
+def _start(name: str, shape: tuple[int, ...], seed: int) -> Tensor | None:
+    return torch.full(shape, _START[name.rpartition(".")[2]]) if "activation_func." in name else None
+
+
 XIELU = Feature(
     name="xIELU",
     enabled=lambda config: config.mlp.hidden_act == "xielu",
+    start=_start,
     finish=lambda model, config: use_xielu(model),
 )

@@ -19,9 +19,7 @@ Rope = Settings
 
 def rotary_dim(config: McaModelConfig) -> int:
     """Return the number of rotated channels of a head."""
-    if config.mla is not None:
-        return config.mla.qk_pos_emb_head_dim
-    return int(config.attention.kv_channels * config.rope.rotary_percent)
+    return config.rotated_channels
 
 
 def inverse_frequencies(base: float, dim: int) -> Tensor:

@@ -5,13 +5,17 @@ script again, which takes 10 s here and, if the script has no ``__main__`` guard
 inherits the listening rendezvous socket and outlives ``os._exit``, so ``close()`` shuts it down at exit, and the
 kernel if its parent is killed.
 
-Each save gets a separate queue: Megatron's single queue mixes up the results of two concurrent background saves.
+Each save gets a separate queue: Megatron's single queue mixes up the results of two concurrent background saves. A save
+that this process waits for needs no manager.
 """
 
 import atexit
 import ctypes
 import os
+import queue
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.managers import SyncManager
 
 from mca_models.megatron.platform._patch import EVERYWHERE, Patch
@@ -19,6 +23,7 @@ from mca_models.megatron.types import Upstream
 
 _PR_SET_PDEATHSIG = 1
 _managers: dict[int, SyncManager] = {}
+_without_manager = [False]
 
 
 def _writer() -> Upstream:
@@ -27,10 +32,22 @@ def _writer() -> Upstream:
     return filesystem_async
 
 
+@contextmanager
+def queues_without_manager() -> Iterator[None]:
+    """Let saves in the block have queues that only this process can fill."""
+    before, _without_manager[0] = _without_manager[0], True
+    try:
+        yield
+    finally:
+        _without_manager[0] = before
+
+
 def _queue(*args: object, **kwargs: object) -> Upstream:
-    """Return a new result queue; the first call forks this process's manager."""
+    """Return a new result queue; the first that other processes may fill forks this process's manager."""
     import torch.multiprocessing
 
+    if _without_manager[0]:
+        return queue.SimpleQueue()
     if os.getpid() not in _managers:
         manager = SyncManager(ctx=torch.multiprocessing.get_context("fork"))
         manager.start(initializer=_die_with_parent, initargs=(os.getpid(),))

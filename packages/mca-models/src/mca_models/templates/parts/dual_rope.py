@@ -1,6 +1,6 @@
 """A rope for layers that see everything, and one for those with a sliding window.
 
-The layers that use them are built in `mca_models.megatron.features.dual_rope`.
+The layers that use them are built in `mca_models.megatron.features.rope`.
 """
 
 from collections.abc import Callable

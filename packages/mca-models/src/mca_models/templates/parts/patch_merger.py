@@ -19,7 +19,7 @@ SPELLINGS = (Spelling("model.", "lm_head.", {VISUAL: VISUAL}), module_spelling(V
 MERGERS = (f"{VISUAL}merger.",)
 
 
-INSIDE = NestedTextConfig(text_model_type="", text_ties=True, rope=((16, 24, 24), False))
+INSIDE = NestedTextConfig(text_model_type="", text_ties="too", rope=((16, 24, 24), False))
 
 
 def merger(name: str, width: int, merged: int, out: int, *, bias: bool) -> Shapes:

@@ -23,9 +23,9 @@ PREFIX = "vision_model."
 SPELLING, MORE = "hf_spelling", "hf_vision_more"
 """Facts in ``extra``: which of the family's spellings a checkpoint has; tensors that no table names, with shapes."""
 
-ImageTokenKind = Literal["patches", "tiles", "lines", "fixed"]
+ImageTokenKind = Literal["patches", "tiles", "lines", "fixed", "plain"]
 """Division of an image into tokens: a grid of merged patches, tiles of equally many tokens, lines with a mark after
-each, or as many tokens for every image."""
+each, or a fixed number of tokens, with Gemma's marks around them (``fixed``) or alone (``plain``)."""
 
 _TEXT, _HEAD = "model.", "lm_head."
 _KEYS = (
@@ -112,20 +112,22 @@ class VisionModel:
         tensors: All of them, for a model.
         spellings: How files may name things, that of published ones first, that of transformers' modules last.
         projector: Beginnings of the names of what makes the text's features of the tower's.
-        unused: Beginnings of the names of what no feature depends on.
+        unused: Beginnings of the names of what no feature depends on, for a model.
         image_tokens: How an image in a row becomes tokens; None: the processor puts tokens around it that mca does not
             write.
+        tokens_per_image: Features of an image, or of a tile, where all have the same number.
     """
 
     tensors: Callable[[McaModelConfig], Shapes]
     spellings: tuple[Spelling, ...]
     projector: tuple[str, ...]
-    unused: tuple[str, ...] = ()
+    unused: Callable[[McaModelConfig], tuple[str, ...]] = lambda config: ()
     image_tokens: ImageTokenKind | None = "patches"
+    tokens_per_image: Callable[[McaModelConfig], int] | None = None
 
-    def component(self, name: str) -> str:
+    def component(self, name: str, config: McaModelConfig) -> str:
         """Return the component of a vision model's ``name``: ``vision``, ``projector``, or ``unused``."""
-        if name.startswith(self.unused):
+        if name.startswith(self.unused(config)):
             return "unused"
         return "projector" if name.startswith(self.projector) else "vision"
 
@@ -164,7 +166,7 @@ class NestedTextConfig:
     Args:
         text_model_type: HF's name of the text model.
         tied: Whether the head is tied if the file does not say.
-        text_ties: Whether the text part's own word ties it too.
+        text_ties: Whether ``tie_word_embeddings`` of the text part ties it ``too``, ``alone`` or ``never``.
         rope: Sections of RoPE, where the family has any, if the file does not say; and whether they interleave.
         deepstack: How many decoder layers get features, by the vision model's configuration.
         defaults: Default values of the keys outside of ``vision_config``.
@@ -172,7 +174,7 @@ class NestedTextConfig:
 
     text_model_type: str
     tied: bool = False
-    text_ties: bool = False
+    text_ties: Literal["never", "too", "alone"] = "never"
     rope: tuple[tuple[int, ...], bool] | None = None
     deepstack: Callable[[JsonObject], int] = lambda vision: 0
     defaults: Values = field(default_factory=dict)
@@ -183,8 +185,10 @@ class NestedTextConfig:
         shared: HfConfig = {key: hf[key] for key in ("dtype", "torch_dtype") if key in hf}
         tied = hf.get("tie_word_embeddings")
         tied = self.tied if tied is None else tied
-        if self.text_ties:
+        if self.text_ties == "too":
             tied = tied or text.get("tie_word_embeddings") or False
+        elif self.text_ties == "alone":
+            tied = text.get("tie_word_embeddings") or False
         ropes = {key: _without_sections(text[key]) for key in _ROPES if isinstance(text.get(key), dict)}
         named = {"model_type": self.text_model_type, "tie_word_embeddings": tied}
         return {**text, **shared, **ropes, **named}
@@ -225,7 +229,8 @@ class NestedTextConfig:
     def compose(self, text: HfConfig, config: McaModelConfig) -> HfConfig:
         """Compose the file for ``config`` from the keys ``text`` of its text model."""
         inside = {**text, "model_type": self.text_model_type}
-        top = {key: inside.pop(key) for key in ("architectures", "tie_word_embeddings", "dtype")}
+        kept = () if self.text_ties == "alone" else ("tie_word_embeddings",)
+        top = {key: inside.pop(key) for key in ("architectures", "dtype", *kept)}
         if config.mrope is not None:
             sections = {
                 "mrope_section": list(config.mrope.mrope_section),

@@ -1,11 +1,15 @@
 """Training arguments of mca that also accept what LLaMA-Factory's examples and parser set."""
 
+import logging
 from dataclasses import dataclass, field
 
 from mca_config import training
 from mca_config.arguments import DistributingParallelArguments
+from mca_models.megatron import platform
 
 __all__ = ["DistributingParallelArguments", "Seq2SeqTrainingArguments", "TrainingArguments"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, repr=False)
@@ -23,6 +27,11 @@ class TrainingArguments(training.TrainingArguments):
         ratio = getattr(self, "warmup_ratio", None)  # transformers 5.6 still has it
         if ratio and not self.warmup_steps:
             self.__dict__.update(warmup_steps=ratio, warmup_ratio=None)
+        if self.recompute_granularity == "full" and self.recompute_method is None:
+            self.recompute_method, self.recompute_num_layers = "uniform", self.recompute_num_layers or 1
+        if self.apply_rope_fusion and (problem := platform.engine_problem()) is not None:
+            logger.warning("apply_rope_fusion has no effect without Transformer Engine (%s)", problem)
+            self.apply_rope_fusion = None
         super().__post_init__()
 
 

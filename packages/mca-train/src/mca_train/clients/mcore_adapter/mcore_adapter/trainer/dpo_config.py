@@ -1,10 +1,26 @@
-"""``DPOConfig``, which LLaMA-Factory imports."""
+"""``DPOConfig``, the options of the preference loss."""
 
-from mca_train.clients.unsupported import reject_dpo
+from dataclasses import dataclass
+
+from mca_config.types import Values
+from mca_train.losses.dpo_loss_types import LossType
+from mca_train.losses.preference import PreferenceLoss
 
 
+@dataclass(kw_only=True)
 class DPOConfig:
-    """Options of the preference loss; raises an error because `DPOTrainer` is not supported yet."""
+    """Options of the preference loss; ``pref_loss`` is ``dpo_loss`` of ``mca-train dpo``."""
 
-    def __init__(self, **options: object) -> None:
-        reject_dpo()
+    beta: float = 0.1
+    pref_loss: LossType = "sigmoid"
+    label_smoothing: float = 0.0
+
+    def loss(self, client: Values) -> PreferenceLoss:
+        """Return the loss, with the options that LLaMA-Factory does not pass: ``pref_ftx`` and ``simpo_gamma``."""
+        return PreferenceLoss(
+            kind=self.pref_loss,
+            beta=self.beta,
+            label_smoothing=self.label_smoothing,
+            simpo_gamma=client.get("simpo_gamma") if self.pref_loss == "simpo" else None,
+            rpo_alpha=client.get("pref_ftx") or None,
+        )

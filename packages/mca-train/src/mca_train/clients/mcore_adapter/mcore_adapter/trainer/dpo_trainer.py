@@ -1,10 +1,39 @@
-"""``DPOTrainer``, which LLaMA-Factory imports."""
+"""``DPOTrainer`` by ``mcore_adapter``'s parameters."""
 
-from mca_train.clients.unsupported import reject_dpo
+from typing import Unpack
+
+from transformers import PreTrainedTokenizerBase
+
+from mca_models import VirtualModels
+from mca_train.clients.options import client_arguments, translate
+from mca_train.trainer import dpo
+from mca_train.trainer.base import TrainerOptions
+
+from .dpo_config import DPOConfig
 
 
-class DPOTrainer:
-    """Trainer on preference pairs; raises an error because it is not supported yet."""
+class DPOTrainer(dpo.DpoTrainer):
+    """Trainer on preference pairs.
 
-    def __init__(self, **options: object) -> None:
-        reject_dpo()
+    Args:
+        train_config: The preference loss.
+        ref_model: Frozen reference; with an adapter the model without it is the reference instead.
+        tokenizer: Tokenizer, saved with the model.
+        options: Options of ``mca_train.McaTrainer``.
+    """
+
+    def __init__(
+        self,
+        *,
+        train_config: DPOConfig,
+        ref_model: VirtualModels | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **options: Unpack[TrainerOptions],
+    ) -> None:
+        client = client_arguments(options)
+        adapted = client.get("finetuning_type") == "lora"
+        super().__init__(
+            reference=None if adapted else ref_model,
+            preference=train_config.loss(client),
+            **translate(options, tokenizer),
+        )

@@ -4,8 +4,7 @@ from typing import Unpack
 
 from transformers import PreTrainedTokenizerBase
 
-from mca_train.batching.collate import CollatorFormat
-from mca_train.clients.unsupported import reject_unsupported
+from mca_train.clients.options import translate
 from mca_train.trainer import trainer
 from mca_train.trainer.base import TrainerOptions
 
@@ -18,11 +17,10 @@ class McaTrainer(trainer.McaTrainer):
         options: Options of ``mca_train.McaTrainer``.
     """
 
+    _language_input_names = ("input_ids", "attention_mask", "labels", "position_ids")
+    """Inputs that LLaMA-Factory's ``_pad_batched_inputs`` pads; mca pads batches itself and does not call it."""
+
     def __init__(
         self, *, tokenizer: PreTrainedTokenizerBase | None = None, **options: Unpack[TrainerOptions]
     ) -> None:
-        reject_unsupported(options)
-        shifted = options.get("data_collator") is not None
-        options["collator_format"] = CollatorFormat(labels_are_shifted=shifted)
-        options["processing_class"] = tokenizer
-        super().__init__(**options)
+        super().__init__(**translate(options, tokenizer))

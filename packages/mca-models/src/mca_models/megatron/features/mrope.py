@@ -1,8 +1,10 @@
 """M-RoPE: some channels follow a token's time, others its row or its column in an image.
 
-`features.images` sets the positions of a micro-batch; without them all channels follow one position, and the plain RoPE
+`images` sets the positions of a micro-batch; without them all channels follow one position, and the plain RoPE
 computes them.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -10,8 +12,10 @@ from torch.distributed import ProcessGroup
 
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
+from mca_models.megatron.features.feature import Feature
+from mca_models.megatron.features.rope import set_rotary
 from mca_models.megatron.layers.rope import frequencies, rotary_module
-from mca_models.megatron.types import MegatronModule
+from mca_models.megatron.types import MegatronConfig, MegatronModule
 
 
 def mrope_axes(sections: tuple[int, ...], channels: int, *, interleaved: bool) -> Tensor:
@@ -72,3 +76,16 @@ class MRope(torch.nn.Module):
         angles = positions.float()[self.axes].permute(2, 1, 0) * self.inverse  # [s, b, channels / 2]
         both = angles.repeat_interleave(2, -1) if self.pairs else torch.cat([angles, angles], -1)
         return both.unsqueeze(2)
+
+
+def position_problems(config: McaModelConfig, megatron: MegatronConfig) -> Iterator[str]:
+    """Yield why positions on three axes cannot be computed."""
+    if megatron.apply_rope_fusion and config.mrope is not None:
+        yield "apply_rope_fusion has one position for each token, images have three; remove it"
+
+
+MROPE = Feature(
+    name="M-RoPE",
+    enabled=lambda config: config.mrope is not None and config.rope.rotary_base_local is None,
+    finish=lambda model, config: set_rotary(model, config, MRope),
+)

@@ -1,9 +1,10 @@
-"""Two RoPEs in one model: sliding-window layers have their own base (Gemma 3, OLMo 3).
+"""RoPE of a chunk: one for all layers, or a second one for sliding-window layers (Gemma 3, OLMo 3).
 
-Megatron computes one rotation for all layers and passes it through. Here both are concatenated on the last axis, and
-each layer's attention takes its own.
+Megatron computes one rotation for all layers and passes it through. Two rotations are concatenated on the last axis,
+and each layer's attention takes its own.
 """
 
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import torch
@@ -11,8 +12,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mca_config.model_config import McaModelConfig
-from mca_models.megatron.layers.rope import rotary_dim, rotary_module
-from mca_models.megatron.types import MegatronConfig, MegatronModule
+from mca_models.megatron.features.feature import (
+    FIXED_IN_0_17,
+    Context,
+    Feature,
+    Setup,
+    SpecChanges,
+    change_self_attention,
+)
+from mca_models.megatron.layers.rope import attention_factor, rotary_dim, rotary_module
+from mca_models.megatron.types import GptModel, MegatronConfig, MegatronModule, Settings
 
 _SLIDING = "sliding_attention"
 
@@ -87,3 +96,52 @@ def with_layer_rope(attention: type, kinds: tuple[str, ...], factor: float, widt
             return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
 
     return LayerRope
+
+
+def _spec(context: Context) -> SpecChanges:
+    config = context.config
+    kinds, factor, widths = config.layer_types or (), attention_factor(config), rope_widths(config)
+    return change_self_attention(lambda attention: with_layer_rope(attention, kinds, factor, widths))
+
+
+def set_rotary(
+    model: GptModel, config: McaModelConfig, make: Callable[[McaModelConfig, ProcessGroup], torch.nn.Module]
+) -> None:
+    """Replace a chunk's rotary module, if it has one: MLA has its own in every layer."""
+    from megatron.core import parallel_state
+
+    if hasattr(model, "rotary_pos_emb"):
+        model.rotary_pos_emb = make(config, parallel_state.get_context_parallel_group())
+
+
+def _settings(config: McaModelConfig) -> Settings:
+    rope = config.rope
+    skips: Settings = {"no_rope_freq": list(rope.no_rope_freq)} if rope.no_rope_freq else {}
+    return {"rotary_interleaved": rope.rotary_interleaved} | skips
+
+
+def _problems(setup: Setup) -> Iterator[str]:
+    """Yield problems of fused RoPE, to which Megatron passes fewer arguments for packed rows."""
+    config = setup.config
+    if not setup.settings.get("apply_rope_fusion"):
+        return
+    kind = (config.rope.rope_scaling or {}).get("rope_type", "yarn")
+    if config.mla is None and attention_factor(config) != 1.0:
+        yield f"apply_rope_fusion omits the factor of rope_type {kind} on packed rows; remove it"
+    if config.rope.rotary_interleaved and setup.version < FIXED_IN_0_17:
+        yield "apply_rope_fusion of megatron-core 0.16 does not interleave the channels of packed rows; remove it"
+
+
+ROPE = Feature(
+    name="RoPE",
+    enabled=lambda config: True,
+    settings=_settings,
+    problems=_problems,
+    finish=lambda model, config: set_rotary(model, config, rotary_module),
+)
+DUAL_ROPE = Feature(
+    name="two RoPEs",
+    enabled=lambda config: config.rope.rotary_base_local is not None,
+    spec=_spec,
+    finish=lambda model, config: set_rotary(model, config, DualRope),
+)

@@ -1,0 +1,267 @@
+"""Models, datasets and runs of LLaMA-Factory 0.9.5 on mca and on its own Hugging Face backend."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from harness import free_port
+from mca_train.clients import client_path
+
+Run = dict[str, Any]
+
+WORDS = "the quick brown fox jumps over a lazy dog red blue river mountain sun moon star what where who is".split()
+SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
+VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+LAYOUT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+
+BASE: Run = {
+    "do_train": True,
+    "stage": "sft",
+    "finetuning_type": "full",
+    "dataset": "sft",
+    "template": "qwen",
+    "cutoff_len": 128,
+    "preprocessing_num_workers": 1,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 20,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "lr_scheduler_type": "cosine",
+    "warmup_ratio": 0.1,
+    "report_to": "none",
+    "train_sampling_strategy": "sequential",
+}
+
+_RANKS = """
+import json, os, sys, traceback
+import torch
+torch.set_num_threads(1)
+from llamafactory.train import tuner
+if "USE_MCA" in os.environ:
+    import llamafactory.train.mca.workflow
+ranks, ports, runs = json.loads(sys.argv[1])
+for port, run in zip(ports, runs):
+    children = []
+    for rank in range(ranks):
+        if child := os.fork():
+            children.append(child)
+            continue
+        if ranks > 1:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+            os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        try:
+            tuner.run_exp(run)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        os._exit(0)
+    if any([os.waitpid(child, 0)[1] for child in children]):
+        sys.exit(f"failed: {run}")
+"""
+"""Program that imports LLaMA-Factory once and forks the ranks of each run."""
+
+
+def environment(*, mca: bool) -> dict[str, str]:
+    """Return the environment of a run."""
+    offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    facade = {"USE_MCA": "1", "PYTHONPATH": str(client_path("mcore_adapter"))} if mca else {}
+    return os.environ | offline | facade
+
+
+def train(runs: list[Run], *, mca: bool, ranks: int = 1) -> None:
+    """Train each of ``runs``; the ranks are forked from one process that has imported LLaMA-Factory."""
+    words = json.dumps([ranks, [free_port() for _ in runs], runs])
+    done = subprocess.run(
+        [sys.executable, "-c", _RANKS, words], env=environment(mca=mca), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def start(run: Run, folder: Path, *, ranks: int) -> "subprocess.Popen[str]":
+    """Start ``llamafactory-cli train`` on mca; it starts its ranks with torchrun."""
+    (file := folder / "run.yaml").write_text(json.dumps(run))  # JSON is YAML
+    scripts = Path(sys.executable).parent
+    path = {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "NPROC_PER_NODE": str(ranks)}
+    return subprocess.Popen(
+        [scripts / "llamafactory-cli", "train", str(file)],
+        env=environment(mca=True) | path | {"MASTER_PORT": str(free_port())},
+        stdout=subprocess.DEVNULL,
+        stderr=(folder / "launch.log").open("w"),
+        text=True,
+    )
+
+
+def launch(run: Run, folder: Path, *, ranks: int) -> str:
+    """Run ``llamafactory-cli train`` on mca, return its log."""
+    with start(run, folder, ranks=ranks) as process:
+        code = process.wait()
+    log = (folder / "launch.log").read_text()
+    assert code == 0, log[-6000:]
+    return log
+
+
+def history(output: Path | str, name: str = "loss") -> list[float]:
+    """Return the logged values of ``name`` of a run."""
+    state = json.loads((Path(output) / "trainer_state.json").read_text())
+    return [entry[name] for entry in state["log_history"] if name in entry]
+
+
+@dataclass
+class Workspace:
+    """Folder with models and datasets.
+
+    Args:
+        folder: The folder.
+    """
+
+    folder: Path
+    drawn: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def text(self, low: int, high: int) -> str:
+        """Return random words, ``low`` to ``high`` of them."""
+        return " ".join(self.drawn.choices(WORDS, k=self.drawn.randint(low, high)))
+
+    def run(self, output: str, model: str = "text", **changes: Any) -> Run:
+        """Return a run of the ``model`` that writes to ``output``."""
+        paths = {"model_name_or_path": self.folder / model, "dataset_dir": self.folder}
+        paths["output_dir"] = self.folder / output
+        return BASE | {name: str(path) for name, path in paths.items()} | changes
+
+    def write(self, datasets: Mapping[str, list[dict[str, Any]]]) -> None:
+        """Write datasets and the file that lists them."""
+        known = {
+            "pairs": {"ranking": True, "columns": {"chosen": "chosen", "rejected": "rejected"}},
+            "texts": {"columns": {"prompt": "text"}},
+        }
+        info: dict[str, Any] = {}
+        for name, rows in datasets.items():
+            (self.folder / f"{name}.json").write_text(json.dumps(rows))
+            columns: dict[str, Any] = known.get(name.partition("_")[0], {})
+            if "images" in rows[0]:
+                rest = {"prompt": "instruction", "query": "input", "images": "images"}
+                answers = {} if "chosen" in rows[0] else {"response": "output"}
+                columns = columns | {"columns": columns.get("columns", {}) | rest | answers}
+            info[name] = {"file_name": f"{name}.json", **columns}
+        (self.folder / "dataset_info.json").write_text(json.dumps(info))
+
+    def draw(self, number: int) -> str:
+        """Draw a picture, return its path."""
+        sizes = [(16, 16), (24, 16), (16, 32), (24, 24)]
+        width, height = sizes[number % len(sizes)]
+        image = Image.new("RGB", (width, height))
+        values = [self.drawn.randint(0, 255) for _ in range(3 * width * height)]
+        image.putdata(list(zip(*[iter(values)] * 3, strict=True)))
+        path = self.folder / "pictures" / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        image.save(path)
+        return str(path)
+
+
+def workspace(folder: Path) -> Workspace:
+    """Return a workspace with a Qwen2, a Qwen3 with experts, a Qwen2.5-VL, and datasets."""
+    made = Workspace(folder)
+    tokenizer = _tokenizer(made)
+    tokenizer.save_pretrained(folder / "text")
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    }
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=416, **sizes)).save_pretrained(folder / "text")
+    datasets = {
+        "sft": [
+            {"instruction": made.text(3, 12), "input": "", "output": made.text(3, 20)} for _ in range(96)
+        ],
+        "pairs": [_pair(made) for _ in range(96)],
+        "texts": [{"text": made.text(20, 60)} for _ in range(160)],
+    }
+    _save_vision_model(folder / "vision", tokenizer, sizes)
+    tokenizer.save_pretrained(folder / "moe")
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=416, **sizes, **experts)).save_pretrained(folder / "moe")
+    pictures = [made.draw(number) for number in range(12)]
+    for name in ("sft", "pairs"):
+        datasets[f"{name}_images"] = [
+            row | {"instruction": f"<image>{row['instruction']}", "images": [pictures[index % len(pictures)]]}
+            for index, row in enumerate(datasets[name])
+        ]
+    made.write(datasets)
+    return made
+
+
+def _pair(made: Workspace) -> dict[str, str]:
+    return {
+        "instruction": made.text(3, 10),
+        "input": "",
+        "chosen": made.text(3, 16),
+        "rejected": made.text(3, 16),
+    }
+
+
+def _tokenizer(made: Workspace) -> PreTrainedTokenizerFast:
+    tokens = Tokenizer(models.BPE())
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=[*SPECIAL, *VISION],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokens.train_from_iterator([made.text(30, 30) for _ in range(50)], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token=SPECIAL[2], pad_token=SPECIAL[0])
+
+
+def _save_vision_model(folder: Path, tokenizer: PreTrainedTokenizerFast, sizes: dict[str, Any]) -> None:
+    from transformers import (
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2_5_VLProcessor,
+        Qwen2VLImageProcessor,
+        Qwen2VLVideoProcessor,
+    )
+
+    start, end, image, video = (tokenizer.convert_tokens_to_ids(token) for token in VISION)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    config = Qwen2_5_VLConfig(
+        text_config={"vocab_size": 416, **sizes, "rope_parameters": rope},
+        vision_config={
+            **{"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4},
+            **{"out_hidden_size": 64, "fullatt_block_indexes": [1], "window_size": 16},
+        },
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        tie_word_embeddings=False,
+    )
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    patches = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 256, "longest_edge": 1024}}
+    Qwen2_5_VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**patches),
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(**patches),
+    ).save_pretrained(folder)

@@ -1,0 +1,93 @@
+"""A small model with a tokenizer and chats, and verl's command-line overrides for training on them."""
+
+import random
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+WORDS = "the quick brown fox jumps over a lazy dog red blue river mountain sun moon star what where who is".split()
+SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
+CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_inputs(folder: Path) -> None:
+    """Write ``folder/model`` and ``folder/train.parquet``."""
+    drawn = random.Random(0)
+
+    def text(low: int, high: int) -> str:
+        return " ".join(drawn.choices(WORDS, k=drawn.randint(low, high)))
+
+    tokens = Tokenizer(models.BPE())
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=letters)
+    tokens.train_from_iterator([text(30, 30) for _ in range(50)], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token=SPECIAL[2], pad_token=SPECIAL[0])
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=416,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder / "model")
+    chats = [
+        [{"role": "user", "content": text(3, 12)}, {"role": "assistant", "content": text(3, 20)}]
+        for _ in range(64)
+    ]
+    pyarrow.parquet.write_table(pyarrow.table({"messages": chats}), folder / "train.parquet")
+
+
+def sft_overrides(folder: Path, name: str, steps: int) -> list[str]:
+    """Return the overrides that all runs share; run ``name`` writes its checkpoints to ``folder/name``."""
+    return [
+        f"model.path={folder}/model",
+        "model.enable_gradient_checkpointing=false",
+        f"data.train_files={folder}/train.parquet",
+        "data.train_batch_size=8",
+        "data.micro_batch_size_per_gpu=2",
+        "data.use_dynamic_bsz=false",
+        "data.num_workers=0",
+        "data.ignore_input_ids_mismatch=true",
+        f"trainer.total_training_steps={steps}",
+        "trainer.total_epochs=100",
+        "trainer.logger=[file]",
+        "trainer.device=cpu",
+        f"trainer.default_local_dir={folder}/{name}",
+        "optim.lr=1e-3",
+        "optim.weight_decay=0.0",  # FSDP decays biases and norms too, Megatron does not
+        "optim.lr_warmup_steps=4",
+    ]
+
+
+MCA = [
+    "hydra.searchpath=[pkg://mca_train.clients.verl.config]",
+    "engine=mca",
+    "optim=megatron",
+    "engine.dtype=float32",
+    "optim.lr_decay_style=cosine",
+]
+
+FSDP = [
+    "engine=fsdp",
+    "engine.strategy=fsdp2",
+    "engine.dtype=float32",
+    "+engine.mixed_precision={param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}",
+    "engine.use_torch_compile=false",
+    "model.use_remove_padding=false",  # removing padding needs flash attention
+    "+model.override_config.attn_implementation=sdpa",
+    "optim.lr_scheduler_type=cosine",
+]

@@ -1,0 +1,109 @@
+"""MLPs: activation, gates and their factors; kernels that compute another activation."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+
+from torch import Tensor
+from torch.nn import functional
+
+from mca_config.errors import McaError
+from mca_config.model.section import given
+from mca_config.model_config import McaModelConfig
+from mca_models.megatron.features.feature import Feature, Setup
+from mca_models.megatron.types import Settings
+
+_TANH_GELU = functools.partial(functional.gelu, approximate="tanh")
+_ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "relu": functional.relu,
+    "gelu_pytorch_tanh": _TANH_GELU,
+    "gelu_new": _TANH_GELU,
+    "gelu_fast": _TANH_GELU,
+    "xielu": functional.silu,  # replaced once the layers are built
+}
+
+
+def has_fused_activation(config: McaModelConfig) -> bool:
+    """Return whether Megatron has an exact fused activation for every MLP; the one for ``gelu`` is approximate."""
+    if config.mlp.mlp_multipliers is not None:
+        return False
+    if config.mlp.hidden_act == "quick_gelu":  # fused for routed experts only
+        dense = not all(config.is_moe_layer(i) for i in range(config.num_layers))
+        return not dense and given(config.moe).moe_shared_expert_intermediate_size is None
+    return config.mlp.hidden_act == "silu" and config.mlp.gated_linear_unit
+
+
+def has_altered_glu(config: McaModelConfig) -> bool:
+    """Return whether a gated MLP computes more than its activation times the other half."""
+    clamped = config.mlp.activation_func_clamp_value is not None
+    return clamped or bool(config.mlp.glu_linear_offset) or config.mlp.mlp_multipliers is not None
+
+
+def _activation(name: str) -> Callable[..., Tensor]:
+    if name == "relu2":
+        from megatron.core.activations import squared_relu
+
+        squared: Callable[..., Tensor] = squared_relu
+        return squared
+    if name == "quick_gelu":  # Megatron compares with its own function
+        from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+        function: Callable[..., Tensor] = quick_gelu
+        return function
+    if name not in _ACTIVATIONS:
+        raise McaError(
+            f"hidden_act {name!r} is not supported; supported: {', '.join((*_ACTIVATIONS, 'quick_gelu', 'relu2'))}"
+        )
+    return _ACTIVATIONS[name]
+
+
+def scaled_activation(
+    activation: Callable[..., Tensor], factors: tuple[float, ...] | None
+) -> Callable[..., Tensor]:
+    """Return ``activation`` with factors on its input gate and on its output, in which the MLP is linear."""
+    if factors is None:
+        return activation
+    gate_factor, output_factor = factors
+    return functools.partial(_scaled, activation, gate_factor, output_factor)
+
+
+def _scaled(
+    activation: Callable[..., Tensor], gate_factor: float, output_factor: float, gate: Tensor
+) -> Tensor:
+    return activation(gate * gate_factor) * output_factor
+
+
+def _settings(config: McaModelConfig) -> Settings:
+    mlp = config.mlp
+    values: Settings = {
+        "ffn_hidden_size": mlp.ffn_hidden_size,
+        "gated_linear_unit": mlp.gated_linear_unit,
+        "add_bias_linear": mlp.add_bias_linear,
+        "activation_func": scaled_activation(_activation(mlp.hidden_act), mlp.mlp_multipliers),
+        "activation_func_clamp_value": mlp.activation_func_clamp_value,
+    }
+    if mlp.glu_linear_offset:
+        values["glu_linear_offset"] = mlp.glu_linear_offset
+    if not has_fused_activation(config):
+        values["bias_activation_fusion"] = False
+    return values
+
+
+def _problems(setup: Setup) -> Iterator[str]:
+    """Yield problems of fused activations: Transformer Engine approximates gelu and treats ungated silu as ReLU."""
+    config, settings = setup.config, setup.settings
+    if settings.get("bias_activation_fusion") and not has_fused_activation(config):
+        yield "bias_activation_fusion has no kernel for the MLPs of this model; remove it"
+    swiglu = config.mlp.hidden_act == "silu" and config.mlp.gated_linear_unit and not has_altered_glu(config)
+    for name in ("use_te_activation_func", "use_transformer_engine_op_fuser"):
+        if settings.get(name) and not swiglu:
+            yield f"{name} computes another activation than this model, whose MLPs are not plain gated silu; remove it"
+    if setup.recomputes("mlp") and (settings.get("mlp_chunks_for_training") or 1) > 1:
+        yield (
+            "recomputed MLPs are not split into chunks; remove mlp from recompute_modules, or "
+            "mlp_chunks_for_training"
+        )
+
+
+MLP = Feature(name="MLP", enabled=lambda config: True, settings=_settings, problems=_problems)

@@ -1,0 +1,86 @@
+"""Tensors of the towers of CLIP and SigLIP, which differ in class token, norms and pooling head.
+
+Names are those of transformers' modules below the tower.
+"""
+
+from mca_models.templates.parts.vision_tower import (
+    PROJECTOR,
+    TOWER,
+    Shapes,
+    Spelling,
+    linear,
+    llava_spelling,
+    module_spelling,
+    norm,
+    repeat_shapes,
+)
+from mca_models.templates.parts.vision_values import VisionValues
+
+_PUBLISHED = f"{TOWER}vision_model."
+CLIP_SPELLINGS = (
+    Spelling("language_model.model.", "language_model.lm_head.", {TOWER: _PUBLISHED, PROJECTOR: PROJECTOR}),
+    llava_spelling(TOWER, PROJECTOR),
+    Spelling(
+        "model.language_model.", "lm_head.", {TOWER: f"model.{_PUBLISHED}", PROJECTOR: f"model.{PROJECTOR}"}
+    ),
+    module_spelling(TOWER, PROJECTOR),
+)
+"""Names of files with such a tower: those of transformers 4 have ``vision_model.`` in them."""
+
+
+def encoder_layers(vision: VisionValues, layers: int) -> Shapes:
+    """Return the encoder layers, which both towers share; ``layers`` is the default of their number."""
+    width, inner = vision.size("hidden_size", 768), vision.size("intermediate_size", 3072)
+    layer = {
+        **norm("layer_norm1", width),
+        **norm("layer_norm2", width),
+        **linear("mlp.fc1", inner, width),
+        **linear("mlp.fc2", width, inner),
+    }
+    for x in ("q", "k", "v", "out"):
+        layer |= linear(f"self_attn.{x}_proj", width, width)
+    return repeat_shapes("encoder.layers", vision.layers("num_hidden_layers", layers), layer)
+
+
+def clip_tower(vision: VisionValues) -> Shapes:
+    """Return the tensors of ``clip_vision_model``."""
+    width, size = vision.size("hidden_size", 768), vision.size("patch_size", 32)
+    patches = (vision.size("image_size", 224) // size) ** 2
+    return {
+        "embeddings.class_embedding": (width,),
+        "embeddings.patch_embedding.weight": (width, vision.size("num_channels", 3), size, size),
+        "embeddings.position_embedding.weight": (patches + 1, width),
+        **norm("pre_layrnorm", width),
+        **encoder_layers(vision, 12),
+        **norm("post_layernorm", width),
+    }
+
+
+def siglip_tower(vision: VisionValues) -> Shapes:
+    """Return the tensors of ``siglip_vision_model``."""
+    width, size = vision.size("hidden_size", 768), vision.size("patch_size", 16)
+    return {
+        "embeddings.patch_embedding.weight": (width, vision.size("num_channels", 3), size, size),
+        "embeddings.patch_embedding.bias": (width,),
+        "embeddings.position_embedding.weight": ((vision.size("image_size", 224) // size) ** 2, width),
+        **encoder_layers(vision, 12),
+        **norm("post_layernorm", width),
+        **(
+            pooling_head(width, vision.size("intermediate_size", 3072))
+            if vision.flag("vision_use_head", True)
+            else {}
+        ),
+    }
+
+
+def pooling_head(width: int, inner: int) -> Shapes:
+    """Return the head that pools a picture into one vector; published files have none."""
+    return {
+        "head.probe": (1, 1, width),
+        "head.attention.in_proj_weight": (3 * width, width),
+        "head.attention.in_proj_bias": (3 * width,),
+        **linear("head.attention.out_proj", width, width),
+        **norm("head.layernorm", width),
+        **linear("head.mlp.fc1", inner, width),
+        **linear("head.mlp.fc2", width, inner),
+    }

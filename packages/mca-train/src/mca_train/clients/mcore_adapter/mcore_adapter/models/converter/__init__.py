@@ -1,0 +1,1 @@
+"""Conversion of checkpoints by ``mca-convert``."""

@@ -1,0 +1,89 @@
+"""Translation of the trainer options of LLaMA-Factory to those of mca's trainers."""
+
+from collections.abc import Collection
+from typing import Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from mca_config.types import JsonObject, Typed, Values
+from mca_models.megatron.peft import get_peft_model, load_adapter
+from mca_models.megatron.virtual_models import VirtualModels
+from mca_train.batching.collate import CollatorFormat
+from mca_train.clients.samples import SampleMaker, client_samples
+from mca_train.clients.unsupported import reject_unsupported
+from mca_train.trainer.base import TrainerOptions
+
+_ARGUMENTS = ("model_args", "data_args", "finetuning_args")
+_FREEZE: dict[Literal["language", "vision", "projector"], str] = {
+    "vision": "freeze_vision_tower",
+    "projector": "freeze_multi_modal_projector",
+    "language": "freeze_language_model",
+}
+
+
+def client_arguments(options: TrainerOptions) -> JsonObject:
+    """Return LLaMA-Factory's model, data and finetuning arguments, which only its last callback has."""
+    found: JsonObject = {}
+    for callback in options.get("callbacks") or ():
+        for arguments in (getattr(callback, name, None) for name in _ARGUMENTS):
+            found |= {} if arguments is None else vars(arguments)
+    return found
+
+
+def translate(options: TrainerOptions, tokenizer: PreTrainedTokenizerBase | None) -> TrainerOptions:
+    """Return options of mca's trainers.
+
+    Args:
+        options: Options of the client; its collator returns labels of the next token.
+        tokenizer: Tokenizer, saved with the model.
+
+    Raises:
+        McaError: An option of the client is unsupported.
+    """
+    client, args = client_arguments(options), options["args"]
+    reject_unsupported(client, vars(args))
+    if client.get("disable_shuffling"):
+        args.train_sampling_strategy = "sequential"
+    options["processing_class"] = tokenizer
+    options["model"] = _trained_model(options["model"], client, args.seed)
+    if (collate := options.get("data_collator")) is not None:
+        make = SampleMaker(collate=collate, config=options["model"].config)
+        options["data_collator"] = None
+        options["collator_format"] = CollatorFormat(labels_are_shifted=True)
+        options["train_dataset"] = client_samples(options.get("train_dataset"), make)
+        options["eval_dataset"] = client_samples(options.get("eval_dataset"), make)
+    return options
+
+
+def _trained_model(model: VirtualModels, client: Values, seed: int) -> VirtualModels:
+    """Return ``model`` with the parts frozen that LLaMA-Factory freezes, or with its adapter."""
+    if not client:
+        return model
+    parts = [part for part, option in _FREEZE.items() if not client[option]]
+    if client["finetuning_type"] == "lora":
+        return _adapted(model, client, seed, parts)
+    if model.config.vision is not None:
+        model.train_parts(parts)
+    return model
+
+
+def _adapted(
+    model: VirtualModels,
+    client: Values,
+    seed: int,
+    parts: Collection[Literal["language", "vision", "projector"]],
+) -> VirtualModels:
+    if paths := client["adapter_name_or_path"]:
+        return load_adapter(model, paths[0])
+    targets: Typed = client["lora_target"]
+    settings = {
+        "r": client["lora_rank"],
+        "lora_alpha": client["lora_alpha"],
+        "lora_dropout": client["lora_dropout"],
+        "target_modules": "all-linear" if targets == ["all"] else targets,
+        "use_rslora": client["use_rslora"],
+        "use_dora": client["use_dora"],
+        "modules_to_save": client["additional_target"],
+        "task_type": "CAUSAL_LM",
+    }
+    return get_peft_model(model, settings, seed=seed, parts=parts)

@@ -1,0 +1,165 @@
+"""verl's batches as micro-batches of mca, and mca's values of tokens as verl's nested tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils
+
+from mca_config.checks import fp8_token_multiple, length_multiple, sequence_multiple
+from mca_config.errors import McaError
+from mca_models.megatron.distributed import parallel
+from mca_models.megatron.forward import gathered
+from mca_models.megatron.layers.zigzag import restore_token_order
+from mca_models.megatron.log_probs.vocabulary import TokenValues
+from mca_train import groups
+from mca_train.batching.collate import PadCollator, StepCollator
+from mca_train.batching.micro_batch import MicroBatch, StepBatch
+from mca_train.groups import Ranks
+from mca_train.types import Sample, VirtualModels
+
+_UNSUPPORTED = {
+    "calculate_sum_pi_squared": "set actor.calculate_sum_pi_squared to false",
+    "distillation_use_topk": "use verl's engine megatron for distillation",
+    "distillation_only": "use verl's engine megatron for distillation",
+    "enable_routing_replay": "set router_replay.mode to disabled",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerlMicroBatch(MicroBatch):
+    """Micro-batch that keeps verl's data, from which its loss is computed."""
+
+    data: TensorDict
+    share: float
+    """Part of the step's loss count: 1 / number of micro-batches, on the first context-parallel rank, else 0."""
+
+
+def token_values(data: TensorDict) -> TokenValues:
+    """Return the function of the values that verl asks for, at the temperature of ``data``.
+
+    Raises:
+        McaError: verl asks for something that is not supported.
+    """
+    for name, remedy in _UNSUPPORTED.items():
+        if tensordict_utils.get(data, name):
+            raise McaError(f"verl's batch has {name}, which the engine mca does not support; {remedy}")
+    temperature = tensordict_utils.get(data, "temperature", 1.0)
+    if isinstance(temperature, Tensor):
+        if bool((temperature != temperature.flatten()[0]).any()):
+            raise McaError(
+                "verl's batch has several temperatures; the engine mca supports one for all samples"
+            )
+        temperature = float(temperature.flatten()[0])
+    entropy = bool(tensordict_utils.get(data, "calculate_entropy"))
+    return TokenValues(temperature=float(temperature), entropy=entropy)
+
+
+def step_collator(models: VirtualModels, ranks: Ranks, *, packed: bool, pad_token_id: int) -> StepCollator:
+    """Return the collator of this rank; a micro-batch's size and length are set by `step_batch`.
+
+    Args:
+        models: The model.
+        ranks: This rank.
+        packed: Pack the sequences of a micro-batch into one row.
+        pad_token_id: Token of padding.
+    """
+    megatron, config = models.megatron, models.config
+    return StepCollator(
+        collate=PadCollator(pad_token_id),
+        micro_batch_size=1,
+        multiple=sequence_multiple(
+            ranks.layout,
+            megatron.sequence_parallel,
+            tokens=fp8_token_multiple(megatron.fp8, megatron.fp8_recipe),
+            step=length_multiple(ranks.device.type, megatron.transformer_impl, packed=packed),
+        ),
+        context_parallel_size=ranks.layout.cp,
+        context_parallel_rank=ranks.context_parallel_rank,
+        pad_token_id=pad_token_id,
+        packed=packed,
+        positions=config.max_position_embeddings if config.embedding.learned_positions else None,
+    )
+
+
+def step_batch(micro_batches: Sequence[TensorDict], collator: StepCollator, ranks: Ranks) -> StepBatch:
+    """Return the micro-batches with rows of equal number and length on all ranks; collective.
+
+    Args:
+        micro_batches: verl's, with ``input_ids`` as a nested tensor of sequences without padding.
+        collator: From `step_collator`.
+        ranks: This rank.
+    """
+    sequences = [_sequences(data) for data in micro_batches]
+    multiple = 2 * ranks.layout.cp if ranks.layout.cp > 1 else 1
+    rows = [
+        sum(len(ids) + -len(ids) % multiple for ids in group) if collator.packed else max(map(len, group))
+        for group in sequences
+    ]
+    length = int(groups.max_over_ranks(max(rows), ranks.device))
+    height = int(groups.max_over_ranks(max(map(len, sequences)), ranks.device))
+    share = 1 / len(micro_batches) if ranks.context_parallel_rank == 0 else 0.0
+    steps = []
+    for group in sequences:
+        samples: list[tuple[Sample, bool]] = [({"input_ids": ids}, True) for ids in group]
+        if not collator.packed:
+            samples += [({"input_ids": group[0][:1]}, False)] * (height - len(group))
+        steps.append(replace(collator, length=length, micro_batch_size=len(samples))(samples))
+    made = tuple(
+        VerlMicroBatch(**vars(step.micro_batches[0]), data=data, share=share)
+        for step, data in zip(steps, micro_batches, strict=True)
+    )
+    return replace(
+        steps[0],
+        micro_batches=made,
+        num_samples=sum(step.num_samples for step in steps),
+        num_tokens=sum(step.num_tokens for step in steps),
+        squares=sum(step.squares for step in steps),
+    )
+
+
+def _sequences(data: TensorDict) -> list[Tensor]:
+    ids = data["input_ids"]
+    if not ids.is_nested:
+        raise McaError("verl's batch has padded input_ids; set data.pad_mode to no_padding")
+    if "multi_modal_inputs" in data.keys():
+        raise McaError("verl's batch has images, which the engine mca does not support; train on text only")
+    return [each.cpu() for each in ids.unbind()]
+
+
+def nested_values(output: Tensor, batch: VerlMicroBatch) -> dict[str, Tensor]:
+    """Return verl's ``model_output``: nested values of each token of the sequences, on every context-parallel rank.
+
+    A token has the log-probability of the token that follows it, and the entropy of that token's distribution. The last
+    token of a sequence has log-probability 0. Gradients go to the tokens of this context-parallel rank only.
+
+    Args:
+        output: ``[rows, tokens]`` log-probabilities of this rank, or ``[2, rows, tokens]`` with entropies.
+        batch: The micro-batch.
+    """
+    values = output if output.dim() == 3 else output[None]
+    lengths = batch.data["input_ids"].offsets().diff().tolist()
+    group = parallel.context_group()
+    parts = gathered(values.detach(), group)
+    parts[group.rank()] = values
+    by_token = torch.cat([part.permute(2, 1, 0) for part in parts])  # [tokens, rows, kinds]
+    if batch.cu_seqlens is None:
+        (rows,) = restore_token_order(by_token, (len(by_token),), group.size())
+        sequences = [rows[:length, row] for row, length in enumerate(lengths)]
+    else:
+        row_lengths = batch.cu_seqlens.diff().tolist()
+        ordered = restore_token_order(by_token, row_lengths, group.size())
+        sequences = [
+            tokens[:length, 0] for tokens, length in zip(ordered[: len(lengths)], lengths, strict=True)
+        ]
+    offsets = batch.data["input_ids"].offsets().to(output.device)
+    log_probs = torch.cat(
+        [torch.nn.functional.pad(each[:-1, 0], (0, 1)) for each in sequences]  # no token follows the last
+    )
+    found = {"log_probs": torch.nested.nested_tensor_from_jagged(log_probs, offsets)}
+    if len(values) > 1:
+        entropy = torch.cat([each[:, 1] for each in sequences])
+        found["entropy"] = torch.nested.nested_tensor_from_jagged(entropy, offsets)
+    return found

@@ -1,0 +1,344 @@
+"""Engine ``mca`` of verl: the methods of ``BaseEngine`` over mca's model, training step and checkpoints."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed
+from tensordict import TensorDict
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from verl.utils import tensordict_utils
+from verl.workers.engine import BaseEngine, EngineRegistry
+from verl.workers.engine.base import BaseEngineCtx
+from verl.workers.engine.utils import detach_tree, postprocess_batch_func, prepare_micro_batches
+
+from mca_config.errors import McaError
+from mca_train import groups
+from mca_train.clients.verl.arguments import training_arguments
+from mca_train.clients.verl.batches import (
+    VerlMicroBatch,
+    nested_values,
+    step_batch,
+    step_collator,
+    token_values,
+)
+from mca_train.clients.verl.checkpoints import VerlCheckpoints
+from mca_train.clients.verl.engine_config import McaEngineConfig
+from mca_train.engine.engine import Engine
+from mca_train.engine.param_groups import select_trained_parts
+from mca_train.engine.pipeline import Pipeline
+from mca_train.engine.rng import seed_dropout
+from mca_train.losses.chunked import chunk_losses
+from mca_train.types import Upstream, VirtualModels
+
+LossFunction = Callable[..., tuple[Tensor, dict[str, Upstream]]]
+
+
+@EngineRegistry.register(model_type="language_model", backend=["mca"], device=["cuda", "cpu"])
+class McaEngine(BaseEngine):  # type: ignore[misc]
+    """Language model that verl trains, or computes log-probabilities with, on mca's layouts.
+
+    Args:
+        model_config: verl's configuration of the model.
+        engine_config: Configuration of this engine.
+        optimizer_config: verl's configuration of Megatron's optimizer (``optim=megatron``).
+        checkpoint_config: Contents of checkpoints.
+    """
+
+    def __init__(
+        self,
+        model_config: Upstream,
+        engine_config: McaEngineConfig,
+        optimizer_config: Upstream,
+        checkpoint_config: Upstream,
+    ) -> None:
+        from mca_models.megatron.distributed import parallel
+
+        super().__init__()
+        if not isinstance(engine_config, McaEngineConfig):
+            raise McaError(f"the engine's configuration is {type(engine_config).__name__}; add engine=mca")
+        self.model_config, self.engine_config = model_config, engine_config
+        self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
+        self._trains = not engine_config.forward_only
+        self.args = training_arguments(
+            model_config, engine_config, optimizer_config if self._trains else None
+        )
+        parallel.start(self.args.layout(), engine_config.seed)
+        self.ranks = groups.current_ranks(self.args.layout())
+        self.mode: str | None = None
+        self._models: VirtualModels | None = None
+        self._pipeline: Pipeline | None = None
+        self._loss_function: LossFunction | None = None
+        self._outputs: list[dict[str, Upstream]] = []
+
+    def initialize(self) -> None:
+        """Load the model, and build optimizer and learning-rate schedule if it is trained; collective."""
+        from mca_models import AutoModel
+
+        args = self.args
+        models = AutoModel.from_pretrained(
+            self.model_config.local_path, args, dtype=self.engine_config.dtype, seed=args.seed
+        )
+        seed_dropout(models, args.seed)
+        self._models = models
+        self._collator = step_collator(
+            models,
+            self.ranks,
+            packed=self.engine_config.use_remove_padding,
+            pad_token_id=getattr(self.model_config.tokenizer, "pad_token_id", None) or 0,
+        )
+        if not self._trains:
+            self._pipeline = Pipeline(list(models.chunks), self._loss)
+            return
+        select_trained_parts(models, args)
+        self._pipeline = Engine(list(models.chunks), args, self._loss, num_items=self._num_items)
+        self._schedule = self._new_schedule()
+        self._checkpoints = VerlCheckpoints(
+            models,
+            self._engine,
+            self._schedule,
+            args,
+            self.ranks,
+            self.checkpoint_config,
+            self.model_config.get_processor(),
+        )
+
+    def _new_schedule(self) -> Upstream:
+        from verl.utils.megatron.optimizer import get_megatron_optimizer_param_scheduler
+
+        return get_megatron_optimizer_param_scheduler(self._engine.optimizer, self.optimizer_config)
+
+    @property
+    def models(self) -> VirtualModels:
+        """Return the model.
+
+        Raises:
+            McaError: `initialize` was not called.
+        """
+        if self._models is None:
+            raise McaError("the engine has no model yet; call initialize() first")
+        return self._models
+
+    @property
+    def _engine(self) -> Engine:
+        if not isinstance(self._pipeline, Engine):
+            raise McaError(
+                "the engine trains no model; call initialize(), and set engine.forward_only to false"
+            )
+        return self._pipeline
+
+    @property
+    def is_param_offload_enabled(self) -> bool:
+        """Return False: parameters stay on the device."""
+        return False
+
+    @property
+    def is_optimizer_offload_enabled(self) -> bool:
+        """Return False: verl does not move the optimizer."""
+        return False
+
+    def train_mode(self, **options: Upstream) -> BaseEngineCtx:
+        """Return a context in which the model trains."""
+        return _Mode(self, "train", **options)
+
+    def eval_mode(self, **options: Upstream) -> BaseEngineCtx:
+        """Return a context in which the model is evaluated."""
+        return _Mode(self, "eval", **options)
+
+    def optimizer_zero_grad(self) -> None:
+        """Set all gradients to zero."""
+        for chunk in self._engine.chunks:
+            chunk.zero_grad_buffer()
+        self._engine.optimizer.zero_grad()
+
+    def optimizer_step(self) -> float:
+        """Clip the gradients, update the parameters, and return the gradients' norm before clipping."""
+        result = self._engine.optimizer_step()
+        return float("nan") if result.grad_norm is None else result.grad_norm
+
+    def lr_scheduler_step(self) -> float:
+        """Advance the learning-rate schedule and return the new rate."""
+        from verl.utils.megatron.optimizer import get_megatron_last_lr
+
+        self._schedule.step(1)
+        return float(get_megatron_last_lr(self._engine.optimizer))
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
+    ) -> dict[str, Upstream]:
+        """Compute log-probabilities and loss of this replica's batch, and the gradients unless ``forward_only``.
+
+        Args:
+            data: Sequences as nested tensors.
+            loss_function: verl's function of ``model_output`` and the micro-batch; None: no loss.
+            forward_only: Compute no gradients.
+
+        Returns:
+            On the last pipeline stage ``model_output``, ``loss`` of each micro-batch and ``metrics``; else empty.
+        """
+        values = token_values(data)
+        micro_batches, indices = self._split(data)
+        batch = step_batch(micro_batches, self._collator, self.ranks)
+        models = self.models
+        chunk_losses(
+            models.chunks,
+            self.args.loss_chunk_size,
+            wants_logits=False,
+            values=values,
+            vocab_size=models.config.vocab_size,
+        )
+        self._loss_function, self._outputs = loss_function, []
+        if forward_only:
+            assert self._pipeline is not None
+            with self._pipeline.params_gathered():
+                self._pipeline.evaluate(batch)
+        else:
+            self._engine.forward_backward(batch)
+        outputs, self._outputs, self._loss_function = self._outputs, [], None
+        if not outputs:
+            return {}
+        result: dict[str, Upstream] = postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
+        return result
+
+    def _split(self, data: TensorDict) -> tuple[list[TensorDict], Upstream]:
+        """Return verl's micro-batches, and the order of samples in them; all replicas have the same number."""
+        group = self.get_data_parallel_group()
+        layout = self.ranks.layout
+        mask = data["loss_mask"]
+        targets = (mask.values() if mask.is_nested else mask).sum().to(self.ranks.device)
+        torch.distributed.all_reduce(targets, group=group)
+        tensordict_utils.assign_non_tensor(
+            data, sp_size=layout.cp, batch_num_tokens=targets.item(), dp_size=self.get_data_parallel_size()
+        )
+        micro_batches, indices = prepare_micro_batches(
+            data=data,
+            dp_group=group,
+            num_batches_divided_by=self.models.megatron.microbatch_group_size_per_vp_stage
+            if layout.vpp > 1
+            else None,
+            same_micro_num_in_dp=True,
+        )
+        for each in micro_batches:
+            tensordict_utils.assign_non_tensor(each, num_micro_batch=len(micro_batches))
+        return micro_batches, indices
+
+    def _loss(self, output: Tensor, batch: Upstream) -> tuple[Tensor, Tensor]:
+        """Return verl's loss of a micro-batch, and its part of the loss count, which is 1 on each replica.
+
+        Dividing by the sum over replicas gives the mean of their gradients, as verl's losses expect.
+        """
+        model_output = nested_values(output, batch)
+        metrics: dict[str, Upstream] = {}
+        loss = output.new_zeros(())
+        if self._loss_function is not None:
+            loss, metrics = self._loss_function(
+                model_output=model_output,
+                data=batch.data.to(output.device),
+                dp_group=self.get_data_parallel_group(),
+            )
+        self._outputs.append(
+            {"model_output": detach_tree(model_output), "loss": loss.detach().item(), "metrics": metrics}
+        )
+        return loss, self._num_items(batch)
+
+    @staticmethod
+    def _num_items(batch: Upstream) -> Tensor:
+        assert isinstance(batch, VerlMicroBatch)
+        return torch.tensor(batch.share, dtype=torch.float64, device=batch.input_ids.device)
+
+    def get_data_parallel_rank(self) -> int:
+        """Return the index of this model replica."""
+        return self.ranks.data_parallel_rank
+
+    def get_data_parallel_size(self) -> int:
+        """Return the number of model replicas."""
+        return self.ranks.data_parallel_size
+
+    def get_data_parallel_group(self) -> ProcessGroup:
+        """Return the group of the ranks with this rank's shards and other samples."""
+        from megatron.core import parallel_state
+
+        group: ProcessGroup = parallel_state.get_data_parallel_group()
+        return group
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        """Return whether this is the rank of its replica whose outputs verl reads."""
+        from megatron.core import parallel_state
+
+        return bool(
+            parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            and self.ranks.context_parallel_rank == 0
+        )
+
+    def get_per_tensor_param(self, **_: Upstream) -> tuple[Iterator[tuple[str, Tensor]], None]:
+        """Return the weights under Hugging Face's names, on every rank, and no adapter's configuration; collective."""
+        return self._weights(), None
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        assert self._pipeline is not None
+        with self._pipeline.params_gathered():
+            yield from self.models.export_weights()
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        **_: Upstream,
+    ) -> None:
+        """Write model, optimizer, schedule and random states to ``local_path``; collective.
+
+        Args:
+            local_path: The directory.
+            hdfs_path: Not used: verl's trainers copy directories themselves.
+            global_step: Not used: verl names the directory.
+            max_ckpt_to_keep: Number of this engine's checkpoints to keep; None: all.
+        """
+        self._require_trained("save_checkpoint")
+        self._checkpoints.save(Path(local_path), max_ckpt_to_keep)
+
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True, **_: Upstream
+    ) -> None:
+        """Restore the state of `save_checkpoint`, from any layout; collective.
+
+        Args:
+            local_path: The directory.
+            hdfs_path: Not used.
+            del_local_after_load: Not used: mca makes no local copy.
+        """
+        self._require_trained("load_checkpoint")
+        self._checkpoints.load(Path(local_path))
+
+    def _require_trained(self, method: str) -> None:
+        if not isinstance(self._pipeline, Engine):
+            raise McaError(f"{method} needs an engine that trains; set engine.forward_only to false")
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Accept the device that the model is on.
+
+        Raises:
+            McaError: Something would have to be moved.
+        """
+        if (model or optimizer or grad) and device != self.ranks.device.type:
+            raise McaError(f"the engine mca cannot move the model to {device}; set param_offload to false")
+
+
+class _Mode(BaseEngineCtx):  # type: ignore[misc]
+    """Context of training or evaluation; gradients are zero after training."""
+
+    def __init__(self, engine: McaEngine, mode: str, **options: Upstream) -> None:
+        super().__init__(engine=engine, mode=mode, **options)
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        for chunk in self.engine.models.chunks:
+            chunk.train(self.mode == "train")
+
+    def __exit__(self, *error: object) -> None:
+        if self.mode == "train" and (self.zero_grad_on_exit or error[0] is not None):
+            self.engine.optimizer_zero_grad()
+        super().__exit__(*error)

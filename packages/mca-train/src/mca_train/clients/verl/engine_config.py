@@ -1,0 +1,73 @@
+"""Configuration of the engine ``mca``: verl's ``engine=mca``, or ``actor.engine`` and ``ref.engine``."""
+
+from dataclasses import dataclass, field, fields
+
+from verl.workers.config import EngineConfig
+
+from mca_config.arguments.distributing import LAYOUT_FIELDS
+from mca_config.errors import McaError
+from mca_config.types import JsonObject
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass
+class McaEngineConfig(EngineConfig):  # type: ignore[misc]
+    """Layout, dtype and further arguments of a model that verl trains with mca.
+
+    Args:
+        strategy: ``mca``.
+        dtype: Dtype of the weights; the optimizer's main parameters are fp32.
+        tensor_model_parallel_size: Ranks that share each weight matrix.
+        pipeline_model_parallel_size: Ranks that share the layers.
+        virtual_pipeline_model_parallel_size: Model chunks on each pipeline rank.
+        context_parallel_size: Ranks that share each sequence.
+        expert_model_parallel_size: Ranks that share the experts of each layer.
+        expert_tensor_parallel_size: Ranks that share each expert's matrices; None: the tensor size.
+        sequence_parallel: None: on if tensor and expert sizes are both above 1.
+        use_distributed_optimizer: Shard the optimizer state over data-parallel ranks.
+        loss_chunk_size: Number of tokens whose logits exist at a time.
+        arguments: Further arguments of ``mca_config.TrainingArguments`` by name.
+    """
+
+    strategy: str = "mca"
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    sequence_parallel: bool | None = None
+    use_distributed_optimizer: bool = True
+    loss_chunk_size: int = 1024
+    arguments: JsonObject = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.strategy != "mca":
+            raise McaError(f"engine.strategy is {self.strategy!r}; McaEngineConfig is for 'mca'")
+        if self.dtype not in DTYPES:
+            raise McaError(f"engine.dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
+        for name in ("param_offload", "optimizer_offload"):
+            if getattr(self, name):
+                raise McaError(
+                    f"engine.{name} is not supported by mca; set it to false (arguments.optimizer_cpu_offload keeps "
+                    "optimizer states in host memory)"
+                )
+        if self.full_determinism:
+            raise McaError(
+                "engine.full_determinism is not supported by mca; set it to false, and "
+                "arguments.deterministic_mode to true"
+            )
+        if self.router_replay.mode != "disabled":
+            raise McaError(
+                f"engine.router_replay.mode is {self.router_replay.mode!r}, which mca does not support; set it to "
+                "disabled"
+            )
+        own = {each.name for each in fields(self)}
+        if twice := sorted(own & set(self.arguments)):
+            raise McaError(f"engine.arguments has {', '.join(twice)}; set engine.{twice[0]} instead")
+
+    def layout_arguments(self) -> JsonObject:
+        """Return the sizes of the layout under the names of ``mca_config``'s arguments."""
+        return {name: getattr(self, name) for name in LAYOUT_FIELDS if hasattr(self, name)}

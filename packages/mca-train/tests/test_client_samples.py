@@ -1,0 +1,131 @@
+"""Samples of mca from rows and batches in the formats of LLaMA-Factory."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mca_config.errors import McaError
+from mca_models.images import ImageSpan, positions
+from mca_train.batching.packing import PackedDataset, sequence_lengths
+from mca_train.clients.samples import SampleMaker, client_samples
+
+IMAGE = 9
+CONFIG = SimpleNamespace(
+    vision_fields={"image_token_id": IMAGE},
+    hf_config={"vision_config": {"spatial_merge_size": 2}},
+)
+
+
+def row(*tokens, **others):
+    return {"input_ids": [*tokens], "labels": [*tokens], "attention_mask": [1] * len(tokens), **others}
+
+
+def collate(features):
+    """Pad shifted rows as LLaMA-Factory's wrapper and collator do."""
+    (feature,) = features
+    sides = ("chosen_", "rejected_") if "chosen_input_ids" in feature else ("",)
+    width = 8
+    batch = {}
+    for name, padding in (("input_ids", 0), ("labels", -100), ("attention_mask", 0)):
+        rows = []
+        for side in sides:
+            values = list(feature[side + name])
+            values = {"labels": values[1:], "input_ids": values[:-1]}.get(name, values)
+            if name == "attention_mask" and not side:
+                values = values[:-1]
+            rows.append(values + [padding] * (width - len(values)))
+        batch[name] = torch.tensor(rows)
+    return batch | feature.get("extra", {})
+
+
+def make(collate=collate):
+    return SampleMaker(collate=collate, config=CONFIG)
+
+
+def test_a_row_becomes_a_sample_without_padding():
+    sample = make()(row(1, 2, 3, 4))
+    assert sample["input_ids"].tolist() == [1, 2, 3]
+    assert sample["labels"].tolist() == [2, 3, 4]
+
+
+def test_a_pair_becomes_a_pair():
+    pair = {
+        f"{side}_{name}": value
+        for side, values in (("chosen", row(1, 2, 3)), ("rejected", row(4, 5, 6, 7)))
+        for name, value in values.items()
+    }
+    sample = make()(pair)
+    assert sample["chosen_input_ids"].tolist() == [1, 2]
+    assert sample["rejected_labels"].tolist() == [5, 6, 7]
+
+
+def test_a_pack_becomes_its_sequences():
+    packed = row(1, 2, 3, 4, 5, 6) | {"attention_mask": [1, 1, 1, 2, 2, 2]}
+    first, second = make()(packed)
+    assert (first["input_ids"].tolist(), second["input_ids"].tolist()) == ([1, 2, 3], [4, 5])
+    assert (first["labels"].tolist(), second["labels"].tolist()) == ([2, 3, 4], [5, 6])
+
+
+def with_image(columns=2, **others):
+    """A row with an image of 2 x ``columns`` merged patches after its first token, and its batch."""
+    tokens = [1, *[IMAGE] * (2 * columns), 2, 3]
+    pixels = torch.arange(8 * columns, dtype=torch.float32)[:, None]
+    return row(*tokens, extra={"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]]), **others})
+
+
+def test_images_are_located_and_their_positions_compared():
+    span = ImageSpan(1, 2, 2)
+    places = torch.from_numpy(positions(8, (span,)))[:, None]
+    sample = make()(with_image(position_ids=places))
+    assert sample["images"].places == (span,)
+    assert sample["images"].tensors()["image_grid_thw"].tolist() == [[1, 4, 4]]
+    assert sample["images"].tensors()["pixel_values"].shape == (16, 1)
+    with pytest.raises(McaError, match="position_ids that mca does not have"):
+        make()(with_image(position_ids=places + torch.arange(8)))
+
+
+def test_an_image_that_is_cut_off_raises_an_error():
+    cut = with_image()
+    cut |= {name: cut[name][:4] for name in ("input_ids", "labels", "attention_mask")}
+    with pytest.raises(McaError, match="an image is cut off; raise cutoff_len"):
+        make()(cut)
+
+
+def test_image_tokens_without_an_image_raise_an_error():
+    with pytest.raises(McaError, match="more image tokens than its images need"):
+        make()(row(1, IMAGE, IMAGE, 2))
+
+
+def test_padding_on_the_left_and_unknown_inputs_raise_errors():
+    def left(features):
+        return {name: values.flip(1) for name, values in collate(features).items()}
+
+    with pytest.raises(McaError, match="pads on the left; set padding_side"):
+        make(left)(row(1, 2, 3))
+    with pytest.raises(McaError, match="the collator returned pixel_values_videos; expected text"):
+        make()(row(1, 2, 3, extra={"pixel_values_videos": torch.zeros(1)}))
+
+
+class Rows(list):
+    """A dataset in memory, as `datasets.Dataset`."""
+
+    @property
+    def column_names(self):
+        return list(self[0])
+
+    def select_columns(self, names):
+        return Rows({name: row[name] for name in names} for row in self)
+
+
+def test_lengths_are_those_of_the_samples():
+    samples = client_samples(Rows([row(1, 2, 3), row(1, 2, 3, 4)]), make())
+    assert sequence_lengths(samples).tolist() == [[len(samples[index]["input_ids"])] for index in (0, 1)]
+
+
+def test_rows_with_packing_parameters_are_packs():
+    rows = Rows([row(1, 2, 3, 4, packing_params={}) | {"attention_mask": [1, 1, 2, 2]}])
+    packs = client_samples({"name": rows}, make())["name"]
+    assert isinstance(packs, PackedDataset)
+    assert [sample["input_ids"].tolist() for sample in packs[0]] == [[1, 2], [3]]
+    assert (packs.fill.packs, packs.fill.tokens) == (1, 3)
