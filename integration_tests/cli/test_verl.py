@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from cases import needed
+from train_cases import sparse_checkpoint
 from verl_data import FSDP, MCA, sft_overrides, write_inputs
 
 PROGRAM = Path(__file__).parents[1] / "support" / "verl_jobs.py"
@@ -99,6 +100,20 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("verl")
     write_inputs(folder)
     return folder
+
+
+def replay_job(folder: Path, layout: str, *, packed: bool) -> dict[str, Any]:
+    ranks, sizes = LAYOUTS[layout]
+    named = {SIZES[size]: number for size, number in sizes.items()}
+    same = {"kind": "replay", "name": f"replay-{layout}", "ranks": ranks, "sizes": named}
+    return same | {"packed": packed, "model": str(folder / "sparse")}
+
+
+def test_the_engine_replays_the_experts_of_the_rollout(inputs: Path) -> None:
+    """Log-probabilities are those of `VirtualModels.log_probs`, which is compared with a forced transformers model."""
+    sparse_checkpoint(inputs / "sparse")
+    layouts = {"tp2": True, "cp2": True, "pp2": False}
+    run_jobs(inputs, [replay_job(inputs, name, packed=packed) for name, packed in layouts.items()], mca=True)
 
 
 @pytest.fixture(scope="module")

@@ -110,13 +110,16 @@ def unrefused(references: list[Reference], folder: Path) -> dict[str, tuple[Any,
     """What is said of each, by mca and without it by Transformer Engine; and of sinks that are not refused."""
     from mca_models.megatron.factory import limits
 
-    found = {}
+    def others(config: Any) -> list[Any]:
+        return [feature for feature in active_features(config) if feature.name != "attention"]
+
+    active_features, found = limits.active_features, {}
     for each, (case, way, _) in zip(references, UNREFUSED, strict=True):
         (ours,) = compute([each], "cp2", folder, cp_comm_type=way)
-        with patch.object(limits, "_attention", lambda *_: []):
+        with patch.object(limits, "active_features", others):
             (theirs,) = compute([each], "cp2", folder, cp_comm_type=way)
         found[case] = ours, theirs
-    with patch.object(limits, "_attention", lambda *_: []):
+    with patch.object(limits, "active_features", others):
         compute([references[1]], "cp2", folder, cp_comm_type="a2a")
     return found
 

@@ -39,7 +39,7 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
 RESUMED: dict[str, dict[str, Any]] = {
     "tp2-sp": SP,
     "cp2-evaluated": CP | {"eval_strategy": "steps", "eval_steps": 2},
-    "stage-without-layers": PP | {"pipeline_model_parallel_layout": "Etttt|L"},
+    "stage-without-layers": PP | {"pipeline_model_parallel_layout": "Ett|L"},
 }
 
 
@@ -58,7 +58,7 @@ def test_resuming_under_delayed_scaling_changes_no_bit(checkpoint: Path, tmp_pat
             if key.endswith("linear_fc2.scaling_bwd.scale")
         }
         assert set(scales) == {
-            f"decoder.layers.{layer}.mlp.linear_fc2.scaling_bwd.scale" for layer in range(4)
+            f"decoder.layers.{layer}.mlp.linear_fc2.scaling_bwd.scale" for layer in range(2)
         }
         assert min(float(scale.max()) for scale in scales.values()) > 1  # gradients are small
 

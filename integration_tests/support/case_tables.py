@@ -76,7 +76,16 @@ PACKED_FAMILIES = tuple(
     for case in product(
         [
             *("gpt_oss", "gemma3-two-ropes", "olmo2", "qwen3_5_text", "nemotron_h-dense", "deepseek_v32"),
-            *("gemma4_text", "gpt2", "granite_swa", "kimi_linear", "lfm2", "llama4_text", "mimo_v2_flash"),
+            *(
+                "gemma4_text",
+                "gpt2",
+                "granite_swa",
+                "kimi_linear",
+                "lfm2",
+                "lfm3",
+                "llama4_text",
+                "mimo_v2_flash",
+            ),
             *("gemma4_text-e2b", "longcat_flash", "minimax_m3_vl_text", "ministral3", "olmo_hybrid"),
         ],
         ("tp1", "cp2", "tp2cp2sp"),

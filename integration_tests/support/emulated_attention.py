@@ -32,10 +32,8 @@ def install() -> dict[Any, Any]:
         context_parallel.AttnFuncWithCPAndQKVOA2A,
     ):
         ring.apply = _over_context_ranks(ring)
-    choose, refused = utils.get_attention_backend, limits._attention
-    limits._attention = lambda config, layout, settings, implementation: refused(
-        config, layout, settings | {"bf16": True}, implementation
-    )
+    choose, setup = utils.get_attention_backend, limits.Setup
+    limits.Setup = lambda **values: setup(**values | {"settings": values["settings"] | {"bf16": True}})
     return {
         choose: lambda params: choose(dataclasses.replace(params, qkv_dtype=torch.bfloat16)),
         utils._get_fused_attn_backend: lambda **_: (

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -105,8 +106,8 @@ def start(run: Run, folder: Path, *, ranks: int) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [scripts / "llamafactory-cli", "train", str(file)],
         env=environment(mca=True) | path | {"MASTER_PORT": str(free_port())},
-        stdout=subprocess.DEVNULL,
-        stderr=(folder / "launch.log").open("w"),
+        stdout=(folder / "launch.log").open("w"),
+        stderr=subprocess.STDOUT,
         text=True,
     )
 
@@ -145,6 +146,8 @@ class Workspace:
         """Return a run of the ``model`` that writes to ``output``."""
         paths = {"model_name_or_path": self.folder / model, "dataset_dir": self.folder}
         paths["output_dir"] = self.folder / output
+        if changes.get("finetuning_type") == "lora":  # new adapters would have other random numbers
+            paths["adapter_name_or_path"] = self.folder / f"{model}-adapter"
         return BASE | {name: str(path) for name, path in paths.items()} | changes
 
     def write(self, datasets: Mapping[str, list[dict[str, Any]]]) -> None:
@@ -192,7 +195,9 @@ def workspace(folder: Path) -> Workspace:
         "max_position_embeddings": 512,
         "tie_word_embeddings": False,
     }
-    Qwen2ForCausalLM(Qwen2Config(vocab_size=416, **sizes)).save_pretrained(folder / "text")
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=416, **sizes))
+    model.save_pretrained(folder / "text")
+    _save_adapter(folder / "text-adapter", model)
     datasets = {
         "sft": [
             {"instruction": made.text(3, 12), "input": "", "output": made.text(3, 20)} for _ in range(96)
@@ -212,6 +217,18 @@ def workspace(folder: Path) -> Workspace:
         ]
     made.write(datasets)
     return made
+
+
+def _save_adapter(folder: Path, model: torch.nn.Module) -> None:
+    """Save a LoRA adapter of the language model, whose B is not zero."""
+    layers = r".*\.layers\.\d+\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj"
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=layers, task_type="CAUSAL_LM")
+    )
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    adapted.save_pretrained(folder)
 
 
 def _pair(made: Workspace) -> dict[str, str]:
@@ -258,7 +275,9 @@ def _save_vision_model(folder: Path, tokenizer: PreTrainedTokenizerFast, sizes: 
         vision_end_token_id=end,
         tie_word_embeddings=False,
     )
-    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    model = Qwen2_5_VLForConditionalGeneration(config)
+    model.save_pretrained(folder)
+    _save_adapter(folder.with_name(f"{folder.name}-adapter"), model)
     patches = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 256, "longest_edge": 1024}}
     Qwen2_5_VLProcessor(
         image_processor=Qwen2VLImageProcessor(**patches),

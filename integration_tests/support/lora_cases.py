@@ -135,6 +135,8 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lfm2": ("lfm2", {"target_modules": ["in_proj", "out_proj", "q_proj", "w1", "w2"]}),
+    "lfm3": ("lfm3", {"target_modules": ["in_proj", "out_proj", "q_proj", "g_proj", "o_proj", "w1", "w2"]}),
+    "lfm3-plain": ("lfm3-plain", {"target_modules": ["in_proj", "out_proj", "q_proj", "o_proj", "w1", "w2"]}),
     "lfm2_moe": (
         "lfm2_moe",
         {

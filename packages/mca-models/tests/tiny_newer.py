@@ -129,6 +129,27 @@ LATEST: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["conv", "full_attention"] * 2,
         },
     ),
+    "lfm3": (
+        "lfm3",
+        {
+            **{"conv_L_cache": 5, "head_dim": 8, "sliding_window": 8, "num_hidden_layers": 4},
+            "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {
+                    **{"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+                },
+            },
+        },
+    ),
+    "lfm3-plain": (
+        "lfm3",
+        {
+            **{"conv_L_cache": 3, "head_dim": 8, "sliding_window": 8, "use_attention_gate": False},
+            **{"use_sandwich_norm": False, "tie_word_embeddings": False},
+            "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
+        },
+    ),
     "lfm2_moe": (
         "lfm2_moe",
         {

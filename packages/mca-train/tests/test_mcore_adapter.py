@@ -1,6 +1,7 @@
 """The facade with which LLaMA-Factory imports mca as ``mcore_adapter``."""
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +12,13 @@ import torch
 from mca_config.arguments import DistributingParallelArguments
 from mca_config.errors import McaError
 from mca_convert.cli import main as convert
+from mca_models.templates import config_from_hf, get_family
 from mca_train.cli import main
-from mca_train.clients.models import ClientModels
+from mca_train.clients.models import ClientModels, client_name
 from mca_train.clients.options import client_arguments, translate
 from mca_train.clients.unsupported import reject_unsupported
+
+CONFIGS = Path(__file__).parents[2] / "mca-models/tests/data/vision_configs"
 
 IMPORTED = {
     "mcore_adapter.models": ("AutoConfig", "AutoModel"),
@@ -129,13 +133,31 @@ def test_the_parts_that_the_client_freezes_are_frozen(frozen, parts):
     assert translate(options, None)["model"].parts == parts
 
 
-def test_parameters_have_names_without_the_number_of_their_chunk():
+def test_parameters_have_the_names_by_which_the_client_freezes_them():
+    linear = torch.nn.Linear(1, 1, bias=False)
+    tower = torch.nn.ModuleDict({"visual": torch.nn.ModuleDict({"blocks": linear, "merger": linear})})
     base = torch.nn.Module()
     base.chunks = torch.nn.ModuleList(
-        torch.nn.ModuleDict({name: torch.nn.Linear(1, 1)}) for name in ("decoder", "output_layer")
+        torch.nn.ModuleDict(parts)
+        for parts in ({"vision_model": tower, "decoder": linear}, {"output_layer": linear})
     )
-    names = [name for name, _ in ClientModels(base).named_parameters()]
-    assert names == ["decoder.weight", "decoder.bias", "output_layer.weight", "output_layer.bias"]
+    names = [name for name, _ in ClientModels(base).named_parameters(remove_duplicate=False)]
+    assert names == [
+        "vision_model.blocks.weight",
+        "vision_model.merger.weight",
+        "decoder.weight",
+        "output_layer.weight",
+    ]
+
+
+@pytest.mark.parametrize("model", ["qwen2.5-vl-72b", "qwen3-vl-235b-a22b", "qwen3.5-397b-a17b"])
+def test_each_prefix_by_which_the_client_freezes_names_parameters(model):
+    config = config_from_hf(json.loads((CONFIGS / f"{model}.json").read_text()))
+    names = [client_name(f"chunks.0.{param.mca}") for param in get_family(config.model_type).params(config)]
+    prefixes = [f"vision_model.{part}" for part in ("blocks", "patch_embed", "merger")]
+    prefixes += [] if model.startswith("qwen2") else ["vision_model.pos_embed"]
+    for prefix in (*prefixes, "embedding", "decoder", "output_layer"):
+        assert any(name.startswith(prefix) for name in names), prefix
 
 
 def test_the_preference_loss_has_the_options_that_the_client_does_not_pass(facade):

@@ -193,7 +193,7 @@ class McaModelConfig:
         """Return whether q, k and v differ from Megatron's, or between layers."""
         own = self.attention
         custom = own.values_are_keys or own.value_norm or own.value_scale != 1.0
-        custom = custom or self.shared_kv is not None
+        custom = custom or own.head_gate or self.shared_kv is not None
         by_layer = any(
             set(changes) - {"norm_placement"} for changes in (self.layer_type_overrides or {}).values()
         )

@@ -166,6 +166,14 @@ def test_shifted_labels_make_the_micro_batch_of_unshifted_ones():
         assert not torch.equal(wrong[1], expected[1])
 
 
+def test_shifted_labels_of_a_pack_are_labels_of_its_tokens():
+    samples = [{"input_ids": torch.arange(3), "labels": torch.arange(3) + 1} for _ in range(2)]
+    for is_shifted, labels in ((True, [1, 2, 3] * 2), (False, [2, 3, 0] * 2)):
+        made = collator(packed=True, collator_format=CollatorFormat(labels_are_shifted=is_shifted))
+        (micro,) = made([(samples, True)]).micro_batches
+        assert micro.labels.tolist() == [labels]
+
+
 def padded(features, *names):
     """A collator that knows nothing of values and of padding."""
     pad = torch.nn.utils.rnn.pad_sequence

@@ -15,6 +15,7 @@ from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_train.batching.collate import CollatorFormat, PadCollator
 from mca_train.batching.loaders import Loaders
+from mca_train.batching.packing import PackedDataset
 
 
 def loaders(folder: Path, layout: ParallelLayout, **made_with: Any) -> Loaders:
@@ -60,6 +61,16 @@ def test_the_format_of_the_collator_reaches_the_labels(tmp_path: Path) -> None:
     loader, _ = made.train([{"input_ids": torch.arange(5)}] * 6)
     for batch in next(iter(loader)).micro_batches:
         assert torch.equal(batch.labels, batch.input_ids)
+
+
+def test_packs_of_the_client_are_not_packed_again(tmp_path: Path) -> None:
+    samples = [{"input_ids": torch.arange(3)} for _ in range(6)]
+    packs = PackedDataset(samples, 3)
+    made = loaders(tmp_path, ParallelLayout())
+    made.args.sequence_packing = True
+    made = replace(made, pack_length=6)
+    assert widths(made, packs) == {3}
+    assert widths(made, samples) == {6}
 
 
 def test_rows_have_few_lengths_where_attention_plans_each(tmp_path: Path) -> None:

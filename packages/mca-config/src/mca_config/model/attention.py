@@ -30,6 +30,8 @@ class Attention(Section):
     """Biases on the linear layers of attention, including the output projection; None: as ``add_bias_linear``."""
     attention_output_gate: bool = False
     """A sigmoid gate, projected together with q, multiplies each head's output."""
+    head_gate: bool = False
+    """A sigmoid gate for each head, projected together with q, k and v, multiplies the head's output."""
     clip_qkv: float | None = None
     """Queries, keys and values are clipped to plus or minus this value before RoPE; None: no clipping."""
 

@@ -102,6 +102,7 @@ _IN_ITS_FILE = (
     "kimi_linear",
     "lfm2",
     "lfm2_moe",
+    "lfm3",
     "llama4_text",
     "longcat_flash",
     "mellum",

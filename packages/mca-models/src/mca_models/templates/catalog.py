@@ -240,6 +240,10 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "our layer and router",
     ),
     "lfm2": ("gated short convolutions in most layers, QK-norm for each head", "our short convolution"),
+    "lfm3": (
+        "gated short convolutions, sliding windows with their own RoPE, an output gate for each head",
+        "our short convolution, heads, norms and RoPE",
+    ),
     "lfm2_moe": (
         "the same with MoE: dense first layers, sigmoid routing with expert bias",
         "our short convolution",
@@ -272,7 +276,7 @@ _REASONS: Mapping[str, str] = {
         "falcon_mamba jamba mamba mamba2 recurrent_gemma rwkv xlstm zamba zamba2"
     ),
     "linear attention other than gated delta net and Kimi delta attention": ("bailing_hybrid minimax"),
-    "short convolutions in place of attention, or before it": ("inkling2_text inkling_text lfm3 zaya"),
+    "short convolutions in place of attention, or before it": ("inkling2_text inkling_text zaya"),
     "two kinds of MLA, with an indexer and with a sliding window": "dots3_note_text",
     INDEXER + ", and several residual streams": "hy_v4",
     INDEXER + ", n-gram embeddings and gated residuals": "qwen4_exp_text",

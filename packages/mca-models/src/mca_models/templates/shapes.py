@@ -81,7 +81,8 @@ def _qkv(c: McaModelConfig) -> Shape:
     values = 0 if c.attention.values_are_keys else c.attention.value_width
     if c.takes_keys:
         return queries, c.hidden_size
-    return queries + c.attention.num_query_groups * (c.attention.kv_channels + values), c.hidden_size
+    gates = c.attention.num_attention_heads * c.attention.head_gate
+    return queries + c.attention.num_query_groups * (c.attention.kv_channels + values) + gates, c.hidden_size
 
 
 def _head_norm(heads: Callable[[FamilyConfig], int]) -> Callable[[FamilyConfig], Shape]:

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from functools import cache
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ class HeadSettings:
         scale: Factor on values.
         reuses_kv: Uses keys and values of an earlier layer (see `shared_kv`).
         shares_kv: Later layers use this layer's keys and values.
+        gate: A sigmoid gate multiplies the output of each head.
     """
 
     settings: tuple[object, ...]
@@ -42,6 +44,18 @@ class HeadSettings:
     scale: float
     reuses_kv: bool
     shares_kv: bool
+    gate: bool
+
+    def group_rows(self, heads: int) -> list[int]:
+        """Return the rows of ``linear_qkv`` for a group with ``heads`` queries, by what they project to.
+
+        Queries come first, then keys, values, and one row for the gate of each head, as far as the layer has some.
+        """
+        width = cast(int, self.settings[_BY_LAYER.index("kv_channels")])
+        shared = [] if self.reuses_kv else [width]
+        if shared and not self.values_are_keys:
+            shared.append(self.values)
+        return [heads * width, *shared, *([heads] if self.gate else [])]
 
 
 def heads_by_layer(config: McaModelConfig) -> tuple[HeadSettings, ...]:
@@ -56,6 +70,7 @@ def heads_by_layer(config: McaModelConfig) -> tuple[HeadSettings, ...]:
             scale=layer_config.attention.value_scale,
             reuses_kv=layer_config.takes_keys,
             shares_kv=layer in sources,
+            gate=layer_config.attention.head_gate,
         )
         for layer, layer_config in enumerate(map(config.layer_config, range(config.num_layers)))
     )
@@ -79,15 +94,11 @@ def with_heterogeneous_heads(attention: type, by_layer: tuple[HeadSettings, ...]
             heads, layer_config = by_layer[layer_number - 1], copy.copy(config)
             for name, value in zip(_BY_LAYER, heads.settings, strict=True):
                 setattr(layer_config, name, value)
-            queries = layer_config.num_attention_heads * layer_config.kv_channels
-            shared = layer_config.num_query_groups * (
-                layer_config.kv_channels + (0 if heads.values_are_keys else heads.values)
-            )
-            if heads.reuses_kv:
-                shared = 0
+            groups = layer_config.num_query_groups
+            rows = groups * sum(heads.group_rows(layer_config.num_attention_heads // groups))
             sized_submodules = dataclasses.replace(
                 submodules,
-                linear_qkv=sized(submodules.linear_qkv, rows=queries + shared),
+                linear_qkv=sized(submodules.linear_qkv, rows=rows),
                 linear_proj=sized(
                     submodules.linear_proj, columns=layer_config.num_attention_heads * heads.values
                 ),
@@ -96,14 +107,16 @@ def with_heterogeneous_heads(attention: type, by_layer: tuple[HeadSettings, ...]
             self.heads = heads
             self.shared_kv: tuple[Tensor, Tensor] | None = None
             self.reused_kv: tuple[Tensor, Tensor] | None = None
+            self.gate: Tensor | None = None
+            if heads.gate:
+                self.linear_proj.register_forward_pre_hook(self._apply_gate)
 
         def qkv_group_rows(self) -> list[int]:
-            """Return the rows of ``linear_qkv`` per group for queries, keys and values; one number: queries only."""
-            width = self.config.kv_channels
-            queries = self.num_attention_heads_per_partition // self.num_query_groups_per_partition * width
-            if self.heads.reuses_kv:
-                return [queries]
-            return [queries, width] if self.heads.values_are_keys else [queries, width, self.heads.values]
+            """Return the rows of ``linear_qkv`` for each group, by what they project to."""
+            heads: HeadSettings = self.heads
+            return heads.group_rows(
+                self.num_attention_heads_per_partition // self.num_query_groups_per_partition
+            )
 
         def get_query_key_value_tensors(
             self, hidden_states: Tensor, *args: object, **kwargs: object
@@ -115,12 +128,21 @@ def with_heterogeneous_heads(attention: type, by_layer: tuple[HeadSettings, ...]
                 reused_kv, self.reused_kv = self.reused_kv, None
                 assert reused_kv is not None
                 return _normal(self.q_layernorm, mixed.unflatten(-1, (-1, width))), *reused_kv
-            query, key, *values = torch.split(mixed.unflatten(-1, (groups, -1)), self.qkv_group_rows(), -1)
-            value = values[0] if values else key
+            query, key, *others = torch.split(mixed.unflatten(-1, (groups, -1)), self.qkv_group_rows(), -1)
+            self.gate = others.pop().flatten(-2) if self.heads.gate else None
+            value = others[0] if others else key
             query = query.reshape(*query.shape[:2], -1, width)
             key, value = _normal(self.k_layernorm, key), _normalize_values(value, self.heads)
             self.shared_kv = (key, value) if self.heads.shares_kv else None
             return _normal(self.q_layernorm, query), key, value
+
+        def _apply_gate(self, linear: MegatronModule, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            """Multiply the output of each head ``[s, b, heads * channels]`` by its gate."""
+            gate, self.gate = self.gate, None
+            assert gate is not None
+            heads = args[0].unflatten(-1, (gate.shape[-1], -1))
+            scaled = heads * gate.sigmoid().view(*heads.shape[:-1], 1)
+            return scaled.flatten(-2), *args[1:]
 
     return HeterogeneousHeads
 

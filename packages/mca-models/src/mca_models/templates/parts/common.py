@@ -41,7 +41,7 @@ def qkv(config: McaModelConfig) -> list[Param]:
     """Fused ``linear_qkv`` from q, k, v projections, with biases if the family has them.
 
     With an output gate HF's ``q_proj`` holds each head's query and gate side by side, Megatron's group all
-    its queries, then all its gates: ``[q..q gate..gate k v]``.
+    its queries, then all its gates: ``[q..q gate..gate k v]``. Gates of heads come last: ``[q..q k v gate]``.
     """
     heads, width = (
         config.attention.num_attention_heads // config.attention.num_query_groups,
@@ -50,6 +50,9 @@ def qkv(config: McaModelConfig) -> list[Param]:
     parts = "q" if config.takes_keys else "qk" if config.attention.values_are_keys else "qkv"
     # rows of different heads count one by one
     rows = (heads * width, width, config.attention.value_width)[: len(parts)]
+    names = [f"{x}_proj" for x in parts]
+    if config.attention.head_gate:
+        rows, names = (*rows, heads), [*names, "gate_proj"]
     layout: Layout = GroupedHeads(rows, 1) if config.has_custom_qkv else GroupedHeads((heads, 1, 1), width)
     hf_layout: Layout = SEPARATE
     if config.attention.attention_output_gate:
@@ -59,7 +62,7 @@ def qkv(config: McaModelConfig) -> list[Param]:
     return [
         Param(
             mca=f"{ATTN}linear_qkv.{kind}",
-            hf=tuple(f"{HF_ATTN}{x}_proj.{kind}" for x in parts),
+            hf=tuple(f"{HF_ATTN}{name}.{kind}" for name in names),
             layout=layout,
             hf_layout=hf_layout,
             shard=COLUMN,

@@ -22,6 +22,8 @@ DEFAULTS: Values = {
     **{"num_key_value_heads": 8, "rope_theta": 1e6, "norm_eps": 1e-5, "pad_token_id": 0},
     "max_position_embeddings": 128_000,
 }
+MODULES = "module_names"
+"""Fact in ``extra``: names are those of transformers' modules, which differ from those of LFM3 files."""
 _NAMES = {
     "self_attn.q_norm": "self_attn.q_layernorm",
     "self_attn.k_norm": "self_attn.k_layernorm",
@@ -64,11 +66,27 @@ def mixers(config: McaModelConfig) -> Iterator[Param]:
         inner("self_attention.in_proj.layer_norm_weight", "input_layernorm.weight"),
         *(inner(f"self_attention.{name}", f"conv.{files[name]}", shard=shard) for name, shard in cut.items()),
     ]
+    if config.norm.norm_placement == "sandwich":
+        convolution.append(inner("self_attention.post_layernorm.weight", "post_attention_layernorm.weight"))
     layers = range(config.num_layers)
     yield from expand_rules(convolution, layers=[layer for layer in layers if config.is_conv_layer(layer)])
     yield from expand_rules(
         attention(config), layers=[layer for layer in layers if not config.is_conv_layer(layer)]
     )
+
+
+def lfm3_names(config: McaModelConfig, rules: Iterable[Param]) -> list[Param]:
+    """Return ``rules`` under the names of LFM3 files, or of transformers' modules."""
+    names = {name: new for name, new in _NAMES.items() if "self_attn" not in name}
+    if config.norm.norm_placement == "sandwich":
+        names |= {
+            "post_attention_layernorm": "post_operator_norm",
+            "pre_feedforward_layernorm": "ffn_norm",
+            "post_feedforward_layernorm": "post_ffn_norm",
+        }
+    if config.extra.get(MODULES):
+        names["self_attn.gate_proj"] = "self_attn.g_proj"
+    return renamed(rules, names)
 
 
 def lfm2_names(rules: Iterable[Param]) -> list[Param]:

@@ -87,6 +87,7 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
             self.ranks,
             packed=self.engine_config.use_remove_padding,
             pad_token_id=getattr(self.model_config.tokenizer, "pad_token_id", None) or 0,
+            replays=self.engine_config.router_replay.mode == "R3",
         )
         if not self._trains:
             self._pipeline = Pipeline(list(models.chunks), self._loss)

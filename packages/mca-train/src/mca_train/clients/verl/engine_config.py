@@ -59,10 +59,10 @@ class McaEngineConfig(EngineConfig):  # type: ignore[misc]
                 "engine.full_determinism is not supported by mca; set it to false, and "
                 "arguments.deterministic_mode to true"
             )
-        if self.router_replay.mode != "disabled":
+        if self.router_replay.mode not in ("disabled", "R3"):
             raise McaError(
-                f"engine.router_replay.mode is {self.router_replay.mode!r}, which mca does not support; set it to "
-                "disabled"
+                f"engine.router_replay.mode is {self.router_replay.mode!r}, which mca does not support; set it to R3, "
+                "with rollout.enable_rollout_routing_replay, or to disabled"
             )
         own = {each.name for each in fields(self)}
         if twice := sorted(own & set(self.arguments)):
