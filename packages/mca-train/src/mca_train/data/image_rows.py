@@ -15,8 +15,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.redaction import redacted
 from mca_config.types import JsonObject, Values
 from mca_models.images import placeholders
-from mca_train.config.arguments import DataArguments
-from mca_train.config.columns import PairArguments
+from mca_train.config.arguments import DataArguments, PairArguments
 from mca_train.data.encoding import Encoded, RowEncoder, without_nulls
 from mca_train.data.formats import (
     RowConverter,
