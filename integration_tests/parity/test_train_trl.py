@@ -109,7 +109,7 @@ def ours(request: pytest.FixtureRequest, folder: Path) -> Any:
     return lambda kind, layout: of_size(1 if layout == "single" else 4)[kind, layout]
 
 
-@pytest.mark.cases(0, always=["sigmoid-single", "precomputed-single", "reward-tp2-pp2", "grpo-dapo-cp2-dp2"])
+@pytest.mark.cases(0, always=["sigmoid-single", "precomputed-single", "reward-single", "grpo-dapo-cp2-dp2"])
 @pytest.mark.parametrize(("kind", "layout"), [(kind, layout) for layout in LAYOUTS for kind in KINDS])
 def test_every_step_is_that_of_trl(kind: str, layout: str, theirs: Theirs, ours: Any) -> None:
     right, found = theirs.logged[kind], ours(kind, layout)

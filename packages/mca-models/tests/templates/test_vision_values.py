@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tiny_vision
+import transformers
 
 from mca_config.errors import McaError
 from mca_models.templates import config_from_hf, config_to_hf, get_family
@@ -57,3 +58,17 @@ def test_every_changed_value_gives_a_model_or_one_line(case: str) -> None:
             assert "\n" not in str(error)
             refused += 1
     assert refused > 50
+
+
+@pytest.mark.parametrize(
+    ("case", "tower"),
+    [("llava", transformers.CLIPVisionConfig()), ("llava-siglip", transformers.SiglipVisionConfig())],
+)
+def test_an_image_has_the_tokens_of_a_tower_whose_sizes_are_not_named(case: str, tower: Any) -> None:
+    hf = tiny_vision.described(case)
+    for key in ("image_size", "patch_size"):
+        hf["vision_config"].pop(key, None)
+    vision = get_family(hf["model_type"]).vision
+    assert vision is not None and vision.tokens_per_image is not None
+    patches = (tower.image_size // tower.patch_size) ** 2
+    assert vision.tokens_per_image(config_from_hf(hf)) == patches  # CLIP's class token is left out by default
