@@ -79,11 +79,13 @@ class Sizes(LayerSizes):
 
 
 def has_sequence_parallel(config: McaModelConfig, training: "TrainingArguments") -> bool:
-    """Return True if sequence parallelism is enabled, explicitly or because MoE or MLA needs it."""
+    """Return True if sequence parallelism is enabled, explicitly or because the model needs it."""
     layout = config.layout
     if training.sequence_parallel is not None or layout.tp == 1:
         return bool(training.sequence_parallel) and layout.tp > 1
-    return config.moe is not None or config.mla is not None
+    from mca_models.megatron.features.features import active_features
+
+    return any(feature.sequence_parallel for feature in active_features(config))
 
 
 def _has_mca_core_attention(config: McaModelConfig) -> bool:
