@@ -7,6 +7,7 @@ from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, training_dtype
 from mca_models.megatron import platform
 from mca_models.megatron.factory.execution import waits_for_sends
+from mca_models.megatron.features.features import active_features
 from mca_models.megatron.features.mlp import has_fused_activation
 from mca_models.megatron.features.spec import has_custom_core_attention
 from mca_models.templates.parts.layer_costs import EIGHTH, HALF, SINGLE, LayerSizes
@@ -83,8 +84,6 @@ def has_sequence_parallel(config: McaModelConfig, training: "TrainingArguments")
     layout = config.layout
     if training.sequence_parallel is not None or layout.tp == 1:
         return bool(training.sequence_parallel) and layout.tp > 1
-    from mca_models.megatron.features.features import active_features
-
     return any(feature.sequence_parallel for feature in active_features(config))
 
 
