@@ -182,7 +182,7 @@ def mca(request: pytest.FixtureRequest, inputs: Path) -> Path:
         jobs += resume_jobs(inputs)
     if selected(request, test_a_run_resumes_on_another_layout):
         jobs.append(
-            layout_job(inputs, "tp2pp2", *RESUME, f"{FROM}={inputs}/whole/global_step_10", name="other")
+            layout_job(inputs, "dp2cp2", *RESUME, f"{FROM}={inputs}/whole/global_step_10", name="other")
         )
     if selected(request, test_experts_have_the_losses_of_the_fsdp_engine):
         jobs += [layout_job(inputs, "ep2", f"model.path={inputs}/moe", name="moe-ep2")]
