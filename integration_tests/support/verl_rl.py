@@ -200,8 +200,9 @@ def grpo(job: dict[str, Any], config: DictConfig) -> None:
     receiver = DeltaReceiver(worker) if job.get("delta") else None
     lines = []
     for iteration in range(job["iterations"]):
-        weights, _ = worker.engine.get_per_tensor_param()
-        model.load_state_dict({name: tensor.float() for name, tensor in weights})
+        if not config.model.lora_rank:  # FSDP merges into bf16, from which other tokens would be drawn
+            weights, _ = worker.engine.get_per_tensor_param()
+            model.load_state_dict({name: tensor.float() for name, tensor in weights})
         line = iterate(worker, rollout(model, iteration), lora=config.model.lora_rank > 0)
         if receiver is not None:
             line["delta"] = receiver.receive()
