@@ -111,7 +111,14 @@ def test_flags_of_mca_convert_exist():
     assert said and said <= known
 
 
-KIND_OF = {"mixture": "sft", "lora": "sft", "images": "sft", "tokens": "pretrain", "indexed": "pretrain"}
+KIND_OF = {
+    "mixture": "sft",
+    "lora": "sft",
+    "images": "sft",
+    "clips": "sft",
+    "tokens": "pretrain",
+    "indexed": "pretrain",
+}
 """The kind of run that a file is for, where its name does not say so."""
 CONFIGURED = [
     page for page in PAGES if any(re.match(r"# \w+\.yaml\n", text) for text in blocks(page, "yaml"))
@@ -121,7 +128,7 @@ CONFIGURED = [
 @pytest.mark.parametrize("page", CONFIGURED, ids=lambda page: page.name)
 def test_configuration_files_are_accepted(page, tmp_path, monkeypatch):
     from mca_train.config.run_config import load_values
-    from mca_train.run.checks import make_settings
+    from mca_train.run.rules import make_settings
     from mca_train.tasks.table import TASKS
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)

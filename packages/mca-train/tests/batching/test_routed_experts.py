@@ -134,3 +134,11 @@ def test_wrong_experts_are_one_error(rows, checks, message, packed):
 
 def test_the_shape_of_the_fake_model_is_as_described():
     assert RoutedExperts.from_config(Config()) == RoutedExperts((1, 2), 3, 2, 50)
+
+
+def test_columns_of_a_hugging_face_dataset_are_lists():
+    from datasets import Dataset
+
+    rows = [{name: x.tolist() for name, x in sample.items()} for sample, _ in samples()]
+    (micro,) = collate([(row, True) for row in Dataset.from_list(rows)]).micro_batches
+    assert micro.routed_experts.tolist() == collate(samples()).micro_batches[0].routed_experts.tolist()

@@ -140,6 +140,10 @@ class VirtualModels(torch.nn.Module):
         """Return every parameter and saved buffer (shards) of this rank with its rule, second copies included."""
         return [pair for chunk in self._local_params for pair in chunk]
 
+    def live_names(self) -> list[dict[str, Param]]:
+        """Return each chunk's names of parameters and saved buffers with their rules, second copies included."""
+        return [{item.live: item.param for item, _ in chunk} for chunk in self._local_params]
+
     def canonical_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield checkpoint names and live tensors (this rank's shards), without second copies of tied weights."""
         for item, tensor in self.local_params():

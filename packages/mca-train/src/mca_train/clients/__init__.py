@@ -1,4 +1,4 @@
-"""Packages with the names that other programs import, such as LLaMA-Factory's ``mcore_adapter``.
+"""Packages with the names that other programs import: ``mcore_adapter`` for LLaMA-Factory and, as ``roll``, for ROLL.
 
 They are outside ``sys.path`` until ``PYTHONPATH`` has what ``mca-train client`` prints.
 """
@@ -17,7 +17,7 @@ def client_path(name: str) -> Path:
     Raises:
         UsageError: There is no such package.
     """
-    names = sorted(path.name for path in _FOLDER.iterdir() if (path / path.name).is_dir())
+    names = sorted(path.name for path in _FOLDER.iterdir() if any(path.glob("*/__init__.py")))
     if name not in names:
         known = f"it is one of {', '.join(names)}"
         raise UsageError(f"unknown client '{name}'{suggestion(name, names, known)}")

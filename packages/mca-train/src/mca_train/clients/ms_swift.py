@@ -5,7 +5,6 @@ mca builds, fills and exports the model; ms-swift trains it with its loop, optim
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, get_args
@@ -19,12 +18,11 @@ from mca_config.model_config import DtypeName
 from mca_config.types import JsonObject
 from mca_models.checkpoint_kinds import open_checkpoint
 from mca_models.megatron.auto import AutoModel
-from mca_models.megatron.distributed.collectives import run_on_first_rank
 from mca_models.megatron.factory import fill
 from mca_models.megatron.factory.execution import DTYPES
-from mca_models.megatron.layers.rope import length_dependent_ropes
 from mca_models.megatron.virtual_models import VirtualModels
 from mca_models.templates import config_from_hf
+from mca_train.clients.external_loop import require_plain_loop, save_among
 from mca_train.types import Chunk, Upstream
 
 if TYPE_CHECKING:
@@ -51,6 +49,14 @@ _ONLY: dict[str, tuple[object, ...]] = {
 }
 """Values of ms-swift's arguments that the backend supports."""
 
+_NEEDS = {
+    "moe_token_drop_policy": "moe_expert_capacity_factor",
+    "moe_pad_expert_input_to_capacity": "moe_expert_capacity_factor",
+    "fp8_recipe": "fp8",
+    "fp8_param": "fp8",
+}
+"""Arguments to which ms-swift gives a default although the other one, without which they do nothing, is unset."""
+
 Converter = Callable[[str, Tensor], tuple[str, Tensor] | None]
 
 
@@ -70,13 +76,10 @@ def get_mcore_model(args: SwiftArguments, hf_config: "PretrainedConfig") -> list
     """
     raise_problems(_problems(args), "ms-swift with bridge_backend mca")
     config = config_from_hf(json.loads(hf_config.to_json_string()))
-    if config.mtp_num_layers:
-        raise McaError(f"{config.model_type}: MTP layers need mca-train sft, or bridge_backend mcore-bridge")
     ours = DistributingParallelArguments(**_arguments(args))
     dtype = next(name for name in get_args(DtypeName) if DTYPES[name] == args.torch_dtype)
     models = AutoModel.unfilled(config, ours, dtype=dtype, seed=args.seed)
-    if any(length_dependent_ropes(chunk) for chunk in models.chunks):
-        raise McaError(f"{config.model_type}: RoPE that depends on the sequence length needs mca-train sft")
+    require_plain_loop(models)
     megatron: Upstream = models.megatron
     megatron.calculate_per_token_loss = True
     megatron.variable_seq_lengths = True
@@ -100,7 +103,7 @@ def _arguments(args: SwiftArguments) -> JsonObject:
         value = getattr(args, _RENAMED.get(field.name, field.name), None)
         if value not in (None, [], "none"):
             found[field.name] = getattr(value, "name", value)  # attention_backend is an enum
-    return found
+    return {name: value for name, value in found.items() if _NEEDS.get(name, name) in found}
 
 
 class Bridge:
@@ -191,16 +194,7 @@ class Bridge:
         ours, folder = _virtual_models(models), Path(output_dir)
         if ours.source is None and args is not None and args.model_dir:
             ours.source = Path(args.model_dir)
-        ours.save_pretrained_as_hf(staged := folder / ".mca-hf", overwrite=True)
-        run_on_first_rank(lambda: _move_files(staged, folder))
-
-
-def _move_files(staged: Path, folder: Path) -> None:
-    for entry in staged.iterdir():
-        if (folder / entry.name).is_dir():
-            shutil.rmtree(folder / entry.name)
-        entry.replace(folder / entry.name)
-    staged.rmdir()
+        save_among(lambda staged: ours.save_pretrained_as_hf(staged, overwrite=True), folder)
 
 
 def _reject_adapter(peft_format: bool) -> None:

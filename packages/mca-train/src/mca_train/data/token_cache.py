@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mca_config.files import write_error
-from mca_train.config.arguments import DataArguments
-from mca_train.config.default_column import explicit_columns
+from mca_train.config.arguments import DataArguments, explicit_columns
 from mca_train.data.encoding import WarningRecorder
 from mca_train.data.image_rows import ImageRows
 from mca_train.data.preferences import PairDataset
@@ -38,7 +37,7 @@ logger = logging.getLogger(__name__)
 Samples = TokenDataset | PairDataset
 Images = Callable[[], "tuple[datasets.Dataset, ImageRows, str]"]
 """Function that returns the rows, their image options, and the argument that names the files."""
-_VERSION = 12  # raised whenever the same rows give other samples
+_VERSION = 13  # raised whenever the same rows give other samples
 _ARRAYS = ("tokens", "offsets", "is_target", "values")
 _TABLE = ("starts", "grids", "origins")
 _CHUNK_BYTES = 1 << 20

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Literal
 
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
+from mca_models.templates.parts.layer_costs import SINGLE, SavedTensor
 from mca_train.plan import local_layers, te_layers
-from mca_train.plan.sizes import SINGLE, SavedTensor, Sizes
+from mca_train.plan.sizes import Sizes
 from mca_train.plan.vision_memory import Images
 
 if TYPE_CHECKING:

@@ -3,16 +3,24 @@
 The lines are taken from dry runs, which count what the engine allocates; `test_plan_truth.py` compares the two.
 """
 
+from collections.abc import Mapping
+
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
-from mca_train.plan.sizes import SINGLE, SavedTensor, Sizes
+from mca_models.templates.parts.gated_delta_net import DELTA_NET_COSTS
+from mca_models.templates.parts.layer_costs import CHUNK, SINGLE, MixerCosts, SavedTensor, norm
+from mca_models.templates.parts.mamba import MAMBA_COSTS
+from mca_models.templates.parts.mla import saved_core
+from mca_models.templates.parts.short_convolution import CONVOLUTION_COSTS
+from mca_train.plan.sizes import Sizes
 
-_NORM = "mca_models/megatron/layers/norm.py: Norm.forward"
+MIXERS: Mapping[str, MixerCosts] = {
+    "linear_attention": DELTA_NET_COSTS,
+    "mamba": MAMBA_COSTS,
+    "conv": CONVOLUTION_COSTS,
+}
+"""Costs of modules in place of attention by layer type."""
 _SDPA = "mca_models/megatron/layers/sdpa.py: scaled_dot_product_attention"
-CHUNK = 64
-"""Tokens per chunk of the gated delta rule and of Mamba."""
-_DECAY_BLOCK = 16
-"""Tokens of a chunk that are processed pairwise with per-channel decay."""
 _QUERY_BLOCK = 512
 """Queries per block of local attention."""
 _DROP = "megatron/core/fusions/fused_bias_dropout.py"
@@ -21,20 +29,11 @@ _MLP = "megatron/core/transformer/mlp.py: MLP.forward (glu)"
 _DISPATCH = "megatron/core/transformer/moe/token_dispatcher.py: dispatch"
 _ROUTER = "megatron/core/transformer/moe/router.py: routing"
 _PER_LAYER = "mca_models/megatron/features/per_layer_embedding.py: _add_input"
-_MLA = "megatron/core/transformer/multi_latent_attention.py: get_query_key_value_tensors"
 
 
-def norm(
-    tokens: float, channels: float, sizes: Sizes, *, output: bool = True, module: str = ""
-) -> list[SavedTensor]:
-    """Return the saved tensors of a norm, which computes in fp32 and so saves a copy of a half-precision input."""
-    trained, half = not sizes.frozen, sizes.width < SINGLE
-    lines = [SavedTensor("norm: input in fp32", tokens * channels * SINGLE, _NORM, module if half else "")]
-    if trained and sizes.rms:
-        lines.append(SavedTensor("norm: normalized in fp32", tokens * channels * SINGLE, _NORM, module))
-    if output:
-        lines.append(SavedTensor("norm: output", tokens * channels * sizes.width, _NORM, module))
-    return lines
+def mixer_costs(config: McaModelConfig, number: int) -> MixerCosts | None:
+    """Return the costs of the module in place of attention in decoder layer ``number``; None: it has attention."""
+    return MIXERS.get(config.layer_types[number]) if config.layer_types else None
 
 
 def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = False) -> list[SavedTensor]:
@@ -64,17 +63,13 @@ def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = Fa
 
 def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTensor]:
     """Return the saved tensors of the attention of decoder layer ``number``."""
-    if config.is_linear_layer(number):
-        return gated_delta_net(config, sizes)
-    if config.is_mamba_layer(number):
-        return mamba(config, sizes)
-    if config.is_conv_layer(number):
-        return short_convolution(config, sizes)
+    if (mixer := mixer_costs(config, number)) is not None:
+        return mixer.saved(config, sizes)
     if config.mla is not None:
         ranks = (rank for rank in (config.mla.q_lora_rank, config.mla.kv_lora_rank) if rank)
         norms = [line for rank in ranks for line in norm(sizes.split, rank, sizes)]
-        return mla_core(config, sizes) + norms
-    lines = mamba(config, sizes) if config.has_parallel_mamba else []
+        return saved_core(config, sizes) + norms
+    lines = MAMBA_COSTS.saved(config, sizes) if config.has_parallel_mamba else []
     query, key = _channels(config, sizes)
     if config.attention.qk_layernorm:
         normalised = query + (0 if config.takes_keys else key)
@@ -157,87 +152,6 @@ def _sliding_window_mask(config: McaModelConfig, sizes: Sizes, number: int) -> l
     rows = min(_QUERY_BLOCK, sizes.length)
     columns = min(sizes.length, rows + config.attention.window_size - 1)
     return [SavedTensor("sliding-window mask", float(rows * columns * sizes.width), _SDPA, "core_attn")]
-
-
-def mla_core(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
-    """Return the saved tensors of mca's core attention with MLA."""
-    tokens, width, tp = sizes.tokens, sizes.width, sizes.layout.tp
-    heads = config.attention.num_attention_heads / tp
-    key = heads * (given(config.mla).qk_head_dim + given(config.mla).qk_pos_emb_head_dim)
-    value = heads * given(config.mla).v_head_dim
-    return [
-        SavedTensor("queries and keys", tokens * key * 2 * width, _MLA, "mla_up_proj"),
-        SavedTensor("values, padded to the keys", tokens * key * width, _SDPA, "core_attn"),
-        SavedTensor("attention's output, padded", tokens * key * width, _SDPA, "core_attn"),
-        SavedTensor("attention's output", tokens * value * width, _SDPA),
-        SavedTensor("log-sum-exp of attention", tokens * heads * SINGLE, _SDPA, "core_attn"),
-    ]
-
-
-def gated_delta_net(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
-    """Return the saved tensors of a gated delta net: a chunked fp32 recurrence with keys per value head."""
-    tp, tokens, width = sizes.layout.tp, sizes.tokens, sizes.width
-    key, value = (
-        given(config.linear_attention).linear_key_head_dim,
-        given(config.linear_attention).linear_value_head_dim,
-    )
-    heads = given(config.linear_attention).linear_num_value_heads / tp
-    projected = 2 * given(config.linear_attention).linear_num_key_heads * key / tp
-    keys, values = heads * key, heads * value
-    rule = "mca_models/megatron/features/delta_rule.py: gated_delta_rule"
-    pairs = (
-        _DECAY_BLOCK * key if given(config.linear_attention).linear_channel_decay else 0
-    )  # per-channel decay
-    net = "mca_models/megatron/features/gated_delta_net.py: forward"
-    return [
-        SavedTensor("convolution: padded, and its output", tokens * (projected + values) * 2 * width, net),
-        SavedTensor("queries and keys in fp32", tokens * projected * SINGLE, net),
-        SavedTensor("gate, activated, and output", tokens * values * (2 * SINGLE + 2 * width), net),
-        *norm(tokens, values, sizes, output=False),
-        SavedTensor("queries, keys and values of chunks", tokens * (2 * keys + values) * SINGLE, rule),
-        SavedTensor(
-            "token-by-token matrices of a chunk", tokens * heads * (CHUNK * 6 + 3 * pairs) * SINGLE, rule
-        ),
-        SavedTensor("solved, and corrections", tokens * (keys + 2 * values) * SINGLE, rule),
-        SavedTensor("decayed queries and keys", tokens * 2 * keys * SINGLE, rule),
-        SavedTensor("states", tokens / CHUNK * keys * value * SINGLE, rule),
-    ]
-
-
-def mamba(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
-    """Return the saved tensors of a Mamba layer: B and C per group, all others per head, in fp32 chunks."""
-    tp, tokens, width = sizes.layout.tp, sizes.tokens, sizes.width
-    heads, state = given(config.mamba).mamba_num_heads / tp, given(config.mamba).mamba_state_dim
-    inside = heads * given(config.mamba).mamba_head_dim
-    groups = given(config.mamba).mamba_num_groups / tp
-    states, local_states = max(groups, 1) * state, groups * state
-    net = "mca_models/megatron/features/mamba.py: forward"
-    space = "mca_models/megatron/features/state_space.py: state_space"
-    projected = tokens * (inside + 4 * local_states + heads) * SINGLE if width == SINGLE else 0.0
-    singles = 3 if given(config.mamba).mamba_norm == "none" else 5
-    return [
-        SavedTensor(
-            "convolution: padded, and its output", tokens * (inside + 2 * local_states) * 2 * width, net
-        ),
-        SavedTensor("inputs, and inputs times steps", tokens * inside * 2 * SINGLE, net),
-        SavedTensor("B, C and dt of the projection, without copies", projected, net),
-        SavedTensor("gate, activated and not, and output", tokens * inside * (singles * SINGLE + width), net),
-        SavedTensor("B and C", tokens * 2 * states * SINGLE, space),
-        SavedTensor("token-by-token matrices of a chunk", tokens * heads * CHUNK * 2 * SINGLE, space),
-        SavedTensor("decayed B and C", tokens * heads * 2 * state * SINGLE, space),
-        SavedTensor("states", 2 * tokens / CHUNK * inside * state * SINGLE, space),
-    ]
-
-
-def short_convolution(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
-    """Return the saved tensors of a gated short convolution."""
-    channels = sizes.tokens * config.hidden_size / sizes.layout.tp * sizes.width
-    net = "mca_models/megatron/features/short_convolution.py: forward"
-    return [
-        SavedTensor("gates and inputs", 3 * channels, net),
-        SavedTensor("convolution: padded, and its output", 2 * channels, net),
-        SavedTensor("gated output", channels, net),
-    ]
 
 
 def gated(

@@ -1,16 +1,18 @@
-"""Sizes of one rank's computation for one micro-batch, and the tensors that it saves."""
+"""Sizes of one rank's computation for one micro-batch, from the training arguments."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, training_dtype
+from mca_models.megatron import platform
+from mca_models.megatron.factory.execution import waits_for_sends
+from mca_models.megatron.features.mlp import has_fused_activation
+from mca_models.megatron.features.spec import has_custom_core_attention
+from mca_models.templates.parts.layer_costs import EIGHTH, HALF, SINGLE, LayerSizes
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
-
-EIGHTH, HALF, SINGLE = 1, 2, 4
-"""Bytes per element in fp8, in bf16 or fp16, and in fp32."""
 
 
 def element_bytes(config: McaModelConfig, training: "TrainingArguments") -> int:
@@ -18,61 +20,9 @@ def element_bytes(config: McaModelConfig, training: "TrainingArguments") -> int:
     return SINGLE if training_dtype(config, training) == "float32" else HALF
 
 
-@dataclass(frozen=True)
-class SavedTensor:
-    """Tensor that the forward pass of a layer saves for its backward pass.
-
-    Args:
-        what: Description.
-        bytes: Bytes of one micro-batch on this rank.
-        source: File and function that save it.
-        module: Name in ``recompute_modules`` that avoids it; empty: only full recomputation does.
-    """
-
-    what: str
-    bytes: float
-    source: str
-    module: str = ""
-
-
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Sizes of one micro-batch on one rank, in elements unless noted otherwise."""
-
-    width: int
-    """Bytes per element."""
-    gemm_input_width: int
-    """Bytes per element of a saved input of a Transformer Engine GEMM: 1 in fp8."""
-    projection_input_width: int
-    """Bytes per element of the output projection's saved input: a separate fp8 copy only with delayed scaling."""
-    sequences: int
-    length: int
-    """Tokens of a sequence on this context-parallel rank."""
-    tokens: int
-    """`sequences` x `length`."""
-    split: int
-    """Tokens on this tensor-parallel rank between layers: fewer with sequence parallelism."""
-    layout: ParallelLayout
-    frozen: bool
-    """Base weights are frozen, as with an adapter."""
-    topk: int
-    experts: int
-    choices: int
-    """Number of router choices: experts and identity experts, which receive no tokens."""
-    capacity: float | None
-    """``moe_expert_capacity_factor``."""
-    rms: bool
-    """Norms are RMSNorm."""
-    padded: bool
-    """Experts are padded to their exact capacity."""
-    mca_attention: bool
-    """mca computes core attention, also within Transformer Engine layers."""
-    fused_activation: bool
-    """Megatron has a fused kernel for the MLP activation on a GPU."""
-    waits_for_sends: bool
-    """Megatron waits for a send before it frees the output."""
-    has_attention_matrix: bool
-    """Attention creates the full matrix of weights: on a CPU with dropout."""
+class Sizes(LayerSizes):
+    """Sizes of one micro-batch in training."""
 
     @classmethod
     def for_training(
@@ -127,32 +77,6 @@ class Sizes:
             has_attention_matrix=config.attention.attention_dropout > 0 and not on_gpu,
         )
 
-    @property
-    def experts_per_token(self) -> float:
-        """Mean number of experts that a token is sent to."""
-        return self.topk * self.experts / max(self.choices, 1)
-
-    @property
-    def is_split(self) -> bool:
-        """True if sequences are sharded over tensor-parallel ranks between layers."""
-        return self.split < self.tokens
-
-    def dispatched(self, *, worst: bool = False) -> float:
-        """Return the number of token-expert pairs that this rank's experts receive from all ranks of their group.
-
-        Args:
-            worst: Count all pairs that could be routed here, not an equal share.
-        """
-        layout = self.layout
-        here = self.split * self.experts_per_token
-        if self.capacity is not None:  # limits the tokens per expert and rank
-            always = self.padded or worst
-            here = here * self.capacity if always else min(here, here * self.capacity)
-            return here * layout.etp
-        if worst:
-            here = self.split * min(self.topk, max(self.experts // layout.ep, 1)) * layout.ep
-        return here * layout.etp
-
 
 def has_sequence_parallel(config: McaModelConfig, training: "TrainingArguments") -> bool:
     """Return True if sequence parallelism is enabled, explicitly or because MoE or MLA needs it."""
@@ -163,19 +87,12 @@ def has_sequence_parallel(config: McaModelConfig, training: "TrainingArguments")
 
 
 def _has_mca_core_attention(config: McaModelConfig) -> bool:
-    from mca_models.megatron.features.spec import has_custom_core_attention
-
     return has_custom_core_attention(config)
 
 
 def _is_fused(config: McaModelConfig) -> bool:
-    from mca_models.megatron.features.mlp import has_fused_activation
-
     return has_fused_activation(config)
 
 
 def _waits_for_sends(layout: ParallelLayout) -> bool:
-    from mca_models.megatron import platform
-    from mca_models.megatron.factory.execution import waits_for_sends
-
     return waits_for_sends(layout, platform.megatron_version())

@@ -10,12 +10,13 @@ from math import log2
 from mca_config.layout import RankGrid
 from mca_config.model.section import given
 from mca_config.pipeline import PipelineChunk
+from mca_models.templates.parts.layer_costs import SINGLE, MixerCosts
+from mca_models.templates.parts.mamba import MAMBA_COSTS
 from mca_train.plan.chunks import ChunkSpec, recomputed_modules
 from mca_train.plan.counts import Count
 from mca_train.plan.hardware import Hardware
-from mca_train.plan.local_layers import CHUNK
+from mca_train.plan.local_layers import mixer_costs
 from mca_train.plan.schedule import Order, Pass
-from mca_train.plan.sizes import SINGLE
 from mca_train.plan.timeline import timeline
 
 _KERNELS = 45
@@ -221,44 +222,19 @@ class StepTimeModel:
         config = self.model.config
         if not config.has_attention(number):
             return 0.0, 0.0
-        if config.is_linear_layer(number):
-            return self._delta_rule()
-        if config.is_conv_layer(number):
-            return 4 * config.hidden_size**2 / self.model.sizes.layout.tp, 0.0
-        states = config.is_mamba_layer(number)
-        of_both = [] if states else [self._attention(number)]
-        of_both += [self._states()] if states or config.has_parallel_mamba else []
-        weights, seconds = (sum(parts) for parts in zip(*of_both, strict=True))
-        return weights, seconds
+        if (mixer := mixer_costs(config, number)) is not None:
+            return self._mixer(mixer)
+        weights, seconds = self._attention(number)
+        if not config.has_parallel_mamba:
+            return weights, seconds
+        of_mamba = self._mixer(MAMBA_COSTS)
+        return weights + of_mamba[0], seconds + of_mamba[1]
 
-    def _states(self) -> tuple[float, float]:
-        """Return the weights of a Mamba layer's GEMMs on this rank, and the seconds of its scan."""
+    def _mixer(self, mixer: MixerCosts) -> tuple[float, float]:
+        """Return the weights of a mixer's GEMMs on this rank, and the seconds of its scan or recurrence."""
         config, sizes = self.model.config, self.model.sizes
-        heads, tp = given(config.mamba).mamba_num_heads, sizes.layout.tp
-        width, state = given(config.mamba).mamba_head_dim, given(config.mamba).mamba_state_dim
-        inside, states = heads * width, given(config.mamba).mamba_num_groups * state
-        weights = config.hidden_size * (3 * inside + 2 * states + heads) / tp
-        shared = max(states, tp * state)  # ranks whose heads share a group repeat its computation
-        flops = 2 * sizes.tokens * (CHUNK * (inside + shared) + 2 * inside * state) / tp
-        return weights, flops / (self.hardware.device.tflops * 1e12 * self.hardware.efficiency.attention)
-
-    def _delta_rule(self) -> tuple[float, float]:
-        """Return the weights of a gated delta net's GEMMs on this rank, and the seconds of its chunked recurrence."""
-        config, sizes = self.model.config, self.model.sizes
-        heads, tp = given(config.linear_attention).linear_num_value_heads, sizes.layout.tp
-        key, value = (
-            given(config.linear_attention).linear_key_head_dim,
-            given(config.linear_attention).linear_value_head_dim,
-        )
-        projected = (
-            2 * given(config.linear_attention).linear_num_key_heads * key + 3 * heads * value + 2 * heads
-        )
-        each = (
-            CHUNK * (3 * key + 2 * value) + 3 * key * value
-        )  # token-by-token matrices of a chunk, and states
-        flops = 2 * sizes.tokens * heads * each / tp
         rate = self.hardware.device.tflops * 1e12 * self.hardware.efficiency.attention
-        return config.hidden_size * projected / tp, flops / rate
+        return mixer.weights(config, sizes), mixer.flops(config, sizes) / rate
 
     def _attention(self, number: int) -> tuple[float, float]:
         """Return the weights of attention GEMMs on this rank, and the seconds of its causal scores."""

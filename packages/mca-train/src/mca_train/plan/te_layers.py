@@ -6,9 +6,12 @@ Nothing here was measured without a GPU.
 
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
+from mca_models.templates.parts.layer_costs import SINGLE, SavedTensor
+from mca_models.templates.parts.mamba import MAMBA_COSTS
+from mca_models.templates.parts.mla import saved_core
 from mca_train.plan import local_layers
-from mca_train.plan.local_layers import custom_activation, mamba, per_layer_input
-from mca_train.plan.sizes import SINGLE, SavedTensor, Sizes
+from mca_train.plan.local_layers import custom_activation, per_layer_input
+from mca_train.plan.sizes import Sizes
 
 _NORM_LINEAR = (
     "transformer_engine/pytorch/module/layernorm_linear.py: _LayerNormLinear (inputmat, ln_out_to_save)"
@@ -68,7 +71,7 @@ def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTe
     """Return the saved tensors of the attention of decoder layer ``number``, or of mca's mixer in its place."""
     if config.has_mixer(number):
         return local_layers.attention(config, sizes, number)
-    mamba_lines = mamba(config, sizes) if config.has_parallel_mamba else []
+    mamba_lines = MAMBA_COSTS.saved(config, sizes) if config.has_parallel_mamba else []
     if config.mla is not None:
         return mamba_lines + _mla(config, sizes)
     query, key = _channels(config, sizes)
@@ -134,7 +137,7 @@ def _mla(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
         ),
     ]
     if sizes.mca_attention:
-        return lines + local_layers.mla_core(config, sizes)
+        return lines + saved_core(config, sizes)
     heads = config.attention.num_attention_heads / sizes.layout.tp
     query = heads * (given(config.mla).qk_head_dim + given(config.mla).qk_pos_emb_head_dim)
     value = heads * given(config.mla).v_head_dim

@@ -14,7 +14,8 @@ from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
 from mca_models.templates import get_family
-from mca_train.plan.sizes import SINGLE, SavedTensor, Sizes
+from mca_models.templates.parts.layer_costs import SINGLE, SavedTensor
+from mca_train.plan.sizes import Sizes
 
 if TYPE_CHECKING:
     from mca_train.config.model_parts import Part

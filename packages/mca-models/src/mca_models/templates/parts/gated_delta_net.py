@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import gcd
 
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import FamilyConfig, JsonObject, Values
 from mca_models.templates.config_table import (
@@ -16,11 +17,21 @@ from mca_models.templates.config_table import (
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts import gated_delta_net as delta
 from mca_models.templates.parts.common import ATTN, attention, inner
+from mca_models.templates.parts.layer_costs import (
+    CHUNK,
+    SINGLE,
+    LayerSizes,
+    MixerCosts,
+    SavedTensor,
+    norm,
+)
 from mca_models.templates.parts.names import HF
 from mca_models.templates.parts.vision_tower import Spelling
 from mca_models.templates.shapes import Shape
 from mca_models.weights import COLUMN, ROW, Concat, Param, Shard, expand_rules
 
+_DECAY_BLOCK = 16
+"""Tokens of a chunk that are processed pairwise with per-channel decay."""
 DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
 CONSTANTS = {"qk_layernorm": True, "attention_output_gate": True, "layernorm_zero_centered_gamma": True}
 FIELDS = (
@@ -125,3 +136,54 @@ def in_proj(config: McaModelConfig) -> Param:
 
 
 MIXED_LAYERS = Lens(mixed_layers, write_layers)
+
+
+def _saved_tensors(config: McaModelConfig, sizes: LayerSizes) -> list[SavedTensor]:
+    """Return the saved tensors of a gated delta net: a chunked fp32 recurrence with keys per value head."""
+    tp, tokens, width = sizes.layout.tp, sizes.tokens, sizes.width
+    key, value = (
+        given(config.linear_attention).linear_key_head_dim,
+        given(config.linear_attention).linear_value_head_dim,
+    )
+    heads = given(config.linear_attention).linear_num_value_heads / tp
+    projected = 2 * given(config.linear_attention).linear_num_key_heads * key / tp
+    keys, values = heads * key, heads * value
+    rule = "mca_models/megatron/features/delta_rule.py: gated_delta_rule"
+    pairs = (
+        _DECAY_BLOCK * key if given(config.linear_attention).linear_channel_decay else 0
+    )  # per-channel decay
+    net = "mca_models/megatron/features/gated_delta_net.py: forward"
+    return [
+        SavedTensor("convolution: padded, and its output", tokens * (projected + values) * 2 * width, net),
+        SavedTensor("queries and keys in fp32", tokens * projected * SINGLE, net),
+        SavedTensor("gate, activated, and output", tokens * values * (2 * SINGLE + 2 * width), net),
+        *norm(tokens, values, sizes, output=False),
+        SavedTensor("queries, keys and values of chunks", tokens * (2 * keys + values) * SINGLE, rule),
+        SavedTensor(
+            "token-by-token matrices of a chunk", tokens * heads * (CHUNK * 6 + 3 * pairs) * SINGLE, rule
+        ),
+        SavedTensor("solved, and corrections", tokens * (keys + 2 * values) * SINGLE, rule),
+        SavedTensor("decayed queries and keys", tokens * 2 * keys * SINGLE, rule),
+        SavedTensor("states", tokens / CHUNK * keys * value * SINGLE, rule),
+    ]
+
+
+def _weights(config: McaModelConfig, sizes: LayerSizes) -> float:
+    linear = given(config.linear_attention)
+    heads, key, value = (
+        linear.linear_num_value_heads,
+        linear.linear_key_head_dim,
+        linear.linear_value_head_dim,
+    )
+    projected = 2 * linear.linear_num_key_heads * key + 3 * heads * value + 2 * heads
+    return config.hidden_size * projected / sizes.layout.tp
+
+
+def _flops(config: McaModelConfig, sizes: LayerSizes) -> float:
+    linear = given(config.linear_attention)
+    key, value = linear.linear_key_head_dim, linear.linear_value_head_dim
+    each = CHUNK * (3 * key + 2 * value) + 3 * key * value  # token-by-token matrices of a chunk, and states
+    return 2 * sizes.tokens * linear.linear_num_value_heads * each / sizes.layout.tp
+
+
+DELTA_NET_COSTS = MixerCosts(_saved_tensors, _weights, _flops)

@@ -17,6 +17,7 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.parts.common import attention, inner
 from mca_models.templates.parts.gated_delta_net import fused
+from mca_models.templates.parts.layer_costs import CHUNK, SINGLE, LayerSizes, MixerCosts, SavedTensor
 from mca_models.weights import COLUMN, ROW, Param, expand_rules
 
 SILU = Fixed("mamba_hidden_act", ("silu",), "what is convolved is activated by SiLU")
@@ -159,3 +160,49 @@ FEED_FORWARD = {
     "post_attention_layernorm": "pre_ff_layernorm",
     "model.norm": "model.final_layernorm",
 }
+
+
+def saved_tensors(config: McaModelConfig, sizes: LayerSizes) -> list[SavedTensor]:
+    """Return the saved tensors of a Mamba layer: B and C per group, all others per head, in fp32 chunks."""
+    tp, tokens, width = sizes.layout.tp, sizes.tokens, sizes.width
+    heads, state = given(config.mamba).mamba_num_heads / tp, given(config.mamba).mamba_state_dim
+    inside = heads * given(config.mamba).mamba_head_dim
+    groups = given(config.mamba).mamba_num_groups / tp
+    states, local_states = max(groups, 1) * state, groups * state
+    net = "mca_models/megatron/features/mamba.py: forward"
+    space = "mca_models/megatron/features/state_space.py: state_space"
+    projected = tokens * (inside + 4 * local_states + heads) * SINGLE if width == SINGLE else 0.0
+    singles = 3 if given(config.mamba).mamba_norm == "none" else 5
+    return [
+        SavedTensor(
+            "convolution: padded, and its output", tokens * (inside + 2 * local_states) * 2 * width, net
+        ),
+        SavedTensor("inputs, and inputs times steps", tokens * inside * 2 * SINGLE, net),
+        SavedTensor("B, C and dt of the projection, without copies", projected, net),
+        SavedTensor("gate, activated and not, and output", tokens * inside * (singles * SINGLE + width), net),
+        SavedTensor("B and C", tokens * 2 * states * SINGLE, space),
+        SavedTensor("token-by-token matrices of a chunk", tokens * heads * CHUNK * 2 * SINGLE, space),
+        SavedTensor("decayed B and C", tokens * heads * 2 * state * SINGLE, space),
+        SavedTensor("states", 2 * tokens / CHUNK * inside * state * SINGLE, space),
+    ]
+
+
+def _weights(config: McaModelConfig, sizes: LayerSizes) -> float:
+    mamba = given(config.mamba)
+    inside, states = (
+        mamba.mamba_num_heads * mamba.mamba_head_dim,
+        mamba.mamba_num_groups * mamba.mamba_state_dim,
+    )
+    return config.hidden_size * (3 * inside + 2 * states + mamba.mamba_num_heads) / sizes.layout.tp
+
+
+def _flops(config: McaModelConfig, sizes: LayerSizes) -> float:
+    mamba, tp = given(config.mamba), sizes.layout.tp
+    inside, state = mamba.mamba_num_heads * mamba.mamba_head_dim, mamba.mamba_state_dim
+    shared = max(
+        mamba.mamba_num_groups * state, tp * state
+    )  # ranks whose heads share a group repeat its computation
+    return 2 * sizes.tokens * (CHUNK * (inside + shared) + 2 * inside * state) / tp
+
+
+MAMBA_COSTS = MixerCosts(saved_tensors, _weights, _flops)

@@ -11,6 +11,7 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import ATTN, dense_mlp, embedding, head, inner
+from mca_models.templates.parts.layer_costs import SINGLE, LayerSizes, SavedTensor
 from mca_models.templates.parts.moe import (
     SCALED,
     expert_fields,
@@ -22,6 +23,8 @@ from mca_models.templates.parts.moe import (
 from mca_models.templates.parts.names import HF_ATTN, MoeNames
 from mca_models.weights import COLUMN, ROW, Concat, GroupedHeads, Interleaved, Param, expand_rules
 
+_SOURCE = "megatron/core/transformer/multi_latent_attention.py: get_query_key_value_tensors"
+_SDPA = "mca_models/megatron/layers/sdpa.py: scaled_dot_product_attention"
 LATENT_FIELDS = (
     Field("q_lora_rank", "q_lora_rank", None),
     Field("kv_lora_rank", "kv_lora_rank"),
@@ -107,3 +110,18 @@ def mla_dense_params(config: McaModelConfig) -> list[Param]:
 
 MLA = Lens(derive_mla, write_groups)
 SIGMOID_MLA = Lens(derive_sigmoid_mla, write_groups)
+
+
+def saved_core(config: McaModelConfig, sizes: LayerSizes) -> list[SavedTensor]:
+    """Return the saved tensors of mca's core attention with MLA."""
+    tokens, width, tp = sizes.tokens, sizes.width, sizes.layout.tp
+    heads = config.attention.num_attention_heads / tp
+    key = heads * (given(config.mla).qk_head_dim + given(config.mla).qk_pos_emb_head_dim)
+    value = heads * given(config.mla).v_head_dim
+    return [
+        SavedTensor("queries and keys", tokens * key * 2 * width, _SOURCE, "mla_up_proj"),
+        SavedTensor("values, padded to the keys", tokens * key * width, _SDPA, "core_attn"),
+        SavedTensor("attention's output, padded", tokens * key * width, _SDPA, "core_attn"),
+        SavedTensor("attention's output", tokens * value * width, _SDPA),
+        SavedTensor("log-sum-exp of attention", tokens * heads * SINGLE, _SDPA, "core_attn"),
+    ]

@@ -11,6 +11,7 @@ from mca_models.templates.config_table import Field, Fixed, HfConfig, dense_fiel
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import attention, inner, renamed
 from mca_models.templates.parts.gated_delta_net import fused
+from mca_models.templates.parts.layer_costs import LayerSizes, MixerCosts, SavedTensor
 from mca_models.weights import ROW, Param, Shard, expand_rules
 
 NO_CONV_BIAS = Fixed("conv_bias", (False,), "no published model has biases")
@@ -92,3 +93,21 @@ def lfm3_names(config: McaModelConfig, rules: Iterable[Param]) -> list[Param]:
 def lfm2_names(rules: Iterable[Param]) -> list[Param]:
     """Return ``rules`` under the names of LFM2 files."""
     return renamed(rules, _NAMES)
+
+
+def _saved_tensors(config: McaModelConfig, sizes: LayerSizes) -> list[SavedTensor]:
+    """Return the saved tensors of a gated short convolution."""
+    channels = sizes.tokens * config.hidden_size / sizes.layout.tp * sizes.width
+    net = "mca_models/megatron/features/short_convolution.py: forward"
+    return [
+        SavedTensor("gates and inputs", 3 * channels, net),
+        SavedTensor("convolution: padded, and its output", 2 * channels, net),
+        SavedTensor("gated output", channels, net),
+    ]
+
+
+CONVOLUTION_COSTS = MixerCosts(
+    _saved_tensors,
+    weights=lambda config, sizes: 4 * config.hidden_size**2 / sizes.layout.tp,
+    flops=lambda config, sizes: 0.0,
+)

@@ -17,6 +17,9 @@ from mca_models.megatron.log_probs.vocabulary import TokenValues
 from mca_train import groups
 from mca_train.batching.collate import PadCollator, StepCollator
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
+from mca_train.batching.packing import ROUTED_EXPERTS
+from mca_train.batching.routed_experts import ExpertBatching
+from mca_train.clients.verl.rollout_experts import rollout_experts
 from mca_train.groups import Ranks
 from mca_train.types import Sample, VirtualModels
 
@@ -24,7 +27,6 @@ _UNSUPPORTED = {
     "calculate_sum_pi_squared": "set actor.calculate_sum_pi_squared to false",
     "distillation_use_topk": "use verl's engine megatron for distillation",
     "distillation_only": "use verl's engine megatron for distillation",
-    "enable_routing_replay": "set router_replay.mode to disabled",
 }
 
 
@@ -57,7 +59,9 @@ def token_values(data: TensorDict) -> TokenValues:
     return TokenValues(temperature=float(temperature), entropy=entropy)
 
 
-def step_collator(models: VirtualModels, ranks: Ranks, *, packed: bool, pad_token_id: int) -> StepCollator:
+def step_collator(
+    models: VirtualModels, ranks: Ranks, *, packed: bool, pad_token_id: int, replays: bool
+) -> StepCollator:
     """Return the collator of this rank; a micro-batch's size and length are set by `step_batch`.
 
     Args:
@@ -65,6 +69,7 @@ def step_collator(models: VirtualModels, ranks: Ranks, *, packed: bool, pad_toke
         ranks: This rank.
         packed: Pack the sequences of a micro-batch into one row.
         pad_token_id: Token of padding.
+        replays: The routers take the experts of the rollout.
     """
     megatron, config = models.megatron, models.config
     return StepCollator(
@@ -80,6 +85,7 @@ def step_collator(models: VirtualModels, ranks: Ranks, *, packed: bool, pad_toke
         context_parallel_rank=ranks.context_parallel_rank,
         pad_token_id=pad_token_id,
         packed=packed,
+        experts=ExpertBatching(config=config, required=replays),
         positions=config.max_position_embeddings if config.embedding.learned_positions else None,
     )
 
@@ -92,20 +98,27 @@ def step_batch(micro_batches: Sequence[TensorDict], collator: StepCollator, rank
         collator: From `step_collator`.
         ranks: This rank.
     """
-    sequences = [_sequences(data) for data in micro_batches]
+    tokens = [sequences(data) for data in micro_batches]
     multiple = 2 * ranks.layout.cp if ranks.layout.cp > 1 else 1
     rows = [
         sum(len(ids) + -len(ids) % multiple for ids in group) if collator.packed else max(map(len, group))
-        for group in sequences
+        for group in tokens
     ]
     length = int(groups.max_over_ranks(max(rows), ranks.device))
-    height = int(groups.max_over_ranks(max(map(len, sequences)), ranks.device))
+    height = int(groups.max_over_ranks(max(map(len, tokens)), ranks.device))
     share = 1 / len(micro_batches) if ranks.context_parallel_rank == 0 else 0.0
     steps = []
-    for group in sequences:
+    for group, data in zip(tokens, micro_batches, strict=True):
         samples: list[tuple[Sample, bool]] = [({"input_ids": ids}, True) for ids in group]
         if not collator.packed:
             samples += [({"input_ids": group[0][:1]}, False)] * (height - len(group))
+        if collator.experts.required:
+            experts = rollout_experts(data, group)
+            experts += [experts[0][:1]] * (len(samples) - len(group))
+            samples = [
+                (sample | {ROUTED_EXPERTS: each}, counts)
+                for (sample, counts), each in zip(samples, experts, strict=True)
+            ]
         steps.append(replace(collator, length=length, micro_batch_size=len(samples))(samples))
     made = tuple(
         VerlMicroBatch(**vars(step.micro_batches[0]), data=data, share=share)
@@ -120,7 +133,12 @@ def step_batch(micro_batches: Sequence[TensorDict], collator: StepCollator, rank
     )
 
 
-def _sequences(data: TensorDict) -> list[Tensor]:
+def sequences(data: TensorDict) -> list[Tensor]:
+    """Return the tokens of each sequence on the host.
+
+    Raises:
+        McaError: They are padded, or have images.
+    """
     ids = data["input_ids"]
     if not ids.is_nested:
         raise McaError("verl's batch has padded input_ids; set data.pad_mode to no_padding")

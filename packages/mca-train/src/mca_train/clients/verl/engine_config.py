@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, fields
 
-from verl.workers.config import EngineConfig
+from verl.workers.config import ActorConfig, EngineConfig
 
 from mca_config.arguments.distributing import LAYOUT_FIELDS
 from mca_config.errors import McaError
@@ -59,10 +59,10 @@ class McaEngineConfig(EngineConfig):  # type: ignore[misc]
                 "engine.full_determinism is not supported by mca; set it to false, and "
                 "arguments.deterministic_mode to true"
             )
-        if self.router_replay.mode != "disabled":
+        if self.router_replay.mode not in ("disabled", "R3"):
             raise McaError(
-                f"engine.router_replay.mode is {self.router_replay.mode!r}, which mca does not support; set it to "
-                "disabled"
+                f"engine.router_replay.mode is {self.router_replay.mode!r}, which mca does not support; set it to R3, "
+                "with rollout.enable_rollout_routing_replay, or to disabled"
             )
         own = {each.name for each in fields(self)}
         if twice := sorted(own & set(self.arguments)):
@@ -71,3 +71,18 @@ class McaEngineConfig(EngineConfig):  # type: ignore[misc]
     def layout_arguments(self) -> JsonObject:
         """Return the sizes of the layout under the names of ``mca_config``'s arguments."""
         return {name: getattr(self, name) for name in LAYOUT_FIELDS if hasattr(self, name)}
+
+
+@dataclass
+class McaActorConfig(ActorConfig):  # type: ignore[misc]
+    """Actor, or reference model, of verl's PPO trainer on the engine mca.
+
+    Args:
+        strategy: ``mca``.
+        engine: The engine's configuration.
+        use_rollout_log_probs: Take the rollout's log-probabilities as those of the old policy.
+    """
+
+    strategy: str = "mca"
+    engine: McaEngineConfig = field(default_factory=McaEngineConfig)
+    use_rollout_log_probs: bool = False

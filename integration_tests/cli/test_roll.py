@@ -1,0 +1,377 @@
+"""ROLL's own files on mca: its weight update sends the exported tensors, its Megatron strategy trains.
+
+    uv venv -p 3.11 .venv-roll
+    uv pip install -p .venv-roll megatron-core==0.16.1 -e packages/mca-config -e packages/mca-models \
+        -e packages/mca-train pytest pytest-timeout hypothesis ray==2.48.0 TransferQueue==0.1.6 tensordict codetiming \
+        more_itertools dacite omegaconf hydra-core jsonlines einops pillow pybase64 modelscope \
+        opentelemetry-sdk opentelemetry-exporter-otlp
+    MCA_ROLL=CHECKOUT .venv-roll/bin/python -m pytest -n 0 -m qualify --cases all integration_tests/cli/test_roll.py
+
+ROLL is not on the package index: MCA_ROLL names a checkout. Without it only the facade is tested.
+"""
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny_hf
+import torch
+import transformers
+
+from harness import run_ranks
+from mca_config.errors import McaError
+from mca_train.clients import client_path
+
+CHECKOUT = os.environ.get("MCA_ROLL")
+needs_roll = pytest.mark.skipif(CHECKOUT is None, reason="needs MCA_ROLL, a checkout of ROLL")
+pytestmark = pytest.mark.ranks
+
+TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
+CP, VPP = "context_parallel_size", "virtual_pipeline_model_parallel_size"
+
+IMPORTED = {
+    "mcore_adapter": ["TrainingArguments"],
+    "mcore_adapter.adapters": [
+        "apply_megatron_lora",
+        "find_all_embedding_modules",
+        "find_all_linear_modules",
+        "find_all_router_modules",
+        "set_linear_is_expert",
+    ],
+    "mcore_adapter.checkpointing": [
+        "generate_model_state_dict",
+        "get_checkpoint_dir",
+        "load_state_dict_from_checkpoint",
+    ],
+    "mcore_adapter.constants": ["MCA_CONFIG_NAME"],
+    "mcore_adapter.models": ["AutoModel"],
+    "mcore_adapter.models.converter.model_converter": ["ModelConverter"],
+    "mcore_adapter.models.model_factory": ["McaGPTModel", "VirtualModels"],
+    "mcore_adapter.models.sequence_packing_mixin": ["MultimodalEmbeddingMixin"],
+    "mcore_adapter.parallel_functions": ["context_parallel_gather", "vocab_parallel_logprobs"],
+    "mcore_adapter.patcher": [
+        "patch_torch_find_nd_overlapping_shards",
+        "patch_torch_validate_global_plan",
+    ],
+    "mcore_adapter.trainer.utils": [
+        "build_sharded_state_dict_metadata",
+        "get_ltor_masks_and_position_ids",
+        "get_megatron_lr_scheduler",
+    ],
+}
+"""What ROLL imports in its strategy, weight update and model provider."""
+
+
+def facade() -> SimpleNamespace:
+    """Import the facade in a forked rank, and ROLL from the checkout if there is one."""
+    for folder in filter(None, (CHECKOUT, str(client_path("roll")))):
+        sys.path.insert(0, folder)
+    modules = {module: importlib.import_module(module) for module in IMPORTED}
+    return SimpleNamespace(
+        **{name: getattr(modules[module], name) for module, names in IMPORTED.items() for name in names}
+    )
+
+
+def arguments(names: SimpleNamespace, out: Path, **options: Any) -> Any:
+    return names.TrainingArguments(
+        output_dir=str(out), report_to="none", use_cpu=True, gradient_accumulation_steps=2, **options
+    )
+
+
+def gathered(names: SimpleNamespace, models: Any) -> dict[str, torch.Tensor]:
+    """Return this rank's tensors as ROLL sends them: shards of all tp ranks, converted one by one."""
+    from megatron.core import parallel_state
+
+    converter = names.ModelConverter(models.config, to_hf=True, efficient_mode=True)
+    found = {}
+    for stage, chunk in enumerate(models.get_models()):
+        for live, weight in sorted(chunk.state_dict_for_save_checkpoint().items()):
+            if live.endswith("_extra_state"):
+                continue
+            name = converter.dist_converter.preprocess_layer_index(live, vp_stage=stage)
+            expert = converter.dist_converter.is_expert_parallel_weight(name)
+            group = (
+                parallel_state.get_expert_tensor_parallel_group()
+                if expert
+                else parallel_state.get_tensor_model_parallel_group()
+            )
+            shards = [torch.empty_like(weight) for _ in range(group.size())]
+            torch.distributed.all_gather(shards, weight, group=group)
+            found |= converter.convert_to_hf({name: shards}, layer_index_preprocessed=True)
+    return found
+
+
+def check_facade(path: Path, out: Path, options: dict[str, Any]) -> list[str]:
+    """Return the faults of the facade on this rank."""
+    names = facade()
+    models = names.AutoModel.from_pretrained(path, arguments(names, out, **options))
+    exported = dict(models.model.export_weights())
+    mine = gathered(names, models)
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, mine)
+    sent = {name: tensor for part in every for name, tensor in part.items()}
+    faults = sorted(sent.keys() ^ exported.keys())
+    faults += [name for name in sent.keys() & exported.keys() if not torch.equal(sent[name], exported[name])]
+    tokens = torch.arange(2 * 16).reshape(2, 16)
+    shard = models[0].get_batch_on_this_cp_rank({"x": tokens}, dim3_keys=[])["x"].double().requires_grad_()
+    whole = names.context_parallel_gather(shard, parallel_dim=1)
+    weights = torch.arange(16.0, dtype=torch.float64)
+    (whole * weights).sum().backward()
+    own = models[0].get_batch_on_this_cp_rank({"x": weights.expand(2, 16)}, dim3_keys=[])["x"]
+    faults += (
+        [] if torch.equal(whole.detach(), tokens.double()) and torch.equal(shard.grad, own) else ["gather"]
+    )
+    models.save_pretrained_as_hf(str(out))
+    models[0].save_pretrained(str(out), ckpt_format="mca")
+    with torch.no_grad():
+        for parameter in models.parameters():
+            parameter.zero_()
+    models.load_state_dict(names.load_state_dict_from_checkpoint(str(out)))
+    again = dict(models.model.export_weights())
+    return faults + [name for name in exported if not torch.equal(again[name], exported[name])]
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        pytest.param("qwen2", {TP: 2, "ckpt_format": "legacy"}, id="tp2"),
+        pytest.param("llama", {PP: 2, VPP: 2}, id="pp2_vpp2"),
+        pytest.param("qwen3_moe", {EP: 2}, id="ep2"),
+        pytest.param("llama", {CP: 2}, id="cp2"),
+    ],
+)
+def test_weights_tokens_and_checkpoints_pass_through_the_facade(case, options, tmp_path):
+    size = {"num_hidden_layers": 4} if VPP in options else {}
+    path = tiny_hf.save(case, tmp_path / "model", **size)
+    assert run_ranks(2, check_facade, path, tmp_path / "out", options) == [[], []]
+    assert (tmp_path / "out/config.json").is_file()
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def log_probs_of_shards() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return log-probabilities and gradients of logits that two ranks share, and those of torch."""
+    from mca_config.layout import ParallelLayout
+    from mca_models.megatron.distributed import parallel
+
+    parallel.start(ParallelLayout(tensor_model_parallel_size=2))
+    whole = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    target = torch.tensor([[0, 3, 4, 7, 2], [1, 6, 5, 0, 7]])
+    wanted = whole.log_softmax(-1).gather(-1, target[..., None])[..., 0]
+    wanted.sum().backward()
+    half = whole.detach().chunk(2, -1)[torch.distributed.get_rank()].clone().requires_grad_()
+    found = facade().vocab_parallel_logprobs(half, target)
+    found.sum().backward()
+    assert torch.equal(half, whole.detach().chunk(2, -1)[torch.distributed.get_rank()])
+    return found.detach(), wanted.detach(), half.grad, whole.grad.chunk(2, -1)[torch.distributed.get_rank()]
+
+
+def test_log_probs_of_a_sharded_vocabulary_equal_torch():
+    for found, wanted, gradient, wanted_gradient in run_ranks(2, log_probs_of_shards):
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(gradient, wanted_gradient)
+
+
+def rejections(path: Path, fused: Path, out: Path) -> list[str]:
+    """Return the error of each use that the facade does not support."""
+    names = facade()
+    args = arguments(names, out)
+    models, stacked = (names.AutoModel.from_pretrained(folder, args) for folder in (path, fused))
+    found = []
+    for work in (
+        names.apply_megatron_lora,
+        lambda: arguments(names, out, moe_enable_routing_replay=True),
+        lambda: names.ModelConverter(models.config),
+        lambda: names.ModelConverter(stacked.config, to_hf=True),
+        lambda: names.ModelConverter(models.config, to_hf=True).dist_converter.preprocess_layer_index("x", 0),
+        lambda: names.get_ltor_masks_and_position_ids(torch.ones(1, 4)),
+    ):
+        try:
+            work()
+            found.append("accepted")
+        except McaError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_does_not_map_is_an_error(tmp_path):
+    path, fused = tiny_hf.save("llama", tmp_path / "a"), tiny_hf.save("gpt_oss", tmp_path / "b")
+    (messages,) = run_ranks(1, rejections, path, fused, tmp_path / "out")
+    expected = (
+        "lora_target",
+        "moe_enable_routing_replay",
+        "to_hf=False",
+        "all experts",
+        "x: chunk 0",
+        "compile_warmup",
+    )
+    for message, words in zip(messages, expected, strict=True):
+        assert words in message
+
+
+def stream_of_roll(path: Path, out: Path, options: dict[str, Any]) -> list[str]:
+    """Return the differences between ROLL's unmodified weight stream and ``export_weights``."""
+    names = facade()
+    from roll.third_party.megatron import model_update
+
+    models = names.AutoModel.from_pretrained(path, arguments(names, out, **options))
+    exported = dict(models.model.export_weights())
+    meta = model_update.gather_weights_meta_cross_pp(models.get_models())
+    sent: dict[str, torch.Tensor] = {}
+    for pairs in model_update.gather_all_hf_weights(models.get_models(), 20_000, meta):
+        sent |= dict(pairs)
+    return sorted(sent.keys() ^ exported.keys()) + [
+        name for name in sent.keys() & exported.keys() if not torch.equal(sent[name], exported[name])
+    ]
+
+
+STREAMS = {
+    "tp2": ("qwen2", {TP: 2}),
+    "tied_pp2": ("gemma2", {PP: 2}),
+    "pp2_vpp2": ("llama", {PP: 2, VPP: 2}),
+    "ep2": ("qwen3_moe", {EP: 2}),
+    "tp2_pp2": ("llama", {TP: 2, PP: 2}),
+    "tp2_ep2_pp2": ("qwen3_moe", {TP: 2, EP: 2, PP: 2, "expert_tensor_parallel_size": 1}),
+}
+
+
+@needs_roll
+@pytest.mark.qualify
+@pytest.mark.parametrize("layout", STREAMS)
+def test_rolls_weight_stream_sends_the_exported_tensors(layout, tmp_path):
+    case, options = STREAMS[layout]
+    size = {"num_hidden_layers": 4} if VPP in options else {}
+    path = tiny_hf.save(case, tmp_path / "model", **size)
+    ranks = options.get(TP, 1) * options.get(PP, 1) * (1 if TP in options else options.get(EP, 1))
+    assert run_ranks(ranks, stream_of_roll, path, tmp_path / "out", options) == [[]] * ranks
+
+
+STEPS, ROWS, LENGTH = 3, 4, 32
+
+
+def batch_of(step: int) -> dict[str, torch.Tensor]:
+    """Return a batch of ROLL: rows with padding on the right and a mask of the responses."""
+    drawn = torch.Generator().manual_seed(step)
+    ids = torch.randint(1, 60, (ROWS, LENGTH), generator=drawn)
+    mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
+    mask[1, 24:], mask[3, 20:] = 0, 0
+    response = mask.clone()
+    response[:, :6] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask, "response_mask": response}
+
+
+def train_with_roll(path: Path, out: Path, options: dict[str, Any]) -> list[float] | None:
+    """Return the loss of each step of ROLL's unmodified strategy; None where the last stage is elsewhere."""
+    names = facade()
+    from roll.configs.worker_config import SequencePackingConfig
+    from roll.distributed.executor.worker import RankInfo
+    from roll.distributed.scheduler.protocol import DataProto
+    from roll.distributed.strategy.megatron_strategy import MegatronTrainStrategy
+    from roll.platforms import current_platform
+
+    type(current_platform).current_device = staticmethod(lambda: 0)  # ROLL names devices TYPE:NUMBER
+    packing = options.pop("packing", False)
+    worker = SimpleNamespace(
+        rank_info=RankInfo(),
+        pipeline_config=SimpleNamespace(sequence_length=LENGTH, max_grad_norm=1.0),
+        worker_config=SimpleNamespace(
+            name="actor",
+            offload_nccl=False,
+            use_sequence_packing=packing,
+            use_dynamic_batching_in_train=False,
+            use_dynamic_batching_in_infer=False,
+            sequence_packing_args=SequencePackingConfig(),
+            router_replay=SimpleNamespace(mode=None),
+            apply_loss_scale=False,
+            model_args=SimpleNamespace(model_name_or_path=str(path)),
+            strategy_args=SimpleNamespace(strategy_config=dict(options)),
+            training_args=SimpleNamespace(
+                max_steps=STEPS,
+                per_device_train_batch_size=2,
+                to_dict=lambda: arguments_of_roll(out),
+            ),
+        ),
+    )
+    strategy = MegatronTrainStrategy(worker)
+    strategy.initialize(lambda training_args, **_: names.AutoModel.from_pretrained(path, training_args))
+
+    def loss(data: Any, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        mask = data.batch["attention_mask"]
+        log_probs = strategy.op_compute_log_probs(logits, data.batch["input_ids"], mask)
+        value = -(log_probs * data.batch["response_mask"][:, 1:]).sum() / 50
+        return value, {"loss": [value.item()]}
+
+    losses = []
+    for step in range(STEPS):
+        info = {"loss_mask_keys": [], "is_offload_optimizer_states_in_train_step": False}
+        batch = DataProto.from_dict(batch_of(step), meta_info=info)
+        metrics = strategy.train_step(batch, loss)
+        losses.append(sum(metrics.get("loss", [])))
+    saved = dict(strategy.model.model.export_weights())
+    assert all(tensor.isfinite().all() for tensor in saved.values())
+    return losses if worker.rank_info.is_pipeline_last_stage else None
+
+
+def arguments_of_roll(out: Path) -> dict[str, Any]:
+    """Return what ROLL's worker passes as training arguments."""
+    return {
+        "output_dir": str(out),
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 2,
+        "max_steps": STEPS,
+        "report_to": "none",
+        "use_cpu": True,
+    }
+
+
+def reference_losses(path: Path) -> list[float]:
+    """Return the losses of the same steps of the transformers model, each the sum over two micro-batches."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    losses = []
+    for step in range(STEPS):
+        total = 0.0
+        for ids, mask, response in zip(*(x.chunk(2) for x in batch_of(step).values()), strict=True):
+            logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
+            log_probs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+            loss = -(log_probs * mask[:, 1:] * response[:, 1:]).sum() / 50
+            (loss / 2).backward()  # the mean over the micro-batches
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+LAYOUTS = {
+    "tp2": {TP: 2},
+    "cp2": {CP: 2},
+    "packed": {"packing": True},
+    "tp2_pp2": {TP: 2, PP: 2},
+}
+
+
+@needs_roll
+@pytest.mark.qualify
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rolls_strategy_has_the_losses_of_transformers(layout, tmp_path):
+    from tokenizers_for_tests import byte_tokenizer
+
+    path = tiny_hf.save("llama", tmp_path / "model")
+    byte_tokenizer().save_pretrained(path)
+    options = dict(LAYOUTS[layout])
+    ranks = options.get(TP, 1) * options.get(CP, 1) * options.get(PP, 1)
+    found = run_ranks(ranks, train_with_roll, path, tmp_path / "out", options, timeout=900)
+    wanted = reference_losses(path)
+    for losses in found:
+        # 1e-5: the tolerance of losses between layouts; Adam with steps of 1e-2 amplifies rounding
+        assert losses is None or losses == pytest.approx(wanted, rel=1e-5)
+    assert any(found)

@@ -1,0 +1,5 @@
+"""``AutoModel`` by ROLL's signature."""
+
+from .auto import AutoModel
+
+__all__ = ["AutoModel"]

@@ -1,0 +1,1 @@
+"""Conversion of single weights to Hugging Face names."""

@@ -1,0 +1,111 @@
+"""``VirtualModels`` by ROLL's methods: a list of the rank's chunks, with Megatron's configuration."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel as McaGPTModel
+from torch import Tensor
+
+import mca_models
+from mca_config.types import JsonObject
+from mca_models.megatron.distributed import parallel
+from mca_models.megatron.layers.zigzag import take_rank_tokens
+from mca_models.megatron.virtual_models import CheckpointFormat
+from mca_train.checkpoint.model import load_weights
+from mca_train.clients.external_loop import MODEL_FOLDER, require_plain_loop, save_among
+from mca_train.types import Chunk, Upstream
+
+__all__ = ["McaGPTModel", "VirtualModels"]
+
+
+class VirtualModels:
+    """Chunks of a rank, of which ROLL wraps, trains and sends each by itself.
+
+    Its ``config`` is Megatron's; ``models`` may be replaced by the chunks' DDP wrappers.
+
+    Args:
+        model: mca's model.
+    """
+
+    def __init__(self, model: mca_models.VirtualModels) -> None:
+        require_plain_loop(model)
+        self.model = model
+        self.models: list[Chunk] = [*model.chunks]
+        config: Upstream = model.megatron
+        config.calculate_per_token_loss = False  # ROLL's losses are means
+        config.hf_model_type, config.mca_models = model.config.model_type, model
+        self.config = config
+        for chunk in self.models:
+            chunk.get_batch_on_this_cp_rank = self.get_batch_on_this_cp_rank
+            chunk.save_pretrained = self.save_pretrained
+
+    def get_models(self) -> list[Chunk]:
+        """Return the chunks, or their wrappers."""
+        return self.models
+
+    def __len__(self) -> int:
+        return len(self.models)
+
+    def __getitem__(self, index: int) -> Chunk:
+        return self.models[index]
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return iter(self.models)
+
+    def train(self, mode: bool = True) -> None:
+        """Set training mode."""
+        for model in self.models:
+            model.train(mode)
+
+    def eval(self) -> None:
+        """Set evaluation mode."""
+        self.train(False)
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Yield the shards of this rank."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield Megatron's names in each chunk, and shards."""
+        for model in self.models:
+            yield from model.named_parameters()
+
+    def get_batch_on_this_cp_rank(
+        self, batch: dict[str, Tensor], dim3_keys: tuple[str, ...] | list[str] = ("attention_mask",)
+    ) -> dict[str, Tensor]:
+        """Return this context-parallel rank's tokens of each tensor.
+
+        Args:
+            batch: Tensors ``[b, s, ...]``.
+            dim3_keys: Tensors ``[b, 1, s, ...]``.
+        """
+        group = parallel.context_group()
+        return {
+            name: take_rank_tokens(x, 2 if name in dim3_keys else 1, group.rank(), group.size())
+            for name, x in batch.items()
+        }
+
+    def save_pretrained(self, directory: str, state_dict: object = None, ckpt_format: str = "mca") -> None:
+        """Write all chunks in mca's format (or ``torch_dist``) below ``directory``; collective."""
+        form: CheckpointFormat = "torch_dist" if ckpt_format == "torch_dist" else "mca"
+        self.model.save_pretrained(Path(directory) / MODEL_FOLDER, overwrite=True, ckpt_format=form)
+
+    def save_pretrained_as_hf(self, directory: str) -> None:
+        """Write a Hugging Face checkpoint among the files of ``directory``; collective."""
+        save_among(lambda folder: self.model.save_pretrained_as_hf(folder, overwrite=True), Path(directory))
+
+    def load_state_dict(self, state_dict: Path) -> None:
+        """Fill all chunks from the directory that ``load_state_dict_from_checkpoint`` returned."""
+        load_weights(self.model, state_dict)
+
+    def sharded_state_dict(self) -> JsonObject:
+        """Return Megatron's sharded state of each chunk, by which the optimizer's state is sharded."""
+        if len(self.models) == 1:
+            return {"model": self.models[0].sharded_state_dict()}
+        states: JsonObject = {}
+        for stage, model in enumerate(self.models):
+            parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
+            states[f"model{stage}"] = model.sharded_state_dict()
+        return states

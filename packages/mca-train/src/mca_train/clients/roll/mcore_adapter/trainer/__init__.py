@@ -1,0 +1,1 @@
+"""Helpers of ROLL's strategies."""
