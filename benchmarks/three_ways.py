@@ -54,7 +54,7 @@ def without_ranks(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, An
 
     be_no_rank()
     run = prepared(folder, "pretrain", KEYS, RANKS)
-    subject = make_plan_input(run, "local", on_gpu=False)
+    subject = make_plan_input(run, "local")
     plan = plan_layout(subject, run.settings.training, run.layout, RANKS)
     dry = measure_stages(run.task, run.settings, run.model, run.layout, RANKS)
     return [asdict(stage) | {"peak": stage.total} for stage in plan.stages], [asdict(stage) for stage in dry]

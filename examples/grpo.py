@@ -63,7 +63,7 @@ def train(folder: str, tensor_parallel: int, pipeline_parallel: int, rounds: int
         token_values = TokenValues(temperature=1.0)  # what compute_loss is given of each token
         metric_names = ("clipped",)  # logged with the loss
 
-        def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
+        def compute_loss(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
             # output: log-probability of each *next* token [b, s]; beside it what `Rollouts` keeps of each sample,
             # wherever its tokens lie: packed, or cut over context-parallel ranks
             advantage = batch.values[batch.segments, 0].to(output)

@@ -51,7 +51,7 @@ def train(folder: str, tensor_parallel: int) -> list[float]:
 
         metric_names = ("cross_entropy", "certainty")  # logged with the loss
 
-        def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
+        def compute_loss(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
             # output: cross entropy of each token [b, s]; only targets count
             probability = torch.exp(-output)
             targets = batch.loss_mask.sum()

@@ -73,8 +73,8 @@ def needs(kind: str, file: Path | None, flags: list[str], gpus: int) -> tuple[in
     from mca_train.plan.hardware import load_hardware
     from mca_train.plan.memory import plan_layout
     from mca_train.plan.remedies import largest_stage, stages_over_limit
-    from mca_train.run.checks import check, make_settings
     from mca_train.run.plan_input import make_image_check, make_plan_input, planned_images
+    from mca_train.run.rules import check, make_settings
     from mca_train.tasks.table import TASKS
 
     values, where = load_values(file, flags)

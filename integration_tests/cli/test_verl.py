@@ -10,17 +10,21 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from cases import needed
 from train_cases import sparse_checkpoint
 from verl_data import FSDP, MCA, sft_overrides, write_inputs
 
 PROGRAM = Path(__file__).parents[1] / "support" / "verl_jobs.py"
 STEPS = 20
+HF_MODEL = "checkpoint.save_contents=[model,optimizer,extra,hf_model]"
 
 pytestmark = [
     pytest.mark.ranks,
@@ -35,6 +39,7 @@ SIZES = {
     "pp": "pipeline_model_parallel_size",
     "vpp": "virtual_pipeline_model_parallel_size",
     "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
 }
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "dp2": (2, {}),
@@ -44,8 +49,34 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "vpp2": (2, {"pp": 2, "vpp": 2}),
     "tp2pp2": (4, {"tp": 2, "pp": 2}),
     "dp2cp2": (4, {"cp": 2}),
+    "ep2": (2, {"ep": 2}),
 }
 """Ranks and sizes."""
+DENSE = [layout for layout in LAYOUTS if layout != "ep2"]
+
+
+ERRORS = {
+    ("engine.param_offload=true",): "engine.param_offload is not supported by mca",
+    ("engine.full_determinism=true",): "engine.full_determinism is not supported by mca",
+    ("engine.dtype=int8",): "engine.dtype is 'int8'; expected one of float32, bfloat16, float16",
+    ("+engine.arguments.recompute_granularty=full",): "unknown argument recompute_granularty; did you mean",
+    ("+engine.arguments.tensor_model_parallel_size=2",): "set engine.tensor_model_parallel_size instead",
+    ("optim=fsdp",): "add optim=megatron",
+    ("optim.muon_momentum=0.9",): "optim.muon_momentum is 0.9, which mca does not support",
+    ("+optim.override_optimizer_config.foreach=true",): "foreach is not supported by mca; expected adam_eps",
+    ("model.lora_rank=8",): "model.lora_rank is 8, which the engine mca does not support",
+    ("model.use_fused_kernels=true",): "model.use_fused_kernels is True",
+    ("model.use_liger=true",): "model.use_liger is True",
+    ("+model.override_config.rope_theta=5",): "model.override_config.rope_theta is not supported",
+}
+
+BATCH_ERRORS = (
+    "verl's batch has several temperatures",
+    "verl's batch has distillation_use_topk",
+    "verl's batch has calculate_sum_pi_squared",
+    "verl's batch has padded input_ids; set data.pad_mode to no_padding",
+    "verl's batch has images",
+)
 
 
 def run_jobs(folder: Path, jobs: list[dict[str, Any]], *, mca: bool) -> None:
@@ -109,30 +140,187 @@ def replay_job(folder: Path, layout: str, *, packed: bool) -> dict[str, Any]:
     return same | {"packed": packed, "model": str(folder / "sparse")}
 
 
-def test_the_engine_replays_the_experts_of_the_rollout(inputs: Path) -> None:
-    """Log-probabilities are those of `VirtualModels.log_probs`, which is compared with a forced transformers model."""
-    sparse_checkpoint(inputs / "sparse")
-    layouts = {"tp2": True, "cp2": True, "pp2": False}
-    run_jobs(inputs, [replay_job(inputs, name, packed=packed) for name, packed in layouts.items()], mca=True)
-
-
 @pytest.fixture(scope="module")
-def fsdp(inputs: Path) -> Path:
-    run_jobs(inputs, [sft_job(inputs, "fsdp", 2, *FSDP, "trainer.resume_mode=disable")], mca=False)
+def fsdp(request: pytest.FixtureRequest, inputs: Path) -> Path:
+    """Run the jobs of verl's own engine that the selected tests need, in one program."""
+    rl = [] if not selected(request, test_grpo_has_the_losses_of_the_fsdp_engine) else [FSDP]
+    jobs = [sft_job(inputs, "fsdp", 2, *FSDP, HF_MODEL)]
+    jobs += [grpo_of(sft_job(inputs, "grpo-fsdp", 2, *options)) for options in rl]
+    if selected(request, test_experts_have_the_losses_of_the_fsdp_engine):
+        jobs.append(sft_job(inputs, "moe-fsdp", 2, *FSDP, f"model.path={inputs}/moe"))
+    run_jobs(inputs, jobs, mca=False)
     return inputs
 
 
 @pytest.fixture(scope="module")
 def mca(request: pytest.FixtureRequest, inputs: Path) -> Path:
-    jobs = [layout_job(inputs, layout, "trainer.save_freq=10") for layout in needed(request, "layout")]
+    """Run the jobs of mca's engine that the selected tests need, in one program."""
+    jobs = [layout_job(inputs, layout, HF_MODEL) for layout in layouts_of(request, "test_sft")]
+    for layout in layouts_of(request, "test_grpo"):
+        jobs.append(grpo_of(layout_job(inputs, layout, name=f"grpo-{layout}")) | {"delta": True})
+    if selected(request, test_a_killed_run_resumes_bit_for_bit, test_a_run_resumes_on_another_layout):
+        jobs += resume_jobs(inputs)
+    if selected(request, test_a_run_resumes_on_another_layout):
+        jobs.append(
+            layout_job(inputs, "tp2pp2", *RESUME, f"{FROM}={inputs}/whole/global_step_10", name="other")
+        )
+    if selected(request, test_experts_have_the_losses_of_the_fsdp_engine):
+        jobs += [layout_job(inputs, "ep2", f"model.path={inputs}/moe", name="moe-ep2")]
+        jobs += [layout_job(inputs, "tp2", f"model.path={inputs}/moe", name="moe-tp2")]
+    if selected(request, test_bf16_and_padded_rows_have_about_the_losses_of_fp32):
+        jobs += [layout_job(inputs, "dp2", "engine.dtype=bfloat16", *PADDED, name="bf16")]
+        jobs += [layout_job(inputs, "pp2", *PADDED, name="padded")]
+    if selected(request, test_the_engine_replays_the_experts_of_the_rollout):
+        sparse_checkpoint(inputs / "sparse")
+        layouts = {"tp2": True, "cp2": True, "pp2": False}
+        jobs += [replay_job(inputs, name, packed=packed) for name, packed in layouts.items()]
+    jobs += option_jobs(inputs)
     run_jobs(inputs, jobs, mca=True)
     return inputs
 
 
+def selected(request: pytest.FixtureRequest, *tests: Callable[..., None]) -> bool:
+    """Return whether this run has one of ``tests``."""
+    names = {test.__name__ for test in tests}
+    return any(item.module is request.module and item.originalname in names for item in request.session.items)
+
+
+def layouts_of(request: pytest.FixtureRequest, test: str) -> list[str]:
+    """Return the layouts of this run's cases of the test whose name begins with ``test``."""
+    return [
+        item.callspec.params["layout"]
+        for item in request.session.items
+        if item.module is request.module and item.name.startswith(test) and hasattr(item, "callspec")
+    ]
+
+
+def grpo_of(job: dict[str, Any]) -> dict[str, Any]:
+    """Return ``job`` as iterations of GRPO instead of SFT, at a constant rate from the first step."""
+    return job | {
+        "kind": "grpo",
+        "iterations": 3,
+        "overrides": [*job["overrides"], "optim.lr_warmup_steps=0"],
+    }
+
+
+PADDED = (
+    "model.use_remove_padding=false",
+    "data.use_dynamic_bsz=true",
+    "data.max_token_len_per_gpu=200",
+    "model.enable_gradient_checkpointing=true",
+)
+"""Rows with padding, micro-batches of different sizes, and recomputation."""
+RESUME = ("trainer.save_freq=10", "trainer.resume_mode=resume_path")
+FROM = "trainer.resume_from_path"
+
+
+def resume_jobs(folder: Path) -> list[dict[str, Any]]:
+    """Return jobs of a run that is killed after step 13, of its repetition, and of an uninterrupted run."""
+    killed = layout_job(folder, "dp2", "trainer.save_freq=10", name="killed") | {"kill_after_lines": 13}
+    again = layout_job(folder, "dp2", "trainer.save_freq=5", name="killed") | {"log": f"{folder}/again.jsonl"}
+    again["overrides"].append("trainer.max_ckpt_to_keep=1")
+    return [killed, again, layout_job(folder, "dp2", "trainer.save_freq=10", name="whole")]
+
+
+def option_jobs(folder: Path) -> list[dict[str, Any]]:
+    """Return jobs that write configurations and errors."""
+    search = "hydra.searchpath=[pkg://mca_train.clients.verl.config]"
+    ppo = [search, "model_engine=mca", f"actor_rollout_ref.model.path={folder}/model"]
+    ppo += ["actor_rollout_ref.actor.use_dynamic_bsz=true"]
+    ppo += ["actor_rollout_ref.actor.engine.tensor_model_parallel_size=2"]
+    sft = [*sft_overrides(folder, "errors", 1), *MCA[:-1]]
+    kinds: dict[str, dict[str, Any]] = {
+        "ppo_config": {"overrides": ppo},
+        "errors": {"overrides": sft, "cases": [[], *map(list, ERRORS)]},
+        "batch_errors": {},
+    }
+    return [
+        {"kind": kind, "name": kind, "ranks": 1, "log": f"{folder}/{kind}.json"} | more
+        for kind, more in kinds.items()
+    ]
+
+
 @pytest.mark.cases(0, always=["dp2", "tp2"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", DENSE)
 def test_sft_has_the_losses_of_the_fsdp_engine(layout, mca, fsdp):
     for key in ("train/loss", "train/grad_norm", "train/lr"):
         ours, theirs = logged(mca, layout, key), logged(fsdp, "fsdp", key)
         assert len(ours) == STEPS
         assert ours == pytest.approx(theirs, rel=1e-5), key  # fp32 sums in another order; 20 Adam steps
+
+
+@pytest.mark.qualify
+@pytest.mark.parametrize("layout", ["moe-ep2", "moe-tp2"])
+def test_experts_have_the_losses_of_the_fsdp_engine(layout, mca, fsdp):
+    for key in ("train/loss", "train/grad_norm"):
+        # 20 steps at 1e-3 let a token change its expert
+        assert logged(mca, layout, key) == pytest.approx(logged(fsdp, "moe-fsdp", key), rel=1e-4), key
+
+
+@pytest.mark.qualify
+def test_bf16_and_padded_rows_have_about_the_losses_of_fp32(mca, fsdp):
+    losses = logged(fsdp, "fsdp", "train/loss")
+    assert logged(mca, "padded", "train/loss") == pytest.approx(losses, rel=1e-5)
+    assert logged(mca, "bf16", "train/loss") == pytest.approx(losses, rel=2e-2)  # bf16 has 8 bits
+
+
+def test_the_exported_model_is_that_of_the_fsdp_engine(request, mca, fsdp):
+    theirs = load_file(fsdp / "fsdp" / f"global_step_{STEPS}" / "huggingface" / "model.safetensors")
+    for layout in layouts_of(request, "test_sft"):
+        folder = mca / layout / f"global_step_{STEPS}" / "hf"
+        ours = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-4)  # 20 Adam steps of 1e-3
+
+
+def test_a_killed_run_resumes_bit_for_bit(mca):
+    for key in ("train/loss", "train/grad_norm", "train/lr"):
+        assert logged(mca, "again", key) == logged(mca, "whole", key)[10:]
+    kept = sorted(path.name for path in (mca / "killed").iterdir() if path.is_dir())
+    # max_ckpt_to_keep counts a process's own checkpoints: that of step 15 is deleted, that of the killed run is not
+    assert kept == ["global_step_10", "global_step_20"]
+
+
+@pytest.mark.qualify
+def test_a_run_resumes_on_another_layout(mca):
+    for key in ("train/loss", "train/lr"):
+        assert logged(mca, "other", key) == pytest.approx(logged(mca, "whole", key)[10:], rel=1e-5), key
+
+
+@pytest.mark.cases(0, always=["tp2"])
+@pytest.mark.parametrize("layout", DENSE)
+def test_grpo_has_the_losses_of_the_fsdp_engine(layout, mca, fsdp):
+    """The engine gives log-probabilities, updates the policy, and sends its weights to the rollout."""
+    ours, theirs = (
+        [json.loads(line) for line in (mca / f"grpo-{name}.jsonl").read_text().splitlines()]
+        for name in (layout, "fsdp")
+    )
+    assert len(ours) == len(theirs) == 3
+    for mine, other in zip(ours, theirs, strict=True):
+        changed, equal = mine.pop("delta")
+        assert changed > 0 and equal
+        assert mine.keys() == other.keys()
+        for key, values in mine.items():
+            # losses are sums of terms of about 1 of both signs
+            assert values == pytest.approx(other[key], rel=1e-5, abs=1e-5), key
+
+
+def test_the_ppo_trainer_composes_actor_and_reference(mca):
+    found = json.loads((mca / "ppo_config.json").read_text())
+    assert found == {"actor": ["McaEngineConfig", 2, False], "ref": ["McaEngineConfig", 2, True]}
+
+
+def test_what_is_not_supported_is_an_error_that_names_the_option(mca):
+    supported, *found = json.loads((mca / "errors.json").read_text())
+    assert supported == "no error"
+    for error, expected in zip(found, ERRORS.values(), strict=True):
+        assert expected in error
+    for error, expected in zip(
+        json.loads((mca / "batch_errors.json").read_text()), BATCH_ERRORS, strict=True
+    ):
+        assert expected in error
+
+
+def test_the_engine_replays_the_experts_of_the_rollout(mca):
+    """The jobs compare with `VirtualModels.log_probs`, which is compared with a forced transformers model."""

@@ -102,7 +102,7 @@ def by_mca(folder: Path, output: Path, run: dict[str, Any], loss: str) -> dict[s
         token_values = TokenValues(temperature=TEMPERATURE)
         metric_names = METRICS
 
-        def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
+        def compute_loss(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
             assert batch.values is not None
             advantage, length = batch.values[batch.segments, :2].float().unbind(-1)
             old, known = batch.next_values(2, WIDTH), batch.next_values(2 + WIDTH, WIDTH)

@@ -2,12 +2,19 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 WORDS = "the quick brown fox jumps over a lazy dog red blue river mountain sun moon star what where who is".split()
 SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
@@ -16,9 +23,21 @@ CHAT = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 416,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+MOE = Qwen3MoeConfig(**SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+
 
 def write_inputs(folder: Path) -> None:
-    """Write ``folder/model`` and ``folder/train.parquet``."""
+    """Write ``folder/model``, ``folder/moe`` and ``folder/train.parquet``."""
     drawn = random.Random(0)
 
     def text(low: int, high: int) -> str:
@@ -31,19 +50,10 @@ def write_inputs(folder: Path) -> None:
     tokens.train_from_iterator([text(30, 30) for _ in range(50)], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token=SPECIAL[2], pad_token=SPECIAL[0])
     tokenizer.chat_template = CHAT
-    tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=416,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder / "model")
+    for name, model in (("model", Qwen2ForCausalLM(Qwen2Config(**SIZES))), ("moe", Qwen3MoeForCausalLM(MOE))):
+        tokenizer.save_pretrained(folder / name)
+        model.save_pretrained(folder / name)
     chats = [
         [{"role": "user", "content": text(3, 12)}, {"role": "assistant", "content": text(3, 20)}]
         for _ in range(64)

@@ -8,8 +8,10 @@ Without ``VERL_USE_EXTERNAL_PLUGINS=none`` the jobs may use the engine mca.
 import importlib
 import json
 import os
-import socket
+import signal
 import sys
+import tempfile
+import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -112,28 +114,92 @@ def replay(job: dict[str, Any]) -> None:
         raise AssertionError("a batch without experts was accepted")
 
 
-KINDS = {"sft": sft, "replay": replay}
+def grpo(job: dict[str, Any]) -> None:
+    """Run GRPO iterations of verl's actor."""
+    from hydra import compose, initialize_config_module
+
+    import verl_rl
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("sft_trainer_engine", overrides=job["overrides"])
+    verl_rl.grpo(job, config)
 
 
-def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Return the variables that a launcher sets."""
+def ppo_config(job: dict[str, Any]) -> None:
+    """Compose the configuration of verl's PPO trainer and write that of the actor and the reference model."""
+    from hydra import compose, initialize_config_module
+    from omegaconf import open_dict
+    from verl.utils.config import omega_conf_to_dataclass
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=job["overrides"]).actor_rollout_ref
+    found = {}
+    for role in ("actor", "ref"):
+        node = config[role]
+        with open_dict(node):
+            for name in [name for name in node if name.startswith("log_prob_")]:
+                used = name.removeprefix("log_prob_")  # as verl's worker does
+                node[used if used == "use_dynamic_bsz" else f"ppo_{used}"] = node.pop(name)
+        engine = omega_conf_to_dataclass(node).engine
+        found[role] = [type(engine).__name__, engine.tensor_model_parallel_size, engine.forward_only]
+    Path(job["log"]).write_text(json.dumps(found))
+
+
+def errors(job: dict[str, Any]) -> None:
+    """Write the error of each of ``job["cases"]``, lists of overrides that the engine does not support."""
+    from hydra import compose, initialize_config_module
+    from verl.utils.config import omega_conf_to_dataclass
+
+    from mca_train.clients.verl.arguments import training_arguments
+
+    found = []
+    for case in job["cases"]:
+        try:
+            with initialize_config_module("verl.trainer.config", version_base=None):
+                config = compose("sft_trainer_engine", overrides=[*job["overrides"], *case])
+            parts = [omega_conf_to_dataclass(config[name]) for name in ("model", "engine", "optim")]
+            training_arguments(*parts)
+            found.append("no error")
+        except Exception as error:
+            found.append(str(error))
+    Path(job["log"]).write_text(json.dumps(found))
+
+
+def batch_errors(job: dict[str, Any]) -> None:
+    """Write the error of batches that the engine does not support."""
+    import verl_rl
+
+    Path(job["log"]).write_text(json.dumps(verl_rl.batch_errors()))
+
+
+KINDS = {
+    "sft": sft,
+    "grpo": grpo,
+    "replay": replay,
+    "ppo_config": ppo_config,
+    "errors": errors,
+    "batch_errors": batch_errors,
+}
+
+
+def rank_environment(rank: int, ranks: int, store: Path) -> dict[str, str]:
+    """Return the variables that a launcher sets; ranks meet in the file ``store``, so that no port can be taken."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {"DIST_INIT_METHOD": f"file://{store}?rank={rank}&world_size={ranks}", "GLOO_SOCKET_IFNAME": "lo"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # verl reads them and does not use them
     return {name: str(value) for name, value in (numbers | place).items()}
 
 
 def run(job: dict[str, Any]) -> int:
     """Fork the ranks of ``job`` and return the number of those that failed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children = []
+    store = Path(tempfile.mkdtemp()) / "store"
+    children: list[int] = []
     for rank in range(job["ranks"]):
         sys.stdout.flush()
         if child := os.fork():
             children.append(child)
             continue
-        os.environ |= rank_environment(rank, job["ranks"], port)
+        os.environ |= rank_environment(rank, job["ranks"], store)
         code = 1
         try:
             KINDS[job["kind"]](job)
@@ -144,11 +210,23 @@ def run(job: dict[str, Any]) -> int:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
-    return sum(os.waitpid(child, 0)[1] != 0 for child in children)
+    if lines := job.get("kill_after_lines"):
+        kill_after(Path(job["log"]), lines, children)
+    failed = sum(os.waitpid(child, 0)[1] != 0 for child in children)
+    return 0 if lines else failed
+
+
+def kill_after(log: Path, lines: int, children: list[int]) -> None:
+    """Send SIGKILL to all ranks once ``log`` has ``lines`` lines."""
+    while not log.exists() or len(log.read_text().splitlines()) < lines:
+        if os.waitpid(children[0], os.WNOHANG)[0]:
+            sys.exit("the first rank ended before it was killed")
+        time.sleep(0.02)
+    for child in children:
+        os.kill(child, signal.SIGKILL)
 
 
 if __name__ == "__main__":
     start()
-    for job in json.loads(Path(sys.argv[1]).read_text()):
-        if run(job):
-            sys.exit(f"{job['kind']} {job['name']} failed")
+    failed = [job["name"] for job in json.loads(Path(sys.argv[1]).read_text()) if run(job)]
+    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)

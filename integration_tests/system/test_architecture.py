@@ -173,6 +173,32 @@ ANY = {
 }
 
 
+# Modules of mca-train that import our own modules in functions, and the start-up that asks for it (seconds of a CPU).
+LAZY = {
+    "mca_train.cli": "a command imports only what it runs",
+    "mca_train.clients": "the client's own packages may be missing",
+    "mca_train.config.run_config": "TrainingArguments takes 9 s; a file that is missing is reported before",
+    "mca_train.dry_run.stages": "it is imported once for all forks, after megatron is prepared",
+    "mca_train.reference": "help and completion take 0.1 s",
+    "mca_train.run.plan_command": "only --plot and --dry_run need figures and the dry run",
+    "mca_train.run.rules": "mca-train plan reads no trainer, which takes 10 s",
+    "mca_train.run.train": "a wrong configuration is reported before the trainer is imported, which takes 10 s",
+    "mca_train.tasks": "help imports every kind of run; data and losses take 3 s",
+}
+
+
+def lazy_imports(source: Source) -> list[str]:
+    """Imports of our own modules in functions of mca-train that no start-up asks for."""
+    if source.package != "mca_train" or under(source.module, tuple(LAZY)):
+        return []
+    own = tuple(LADDERS)
+    return [
+        f"{source.module}:{found.line} imports {found.name} in a function"
+        for found in imports(source.text)
+        if found.lazy and under(found.name, own)
+    ]
+
+
 def more_any(source: Source) -> list[str]:
     """Whether a module that is no border has more `Any` than `ANY` allows it."""
     if source.module in BORDER or "Any" not in source.text:
@@ -305,6 +331,19 @@ def test_no_module_imports_itself_around_a_circle():
 
 def test_any_stands_at_the_borders_and_is_not_spreading():
     assert not report(more_any(source) for source in SOURCES)
+
+
+def test_our_own_modules_are_imported_at_the_top():
+    assert not report(lazy_imports(source) for source in SOURCES)
+    for module in LAZY:
+        found = [source for source in SOURCES if under(source.module, (module,))]
+        assert any(each.lazy for source in found for each in imports(source.text)), f"{module} needs no entry"
+
+
+def test_a_planted_import_in_a_function_is_caught():
+    text = "def f():\n    from mca_train.engine import engine"
+    assert lazy_imports(Source("mca_train.trainer.loop", text))
+    assert not lazy_imports(Source("mca_train.tasks.sft", text))
 
 
 @pytest.mark.parametrize("text", ["x: Any = 1", "def f(x: typing.Any): ...", "Row = dict[str, Any]"])

@@ -283,8 +283,8 @@ def test_a_search_keeps_to_what_the_run_does_not_exclude(run, kind, changes, lef
 
 
 def test_what_a_run_writes_down_has_the_images_of_the_plan(run, vision, capsys):
-    from mca_train.run.checks import check, make_settings
     from mca_train.run.record import make_record
+    from mca_train.run.rules import check, make_settings
     from mca_train.tasks.table import TASKS
 
     vision()

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mca_config.layout import ParallelLayout
+from mca_models.megatron import platform
 from mca_models.megatron.distributed.collectives import all_gather
 
 T = TypeVar("T")
@@ -45,8 +46,6 @@ class Ranks:
 def current_ranks(layout: ParallelLayout) -> Ranks:
     """Return the indices of this rank in the initialized process groups."""
     from megatron.core import parallel_state
-
-    from mca_models.megatron import platform
 
     return Ranks(
         rank=dist.get_rank(),

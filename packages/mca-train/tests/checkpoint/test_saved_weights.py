@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-import mca_models.checkpoint_kinds
 from mca_models.megatron.factory import fill
+from mca_train.checkpoint import model as model_files
 from mca_train.checkpoint.model import saved_weights
 
 
@@ -32,7 +32,7 @@ class Source:
 
 def test_what_is_stored_is_looked_through_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, values = Source(), {"first": 1.0, "second": 2.0}
-    monkeypatch.setattr(mca_models.checkpoint_kinds, "open_checkpoint", lambda _: source)
+    monkeypatch.setattr(model_files, "open_checkpoint", lambda _: source)
     monkeypatch.setattr(
         fill, "read_shard", lambda _, stored, *cut: np.full(3, values[stored.mca_name()], "f4")
     )

@@ -14,13 +14,13 @@ import pytest
 from tokenizers_for_tests import byte_tokenizer
 
 from mca_config.errors import McaError, UsageError
-from mca_train.config.columns import PairArguments
+from mca_train.config.arguments import PairArguments
 from mca_train.data import files, urls
 from mca_train.data.files import check_file, load_rows
 from mca_train.data.image_files import ImageFile
 from mca_train.data.sources import Source, load_source
 from mca_train.data.urls import download, read_url, require_readable, to_hub_url, translate_url_errors
-from mca_train.run.checks import data_problems
+from mca_train.run.rules import data_files
 from mca_train.tasks.load import load_tokenized
 from mca_train.tasks.table import TASKS
 
@@ -74,7 +74,7 @@ def test_a_package_that_is_missing_is_named_before_a_run_begins(address, package
     for key in ("train_file", "datasets"):
         values = {key: [address] if key == "train_file" else [{"path": address}]}
         settings = SimpleNamespace(data=PairArguments(model_name_or_path="m", **values))
-        assert list(data_problems(settings)) == [f"{key}: {reported}"]
+        assert list(data_files(TASKS["sft"], settings)) == [f"{key}: {reported}"]
     with pytest.raises(UsageError, match=f"image: {address}.*{package}"):
         ImageFile(address).size()
 

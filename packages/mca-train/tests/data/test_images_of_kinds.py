@@ -12,7 +12,7 @@ from mca_config.errors import McaError
 from mca_train.batching.collate import PadCollator, StepCollator
 from mca_train.batching.image_batch import ImageBatching
 from mca_train.batching.kto_kl_pairs import KtoKlPairs
-from mca_train.config.columns import ClassifyArguments
+from mca_train.config.arguments import ClassifyArguments
 from mca_train.run.inputs import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("own_cache")

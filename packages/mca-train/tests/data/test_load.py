@@ -6,7 +6,7 @@ from tokenizers.processors import TemplateProcessing
 from tokenizers_for_tests import CHATML, MARKED, OPENS_THOUGHT, REASONING, THINKING, byte_tokenizer
 
 from mca_config.errors import McaError
-from mca_train.config.columns import PairArguments
+from mca_train.config.arguments import PairArguments
 from mca_train.data.chat import tokenize_chat
 from mca_train.data.encoding import check_messages, tokenize_answer
 from mca_train.tasks.load import load_stream, load_tokenized

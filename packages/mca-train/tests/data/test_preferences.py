@@ -6,7 +6,7 @@ import torch
 from tokenizers_for_tests import byte_tokenizer
 
 from mca_config.errors import McaError
-from mca_train.config.columns import PairArguments
+from mca_train.config.arguments import PairArguments
 from mca_train.losses.preference import PairLogps, PreferenceLoss
 from mca_train.tasks.load import load_tokenized
 from mca_train.tasks.table import TASKS

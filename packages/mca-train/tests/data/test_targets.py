@@ -7,8 +7,7 @@ import pytest
 from tokenizers_for_tests import CHATML, MARKED, SPACED, SPACED_MARKED, byte_tokenizer, spaced_tokenizer
 
 from mca_config.errors import McaError
-from mca_train.config.arguments import DataArguments
-from mca_train.config.columns import ClassifyArguments, PairArguments, RewardArguments
+from mca_train.config.arguments import ClassifyArguments, DataArguments, PairArguments, RewardArguments
 from mca_train.data.chat import tokenize_chat
 from mca_train.data.encoding import check_messages, row_encoder, tokenize_answer, tokenize_answers
 from mca_train.data.formats import row_converter

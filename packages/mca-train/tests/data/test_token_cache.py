@@ -11,7 +11,7 @@ import pytest
 from tokenizers_for_tests import THINKING, byte_tokenizer
 
 from mca_config.errors import McaError
-from mca_train.config.columns import PairArguments
+from mca_train.config.arguments import PairArguments
 from mca_train.data.preferences import PairDataset
 from mca_train.data.token_cache import load_or_build
 from mca_train.data.token_dataset import TokenDataset

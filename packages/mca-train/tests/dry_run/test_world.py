@@ -6,8 +6,8 @@ import pytest
 from torch._C._distributed_c10d import FakeProcessGroup
 
 from mca_models.megatron.distributed import parallel
+from mca_models.megatron.platform import replaced
 from mca_train.dry_run.fake_process_group import fake_process_group
-from mca_train.dry_run.replacement import replaced
 
 
 def test_it_needs_no_options_of_torchs_fake_backend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,6 @@ def values(tmp_path):
 
 
 def test_the_first_attempt_and_the_only_one_are_as_they_were_told(values):
-    assert resume_values(values, None) == values
     assert resume_values(values, Attempt(1, HashStore())) == values
 
 

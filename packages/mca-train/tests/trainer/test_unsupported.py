@@ -1,14 +1,34 @@
+import inspect
+from types import SimpleNamespace
+
 import pytest
 
+from mca_config import TrainingArguments
 from mca_config.errors import McaError
-from mca_train.trainer import unsupported
+from mca_config.layout import ParallelLayout
+from mca_train.trainer import rules
+from mca_train.trainer.rules import RULES, Subject, check, optimizer_problems, require_no_upload
 from mca_train.trainer.trainer import McaTrainer
-from mca_train.trainer.unsupported import optimizer_problems, require_no_upload
-from mca_train.trainer.unsupported import reject_unsupported as _reject_unsupported
 
 
-def reject_unsupported(arguments, given, kind=McaTrainer):
-    _reject_unsupported(arguments, given, kind, McaTrainer)
+def reject_unsupported(arguments, given, kind=McaTrainer, model=None, dataset=None):
+    """Check a trainer of a small language model in fp32."""
+    head = SimpleNamespace(num_labels=None)
+    subject = Subject(
+        model=model
+        or SimpleNamespace(
+            chunks=[],
+            args=arguments,
+            config=SimpleNamespace(dtype="float32", head=head),
+            reject_hidden_adapter=lambda: None,
+        ),
+        args=arguments,
+        trainer=object.__new__(kind),
+        base=McaTrainer,
+        parameters=given,
+        train_dataset=dataset,
+    )
+    check(subject, RULES)
 
 
 @pytest.fixture
@@ -25,6 +45,47 @@ def test_what_is_not_followed_is_refused_all_at_once(arguments):
     for word in ("compute_metrics", "model_init"):
         assert word in str(error.value)
     assert "optimizers" not in str(error.value)
+
+
+def test_problems_of_several_rules_are_one_error(arguments):
+    """Without any one line of the table, its text is missing."""
+    output = arguments.output_dir
+    arguments = TrainingArguments(
+        output_dir=output,
+        use_cpu=True,
+        label_smoothing_factor=0.1,
+        optimizer="muon",
+        tensor_model_parallel_size=2,
+        lr_scheduler_kwargs={"bad": 1},
+    )
+
+    class Mine(McaTrainer):
+        wants_logits = True
+
+        def create_scheduler(self):
+            return None
+
+    other = TrainingArguments(output_dir=output, use_cpu=True)
+    model = SimpleNamespace(
+        chunks=[],
+        args=other,
+        config=SimpleNamespace(
+            dtype="float16", head=SimpleNamespace(num_labels=None), layout=ParallelLayout()
+        ),
+        reject_hidden_adapter=lambda: None,
+    )
+    with pytest.raises(McaError) as error:
+        reject_unsupported(arguments, {"model_init": print}, Mine, model, iter([]))
+    for text in (
+        "model_init is not supported",
+        "Mine overrides create_scheduler",
+        "tensor_model_parallel_size 2 (the model has 1)",
+        "optimizer muon needs megatron-core",
+        "with lr_scheduler_kwargs {",
+        "label_smoothing_factor is not supported with wants_logits",
+        "train_dataset is a stream",
+    ):
+        assert sum(text in problem for problem in error.value.problems) == 1, (text, error.value.problems)
 
 
 def test_methods_that_are_never_called_are_refused(arguments):
@@ -73,7 +134,7 @@ def test_a_misspelt_keyword_of_train_is_an_error():
 def test_a_cpu_beside_a_gpu_is_asked_for_elsewhere(arguments, monkeypatch):
     from mca_train.run.train import _without_device
 
-    monkeypatch.setattr(unsupported.platform, "device_type", lambda: "cuda")
+    monkeypatch.setattr(rules.platform, "device_type", lambda: "cuda")
     for ask in (lambda: reject_unsupported(arguments, {}), lambda: _without_device({"use_cpu": True})):
         with pytest.raises(
             McaError, match=r"use_cpu is not supported with a GPU: .* set MCA_DEVICE=cpu in the environment"
@@ -101,7 +162,7 @@ def test_an_optimizer_that_cannot_be_built_here_is_refused_before_training(
 ):
     from mca_config import TrainingArguments
 
-    monkeypatch.setattr(unsupported, "find_spec", lambda _: None)
+    monkeypatch.setattr(rules, "find_spec", lambda _: None)
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **wish)
     with pytest.raises(McaError, match=reason):
         reject_unsupported(args, {})
@@ -115,8 +176,8 @@ def test_muon_needs_a_megatron_that_splits_each_layer_by_its_own_heads(
 ):
     from mca_config import TrainingArguments
 
-    monkeypatch.setattr(unsupported, "find_spec", lambda _: object())
-    monkeypatch.setattr(unsupported.platform, "megatron_version", lambda: version)
+    monkeypatch.setattr(rules, "find_spec", lambda _: object())
+    monkeypatch.setattr(rules.platform, "megatron_version", lambda: version)
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, optimizer="muon")
     assert ["needs megatron-core 0.19" in line for line in optimizer_problems(args)] == [True] * refused
 
@@ -132,9 +193,12 @@ def test_offloading_is_a_precision_aware_optimizer(tmp_path):
     reject_unsupported(TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **wish), {})
 
 
-def test_an_unknown_parameter_is_a_type_error(arguments):
+def test_parameters_of_hugging_face_are_named_one_by_one():
+    parameters = inspect.signature(McaTrainer).parameters
+    assert {*rules._PARAMETERS} < {*parameters}
+    assert all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     with pytest.raises(TypeError, match="'modle'"):
-        reject_unsupported(arguments, {"modle": 1})
+        McaTrainer(modle=1)
 
 
 @pytest.mark.parametrize(("given", "scale"), [({}, 65536), ({"initial_loss_scale": 1024.0}, 1024)])

@@ -3,7 +3,6 @@
 import shutil
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,13 +11,16 @@ from torch import Tensor, nn
 from mca_config.errors import McaError, UsageError
 from mca_config.model_config import FILE_NAME, McaModelConfig
 from mca_config.types import Typed
+from mca_models.checkpoint_kinds import open_checkpoint
+from mca_models.lora import Adapter, open_adapter, with_layout
 from mca_models.lora.config import FILE_NAME as ADAPTER
 from mca_models.megatron.distributed.collectives import run_on_first_rank
+from mca_models.megatron.factory import fill
+from mca_models.megatron.factory.fill import shard_rank_and_size
+from mca_models.megatron.peft import PeftModels
+from mca_models.megatron.tensors import to_torch
 from mca_train.checkpoint.main_params import ReadFp32, SavedWeights
 from mca_train.types import PreTrainedTokenizerBase, VirtualModels
-
-if TYPE_CHECKING:
-    from mca_models.megatron.peft import PeftModels
 
 _LATEST = "latest_checkpointed_iteration.txt"  # readers start here, so it is written last and deleted first
 HF_FOLDER = "hf"
@@ -88,8 +90,6 @@ class ModelWriter:
 
 def require_format(model: VirtualModels, ckpt_format: str) -> None:
     """Raise if checkpoints of ``model`` cannot be written in ``ckpt_format``."""
-    from mca_models.megatron.peft import PeftModels
-
     if ckpt_format != "mca" and isinstance(model, PeftModels):
         raise McaError(
             f"ckpt_format {ckpt_format} is not supported with an adapter; remove ckpt_format and async_save"
@@ -139,10 +139,6 @@ def load_weights(model: VirtualModels, directory: Path) -> None:
     Raises:
         McaError: The directory holds another model.
     """
-    from mca_models.checkpoint_kinds import open_checkpoint
-    from mca_models.megatron.factory import fill
-    from mca_models.megatron.peft import PeftModels
-
     if isinstance(model, PeftModels):
         if (directory / FILE_NAME).is_file():
             text = (directory / FILE_NAME).read_text(encoding="utf-8")
@@ -157,7 +153,6 @@ def load_weights(model: VirtualModels, directory: Path) -> None:
 
 def saved_weights(model: VirtualModels, directory: Path) -> SavedWeights:
     """Return a reader of the weights that `load_weights` loaded; ``directory`` is opened on the first read."""
-    from mca_models.megatron.peft import PeftModels
 
     @cache
     def reader() -> ReadFp32:
@@ -172,9 +167,6 @@ def saved_weights(model: VirtualModels, directory: Path) -> SavedWeights:
 
 
 def _model_reader(model: VirtualModels, directory: Path) -> ReadFp32:
-    from mca_models.checkpoint_kinds import open_checkpoint
-    from mca_models.megatron.factory import fill
-
     source = open_checkpoint(directory)
     params = {id(tensor): item.param for item, tensor in model.local_params()}
     stored, place = fill.stored_in(source), model.rank_context
@@ -190,10 +182,6 @@ def _model_reader(model: VirtualModels, directory: Path) -> ReadFp32:
 
 
 def _adapter_reader(model: "PeftModels", directory: Path) -> ReadFp32:
-    from mca_models.lora import Adapter, open_adapter, with_layout
-    from mca_models.megatron.factory.fill import shard_rank_and_size
-    from mca_models.megatron.tensors import to_torch
-
     layout, at = model.config.layout, model.rank_context.coordinates
     adapter = with_layout(open_adapter(directory, model.config), layout)
     source = Adapter(model.config, model.adapter, model.rules, adapter.read)

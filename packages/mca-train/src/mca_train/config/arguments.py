@@ -1,15 +1,31 @@
 """Arguments of a run: model, data, ranks and adapter.
 
-These classes check single values; `config.checks` checks combinations. Arguments of one kind of run are in its file in
-``tasks``, and columns that only some kinds read are in `columns`.
+These classes check single values; `mca_train.run.rules` checks combinations. Arguments of one kind of run are in its
+file in ``tasks``.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mca_config.errors import McaError
 from mca_config.types import JsonObject
-from mca_train.config.default_column import DefaultColumn
+
+
+class DefaultColumn(str):
+    """Default name of a column, which rows may lack; a plain `str` is the user's, and its column must exist."""
+
+    __slots__ = ()
+
+
+def explicit_columns(arguments: object) -> frozenset[str]:
+    """Return the keys of ``arguments`` with a column name that the user has set."""
+    return frozenset(key for key, name in column_keys(arguments) if not isinstance(name, DefaultColumn))
+
+
+def column_keys(arguments: object) -> Iterable[tuple[str, str]]:
+    """Return the keys that name a column, with the names."""
+    return [(key, name) for key, name in vars(arguments).items() if key.endswith("_column")]
 
 
 @dataclass(kw_only=True)
@@ -120,6 +136,40 @@ class DataArguments:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise McaError(f"{name} is {value}; expected a positive number or null")
+
+
+@dataclass(kw_only=True)
+class PairArguments(DataArguments):
+    """Data arguments of a run on preference pairs."""
+
+    chosen_column: str = field(
+        default=DefaultColumn("chosen"), metadata={"help": "Column with the better answer."}
+    )
+    rejected_column: str = field(
+        default=DefaultColumn("rejected"), metadata={"help": "Column with the worse answer."}
+    )
+
+
+@dataclass(kw_only=True)
+class RewardArguments(PairArguments):
+    """Data arguments of a reward model."""
+
+    margin_column: str = field(
+        default=DefaultColumn("margin"),
+        metadata={"help": "Column with how much better the better answer is; may be missing."},
+    )
+
+
+@dataclass(kw_only=True)
+class ClassifyArguments(DataArguments):
+    """Data arguments of texts with labels."""
+
+    label_column: str = field(
+        default=DefaultColumn("label"),
+        metadata={
+            "help": "classify: column with the class, the labels, or the number(s). kto: whether the answer is good."
+        },
+    )
 
 
 @dataclass(kw_only=True)

@@ -11,10 +11,18 @@ from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model.head import HeadKind
 from mca_config.model_config import McaModelConfig
+from mca_models.checkpoint.hf_directory import dequantized_config, named_config_errors, read_config
+from mca_models.checkpoint.mca_directory import is_mca, load_config
+from mca_models.checkpoint_kinds import CheckpointKind, checkpoint_kind, open_checkpoint
+from mca_models.lora import AdapterConfig, load_adapter_rules, rules_for_training
+from mca_models.lora.peft_names import complete_peft_config
+from mca_models.megatron import platform
+from mca_models.templates import config_from_hf
+from mca_models.templates.parts.passthrough import without_passthrough
 from mca_train.config.arguments import LaunchArguments, LoraArguments
 
 if TYPE_CHECKING:
-    from mca_models.lora import AdapterConfig, AdapterRules
+    from mca_models.lora import AdapterRules
 
 _PEFT_TASKS: dict[HeadKind, str] = {
     "causal_lm": "CAUSAL_LM",
@@ -31,12 +39,6 @@ def model_config(path: str) -> McaModelConfig:
     Raises:
         McaError: The directory or its configuration is missing or not supported.
     """
-    from mca_models.checkpoint.hf_directory import dequantized_config, named_config_errors, read_config
-    from mca_models.checkpoint.mca_directory import is_mca, load_config
-    from mca_models.checkpoint_kinds import CheckpointKind, checkpoint_kind, open_checkpoint
-    from mca_models.templates import config_from_hf
-    from mca_models.templates.parts.passthrough import without_passthrough
-
     folder = Path(path)
     if not folder.is_dir():
         raise McaError(f"model_name_or_path: directory {path} does not exist")
@@ -56,8 +58,6 @@ def local_world_size(launch: LaunchArguments, layout: ParallelLayout) -> int:
         McaError: ``nproc_per_node`` is above the number of GPUs.
     """
     import torch
-
-    from mca_models.megatron import platform
 
     gpus = torch.cuda.device_count() if platform.device_type() == "cuda" else 0
     if launch.nproc_per_node and 0 < gpus < launch.nproc_per_node:
@@ -105,9 +105,6 @@ def make_adapter(
     Raises:
         McaError: The adapter's directory or arguments cannot be used.
     """
-    from mca_models.lora import AdapterConfig, load_adapter_rules, rules_for_training
-    from mca_models.lora.peft_names import complete_peft_config
-
     if lora.adapter_name_or_path is not None:
         return load_adapter_rules(Path(lora.adapter_name_or_path), config)
     if not lora.is_enabled:

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from mca_config.model_config import McaModelConfig
+from mca_models.lora import load_adapter_rules
+from mca_models.megatron.features.images import image_problems
+from mca_models.megatron.features.vision_tower import model_part
 from mca_train.config.arguments import LoraArguments
 
 if TYPE_CHECKING:
@@ -30,15 +33,11 @@ def trained_parts(training: "TrainingArguments") -> frozenset[Part]:
 
 def adapted_parts(directory: str, config: McaModelConfig) -> frozenset[Part]:
     """Return the parts with weights of the adapter in ``directory``."""
-    from mca_models.lora import load_adapter_rules
-
     return adapter_parts(load_adapter_rules(Path(directory), config)[1], config)
 
 
 def adapter_parts(rules: "AdapterRules", config: McaModelConfig) -> frozenset[Part]:
     """Return the parts in which an adapter with ``rules`` has trained weights."""
-    from mca_models.megatron.features.vision_tower import model_part
-
     trained = (*(pair.target.base for pair in rules.factors), *rules.saved)
     parts = {model_part(param, config) for param in trained}
     return frozenset(part for part in PARTS if part in parts)
@@ -62,8 +61,6 @@ def part_problems(
         yield f"freeze: {', '.join(PARTS)} are all parts, so no parameter would be trained; remove one of them"
     yield from trained_problems(training, trained, adapted=lora.is_enabled)
     if trained - {"language"}:
-        from mca_models.megatron.features.images import image_problems
-
         yield from image_problems(config, config.layout, megatron)
 
 

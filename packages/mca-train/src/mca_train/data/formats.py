@@ -13,9 +13,7 @@ from typing import cast
 
 from mca_config.errors import McaError
 from mca_config.types import JsonObject, Values
-from mca_train.config.arguments import DataArguments
-from mca_train.config.columns import PairArguments
-from mca_train.config.default_column import DefaultColumn
+from mca_train.config.arguments import DataArguments, DefaultColumn, PairArguments
 from mca_train.data.row_formats import alpaca_answer, conversation_in, detect_format, detect_pair_format
 from mca_train.data.tools import Tools, as_functions, parse_calls, parse_tools
 

@@ -14,8 +14,7 @@ from mca_config.errors import McaError, UsageError
 from mca_config.model_config import McaModelConfig
 from mca_config.redaction import redacted
 from mca_config.types import JsonObject, Values
-from mca_train.config.arguments import DataArguments
-from mca_train.config.columns import PairArguments
+from mca_train.config.arguments import DataArguments, PairArguments
 from mca_train.data.encoding import Encoded, RowEncoder, without_nulls
 from mca_train.data.formats import RowConverter, image_columns, media_columns, row_converter
 from mca_train.data.image_files import ImageFile, open_image

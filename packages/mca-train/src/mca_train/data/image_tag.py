@@ -5,8 +5,7 @@ from collections.abc import Set as AbstractSet
 
 from mca_config.errors import McaError
 from mca_config.types import Values
-from mca_train.config.arguments import DataArguments
-from mca_train.config.default_column import DefaultColumn
+from mca_train.config.arguments import DataArguments, DefaultColumn
 from mca_train.data.formats import image_columns
 
 logger = logging.getLogger(__name__)

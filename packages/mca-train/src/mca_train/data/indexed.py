@@ -18,6 +18,7 @@ import numpy as np
 
 from mca_config.errors import McaError, UsageError
 from mca_config.files import atomic_write, write_error
+from mca_models.megatron import platform
 from mca_train.data.token_dataset import TokenDataset
 
 logger = logging.getLogger(__name__)
@@ -49,8 +50,6 @@ def indexed_blocks(prefix: Path, length: int, vocab_size: int, cache: str | None
     Raises:
         McaError: The files are corrupt, or use another tokenizer.
     """
-    from mca_models.megatron import platform
-
     platform.prepare()
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -156,8 +155,6 @@ def write_indexed(prefix: Path, documents: Iterable[Sequence[int]], vocab_size: 
     Raises:
         McaError: The files exist already, or cannot be written.
     """
-    from mca_models.megatron import platform
-
     platform.prepare()
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 

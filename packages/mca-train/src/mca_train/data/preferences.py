@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from mca_config.errors import McaError
 from mca_config.types import Values
-from mca_train.config.columns import PairArguments
+from mca_train.config.arguments import PairArguments
 from mca_train.data.chat import Message
 from mca_train.data.encoding import (
     AnswersTokenizer,

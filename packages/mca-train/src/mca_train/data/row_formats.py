@@ -8,9 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from mca_config.errors import UsageError
-from mca_train.config.arguments import DataArguments
-from mca_train.config.columns import PairArguments
-from mca_train.config.default_column import explicit_columns
+from mca_train.config.arguments import DataArguments, PairArguments, explicit_columns
 
 Format = Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"]
 

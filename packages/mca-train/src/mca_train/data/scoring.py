@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from mca_config.errors import McaError, UsageError
 from mca_config.types import Typed, Values
-from mca_train.config.columns import ClassifyArguments, RewardArguments
-from mca_train.config.default_column import explicit_columns
+from mca_train.config.arguments import ClassifyArguments, RewardArguments, explicit_columns
 from mca_train.data.chat import TemplateInputs, chat_ids
 from mca_train.data.encoding import (
     Encoded,

@@ -14,10 +14,8 @@ from mca_config.errors import McaError, UsageError, raise_problems
 from mca_config.printable import counted
 from mca_config.redaction import redacted
 from mca_config.types import JsonObject, Values
-from mca_train.config.arguments import DataArguments
-from mca_train.config.columns import PairArguments
-from mca_train.config.default_column import DefaultColumn, column_keys
-from mca_train.config.fields import build
+from mca_train.config.arguments import DataArguments, DefaultColumn, PairArguments, column_keys
+from mca_train.config.run_config import build
 from mca_train.data.files import load_rows, reader_name, translate_read_errors
 from mca_train.data.row_formats import FORMAT_BY_COLUMN, FORMAT_COLUMNS
 from mca_train.data.urls import is_url, strip_query

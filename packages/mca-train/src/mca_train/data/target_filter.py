@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from mca_config.errors import McaError
 from mca_config.printable import counted
 from mca_config.types import Values
-from mca_train.config.arguments import DataArguments
-from mca_train.config.columns import PairArguments
+from mca_train.config.arguments import DataArguments, PairArguments
 from mca_train.data.chat import has_generation_marks
 from mca_train.data.file_rows import FileRows, Row
 from mca_train.data.formats import COLUMNS, TEMPLATE_INPUTS

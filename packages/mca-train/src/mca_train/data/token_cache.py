@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mca_config.files import write_error
-from mca_train.config.arguments import DataArguments
-from mca_train.config.default_column import explicit_columns
+from mca_train.config.arguments import DataArguments, explicit_columns
 from mca_train.data.encoding import WarningRecorder
 from mca_train.data.image_rows import ImageRows
 from mca_train.data.preferences import PairDataset

@@ -11,7 +11,7 @@ from importlib import import_module
 import torch
 import torch.distributed as dist
 
-from mca_train.dry_run.replacement import replaced
+from mca_models.megatron.platform import replaced
 from mca_train.types import Upstream
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mca_models.megatron.platform import replaced
 from mca_train.batching.micro_batch import StepBatch
-from mca_train.dry_run.replacement import replaced
 from mca_train.dry_run.tracker import Tracker
 from mca_train.plan.schedule import Pass
 

@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 import torch
 
+from mca_models.megatron.platform import replaced
 from mca_train.dry_run.fake_values import FakeValues
-from mca_train.dry_run.replacement import replaced
 from mca_train.losses.moe_aux import routers
 
 Routing = Callable[..., tuple[torch.Tensor, torch.Tensor]]

@@ -14,6 +14,7 @@ import torch
 
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout, RankGrid
+from mca_models.megatron import platform
 from mca_train.dry_run.step import StepNeeds, measure_step
 
 if TYPE_CHECKING:
@@ -44,8 +45,6 @@ def measure_stages(
         ordered: Return the schedule of the first stage's micro-batches on all stages, for a common timeline.
         images: Images of each sequence; None: there are none.
     """
-    from mca_models.megatron import platform
-
     platform.prepare()  # here and below: imports that every process would repeat
     import_module("mca_train.trainer.trainer")
     accumulated = settings.training.gradient_accumulation_steps

@@ -16,6 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mca_models import AutoModel
+from mca_models.megatron import platform
+from mca_models.megatron.peft import attach_adapter
+from mca_models.megatron.platform import replaced
 from mca_train.batching.loaders import iterate_steps
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.config.model import make_adapter, model_config
@@ -24,7 +28,6 @@ from mca_train.dry_run.fake_process_group import fake_process_group, replace_mov
 from mca_train.dry_run.fake_values import FakeValues
 from mca_train.dry_run.modules import ModuleNames
 from mca_train.dry_run.passes import PassTracer, schedule_order
-from mca_train.dry_run.replacement import replaced
 from mca_train.dry_run.routing import convert_known_values, route_evenly, skip_sinkhorn_iterations
 from mca_train.dry_run.samples import LongestSamples
 from mca_train.dry_run.tracker import (
@@ -39,6 +42,7 @@ from mca_train.dry_run.tracker import (
     add_micro_batches,
     split_per_micro_batch,
 )
+from mca_train.engine.engine import Engine
 from mca_train.plan.schedule import Pass
 from mca_train.plan.vision_memory import Images
 
@@ -47,7 +51,6 @@ if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
     from mca_models import VirtualModels
     from mca_train.config.run_config import Settings
-    from mca_train.engine.engine import Engine
     from mca_train.tasks.task import Task
     from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.trainer import McaTrainer
@@ -110,9 +113,6 @@ def measure_step(
     Call it in a separate process, because Megatron's process groups are global. ``ordered`` micro-batches are scheduled
     without computation.
     """
-    from mca_models import AutoModel
-    from mca_models.megatron import platform
-
     platform.prepare()
     with ExitStack() as stack:
         settings = _reduced_settings(
@@ -220,8 +220,6 @@ def build(
 
 def _with_adapter(model: "VirtualModels", settings: "Settings") -> "VirtualModels":
     """Return the model with an adapter whose values are not initialised."""
-    from mca_models.megatron.peft import attach_adapter
-
     adapter = make_adapter(settings.lora, model.config, trained_parts(settings.training))
     return model if adapter is None else attach_adapter(model, *adapter)
 
@@ -229,8 +227,6 @@ def _with_adapter(model: "VirtualModels", settings: "Settings") -> "VirtualModel
 @contextmanager
 def _count_wrapping_as_gradients(tracker: Tracker) -> Iterator[None]:
     """Context in which allocations of the data-parallel wrapper count as gradients."""
-    from mca_train.engine.engine import Engine
-
     wrap = Engine._wrap
 
     def counted(engine: Engine, chunks: Sequence[Any]) -> list[Any]:

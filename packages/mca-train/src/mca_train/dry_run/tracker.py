@@ -17,8 +17,8 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from mca_models.megatron.platform import replaced
 from mca_train.dry_run.modules import ModuleNames
-from mca_train.dry_run.replacement import replaced
 
 WEIGHTS, GRADIENTS, OPTIMIZER, REFERENCE, STEP = "weights", "gradients", "optimizer", "reference", "step"
 """Phases of allocations."""

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from mca_models.megatron.platform import FusedAdam
 from mca_train.types import HybridOptimizer, MegatronOptimizer, Upstream
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -126,8 +127,6 @@ def _group_tensors(single: MegatronOptimizer, hybrid: HybridOptimizer) -> dict[T
 
 def _build_adam(hybrid: HybridOptimizer, tensors: dict[Tensor, Tensor]) -> torch.optim.Optimizer:
     """Build an Adam over ``tensors``, in the order of the hybrid's groups, that shares its state."""
-    from mca_models.megatron.platform import FusedAdam
-
     step = _step(hybrid)
     groups = [
         group | {"params": [tensors[param] for param in group["params"]], **({"step": step} if step else {})}

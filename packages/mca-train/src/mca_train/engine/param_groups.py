@@ -10,6 +10,8 @@ import torch
 
 from mca_config.errors import McaError
 from mca_config.types import JsonObject
+from mca_models.megatron.features.vision_tower import model_part
+from mca_models.megatron.peft import PeftModels
 from mca_train import groups
 from mca_train.config.model_parts import PARTS, SEEING, Part, adapter_parts, trained_parts, trained_problems
 from mca_train.types import TrainingArguments, Upstream
@@ -28,9 +30,6 @@ def select_trained_parts(model: "VirtualModels", args: TrainingArguments) -> Non
     Raises:
         McaError: The model has no such parts, or cannot train them as the arguments ask.
     """
-    from mca_models.megatron.features.vision_tower import model_part
-    from mca_models.megatron.peft import PeftModels
-
     for item, tensor in model.local_params():
         setattr(tensor, _MARK, model_part(item.param, model.config))
     if args.freeze is not None and isinstance(model, PeftModels):

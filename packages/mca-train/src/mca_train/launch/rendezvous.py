@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from mca_models.megatron.distributed import rendezvous
+
 if TYPE_CHECKING:
     from mca_models.megatron.distributed.rendezvous import Attempt
 
@@ -33,8 +35,6 @@ def join(backend: str, timeout: timedelta) -> "Attempt | None":
     """
     import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore
-
-    from mca_models.megatron.distributed import rendezvous
 
     listener = os.environ.get(LISTENER)
     if listener is None:

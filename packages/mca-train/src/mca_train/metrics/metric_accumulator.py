@@ -1,4 +1,4 @@
-"""Metrics besides the loss: of a custom loss, of MoE load balancing, of MTP layers."""
+"""Metrics besides the loss: of a custom loss, of a mixture's sources, of MoE load balancing, of MTP layers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -10,6 +10,7 @@ from torch import Tensor
 from mca_config.types import JsonObject, Values
 from mca_models.megatron import platform
 from mca_train import groups
+from mca_train.batching.micro_batch import MicroBatch
 from mca_train.losses.moe_aux import routers
 from mca_train.metrics.step_rows import StepRows
 from mca_train.types import Chunk
@@ -180,3 +181,32 @@ class AuxLossMeter:
                 total[name] = [a + b / layers for a, b in zip(known, values, strict=True)]
         names = sorted(self._before.keys() | total.keys())
         return {name: [*self._before.get(name, []), *total.get(name, [])] for name in names}
+
+
+class SourceLosses(MetricAccumulator):
+    """``loss/<source>`` of the sources that had targets since the last log.
+
+    Args:
+        sources: Their names, the same on every rank.
+        device: Device of the sums.
+    """
+
+    def __init__(self, sources: tuple[str, ...], device: torch.device) -> None:
+        super().__init__(tuple(f"loss/{name}" for name in sources), device)
+
+    def add_tokens(self, losses: Tensor, batch: MicroBatch) -> None:
+        """Add the cross entropies ``[b, s]`` of a micro-batch."""
+        if batch.sources is None:
+            return
+        token_sources = batch.sources[batch.segments.clamp(max=len(batch.sources) - 1)].flatten()
+        mask = batch.loss_mask.flatten().double()
+        for column, values in enumerate((losses.detach().flatten().double() * mask, mask)):
+            self._sums[:, column].index_add_(0, token_sources, values)
+
+    def flush(self) -> dict[str, float]:
+        """Return the means and reset; collective."""
+        if not self.names:
+            return {}
+        self.end_step()
+        total = self._steps.flush(groups.sum_over_data).sum(0).reshape(-1, 2).tolist()
+        return {name: loss / count for name, (loss, count) in zip(self.names, total, strict=True) if count}

@@ -24,6 +24,7 @@ from mca_train import groups
 from mca_train.config.model_parts import trained_parts
 from mca_train.groups import Ranks
 from mca_train.metrics.meter import LossReport
+from mca_train.plan.counts import adapter_shapes, model_params, param_shape
 from mca_train.types import TrainingArguments, VirtualModels
 
 if TYPE_CHECKING:
@@ -78,8 +79,6 @@ class ModelFlops:
             adapter: Rules of the adapter that is trained instead of the full model.
             frozen: True if only the vision model is trained.
         """
-        from mca_train.plan.counts import adapter_shapes, model_params, param_shape
-
         saved = () if adapter is None else adapter.saved
         trained = {param.mca_name() for param in saved} if frozen or adapter is not None else None
         per_token, depth = 0.0, config.mtp_num_layers or 0

@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelinePlan
+from mca_models.lora.adapter import expected_shapes
+from mca_models.megatron.features.vision_tower import model_part
+from mca_models.templates import get_family
+from mca_models.templates.shapes import full_shape
 
 if TYPE_CHECKING:
     from mca_models.lora.rules import AdapterRules, LoraFactors
@@ -50,15 +54,11 @@ class ShardKind:
 
 def model_params(config: McaModelConfig) -> "list[Param]":
     """Return all parameters of a model."""
-    from mca_models.templates import get_family
-
     return get_family(config.model_type).params(config)
 
 
 def param_shape(param: "Param", config: McaModelConfig) -> Shape:
     """Return the shape of the full parameter."""
-    from mca_models.templates.shapes import full_shape
-
     return full_shape(param, config)
 
 
@@ -66,8 +66,6 @@ def adapter_shapes(
     config: McaModelConfig, factors: "Iterable[LoraFactors]"
 ) -> "Iterator[tuple[Param, Shape]]":
     """Yield the tensors of an adapter's ``factors`` with their shapes."""
-    from mca_models.lora.adapter import expected_shapes
-
     for pair in factors:
         yield from zip((pair.a, pair.b), expected_shapes(config, pair), strict=True)
 
@@ -104,7 +102,6 @@ class ModelCounts:
         """Count the parameters of a vision-language model that are not in ``trained`` parts; None for other models."""
         if config.vision is None:
             return None
-        from mca_models.megatron.features.vision_tower import model_part
 
         frozen = [param for param in model_params(config) if model_part(param, config) not in trained]
         return cls(config, ((param, param_shape(param, config)) for param in frozen))

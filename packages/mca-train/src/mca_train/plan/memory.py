@@ -1,6 +1,6 @@
 """Memory plan of a run on each rank, by arithmetic alone.
 
-It reads no weights and prints nothing: `plan.report` renders the text. `run.checks` decides before whether the run is
+It reads no weights and prints nothing: `plan.report` renders the text. `run.rules` decides before whether the run is
 possible. The layout search uses the same functions.
 """
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
+from mca_models.lora import rules_for_training
 from mca_models.templates.parts.layer_costs import EIGHTH, HALF, SINGLE
 from mca_train.config.model import resolve_layout
 from mca_train.config.model_parts import trained_parts
@@ -179,8 +180,6 @@ def make_plan(
         implementation: Implementation of the layers.
         on_gpu: The run is on a GPU.
     """
-    from mca_models.lora import rules_for_training
-
     layout = resolve_layout(training, config)
     config = replace(config, layout=layout)
     plan_input = PlanInput(

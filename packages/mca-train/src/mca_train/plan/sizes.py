@@ -5,6 +5,10 @@ from typing import TYPE_CHECKING
 
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, training_dtype
+from mca_models.megatron import platform
+from mca_models.megatron.factory.execution import waits_for_sends
+from mca_models.megatron.features.mlp import has_fused_activation
+from mca_models.megatron.features.spec import has_custom_core_attention
 from mca_models.templates.parts.layer_costs import EIGHTH, HALF, SINGLE, LayerSizes
 
 if TYPE_CHECKING:
@@ -83,19 +87,12 @@ def has_sequence_parallel(config: McaModelConfig, training: "TrainingArguments")
 
 
 def _has_mca_core_attention(config: McaModelConfig) -> bool:
-    from mca_models.megatron.features.spec import has_custom_core_attention
-
     return has_custom_core_attention(config)
 
 
 def _is_fused(config: McaModelConfig) -> bool:
-    from mca_models.megatron.features.mlp import has_fused_activation
-
     return has_fused_activation(config)
 
 
 def _waits_for_sends(layout: ParallelLayout) -> bool:
-    from mca_models.megatron import platform
-    from mca_models.megatron.factory.execution import waits_for_sends
-
     return waits_for_sends(layout, platform.megatron_version())

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 from mca_config.errors import UsageError, raise_problems, raising_usage_errors
 from mca_config.printable import counted
+from mca_train.batching.packing import PackedDataset
 from mca_train.config.model import model_config
-from mca_train.config.run_config import Settings, load_values
+from mca_train.config.run_config import Settings, load_values, with_directories
 from mca_train.data.encoding import WarningRecorder
-from mca_train.run.checks import data_problems, make_settings
-from mca_train.run.hub_paths import with_directories
+from mca_train.data.preview import render_preview
 from mca_train.run.inputs import image_reader, load_tokenizer
 from mca_train.run.logs import quiet_libraries
+from mca_train.run.rules import data_files, make_settings
 from mca_train.tasks.load import load_first, load_mixture, load_tokenized
 from mca_train.tasks.table import infer_task
 from mca_train.tasks.task import Task
@@ -41,7 +42,7 @@ def print_data(task: Task | None, config: Path | None, overrides: list[str]) -> 
     values, where = load_values(config, overrides)
     task = task or infer_task(values)
     settings = make_settings(task, with_directories(values, only="tokenizer"), where)
-    raise_problems(data_problems(settings), where, kind=UsageError)
+    raise_problems(data_files(task, settings), where, kind=UsageError)
     with raising_usage_errors():
         tokenizer = load_tokenizer(settings)
     warnings = WarningRecorder()
@@ -59,9 +60,6 @@ def print_data(task: Task | None, config: Path | None, overrides: list[str]) -> 
 def _print(
     task: Task, settings: Settings, tokenizer: "PreTrainedTokenizerBase", warnings: WarningRecorder
 ) -> None:
-    from mca_train.batching.packing import PackedDataset
-    from mca_train.data.preview import render_preview
-
     args, data = settings.training, settings.data
     seed = args.seed if args.data_seed is None else args.data_seed
     if data.streaming:

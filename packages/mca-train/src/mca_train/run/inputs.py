@@ -17,14 +17,14 @@ from mca_config.printable import counted
 from mca_config.redaction import redacted
 from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.config.run_config import Settings
-from mca_train.run.checks import Run, require_start
+from mca_train.data.image_rows import ImageReader
+from mca_train.run.rules import Run, require_start
 from mca_train.run.vocabulary import growth_problem
 from mca_train.tasks.load import load_mixture, load_stream, load_tokenized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mca_train.data.image_rows import ImageReader
     from mca_train.data.token_dataset import Samples
 
 logger = logging.getLogger(__name__)
@@ -72,8 +72,6 @@ def read_inputs(run: Run, lock: OutputLock) -> Inputs:
 
 def image_reader(settings: Settings, config: McaModelConfig) -> "ImageReader":
     """Return the image reader of the model."""
-    from mca_train.data.image_rows import ImageReader
-
     data = settings.data
     paths = (data.model_name_or_path, data.tokenizer_name_or_path)
     return ImageReader(config=config, directories=tuple(Path(path) for path in paths if path))

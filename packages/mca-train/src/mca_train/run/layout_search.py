@@ -14,16 +14,17 @@ from mca_config.layout import SIZE_FIELDS, ParallelLayout
 from mca_config.model_config import McaModelConfig, training_dtype
 from mca_config.printable import counted
 from mca_config.types import JsonObject, Values
+from mca_models.megatron.factory.target import Target
+from mca_models.megatron.factory.transformer_config import transformer_config
 from mca_train.config.model import resolve_layout
 from mca_train.config.run_config import Settings
 from mca_train.plan.hardware import Hardware
 from mca_train.plan.memory import GIB, PlanInput
 from mca_train.plan.remedies import with_changes
 from mca_train.plan.search import LAYOUT_KEYS, Fit, TimedLayout, fitting_layouts, with_step_time
-from mca_train.run.checks import Run, check, make_settings
+from mca_train.run.rules import Run, check, make_settings
 
 if TYPE_CHECKING:
-    from mca_models.megatron.factory.target import Target
     from mca_train.tasks.task import Task
 
 SCHEMA, VERSION = "mca-train/search", 1
@@ -71,8 +72,6 @@ def best_layouts(
         hardware: Hardware of the ranks.
         allowed: Returns whether the run supports a layout.
     """
-    from mca_models.megatron.factory.target import Target
-
     gpus, target = run.world_size, Target.planned(subject.implementation)
     attends, began = _attention_check(run, target), process_time()
 
@@ -100,8 +99,6 @@ def best_layouts(
 
 def _attention_check(run: Run, target: "Target") -> Callable[[int, int], bool]:
     """Return a function that checks whether attention supports a tensor- and context-parallel size on ``target``."""
-    from mca_models.megatron.factory.transformer_config import transformer_config
-
     dtype = training_dtype(run.model, run.settings.training)
 
     @cache

@@ -12,9 +12,12 @@ from mca_config.checks import position_problem
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.types import JsonObject, Values
+from mca_models.megatron import platform
+from mca_models.megatron.factory.target import Target
+from mca_models.megatron.factory.transformer_config import choose_implementation
 from mca_train.config.arguments import LaunchArguments
 from mca_train.config.model import planned_ranks
-from mca_train.config.run_config import Settings, load_values
+from mca_train.config.run_config import Settings, load_values, with_directories
 from mca_train.plan.chunks import Implementation
 from mca_train.plan.document import impossible_document, plan_document
 from mca_train.plan.hardware import Hardware, load_hardware
@@ -22,16 +25,16 @@ from mca_train.plan.memory import Plan, plan_layout
 from mca_train.plan.options import PlanOptions
 from mca_train.plan.remedies import Remedy, find_remedies, stages_over_limit, with_changes
 from mca_train.plan.report import render, render_remedies
+from mca_train.plan.search import OVERLAPS
 from mca_train.plan.vision_memory import Images
-from mca_train.run.checks import Findings, Run, check, make_settings
-from mca_train.run.hub_paths import with_directories
+from mca_train.run import layout_search
 from mca_train.run.logs import silent_arguments
 from mca_train.run.plan_input import make_image_check, make_plan_input, planned_images
+from mca_train.run.rules import Findings, Run, check, make_settings
 from mca_train.tasks.table import TASKS, infer_task
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
-    from mca_models.megatron.factory.target import Target
     from mca_train.dry_run.report import DryRun
 
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -108,8 +111,6 @@ def _first_line(task: Task, *, named: bool) -> str:
 
 def _search(task: Task, values: Values, settings: Settings, options: PlanOptions, *, named: bool) -> int:
     """Print the best layouts; the configuration's own layout only determines the samples of a step."""
-    from mca_train.run import layout_search
-
     gpus = options.gpus or 1
     hardware = load_hardware(options.device or "h100-80", options.hardware)
     requested = settings
@@ -139,8 +140,6 @@ def _possible(
     task: Task, values: Values, where: str, hardware: Hardware, gpus: int
 ) -> tuple[Settings, Findings]:
     """Check the run of ``values`` with the best of `OVERLAPS` that it allows."""
-    from mca_train.plan.search import OVERLAPS
-
     found: list[tuple[Settings, Findings]] = []
     for overlap in OVERLAPS:
         try:
@@ -157,8 +156,6 @@ def _possible(
 
 def _target(settings: Settings, hardware: Hardware | None) -> "Target | None":
     """Return the target of the plan: a device, or Transformer Engine's layers; None: this machine."""
-    from mca_models.megatron.factory.target import Target
-
     if hardware is None and settings.training.transformer_impl != "transformer_engine":
         return None
     return Target.planned(_implementation(settings, hardware))
@@ -166,8 +163,6 @@ def _target(settings: Settings, hardware: Hardware | None) -> "Target | None":
 
 def _without_device_options(run: Run) -> Run:
     """Return ``run`` without options that this machine does not support, for a dry run here."""
-    from mca_models.megatron import platform
-
     if platform.engine_problem() is None:
         return run
     removed: JsonObject = dict.fromkeys(_DEVICE_OPTIONS)
@@ -287,8 +282,6 @@ class _Planned:
 
 def _implementation(settings: Settings, hardware: Hardware | None) -> Implementation:
     """Return the layer implementation: as requested, else Transformer Engine on a device, else this machine's."""
-    from mca_models.megatron.factory.transformer_config import choose_implementation
-
     if (requested := settings.training.transformer_impl) is not None:
         return requested
     return "transformer_engine" if hardware is not None else choose_implementation(settings.training)

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import training_dtype
+from mca_models.megatron import platform
+from mca_models.megatron.factory.transformer_config import transformer_config
+from mca_models.megatron.features.images import image_problems
 from mca_train.config.model import make_adapter
 from mca_train.config.model_parts import adapted_parts, trained_parts
 from mca_train.plan.chunks import Implementation
@@ -13,7 +16,7 @@ from mca_train.plan.counts import ModelCounts
 from mca_train.plan.hardware import Device
 from mca_train.plan.memory import PlanInput
 from mca_train.plan.vision_memory import Images, plan_images
-from mca_train.run.checks import Run
+from mca_train.run.rules import Run
 
 if TYPE_CHECKING:
     from mca_models.megatron.factory.target import Target
@@ -40,9 +43,6 @@ def planned_images(run: Run, count: int | None = None, pixels: int | None = None
 
 def make_image_check(run: Run, target: "Target | None") -> Callable[[ParallelLayout], list[str]]:
     """Return a function that returns the problems of ``run`` with images, for a layout on ``target``."""
-    from mca_models.megatron.factory.transformer_config import transformer_config
-    from mca_models.megatron.features.images import image_problems
-
     args, model = run.settings.training, run.model
     megatron = transformer_config(model, args, run.layout, training_dtype(model, args), target)
     return lambda layout: image_problems(model, layout, megatron)
@@ -52,8 +52,6 @@ def make_plan_input(
     run: Run, implementation: Implementation, device: Device | None = None, *, images: Images | None = None
 ) -> PlanInput:
     """Return the input of the planner for ``run`` on ``device``; None: this machine."""
-    from mca_models.megatron import platform
-
     settings, config = run.settings, replace(run.model, layout=run.layout)
     parts = trained_parts(settings.training)
     adapter = make_adapter(settings.lora, config, parts)

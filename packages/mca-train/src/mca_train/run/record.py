@@ -11,11 +11,12 @@ from pathlib import Path
 
 from mca_config.redaction import redacted_values
 from mca_config.types import JsonObject
+from mca_models.megatron.factory.transformer_config import choose_implementation
 from mca_train.plan.document import plan_document
 from mca_train.plan.memory import plan_layout
 from mca_train.plan.vision_memory import Images
-from mca_train.run.checks import Run
 from mca_train.run.plan_input import make_image_check, make_plan_input, planned_images
+from mca_train.run.rules import Run
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +40,6 @@ def make_record(run: Run) -> JsonObject:
 
 
 def _plan(run: Run) -> JsonObject | None:
-    from mca_models.megatron.factory.transformer_config import choose_implementation
-
     training = run.settings.training
     try:
         subject = make_plan_input(run, choose_implementation(training), images=_images(run))

@@ -37,7 +37,7 @@ def can_restart() -> bool:
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
-def resume_values(values: Values, attempt: "Attempt | None") -> JsonObject:
+def resume_values(values: Values, attempt: "Attempt") -> JsonObject:
     """Return the values of this attempt, which after the first one resume from the run's last checkpoint.
 
     Usually that is ``auto``, unless the run had resumed from an earlier checkpoint and ended before it moved the later
@@ -45,9 +45,9 @@ def resume_values(values: Values, attempt: "Attempt | None") -> JsonObject:
 
     Args:
         values: Values of the user.
-        attempt: The attempt; None: the launcher does not restart ranks.
+        attempt: The attempt.
     """
-    if attempt is None or attempt.number == 1:
+    if attempt.number == 1:
         return dict(values)
     output_dir = Path(str(values.get("output_dir", "")))
     written = run_on_first_rank_unwrapped(lambda: _list_written_checkpoints(output_dir, attempt))

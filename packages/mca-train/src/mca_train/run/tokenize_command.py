@@ -10,11 +10,13 @@ from mca_config.errors import McaError, UsageError, raise_problems, raising_usag
 from mca_config.printable import counted
 from mca_config.types import Values
 from mca_train.config.model import model_config
-from mca_train.config.run_config import Settings, load_values
-from mca_train.run.checks import data_problems, make_settings
-from mca_train.run.hub_paths import with_directories
+from mca_train.config.run_config import Settings, load_values, with_directories
+from mca_train.data.encoding import block_tokenizer
+from mca_train.data.indexed import write_indexed
+from mca_train.data.streams import open_rows
 from mca_train.run.inputs import load_tokenizer
 from mca_train.run.logs import quiet_libraries
+from mca_train.run.rules import data_files, make_settings
 from mca_train.tasks.table import TASKS
 
 if TYPE_CHECKING:
@@ -42,12 +44,11 @@ def tokenize(config: Path | None, overrides: list[str], output_prefix: str | Non
         )
     task = TASKS["pretrain"]
     settings = make_settings(task, with_directories(values, only="tokenizer"), where)
-    raise_problems(data_problems(settings), where, kind=UsageError)
+    raise_problems(data_files(task, settings), where, kind=UsageError)
     if settings.data.datasets:
         raise UsageError(f"{where}: mca-train tokenize reads train_file, not datasets")
     with raising_usage_errors():
         tokenizer = load_tokenizer(settings)
-    from mca_train.data.indexed import write_indexed
 
     count, tokens = write_indexed(Path(prefix), _documents(settings, tokenizer), len(tokenizer))
     sys.stdout.write(
@@ -66,9 +67,6 @@ def _vision(model: str) -> Values | None:
 
 def _documents(settings: Settings, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Sequence[int]]:
     """Yield the tokens of each row."""
-    from mca_train.data.encoding import block_tokenizer
-    from mca_train.data.streams import open_rows
-
     data, key = settings.data, "train_file"
     vision = _vision(data.model_name_or_path)
     rows, names = open_rows(data.train_file, key, data, data.text_column, seed=None, vision=vision)

@@ -1,6 +1,6 @@
-"""`run` trains from a configuration: it checks the run, starts the ranks and writes the model.
+"""`run` trains from a configuration: it checks the run, starts the ranks, builds the trainer and writes the model.
 
-`checks` has the checks; `build` creates model and trainer.
+`rules` has the checks. The kind of run decides the trainer and whether there is a reference model.
 """
 
 import logging
@@ -13,29 +13,40 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mca_config.errors import UsageError
+from mca_config.errors import UsageError, raising_usage_errors
 from mca_config.fields import cast
 from mca_config.printable import counted
 from mca_config.types import Values
+from mca_models import AutoModel
+from mca_models.megatron import platform
+from mca_models.megatron.distributed import parallel
+from mca_models.megatron.peft import get_peft_model, load_adapter
+from mca_train import groups
 from mca_train.checkpoint.directory import PREFIX, STATE_FILE
 from mca_train.checkpoint.output_lock import OutputLock
-from mca_train.config.model import launcher_world_size
-from mca_train.config.run_config import Settings, load_values
+from mca_train.config.model import launcher_world_size, peft_task
+from mca_train.config.model_parts import trained_parts
+from mca_train.config.run_config import Settings, has_hub_ids, load_values, with_directories
+from mca_train.data.scoring import padding_token
 from mca_train.launch import environment, failures, launcher
 from mca_train.launch.rendezvous import LISTENER, join
 from mca_train.launch.scratch import scratch_folder
 from mca_train.launch.stop_signals import raising_on_signals
 from mca_train.metrics.plot import plot_losses
-from mca_train.run.checks import check, make_settings
-from mca_train.run.hub_paths import has_hub_ids, with_directories
 from mca_train.run.inputs import Inputs, prepare_inputs
+from mca_train.run.last_evaluation import LastEvaluation
 from mca_train.run.logs import quiet_libraries, set_log_levels, silent_arguments
 from mca_train.run.record import write_record
+from mca_train.run.restarts import StartRecorder, can_restart, resume_values
+from mca_train.run.rules import check, make_settings
 from mca_train.run.summary import summary
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
+    from mca_models import VirtualModels
     from mca_models.megatron.distributed.rendezvous import Attempt
+    from mca_models.templates.classification_head import Head
+    from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.trainer import McaTrainer
 
 logger = logging.getLogger(__name__)
@@ -55,7 +66,6 @@ def run(task: Task, config: Path | None, overrides: list[str], command: list[str
     with raising_on_signals():
         if not environment.started_by_launcher():
             return _launch(task, values, where, command)
-        from mca_models.megatron import platform
 
         platform.require_launcher(os.environ)
         folder = os.environ.get("MCA_TRAIN_REPORTS")
@@ -79,7 +89,6 @@ def _launch(task: Task, values: Values, where: str, command: list[str]) -> int:
     run = check(task, settings).require()
     ranks = run.world_size
     logger.info("starting %s: %s", counted(ranks, "rank"), run.layout)
-    from mca_models.megatron import platform
 
     with scratch_folder() as folder:
         if platform.device_type() == "cuda":
@@ -100,8 +109,7 @@ def _without_device(values: Values) -> Values:
     Raises:
         UsageError: ``use_cpu`` is set on a machine with a GPU.
     """
-    from mca_models.megatron import platform
-    from mca_train.trainer.unsupported import USE_CPU_WITH_GPU
+    from mca_train.trainer.rules import USE_CPU_WITH_GPU
 
     if platform.device_type() != "cuda":
         return values
@@ -118,16 +126,14 @@ def settings_on_rank(task: Task, values: Values, where: str) -> tuple[Settings, 
     """
     import torch.distributed as dist
 
-    from mca_models.megatron import platform
-    from mca_train.run.restarts import resume_values
-
     attempt = None
     if not dist.is_initialized():
         platform.set_device()
         seconds = cast("ddp_timeout", values.get("ddp_timeout", 1800), int, words=True)
         attempt = join(platform.backend(), timedelta(seconds=seconds))
     with silent_arguments() if LISTENER in os.environ else nullcontext():  # the launcher has logged it
-        return make_settings(task, resume_values(values, attempt), where), attempt
+        resumed = values if attempt is None else resume_values(values, attempt)
+        return make_settings(task, resumed, where), attempt
 
 
 def _run_launched_rank(task: Task, values: Values, where: str) -> None:
@@ -166,19 +172,12 @@ def _run_forked_rank(inputs: Inputs) -> None:
 
 def _train_rank(inputs: Inputs, attempt: "Attempt | None") -> None:
     """Run all of the training on one rank."""
-    from mca_models.megatron.distributed import parallel
-
     set_log_levels(inputs.run.settings.training)
     _train(inputs, attempt)
     parallel.stop()
 
 
 def _train(inputs: Inputs, attempt: "Attempt | None") -> None:
-    from mca_train import groups
-    from mca_train.run.build import make_trainer
-    from mca_train.run.last_evaluation import LastEvaluation
-    from mca_train.run.restarts import StartRecorder, can_restart
-
     args = inputs.run.settings.training
     trainer = make_trainer(inputs)
     if attempt is not None:
@@ -203,6 +202,64 @@ def _train(inputs: Inputs, attempt: "Attempt | None") -> None:
         plot_losses(trainer.state.log_history, Path(args.output_dir))
         sys.stdout.write(summary(trainer, result) + "\n")
     groups.barrier()
+
+
+def make_trainer(inputs: Inputs) -> "McaTrainer":
+    """Return the trainer of a run on this rank; collective."""
+    run, settings = inputs.run, inputs.run.settings
+    reference, head = None, run.task.head(settings)
+    if head is not None:
+        head = replace(head, pad_token_id=padding_token(inputs.tokenizer))
+    if (path := run.task.reference(settings)) is not None:
+        assert run.reference is not None, "it has been read with the run"
+        # the reference first, as building a model seeds the random states
+        reference = _base(settings, path, run.reference.vocab_size, len(inputs.tokenizer))
+        reference.requires_grad_(False)
+    path = settings.data.model_name_or_path
+    model = _base(settings, path, run.model.vocab_size, len(inputs.tokenizer), head)
+    if any(getattr(samples, "has_images", False) for samples in (inputs.train, inputs.evaluation)):
+        with raising_usage_errors():
+            model.require_images()
+    options: TrainerOptions = {
+        "model": _with_adapter(model, settings),
+        "args": settings.training,
+        "train_dataset": inputs.train,
+        "eval_dataset": inputs.evaluation,
+        "processing_class": inputs.tokenizer,
+        "pack_length": settings.data.seq_length * run.task.sequences_per_sample,
+    }
+    with raising_usage_errors():
+        return run.task.trainer(settings, reference, options)
+
+
+def _base(
+    settings: Settings, path: str, rows: int, tokens: int, head: "Head | None" = None
+) -> "VirtualModels":
+    """Load the model at ``path`` with ``head``, and extend its vocabulary from ``rows`` to ``tokens`` if larger."""
+    seed = settings.training.seed
+    if tokens <= rows:
+        return AutoModel.from_pretrained(path, settings.training, seed=seed, head=head)
+    logger.info("the vocabulary of %s grows from %d to the tokenizer's %d", path, rows, tokens)
+    return AutoModel.from_pretrained(path, settings.training, seed=seed, vocab_size=tokens, head=head)
+
+
+def _with_adapter(model: "VirtualModels", settings: Settings) -> "VirtualModels":
+    lora = settings.lora
+    if not lora.is_enabled:
+        return model
+
+    with raising_usage_errors():
+        if lora.adapter_name_or_path is not None:
+            adapted = load_adapter(model, lora.adapter_name_or_path)
+        else:
+            adapted = get_peft_model(
+                model,
+                lora.config(peft_task(model.config)),
+                seed=settings.training.seed,
+                parts=trained_parts(settings.training),
+            )
+    logger.info("%s", adapted.print_trainable_parameters())
+    return adapted
 
 
 def _stop_message(trainer: "McaTrainer") -> str:

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, cast
 
 from mca_config.errors import McaError
-from mca_train.config.arguments import DataArguments
-from mca_train.config.columns import ClassifyArguments
+from mca_train.config.arguments import ClassifyArguments, DataArguments
 from mca_train.tasks.scores import ScoreTask
 from mca_train.tasks.task import Example, data_format_problems
 

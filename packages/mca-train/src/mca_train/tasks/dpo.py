@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from mca_config.errors import McaError
-from mca_train.config.arguments import DataArguments
-from mca_train.config.columns import PairArguments
+from mca_train.config.arguments import DataArguments, PairArguments
 from mca_train.losses.dpo_loss_types import REFUSED, LossType
 from mca_train.tasks.reference import ReferenceArguments, adapter_reference_problems
 from mca_train.tasks.task import AnswerTask, Example, pair_format_problems

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from mca_config.errors import McaError, UsageError
-from mca_train.config.arguments import DataArguments
-from mca_train.config.columns import ClassifyArguments
+from mca_train.config.arguments import ClassifyArguments, DataArguments
 from mca_train.tasks.reference import ReferenceArguments, adapter_reference_problems
 from mca_train.tasks.sft import Sft
 from mca_train.tasks.task import Example

@@ -10,6 +10,17 @@ from typing import TYPE_CHECKING
 
 from mca_config.errors import UsageError
 from mca_train.config.arguments import DataArguments
+from mca_train.data.files import check_file, load_rows, local_copy, reader_name, translate_read_errors
+from mca_train.data.files import translate_read_errors as named_files
+from mca_train.data.image_rows import without_decoding
+from mca_train.data.indexed import find_prefix
+from mca_train.data.mixture import Mixture
+from mca_train.data.row_paths import row_paths
+from mca_train.data.sources import evaluation_arguments, load_source, parse_sources, source_arguments
+from mca_train.data.streams import open_rows
+from mca_train.data.token_cache import cache_key, file_digest, load_or_build
+from mca_train.data.tool_arguments import json_features
+from mca_train.data.urls import describe_files
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -19,7 +30,6 @@ if TYPE_CHECKING:
 
     from mca_config.types import Values
     from mca_train.data.image_rows import ImageReader, ImageRows
-    from mca_train.data.mixture import Mixture
     from mca_train.data.preferences import PairDataset
     from mca_train.data.sources import Source
     from mca_train.data.token_cache import Images
@@ -45,10 +55,6 @@ def load_tokenized(
         evaluation: True for the evaluation files.
         images: Image reader of the model; None: rows have no images.
     """
-    from mca_train.data.files import check_file, load_rows, local_copy, reader_name
-    from mca_train.data.files import translate_read_errors as named_files
-    from mca_train.data.sources import evaluation_arguments
-
     key = "eval_file" if evaluation else "train_file"
     limit = arguments.max_eval_samples if evaluation else arguments.max_train_samples
 
@@ -74,7 +80,6 @@ def load_tokenized(
 
     if arguments.tokenized_cache is None:
         return _set_order(files, make())
-    from mca_train.data.token_cache import cache_key, file_digest, load_or_build
 
     rows = [f"{file_digest(copy)} {reader_name(file)}" for file, copy in zip(files, copies, strict=True)]
     contents = [key, *rows, *_processors(own)]
@@ -94,16 +99,12 @@ def _vision(images: "ImageReader | None") -> "Values | None":
 
 def _set_order(files: Sequence[str], samples: "TokenDataset | PairDataset") -> "TokenDataset | PairDataset":
     """Return ``samples``, marked as in the order of ``files``."""
-    from mca_train.data.urls import describe_files
-
     samples.order_description = f"rows of {describe_files(files)}"
     return samples
 
 
 def _processors(images: "ImageReader | None") -> list[str]:
     """Return cache keys of the image processors."""
-    from mca_train.data.token_cache import file_digest
-
     if images is None or _vision(images) is None:
         return []
     names = ("preprocessor_config.json", "processor_config.json")
@@ -122,8 +123,6 @@ def _image_source(
     """Return the function that reads the pixels of cached samples."""
 
     def read() -> "tuple[datasets.Dataset, ImageRows, str]":
-        from mca_train.data.image_rows import without_decoding
-
         assert images is not None, "samples with images are cached for a model with a vision part"
         rows = without_decoding(load())
         return rows, task.image_rows(rows.column_names, images, row_arguments(rows), tokenizer, key), key
@@ -135,8 +134,6 @@ def _with_paths(
     images: "ImageReader | None", arguments: DataArguments, files: Sequence[str], revision: str | None = None
 ) -> "ImageReader | None":
     """Return ``images`` for the rows of ``files``."""
-    from mca_train.data.row_paths import row_paths
-
     return images and replace(images, paths=row_paths(files, arguments.image_folder, revision))
 
 
@@ -157,10 +154,6 @@ def load_mixture(
         seed: Seed of the selection from sources that are used in part.
         images: Image reader of the model; None: rows have no images.
     """
-    from mca_train.data.indexed import find_prefix
-    from mca_train.data.mixture import Mixture
-    from mca_train.data.sources import load_source, parse_sources, source_arguments
-
     sources, parts = parse_sources(arguments.datasets), []
     keys = [f"datasets, {source.display_name}" for source in sources]
     prefixes = [find_prefix(source.path) for source in sources]
@@ -199,9 +192,6 @@ def _source_samples(
     key: str,
     images: "ImageReader | None",
 ) -> "TokenDataset | PairDataset":
-    from mca_train.data.files import translate_read_errors
-    from mca_train.data.token_cache import cache_key, load_or_build
-
     def make() -> "TokenDataset | PairDataset":
         with translate_read_errors(key, source.path, "text", UnicodeDecodeError):
             return task.samples(rows, tokenizer, arguments, key, images)
@@ -237,8 +227,6 @@ def load_stream(
         seed: Seed of the order, drawn from a buffer of ``shuffle_buffer_size`` rows; None: the files' own order.
         images: Image reader of the model; None: rows have no images.
     """
-    from mca_train.data.streams import open_rows
-
     key = "train_file"
     column = task.required_column(arguments)
     rows, names = open_rows(files, key, arguments, column, seed=seed, vision=_vision(images))
@@ -263,9 +251,6 @@ def load_first(
         images: Image reader of the model; None: rows have no images.
     """
     import datasets
-
-    from mca_train.data.streams import open_rows
-    from mca_train.data.tool_arguments import json_features
 
     key = "train_file"
     column = task.required_column(arguments)

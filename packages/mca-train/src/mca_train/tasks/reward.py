@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from mca_config.errors import McaError
-from mca_train.config.arguments import DataArguments
-from mca_train.config.columns import RewardArguments
+from mca_train.config.arguments import DataArguments, RewardArguments
 from mca_train.tasks.scores import ScoreTask
 from mca_train.tasks.task import Example, pair_format_problems
 

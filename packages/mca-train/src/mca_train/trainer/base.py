@@ -200,7 +200,9 @@ class HfTrainer(Trainer):  # type: ignore[misc]
         """Return True on the first rank of a machine."""
         return self.ranks.is_first or int(self.args.local_process_index) == 0
 
-    def predict(self, *_: object, **__: object) -> Never:
+    def predict(
+        self, test_dataset: object, ignore_keys: object = None, metric_key_prefix: str = "test"
+    ) -> Never:
         """Raise an error: logits are split over ranks."""
         raise McaError(
             "McaTrainer.predict is not supported; use evaluate for a loss, VirtualModels.logits for logits"

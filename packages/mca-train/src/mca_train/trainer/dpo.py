@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from mca_config.errors import McaError
 from mca_models.megatron.distributed.collectives import run_on_first_rank_unwrapped
+from mca_models.megatron.peft import PeftModels
 from mca_train.batching.extra_columns import ExtraColumns, RowSubset
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.step_stream import is_stream
@@ -29,8 +30,6 @@ from mca_train.losses.preference import (
     METRIC_NAMES,
     PairLogps,
     PreferenceLoss,
-    key_problems,
-    model_problems,
     sequence_logps,
     split_pairs,
 )
@@ -42,6 +41,7 @@ from mca_train.trainer.reference import (
     resolve_reference,
     warn_trl_differences,
 )
+from mca_train.trainer.rules import RULES, pairs
 from mca_train.trainer.trainer import McaTrainer
 from mca_train.types import SampleSource
 
@@ -80,6 +80,7 @@ class DpoTrainer(McaTrainer):
 
     run_kind = "dpo"
     metric_names = METRIC_NAMES
+    _rules = (*RULES, pairs)
 
     def __init__(
         self,
@@ -91,8 +92,6 @@ class DpoTrainer(McaTrainer):
     ) -> None:
         super().__init__(**options)
         self.preference = preference or PreferenceLoss()
-        for problem in (*key_problems(self.args), *model_problems(self.model.megatron)):
-            raise McaError(problem)
         reference = resolve_reference(
             self.model, reference, self.processing_class, kept=precompute_ref_log_probs
         )
@@ -113,7 +112,6 @@ class DpoTrainer(McaTrainer):
         chunk = self.args.loss_chunk_size
         if model is not None:
             return ReferenceModel(model, chunk)
-        from mca_models.megatron.peft import PeftModels
 
         adapted = isinstance(self.model, PeftModels)
         if adapted or not self._precomputes:
@@ -221,7 +219,7 @@ class DpoTrainer(McaTrainer):
         if self._reference is not None and not self._precomputes:
             self._reference_queue = deque(sums for sums, _ in self._reference.log_probs(batch))
 
-    def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
+    def compute_loss(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the loss sum over this micro-batch's pairs and their count, which context-parallel ranks share."""
         sums, counts = (split_pairs(values) for values in sequence_logps(output, batch))
         reference = self._reference_logps(batch) if self.preference.needs_reference else None

@@ -9,70 +9,11 @@ import torch
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from mca_config.arguments import float16_problems
-from mca_config.errors import McaError, raise_problems
+from mca_config.errors import McaError
 from mca_config.training import TrainingArguments
 from mca_config.types import JsonObject, Typed, Values
-from mca_train.trainer.model_arguments import require_matching_model
-from mca_train.types import VirtualModels
 
 T = TypeVar("T")
-
-
-def require_mca(model: VirtualModels, args: TrainingArguments) -> None:
-    """Raise if Hugging Face's model or arguments are passed, or a model built with other arguments.
-
-    Raises:
-        McaError: The model is not a `VirtualModels`, or is an adapter's base model; or the arguments are not
-            `mca_config.TrainingArguments`, or ask for another model.
-    """
-    if not hasattr(model, "chunks"):
-        raise McaError(
-            f"model is a {type(model).__name__}; expected what mca_models.AutoModel.from_pretrained returns"
-        )
-    model.reject_hidden_adapter()
-    if not hasattr(args, "layout"):
-        raise McaError(
-            f"args is a {type(args).__module__}.{type(args).__name__}; expected mca_config.TrainingArguments"
-        )
-    require_matching_model(model, args)
-
-
-def require_optimizable(model: VirtualModels, args: TrainingArguments) -> None:
-    """Raise if an optimizer setting is not supported with float16 weights, which the model's files may have.
-
-    Raises:
-        McaError: Such a setting is set.
-    """
-    raise_problems(float16_problems(args) if model.config.dtype == "float16" else [], "McaTrainer")
-
-
-def require_unmerged(model: VirtualModels) -> None:
-    """Raise if an adapter is merged into the weights, or was added to the model since, so nothing would be trained.
-
-    Raises:
-        McaError: It is merged, or was added since.
-    """
-    from mca_models.megatron.peft import PeftModels
-
-    model.reject_hidden_adapter()
-    if isinstance(model, PeftModels) and model.merged:
-        raise McaError("the adapter is merged, so nothing would be trained; call unmerge_adapter first")
-
-
-def require_vocabulary(model: VirtualModels, args: TrainingArguments, *, wants_logits: bool) -> None:
-    """Raise if the model's head does not match the loss.
-
-    Raises:
-        McaError: The model has a classification head and the loss is a cross entropy of tokens, or the reverse.
-    """
-    if wants_logits and args.label_smoothing_factor:
-        raise McaError("label_smoothing_factor is not supported with wants_logits; remove it")
-    if model.config.head.num_labels is not None and not wants_logits:
-        raise McaError(
-            f"the model has a {model.config.head.head_kind} head; train it with RewardTrainer, "
-            "ClassificationTrainer or a custom trainer that sets wants_logits"
-        )
 
 
 @contextmanager
@@ -115,7 +56,7 @@ class ConfigView:
         """Return all fields."""
         return dict(self._values)
 
-    def to_json_string(self, *_: object, **__: object) -> str:
+    def to_json_string(self, use_diff: bool = True) -> str:
         """Return all fields as ``config.json`` has them."""
         return json.dumps(self._values, indent=2, sort_keys=True, default=str) + "\n"
 

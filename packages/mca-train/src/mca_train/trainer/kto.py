@@ -17,7 +17,7 @@ from mca_train.batching.kto_kl_pairs import KtoKlPairs
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.step_stream import is_stream
 from mca_train.data.token_dataset import Samples
-from mca_train.losses.kto import KtoLoss, divergence, key_problems, model_problems, step_problems
+from mca_train.losses.kto import KtoLoss, divergence, step_problems
 from mca_train.losses.preference import counted_sequences, sequence_logps
 from mca_train.losses.token_loss import sequence_loss
 from mca_train.trainer.base import TrainerOptions
@@ -27,6 +27,7 @@ from mca_train.trainer.reference import (
     resolve_reference,
     warn_trl_differences,
 )
+from mca_train.trainer.rules import RULES, unpaired
 from mca_train.trainer.trainer import McaTrainer
 from mca_train.types import SampleSource
 
@@ -54,6 +55,7 @@ class KtoTrainer(McaTrainer):
     run_kind = "kto"
     metric_names = ("kl", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")
     metric_differences = MappingProxyType({"rewards/margins": ("rewards/chosen", "rewards/rejected")})
+    _rules = (*RULES, unpaired)
 
     def __init__(
         self,
@@ -65,8 +67,6 @@ class KtoTrainer(McaTrainer):
         super().__init__(**options)
         self.kto = loss or KtoLoss()
         args = self.args
-        for problem in (*key_problems(args), *model_problems(self.model.megatron)):
-            raise McaError(problem)
         reference = resolve_reference(self.model, reference, self.processing_class)
         if reference is None:
             require_adapter_reference(self.model, args, "kto")
@@ -126,7 +126,7 @@ class KtoTrainer(McaTrainer):
             )
         self._kl = divergence(groups.sum_over_data(total))
 
-    def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
+    def compute_loss(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the loss sum over this micro-batch's answers and their count, which context-parallel ranks share."""
         if batch.values is None:
             raise McaError(

@@ -22,8 +22,7 @@ from mca_train.engine.engine import Engine, StepResult
 from mca_train.engine.finite import require_finite_weights
 from mca_train.losses.token_loss import StepLoss
 from mca_train.metrics.meter import LossMeter, LossReport
-from mca_train.metrics.metric_accumulator import AuxLossMeter, MetricAccumulator
-from mca_train.metrics.source_losses import SourceLosses
+from mca_train.metrics.metric_accumulator import AuxLossMeter, MetricAccumulator, SourceLosses
 from mca_train.trainer.base import HfTrainer, Hooks, Progress
 from mca_train.trainer.monitor import Watch
 

@@ -80,8 +80,6 @@ class ModelRunner:
     def set_output(self) -> None:
         """Set the output of the chunk with the loss, which another trainer may have changed."""
         args, model, hooks = self._args, self._model, self._hooks
-        if hooks.token_values is not None and args.label_smoothing_factor:
-            raise McaError("label_smoothing_factor is not supported with token_values; remove it")
         smooth_labels(model.chunks, args.label_smoothing_factor, model.config.vocab_size)
         chunk_losses(
             model.chunks,

@@ -14,6 +14,7 @@ from torch import Tensor
 from mca_config.errors import McaError, raise_problems
 from mca_config.model_config import McaModelConfig
 from mca_config.training import TrainingArguments
+from mca_models.megatron.peft import PeftModels
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.checkpoint.reference_log_probs import model_fingerprint
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mca_models import VirtualModels
-    from mca_models.megatron.peft import PeftModels
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +57,6 @@ def resolve_reference(
         McaError: It would change in training, has an adapter that it does not know, or cannot compute log-probabilities
             of the trained model's inputs.
     """
-    from mca_models.megatron.peft import PeftModels
-
     if reference is None or reference.chunks is not model.chunks:
         if reference is not None:
             reference.reject_hidden_adapter()
@@ -91,8 +89,6 @@ def require_adapter_reference(model: "VirtualModels", args: TrainingArguments, l
     Raises:
         McaError: It has no adapter, or its base model changes in training.
     """
-    from mca_models.megatron.peft import PeftModels
-
     if not isinstance(model, PeftModels):
         raise McaError(f"{loss} needs a reference: pass one, or a model with a LoRA adapter")
     if model.adapter.modules_to_save:
@@ -111,8 +107,6 @@ def warn_trl_differences(model: "VirtualModels", *, without_adapter: bool = Fals
         model: The trained model.
         without_adapter: It is its own reference, without its adapter.
     """
-    from mca_models.megatron.peft import PeftModels
-
     adapted = model if isinstance(model, PeftModels) else None
     rates = {name: getattr(model.megatron, name) for name in ("attention_dropout", "hidden_dropout")}
     rates["lora_dropout"] = 0.0 if adapted is None else adapted.adapter.dropout

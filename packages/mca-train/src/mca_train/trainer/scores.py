@@ -11,11 +11,11 @@ from torch import Tensor
 
 from mca_config.errors import McaError
 from mca_train.batching.micro_batch import MicroBatch
-from mca_train.losses.preference import model_problems
-from mca_train.losses.scores import LOSSES, METRICS, ProblemType, key_problems, reward_loss, sequence_scores
+from mca_train.losses.scores import LOSSES, METRICS, ProblemType, reward_loss, sequence_scores
 from mca_train.losses.token_loss import sequence_loss
 from mca_train.trainer.base import TrainerOptions
 from mca_train.trainer.reference import warn_trl_differences
+from mca_train.trainer.rules import RULES, classification, one_label
 from mca_train.trainer.trainer import McaTrainer
 
 
@@ -27,16 +27,7 @@ class ScoreTrainer(McaTrainer):
     """
 
     wants_logits = True
-
-    def __init__(self, **options: Unpack[TrainerOptions]) -> None:
-        super().__init__(**options)
-        if self.model.config.head.head_kind != "sequence_classification":
-            raise McaError(
-                f"{type(self).__name__} needs a sequence-classification head, not {self.model.config.head.head_kind}; "
-                "build it with AutoModel.from_pretrained(..., head=Head(...))"
-            )
-        for problem in (*key_problems(self.args), *model_problems(self.model.megatron)):
-            raise McaError(problem)
+    _rules = (*RULES, classification)
 
     def _add_means(self, values: dict[str, Tensor], real: Tensor) -> None:
         ranks = self.ranks.layout.cp
@@ -57,6 +48,7 @@ class RewardTrainer(ScoreTrainer):
     """
 
     run_kind = "reward"
+    _rules = (*ScoreTrainer._rules, one_label)
     metric_names = ("accuracy", "margin", "mean_reward")
     metric_extremes = MappingProxyType({"min_reward": "smallest", "max_reward": "largest"})
 
@@ -64,12 +56,10 @@ class RewardTrainer(ScoreTrainer):
         self, *, center_rewards_coefficient: float | None = None, **options: Unpack[TrainerOptions]
     ) -> None:
         super().__init__(**options)
-        if self.model.config.head.num_labels != 1:
-            raise McaError(f"num_labels is {self.model.config.head.num_labels}; a reward model needs 1")
         warn_trl_differences(self.model)
         self._centering = center_rewards_coefficient or 0.0
 
-    def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
+    def compute_loss(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the loss sum over this micro-batch's pairs and their count."""
         scores, counts = sequence_scores(output, batch)
         both = len(scores) // 2 * 2  # a pack may end in an empty sequence
@@ -109,7 +99,7 @@ class ClassificationTrainer(ScoreTrainer):
         super().__init__(**options)
         self._problem_type = problem_type
 
-    def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
+    def compute_loss(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the loss sum over this micro-batch's sequences and their count."""
         if batch.values is None:
             raise McaError("a sample of the dataset has no 'values'; expected its class, labels or numbers")

@@ -25,9 +25,7 @@ from mca_train.batching.image_batch import image_batching
 from mca_train.batching.loaders import Loaders
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.routed_experts import ExpertBatching
-from mca_train.batching.step_stream import require_steps
 from mca_train.checkpoint import directory
-from mca_train.checkpoint.model import require_format
 from mca_train.checkpoint.output_dir import require_usable
 from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.checkpoint.writer import CheckpointWriter
@@ -36,27 +34,18 @@ from mca_train.engine.engine import Engine, StepResult
 from mca_train.engine.param_groups import select_trained_parts
 from mca_train.engine.rng import seed_dropout
 from mca_train.losses.token_loss import num_targets, require_sums, token_loss
-from mca_train.lr_schedule import schedule_problems
 from mca_train.metrics.log_file import JsonlLog
 from mca_train.metrics.metric_accumulator import Extreme, MetricAccumulator
 from mca_train.trainer.base import HfTrainer, Progress
 from mca_train.trainer.evaluator import Evaluator
-from mca_train.trainer.hf_shims import (
-    ModelView,
-    require_mca,
-    require_optimizable,
-    require_unmerged,
-    require_vocabulary,
-)
+from mca_train.trainer.hf_shims import ModelView
 from mca_train.trainer.logger import Logger
 from mca_train.trainer.loop import Loop
 from mca_train.trainer.model_runner import ModelRunner
-from mca_train.trainer.moe_warnings import warn_forced_routing, warn_router_bias_step
 from mca_train.trainer.monitor import Watch
+from mca_train.trainer.rules import RULES, Rule, Subject, check, require_no_upload, require_unmerged, warn
 from mca_train.trainer.saver import Saver
 from mca_train.trainer.step_loaders import StepLoaders
-from mca_train.trainer.unsupported import reject_unsupported, require_no_upload
-from mca_train.trainer.unused_options import trains_routers, trains_vocabulary, warn_unused_options
 
 if TYPE_CHECKING:
     from mca_models import VirtualModels
@@ -78,6 +67,8 @@ class McaTrainer(HfTrainer):
         callbacks: Hugging Face ``TrainerCallback``s.
         collator_format: Format of the batches of ``data_collator``.
         pack_length: With ``sequence_packing``, tokens of a row of packed sequences; None: of the longest sample.
+        compute_metrics: Not supported, like the parameters after it, which are Hugging Face's; each raises an error
+            that names the replacement.
 
     Override `compute_loss` to train on another loss.
 
@@ -101,6 +92,7 @@ class McaTrainer(HfTrainer):
     token_values: "TokenValues | None" = None
     requires_routed_experts: bool = False
     run_kind: str = "pretrain or sft"
+    _rules: tuple[Rule, ...] = RULES
 
     def __init__(
         self,
@@ -114,16 +106,34 @@ class McaTrainer(HfTrainer):
         *,
         collator_format: CollatorFormat | None = None,
         pack_length: int | None = None,
-        **unsupported: object,
+        compute_metrics: object = None,
+        preprocess_logits_for_metrics: object = None,
+        compute_loss_func: object = None,
+        model_init: object = None,
+        optimizers: object = None,
+        optimizer_cls_and_kwargs: object = None,
+        peft_config: object = None,
+        tokenizer: object = None,
     ) -> None:
-        require_mca(model, args)
-        reject_unsupported(args, unsupported, type(self), McaTrainer)
-        require_optimizable(model, args)
-        require_vocabulary(model, args, wants_logits=self.wants_logits)
-        for problem in schedule_problems(args):
-            raise McaError(problem)
-        require_steps(train_dataset, args.max_steps)
-        require_format(model, args.ckpt_format)
+        unsupported = {
+            "compute_metrics": compute_metrics,
+            "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
+            "compute_loss_func": compute_loss_func,
+            "model_init": model_init,
+            "optimizers": optimizers,
+            "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs,
+            "peft_config": peft_config,
+            "tokenizer": tokenizer,
+        }
+        subject = Subject(
+            model=model,
+            args=args,
+            trainer=self,
+            base=McaTrainer,
+            parameters=unsupported,
+            train_dataset=train_dataset,
+        )
+        check(subject, self._rules)
         super().__init__(
             groups.current_ranks(model.config.layout),
             ModelView(model.config.hf_config),
@@ -136,11 +146,7 @@ class McaTrainer(HfTrainer):
         )
         require_no_upload(self.callback_handler.callbacks)
         select_trained_parts(model, args)
-        vocabulary, moved = args.decoupled_lr is None or trains_vocabulary(model), trains_routers(model)
-        trains = {"trains_vocabulary": vocabulary, "trains_routers": moved}
-        warn_unused_options(args, model.config, model.megatron, **trains)
-        warn_router_bias_step(args, model.config, model.megatron, trained=moved)
-        warn_forced_routing(model.config, model.megatron)
+        warn(model, args)
         seed_dropout(model, args.seed)
         self.model = self.model_wrapped = model
         self.watch = Watch(args, model, self.ranks)
@@ -222,7 +228,7 @@ class McaTrainer(HfTrainer):
         """Return a new engine, or that of an earlier `train`."""
         return self._runner.new_engine()
 
-    def compute_loss(self, output: Tensor, batch: MicroBatch, **_: object) -> tuple[Tensor, Tensor]:
+    def compute_loss(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the loss of one micro-batch on a rank of the last pipeline stage.
 
         Args:
@@ -283,7 +289,7 @@ class McaTrainer(HfTrainer):
             self._saver.checkpoints.abandon()
             self.is_in_train = False
 
-    def training_step(self, batch: StepBatch, *_: object, **__: object) -> StepResult:
+    def training_step(self, batch: StepBatch) -> StepResult:
         """Run one optimizer step on one step's batch."""
         return self._loop.step(batch)
 
@@ -314,7 +320,7 @@ class McaTrainer(HfTrainer):
         """Write a complete checkpoint of this step, unless there is one."""
         self._saver.complete_checkpoint()
 
-    def _save_checkpoint(self, *_: object, **__: object) -> None:
+    def _save_checkpoint(self, model: object = None, trial: object = None) -> None:
         """Write a checkpoint of this step, in place of Hugging Face's."""
         self._saver.save_checkpoint()
 

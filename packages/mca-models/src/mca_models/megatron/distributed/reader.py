@@ -5,12 +5,12 @@ them. Here `mca_models.torch_checkpoint.dcp` reads the index, and torch gets an 
 """
 
 from pathlib import Path
-from unittest import mock
 
 import torch
 
 from mca_config.errors import McaError
 from mca_config.types import Values
+from mca_models.megatron import platform
 from mca_models.megatron.tensors import DTYPE_OF
 from mca_models.megatron.types import DcpObject, Settings
 from mca_models.torch_checkpoint.dcp import METADATA, DcpDirectory, TensorEntry
@@ -43,7 +43,7 @@ def read_state(state: Values, folder: Path) -> Settings:
 
     index = _index(DcpDirectory(folder))
     sharded, _, factories = state_dict_utils.load_preprocess(dict(state))
-    with mock.patch.object(strategies, "_get_filesystem_reader", lambda *_, **__: _reader(folder, index)):
+    with platform.replaced(strategies, "_get_filesystem_reader", lambda *_, **__: _reader(folder, index)):
         try:
             loaded = strategies.TorchDistLoadShardedStrategy().load(sharded, folder)
         except BaseException as error:  # torch's CheckpointException is no Exception

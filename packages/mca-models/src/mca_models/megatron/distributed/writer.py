@@ -17,7 +17,6 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import torch
 import torch.distributed
@@ -184,8 +183,8 @@ def _skip_folder_checks() -> Iterator[None]:
     newer = "maybe_msc" in vars(serialization)  # since 0.19
     name, empty = ("maybe_msc", SimpleNamespace(Path=_Empty)) if newer else ("Path", _Empty)
     with (
-        mock.patch.object(serialization, name, empty),
-        mock.patch.object(_filesystem_writer(), "prepare_local_plan", _unchanged),
+        platform.replaced(serialization, name, empty),
+        platform.replaced(_filesystem_writer(), "prepare_local_plan", _unchanged),
     ):
         yield
 
@@ -211,7 +210,7 @@ def _threads_for_few_bytes(buckets: DcpObject) -> Iterator[None]:
         yield
         return
     threads = SimpleNamespace(get_context=lambda method: multiprocessing.dummy)
-    with mock.patch.object(filesystem_async, "mp", threads):
+    with platform.replaced(filesystem_async, "mp", threads):
         yield
 
 
@@ -273,7 +272,7 @@ def _collect_errors(owner: Upstream, method: str) -> Iterator[list[Exception]]:
     if original is None:
         yield faults
         return
-    with mock.patch.object(owner, method, attempt):
+    with platform.replaced(owner, method, attempt):
         yield faults
 
 

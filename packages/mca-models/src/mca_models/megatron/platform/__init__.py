@@ -55,7 +55,7 @@ from mca_models.megatron.platform._device import (
     fp8_problem,
     set_device,
 )
-from mca_models.megatron.platform._patch import Patch
+from mca_models.megatron.platform._patch import Patch, replaced
 from mca_models.megatron.platform.compile_at_import import without_compile
 from mca_models.megatron.platform.fused_adam import FusedAdam
 from mca_models.megatron.platform.launcher import require_launcher
@@ -74,6 +74,7 @@ __all__ = [
     "fp8_problem",
     "megatron_version",
     "prepare",
+    "replaced",
     "require_launcher",
     "set_device",
 ]

@@ -1,9 +1,10 @@
-"""`Patch`: a change to torch or Megatron with its reason, versions and a test of need.
+"""`Patch`: a change to torch or Megatron with its reason, versions and a test of need; `replaced`: a temporary one.
 
 The patches are the other files of this folder.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,3 +35,24 @@ class Patch:
 
 CPU: frozenset[Device] = frozenset({"cpu"})
 EVERYWHERE: frozenset[Device] = frozenset({"cpu", "cuda"})
+
+
+@contextmanager
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """Replace an attribute in the block.
+
+    Args:
+        owner: Module, class or object; an attribute that it inherits is hidden, and found again after the block.
+        name: Name of the attribute, which exists.
+        value: Value in the block.
+    """
+    getattr(owner, name)
+    is_own, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)

@@ -98,17 +98,17 @@ def step_batch(micro_batches: Sequence[TensorDict], collator: StepCollator, rank
         collator: From `step_collator`.
         ranks: This rank.
     """
-    sequences = [_sequences(data) for data in micro_batches]
+    tokens = [sequences(data) for data in micro_batches]
     multiple = 2 * ranks.layout.cp if ranks.layout.cp > 1 else 1
     rows = [
         sum(len(ids) + -len(ids) % multiple for ids in group) if collator.packed else max(map(len, group))
-        for group in sequences
+        for group in tokens
     ]
     length = int(groups.max_over_ranks(max(rows), ranks.device))
-    height = int(groups.max_over_ranks(max(map(len, sequences)), ranks.device))
+    height = int(groups.max_over_ranks(max(map(len, tokens)), ranks.device))
     share = 1 / len(micro_batches) if ranks.context_parallel_rank == 0 else 0.0
     steps = []
-    for group, data in zip(sequences, micro_batches, strict=True):
+    for group, data in zip(tokens, micro_batches, strict=True):
         samples: list[tuple[Sample, bool]] = [({"input_ids": ids}, True) for ids in group]
         if not collator.packed:
             samples += [({"input_ids": group[0][:1]}, False)] * (height - len(group))
@@ -133,7 +133,12 @@ def step_batch(micro_batches: Sequence[TensorDict], collator: StepCollator, rank
     )
 
 
-def _sequences(data: TensorDict) -> list[Tensor]:
+def sequences(data: TensorDict) -> list[Tensor]:
+    """Return the tokens of each sequence on the host.
+
+    Raises:
+        McaError: They are padded, or have images.
+    """
     ids = data["input_ids"]
     if not ids.is_nested:
         raise McaError("verl's batch has padded input_ids; set data.pad_mode to no_padding")

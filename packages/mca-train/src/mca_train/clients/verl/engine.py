@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed
@@ -24,6 +25,7 @@ from mca_train.clients.verl.batches import (
     token_values,
 )
 from mca_train.clients.verl.checkpoints import VerlCheckpoints
+from mca_train.clients.verl.delta import Shard, WeightDelta
 from mca_train.clients.verl.engine_config import McaEngineConfig
 from mca_train.engine.engine import Engine
 from mca_train.engine.param_groups import select_trained_parts
@@ -32,6 +34,7 @@ from mca_train.engine.rng import seed_dropout
 from mca_train.losses.chunked import chunk_losses
 from mca_train.types import Upstream, VirtualModels
 
+T = TypeVar("T")
 LossFunction = Callable[..., tuple[Tensor, dict[str, Upstream]]]
 
 
@@ -71,6 +74,7 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
         self._pipeline: Pipeline | None = None
         self._loss_function: LossFunction | None = None
         self._outputs: list[dict[str, Upstream]] = []
+        self._delta: WeightDelta | None = None
 
     def initialize(self) -> None:
         """Load the model, and build optimizer and learning-rate schedule if it is trained; collective."""
@@ -81,7 +85,7 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
             self.model_config.local_path, args, dtype=self.engine_config.dtype, seed=args.seed
         )
         seed_dropout(models, args.seed)
-        self._models = models
+        self._models, self._delta = models, None
         self._collator = step_collator(
             models,
             self.ranks,
@@ -275,12 +279,37 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
 
     def get_per_tensor_param(self, **_: Upstream) -> tuple[Iterator[tuple[str, Tensor]], None]:
         """Return the weights under Hugging Face's names, on every rank, and no adapter's configuration; collective."""
-        return self._weights(), None
+        return self._gathered(self.models.export_weights), None
 
-    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+    def get_per_tensor_param_shard(self, **_: Upstream) -> tuple[Iterator[Shard], None]:
+        """Return the weights in bf16 with the placement of this rank's part of each; collective."""
+        return self._gathered(lambda: self._new_delta().shards(full=True)), None
+
+    def prime_delta_snapshots(self) -> None:
+        """Keep the current weights as the base of the next delta; collective."""
+        assert self._pipeline is not None
+        self._delta = self._new_delta()
+        with self._pipeline.params_gathered():
+            self._delta.prime(pin=self.ranks.device.type == "cuda" and self.delta_pin_snapshots)
+
+    def get_per_tensor_param_delta_shard(self, **_: Upstream) -> tuple[Iterator[tuple[Upstream, ...]], None]:
+        """Return verl's entries of the elements that changed since `prime_delta_snapshots` or the last call.
+
+        Raises:
+            McaError: `prime_delta_snapshots` was not called.
+        """
+        if self._delta is None:
+            raise McaError("there are no weights to compare with yet; call prime_delta_snapshots() first")
+        return self._gathered(self._delta.changes), None
+
+    def _new_delta(self) -> WeightDelta:
+        return WeightDelta(self.models)
+
+    def _gathered(self, export: Callable[[], Iterator[T]]) -> Iterator[T]:
+        """Yield from ``export`` while all parameters are gathered."""
         assert self._pipeline is not None
         with self._pipeline.params_gathered():
-            yield from self.models.export_weights()
+            yield from export()
 
     def save_checkpoint(
         self,

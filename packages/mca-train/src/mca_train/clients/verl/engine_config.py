@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, fields
 
-from verl.workers.config import EngineConfig
+from verl.workers.config import ActorConfig, EngineConfig
 
 from mca_config.arguments.distributing import LAYOUT_FIELDS
 from mca_config.errors import McaError
@@ -71,3 +71,18 @@ class McaEngineConfig(EngineConfig):  # type: ignore[misc]
     def layout_arguments(self) -> JsonObject:
         """Return the sizes of the layout under the names of ``mca_config``'s arguments."""
         return {name: getattr(self, name) for name in LAYOUT_FIELDS if hasattr(self, name)}
+
+
+@dataclass
+class McaActorConfig(ActorConfig):  # type: ignore[misc]
+    """Actor, or reference model, of verl's PPO trainer on the engine mca.
+
+    Args:
+        strategy: ``mca``.
+        engine: The engine's configuration.
+        use_rollout_log_probs: Take the rollout's log-probabilities as those of the old policy.
+    """
+
+    strategy: str = "mca"
+    engine: McaEngineConfig = field(default_factory=McaEngineConfig)
+    use_rollout_log_probs: bool = False

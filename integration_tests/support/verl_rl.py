@@ -1,0 +1,198 @@
+"""A GRPO loop of verl's `TrainingWorker` with a rollout by transformers, for any engine of verl, on CPU ranks."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from tensordict import TensorDict
+from transformers import AutoModelForCausalLM
+from verl.checkpoint_engine.delta_sync.sparse_gather import gather_slot_entries_to_rank0
+from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+from verl.utils import tensordict_utils
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.distributed import initialize_global_process_group
+from verl.workers.config import ActorConfig
+from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
+from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
+
+from mca_config.errors import McaError
+
+PROMPTS, ANSWERS, LENGTH = 4, 2, 12
+"""Prompts of an iteration, answers to each, and tokens of an answer."""
+
+
+def new_worker(config: DictConfig) -> TrainingWorker:
+    """Return a worker of the engine in ``config`` with the loss of verl's actor."""
+    worker = TrainingWorker(
+        TrainingWorkerConfig(
+            model_type="language_model",
+            model_config=omega_conf_to_dataclass(config.model),
+            engine_config=omega_conf_to_dataclass(config.engine),
+            optimizer_config=omega_conf_to_dataclass(config.optim),
+            checkpoint_config=omega_conf_to_dataclass(config.checkpoint),
+            profiler_config=omega_conf_to_dataclass(config.profiler),
+        )
+    )
+    worker.optimizer_config.total_training_steps = config.trainer.total_training_steps
+    worker.reset()
+    actor = ActorConfig(
+        strategy=config.engine.strategy,
+        rollout_n=ANSWERS,
+        ppo_micro_batch_size_per_gpu=2,
+        entropy_coeff=0.01,
+        use_kl_loss=True,
+    )
+    worker.set_loss_fn(partial(ppo_loss, config=actor))
+    return worker
+
+
+def rollout(model: torch.nn.Module, iteration: int) -> TensorDict:
+    """Return sampled answers to random prompts, padded as verl's rollout pads them; the same on every rank."""
+    torch.manual_seed(iteration)
+    lengths = torch.randint(3, 9, (PROMPTS,))
+    width = int(lengths.max())
+    prompts = torch.zeros(PROMPTS, width, dtype=torch.int64)
+    mask = torch.arange(width) >= width - lengths[:, None]
+    prompts[mask] = torch.randint(3, 400, (int(mask.sum()),))
+    prompts, mask = prompts.repeat_interleave(ANSWERS, 0), mask.repeat_interleave(ANSWERS, 0)
+    with torch.no_grad():
+        ids = model.generate(
+            prompts, attention_mask=mask.long(), do_sample=True, max_new_tokens=LENGTH, eos_token_id=None
+        )
+    responses = ids[:, width:]
+    ends = torch.randint(4, LENGTH + 1, (len(ids),))
+    response_mask = torch.arange(LENGTH) < ends[:, None]
+    responses = responses * response_mask
+    attention = torch.cat([mask, response_mask], 1).long()
+    return TensorDict(
+        {
+            "prompts": prompts,
+            "responses": responses,
+            "input_ids": torch.cat([prompts, responses], 1),
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+            "response_mask": response_mask.long(),
+        },
+        batch_size=len(ids),
+    )
+
+
+def iterate(worker: TrainingWorker, batch: TensorDict) -> dict[str, Any]:
+    """Run one GRPO iteration on this replica's part of ``batch``; return what verl reports, and log-probabilities."""
+    engine = worker.engine
+    size, rank = engine.get_data_parallel_size(), engine.get_data_parallel_rank()
+    rewards = torch.zeros(batch["responses"].shape)
+    rewards[:, 0] = (batch["responses"] % 7 == 0).float().sum(1)  # tokens that are multiples of 7
+    index = np.repeat(np.arange(PROMPTS), ANSWERS)
+    batch["advantages"], _ = compute_grpo_outcome_advantage(rewards, batch["response_mask"], index)
+    batch = batch.chunk(size)[rank].contiguous()
+    data = left_right_2_no_padding(batch.clone())
+    common = {"temperature": 0.8, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2, "pad_token_id": 0}
+    tensordict_utils.assign_non_tensor(data, calculate_entropy=True, compute_loss=False, **common)
+    output = worker.infer_batch(data)
+    shape = batch["responses"].shape
+    found = torch.zeros(2, *shape)
+    if engine.is_mp_src_rank_with_outputs():
+        for number, name in enumerate(("log_probs", "entropy")):
+            found[number] = no_padding_2_padding(output[name], data).float()
+    replica = [torch.zeros_like(found) for _ in range(dist.get_world_size())]
+    dist.all_gather(replica, found)
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (rank, engine.is_mp_src_rank_with_outputs()))
+    by_replica = {each[0]: values for each, values in zip(ranks, replica, strict=True) if each[1]}
+    log_probs = by_replica[rank][0]
+    batch["old_log_probs"] = log_probs
+    batch["ref_log_prob"] = log_probs - 0.01 * batch["response_mask"]
+    data = left_right_2_no_padding(batch)
+    total = PROMPTS * ANSWERS
+    tensordict_utils.assign_non_tensor(
+        data,
+        calculate_entropy=True,
+        global_batch_size=total,
+        mini_batch_size=total,
+        epochs=2,
+        seed=0,
+        dataloader_kwargs={"shuffle": False},
+        compute_loss=True,
+        **common,
+    )
+    updated = worker.train_mini_batch(data)
+    whole = torch.cat([by_replica[number] for number in range(size)], 1).double()
+    values = {"log_probs": whole[0].sum(1).tolist(), "entropy": whole[1].sum(1).tolist()}
+    if updated is None:
+        return values
+    metrics = tensordict_utils.get(updated, "metrics")
+    names = ("loss", "grad_norm", "actor/pg_loss", "actor/entropy_loss", "kl_loss")
+    return values | {name: np.asarray(metrics[name], dtype=np.float64).ravel().tolist() for name in names}
+
+
+class DeltaReceiver:
+    """Receiver of a sharded-delta engine: full weights once, then verl's entries of changed elements."""
+
+    def __init__(self, worker: TrainingWorker) -> None:
+        self._engine = worker.engine
+        weights, _ = self._engine.get_per_tensor_param()
+        self._weights = {name: tensor.bfloat16().clone() for name, tensor in weights}
+        self._engine.prime_delta_snapshots()
+
+    def receive(self) -> tuple[int, bool]:
+        """Apply the changes; return their number, and whether the weights equal the engine's to the bit."""
+        changes, _ = self._engine.get_per_tensor_param_delta_shard()
+        number = 0
+        for slots, _dtype, counts, index, values, group in changes:
+            gathered = gather_slot_entries_to_rank0(index, values, counts, group)
+            for (name, _shape), (where, what) in zip(slots, gathered or (), strict=bool(gathered)):
+                self._weights[name].view(-1)[where.long()] = what
+                number += what.numel()
+        current, _ = self._engine.get_per_tensor_param()
+        same = [torch.equal(self._weights[name], tensor.bfloat16()) for name, tensor in current]
+        result = [(number, all(same))]
+        dist.broadcast_object_list(result, 0)  # verl gathers on the first rank
+        return result[0]
+
+
+def grpo(job: dict[str, Any], config: DictConfig) -> None:
+    """Run iterations of GRPO and write a line of JSON for each to ``job["log"]``."""
+    initialize_global_process_group()
+    worker = new_worker(config)
+    model = AutoModelForCausalLM.from_pretrained(config.model.path).eval()
+    receiver = DeltaReceiver(worker) if job.get("delta") else None
+    lines = []
+    for iteration in range(job["iterations"]):
+        weights, _ = worker.engine.get_per_tensor_param()
+        model.load_state_dict({name: tensor.float() for name, tensor in weights})
+        line = iterate(worker, rollout(model, iteration))
+        if receiver is not None:
+            line["delta"] = receiver.receive()
+        lines.append(json.dumps(line))
+    if worker.engine.is_mp_src_rank_with_outputs() and worker.engine.get_data_parallel_rank() == 0:
+        Path(job["log"]).write_text("\n".join(lines))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def batch_errors() -> list[str]:
+    """Return the error of each batch that the engine mca does not support."""
+    from mca_train.clients.verl.batches import sequences, token_values
+
+    ids = torch.nested.as_nested_tensor([torch.arange(3), torch.arange(4)], layout=torch.jagged)
+    found = []
+    for check, tensors, values in (
+        (token_values, {"temperature": torch.tensor([1.0, 0.5])}, {}),
+        (token_values, {}, {"distillation_use_topk": True}),
+        (token_values, {}, {"calculate_sum_pi_squared": True}),
+        (sequences, {"input_ids": torch.zeros(2, 3)}, {}),
+        (sequences, {"input_ids": ids}, {"multi_modal_inputs": ["image", "image"]}),
+    ):
+        try:
+            check(tensordict_utils.get_tensordict(tensors, values))
+            found.append("no error")
+        except McaError as error:
+            found.append(str(error))
+    return found
