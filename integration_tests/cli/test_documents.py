@@ -277,8 +277,9 @@ def test_what_a_page_shows_runs(page, place, tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.qualify
-def test_a_model_learns_to_see(tmp_path):
-    command = [sys.executable, str(ROOT / "examples" / "vision.py"), "--output_dir", str(tmp_path / "vision")]
+@pytest.mark.parametrize("name", ["vision", "video"])
+def test_a_model_learns_to_see(name, tmp_path):
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--output_dir", str(tmp_path / name)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "[ok]" in done.stdout

@@ -142,15 +142,20 @@ def test_losses_are_those_of_the_hugging_face_run(trained, case):
 
 
 @pytest.fixture
-def export(monkeypatch):
-    """Convert a trained directory to Hugging Face's format, by the function that LLaMA-Factory's script calls."""
+def converter(monkeypatch):
+    """The module whose functions LLaMA-Factory's script ``megatron_merge.py`` calls."""
     from mca_train.clients import client_path
 
     monkeypatch.syspath_prepend(client_path("mcore_adapter"))
-    from mcore_adapter.models.converter.post_converter import convert_checkpoint_to_hf
+    return importlib.import_module("mcore_adapter.models.converter.post_converter")
+
+
+@pytest.fixture
+def export(converter):
+    """Convert a trained directory to Hugging Face's format."""
 
     def convert(source: Path) -> Path:
-        convert_checkpoint_to_hf(source, target := source.with_name(f"{source.name}-exported"))
+        converter.convert_checkpoint_to_hf(source, target := source.with_name(f"{source.name}-exported"))
         return target
 
     return convert
@@ -185,6 +190,35 @@ def test_frozen_parts_keep_their_bits(trained, case, frozen, export):
         assert any(part in name for name in before)
         assert any(part in name for name in moved) != frozen
     assert any("layers" in name for name in moved)
+
+
+@pytest.mark.cases(0)
+@pytest.mark.parametrize("case", ["lora"])
+def test_the_adapter_is_that_of_the_hugging_face_run(trained, case, converter):
+    import torch
+    from safetensors.torch import load_file
+
+    converter.convert_checkpoint_to_hf(trained / "text", trained / "peft", trained / f"mca-{case}")
+    ours, theirs = (
+        load_file(folder / "adapter_model.safetensors")
+        for folder in (trained / "peft", trained / f"hf-{case}")
+    )
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)  # they moved by 0.1 in 20 steps of Adam
+
+
+@pytest.mark.qualify
+def test_converted_weights_keep_their_bits(made, converter):
+    from safetensors.torch import load_file
+
+    from llamafactory_runs import LAYOUT
+    from mca_config.arguments import DistributingParallelArguments
+
+    source, there, back = (made.folder / name for name in ("text", "converted", "back"))
+    converter.convert_checkpoint_to_mca(source, there, DistributingParallelArguments(**LAYOUT))
+    converter.convert_checkpoint_to_hf(there, back)
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, back))
+    assert before.keys() == after.keys()
+    assert all(before[name].equal(after[name]) for name in before)
 
 
 @pytest.mark.qualify

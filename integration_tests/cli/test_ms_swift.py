@@ -1,6 +1,20 @@
-"""Bridge of ms-swift's backend ``mca`` on real ranks, with stand-ins of ms-swift's arguments only."""
+"""ms-swift's backend ``mca``: its bridge on real ranks, and ms-swift itself with the patch of the documents.
+
+    uv venv -p 3.11 .venv-swift
+    uv pip install -p .venv-swift ms-swift==4.6.0 mcore-bridge==1.6.5 megatron-core==0.16.1 pytest hypothesis \
+        -e packages/mca-config -e packages/mca-models -e packages/mca-train
+    PYTHONPATH=$(uv run tools/build_transformer_engine.py) \
+        uv run pytest -n 0 -m qualify --cases all integration_tests/cli/test_ms_swift.py
+
+ms-swift imports Transformer Engine, whose kernels `emulated_te` replaces. Without the environment only the bridge is
+tested, with stand-ins of ms-swift's arguments.
+"""
 
 import json
+import os
+import random
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +25,11 @@ import tiny_hf
 import torch
 import transformers
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
-from harness import run_ranks
+from emulated_te import needs_te
+from harness import free_port, run_ranks
 from mca_config.errors import McaError
 
 LAYOUTS = {
@@ -149,3 +166,117 @@ def test_an_unsupported_option_of_ms_swift_is_an_error(option, value, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(McaError, match=f"{option} {value} is not supported; set "):
         built(tmp_path, {option: value})
+
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-swift/bin/python"
+SWIFT = ROOT / ".venv-swift/lib/python3.11/site-packages/swift"
+
+RANKS = """
+import json, os, sys, traceback
+os.environ["NVTE_TORCH_COMPILE"] = "0"
+import emulated_te
+from mca_models.megatron import platform
+platform.prepare()
+import torch
+torch.set_num_threads(1)
+from swift.megatron.pipelines.train.sft import MegatronSft
+emulated_te.install()
+ranks, port, arguments = json.loads(sys.argv[1])
+children = []
+for rank in range(ranks):
+    if child := os.fork():
+        children.append(child)
+        continue
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        MegatronSft(arguments).main()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
+sys.exit(any(status for _, status in [os.waitpid(child, 0) for child in children]))
+"""
+"""Program that imports ms-swift once and forks the ranks of a run."""
+
+OPTIONS = """--model_type qwen2 --template qwen2_5 --use_hf true --split_dataset_ratio 0 --tuner_type full
+--torch_dtype float32 --fp16 false --bf16 false --masked_softmax_fusion false --ddp_backend gloo --micro_batch_size 2
+--global_batch_size 4 --train_iters 20 --lr 1e-3 --lr_warmup_fraction 0.1 --max_length 128 --logging_steps 1
+--save_steps 20 --dataloader_num_workers 0 --dataset_num_proc 1 --train_dataloader_shuffle false --check_model false"""
+
+RUNS = {
+    "mca": (1, "--bridge_backend mca --attention_backend local"),
+    "mca_tp2_pp2": (
+        4,
+        "--bridge_backend mca --attention_backend local "
+        "--tensor_model_parallel_size 2 --pipeline_model_parallel_size 2",
+    ),
+    "mcore-bridge": (1, "--bridge_backend mcore-bridge --attention_backend fused"),
+}
+
+
+def make_inputs(folder: Path) -> None:
+    """Write a tiny model with a tokenizer, and conversations."""
+    drawn = random.Random(0)
+    words = (
+        "the quick brown fox jumps over a lazy dog red blue river mountain sun moon star what where".split()
+    )
+
+    def text(low: int, high: int) -> str:
+        return " ".join(drawn.choices(words, k=drawn.randint(low, high)))
+
+    tokens = Tokenizer(models.BPE())
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special, letters = ["<|pad|>", "<|im_start|>", "<|im_end|>"], pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=letters)
+    tokens.train_from_iterator([text(30, 30) for _ in range(50)], trainer)
+    tiny_hf.save("qwen2", folder / "model", vocab_size=416, num_hidden_layers=4, tie_word_embeddings=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token=special[2], pad_token=special[0])
+    tokenizer.save_pretrained(folder / "model")
+    turns = [(text(3, 12), text(3, 20)) for _ in range(96)]
+    rows = [
+        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+        for question, answer in turns
+    ]
+    (folder / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def run_ms_swift(folder: Path, name: str) -> list[float]:
+    """Return the losses of one of ms-swift's runs with the patch."""
+    ranks, options = RUNS[name]
+    paths = f"--model {folder / 'model'} --dataset {folder / 'sft.jsonl'} --output_dir {folder / name}"
+    words = json.dumps([ranks, free_port(), f"{OPTIONS} {options} {paths}".split()])
+    path = os.pathsep.join([str(folder), str(ROOT / "integration_tests/support"), os.environ["PYTHONPATH"]])
+    offline = {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": path,
+    }
+    done = subprocess.run(
+        [PYTHON, "-c", RANKS, words], env=os.environ | offline, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    (log,) = (folder / name).glob("*/logging.jsonl")
+    return [row["loss"] for row in map(json.loads, log.read_text().splitlines()) if "loss" in row]
+
+
+@needs_te
+@pytest.mark.qualify
+@pytest.mark.ranks
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(not PYTHON.exists(), reason="needs .venv-swift with ms-swift==4.6.0")
+def test_patched_ms_swift_trains_as_with_its_own_bridge(tmp_path):
+    make_inputs(tmp_path)
+    shutil.copytree(SWIFT, tmp_path / "swift")
+    patch = (ROOT / "docs/assets/ms_swift.patch").read_text()
+    subprocess.run(["patch", "-p1", "-d", tmp_path], input=patch, text=True, check=True)
+    found = {name: run_ms_swift(tmp_path, name) for name in RUNS}
+    assert len(found["mca"]) == 20
+    assert found["mca"] == pytest.approx(found["mcore-bridge"], rel=1e-6)
+    assert found["mca_tp2_pp2"] == pytest.approx(found["mca"], rel=1e-6)
+    (saved,) = (tmp_path / "mca_tp2_pp2").glob("*/checkpoint-20")
+    assert {"args.json", "tokenizer.json", "iter_0000020"} <= {path.name for path in saved.iterdir()}
+    transformers.AutoModelForCausalLM.from_pretrained(saved)

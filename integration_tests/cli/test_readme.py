@@ -111,7 +111,14 @@ def test_flags_of_mca_convert_exist():
     assert said and said <= known
 
 
-KIND_OF = {"mixture": "sft", "lora": "sft", "images": "sft", "tokens": "pretrain", "indexed": "pretrain"}
+KIND_OF = {
+    "mixture": "sft",
+    "lora": "sft",
+    "images": "sft",
+    "clips": "sft",
+    "tokens": "pretrain",
+    "indexed": "pretrain",
+}
 """The kind of run that a file is for, where its name does not say so."""
 CONFIGURED = [
     page for page in PAGES if any(re.match(r"# \w+\.yaml\n", text) for text in blocks(page, "yaml"))

@@ -13,7 +13,7 @@ from parity import is_sparse
 from reference import DENSE_CASES, FAMILY_CASES, MOE_CASES, NEWEST
 from vision_passes import DENSE as DENSE_VISION
 from vision_passes import SPARSE as SPARSE_VISION
-from vision_passes import VIDEOS
+from vision_passes import SPARSE_VIDEOS, VIDEOS
 
 
 def _with_experts(models: Iterable[str], layouts: Sequence[str]) -> list[Case]:
@@ -166,6 +166,7 @@ IMAGES = tuple(
         *product(DENSE_VISION, (*_COMMON_VISION_LAYOUTS, "tp2", "tp2cp2sp", "pp2vpp2")),
         *product(SPARSE_VISION, (*_COMMON_VISION_LAYOUTS, "ep2", "tp2ep2etp1", "cp2ep2pp2")),
         *product(VIDEOS, (*_COMMON_VISION_LAYOUTS, "tp2cp2sp")),
+        *product(SPARSE_VIDEOS, ("tp1", "ep2", "cp2packed")),
     )
     # vision features enter after each of the first two layers, so a first stage of one layer raises an error
     if not (case.model in ("qwen3_vl", "qwen3_vl_moe") and "vpp2" in case.layout)

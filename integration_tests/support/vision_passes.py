@@ -21,6 +21,7 @@ DENSE = (
     "glm46v",
 )
 VIDEOS = tuple(f"{model}-video" for model in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"))
+SPARSE_VIDEOS = ("qwen3_vl_moe-video", "qwen3_5_moe-video")
 SPARSE = (
     "qwen3_5_moe",
     "qwen3_vl_moe",

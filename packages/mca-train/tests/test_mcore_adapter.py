@@ -150,6 +150,14 @@ def test_parameters_have_the_names_by_which_the_client_freezes_them():
     ]
 
 
+def test_samples_of_the_clients_collator_have_shifted_labels():
+    args = SimpleNamespace(seed=1, do_train=True)
+    options = {"model": Model(), "args": args, "data_collator": print, "train_dataset": [1, 2]}
+    translated = translate(options, None)
+    assert translated["collator_format"].labels_are_shifted
+    assert (translated["data_collator"], len(translated["train_dataset"])) == (None, 2)
+
+
 @pytest.mark.parametrize("model", ["qwen2.5-vl-72b", "qwen3-vl-235b-a22b", "qwen3.5-397b-a17b"])
 def test_each_prefix_by_which_the_client_freezes_names_parameters(model):
     config = config_from_hf(json.loads((CONFIGS / f"{model}.json").read_text()))

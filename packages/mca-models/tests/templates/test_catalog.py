@@ -1,11 +1,12 @@
-"""Every causal language model of transformers is supported or refused by name, and the documentation says so."""
+"""Every language model of transformers is supported or refused by name, and the documentation says so."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mca_config.errors import McaError
@@ -19,6 +20,24 @@ DOCUMENT = Path(__file__).parents[4] / "docs" / "families.md"
 def test_every_causal_language_model_of_transformers_has_a_line() -> None:
     lacking = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - SUPPORTED.keys() - REFUSED.keys()
     assert not lacking, "new in the installed transformers; say in catalog.py why each is not supported"
+
+
+def test_every_multimodal_language_model_of_transformers_has_a_line() -> None:
+    types = {
+        kind
+        for name in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
+        for kind in getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES", {})
+    }
+    lacking = types - SUPPORTED.keys() - REFUSED.keys()
+    assert not lacking, "new in the installed transformers; say in catalog.py why each is not supported"
+
+
+def test_a_text_part_that_is_said_to_be_supported_is() -> None:
+    reason = "a vision model that mca does not know; its text part is of a supported type"
+    named = [kind for kind, why in REFUSED.items() if why == reason and kind in CONFIG_MAPPING_NAMES]
+    texts = {kind: CONFIG_MAPPING[kind]().get_text_config(decoder=True).model_type for kind in named}
+    assert len(texts) > 20
+    assert {kind: text for kind, text in texts.items() if text not in SUPPORTED} == {}
 
 
 def test_what_is_supported_has_a_template_and_nothing_else_has() -> None:

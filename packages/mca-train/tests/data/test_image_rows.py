@@ -36,7 +36,7 @@ def arguments(kind="sft", **others):
 
 
 SECOND = {
-    "has videos": {"messages": [{"role": "user", "content": "<video>?"}, ANSWER], "videos": ["a.mp4"]},
+    "has audios": {"messages": [{"role": "user", "content": "<audio>?"}, ANSWER], "audios": ["a.wav"]},
     "a turn of the user has <image>": {
         "messages": [{"role": "user", "content": "<image>?"}, ANSWER],
         "pictures": ["small.png"],
@@ -95,11 +95,11 @@ def test_placeholders_of_what_a_row_does_not_have_are_refused(tokenizer, folder)
     vision = {"image_token_index": 5, "video_token_id": 7}
     require_no_placeholders([1, 2], vision)
     require_no_placeholders([5, 7], None)
-    require_no_placeholders([1, 5], vision, has_images=True)
+    require_no_placeholders([1, 5], vision, media={"image"})
     with pytest.raises(McaError, match=r"^row 3: the text contains the image placeholder \(token 5\), but"):
         require_no_placeholders([1, 5], vision, "row 3: ")
-    with pytest.raises(McaError, match=r"the video placeholder \(token 7\), and videos are not supported"):
-        require_no_placeholders([5, 7], vision, has_images=True)
+    with pytest.raises(McaError, match=r"the video placeholder \(token 7\), but the row has no video"):
+        require_no_placeholders([5, 7], vision, media={"image"})
     pair = {"prompt": MARKS[1], "chosen": "a", "rejected": "b"}
     with pytest.raises(McaError, match=r"^train_file, row 0: the text contains the image placeholder"):
         load([pair], tokenizer, folder, kind="dpo")
@@ -237,7 +237,7 @@ def test_pretrain_reads_one_image_of_a_column_and_refuses_what_it_cannot_read(ma
     )
     assert len(each) == 1
     assert [place[1:] for place in placed(block)] == [(2, 3)]
-    with pytest.raises(McaError, match=r"^train_file, row 0: has videos, which mca does not support"):
+    with pytest.raises(McaError, match=r"^train_file, row 0: has videos, which mca-train pretrain"):
         made([{"text": "see <video>", "videos": ["a.mp4"]}], tokenizer, folder, kind="pretrain")
 
 

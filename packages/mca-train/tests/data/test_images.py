@@ -19,7 +19,9 @@ from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
 from mca_train.batching.image_batch import ImageBatching
 from mca_train.batching.packing import PackedDataset
 from mca_train.config.arguments import DataArguments
+from mca_train.data.grids import Grid
 from mca_train.data.image_files import open_image
+from mca_train.data.image_processors import image_tokens
 from mca_train.data.row_paths import RowPaths
 from mca_train.tasks.classify import Labels
 from mca_train.tasks.load import load_tokenized
@@ -128,15 +130,12 @@ WRONG = {
     "row 0: image .*nowhere.png is not there": asked({"type": "image", "path": "nowhere.png"}),
     "row 0: image .*broken.png is no image that PIL can read": asked({"type": "image", "path": "broken.png"}),
     "row 0: an image in base64, 'no base64'..., cannot": asked({"type": "image", "base64": "no base64"}),
-    "row 0: a part of a message is of type video; only text and images": asked(
-        {"type": "video", "path": "a.mp4"}
-    ),
-    "row 0: a part of a message is of type audio; only text and images": asked(
+    "row 0: a part of a message is of type audio; only text, images and videos": asked(
         {"audio": "a.wav"}, {"text": "?"}
     ),
     "row 0: a part of a message has an image and a text": asked({"image": "small.png", "text": "?"}),
-    "row 0: has videos, which mca does not support": {**asked(text("?")), "videos": ["a.mp4"]},
-    "row 0: has video, which mca does not support": {**asked(text("?")), "video": "a.mp4"},
+    "row 0: has audios, which mca does not support": {**asked(text("?")), "audios": ["a.wav"]},
+    "row 0: has audio, which mca does not support": {**asked(text("?")), "audio": "a.wav"},
     "row 0: has images in images and in image; set images_column to one of the two": {
         **asked({"type": "image"}, text("?")),
         "images": ["small.png"],
@@ -327,9 +326,10 @@ def test_context_ranks_have_their_parts_of_rows_and_the_whole_packs_positions(pa
 
 
 def test_sizes_are_told_by_the_processor(tokenizer, folder):
-    tokens = reader(tokenizer, folder).tokens(tokenizer)
+    known = reader(tokenizer, folder)
+    tokens = image_tokens(known.config, known.directories, tokenizer)
     for height, width in ((16, 16), (5, 90), (64, 64), (37, 53)):
         image = Image.new("RGB", (width, height))
         _, high, wide = processor()(images=[image], return_tensors="pt")["image_grid_thw"][0].tolist()
-        assert tokens.grid(height, width) == (high // 2, wide // 2)
+        assert tokens.grid(height, width) == Grid(high // 2, wide // 2)
     assert Path(folder / "model").is_dir()

@@ -285,6 +285,30 @@ _REASONS: Mapping[str, str] = {
         "cohere_compass_text dots3_note emu3 fuyu gemma3n gemma4 gemma4_unified git got_ocr2 "
         "mllama moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen4_exp"
     ),
+    "audio": (
+        "fun_asr_nano glmasr granite_speech granite_speech_plus inkling_mm_model kyutai_speech_to_text muse_spark "
+        "nemo_speechlm qwen2_5_omni qwen2_5_omni_thinker qwen2_audio qwen3_asr qwen3_omni_moe qwen3_omni_moe_thinker "
+        "vibevoice_asr voxtral voxtral_realtime"
+    ),
+    "a vision model that mca does not know; its text part is of a supported type": (
+        "aria aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid exaone4_5 fast_vlm hyperclovax_vision_v2 "
+        "idefics2 idefics3 kimi_k25 lfm2_vl lfm3_vl lighton_ocr llava_next llava_next_video llava_onevision "
+        "minicpm_ocr minicpmv4_6 minicpmv4_7 nemotron_h_omni ovis2 perception_lm pp_chart2table qianfan_ocr smolvlm "
+        "video_llama_3 video_llava vipllava"
+    ),
+    "a vision model and a text part that mca does not know": (
+        "cohere_compass cosmos3_edge deepseek_ocr2 ernie4_5_vl_moe glm5_next glm_ocr glmga granite_docling hunyuan_vl "
+        "inkling2 kosmos-2 kosmos-2.5 mistral_large4 molmo2 muse_glimmer paddleocr_vl step3p7 unlimited_ocr"
+    ),
+    "text that attends to the prompt in both directions": "paligemma",
+    "a Q-Former between the vision model and the text part": (
+        "blip-2 granite4_vision instructblip instructblipvideo"
+    ),
+    "images as tokens of a codebook": "chameleon janus",
+    "cross-attention to the features of an image or a protein": "blip evolla idefics",
+    "an encoder-decoder model": ("florence2 pix2struct pp_formulanet t5gemma2 udop vision-encoder-decoder"),
+    "diffusion, or actions, in place of the next token": "cosmos3_omni diffusion_gemma pi0",
+    "Gemma 3 with scores of policies in place of text": "shieldgemma2",
     "a draft model that reads the keys and values of its target model": (
         "gemma4_assistant gemma4_unified_assistant"
     ),

@@ -37,6 +37,8 @@ FAMILY = vision_language_family(
     "qwen2_5_vl",
     "Qwen2_5_VLForConditionalGeneration",
     {"qwen2_5_vl_text": TEXT},
-    VisionModel(tensors=tensors, spellings=SPELLINGS, projector=MERGERS),
+    VisionModel(
+        tensors=tensors, spellings=SPELLINGS, projector=MERGERS, video_tokens="together", tokens_per_second=4
+    ),
     INSIDE,
 )

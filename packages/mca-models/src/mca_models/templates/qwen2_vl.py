@@ -62,6 +62,6 @@ FAMILY = vision_language_family(
     "qwen2_vl",
     "Qwen2VLForConditionalGeneration",
     {"qwen2_vl_text": text_family()},
-    VisionModel(tensors=tensors, spellings=SPELLINGS, projector=MERGERS),
+    VisionModel(tensors=tensors, spellings=SPELLINGS, projector=MERGERS, video_tokens="together"),
     INSIDE,
 )

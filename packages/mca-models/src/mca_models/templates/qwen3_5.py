@@ -21,7 +21,7 @@ def _family(model_type: str, architecture: str, text: Family) -> Family:
         model_type,
         architecture,
         {text.model_type: text},
-        VisionModel(tensors=tensors, spellings=SPELLINGS, projector=MERGERS),
+        VisionModel(tensors=tensors, spellings=SPELLINGS, projector=MERGERS, video_tokens="timestamps"),
         NestedTextConfig(text_model_type="", rope=((11, 11, 10), True)),
     )
 

@@ -25,6 +25,6 @@ FAMILY = vision_language_family(
     "qwen3_vl",
     "Qwen3VLForConditionalGeneration",
     {"qwen3_vl_text": text_family()},
-    VisionModel(tensors=tensors, spellings=SPELLINGS, projector=MERGERS),
+    VisionModel(tensors=tensors, spellings=SPELLINGS, projector=MERGERS, video_tokens="timestamps"),
     INSIDE,
 )

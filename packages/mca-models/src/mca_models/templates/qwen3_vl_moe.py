@@ -54,6 +54,6 @@ FAMILY = vision_language_family(
     "qwen3_vl_moe",
     "Qwen3VLMoeForConditionalGeneration",
     {"qwen3_vl_moe_text": text_family()},
-    VisionModel(tensors=tensors, spellings=SPELLINGS, projector=MERGERS),
+    VisionModel(tensors=tensors, spellings=SPELLINGS, projector=MERGERS, video_tokens="timestamps"),
     INSIDE,
 )

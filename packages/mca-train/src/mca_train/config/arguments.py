@@ -85,11 +85,30 @@ class DataArguments:
         default=DefaultColumn("images"),
         metadata={"help": "Column with the images of a row, for <image> and parts of type image."},
     )
+    videos_column: str = field(
+        default=DefaultColumn("videos"),
+        metadata={"help": "Column with the videos of a row, for <video> and parts of type video."},
+    )
+    video_fps: float | None = field(
+        default=None,
+        metadata={
+            "help": "Frames per second of a video that the model sees; None: those of the video processor, or 2."
+        },
+    )
+    video_max_frames: int | None = field(
+        default=None,
+        metadata={
+            "help": "Most frames of a video that the model sees; None: those of the video processor (often 768)."
+        },
+    )
+    video_max_seconds: float | None = field(
+        default=None, metadata={"help": "Longest video of a row; a longer one is an error. None: any."}
+    )
     image_folder: str | None = field(
         default=None,
         metadata={
-            "help": "Directory that relative paths of images start from (models and kinds that take images); None: the "
-            "folder of the data file."
+            "help": "Directory that relative paths of images and videos start from (models and kinds that take them); "
+            "None: the folder of the data file."
         },
     )
     data_format: Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"] | None = field(
@@ -132,10 +151,15 @@ class DataArguments:
             raise McaError(
                 "preprocessing_num_workers does nothing with streaming; set dataloader_num_workers"
             )
-        for name in ("max_train_samples", "max_eval_samples", "preprocessing_num_workers"):
+        whole = ("max_train_samples", "max_eval_samples", "preprocessing_num_workers", "video_max_frames")
+        for name in (*whole, *VIDEO_KEYS):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is not None and not (value >= 1 if name in whole else 0 < value < float("inf")):
                 raise McaError(f"{name} is {value}; expected a positive number or null")
+
+
+VIDEO_KEYS = ("video_fps", "video_max_frames", "video_max_seconds")
+"""Keys that choose the frames of videos."""
 
 
 @dataclass(kw_only=True)

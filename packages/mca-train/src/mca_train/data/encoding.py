@@ -16,8 +16,8 @@ from mca_models.images import placeholders
 from mca_train.config.arguments import DataArguments
 from mca_train.data.chat import RESERVED_OPTIONS, Message, TemplateInputs, tokenize_chat
 from mca_train.data.files import require_column
-from mca_train.data.formats import TEMPLATE_INPUTS, image_columns, row_converter
-from mca_train.data.image_tag import ImageTagCheck
+from mca_train.data.formats import TEMPLATE_INPUTS, image_columns, row_converter, video_columns
+from mca_train.data.image_tag import MediaTagCheck
 from mca_train.data.long_texts import LONG, encode_in_pieces, encode_prefix
 from mca_train.data.message_parts import require_no_data, with_types
 from mca_train.data.placeholders import require_no_placeholders, spell_placeholders
@@ -63,7 +63,8 @@ def block_tokenizer(
     column = arguments.text_column
     require_column(names, column, key)
     eos = _eos(tokenizer)
-    pictures, images = image_columns(vision, arguments), ImageTagCheck(vision, arguments)
+    pictures = (*image_columns(vision, arguments), *video_columns(vision, arguments))
+    tags = MediaTagCheck(vision, arguments)
     marks = set(placeholders(vision).values())
     has_warned = False
 
@@ -92,7 +93,7 @@ def block_tokenizer(
                     f"{key}, {place}: has {found[0]}, which only mca-train pretrain with a vision-language model "
                     "reads; remove the row, or the column"
                 )
-            images.check(row[column] or "", row.keys(), f"{key}, {place}: {column}")
+            tags.check(row[column] or "", row.keys(), f"{key}, {place}: {column}")
         spoken = [(row[column], place) for row, place in zip(rows, places, strict=True) if row[column]]
         texts = [text for text, _ in spoken]
         if max(map(len, texts), default=0) > LONG:

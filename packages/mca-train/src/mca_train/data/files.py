@@ -15,7 +15,7 @@ from mca_config.redaction import redacted
 from mca_config.types import JsonObject, Values
 from mca_models.hub import is_hub_id
 from mca_train.config.arguments import DataArguments
-from mca_train.data.formats import COLUMNS, TEMPLATE_INPUTS, image_columns, media_columns
+from mca_train.data.formats import COLUMNS, TEMPLATE_INPUTS, media_columns
 from mca_train.data.tool_arguments import json_features
 from mca_train.data.urls import (
     download,
@@ -103,7 +103,7 @@ def concatenate(
 
     if len(parts) == 1:
         return parts[0]
-    wanted = column_names(arguments) | {*image_columns(vision, arguments), *media_columns(vision)}
+    wanted = column_names(arguments) | set(media_columns(vision, arguments))
     kept = [[name for name in part.column_names or () if name in wanted] for part in parts]
     parts = [part.select_columns(names) if names else part for part, names in zip(parts, kept, strict=True)]
     try:

@@ -25,11 +25,11 @@ COLUMNS = frozenset(
 TEMPLATE_INPUTS = "chat_template_kwargs"
 """Column of template variables, named as in TRL."""
 
-ONE_IMAGE = "image"
-"""Column of a single image in LLaVA and TRL rows."""
+_SINGLE = {"images_column": "image", "videos_column": "video"}
+"""Columns of a single image or video in LLaVA and TRL rows."""
 
-OTHER_MEDIA = ("videos", "audios", "video", "audio")
-"""Columns of unsupported media: the first two of ShareGPT rows, the others of LLaVA rows."""
+_OTHER_MEDIA = ("audios", "audio")
+"""Columns of unsupported media: the first of ShareGPT rows, the other of LLaVA rows."""
 
 _ROLES: Mapping[str, str] = {
     "human": "user",
@@ -52,13 +52,28 @@ def image_columns(vision: Values | None, arguments: DataArguments) -> tuple[str,
         vision: Vision configuration of the model; None: a text model.
         arguments: Names of columns.
     """
-    named = arguments.images_column
-    return (named, ONE_IMAGE) if vision is not None and isinstance(named, DefaultColumn) else (named,)
+    return _with_single(vision, arguments, "images_column")
 
 
-def media_columns(vision: Values | None) -> tuple[str, ...]:
-    """Return the columns of videos and audio, by the same rule."""
-    return OTHER_MEDIA[:2] if vision is None else OTHER_MEDIA
+def video_columns(vision: Values | None, arguments: DataArguments) -> tuple[str, ...]:
+    """Return the columns with a row's videos, by the same rule."""
+    return _with_single(vision, arguments, "videos_column")
+
+
+def _with_single(vision: Values | None, arguments: DataArguments, key: str) -> tuple[str, ...]:
+    named: str = getattr(arguments, key)
+    return (named, _SINGLE[key]) if vision is not None and isinstance(named, DefaultColumn) else (named,)
+
+
+def media_columns(vision: Values | None, arguments: DataArguments) -> tuple[str, ...]:
+    """Return the columns of images, of videos, and of unsupported media."""
+    found = (*image_columns(vision, arguments), *video_columns(vision, arguments))
+    return (*found, *unsupported_columns(vision))
+
+
+def unsupported_columns(vision: Values | None) -> tuple[str, ...]:
+    """Return the columns of media that mca does not support, by the same rule."""
+    return _OTHER_MEDIA[:1] if vision is None else _OTHER_MEDIA
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mca_config.errors import McaError
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
 from mca_train.data.encoding import block_tokenizer
+from mca_train.data.grids import Grid
 from mca_train.data.image_rows import ImageRows
-from mca_train.data.image_tokens import Grid, ImageTokens
+from mca_train.data.media_tokens import Span
 from mca_train.data.placeholders import require_no_placeholders
 from mca_train.data.row_map import map_in_memory
 from mca_train.data.sample_images import DatasetImages, ImageTable
@@ -25,8 +25,6 @@ from mca_train.data.token_dataset import TokenDataset
 if TYPE_CHECKING:
     import datasets
 
-Span = tuple[int, int]
-"""First token of an image and one past its last, including its start and end marks."""
 TextEncoder = Callable[[Values, str], tuple[Sequence[int], Sequence[bool], list[Grid]]]
 
 
@@ -54,8 +52,8 @@ def image_blocks(
     if len(tokens) < 2:
         raise McaError(f"{key}: the texts have fewer than two tokens together")
     origins = [(row, which) for row, grids in enumerate(tokenized["grids"]) for which in range(len(grids))]
-    grids: list[Grid] = [(high, wide) for of_row in tokenized["grids"] for high, wide in of_row]
-    spans = image_spans(tokens, read.tokens, grids) if grids else []
+    grids = [Grid.from_numbers(numbers) for of_row in tokenized["grids"] for numbers in of_row]
+    spans = read.tokens.spans(tokens, grids) if grids else []
     cuts = block_cuts(len(tokens), spans, arguments.seq_length, key)
     lengths = np.diff(cuts)
     is_kept = lengths > 1  # a single token has no target
@@ -80,7 +78,7 @@ def _tokenize_rows(
 
     def made(row: Values, index: int) -> JsonObject:
         tokens, targets, grids = encode(row, f"row {index}")
-        return {"input_ids": tokens, "is_target": targets, "grids": grids}
+        return {"input_ids": tokens, "is_target": targets, "grids": [grid.numbers for grid in grids]}
 
     def lists(kind: str) -> "datasets.Sequence":
         return datasets.Sequence(datasets.Value(kind))
@@ -88,7 +86,7 @@ def _tokenize_rows(
     features = {
         "input_ids": lists("int32"),
         "is_target": lists("bool"),
-        "grids": datasets.Sequence(lists("int32")),
+        "grids": datasets.Sequence(lists("float64")),
     }
     return map_in_memory(rows, made, features, arguments.preprocessing_num_workers)
 
@@ -109,7 +107,7 @@ def text_encoder(names: Sequence[str], read: ImageRows, arguments: DataArguments
             targets = [True] * len(tokens)
             if not files:
                 return tokens, targets, []
-            require_no_placeholders(tokens, read.vision, has_images=True)
+            require_no_placeholders(tokens, read.vision, media={"image"})
             grids = [read.grid(file, f"{key}, {place}") for file in files]
             return *read.tokens.expand(tokens, targets, grids), grids
         except McaError as error:
@@ -117,20 +115,6 @@ def text_encoder(names: Sequence[str], read: ImageRows, arguments: DataArguments
             raise McaError(f"{key}, {place}: {reason}") from error
 
     return encode
-
-
-def image_spans(tokens: NDArray[np.int32], known: ImageTokens, grids: Sequence[Grid]) -> list[Span]:
-    """Return the spans of the images with ``grids`` in ``tokens``."""
-    where = np.flatnonzero(tokens == known.token)
-    ends = np.cumsum([high * wide for high, wide in grids])
-    before, after = known.marks
-    spans = []
-    for end, (high, wide) in zip(ends, grids, strict=True):
-        start, stop = int(where[end - high * wide]), int(where[end - 1]) + 1
-        start -= len(before) * (tokens[max(start - len(before), 0) : start].tolist() == [*before])
-        stop += len(after) * (tokens[stop : stop + len(after)].tolist() == [*after])
-        spans.append((start, stop))
-    return spans
 
 
 def block_cuts(total: int, spans: Sequence[Span], length: int, key: str) -> list[int]:

@@ -202,7 +202,7 @@ def open_image(value: object, paths: RowPaths) -> ImageFile:
         return ImageFile(f"of {len(value)} bytes", value)
     if isinstance(value, str):
         if value.startswith("data:"):
-            return _decode_base64(value.partition(",")[2])
+            return _decoded(value.partition(",")[2])
         return ImageFile(paths.resolve(value))
     if isinstance(value, Image.Image):
         return _encode_image(value)
@@ -211,7 +211,7 @@ def open_image(value: object, paths: RowPaths) -> ImageFile:
         if isinstance(data := value.get("bytes"), bytes):
             return ImageFile(str(value.get("path") or f"of {len(data)} bytes"), data)
         if isinstance(text := value.get("base64"), str):
-            return _decode_base64(text)
+            return _decoded(text)
         found = next((value[key] for key in IMAGE_KEYS if value.get(key) is not None), None)
         if found is not None:
             return open_image(found, paths)
@@ -220,12 +220,21 @@ def open_image(value: object, paths: RowPaths) -> ImageFile:
     )
 
 
-def _decode_base64(text: str) -> ImageFile:
-    try:
-        data = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise McaError(f"an image in base64, {text[:20]!r}..., cannot be decoded: {error}") from error
+def _decoded(text: str) -> ImageFile:
+    data = decode_base64(text, "an image")
     return ImageFile(f"of {len(data)} bytes", data)
+
+
+def decode_base64(text: str, medium: str) -> bytes:
+    """Return the bytes of ``text``.
+
+    Raises:
+        McaError: ``text`` is not base64; ``medium`` names it.
+    """
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise McaError(f"{medium} in base64, {text[:20]!r}..., cannot be decoded: {error}") from error
 
 
 def _encode_image(image: Image.Image) -> ImageFile:

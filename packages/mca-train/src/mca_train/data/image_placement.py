@@ -1,119 +1,147 @@
-"""Placement of a row's images in its messages.
+"""Placement of a row's images and videos in its messages.
 
 Parts of messages     {"type": "image", "image" | "path" | "url" | "base64" | "bytes": ...}, {"type": "image_url"}, or
-                      {"image": ...} without a type
+                      {"image": ...} without a type; the same with video
 A column of images    replaces {"type": "image"} without data, and <image> in text; without any placeholder, the images
-                      precede the first turn of the user
+                      precede the first turn of the user; the same with a column of videos
 Neither               <image> is plain text
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mca_config.errors import McaError
 from mca_config.printable import counted
 from mca_config.types import JsonObject
 from mca_train.data.image_files import ImageFile, open_image
-from mca_train.data.image_tag import IMAGE_TAG
-from mca_train.data.message_parts import IMAGE, has_data, media_type, require_text_or_image
+from mca_train.data.message_parts import (
+    IMAGE,
+    MEDIA,
+    TAGS,
+    has_data,
+    media_type,
+    require_supported,
+)
 from mca_train.data.row_paths import RowPaths
+from mca_train.data.video_files import Video, open_video
+
+MediaFile = ImageFile | Video
+"""Image or video of a row."""
 
 
-class ImagePlacer:
-    """Assigns the images of a row to the placeholders in its messages.
+class MediaPlacer:
+    """Assigns the images and videos of a row to the placeholders in its messages.
 
     Args:
-        images: Images of the row's column. If there are any, ``<image>`` in text is a placeholder.
-        paths: Files that the row may open.
-        on_plain_tag: Callback for a user's text with ``<image>`` in a row without images.
+        columns: Images and videos of the row's columns, by medium. If there are any, the medium's tag in text is a
+            placeholder.
+        open_file: Function from a medium and a value in the row to the file.
+        on_plain_tag: Callback for a user's text with the tag of a medium that the row's columns do not have.
     """
 
     def __init__(
-        self, images: Sequence[object], paths: RowPaths, *, on_plain_tag: Callable[[str], None]
+        self,
+        columns: Mapping[str, Sequence[object]],
+        open_file: Callable[[str, object], MediaFile],
+        *,
+        on_plain_tag: Callable[[str], None],
     ) -> None:
-        self._column_images, self._paths, self._on_plain_tag = list(images), paths, on_plain_tag
-        self._next = self._num_placeholders = 0
-        self.files: list[ImageFile] = []
+        self._columns = {medium: list(columns.get(medium, ())) for medium in MEDIA}
+        self._open, self._on_plain_tag = open_file, on_plain_tag
+        self._next = dict.fromkeys(MEDIA, 0)
+        self._num_placeholders = dict.fromkeys(MEDIA, 0)
+        self._tags = {TAGS[medium]: medium for medium, found in self._columns.items() if found}
+        self.files: list[MediaFile] = []
 
     def turn(self, turn: object) -> object:
-        """Return a turn with image parts without data, and collect its images.
+        """Return a turn with parts of media without data, and collect its files.
 
         Raises:
-            McaError: The turn has invalid images.
+            McaError: The turn has invalid media.
         """
         if not isinstance(turn, dict):
             return turn
         content = turn.get("content")
-        if isinstance(content, str) and IMAGE_TAG in content:
-            if self._column_images:
-                return {**turn, "content": list(self._split_text(content))}
-            if turn.get("role") == "user":
+        if isinstance(content, str):
+            plain = [tag for tag in TAGS.values() if tag in content and tag not in self._tags]
+            if plain and turn.get("role") == "user":
                 self._on_plain_tag(content)
+            if any(tag in content for tag in self._tags):
+                return {**turn, "content": list(self._split_text(content))}
         if isinstance(content, list):
             return {**turn, "content": [self._part(part) for part in content]}
         return turn
 
     def _split_text(self, text: str) -> Iterator[JsonObject]:
-        for number, piece in enumerate(text.split(IMAGE_TAG)):
-            if number:
-                self._add_next_image()
-                yield {"type": "image"}
-            if piece:
+        for piece in re.split(f"({'|'.join(map(re.escape, self._tags))})", text):
+            if (medium := self._tags.get(piece)) is not None:
+                self._add_next(medium)
+                yield {"type": medium}
+            elif piece:
                 yield {"type": "text", "text": piece}
 
     def _part(self, part: object) -> object:
-        require_text_or_image(part)
-        if not isinstance(part, dict) or media_type(part) != IMAGE:
+        require_supported(part)
+        medium = media_type(part)
+        if not isinstance(part, dict) or medium is None:
             return part
         if has_data(part):
-            self._num_placeholders += 1
-            self.files.append(open_image({**part, "type": None}, self._paths))
+            self._num_placeholders[medium] += 1
+            self.files.append(self._open(medium, {**part, "type": None}))
         else:
-            self._add_next_image()
-        return {"type": "image"}
+            self._add_next(medium)
+        return {"type": medium}
 
-    def _add_next_image(self) -> None:
-        self._num_placeholders += 1
-        if self._next < len(self._column_images):
-            self.files.append(open_image(self._column_images[self._next], self._paths))
-        self._next += 1
+    def _add_next(self, medium: str) -> None:
+        self._num_placeholders[medium] += 1
+        column, number = self._columns[medium], self._next[medium]
+        if number < len(column):
+            self.files.append(self._open(medium, column[number]))
+        self._next[medium] += 1
 
     def require_all(self, columns: JsonObject) -> None:
-        """Check that all images have placeholders; without any, put the images before the user's first turn.
+        """Check that all media have placeholders; those without any are put before the user's first turn.
 
         Raises:
-            McaError: The numbers of images and placeholders differ.
+            McaError: The numbers of files and placeholders differ.
         """
-        if (
-            self._column_images
-            and not self._num_placeholders
-            and (turn := _first_user_turn(columns)) is not None
-        ):
+        missing = [medium for medium in MEDIA if self._columns[medium] and not self._num_placeholders[medium]]
+        if missing and (turn := _first_user_turn(columns)) is not None:
             content = turn["content"]
             words = content if isinstance(content, list) else [{"type": "text", "text": content}]
-            turn["content"] = [*({"type": "image"} for _ in self._column_images), *words]
-            for _ in self._column_images:
-                self._add_next_image()
-        require_equal_counts(self._next, len(self._column_images))
+            own = [medium for medium in missing for _ in self._columns[medium]]
+            turn["content"] = [*({"type": medium} for medium in own), *words]
+            later, self.files = self.files, []
+            for medium in own:
+                self._add_next(medium)
+            self.files += later
+        for medium in MEDIA:
+            require_equal_counts(self._next[medium], len(self._columns[medium]), medium)
 
 
-def require_equal_counts(places: int, images: int) -> None:
-    """Raise an error if the numbers of placeholders and images differ.
+def open_media_file(medium: str, value: object, paths: RowPaths, fps: float) -> MediaFile:
+    """Return the image or video ``value`` of a row; see `open_video` for ``fps``."""
+    return open_image(value, paths) if medium == IMAGE else open_video(value, paths, fps)
+
+
+def require_equal_counts(places: int, files: int, medium: str = IMAGE) -> None:
+    """Raise an error if the numbers of placeholders and files of a medium differ.
 
     Raises:
         McaError: The numbers differ.
     """
-    if places != images:
+    if places != files:
         raise McaError(
-            f"{counted(places, 'placeholder')} of images ({IMAGE_TAG}, or parts of type image) but "
-            f"{counted(images, 'image')}; their numbers must be equal"
+            f"{counted(places, 'placeholder')} of {medium}s ({TAGS[medium]}, or parts of type {medium}) but "
+            f"{counted(files, medium)}; their numbers must be equal"
         )
 
 
-def as_image_list(images: object) -> list[object]:
-    """Return the images of a column with one, several, or no images as a list."""
-    if images is None or (isinstance(images, str) and not images):
+def as_media_list(found: object) -> list[object]:
+    """Return the images or videos of a column with one, several, or none as a list."""
+    if found is None or (isinstance(found, str) and not found):
         return []
-    return list(images) if isinstance(images, list | tuple) else [images]
+    return list(found) if isinstance(found, list | tuple) else [found]
 
 
 def _first_user_turn(columns: JsonObject) -> JsonObject | None:

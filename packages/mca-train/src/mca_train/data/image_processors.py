@@ -22,7 +22,8 @@ from mca_models.images import ImageSpan, placeholders
 from mca_models.templates import get_family
 from mca_models.templates.parts.vision_tower import ImageTokenKind
 from mca_train.data.chat import with_image_text
-from mca_train.data.image_tokens import Grid, ImageTokens
+from mca_train.data.grids import Grid
+from mca_train.data.image_tokens import ImageTokens
 from mca_train.types import ImageProcessor
 
 if TYPE_CHECKING:
@@ -44,41 +45,59 @@ class PatchTokens(ImageTokens):
 
     def __init__(self, processor: ImageProcessor, token: int) -> None:
         super().__init__(processor, token)
-        resize = getattr(sys.modules[type(processor).__module__], "smart_resize", None)
-        if resize is None or not hasattr(processor, "merge_size"):
-            raise UsageError(
-                f"{type(processor).__name__}: this image processor is not supported; supported are those of "
-                "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4V, InternVL, Mistral 3, Gemma 3 and LLaVA"
-            )
-        self._resize, self._takes = resize, set(inspect.signature(resize).parameters)
+        self._sides = resized_sides(processor)
 
     def _computed(self, height: int, width: int) -> Grid:
         own = self.processor
-        known = {
-            "height": height,
-            "width": width,
-            "factor": own.patch_size * own.merge_size,
-            "min_pixels": own.size["shortest_edge"],
-            "max_pixels": own.size["longest_edge"],
-            "num_frames": own.temporal_patch_size,
-            "temporal_factor": own.temporal_patch_size,
-        }
         try:
-            high, wide = self._resize(**{key: value for key, value in known.items() if key in self._takes})
+            rows, columns = self._sides(height, width, own.temporal_patch_size)
             patches = own.get_number_of_image_patches(height, width, {})
         except ValueError as error:
             raise McaError(f"an image of {width} x {height} pixels cannot be used: {error}") from error
-        rows, columns = high // known["factor"], wide // known["factor"]
         if rows * columns * own.merge_size**2 != patches:
             raise McaError(
                 f"{type(own).__name__} makes {patches} patches of {width} x {height} pixels, which are not "
                 f"{rows} x {columns} tokens; report it"
             )
-        return rows, columns
+        return Grid(rows, columns)
 
     def _made(self, made: dict[str, Tensor]) -> list[Grid]:
         merge = self.processor.merge_size
-        return [(rows // merge, columns // merge) for _, rows, columns in made["image_grid_thw"].tolist()]
+        return [Grid(rows // merge, columns // merge) for _, rows, columns in made["image_grid_thw"].tolist()]
+
+
+def resized_sides(processor: ImageProcessor) -> Callable[[int, int, int], tuple[int, int]]:
+    """Return the function from height, width and number of frames to the rows and columns of tokens.
+
+    Args:
+        processor: An image or video processor of patches.
+
+    Raises:
+        UsageError: The processor is not supported.
+    """
+    resize = getattr(sys.modules[type(processor).__module__], "smart_resize", None)
+    if resize is None or not hasattr(processor, "merge_size"):
+        raise UsageError(
+            f"{type(processor).__name__}: this processor is not supported; supported are those of "
+            "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4V, InternVL, Mistral 3, Gemma 3 and LLaVA"
+        )
+    taken = set(inspect.signature(resize).parameters)
+
+    def sides(height: int, width: int, frames: int) -> tuple[int, int]:
+        factor = processor.patch_size * processor.merge_size
+        known = {
+            "height": height,
+            "width": width,
+            "factor": factor,
+            "min_pixels": processor.size["shortest_edge"],
+            "max_pixels": processor.size["longest_edge"],
+            "num_frames": frames,
+            "temporal_factor": processor.temporal_patch_size,
+        }
+        high, wide = resize(**{key: value for key, value in known.items() if key in taken})
+        return high // factor, wide // factor
+
+    return sides
 
 
 class TileTokens(ImageTokens):
@@ -97,19 +116,20 @@ class TileTokens(ImageTokens):
         self._length, self._marks = length, marks
 
     def _computed(self, height: int, width: int) -> Grid:
-        return self.processor.get_number_of_image_patches(height, width, self.options), self._length
+        tiles = self.processor.get_number_of_image_patches(height, width, self.options)
+        return Grid(tiles, self._length)
 
     def _made(self, made: dict[str, Tensor]) -> list[Grid]:
-        return [(int(tiles), self._length) for tiles in made["num_patches"]]
+        return [Grid(int(tiles), self._length) for tiles in made["num_patches"]]
 
     @property
     def marks(self) -> tuple[Sequence[int], Sequence[int]]:
         """Return the marks around an image."""
         return self._marks[:1], self._marks[1:]
 
-    def image_ids(self, grid: Grid) -> list[int]:
+    def ids(self, grid: Grid) -> list[int]:
         """Return the tokens of an image, including its marks."""
-        return [self._marks[0], *super().image_ids(grid), self._marks[1]]
+        return [self._marks[0], *super().ids(grid), self._marks[1]]
 
 
 class LineTokens(ImageTokens):
@@ -134,11 +154,12 @@ class LineTokens(ImageTokens):
         sides = (height, width) if ratio == 1 else (int(height / ratio), int(width / ratio))
         if not min(sides):
             raise McaError(f"an image of {width} x {height} pixels cannot be used: it is too narrow")
-        return (sides[0] - 1) // self._side + 1, (sides[1] - 1) // self._side + 1
+        return Grid((sides[0] - 1) // self._side + 1, (sides[1] - 1) // self._side + 1)
 
     def _made(self, made: dict[str, Tensor]) -> list[Grid]:
         return [
-            (int(high) // self._side, int(wide) // self._side) for high, wide in made["image_sizes"].tolist()
+            Grid(int(high) // self._side, int(wide) // self._side)
+            for high, wide in made["image_sizes"].tolist()
         ]
 
     @property
@@ -146,14 +167,14 @@ class LineTokens(ImageTokens):
         """Return the mark after an image."""
         return (), self._marks[1:]
 
-    def image_ids(self, grid: Grid) -> list[int]:
+    def ids(self, grid: Grid) -> list[int]:
         """Return the tokens of an image, including the marks at the ends of rows."""
-        ids = ([self.token] * grid[1] + [self._marks[0]]) * grid[0]
+        ids = ([self.token] * grid.columns + [self._marks[0]]) * grid.rows
         return [*ids[:-1], self._marks[1]]
 
-    def locate(self, where: Sequence[int], grids: Sequence[Grid]) -> list[ImageSpan]:
+    def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
         """Return one location per row of an image."""
-        return super().locate(where, [(1, columns) for rows, columns in grids for _ in range(rows)])
+        return [ImageSpan(int(where[row * grid.columns]), 1, grid.columns) for row in range(grid.rows)]
 
 
 class PlainTokens(ImageTokens):
@@ -171,10 +192,10 @@ class PlainTokens(ImageTokens):
         self._length = length
 
     def _computed(self, height: int, width: int) -> Grid:
-        return 1, self._length
+        return Grid(1, self._length)
 
     def _made(self, made: dict[str, Tensor]) -> list[Grid]:
-        return [(1, self._length) for _ in made["pixel_values"]]
+        return [Grid(1, self._length) for _ in made["pixel_values"]]
 
 
 class FixedTokens(PlainTokens):
@@ -287,7 +308,7 @@ def _processor(directories: Sequence[Path]) -> ImageProcessor:
     reasons = []
     for directory in directories:
         try:
-            return AutoImageProcessor.from_pretrained(directory)
+            return AutoImageProcessor.from_pretrained(directory, backend="pil")
         except (OSError, ValueError, KeyError, ImportError) as error:
             reasons.append(f"{directory}: {' '.join(str(error).split())[:200]}")
     raise UsageError(f"rows have images, and there is no image processor: {'; '.join(reasons)}")

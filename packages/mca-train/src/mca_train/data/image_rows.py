@@ -1,7 +1,7 @@
-"""Rows with images: their image placeholders, and their images in order.
+"""Rows with images and videos: their placeholders, and their files in order.
 
-`image_placement` finds the placeholders in messages, `image_files` reads the sizes of images, and `image_tokens`
-counts their tokens.
+`image_placement` finds the placeholders in messages, `image_files` and `video_files` read the headers, and
+`media_tokens` counts tokens.
 """
 
 import logging
@@ -14,19 +14,34 @@ from mca_config.errors import McaError, UsageError
 from mca_config.model_config import McaModelConfig
 from mca_config.redaction import redacted
 from mca_config.types import JsonObject, Values
+from mca_models.images import placeholders
 from mca_train.config.arguments import DataArguments, PairArguments
 from mca_train.data.encoding import Encoded, RowEncoder, without_nulls
-from mca_train.data.formats import RowConverter, image_columns, media_columns, row_converter
-from mca_train.data.image_files import ImageFile, open_image
-from mca_train.data.image_placement import ImagePlacer, as_image_list, require_equal_counts
+from mca_train.data.formats import (
+    RowConverter,
+    image_columns,
+    row_converter,
+    unsupported_columns,
+    video_columns,
+)
+from mca_train.data.grids import Grid
+from mca_train.data.image_files import open_image
+from mca_train.data.image_placement import (
+    MediaFile,
+    MediaPlacer,
+    as_media_list,
+    open_media_file,
+    require_equal_counts,
+)
 from mca_train.data.image_processors import image_tokens, with_image_marks
-from mca_train.data.image_tag import IMAGE_TAG, ImageTagCheck
-from mca_train.data.image_tokens import Grid, ImageTokens
+from mca_train.data.image_tag import IMAGE_TAG, MediaTagCheck
 from mca_train.data.long_texts import TokenPrefix
-from mca_train.data.message_parts import IMAGE, media_type
+from mca_train.data.media_tokens import MediaTokens
+from mca_train.data.message_parts import IMAGE, MEDIA, VIDEO, media_type
 from mca_train.data.placeholders import require_no_placeholders
 from mca_train.data.row_formats import detect_format
 from mca_train.data.row_paths import RowPaths
+from mca_train.data.video_tokens import DEFAULT_FPS, VideoOptions, video_tokens
 from mca_train.types import Upstream
 
 if TYPE_CHECKING:
@@ -40,28 +55,34 @@ Rows = TypeVar("Rows", "datasets.Dataset", "datasets.IterableDataset")
 
 @dataclass(frozen=True, kw_only=True)
 class ImageReader:
-    """Lazily created image tokens of a model.
+    """Lazily created image and video tokens of a model.
 
     Args:
         config: Model configuration.
-        directories: Directories that may contain the image processor.
+        directories: Directories that may contain the image and video processors.
         paths: Files that rows may open.
     """
 
     config: McaModelConfig
     directories: tuple[Path, ...]
     paths: RowPaths = field(default_factory=RowPaths)
-    _tokens: list[ImageTokens] = field(default_factory=list)
+    _tokens: list[MediaTokens] = field(default_factory=list)
 
-    def tokens(self, tokenizer: "PreTrainedTokenizerBase") -> ImageTokens:
-        """Return the image tokens, created at the first image because rows without images need no processor."""
+    def tokens(self, tokenizer: "PreTrainedTokenizerBase", options: VideoOptions) -> MediaTokens:
+        """Return the image and video tokens, whose processors are loaded when a row needs them."""
         if not self._tokens:
-            self._tokens.append(image_tokens(self.config, self.directories, tokenizer))
+            config, directories = self.config, self.directories
+            made = MediaTokens(
+                lambda: image_tokens(config, directories, tokenizer),
+                lambda: video_tokens(config, directories, tokenizer, options),
+                placeholders(config.vision_fields),
+            )
+            self._tokens.append(made)
         return self._tokens[0]
 
 
 class ImageRows:
-    """Rows of files, some of which may have images.
+    """Rows of files, some of which may have images or videos.
 
     Args:
         names: Columns of the rows.
@@ -93,8 +114,11 @@ class ImageRows:
         self._converted: RowConverter | None = None
         self.tokenizer = with_image_marks(tokenizer, reader.config)
         self.vision = reader.config.vision_fields
-        self._columns = image_columns(self.vision, arguments)
-        self._tag_check = ImageTagCheck(self.vision, arguments)
+        self._columns = {
+            IMAGE: image_columns(self.vision, arguments),
+            VIDEO: video_columns(self.vision, arguments),
+        }
+        self._tag_check = MediaTagCheck(self.vision, arguments)
         self._has_warned_of_frames = False
         self.names = list(names)
         if texts:
@@ -107,22 +131,26 @@ class ImageRows:
         self.arguments = replace(arguments, data_format=own)
 
     @property
-    def tokens(self) -> ImageTokens:
-        """Image tokens of the model."""
-        return self._reader.tokens(self.tokenizer)
+    def tokens(self) -> MediaTokens:
+        """Image and video tokens of the model."""
+        own = self.arguments
+        options = VideoOptions(
+            fps=own.video_fps, max_frames=own.video_max_frames, max_seconds=own.video_max_seconds
+        )
+        return self._reader.tokens(self.tokenizer, options)
 
-    def files(self, row: Values, side: int = 0) -> list[ImageFile]:
-        """Return the images of one sequence of a row, in the order of their placeholders."""
+    def files(self, row: Values, side: int = 0) -> list[MediaFile]:
+        """Return the images and videos of one sequence of a row, in the order of their placeholders."""
         return self.text(row)[1] if self._texts else self._read_images(row)[1][side]
 
     def encode_row(
         self, row: Values, encode: RowEncoder, row_place: str
     ) -> tuple[Sequence[Encoded], list[list[Grid]]]:
-        """Return the sequences of a row with expanded placeholders, and the image grids of each sequence.
+        """Return the sequences of a row with expanded placeholders, and the grids of each sequence.
 
         Args:
             row: Row of the file.
-            encode: Encoder of converted rows, with one placeholder per image.
+            encode: Encoder of converted rows, with one placeholder per image or video.
             row_place: Location of the row, for warnings.
         """
         plain, files = self._read_images(row)
@@ -135,26 +163,30 @@ class ImageRows:
         grids = [[self.grid(file, row_place) for file in of_side] for of_side in files]
         sequences = encode(plain)
         for tokens, _ in sequences:
-            require_no_placeholders(tokens, self.vision, has_images=True)
+            require_no_placeholders(tokens, self.vision, media={grid.medium for own in grids for grid in own})
         grids = [self._encoded_grids(tokens, own) for (tokens, _), own in zip(sequences, grids, strict=True)]
         return [expand(*sequence, own) for sequence, own in zip(sequences, grids, strict=True)], grids
 
     def _encoded_grids(self, tokens: Sequence[int], grids: list[Grid]) -> list[Grid]:
-        """Return the grids of images within the tokenized part of a sequence."""
-        return grids[: tokens.count(self.tokens.token)] if isinstance(tokens, TokenPrefix) else grids
+        """Return the grids of media within the tokenized part of a sequence."""
+        return grids[: len(self.tokens.where(tokens))] if isinstance(tokens, TokenPrefix) else grids
 
     def has_images(self, row: Values) -> bool:
-        """Return True if a row has images, without reading them."""
-        if any(as_image_list(row.get(name)) for name in self._columns):
+        """Return True if a row has images or videos, without reading them."""
+        if any(as_media_list(row.get(name)) for names in self._columns.values() for name in names):
             return True
         turns = (turn for turns in row.values() if isinstance(turns, list) for turn in turns)
         contents = (turn.get("content") for turn in turns if isinstance(turn, dict))
         parts = (part for content in contents if isinstance(content, list) for part in content)
-        return not self._texts and any(media_type(part) == IMAGE for part in parts)
+        return not self._texts and any(media_type(part) in MEDIA for part in parts)
 
-    def text(self, row: Values) -> tuple[object, list[ImageFile]]:
+    def text(self, row: Values) -> tuple[object, list[MediaFile]]:
         """Return the text with one placeholder per ``<image>``, and the images of a plain-text row."""
-        column_images = self._column_images(row)
+        column_images, videos = (self._column_files(row, medium) for medium in MEDIA)
+        if videos:
+            raise McaError(
+                "has videos, which mca-train pretrain does not support; remove the row, or the column"
+            )
         text = row.get(self.arguments.text_column)
         if not isinstance(text, str) or not column_images:
             require_equal_counts(0, len(column_images))
@@ -163,19 +195,15 @@ class ImageRows:
         marked = text.replace(IMAGE_TAG, self.tokens.mark(self.tokenizer))
         return marked, [open_image(each, self._reader.paths) for each in column_images]
 
-    def grid(self, file: ImageFile, row_place: str) -> Grid:
-        """Return the grid of an image from its header; ``row_place`` locates the row in warnings.
+    def grid(self, file: MediaFile, row_place: str) -> Grid:
+        """Return the grid of an image or video from its header; ``row_place`` locates the row in warnings.
 
         Raises:
-            McaError: The image cannot be read, or the processor does not support its size.
+            McaError: The file cannot be read, or the processor does not support its size.
         """
-        size = file.size(lambda: self._warn_several_frames(file, row_place))
-        try:
-            return self.tokens.grid(*size)
-        except McaError as error:
-            raise McaError(f"image {file.place}: {error}") from error
+        return self.tokens.grid(file, lambda: self._warn_several_frames(file, row_place))
 
-    def _warn_several_frames(self, file: ImageFile, row_place: str) -> None:
+    def _warn_several_frames(self, file: MediaFile, row_place: str) -> None:
         if not self._has_warned_of_frames:
             logger.warning(
                 "%s: image %s has several frames or pages, of which only the first is used; this is reported once",
@@ -184,9 +212,9 @@ class ImageRows:
             )
             self._has_warned_of_frames = True
 
-    def _read_images(self, row: Values) -> tuple[Values, list[list[ImageFile]]]:
-        """Return the row with image placeholders, and the images of each of its sequences."""
-        column_images = self._column_images(row)
+    def _read_images(self, row: Values) -> tuple[Values, list[list[MediaFile]]]:
+        """Return the row with placeholders, and the images and videos of each of its sequences."""
+        of_columns = {medium: self._column_files(row, medium) for medium in MEDIA}
         plain = row if self._converted is None else self._converted.convert(row)
         prompt, repeated = self.arguments.prompt_column, self._num_repeated_turns(plain)
         found: JsonObject = {}
@@ -195,8 +223,12 @@ class ImageRows:
         def on_plain_tag(words: str) -> None:
             self._tag_check.check(words, row.keys(), "a turn of the user")
 
+        def open_file(medium: str, value: object) -> MediaFile:
+            fps = self.arguments.video_fps or DEFAULT_FPS
+            return open_media_file(medium, value, self._reader.paths, fps)
+
         for columns in self._sequence_columns:
-            places = ImagePlacer(column_images, self._reader.paths, on_plain_tag=on_plain_tag)
+            places = MediaPlacer(of_columns, open_file, on_plain_tag=on_plain_tag)
             turns = {name: plain[name] for name in columns if isinstance(plain.get(name), list)}
             if repeated:
                 del turns[prompt]
@@ -208,14 +240,16 @@ class ImageRows:
             files.append(places.files)
         return ({**plain, **found} if any(files) else plain), files
 
-    def _column_images(self, row: Values) -> list[object]:
-        """Return the images of the row's image column."""
-        for name in media_columns(self.vision):
+    def _column_files(self, row: Values, medium: str) -> list[object]:
+        """Return the images or videos of the row's column."""
+        for name in unsupported_columns(self.vision):
             if row.get(name):
                 raise McaError(f"has {name}, which mca does not support; remove the row, or the column")
-        found = {name: some for name in self._columns if (some := as_image_list(row.get(name)))}
+        found = {name: some for name in self._columns[medium] if (some := as_media_list(row.get(name)))}
         if len(found) > 1:
-            raise McaError(f"has images in {' and in '.join(found)}; set images_column to one of the two")
+            raise McaError(
+                f"has {medium}s in {' and in '.join(found)}; set {medium}s_column to one of the two"
+            )
         return next(iter(found.values()), [])
 
     def _num_repeated_turns(self, plain: Values) -> int:
@@ -241,19 +275,20 @@ class ImageRows:
 
 
 def reject_images(names: Sequence[str], arguments: DataArguments, task: str) -> None:
-    """Raise an error for rows with an image column, which would be ignored silently.
+    """Raise an error for rows with a column of images or videos, which would be ignored silently.
 
     Raises:
-        UsageError: There is an image column.
+        UsageError: There is such a column.
     """
-    if arguments.images_column in names:
-        raise UsageError(
-            f"{task} does not support images, but the rows have the column {arguments.images_column}; remove it"
-        )
+    for medium, column in (("images", arguments.images_column), ("videos", arguments.videos_column)):
+        if column in names:
+            raise UsageError(
+                f"{task} does not support {medium}, but the rows have the column {column}; remove it"
+            )
 
 
 def without_decoding(rows: Rows) -> Rows:
-    """Return ``rows`` with images as bytes and paths instead of decoded pixels."""
+    """Return ``rows`` with images and videos as bytes and paths instead of decoded pixels."""
     for name, feature in (rows.features or {}).items():
         if (plain := _without_decoding(feature)) != feature:
             rows = rows.cast_column(name, plain)
@@ -264,8 +299,9 @@ def _without_decoding(feature: Upstream) -> Upstream:
     """Replace the image features within a feature of ``datasets``."""
     import datasets
 
-    if isinstance(feature, datasets.Image):
-        return datasets.Image(decode=False)
+    for decoded in (datasets.Image, getattr(datasets, "Video", ())):
+        if decoded and isinstance(feature, decoded):
+            return decoded(decode=False)
     if isinstance(feature, dict):
         return {name: _without_decoding(inner) for name, inner in feature.items()}
     if isinstance(feature, list):

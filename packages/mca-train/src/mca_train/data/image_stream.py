@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
@@ -12,10 +11,11 @@ from torch.utils.data import IterableDataset
 from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments
 from mca_train.data.file_rows import FileRows, Row
-from mca_train.data.image_blocks import Span, block_cuts, image_spans, text_encoder
+from mca_train.data.grids import Grid
+from mca_train.data.image_blocks import block_cuts, text_encoder
 from mca_train.data.image_rows import ImageRows
-from mca_train.data.image_tokens import Grid
-from mca_train.data.sample_images import SampleImages, locate_images
+from mca_train.data.media_tokens import Span
+from mca_train.data.sample_images import SampleImages
 from mca_train.data.token_dataset import IGNORED, Sample
 
 
@@ -81,13 +81,13 @@ class ImageBlockStream(IterableDataset[Sample]):
     def _spans(self, tokens: Sequence[int], images: Sequence[_Image]) -> list[Span]:
         if not images:
             return []
-        return image_spans(np.asarray(tokens), self._read.tokens, [image.grid for image in images])
+        return self._read.tokens.spans(tokens, [image.grid for image in images])
 
     def _block(self, tokens: Sequence[int], targets: Sequence[bool], images: Sequence[_Image]) -> Sample:
         ids = torch.tensor(tokens)
         sample: Sample = {"input_ids": ids, "labels": ids.where(torch.tensor(targets), IGNORED)}
         if images:
-            places = locate_images(self._read, np.asarray(tokens, np.int32), [image.grid for image in images])
+            places = self._read.tokens.locate(tokens, [image.grid for image in images])
             sample["images"] = SampleImages(places, lambda: self._tensors(images))
         return sample
 

@@ -1,4 +1,4 @@
-"""Checks of ``<image>`` in texts of rows without images."""
+"""Checks of ``<image>`` and ``<video>`` in texts of rows without images or videos."""
 
 import logging
 from collections.abc import Set as AbstractSet
@@ -6,16 +6,16 @@ from collections.abc import Set as AbstractSet
 from mca_config.errors import McaError
 from mca_config.types import Values
 from mca_train.config.arguments import DataArguments, DefaultColumn
-from mca_train.data.formats import image_columns
+from mca_train.data.formats import image_columns, video_columns
+from mca_train.data.message_parts import IMAGE, TAGS, VIDEO
 
 logger = logging.getLogger(__name__)
 
-IMAGE_TAG = "<image>"
-_CLOSING_TAG = "</image>"  # part of an XML element
+IMAGE_TAG = TAGS[IMAGE]
 
 
-class ImageTagCheck:
-    """Check of texts with ``<image>`` but without images.
+class MediaTagCheck:
+    """Check of texts with ``<image>`` or ``<video>`` but without the medium.
 
     Args:
         vision: Vision configuration of the model; None: a text model, without checks.
@@ -24,33 +24,43 @@ class ImageTagCheck:
 
     def __init__(self, vision: Values | None, arguments: DataArguments) -> None:
         self._has_vision = vision is not None
-        self._columns = image_columns(vision, arguments)
-        self._is_named = not isinstance(arguments.images_column, DefaultColumn)
-        self._has_warned = False
+        self._columns = {IMAGE: image_columns(vision, arguments), VIDEO: video_columns(vision, arguments)}
+        self._is_named = {
+            medium: not isinstance(name, DefaultColumn)
+            for medium, name in ((IMAGE, arguments.images_column), (VIDEO, arguments.videos_column))
+        }
+        self._warned: set[str] = set()
 
     def check(self, text: str, names: AbstractSet[str], source: str) -> None:
-        """Warn once that ``<image>`` in ``text`` is trained as plain text.
+        """Warn once that a tag in ``text`` is trained as plain text.
 
         Args:
-            text: Text of a row without images.
+            text: Text of a row without media.
             names: Columns of the row.
             source: Name of the text, for errors.
 
         Raises:
-            McaError: No image column is set or present.
+            McaError: No column of the medium is set or present.
         """
-        if not self._has_vision or IMAGE_TAG not in text or _CLOSING_TAG in text:
+        for medium in TAGS if self._has_vision else ():
+            self._check(medium, text, names, source)
+
+    def _check(self, medium: str, text: str, names: AbstractSet[str], source: str) -> None:
+        tag, columns = TAGS[medium], self._columns[medium]
+        if tag not in text or tag.replace("<", "</") in text:  # part of an XML element
             return
-        if not self._is_named and names.isdisjoint(self._columns):
+        noun = "an image" if medium == IMAGE else "a video"
+        if not self._is_named[medium] and names.isdisjoint(columns):
             raise McaError(
-                f"{source} has {IMAGE_TAG}, the placeholder of an image, but the rows have no column "
-                f"{' or '.join(self._columns)}; set images_column to the column with the images; if {IMAGE_TAG} is "
-                "plain text, set images_column to the image column of other rows, or to any unused name"
+                f"{source} has {tag}, the placeholder of {noun}, but the rows have no column "
+                f"{' or '.join(columns)}; set {medium}s_column to the column with the {medium}s; if {tag} is plain "
+                f"text, set {medium}s_column to the {medium} column of other rows, or to any unused name"
             )
-        if not self._has_warned:
+        if medium not in self._warned:
             logger.warning(
-                "%s in the text of a row without an image in %s is trained as text; this is reported once",
-                IMAGE_TAG,
-                " or ".join(self._columns),
+                "%s in the text of a row without %s in %s is trained as text; this is reported once",
+                tag,
+                noun,
+                " or ".join(columns),
             )
-            self._has_warned = True
+            self._warned.add(medium)

@@ -1,6 +1,6 @@
 """Token counts and pixel tensors of images, from the image processor of the checkpoint.
 
-The differences between model families are in `image_processors`. This module handles neither rows nor batches.
+The differences between model families are in `image_processors`. `media_tokens` joins images and videos.
 """
 
 from abc import ABC, abstractmethod
@@ -11,17 +11,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from mca_config.errors import McaError
-from mca_config.printable import counted
 from mca_models.images import ImageSpan
+from mca_train.data.grids import Grid
 from mca_train.types import ImageProcessor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mca_train.data.image_files import ImageFile
-
-Grid = tuple[int, int]
-"""Rows and columns of an image's placeholders; for tiles, the number of tiles and the placeholders per tile."""
 
 
 class ImageTokens(ABC):
@@ -60,9 +57,9 @@ class ImageTokens(ABC):
     def _made(self, made: dict[str, Tensor]) -> list[Grid]:
         """Return the grids of images from the processor's outputs."""
 
-    def image_ids(self, grid: Grid) -> list[int]:
+    def ids(self, grid: Grid) -> list[int]:
         """Return the tokens that replace one placeholder of the chat template."""
-        return [self.token] * (grid[0] * grid[1])
+        return [self.token] * grid.tokens
 
     @property
     def marks(self) -> tuple[Sequence[int], Sequence[int]]:
@@ -73,36 +70,9 @@ class ImageTokens(ABC):
         """Return the text of an image in plain text: a placeholder with the family's marks."""
         return "".join(tokenizer.convert_ids_to_tokens([*self.before, self.token, *self.after]))
 
-    def locate(self, where: Sequence[int], grids: Sequence[Grid]) -> list[ImageSpan]:
-        """Return the locations of images from the indices ``where`` of all placeholders."""
-        first, found = 0, []
-        for rows, columns in grids:
-            found.append(ImageSpan(int(where[first]), rows, columns))
-            first += rows * columns
-        return found
-
-    def expand(
-        self, tokens: Sequence[int], targets: Sequence[bool], grids: Sequence[Grid]
-    ) -> tuple[list[int], list[bool]]:
-        """Replace each placeholder by the tokens of its image; none of these is a target.
-
-        Raises:
-            McaError: The numbers of placeholders and images differ.
-        """
-        if (found := list(tokens).count(self.token)) != len(grids):
-            raise McaError(
-                f"the chat template makes {counted(found, 'placeholder')} (token {self.token}) of "
-                f"{counted(len(grids), 'image')}; use a template that writes one for each image, and no text that "
-                "contains it"
-            )
-        ids: list[int] = []
-        is_target: list[bool] = []
-        sizes = iter(grids)
-        for token, target in zip(tokens, targets, strict=True):
-            spelled = self.image_ids(next(sizes)) if token == self.token else [token]
-            ids += spelled
-            is_target += [target and token != self.token] * len(spelled)
-        return ids, is_target
+    def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
+        """Return the locations of an image from the indices ``where`` of its placeholders."""
+        return [ImageSpan(int(where[0]), grid.rows, grid.columns)]
 
     def tensors(self, files: "Sequence[ImageFile]", grids: Sequence[Grid]) -> dict[str, Tensor]:
         """Return the inputs of the vision tower for ``files``, whose placeholders are ``grids``.
@@ -113,10 +83,18 @@ class ImageTokens(ABC):
         pixels = [file.pixels() for file in files]
         made = dict(self.processor(images=pixels, return_tensors="pt", **self.options).data)
         for file, grid, now in zip(files, grids, self._made(made), strict=True):
-            if tuple(grid) != now:
-                raise McaError(
-                    f"image {file.place} had {grid[0]} x {grid[1]} tokens when rows were read, and has {now[0]} x "
-                    f"{now[1]} now; do not change files during training, and empty tokenized_cache, "
-                    "which keeps sizes"
-                )
+            require_unchanged(f"image {file.place}", grid, now)
         return {name: made[name] for name in self.taken}
+
+
+def require_unchanged(place: str, grid: Grid, now: Grid) -> None:
+    """Raise an error for a file whose number of tokens has changed.
+
+    Raises:
+        McaError: The grids differ.
+    """
+    if grid != now:
+        raise McaError(
+            f"{place} had {grid} tokens when rows were read, and has {now} now; do not change files during training, "
+            "and empty tokenized_cache, which keeps sizes"
+        )

@@ -1,12 +1,18 @@
-"""Media parts of messages. `image_files` reads the images."""
+"""Media parts of messages. `image_files` reads the images, and `video_files` the videos."""
 
 from collections.abc import Mapping
 
 from mca_config.errors import McaError
 
-IMAGE = "image"
+IMAGE, VIDEO = "image", "video"
+MEDIA = (IMAGE, VIDEO)
+"""Supported media."""
+TAGS = {IMAGE: "<image>", VIDEO: "<video>"}
+"""Placeholders in the text of rows with a column of a medium."""
 _IMAGES = ("image", "image_url", "input_image")
-_OTHER_MEDIA = ("video", "video_url", "audio", "audio_url", "input_audio")
+_VIDEOS = ("video", "video_url", "input_video")
+_OTHER_MEDIA = ("audio", "audio_url", "input_audio")
+_ALL_MEDIA = (*_IMAGES, *_VIDEOS, *_OTHER_MEDIA)
 _TEXTS = (None, "input_text", "output_text")
 _SIZES = (
     "min_pixels",
@@ -16,20 +22,25 @@ _SIZES = (
 )  # options of qwen-vl-utils, which processors ignore
 IMAGE_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")
 """Keys of the image in a part, or in a mapping of a column."""
+VIDEO_KEYS = ("video", "video_url", "path", "url", "base64", "bytes")
+"""The same for videos."""
+_VIDEO_OPTIONS = (
+    *("fps", "sample_fps", "nframes", "num_frames", "min_frames", "max_frames", "video_start", "video_end"),
+    *("total_pixels", *_SIZES),
+)  # options of qwen-vl-utils for one video
 
 
 def media_type(part: object) -> str | None:
-    """Return the media type of a part: ``image``, or an unsupported one; None: text.
+    """Return the media type of a part: ``image``, ``video``, or an unsupported one; None: text.
 
     The type is given by ``type``, or by the key of the data; chat templates use either.
     """
     if not isinstance(part, Mapping):
         return None
     named = part.get("type")
-    if named not in (*_IMAGES, *_OTHER_MEDIA):
-        keys = (*_IMAGES, *_OTHER_MEDIA)
-        named = next((key for key in keys if _is_set(part.get(key))), None)
-    return IMAGE if named in _IMAGES else named
+    if named not in _ALL_MEDIA:
+        named = next((key for key in _ALL_MEDIA if _is_set(part.get(key))), None)
+    return IMAGE if named in _IMAGES else VIDEO if named in _VIDEOS else named
 
 
 def _is_set(value: object) -> bool:
@@ -38,23 +49,38 @@ def _is_set(value: object) -> bool:
 
 
 def has_data(part: Mapping[str, object]) -> bool:
-    """Return True if a part contains its image, or a path or URL of it."""
-    return any(part.get(key) is not None for key in IMAGE_KEYS)
+    """Return True if a part contains its image or video, or a path or URL of it."""
+    return any(part.get(key) is not None for key in (*IMAGE_KEYS, *VIDEO_KEYS))
 
 
-def require_text_or_image(part: object) -> None:
-    """Raise an error for unsupported parts, and for image parts with text or sizes.
+def require_supported(part: object) -> None:
+    """Raise an error for unsupported parts, and for parts of media with text or options.
 
     Raises:
-        McaError: The part is a video or audio, or an image with text or a size.
+        McaError: The part is audio, or an image or video with text or its own options.
     """
     kind = media_type(part)
-    if kind not in (None, IMAGE):
-        raise McaError(f"a part of a message is of type {kind}; only text and images can be used")
-    if kind == IMAGE and isinstance(part, Mapping) and part.get("text"):
-        raise McaError("a part of a message has an image and a text; make two parts of it")
-    if kind == IMAGE and isinstance(part, Mapping):
-        require_no_size(part)
+    if kind not in (None, *MEDIA):
+        raise McaError(f"a part of a message is of type {kind}; only text, images and videos can be used")
+    if kind is None or not isinstance(part, Mapping):
+        return
+    if part.get("text"):
+        noun = "an image" if kind == IMAGE else "a video"
+        raise McaError(f"a part of a message has {noun} and a text; make two parts of it")
+    (require_no_size if kind == IMAGE else require_no_video_options)(part)
+
+
+def require_no_video_options(video: Mapping[str, object]) -> None:
+    """Raise an error for options of single videos, because a run reads all videos alike.
+
+    Raises:
+        McaError: The video has options.
+    """
+    if found := [key for key in _VIDEO_OPTIONS if video.get(key) is not None]:
+        raise McaError(
+            f"a video has {found[0]}, which mca does not support per video; remove it, and set video_fps, "
+            "video_max_frames, or size in video_preprocessor_config.json for all"
+        )
 
 
 def require_no_size(image: Mapping[str, object]) -> None:
@@ -72,15 +98,16 @@ def require_no_size(image: Mapping[str, object]) -> None:
 
 
 def require_no_data(content: object) -> None:
-    """Raise an error for image parts in tasks without images.
+    """Raise an error for image and video parts in tasks without them.
 
     Raises:
-        McaError: There is an image.
+        McaError: There is an image or a video.
     """
     for part in content if isinstance(content, list) else ():
-        require_text_or_image(part)
-        if media_type(part) == IMAGE and has_data(part):
-            raise McaError("a part of a message is an image; only mca-train sft, dpo and kto support images")
+        require_supported(part)
+        if (kind := media_type(part)) in MEDIA and isinstance(part, Mapping) and has_data(part):
+            noun = "an image" if kind == IMAGE else "a video"
+            raise McaError(f"a part of a message is {noun}; only mca-train sft, dpo and kto support {kind}s")
 
 
 def with_types(content: object) -> object:
@@ -92,5 +119,5 @@ def _as_text(part: object) -> object:
     if not isinstance(part, dict) or media_type(part) is not None or not isinstance(part.get("text"), str):
         return part
     named = "text" if part.get("type") in _TEXTS else part.get("type")
-    words = {key: value for key, value in part.items() if key not in (*_IMAGES, *_OTHER_MEDIA)}
+    words = {key: value for key, value in part.items() if key not in _ALL_MEDIA}
     return {**words, "type": named}

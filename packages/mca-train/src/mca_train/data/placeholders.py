@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 from mca_config.errors import McaError
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def require_no_placeholders(
-    tokens: Sequence[int], vision: Values | None, place: str = "", *, has_images: bool = False
+    tokens: Sequence[int], vision: Values | None, place: str = "", *, media: AbstractSet[str] = frozenset()
 ) -> None:
     """Raise an error for placeholders of media that a row does not have.
 
@@ -22,20 +23,17 @@ def require_no_placeholders(
         tokens: Tokens of the row.
         vision: Vision configuration of the model; None: there are no placeholders.
         place: Prefix of the error.
-        has_images: The row has images, so image placeholders are allowed.
+        media: Media that the row has, whose placeholders are allowed.
 
     Raises:
         McaError: There is a placeholder.
     """
     for medium, token in placeholders(vision).items():
-        if token not in tokens or (medium == "image" and has_images):
-            continue
-        lacking = {
-            "image": "but the row has no image; give it as a part of type image or in images_column, or remove the "
-            "placeholder",
-            "video": "and videos are not supported; remove the row",
-        }[medium]
-        raise McaError(f"{place}the text contains the {medium} placeholder (token {token}), {lacking}")
+        if token in tokens and medium not in media:
+            raise McaError(
+                f"{place}the text contains the {medium} placeholder (token {token}), but the row has no {medium}; give "
+                f"it as a part of type {medium} or in {medium}s_column, or remove the placeholder"
+            )
 
 
 def spell_placeholders(text: str, tokenizer: "PreTrainedTokenizerBase", vision: Values | None) -> list[int]:

@@ -34,47 +34,48 @@ class RowPaths:
     roots: tuple[str, ...] = ()
     caches: tuple[Path, ...] = ()
 
-    def resolve(self, text: str) -> str:
-        """Return the path or the URL of the file that a row calls ``text``.
+    def resolve(self, text: str, medium: str = "image") -> str:
+        """Return the path or the URL of the file that a row calls ``text``; ``medium`` names it in errors.
 
         Raises:
             McaError: The rows may not open the file, or a relative path has no base.
         """
         if not text:
-            raise McaError("the path of an image is empty; name a file, or remove the image from the row")
+            article = "an" if medium == "image" else "a"
+            raise McaError(f"the path of {article} {medium} is empty; name a file, or remove it from the row")
         if is_url(text):
-            _require_plain(text)
-            return self._allowed(text, text)
+            _require_plain(text, medium)
+            return self._allowed(text, text, medium)
         path = Path(text)
         if path.is_absolute():
             if self.roots and not self._is_cached(path):
-                raise self._outside_error(text)
+                raise self._outside_error(text, medium)
             return str(path)
         if self.folder is None:
             raise McaError(
-                f"image {text} is a relative path, and the rows are not from files of one folder; set image_folder"
+                f"{medium} {text} is a relative path, and the rows are not from files of one folder; set image_folder"
             )
         if is_url(self.folder):
-            return self._allowed(_join_url(self.folder, text), text)
+            return self._allowed(_join_url(self.folder, text), text, medium)
         if not self.roots:
             return str(Path(self.folder, text))
         try:
             return str(resolve_inside(Path(self.folder), text))
         except McaError as error:
-            raise self._outside_error(text) from error
+            raise self._outside_error(text, medium) from error
 
-    def _allowed(self, url: str, text: str) -> str:
+    def _allowed(self, url: str, text: str, medium: str) -> str:
         if self.roots and not any(_is_within(url, root) for root in self.roots):
-            raise self._outside_error(text)
+            raise self._outside_error(text, medium)
         return url
 
     def _is_cached(self, path: Path) -> bool:
         return any(path.resolve().is_relative_to(cache.resolve()) for cache in self.caches)
 
-    def _outside_error(self, text: str) -> McaError:
+    def _outside_error(self, text: str, medium: str) -> McaError:
         roots = [self.folder] if self.folder and not is_url(self.folder) else []
         return McaError(
-            f"image {text} is outside of {' and '.join([*roots, *self.roots])}, and rows that are not from a local "
+            f"{medium} {text} is outside of {' and '.join([*roots, *self.roots])}, and rows that are not from a local "
             "file open nothing else; expected a relative path or a URL there; fetch rows and images, and name the "
             "local file"
         )
@@ -132,16 +133,16 @@ def _caches(name: str) -> list[Path]:
     return [dataset_cache(name), *map(Path, downloads)]
 
 
-def _require_plain(url: str) -> None:
+def _require_plain(url: str, medium: str) -> None:
     """Raise an error for a URL that names, or may name, a local file."""
     if "::" in url:
         raise McaError(
-            f"image {url} is a chain of protocols; expected a path or one URL (s3://..., https://...); remove "
+            f"{medium} {url} is a chain of protocols; expected a path or one URL (s3://..., https://...); remove "
             "the :: and what it joins"
         )
     scheme, _, path = url.partition("://")
     if scheme in _LOCAL:
-        raise McaError(f"image {url} begins with {scheme}://; expected a path; write {path}")
+        raise McaError(f"{medium} {url} begins with {scheme}://; expected a path; write {path}")
 
 
 def _join_url(folder: str, text: str) -> str:

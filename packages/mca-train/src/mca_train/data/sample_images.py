@@ -1,4 +1,4 @@
-"""Images of a sample: locations among its tokens, and inputs of the vision tower.
+"""Images and videos of a sample: locations among its tokens, and inputs of the vision tower.
 
 Files are opened only when the tensors are needed. `DatasetImages` holds the images of a dataset.
 """
@@ -14,8 +14,8 @@ from torch import Tensor
 from mca_config.errors import McaError
 from mca_config.types import Values
 from mca_models.images import ImageSpan
+from mca_train.data.grids import Grid
 from mca_train.data.image_rows import ImageRows
-from mca_train.data.image_tokens import Grid
 
 if TYPE_CHECKING:
     import datasets
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SampleImages:
-    """Images of one sample.
+    """Images and videos of one sample.
 
     Args:
-        places: Locations among its tokens, in order.
+        places: Locations among its tokens, in order; a video may have several.
         tensors: Function that reads the images.
     """
 
@@ -45,12 +45,12 @@ class ImageTable:
 
     Args:
         starts: Index of each sample's first image, and the total: ``[samples + 1]``.
-        grids: Grids of all images, ``[images, 2]``.
+        grids: Numbers of the grids of all images and videos, ``[images, 4]``.
         origins: Row of each image, and its index in the row, ``[images, 2]``.
     """
 
     starts: NDArray[np.int64]
-    grids: NDArray[np.int32]
+    grids: NDArray[np.float64]
     origins: NDArray[np.int64]
 
     @classmethod
@@ -62,7 +62,7 @@ class ImageTable:
         counts = [len(grids) for grids, _ in kept]
         return cls(
             starts=np.cumsum([0, *counts], dtype=np.int64),
-            grids=np.array([grid for grids, _ in kept for grid in grids], np.int32).reshape(-1, 2),
+            grids=np.array([grid.numbers for grids, _ in kept for grid in grids], np.float64).reshape(-1, 4),
             origins=np.array([origin for _, origins in kept for origin in origins], np.int64).reshape(-1, 2),
         )
 
@@ -90,10 +90,10 @@ class DatasetImages:
         own = slice(int(self.table.starts[index]), int(self.table.starts[index + 1]))
         if own.start == own.stop:
             return None
-        grids: list[Grid] = [(int(high), int(wide)) for high, wide in self.table.grids[own]]
+        grids = [Grid.from_numbers(numbers) for numbers in self.table.grids[own].tolist()]
         origins = self.table.origins[own].tolist()
         return SampleImages(
-            locate_images(self.read, tokens, grids), lambda: self._tensors(index % self.sides, grids, origins)
+            self.read.tokens.locate(tokens, grids), lambda: self._tensors(index % self.sides, grids, origins)
         )
 
     def _tensors(
@@ -106,12 +106,6 @@ class DatasetImages:
         except McaError as error:
             location = f"row{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
             raise McaError(f"{self.key}, {location}: {error}") from error
-
-
-def locate_images(read: ImageRows, tokens: NDArray[np.int32], grids: Sequence[Grid]) -> tuple[ImageSpan, ...]:
-    """Return the locations of the images with these ``grids`` in ``tokens``."""
-    where = np.flatnonzero(np.asarray(tokens) == read.tokens.token)
-    return tuple(read.tokens.locate(where.tolist(), grids))
 
 
 def stream_images(
@@ -127,7 +121,7 @@ def stream_images(
         grids: Grids of its images, including truncated ones.
         location: Location of the row, for errors.
     """
-    whole = complete_images(grids, list(tokens).count(read.tokens.token))
+    whole = complete_images(grids, len(read.tokens.where(tokens)))
     if whole is None:
         return None
 
@@ -137,14 +131,14 @@ def stream_images(
         except McaError as error:
             raise McaError(f"{location}: {error}") from error
 
-    return SampleImages(locate_images(read, np.asarray(tokens, np.int32), whole), tensors)
+    return SampleImages(read.tokens.locate(tokens, whole), tensors)
 
 
 def complete_images(grids: Sequence[Grid], count: int) -> list[Grid] | None:
     """Return the grids of the images that ``count`` placeholders cover; None: one image is incomplete."""
     kept = 0
-    for number, (rows, columns) in enumerate(grids):
+    for number, grid in enumerate(grids):
         if kept == count:
             return list(grids[:number])
-        kept += rows * columns
+        kept += grid.tokens
     return list(grids) if kept == count else None

@@ -14,9 +14,9 @@ from mca_config.errors import McaError
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
 from mca_train.data.encoding import Encoded, RowEncoder, RowNumbers, block_tokenizer, warn_truncated_rows
-from mca_train.data.formats import image_columns
+from mca_train.data.formats import image_columns, video_columns
+from mca_train.data.grids import Grid
 from mca_train.data.image_rows import ImageRows, without_decoding
-from mca_train.data.image_tokens import Grid
 from mca_train.data.row_map import map_in_memory
 from mca_train.data.sample_images import DatasetImages, ImageTable, complete_images
 from mca_train.data.token_dataset import TokenDataset
@@ -45,7 +45,8 @@ def pretrain_blocks(
     names = rows.column_names
     tokenize = block_tokenizer(names, tokenizer, arguments, key, vision)
     column = arguments.text_column
-    looked_at = [name for name in (column, *image_columns(vision, arguments)) if name in names]
+    media = (*image_columns(vision, arguments), *video_columns(vision, arguments))
+    looked_at = [name for name in (column, *media) if name in names]
 
     def tokenize_batch(batch: Mapping[str, Sequence[object]], indices: Sequence[int]) -> JsonObject:
         places = [f"row {index}" for index in indices]
@@ -156,14 +157,14 @@ def _tokenize_rows(
             "is_target": [targets[:length] for _, targets in encoded],
             "is_cut": any(len(tokens) > length for tokens, _ in encoded),
             "numbers": [float(number) for number in row_numbers],
-            "grids": grids or [],
+            "grids": [[grid.numbers for grid in side] for side in grids or []],
         }
 
     def lists(kind: str) -> "datasets.Sequence":
         return datasets.Sequence(datasets.Sequence(value(kind)))
 
     features = {"input_ids": lists("int32"), "is_target": lists("bool")}
-    features["grids"] = datasets.Sequence(lists("int32"))
+    features["grids"] = datasets.Sequence(lists("float64"))
     features["numbers"] = datasets.Sequence(value("float64"))
     features["is_cut"] = value("bool")
     return map_in_memory(rows, tokenize, features, arguments.preprocessing_num_workers)
@@ -171,24 +172,28 @@ def _tokenize_rows(
 
 def _drop_cut_images(
     rows: Sequence[tuple[int, list[Encoded]]],
-    grids: Sequence[Sequence[Sequence[Grid]]],
+    grids: Sequence[Sequence[Sequence[Sequence[float]]]],
     images: ImageRows,
     message: str,
 ) -> tuple[list[tuple[int, list[Encoded]]], list[list[Grid]]]:
-    """Drop rows that end within an image, with a warning; return the others and the grids of their sequences."""
+    """Drop rows that end within an image or video, with a warning; return the others and their sequences' grids."""
     kept, left = [], []
     for number, row in rows:
-        token = images.tokens.token
-        sides = zip(grids[number], row, strict=True)
-        whole = [complete_images(own, tokens.count(token) if own else 0) for own, (tokens, _) in sides]
+        sides = (
+            (list(map(Grid.from_numbers, own)), tokens)
+            for own, (tokens, _) in zip(grids[number], row, strict=True)
+        )
+        whole = [
+            complete_images(own, len(images.tokens.where(tokens)) if own else 0) for own, tokens in sides
+        ]
         if None not in whole:
             kept.append((number, row))
             left += [own for own in whole if own is not None]
     if not kept:
-        raise McaError(message.format("all rows end within an image at"))
+        raise McaError(message.format("all rows end within an image or video at"))
     if lost := len(rows) - len(kept):
         logger.warning(
-            "%s", message.format(f"{lost} of {len(rows)} rows end within an image at") + ", left out"
+            "%s", message.format(f"{lost} of {len(rows)} rows end within an image or video at") + ", left out"
         )
     return kept, left
 

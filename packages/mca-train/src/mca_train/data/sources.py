@@ -110,7 +110,7 @@ def source_arguments(
     for column, name in column_keys(arguments):
         if name in source.columns:
             names[column] = str(name)
-        elif column != "images_column" and name in all_columns and name not in present:
+        elif column not in ("images_column", "videos_column") and name in all_columns and name not in present:
             names[column] = DefaultColumn(name)
     choosing = {column for columns in FORMAT_COLUMNS.values() for column in columns}
     renamed = {
@@ -138,7 +138,7 @@ def evaluation_arguments(arguments: DataArguments, present: Collection[str]) -> 
     names: JsonObject = {
         column: DefaultColumn(name)
         for column, name in column_keys(arguments)
-        if column != "images_column" and {name, usual[column]}.isdisjoint(present)
+        if column not in ("images_column", "videos_column") and {name, usual[column]}.isdisjoint(present)
     }
     return dataclasses.replace(arguments, **names)
 

@@ -172,14 +172,14 @@ def _open_filesystem(url: str) -> "tuple[AbstractFileSystem, str]":
     return found
 
 
-def read_url(file: str) -> bytes:
-    """Read the file at a URL.
+def read_url(file: str, medium: str = "image") -> bytes:
+    """Read the file at a URL; ``medium`` names it in errors.
 
     Raises:
         McaError: The download fails.
     """
-    require_client(file, "image")
-    with translate_url_errors("image", file):
+    require_client(file, medium)
+    with translate_url_errors(medium, file):
         system, path = _open_filesystem(to_hub_url(file))
         with system.open(path, "rb") as stream:
             data: bytes = stream.read()

@@ -27,7 +27,7 @@ from mca_models.templates.classification_head import with_head
 from mca_train.checkpoint import output_dir_guard
 from mca_train.checkpoint.directory import resolve
 from mca_train.checkpoint.output_dir import require_usable
-from mca_train.config.arguments import LaunchArguments, LoraArguments, PairArguments
+from mca_train.config.arguments import VIDEO_KEYS, LaunchArguments, LoraArguments, PairArguments
 from mca_train.config.model import local_world_size, make_adapter, model_config, resolve_layout
 from mca_train.config.model_parts import part_problems, trained_parts
 from mca_train.config.run_config import Settings, parse
@@ -470,9 +470,11 @@ def reference(run: Run, target: "Target | None") -> Iterator[str]:
 
 
 def images(run: Run, target: "Target | None") -> Iterator[str]:
-    """Report an ``image_folder`` for a model without a vision tower."""
-    if run.model.vision is None and run.settings.data.image_folder is not None:
-        yield f"image_folder: a {run.model.model_type} model takes no images; remove the key"
+    """Report keys of images and videos for a model without a vision tower."""
+    for key in ("image_folder", *VIDEO_KEYS) if run.model.vision is None else ():
+        if getattr(run.settings.data, key) is not None:
+            medium = "images" if key == "image_folder" else "videos"
+            yield f"{key}: a {run.model.model_type} model takes no {medium}; remove the key"
 
 
 def vocabulary(run: Run, target: "Target | None") -> Iterator[str]:

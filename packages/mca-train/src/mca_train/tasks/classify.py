@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, cast
 
 from mca_config.errors import McaError
-from mca_train.config.arguments import ClassifyArguments, DataArguments
+from mca_train.config.arguments import VIDEO_KEYS, ClassifyArguments, DataArguments
 from mca_train.tasks.scores import ScoreTask
 from mca_train.tasks.task import Example, data_format_problems
 
@@ -63,7 +63,7 @@ class Classify(ScoreTask):
     name = "classify"
     summary = "on texts with a class, labels or numbers: text (or messages) and label"
     data_arguments = Labels
-    unused_columns = ("prompt_column", "completion_column", "image_folder")
+    unused_columns = ("prompt_column", "completion_column", "image_folder", *VIDEO_KEYS)
     required_content = "two tokens"
     example = Example(
         rows="rows with `text` and `label`",

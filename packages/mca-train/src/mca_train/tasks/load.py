@@ -104,10 +104,10 @@ def _set_order(files: Sequence[str], samples: "TokenDataset | PairDataset") -> "
 
 
 def _processors(images: "ImageReader | None") -> list[str]:
-    """Return cache keys of the image processors."""
+    """Return cache keys of the image and video processors."""
     if images is None or _vision(images) is None:
         return []
-    names = ("preprocessor_config.json", "processor_config.json")
+    names = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
     found = (directory / name for directory in images.directories for name in names)
     return [str(images.config.vision_fields), *(file_digest(file) for file in found if file.is_file())]
 

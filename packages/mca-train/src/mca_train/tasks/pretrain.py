@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from mca_train.config.arguments import DataArguments
+from mca_train.config.arguments import VIDEO_KEYS, DataArguments
 from mca_train.tasks.task import Example, Task, data_format_problems
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Pretrain(Task):
 
     name = "pretrain"
     summary = "on plain text: all texts one after another, cut into blocks of seq_length tokens"
-    unused_columns = ("messages_column", "prompt_column", "completion_column", "tools_column")
+    unused_columns = ("messages_column", "prompt_column", "completion_column", "tools_column", *VIDEO_KEYS)
     example = Example(rows="rows with `text`", length="tokens of a block", learning_rate="3.0e-4", lora=None)
 
     def problems(self, settings: "Settings") -> Iterator[str]:
@@ -99,6 +99,6 @@ class Pretrain(Task):
 
 def _has_images(vision: "Values | None", names: Sequence[str], data: DataArguments) -> bool:
     """Return True if rows with the columns ``names`` may have images or other media and the model has vision."""
-    from mca_train.data.formats import image_columns, media_columns
+    from mca_train.data.formats import media_columns
 
-    return vision is not None and not {*image_columns(vision, data), *media_columns(vision)}.isdisjoint(names)
+    return vision is not None and not set(media_columns(vision, data)).isdisjoint(names)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from mca_config.errors import McaError
-from mca_train.config.arguments import DataArguments, RewardArguments
+from mca_train.config.arguments import VIDEO_KEYS, DataArguments, RewardArguments
 from mca_train.tasks.scores import ScoreTask
 from mca_train.tasks.task import Example, pair_format_problems
 
@@ -45,7 +45,7 @@ class Reward(ScoreTask):
     summary = "a reward model on preferences: chosen and rejected, with prompt and margin or without"
     data_arguments = RewardArguments
     task_arguments = RewardRunArguments
-    unused_columns = ("messages_column", "completion_column", "text_column", "image_folder")
+    unused_columns = ("messages_column", "completion_column", "text_column", "image_folder", *VIDEO_KEYS)
     sides = ("chosen", "rejected")
     required_content = "both answers whole, of two tokens or more,"
     example = Example(

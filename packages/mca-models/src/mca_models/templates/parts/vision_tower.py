@@ -27,6 +27,9 @@ ImageTokenKind = Literal["patches", "tiles", "lines", "fixed", "plain"]
 """Division of an image into tokens: a grid of merged patches, tiles of equally many tokens, lines with a mark after
 each, or a fixed number of tokens, with Gemma's marks around them (``fixed``) or alone (``plain``)."""
 
+VideoTokenKind = Literal["together", "timestamps"]
+"""Frames of a video one after the other, or each between marks behind its time in words."""
+
 _TEXT, _HEAD = "model.", "lm_head."
 _KEYS = (
     *("vision_config", "image_token_id", "image_token_index", "video_token_id", "boi_token_index"),
@@ -115,6 +118,8 @@ class VisionModel:
         unused: Beginnings of the names of what no feature depends on, for a model.
         image_tokens: How an image in a row becomes tokens; None: the processor puts tokens around it that mca does not
             write.
+        video_tokens: How a video in a row becomes tokens; None: mca does not write the tokens of its frames.
+        tokens_per_second: Time positions of a second of video if ``vision_config`` does not say; None: a frame is one.
         tokens_per_image: Features of an image, or of a tile, where all have the same number.
     """
 
@@ -123,6 +128,8 @@ class VisionModel:
     projector: tuple[str, ...]
     unused: Callable[[McaModelConfig], tuple[str, ...]] = lambda config: ()
     image_tokens: ImageTokenKind | None = "patches"
+    video_tokens: VideoTokenKind | None = None
+    tokens_per_second: float | None = None
     tokens_per_image: Callable[[McaModelConfig], int] | None = None
 
     def component(self, name: str, config: McaModelConfig) -> str:

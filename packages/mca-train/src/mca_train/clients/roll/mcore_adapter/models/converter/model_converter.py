@@ -64,7 +64,8 @@ class ModelConverter:
             raise McaError(
                 "ModelConverter(to_hf=False) is not supported; load with AutoModel.from_pretrained"
             )
-        self._twins = family.duplicated_hf_tensors(config)
+        twins = family.duplicated_hf_tensors(config)
+        self._twins = {twin: twins[twin] for twin in config.extra.get("hf_duplicates", ()) if twin in twins}
         self._vocab_size = config.vocab_size
         self.dist_converter = DistConverter(models, self._params)
 

@@ -1,0 +1,253 @@
+"""Rows with clips through ``mca-train``: losses, and what is trained, are transformers' on every layout.
+
+`--cases all` runs more families, kinds and layouts.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import forked_cli
+from cases import Case, as_params, product
+
+pytest.importorskip("av")
+pytest.importorskip("torchvision")
+sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "mca-models" / "tests"))
+import tiny_vision
+
+pytestmark = pytest.mark.ranks
+
+STEPS, RATE = 3, 1e-3
+MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+CLIPS = {"short": (8, 4, 16, 24), "long": (23, 5, 24, 16)}
+"""Frames, frames per second, height and width."""
+ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("<video>what, after <image>?", ("short", "wide"), "red"),
+    ("nothing to see?", (), "no"),
+    ("<image> or <video>", ("wide", "long"), "blue"),
+    ("<video><video>?", ("long", "short"), "green it is"),
+)
+GOOD = (True, False, True, True)
+Row = dict[str, torch.Tensor]
+"""What transformers takes of one, with labels."""
+LAYOUTS = {
+    "one": (),
+    "tp2sp": ("--tensor_model_parallel_size", "2", "--sequence_parallel"),
+    "cp2packed": (
+        *("--context_parallel_size", "2", "--sequence_packing", "true", "--seq_length", "512"),
+        *("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "1"),
+    ),
+    "pp2": ("--pipeline_model_parallel_size", "2"),
+}
+
+
+@cache
+def folder_of(model: str, root: Path) -> Path:
+    """A checkpoint with tokenizer and processors, clips, a picture, and the rows about them."""
+    from drawn_images import draw, processor
+    from drawn_videos import video_processor, video_tokenizer, write
+
+    folder = root / model
+    tokenizer = video_tokenizer()
+    names = ("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id")
+    ids = dict(zip(names, (260, 261, 262, 263), strict=True))
+    config = tiny_vision.described(model, vocab_size=272) | ids
+    torch.manual_seed(0)
+    made = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.for_model(**config))
+    made.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    processor().save_pretrained(folder / "model")
+    video_processor(model).save_pretrained(folder / "model")
+    draw(folder / "wide.png", 24, 16)
+    for name, sizes in CLIPS.items():
+        write(folder / f"{name}.mp4", *sizes)
+    for kind, rows in _files().items():
+        (folder / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("videos")
+
+
+def _files() -> dict[str, list[dict[str, Any]]]:
+    """The rows of each kind of run."""
+    found: dict[str, list[dict[str, Any]]] = {"sft": [], "dpo": [], "kto": []}
+    for (asked, media, said), good in zip(ROWS, GOOD, strict=True):
+        files = {
+            "images": ["wide.png" for name in media if name == "wide"],
+            "videos": [f"{name}.mp4" for name in media if name in CLIPS],
+        }
+        prompt = {"prompt": [{"role": "user", "content": asked}], **files}
+        sides = {side: [{"role": "assistant", "content": answer}] for side, answer in _answers(said).items()}
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+        found["sft"].append({"messages": turns, **files})
+        found["dpo"].append({**prompt, **sides})
+        found["kto"].append({**prompt, "completion": sides["chosen"], "label": good})
+    return found
+
+
+def _answers(said: str) -> dict[str, str]:
+    return {"chosen": said, "rejected": f"not {said} at all"}
+
+
+def _trained(folder: Path, name: str, *words: str, kind: str = "sft") -> list[dict[str, float]]:
+    run = {
+        "model_name_or_path": str(folder / "model"),
+        "train_file": str(folder / f"{kind}.jsonl"),
+        "output_dir": str(folder / name),
+        "seq_length": 256,
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "learning_rate": RATE,
+        "vision_learning_rate": RATE,
+        "projector_learning_rate": RATE,
+        "freeze": [],
+        "lr_scheduler_type": "constant",
+        "train_sampling_strategy": "sequential",
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "save_hf_model": True,
+    }
+    (folder / f"{name}.yaml").write_text(json.dumps(run))
+    command = [sys.executable, "-m", "mca_train", kind, str(folder / f"{name}.yaml"), *words]
+    done = forked_cli.launched(command)
+    assert done.returncode == 0, done.stderr
+    lines = (folder / name / "train_log.jsonl").read_text().splitlines()
+    return [log for line in lines if "loss" in (log := json.loads(line))]
+
+
+@cache
+def _frames(file: Path) -> tuple[Any, dict[str, float]]:
+    """All frames of a clip, and what transformers' video processor must know of it."""
+    import av
+
+    with av.open(str(file)) as container:
+        stream = container.streams.video[0]
+        frames = torch.stack(
+            [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(stream)]
+        )
+        return frames.numpy(), {"total_num_frames": len(frames), "fps": float(stream.average_rate)}
+
+
+def _inputs(folder: Path, asked: str, media: tuple[str, ...], said: str) -> Row:
+    """What transformers' own processor makes of a row."""
+    from drawn_images import MARKS
+    from drawn_videos import VIDEO_MARK, whole_processor
+    from PIL import Image
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    processor = whole_processor(folder.name, tokenizer)
+    written = {"<image>": "".join(MARKS), "<video>": MARKS[0] + VIDEO_MARK + MARKS[2]}
+    for tag, mark in written.items():
+        asked = asked.replace(tag, mark)
+    clips = [_frames(folder / f"{name}.mp4") for name in media if name in CLIPS]
+    given: dict[str, Any] = {
+        "images": [Image.open(folder / "wide.png") for name in media if name == "wide"],
+        "videos": [frames for frames, _ in clips],
+    }
+    given = {name: files for name, files in given.items() if files}
+    options = {"video_metadata": [known for _, known in clips], "do_sample_frames": True, "fps": 2}
+    prompt = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
+    found, whole = (
+        dict(processor(text=[text], **given, **(options if clips else {}), return_tensors="pt"))
+        for text in (prompt, f"{prompt}{said}<|im_end|>\n")
+    )
+    del whole["attention_mask"]
+    length, ids = found["input_ids"].shape[1], whole["input_ids"]
+    return {**whole, "labels": ids.masked_fill(torch.arange(ids.shape[1]) < length, -100)}
+
+
+def _load(path: Path) -> Any:
+    return transformers.AutoModelForImageTextToText.from_pretrained(path, attn_implementation="eager")
+
+
+def _said(model: Any, row: Row) -> torch.Tensor:
+    """The log-probability of the answer in a row."""
+    labels = row["labels"][0, 1:]
+    logits = model(**{k: v for k, v in row.items() if k != "labels"}).logits[0, :-1]
+    return -torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+
+def _stepped(model: Any, loss: Callable[[], torch.Tensor]) -> list[float]:
+    """The losses of steps that transformers makes in one process."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.0), []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        total = loss()
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(float(total.detach()))
+    return losses
+
+
+@cache
+def _expected(folder: Path) -> tuple[list[float], Any]:
+    """The losses of fine-tuning, and the model after it."""
+    model, rows = _load(folder / "model"), [_inputs(folder, *row) for row in ROWS]
+    count = sum(int((row["labels"] != -100).sum()) for row in rows)
+    return _stepped(model, lambda: -sum(_said(model, row) for row in rows) / count), model
+
+
+@pytest.mark.cases(0, always=["qwen2_5_vl-one", "qwen3_vl-tp2sp"])
+@pytest.mark.parametrize("case", as_params(product(MODELS, tuple(LAYOUTS))))
+def test_clips_train_as_in_transformers(case: Case, root: Path) -> None:
+    folder = folder_of(case.model, root)
+    losses, model = _expected(folder)
+    workers = ("--dataloader_num_workers", "1") if case.layout == "one" else ()
+    logs = _trained(folder, case.layout, *LAYOUTS[case.layout], *workers)
+    assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
+    assert abs(losses[-1] - losses[0]) > 0.05
+    theirs = dict(_load(folder / case.layout / "hf").named_parameters())
+    # the gradients of a delta net are those of transformers to 1e-5, and Adam's steps are of their roundings too
+    within = 2e-4 if case.model == "qwen3_5" else 2e-5
+    worst = max(
+        (float((theirs[name] - x).detach().abs().max()), name) for name, x in model.named_parameters()
+    )
+    assert worst[0] < within, worst
+
+
+@pytest.mark.qualify
+@pytest.mark.parametrize("case", as_params(product(("qwen2_5_vl", "qwen3_vl"), ("one", "tp2sp", "pp2"))))
+def test_judged_answers_to_clips_train_as_in_transformers(case: Case, root: Path) -> None:
+    folder = folder_of(case.model, root)
+    words = (*LAYOUTS[case.layout], "--save_hf_model", "false")
+    model, frozen = _load(folder / "model"), _load(folder / "model")
+
+    def gained(row: Row) -> torch.Tensor:
+        with torch.no_grad():
+            before = _said(frozen, row)
+        return _said(model, row) - before
+
+    pairs = [[_inputs(folder, *row[:2], answer) for answer in _answers(row[2]).values()] for row in ROWS]
+
+    def compared() -> torch.Tensor:
+        margins = torch.stack([gained(better) - gained(worse) for better, worse in pairs])
+        return -torch.nn.functional.logsigmoid(0.1 * margins).mean()
+
+    logs = _trained(folder, f"dpo-{case.layout}", *words, kind="dpo")
+    assert [log["loss"] for log in logs] == pytest.approx(_stepped(model, compared), rel=1e-5)
+
+    model = _load(folder / "model")
+    own = [_inputs(folder, *row) for row in ROWS]
+    others = [_inputs(folder, *row[:2], ROWS[number - 1][2]) for number, row in enumerate(ROWS)]
+    signs = torch.tensor(GOOD).float() * 2 - 1
+
+    def judged() -> torch.Tensor:
+        with torch.no_grad():
+            kl = torch.stack([gained(row) for row in others]).mean().clamp(min=0)
+        away = torch.stack([gained(row) for row in own]) - kl
+        return (1 - torch.sigmoid(signs * away)).mean()
+
+    logs = _trained(folder, f"kto-{case.layout}", *words, "--kto_beta", "1", kind="kto")
+    assert [log["loss"] for log in logs] == pytest.approx(_stepped(model, judged), rel=1e-5)

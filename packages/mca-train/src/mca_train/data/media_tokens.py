@@ -1,0 +1,166 @@
+"""Tokens of a model's images and videos together: placeholders, locations and tensors in the order of a sequence.
+
+`image_tokens` and `video_tokens` count those of one medium.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from mca_config.errors import McaError
+from mca_config.printable import counted
+from mca_models.images import ImageSpan
+from mca_train.data.grids import Grid
+from mca_train.data.image_files import ImageFile
+from mca_train.data.image_placement import MediaFile
+from mca_train.data.image_tokens import ImageTokens
+from mca_train.data.message_parts import IMAGE, VIDEO
+from mca_train.data.video_tokens import VideoTokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Span = tuple[int, int]
+"""First token of a medium and one past its last, including its start and end marks."""
+
+
+class MediaTokens:
+    """Image and video tokens of a model; each processor is loaded at the first file of its medium.
+
+    Args:
+        images: Function that returns the image tokens.
+        videos: Function that returns the video tokens.
+        placeholders: Id of the placeholder of each medium.
+    """
+
+    def __init__(
+        self,
+        images: Callable[[], ImageTokens],
+        videos: Callable[[], VideoTokens],
+        placeholders: Mapping[str, int],
+    ) -> None:
+        self._make_images, self._make_videos, self._placeholders = images, videos, placeholders
+
+    @cached_property
+    def _images(self) -> ImageTokens:
+        return self._make_images()
+
+    @cached_property
+    def _videos(self) -> VideoTokens:
+        return self._make_videos()
+
+    def _of(self, medium: str) -> ImageTokens | VideoTokens:
+        return self._images if medium == IMAGE else self._videos
+
+    def grid(self, file: MediaFile, several: Callable[[], None]) -> Grid:
+        """Return the grid of an image or video from its header; ``several`` is called for an image with frames.
+
+        Raises:
+            McaError: The file cannot be read, or the processor does not support its size.
+        """
+        if isinstance(file, ImageFile):
+            size, images = file.size(several), self._images
+            with _naming(f"{IMAGE} {file.place}"):
+                return images.grid(*size)
+        facts, videos = file.facts(), self._videos
+        with _naming(f"{VIDEO} {file.place}"):
+            return videos.grid(facts)
+
+    def mark(self, tokenizer: "PreTrainedTokenizerBase") -> str:
+        """Return the text of an image in plain text: a placeholder with the family's marks."""
+        return self._images.mark(tokenizer)
+
+    def where(self, tokens: ArrayLike) -> list[int]:
+        """Return the indices of all placeholders."""
+        known = [*self._placeholders.values()]
+        found: list[int] = np.flatnonzero(np.isin(np.asarray(tokens), known)).tolist()
+        return found
+
+    def _split(self, tokens: ArrayLike, grids: Sequence[Grid]) -> Iterator[tuple[Grid, list[int]]]:
+        """Yield each grid with the indices of its placeholders in ``tokens``."""
+        where = self.where(tokens)
+        ends = np.cumsum([0, *(grid.tokens for grid in grids)]).tolist()
+        for grid, (start, stop) in zip(grids, pairwise(ends), strict=True):
+            yield grid, where[start:stop]
+
+    def locate(self, tokens: ArrayLike, grids: Sequence[Grid]) -> tuple[ImageSpan, ...]:
+        """Return the locations of the media with these ``grids`` in ``tokens``."""
+        split = self._split(tokens, grids)
+        return tuple(span for grid, where in split for span in self._of(grid.medium).locate(where, grid))
+
+    def spans(self, tokens: ArrayLike, grids: Sequence[Grid]) -> list[Span]:
+        """Return the spans of the media with these ``grids`` in ``tokens``, with their marks."""
+        found, tokens = [], np.asarray(tokens)
+        for grid, where in self._split(tokens, grids):
+            start, stop = where[0], where[-1] + 1
+            known = self._of(grid.medium)
+            before, after = known.marks if isinstance(known, ImageTokens) else (known.before, known.after)
+            start -= len(before) * (tokens[max(start - len(before), 0) : start].tolist() == [*before])
+            stop += len(after) * (tokens[stop : stop + len(after)].tolist() == [*after])
+            found.append((start, stop))
+        return found
+
+    def expand(
+        self, tokens: Sequence[int], targets: Sequence[bool], grids: Sequence[Grid]
+    ) -> tuple[list[int], list[bool]]:
+        """Replace each placeholder by the tokens of its image or video; none of these is a target.
+
+        Raises:
+            McaError: The numbers or the order of placeholders and files differ.
+        """
+        media = {token: medium for medium, token in self._placeholders.items()}
+        found = [media[token] for token in tokens if token in media]
+        for medium, token in self._placeholders.items():
+            wanted = sum(grid.medium == medium for grid in grids)
+            if (count := found.count(medium)) != wanted:
+                raise McaError(
+                    f"the chat template makes {counted(count, 'placeholder')} (token {token}) of "
+                    f"{counted(wanted, medium)}; use a template that writes one for each {medium}, and no text that "
+                    "contains it"
+                )
+        if found != [grid.medium for grid in grids]:
+            raise McaError(
+                "the chat template changes the order of images and videos; keep it in the template"
+            )
+        ids: list[int] = []
+        is_target: list[bool] = []
+        sizes = iter(grids)
+        for token, target in zip(tokens, targets, strict=True):
+            grid = next(sizes) if token in media else None
+            spelled = [token] if grid is None else self._of(grid.medium).ids(grid)
+            ids += spelled
+            is_target += [target and grid is None] * len(spelled)
+        return ids, is_target
+
+    def tensors(self, files: Sequence[MediaFile], grids: Sequence[Grid]) -> dict[str, Tensor]:
+        """Return the inputs of the vision tower for ``files``, whose placeholders are ``grids``.
+
+        Raises:
+            McaError: A file cannot be read, or its size has changed since its placeholders were counted.
+        """
+        images = [file for file in files if isinstance(file, ImageFile)]
+        if len(images) == len(files):
+            return self._images.tensors(images, grids)
+        parts = [
+            self._images.tensors([file], [grid])
+            if isinstance(file, ImageFile)
+            else self._videos.tensors(file, grid)
+            for file, grid in zip(files, grids, strict=True)
+        ]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+@contextmanager
+def _naming(place: str) -> Iterator[None]:
+    """Context that begins errors with ``place``."""
+    try:
+        yield
+    except McaError as error:
+        raise McaError(f"{place}: {error}") from error

@@ -1,0 +1,230 @@
+"""Videos that a row names or contains: facts of the container, and chosen frames, decoded by PyAV.
+
+PyAV reads from a file object and only formats of single files, so that no video can name other files or addresses.
+"""
+
+import importlib.util
+import io
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mca_config.errors import McaError, UsageError
+from mca_config.files import open_regular
+from mca_config.redaction import redacted
+from mca_train.data.image_files import ImageFile, decode_base64, open_image
+from mca_train.data.message_parts import VIDEO_KEYS, require_no_video_options
+from mca_train.data.row_paths import RowPaths
+from mca_train.data.urls import is_url, read_url
+from mca_train.types import Upstream
+
+_FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,ogg,asf,gif,h264,hevc"
+"""Containers of one file; playlists (hls, concat, dash) would open others."""
+_TRAILING = 2
+"""Frames at the end that a container may count and that cannot be decoded; the last frame stands in for them."""
+
+
+@dataclass(frozen=True)
+class VideoFacts:
+    """Facts of a video, of its container and its first frame.
+
+    Args:
+        frames: Number of frames.
+        fps: Frames per second.
+        height: Pixels of an oriented frame.
+        width: The same.
+    """
+
+    frames: int
+    fps: float
+    height: int
+    width: int
+
+    @property
+    def seconds(self) -> float:
+        """Return the duration."""
+        return self.frames / self.fps
+
+
+@dataclass(frozen=True)
+class VideoFile:
+    """Video in a file, at a URL, or in the row.
+
+    Args:
+        place: Path or URL, or a description for errors.
+        data: Contents of the file; None: read from ``place``.
+    """
+
+    place: str
+    data: bytes | None = field(default=None, repr=False)
+
+    def facts(self) -> VideoFacts:
+        """Return the facts of the video. Packets are counted where the container has no number of frames.
+
+        Raises:
+            McaError: The file is missing, or no video.
+        """
+        with self._opened() as container:
+            stream = container.streams.video[0]
+            frames, rate = stream.frames, stream.average_rate or stream.guessed_rate
+            if not frames:
+                frames = sum(1 for packet in container.demux(stream) if packet.size)
+                container.seek(0)
+            first = next(container.decode(stream), None)
+            if first is None or not rate:
+                lacking = "no frame that can be decoded" if first is None else "no frame rate"
+                raise McaError(f"video {self.place} has {lacking}; encode it again, or remove the row")
+            sides = (first.height, first.width)
+            height, width = sides if _quarter_turns(first) % 2 == 0 else sides[::-1]
+            return VideoFacts(max(frames, 1), float(rate), height, width)
+
+    def frames(self, indices: Sequence[int]) -> NDArray[np.uint8]:
+        """Return the frames at ascending ``indices``, in RGB and oriented: ``[frames, height, width, 3]``.
+
+        Raises:
+            McaError: As in `facts`, or frames cannot be decoded.
+        """
+        wanted, found = set(indices), dict[int, NDArray[np.uint8]]()
+        with self._opened() as container:
+            stream = container.streams.video[0]
+            stream.thread_type = "AUTO"
+            number = -1
+            for number, frame in enumerate(container.decode(stream)):
+                if number in wanted or number + _TRAILING >= max(wanted):
+                    found[number] = np.rot90(frame.to_ndarray(format="rgb24"), _quarter_turns(frame))
+                if number >= max(wanted):
+                    break
+        if not found or max(wanted) > number + _TRAILING:
+            raise McaError(
+                f"video {self.place}: {number + 1} frames can be decoded, and frame {max(wanted)} is needed; the file "
+                "is damaged; encode it again, or remove the row"
+            )
+        return np.stack([found[min(index, number)] for index in indices])
+
+    @contextmanager
+    def _opened(self) -> Iterator[Upstream]:
+        """Open the container; errors of PyAV and of the system name the video."""
+        require_video_packages()
+        import av
+
+        try:
+            with (
+                self._stream() as stream,
+                av.open(stream, options={"format_whitelist": _FORMATS}) as container,
+            ):
+                if not container.streams.video:
+                    raise McaError(f"video {self.place} has sound and no pictures; remove it from the row")
+                yield container
+        except McaError:  # from a URL, or a path that is not a file
+            raise
+        except FileNotFoundError as error:
+            raise McaError(f"video {self.place} is not there") from error
+        except (av.FFmpegError, OSError, ValueError, EOFError) as error:
+            reason = redacted(" ".join(str(error).split()))[:200]
+            raise McaError(f"video {self.place} cannot be read by PyAV: {reason}") from error
+
+    def _stream(self) -> BinaryIO:
+        if self.data is not None:
+            return io.BytesIO(self.data)
+        if is_url(self.place):
+            return io.BytesIO(read_url(self.place, "video"))
+        try:
+            return os.fdopen(open_regular(Path(self.place)), "rb")
+        except McaError as error:
+            raise McaError(f"video {error}; name a file") from error
+
+
+@dataclass(frozen=True)
+class FrameFiles:
+    """Video that a row gives as a list of images, all of one size.
+
+    Args:
+        images: Frames in order.
+        fps: Frames per second.
+    """
+
+    images: tuple[ImageFile, ...]
+    fps: float
+
+    @property
+    def place(self) -> str:
+        """Return a description for errors."""
+        return f"of {len(self.images)} images, the first {self.images[0].place}"
+
+    def facts(self) -> VideoFacts:
+        """Return the facts of the video, with the size of its first image."""
+        return VideoFacts(len(self.images), self.fps, *self.images[0].size())
+
+    def frames(self, indices: Sequence[int]) -> NDArray[np.uint8]:
+        """Return the frames at ``indices``: ``[frames, height, width, 3]``.
+
+        Raises:
+            McaError: An image cannot be read, or has another size than the first.
+        """
+        found = [np.asarray(self.images[index].pixels()) for index in indices]
+        for index, frame in zip(indices, found, strict=True):
+            if frame.shape != found[0].shape:
+                sizes = " and ".join(f"{wide} x {high}" for high, wide, _ in (found[0].shape, frame.shape))
+                raise McaError(
+                    f"video {self.place}: image {index} has another size ({sizes}); make them equal"
+                )
+        return np.stack(found)
+
+
+Video = VideoFile | FrameFiles
+
+
+def require_video_packages() -> None:
+    """Raise a `UsageError` unless the packages of the extra ``video`` are installed."""
+    if missing := [name for name in ("av", "torchvision") if importlib.util.find_spec(name) is None]:
+        raise UsageError(f"rows have videos, which need {' and '.join(missing)}; install mca-train[video]")
+
+
+def open_video(value: object, paths: RowPaths, fps: float = 2.0) -> Video:
+    """Return the video of a row: a path, a URL, bytes, base64, a list of images, or a mapping with one of them.
+
+    Args:
+        value: Value in the row.
+        paths: Files that the row may open.
+        fps: Frames per second of a list of images.
+
+    Raises:
+        McaError: The value is none of these, or the row may not open the file.
+    """
+    if isinstance(value, bytes):
+        return VideoFile(f"of {len(value)} bytes", value)
+    if isinstance(value, str):
+        if value.startswith("data:"):
+            return _decoded(value.partition(",")[2])
+        return VideoFile(paths.resolve(value, "video"))
+    if isinstance(value, list | tuple) and value:
+        return FrameFiles(tuple(open_image(each, paths) for each in value), fps)
+    if isinstance(value, Mapping):
+        require_no_video_options(value)
+        if isinstance(data := value.get("bytes"), bytes):
+            return VideoFile(str(value.get("path") or f"of {len(data)} bytes"), data)
+        if isinstance(text := value.get("base64"), str):
+            return _decoded(text)
+        found = next((value[key] for key in VIDEO_KEYS if value.get(key) is not None), None)
+        if found is not None:
+            return open_video(found, paths, fps)
+    raise McaError(
+        f"a video is {value!r:.80}; expected a path, a URL, bytes, base64, a list of images, or a mapping with one of "
+        "them"
+    )
+
+
+def _decoded(text: str) -> VideoFile:
+    data = decode_base64(text, "a video")
+    return VideoFile(f"of {len(data)} bytes", data)
+
+
+def _quarter_turns(frame: Upstream) -> int:
+    """Return how often a frame is to be turned to the left by 90 degrees; cameras write it into the file."""
+    return round(getattr(frame, "rotation", 0) / 90) % 4

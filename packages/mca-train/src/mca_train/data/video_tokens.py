@@ -1,0 +1,260 @@
+"""Frames, token counts and pixel tensors of videos, from the video processor of the checkpoint.
+
+Qwen 2 VL, 2.5 VL   the frames follow one another, in Qwen 2.5 VL with time positions in seconds
+Qwen 3 VL, 3.5      each frame is between two marks, behind its time in words
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mca_config.errors import McaError, UsageError
+from mca_config.model_config import McaModelConfig
+from mca_models.images import ImageSpan, placeholders
+from mca_models.templates import get_family
+from mca_train.data.grids import Grid
+from mca_train.data.image_processors import resized_sides
+from mca_train.data.image_tokens import require_unchanged
+from mca_train.data.video_files import Video, VideoFacts, require_video_packages
+from mca_train.types import ImageProcessor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DEFAULT_FPS = 2.0
+"""Frames per second where neither the run nor the checkpoint gives a number, as in Qwen's own tools."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoOptions:
+    """Options of a run for its videos; see `DataArguments`."""
+
+    fps: float | None = None
+    max_frames: int | None = None
+    max_seconds: float | None = None
+
+
+class VideoTokens:
+    """Video tokens of a model whose frames follow one another.
+
+    Args:
+        processor: Hugging Face video processor, which is changed to the options.
+        token: Id of the placeholder token.
+        options: Options of the run.
+        tokens_per_second: Time positions of a second; None: one for each frame.
+
+    Raises:
+        UsageError: The options do not fit the processor.
+    """
+
+    def __init__(
+        self,
+        processor: ImageProcessor,
+        token: int,
+        options: VideoOptions,
+        tokens_per_second: float | None = None,
+    ) -> None:
+        self.token, self.processor = token, processor
+        self.before: Sequence[int] = ()
+        self.after: Sequence[int] = ()
+        self._options, self._tokens_per_second = options, tokens_per_second
+        self._sides = resized_sides(processor)
+        self._sampled = lru_cache(maxsize=1 << 12)(self._sample)
+        _apply_options(processor, options)
+
+    def grid(self, facts: VideoFacts) -> Grid:
+        """Return the grid of a video.
+
+        Raises:
+            McaError: The video is too long, or the processor does not support its size.
+        """
+        limit = self._options.max_seconds
+        if limit is not None and facts.seconds > limit:
+            raise McaError(
+                f"it lasts {facts.seconds:.1f} seconds, more than video_max_seconds {limit:g}; cut it, raise "
+                "video_max_seconds, or remove the row"
+            )
+        own, indices = self.processor, self._sampled(facts)
+        try:
+            rows, columns = self._sides(facts.height, facts.width, len(indices))
+            patches = own.get_num_of_video_patches(len(indices), facts.height, facts.width, {})
+        except ValueError as error:
+            size = f"{facts.frames} frames of {facts.width} x {facts.height} pixels"
+            raise McaError(f"a video of {size} cannot be used: {error}") from error
+        frames = -(-len(indices) // own.temporal_patch_size)
+        if frames * rows * columns * own.merge_size**2 != patches:
+            raise McaError(
+                f"{type(own).__name__} makes {patches} patches of a video, which are not {frames} x {rows} x {columns} "
+                "tokens; set cap_pixels_per_frame to false in video_preprocessor_config.json"
+            )
+        return Grid(rows, columns, frames, self._interval(facts, len(indices)), self._times(facts, indices))
+
+    def _sample(self, facts: VideoFacts) -> tuple[int, ...]:
+        """Return the indices of the frames that the model sees."""
+        from transformers.video_utils import VideoMetadata
+
+        if facts.frames < self.processor.temporal_patch_size:
+            return tuple(range(facts.frames))
+        known = VideoMetadata(
+            total_num_frames=facts.frames,
+            fps=facts.fps,
+            width=facts.width,
+            height=facts.height,
+            duration=facts.seconds,
+        )
+        return tuple(int(index) for index in self.processor.sample_frames(metadata=known))
+
+    def _interval(self, facts: VideoFacts, frames: int) -> float:
+        """Return the time positions from a frame to the next, in fp32 as in transformers."""
+        if self._tokens_per_second is None:
+            return 1.0
+        seconds = self.processor.temporal_patch_size / (frames / facts.frames * facts.fps)
+        return float(np.float32(seconds) * np.float32(self._tokens_per_second))
+
+    def _times(self, facts: VideoFacts, indices: Sequence[int]) -> tuple[float, ...]:
+        """Return the seconds of frames, each between the first and the last that are merged into it."""
+        step = self.processor.temporal_patch_size
+        padded = [*indices, *[indices[-1]] * (-len(indices) % step)]
+        return tuple(
+            (padded[start] / facts.fps + padded[start + step - 1] / facts.fps) / 2
+            for start in range(0, len(padded), step)
+        )
+
+    def ids(self, grid: Grid) -> list[int]:
+        """Return the tokens that replace one placeholder of the chat template."""
+        return [self.token] * grid.tokens
+
+    def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
+        """Return the locations of a video from the indices ``where`` of its placeholders."""
+        return [ImageSpan(int(where[0]), grid.rows, grid.columns, grid.frames, grid.interval)]
+
+    def tensors(self, video: Video, grid: Grid) -> dict[str, Tensor]:
+        """Return the inputs of the vision tower for ``video``: its frames, each a grid of one frame.
+
+        Raises:
+            McaError: The video cannot be read, or has changed since its placeholders were counted.
+        """
+        facts = video.facts()
+        require_unchanged(f"video {video.place}", grid, self.grid(facts))
+        made = self.processor(
+            videos=[video.frames(self._sampled(facts))],
+            do_sample_frames=False,
+            input_data_format="channels_last",
+            return_tensors="pt",
+        )
+        ((frames, high, wide),) = made["video_grid_thw"].tolist()
+        merge = self.processor.merge_size
+        require_unchanged(
+            f"video {video.place}", grid, Grid(high // merge, wide // merge, frames, grid.interval)
+        )
+        return {
+            "pixel_values": made["pixel_values_videos"],
+            "image_grid_thw": torch.tensor([[1, high, wide]] * frames),
+        }
+
+
+class TimedVideoTokens(VideoTokens):
+    """Video tokens of a model whose frames are each between marks, behind their time in words.
+
+    Args:
+        processor: As in `VideoTokens`.
+        token: Id of the placeholder token.
+        options: Options of the run.
+        marks: Ids of the tokens before and after a frame.
+        tokenizer: Tokenizer of the times.
+    """
+
+    def __init__(
+        self,
+        processor: ImageProcessor,
+        token: int,
+        options: VideoOptions,
+        marks: tuple[int, int],
+        tokenizer: "PreTrainedTokenizerBase",
+    ) -> None:
+        super().__init__(processor, token, options)
+        self._marks, self._tokenizer = marks, tokenizer
+
+    def ids(self, grid: Grid) -> list[int]:
+        """Return the tokens that replace one placeholder of the chat template."""
+        found: list[int] = []
+        for seconds in grid.times:
+            found += self._tokenizer(f"<{seconds:.1f} seconds>", add_special_tokens=False)["input_ids"]
+            found += [self._marks[0], *[self.token] * (grid.rows * grid.columns), self._marks[1]]
+        return found
+
+    def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
+        """Return one location per frame."""
+        starts = where[:: grid.rows * grid.columns]
+        return [ImageSpan(int(start), grid.rows, grid.columns) for start in starts]
+
+
+def _apply_options(processor: ImageProcessor, options: VideoOptions) -> None:
+    if options.fps is not None:
+        processor.fps, processor.num_frames = options.fps, None
+    elif processor.fps is None and processor.num_frames is None:
+        processor.fps = DEFAULT_FPS
+    if (most := options.max_frames) is not None:
+        if most < processor.temporal_patch_size:
+            raise UsageError(
+                f"video_max_frames is {most}; expected at least {processor.temporal_patch_size}, the frames that the "
+                "model merges"
+            )
+        processor.max_frames, processor.min_frames = most, min(most, processor.min_frames)
+        processor.num_frames = processor.num_frames and min(most, processor.num_frames)
+    if getattr(processor, "cap_pixels_per_frame", False) is None:
+        processor.cap_pixels_per_frame = False  # the default, of which transformers warns
+
+
+def video_tokens(
+    config: McaModelConfig,
+    directories: Sequence[Path],
+    tokenizer: "PreTrainedTokenizerBase",
+    options: VideoOptions,
+) -> VideoTokens:
+    """Return the video tokens of a model, whose video processor is in one of ``directories``.
+
+    Raises:
+        UsageError: The model does not support videos, a package is missing, or there is no processor.
+    """
+    vision = config.vision_fields
+    part = get_family(config.model_type).vision if vision is not None else None
+    if vision is None or part is None or part.video_tokens is None:
+        raise UsageError(f"a {config.model_type} model does not support videos; remove them from the rows")
+    token = placeholders(vision).get("video")
+    if token is None:
+        raise UsageError(f"config.json: video_token_id is missing, the placeholder of {config.model_type}")
+    require_video_packages()
+    processor = _processor(directories)
+    marks = [int(vision[key]) for side in ("start", "end") if (key := f"vision_{side}_token_id") in vision]
+    if len(marks) < 2:
+        raise UsageError(
+            f"config.json: vision_start_token_id or vision_end_token_id of {config.model_type} is missing"
+        )
+    if part.video_tokens == "timestamps":
+        made: VideoTokens = TimedVideoTokens(processor, token, options, (marks[0], marks[1]), tokenizer)
+    else:
+        seconds = part.tokens_per_second
+        if seconds is not None:
+            seconds = vision.get("vision_config", {}).get("tokens_per_second", seconds)
+        made = VideoTokens(processor, token, options, seconds)
+    made.before, made.after = marks[:1], marks[1:]
+    return made
+
+
+def _processor(directories: Sequence[Path]) -> ImageProcessor:
+    from transformers.models.auto.video_processing_auto import AutoVideoProcessor
+
+    reasons = []
+    for directory in directories:
+        try:
+            return AutoVideoProcessor.from_pretrained(directory)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            reasons.append(f"{directory}: {' '.join(str(error).split())[:200]}")
+    raise UsageError(f"rows have videos, and there is no video processor: {'; '.join(reasons)}")
