@@ -218,6 +218,7 @@ def compute_with(fault: str, work: list[Mixed], layout: str, folder: Path) -> li
     return compute(work, layout, folder)
 
 
+@pytest.mark.cases(0, always=["gradients of shared images stay apart"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(fault: str, tmp_path: Path) -> None:
     _, case, layout = FAULTS[fault]

@@ -89,7 +89,7 @@ SPLITS = {
 }
 
 
-@pytest.mark.cases(0, always=["gemma4_text-e2b"])
+@pytest.mark.cases(0, always=["gemma4_text-e2b", "gemma4_text"])
 @pytest.mark.parametrize(
     ("case", "settings"),
     [("gemma4_text-e2b", {}), ("gemma4_text", {"bf16": True})],

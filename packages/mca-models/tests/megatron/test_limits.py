@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from mca_config.arguments import MegatronArguments
+from mca_config.arguments import DistributingParallelArguments, MegatronArguments
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron import platform
-from mca_models.megatron.factory.execution import pipeline_settings
+from mca_models.megatron.factory.execution import layout_settings, pipeline_settings
 from mca_models.megatron.factory.limits import require_supported
 from mca_models.megatron.factory.target import Target
 from mca_models.megatron.factory.transformer_config import transformer_config
@@ -351,3 +351,21 @@ def test_the_documentation_says_why(
         check(config, layout, **settings)
     (sentence,) = str(error.value).split(": ", 1)[1:]
     assert " ".join(sentence.split()) in " ".join(page.read_text().split())
+
+
+@pytest.mark.parametrize(
+    ("config", "trained", "expected"),
+    [(DENSE, True, False), (MLA, False, True), (MOE, False, False), (MOE, True, True)],
+)
+def test_sequence_parallelism_is_on_where_the_model_needs_it(
+    config: McaModelConfig, trained: bool, expected: bool
+) -> None:
+    args = (MegatronArguments if trained else DistributingParallelArguments)(tensor_model_parallel_size=2)
+    assert layout_settings(config, args, TP2)["sequence_parallel"] is expected
+    assert not layout_settings(config, args, ParallelLayout())["sequence_parallel"]
+
+
+def test_experts_are_not_trained_on_tensor_ranks_without_sequence_parallelism() -> None:
+    args = MegatronArguments(tensor_model_parallel_size=2, sequence_parallel=False)
+    with pytest.raises(McaError, match="training a model with experts on several tensor ranks needs it"):
+        layout_settings(MOE, args, TP2)

@@ -1,5 +1,6 @@
 """Images of several sequences joined to the tensors of a micro-batch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ class Batch:
     cu_seqlens: torch.Tensor | None
     image_tokens: int = 0
     attention_ends: torch.Tensor | None = None
+    feature_rows: torch.Tensor | None = None
+    images: Mapping[str, torch.Tensor] | None = None
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -28,3 +31,22 @@ def test_sequences_are_rows_of_a_batch_and_follow_each_other_in_a_pack(packed: b
     rows = [[1, 3, 3, 4], [1, 2, 3, 4]]
     assert joined.attention_ends is not None
     assert joined.attention_ends.tolist() == ([[*rows[0], *rows[1]]] if packed else rows)
+
+
+def test_pixels_of_images_are_padded_at_the_bottom_and_at_the_right() -> None:
+    low_and_wide, high = torch.ones(1, 1, 2, 3), torch.ones(2, 1, 4, 1)
+    batch: Any = Batch(None)
+    joined = ImageBatching(decodes=True).add_images(
+        batch,
+        [
+            ({"images": SampleImages(places=(), tensors=lambda pixels=pixels: {"pixels": pixels})}, True)
+            for pixels in (low_and_wide, high)
+        ],
+        [4, 4],
+        lambda tensor, axis: tensor,
+    )
+    assert joined.images is not None
+    pixels = joined.images["pixels"]
+    assert pixels.shape == (3, 1, 4, 3)
+    assert torch.equal(pixels[0, 0], torch.tensor([[1.0] * 3] * 2 + [[0.0] * 3] * 2))
+    assert torch.equal(pixels[2, 0], torch.tensor([[1.0, 0.0, 0.0]] * 4))

@@ -1,6 +1,7 @@
 """What a step counts is kept where it is until a log is due."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,3 +62,19 @@ def test_an_interval_that_is_cut_adds_up_to_the_whole_one(monkeypatch: pytest.Mo
     assert found.losses == expected.losses == [0.0, 0.5, 2 / 3]
     assert (found.num_tokens, found.num_samples) == (expected.num_tokens, expected.num_samples) == (3, 6)
     assert found.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps", "speed"),
+    [
+        (4.0, 2, {"tokens_per_second": 25.0, "samples_per_second": 1.5, "step_time": 2.0}),
+        (0.0, 2, {}),
+        (4.0, 0, {}),
+    ],
+)
+def test_the_speed_is_of_the_steps_and_none_without_time(
+    seconds: float, steps: int, speed: dict[str, float]
+) -> None:
+    meter = LossMeter(0)
+    report = replace(meter.flush(), num_steps=steps, num_tokens=100, num_samples=6, seconds=seconds)
+    assert report.speed() == speed

@@ -7,6 +7,7 @@ from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, training_dtype
 from mca_models.megatron import platform
 from mca_models.megatron.factory.execution import waits_for_sends
+from mca_models.megatron.features.features import active_features
 from mca_models.megatron.features.mlp import has_fused_activation
 from mca_models.megatron.features.spec import has_custom_core_attention
 from mca_models.templates.parts.layer_costs import EIGHTH, HALF, SINGLE, LayerSizes
@@ -79,11 +80,11 @@ class Sizes(LayerSizes):
 
 
 def has_sequence_parallel(config: McaModelConfig, training: "TrainingArguments") -> bool:
-    """Return True if sequence parallelism is enabled, explicitly or because MoE or MLA needs it."""
+    """Return True if sequence parallelism is enabled, explicitly or because the model needs it."""
     layout = config.layout
     if training.sequence_parallel is not None or layout.tp == 1:
         return bool(training.sequence_parallel) and layout.tp > 1
-    return config.moe is not None or config.mla is not None
+    return any(feature.sequence_parallel for feature in active_features(config))
 
 
 def _has_mca_core_attention(config: McaModelConfig) -> bool:
