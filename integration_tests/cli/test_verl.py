@@ -64,7 +64,7 @@ ERRORS = {
     ("optim=fsdp",): "add optim=megatron",
     ("optim.muon_momentum=0.9",): "optim.muon_momentum is 0.9, which mca does not support",
     ("+optim.override_optimizer_config.foreach=true",): "foreach is not supported by mca; expected adam_eps",
-    ("model.lora_rank=8",): "model.lora_rank is 8, which the engine mca does not support",
+    ("model.lora.rank=8",): "model.lora.rank is an option of verl's Megatron engine",
     ("model.use_fused_kernels=true",): "model.use_fused_kernels is True",
     ("model.use_liger=true",): "model.use_liger is True",
     ("+model.override_config.rope_theta=5",): "model.override_config.rope_theta is not supported",
@@ -126,6 +126,22 @@ def logged(folder: Path, name: str, key: str) -> list[float]:
     return [json.loads(line)["data"][key] for line in lines]
 
 
+def same_iterations(folder: Path, ours: str, theirs: str) -> list[tuple[int, bool]]:
+    """Compare the iterations of two GRPO runs; return the changes that ours sent."""
+    mine, others = (
+        [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        for name in (ours, theirs)
+    )
+    assert len(mine) == len(others) == 3
+    changes = [line.pop("delta", None) for line in mine]
+    for line, other in zip(mine, others, strict=True):
+        assert line.keys() == other.keys()
+        for key, values in line.items():
+            # losses are sums of terms of about 1 of both signs
+            assert values == pytest.approx(other[key], rel=1e-5, abs=1e-5), key
+    return changes
+
+
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("verl")
@@ -146,6 +162,10 @@ def fsdp(request: pytest.FixtureRequest, inputs: Path) -> Path:
     rl = [] if not selected(request, test_grpo_has_the_losses_of_the_fsdp_engine) else [FSDP]
     jobs = [sft_job(inputs, "fsdp", 2, *FSDP, HF_MODEL)]
     jobs += [grpo_of(sft_job(inputs, "grpo-fsdp", 2, *options)) for options in rl]
+    if selected(request, test_lora_has_the_losses_of_the_fsdp_engine):
+        lora = lora_options(inputs)
+        jobs.append(sft_job(inputs, "lora-fsdp", 2, *FSDP, *lora))
+        jobs.append(grpo_of(sft_job(inputs, "grpo-lora-fsdp", 2, *FSDP, *lora)))
     if selected(request, test_experts_have_the_losses_of_the_fsdp_engine):
         jobs.append(sft_job(inputs, "moe-fsdp", 2, *FSDP, f"model.path={inputs}/moe"))
     run_jobs(inputs, jobs, mca=False)
@@ -162,7 +182,7 @@ def mca(request: pytest.FixtureRequest, inputs: Path) -> Path:
         jobs += resume_jobs(inputs)
     if selected(request, test_a_run_resumes_on_another_layout):
         jobs.append(
-            layout_job(inputs, "tp2pp2", *RESUME, f"{FROM}={inputs}/whole/global_step_10", name="other")
+            layout_job(inputs, "dp2cp2", *RESUME, f"{FROM}={inputs}/whole/global_step_10", name="other")
         )
     if selected(request, test_experts_have_the_losses_of_the_fsdp_engine):
         jobs += [layout_job(inputs, "ep2", f"model.path={inputs}/moe", name="moe-ep2")]
@@ -170,6 +190,10 @@ def mca(request: pytest.FixtureRequest, inputs: Path) -> Path:
     if selected(request, test_bf16_and_padded_rows_have_about_the_losses_of_fp32):
         jobs += [layout_job(inputs, "dp2", "engine.dtype=bfloat16", *PADDED, name="bf16")]
         jobs += [layout_job(inputs, "pp2", *PADDED, name="padded")]
+    if selected(request, test_lora_has_the_losses_of_the_fsdp_engine):
+        lora = lora_options(inputs)
+        jobs.append(layout_job(inputs, "tp2", *lora, name="lora"))
+        jobs.append(grpo_of(layout_job(inputs, "tp2", *lora, name="grpo-lora")) | {"adapter": True})
     if selected(request, test_the_engine_replays_the_experts_of_the_rollout):
         sparse_checkpoint(inputs / "sparse")
         layouts = {"tp2": True, "cp2": True, "pp2": False}
@@ -212,6 +236,11 @@ PADDED = (
 """Rows with padding, micro-batches of different sizes, and recomputation."""
 RESUME = ("trainer.save_freq=10", "trainer.resume_mode=resume_path")
 FROM = "trainer.resume_from_path"
+
+
+def lora_options(folder: Path) -> list[str]:
+    """Return overrides that train the adapter in ``folder`` and send merged weights to the rollout."""
+    return ["model.lora_rank=4", f"model.lora_adapter_path={folder}/adapter", "model.lora.merge=true"]
 
 
 def resume_jobs(folder: Path) -> list[dict[str, Any]]:
@@ -258,6 +287,14 @@ def test_experts_have_the_losses_of_the_fsdp_engine(layout, mca, fsdp):
 
 
 @pytest.mark.qualify
+def test_lora_has_the_losses_of_the_fsdp_engine(mca, fsdp):
+    """SFT and GRPO train an adapter; the reference of GRPO is the model without it."""
+    for key in ("train/loss", "train/grad_norm"):
+        assert logged(mca, "lora", key) == pytest.approx(logged(fsdp, "lora-fsdp", key), rel=1e-5), key
+    same_iterations(mca, "grpo-lora", "grpo-lora-fsdp")
+
+
+@pytest.mark.qualify
 def test_bf16_and_padded_rows_have_about_the_losses_of_fp32(mca, fsdp):
     losses = logged(fsdp, "fsdp", "train/loss")
     assert logged(mca, "padded", "train/loss") == pytest.approx(losses, rel=1e-5)
@@ -292,18 +329,8 @@ def test_a_run_resumes_on_another_layout(mca):
 @pytest.mark.parametrize("layout", DENSE)
 def test_grpo_has_the_losses_of_the_fsdp_engine(layout, mca, fsdp):
     """The engine gives log-probabilities, updates the policy, and sends its weights to the rollout."""
-    ours, theirs = (
-        [json.loads(line) for line in (mca / f"grpo-{name}.jsonl").read_text().splitlines()]
-        for name in (layout, "fsdp")
-    )
-    assert len(ours) == len(theirs) == 3
-    for mine, other in zip(ours, theirs, strict=True):
-        changed, equal = mine.pop("delta")
+    for changed, equal in same_iterations(mca, f"grpo-{layout}", "grpo-fsdp"):
         assert changed > 0 and equal
-        assert mine.keys() == other.keys()
-        for key, values in mine.items():
-            # losses are sums of terms of about 1 of both signs
-            assert values == pytest.approx(other[key], rel=1e-5, abs=1e-5), key
 
 
 def test_the_ppo_trainer_composes_actor_and_reference(mca):

@@ -7,6 +7,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import torch
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     PreTrainedTokenizerFast,
@@ -37,7 +38,7 @@ MOE = Qwen3MoeConfig(**SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2,
 
 
 def write_inputs(folder: Path) -> None:
-    """Write ``folder/model``, ``folder/moe`` and ``folder/train.parquet``."""
+    """Write ``folder/model``, an ``adapter`` of it, ``folder/moe`` and ``folder/train.parquet``."""
     drawn = random.Random(0)
 
     def text(low: int, high: int) -> str:
@@ -54,6 +55,9 @@ def write_inputs(folder: Path) -> None:
     for name, model in (("model", Qwen2ForCausalLM(Qwen2Config(**SIZES))), ("moe", Qwen3MoeForCausalLM(MOE))):
         tokenizer.save_pretrained(folder / name)
         model.save_pretrained(folder / name)
+    base = Qwen2ForCausalLM.from_pretrained(folder / "model")
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+    get_peft_model(base, lora).save_pretrained(folder / "adapter")
     chats = [
         [{"role": "user", "content": text(3, 12)}, {"role": "assistant", "content": text(3, 20)}]
         for _ in range(64)

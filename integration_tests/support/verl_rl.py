@@ -83,32 +83,43 @@ def rollout(model: torch.nn.Module, iteration: int) -> TensorDict:
     )
 
 
-def iterate(worker: TrainingWorker, batch: TensorDict) -> dict[str, Any]:
-    """Run one GRPO iteration on this replica's part of ``batch``; return what verl reports, and log-probabilities."""
+COMMON = {"temperature": 0.8, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2, "pad_token_id": 0}
+
+
+def infer(worker: TrainingWorker, batch: TensorDict, **options: Any) -> list[torch.Tensor]:
+    """Return log-probabilities and entropies ``[2, samples, tokens]`` of the answers of each replica."""
     engine = worker.engine
-    size, rank = engine.get_data_parallel_size(), engine.get_data_parallel_rank()
+    data = left_right_2_no_padding(batch.clone())
+    tensordict_utils.assign_non_tensor(data, calculate_entropy=True, compute_loss=False, **COMMON, **options)
+    output = worker.infer_batch(data)
+    found = torch.zeros(2, *batch["responses"].shape)
+    if engine.is_mp_src_rank_with_outputs():
+        for number, name in enumerate(("log_probs", "entropy")):
+            found[number] = no_padding_2_padding(output[name], data).float()
+    by_rank = [torch.zeros_like(found) for _ in range(dist.get_world_size())]
+    dist.all_gather(by_rank, found)
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (engine.get_data_parallel_rank(), engine.is_mp_src_rank_with_outputs()))
+    by_replica = {replica: values for (replica, has), values in zip(ranks, by_rank, strict=True) if has}
+    return [by_replica[replica] for replica in range(engine.get_data_parallel_size())]
+
+
+def iterate(worker: TrainingWorker, batch: TensorDict, *, lora: bool) -> dict[str, Any]:
+    """Run one GRPO iteration on this replica's part of ``batch``; return what verl reports, and log-probabilities.
+
+    The reference is the model without its adapter or, if it has none, near the policy.
+    """
+    rank, size = worker.engine.get_data_parallel_rank(), worker.engine.get_data_parallel_size()
     rewards = torch.zeros(batch["responses"].shape)
     rewards[:, 0] = (batch["responses"] % 7 == 0).float().sum(1)  # tokens that are multiples of 7
     index = np.repeat(np.arange(PROMPTS), ANSWERS)
     batch["advantages"], _ = compute_grpo_outcome_advantage(rewards, batch["response_mask"], index)
     batch = batch.chunk(size)[rank].contiguous()
-    data = left_right_2_no_padding(batch.clone())
-    common = {"temperature": 0.8, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2, "pad_token_id": 0}
-    tensordict_utils.assign_non_tensor(data, calculate_entropy=True, compute_loss=False, **common)
-    output = worker.infer_batch(data)
-    shape = batch["responses"].shape
-    found = torch.zeros(2, *shape)
-    if engine.is_mp_src_rank_with_outputs():
-        for number, name in enumerate(("log_probs", "entropy")):
-            found[number] = no_padding_2_padding(output[name], data).float()
-    replica = [torch.zeros_like(found) for _ in range(dist.get_world_size())]
-    dist.all_gather(replica, found)
-    ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (rank, engine.is_mp_src_rank_with_outputs()))
-    by_replica = {each[0]: values for each, values in zip(ranks, replica, strict=True) if each[1]}
-    log_probs = by_replica[rank][0]
-    batch["old_log_probs"] = log_probs
-    batch["ref_log_prob"] = log_probs - 0.01 * batch["response_mask"]
+    policy = infer(worker, batch)
+    batch["old_log_probs"] = policy[rank][0]
+    batch["ref_log_prob"] = batch["old_log_probs"] - 0.01 * batch["response_mask"]
+    if lora:
+        batch["ref_log_prob"] = infer(worker, batch, no_lora_adapter=True)[rank][0]
     data = left_right_2_no_padding(batch)
     total = PROMPTS * ANSWERS
     tensordict_utils.assign_non_tensor(
@@ -120,10 +131,10 @@ def iterate(worker: TrainingWorker, batch: TensorDict) -> dict[str, Any]:
         seed=0,
         dataloader_kwargs={"shuffle": False},
         compute_loss=True,
-        **common,
+        **COMMON,
     )
     updated = worker.train_mini_batch(data)
-    whole = torch.cat([by_replica[number] for number in range(size)], 1).double()
+    whole = torch.cat(policy, 1).double()
     values = {"log_probs": whole[0].sum(1).tolist(), "entropy": whole[1].sum(1).tolist()}
     if updated is None:
         return values
@@ -157,6 +168,30 @@ class DeltaReceiver:
         return result[0]
 
 
+def check_adapter(worker: TrainingWorker) -> None:
+    """Check that base model and adapter, sent one after the other, are the merged model that is sent otherwise."""
+    engine = worker.engine
+    merged = dict(engine.get_per_tensor_param()[0])
+    engine.model_config.lora["merge"] = False
+    base, config = engine.get_per_tensor_param(base_sync_done=False)
+    base = {name.replace(".base_layer", ""): (name, tensor) for name, tensor in base}
+    adapter = dict(engine.get_per_tensor_param(base_sync_done=True)[0])
+    engine.model_config.lora["merge"] = True
+    assert merged.keys() == base.keys()
+    scale = config["lora_alpha"] / config["r"]
+    for name, tensor in merged.items():
+        sent_as, expected = base[name]
+        factors = [
+            adapter.pop(f"base_model.model.{name.removesuffix('weight')}lora_{side}.weight", None)
+            for side in "BA"
+        ]
+        if factors[0] is not None:
+            assert ".base_layer." in sent_as
+            expected = expected + scale * factors[0] @ factors[1]
+        torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-6)
+    assert not adapter
+
+
 def grpo(job: dict[str, Any], config: DictConfig) -> None:
     """Run iterations of GRPO and write a line of JSON for each to ``job["log"]``."""
     initialize_global_process_group()
@@ -165,11 +200,14 @@ def grpo(job: dict[str, Any], config: DictConfig) -> None:
     receiver = DeltaReceiver(worker) if job.get("delta") else None
     lines = []
     for iteration in range(job["iterations"]):
-        weights, _ = worker.engine.get_per_tensor_param()
-        model.load_state_dict({name: tensor.float() for name, tensor in weights})
-        line = iterate(worker, rollout(model, iteration))
+        if not config.model.lora_rank:  # FSDP merges into bf16, from which other tokens would be drawn
+            weights, _ = worker.engine.get_per_tensor_param()
+            model.load_state_dict({name: tensor.float() for name, tensor in weights})
+        line = iterate(worker, rollout(model, iteration), lora=config.model.lora_rank > 0)
         if receiver is not None:
             line["delta"] = receiver.receive()
+        if job.get("adapter"):
+            check_adapter(worker)
         lines.append(json.dumps(line))
     if worker.engine.is_mp_src_rank_with_outputs() and worker.engine.get_data_parallel_rank() == 0:
         Path(job["log"]).write_text("\n".join(lines))

@@ -37,7 +37,7 @@ TRAINING = ("mca_config.training", "mca_config._hf_arguments")
 EXTRA_ONLY = (*TRAINING, "mca_config.yaml_text", "mca_models.megatron")
 
 
-PLUGINS = {"mca_train.clients.verl": ("tensordict", "verl")}
+PLUGINS = {"mca_train.clients.verl": ("peft", "tensordict", "verl")}
 """Plugins, which another program imports, and the packages that come with that program."""
 
 

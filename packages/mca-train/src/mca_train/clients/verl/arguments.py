@@ -6,6 +6,7 @@ from mca_config.errors import McaError
 from mca_config.suggestions import suggestion
 from mca_config.training import TrainingArguments
 from mca_config.types import JsonObject
+from mca_train.clients.verl.adapters import require_supported_adapter
 from mca_train.clients.verl.engine_config import McaEngineConfig
 from mca_train.types import Upstream
 
@@ -110,10 +111,8 @@ def _require_supported_model(model: Upstream) -> None:
     Raises:
         McaError: It has.
     """
+    require_supported_adapter(model)
     unsupported = {
-        "model.lora_rank": model.lora_rank,
-        "model.lora.rank": model.lora.get("rank"),
-        "model.lora_adapter_path": model.lora_adapter_path,
         "model.mtp.enable": model.mtp.enable,
         "model.use_fused_kernels": model.use_fused_kernels,
         "model.use_liger": model.use_liger,

@@ -1,6 +1,7 @@
 """Engine ``mca`` of verl: the methods of ``BaseEngine`` over mca's model, training step and checkpoints."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,7 +16,9 @@ from verl.workers.engine.base import BaseEngineCtx
 from verl.workers.engine.utils import detach_tree, postprocess_batch_func, prepare_micro_batches
 
 from mca_config.errors import McaError
+from mca_config.types import JsonObject
 from mca_train import groups
+from mca_train.clients.verl.adapters import base_weights, rollout_config, with_adapter
 from mca_train.clients.verl.arguments import training_arguments
 from mca_train.clients.verl.batches import (
     VerlMicroBatch,
@@ -81,9 +84,10 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
         from mca_models import AutoModel
 
         args = self.args
-        models = AutoModel.from_pretrained(
+        self._base = AutoModel.from_pretrained(
             self.model_config.local_path, args, dtype=self.engine_config.dtype, seed=args.seed
         )
+        models = with_adapter(self._base, self.model_config, args.seed)
         seed_dropout(models, args.seed)
         self._models, self._delta = models, None
         self._collator = step_collator(
@@ -277,9 +281,39 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
             and self.ranks.context_parallel_rank == 0
         )
 
-    def get_per_tensor_param(self, **_: Upstream) -> tuple[Iterator[tuple[str, Tensor]], None]:
-        """Return the weights under Hugging Face's names, on every rank, and no adapter's configuration; collective."""
-        return self._gathered(self.models.export_weights), None
+    def get_per_tensor_param(
+        self, base_sync_done: bool = False, **_: Upstream
+    ) -> tuple[Iterator[tuple[str, Tensor]], JsonObject | None]:
+        """Return weights for the rollout under Hugging Face's names, on every rank; collective.
+
+        With an adapter they are those of the base model or, with ``base_sync_done``, of the adapter, and the adapter's
+        configuration is returned too. With ``model.lora.merge`` they are the merged weights.
+
+        Args:
+            base_sync_done: The rollout has the base model already.
+        """
+        models = self._peft_models
+        if models is None:
+            return self._gathered(self.models.export_weights), None
+        if self.model_config.lora.get("merge", False):
+            return self._gathered(lambda: models.export_weights(merged=True)), None
+        config = rollout_config(models)
+        if base_sync_done:
+            return self._gathered(lambda: models.export_weights(per_expert=True)), config
+        return self._gathered(lambda: base_weights(self._base, config)), config
+
+    @property
+    def _peft_models(self) -> Upstream | None:
+        """Return the model if it has an adapter."""
+        return self.models if self.models is not self._base else None
+
+    def disable_adapter(self) -> AbstractContextManager[object]:
+        """Return a context in which the model computes without its adapter."""
+        models = self._peft_models
+        adapted: AbstractContextManager[object] = (
+            nullcontext() if models is None else models.disable_adapter()
+        )
+        return adapted
 
     def get_per_tensor_param_shard(self, **_: Upstream) -> tuple[Iterator[Shard], None]:
         """Return the weights in bf16 with the placement of this rank's part of each; collective."""
@@ -303,6 +337,11 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
         return self._gathered(self._delta.changes), None
 
     def _new_delta(self) -> WeightDelta:
+        if self._peft_models is not None:
+            raise McaError(
+                "changed elements of a model with an adapter are not supported; use another checkpoint engine than "
+                "delta_sharded"
+            )
         return WeightDelta(self.models)
 
     def _gathered(self, export: Callable[[], Iterator[T]]) -> Iterator[T]:
