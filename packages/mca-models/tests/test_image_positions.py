@@ -21,7 +21,16 @@ SECTIONED = (
     "glm4v",
     "glm4v_moe",
 )
-VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+VIDEOS = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "glm4v",
+    "glm4v_moe",
+)
 TOKENS_PER_SECOND = 4  # the default of Qwen 2.5 VL, whose time positions are seconds
 Medium = tuple[int, int, int, float]
 """Rows, columns, frames (0: an image) and seconds from one frame to the next."""

@@ -59,6 +59,44 @@ def video_processor(model_type="qwen2_5_vl", **different):
     return Processor(**{"patch_size": 4, "merge_size": 2, "size": SIZES, "min_frames": 2, **different})
 
 
+GLM_MARKS = ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>")
+GLM_VIDEO = ("<|begin_of_video|>", "<|video|>", "<|end_of_video|>")
+
+
+def glm_tokenizer():
+    """A token per byte, and the marks of GLM-4V around images and videos."""
+    tokenizer = image_tokenizer()
+    tokenizer.add_tokens([*GLM_MARKS, *GLM_VIDEO], special_tokens=True)
+    asked = "{% if part['type'] == 'image' %}" + "".join(MARKS)
+    of_video = "{% if part['type'] == 'video' %}" + "".join(GLM_VIDEO) + "{% elif part['type'] == 'image' %}"
+    tokenizer.chat_template = TEMPLATE.replace(asked, of_video + "".join(GLM_MARKS))
+    return tokenizer
+
+
+def glm_processors(model_type, tokenizer, **different):
+    """GLM's video processor, and the whole one of transformers."""
+    from importlib import import_module
+
+    kind, name = ("glm46v", "Glm46V") if model_type == "glm46v" else ("glm4v", "Glm4v")
+    home = f"transformers.models.{kind}"
+    Videos = getattr(import_module(f"{home}.video_processing_{kind}"), f"{name}VideoProcessor")
+    Whole = getattr(import_module(f"{home}.processing_{kind}"), f"{name}Processor")
+
+    class Processor(Whole):
+        def check_argument_for_proper_class(self, name, argument):
+            return type(argument)
+
+    sizes = {"shortest_edge": 4 * 64, "longest_edge": 64 * 64}
+    videos = Videos(**{"patch_size": 4, "merge_size": 2, "size": sizes, **different})
+    whole = Processor(
+        image_processor=processor(),
+        tokenizer=tokenizer,
+        video_processor=videos,
+        chat_template=tokenizer.chat_template,
+    )
+    return videos, whole
+
+
 def whole_processor(model_type, tokenizer, **different):
     """The processor of transformers for text, images and videos, without torchvision's images."""
     from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor

@@ -20,7 +20,18 @@ from mca_train.tasks.table import TASKS
 
 av = pytest.importorskip("av")
 pytest.importorskip("torchvision")
-from drawn_videos import VIDEO_MARK, moving, video_processor, video_tokenizer, whole_processor, write  # noqa: E402
+from drawn_videos import (  # noqa: E402
+    GLM_MARKS,
+    GLM_VIDEO,
+    VIDEO_MARK,
+    glm_processors,
+    glm_tokenizer,
+    moving,
+    video_processor,
+    video_tokenizer,
+    whole_processor,
+    write,
+)
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -116,6 +127,47 @@ def test_tokens_pixels_and_positions_are_those_of_the_models_processor(model, st
     found = positions(len(sample["input_ids"]), sample["images"].places)
     assert torch.equal(torch.from_numpy(found), where[:, 0])
     assert len(found) < found[0].max()
+
+
+@pytest.mark.parametrize("model", ["glm4v", "glm4v_moe", "glm46v"])
+def test_frames_of_glm_are_images_in_front_of_their_times(model, folder):
+    tokenizer = glm_tokenizer()
+    videos, whole = glm_processors(model, tokenizer)
+    videos.save_pretrained(folder / model)
+    processor().save_pretrained(folder / model)
+    names = ("image_start_token_id", "image_token_id", "image_end_token_id")
+    names += ("video_start_token_id", "video_token_id", "video_end_token_id")
+    ids = dict(zip(names, tokenizer.convert_tokens_to_ids([*GLM_MARKS, *GLM_VIDEO]), strict=True))
+    config = SimpleNamespace(model_type=model, vision_fields={**ids, "vision_config": {}})
+    (folder / "glm.jsonl").write_text(
+        json.dumps(
+            asked({"type": "video", "path": "long.mkv"}, text("?"), {"type": "image", "path": "wide.png"})
+        )
+    )
+    given = TASKS["sft"].data_arguments(model_name_or_path="m")
+    images = ImageReader(config=config, directories=(folder / model,))
+    (sample,) = load_tokenized(TASKS["sft"], [str(folder / "glm.jsonl")], tokenizer, given, images=images)
+    with av.open(str(folder / "long.mkv")) as container:
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    turn = f"<|im_start|>user\n{''.join(GLM_VIDEO)}?{''.join(GLM_MARKS)}<|im_end|>\n"
+    said = f"{turn}<|im_start|>assistant\nred<|im_end|>\n"
+    right = whole(
+        text=[said],
+        images=[open_image(folder)],
+        videos=[frames],
+        video_metadata=[{"total_num_frames": 23, "fps": 5.0, "duration": 4.6}],
+        do_sample_frames=True,
+        return_tensors="pt",
+    )
+    assert tokenizer.decode(sample["input_ids"]) == tokenizer.decode(right["input_ids"][0])
+    made = sample["images"].tensors()
+    assert torch.equal(made["pixel_values"], torch.cat([right["pixel_values_videos"], right["pixel_values"]]))
+    ((frames, _, _),) = right["video_grid_thw"].tolist()
+    assert len(sample["images"].places) == frames + 1 > 3
+    given = TASKS["sft"].data_arguments(model_name_or_path="m", video_max_frames=4)
+    images = ImageReader(config=config, directories=(folder / model,))
+    (few,) = load_tokenized(TASKS["sft"], [str(folder / "glm.jsonl")], tokenizer, given, images=images)
+    assert len(few["images"].places) == 3
 
 
 def in_base64(folder):

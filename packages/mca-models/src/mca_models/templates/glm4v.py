@@ -114,7 +114,12 @@ def _family(
         model_type,
         architecture,
         {text.model_type: text for text in texts},
-        VisionModel(tensors=tensors, spellings=(module_spelling(VISUAL),), projector=(f"{VISUAL}merger.",)),
+        VisionModel(
+            tensors=tensors,
+            spellings=(module_spelling(VISUAL),),
+            projector=(f"{VISUAL}merger.",),
+            video_tokens="seconds_after" if model_type == "glm46v" else "second_after",
+        ),
         NestedTextConfig(text_model_type="", text_ties=ties, rope=((8, 12, 12), False)),
         assumed=True,
     )

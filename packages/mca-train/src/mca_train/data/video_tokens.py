@@ -2,6 +2,7 @@
 
 Qwen 2 VL, 2.5 VL   the frames follow one another, in Qwen 2.5 VL with time positions in seconds
 Qwen 3 VL, 3.5      each frame is between two marks, behind its time in words
+GLM-4V, 4.6V        each frame is an image, in front of its time
 """
 
 from collections.abc import Sequence
@@ -99,7 +100,8 @@ class VideoTokens:
         """Return the indices of the frames that the model sees."""
         from transformers.video_utils import VideoMetadata
 
-        if facts.frames < self.processor.temporal_patch_size:
+        step, most = self.processor.temporal_patch_size, self._options.max_frames
+        if facts.frames < step:
             return tuple(range(facts.frames))
         known = VideoMetadata(
             total_num_frames=facts.frames,
@@ -108,7 +110,13 @@ class VideoTokens:
             height=facts.height,
             duration=facts.seconds,
         )
-        return tuple(int(index) for index in self.processor.sample_frames(metadata=known))
+        found = [int(index) for index in self.processor.sample_frames(metadata=known)]
+        if most is not None and len(found) > most:  # of a processor without a limit
+            found = [
+                found[place]
+                for place in np.linspace(0, len(found) - 1, most - most % step).round().astype(int)
+            ]
+        return tuple(found)
 
     def _interval(self, facts: VideoFacts, frames: int) -> float:
         """Return the time positions from a frame to the next, in fp32 as in transformers."""
@@ -195,6 +203,45 @@ class TimedVideoTokens(VideoTokens):
         return [ImageSpan(int(start), grid.rows, grid.columns) for start in starts]
 
 
+class FrameImageTokens(TimedVideoTokens):
+    """Video tokens of a model whose frames are images, each in front of its time in words.
+
+    Args:
+        processor: As in `VideoTokens`.
+        token: Id of the placeholder token of images.
+        options: Options of the run.
+        marks: Ids of the tokens before and after an image.
+        tokenizer: Tokenizer of the times.
+        whole: The time is a whole number, rounded down, without a unit.
+    """
+
+    def __init__(
+        self,
+        processor: ImageProcessor,
+        token: int,
+        options: VideoOptions,
+        marks: tuple[int, int],
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        whole: bool,
+    ) -> None:
+        super().__init__(processor, token, options, marks, tokenizer)
+        self._whole = whole
+
+    def _times(self, facts: VideoFacts, indices: Sequence[int]) -> tuple[float, ...]:
+        """Return the seconds of frames, each that of the first which is merged into it."""
+        return tuple(index / facts.fps for index in indices[:: self.processor.temporal_patch_size])
+
+    def ids(self, grid: Grid) -> list[int]:
+        """Return the tokens that replace one placeholder of the chat template."""
+        found: list[int] = []
+        for seconds in grid.times:
+            words = str(int(seconds)) if self._whole else f"{seconds:.1f} seconds"
+            found += [self._marks[0], *[self.token] * (grid.rows * grid.columns), self._marks[1]]
+            found += self._tokenizer(words, add_special_tokens=False)["input_ids"]
+        return found
+
+
 def _apply_options(processor: ImageProcessor, options: VideoOptions) -> None:
     if options.fps is not None:
         processor.fps, processor.num_frames = options.fps, None
@@ -206,7 +253,8 @@ def _apply_options(processor: ImageProcessor, options: VideoOptions) -> None:
                 f"video_max_frames is {most}; expected at least {processor.temporal_patch_size}, the frames that the "
                 "model merges"
             )
-        processor.max_frames, processor.min_frames = most, min(most, processor.min_frames)
+        if hasattr(processor, "max_frames"):
+            processor.max_frames, processor.min_frames = most, min(most, processor.min_frames)
         processor.num_frames = processor.num_frames and min(most, processor.num_frames)
     if getattr(processor, "cap_pixels_per_frame", False) is None:
         processor.cap_pixels_per_frame = False  # the default, of which transformers warns
@@ -232,13 +280,13 @@ def video_tokens(
         raise UsageError(f"config.json: video_token_id is missing, the placeholder of {config.model_type}")
     require_video_packages()
     processor = _processor(directories)
-    marks = [int(vision[key]) for side in ("start", "end") if (key := f"vision_{side}_token_id") in vision]
-    if len(marks) < 2:
-        raise UsageError(
-            f"config.json: vision_start_token_id or vision_end_token_id of {config.model_type} is missing"
-        )
+    of_images = part.video_tokens in ("second_after", "seconds_after")
+    marks = _marks(config, "image" if of_images else "vision")
+    if of_images:
+        image, whole = placeholders(vision)["image"], part.video_tokens == "second_after"
+        return FrameImageTokens(processor, image, options, marks, tokenizer, whole=whole)
     if part.video_tokens == "timestamps":
-        made: VideoTokens = TimedVideoTokens(processor, token, options, (marks[0], marks[1]), tokenizer)
+        made: VideoTokens = TimedVideoTokens(processor, token, options, marks, tokenizer)
     else:
         seconds = part.tokens_per_second
         if seconds is not None:
@@ -246,6 +294,15 @@ def video_tokens(
         made = VideoTokens(processor, token, options, seconds)
     made.before, made.after = marks[:1], marks[1:]
     return made
+
+
+def _marks(config: McaModelConfig, medium: str) -> tuple[int, int]:
+    """Return the ids of the tokens before and after a frame."""
+    vision = config.vision_fields or {}
+    keys = [f"{medium}_{side}_token_id" for side in ("start", "end")]
+    if missing := [key for key in keys if key not in vision]:
+        raise UsageError(f"config.json: {' and '.join(missing)} of {config.model_type} is missing")
+    return int(vision[keys[0]]), int(vision[keys[1]])
 
 
 def _processor(directories: Sequence[Path]) -> ImageProcessor:

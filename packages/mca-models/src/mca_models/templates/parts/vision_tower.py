@@ -27,8 +27,9 @@ ImageTokenKind = Literal["patches", "tiles", "lines", "fixed", "plain"]
 """Division of an image into tokens: a grid of merged patches, tiles of equally many tokens, lines with a mark after
 each, or a fixed number of tokens, with Gemma's marks around them (``fixed``) or alone (``plain``)."""
 
-VideoTokenKind = Literal["together", "timestamps"]
-"""Frames of a video one after the other, or each between marks behind its time in words."""
+VideoTokenKind = Literal["together", "timestamps", "second_after", "seconds_after"]
+"""Frames of a video one after the other; each between marks behind its time in words (``timestamps``), or in front of
+its whole second (``second_after``) or its seconds (``seconds_after``), as an image."""
 
 _TEXT, _HEAD = "model.", "lm_head."
 _KEYS = (
