@@ -8,7 +8,7 @@ import pytest
 
 from mca_config.errors import UsageError
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import config_from_hf
+from mca_models.templates import config_from_hf, get_family
 from mca_train.plan.vision_memory import VisionTower, plan_images
 
 DATA = Path(__file__).parents[3] / "mca-models/tests/data/vision_configs"
@@ -20,7 +20,12 @@ def published(name: str) -> McaModelConfig:
 
 @pytest.mark.parametrize("path", sorted(DATA.glob("*.json")), ids=lambda path: path.stem)
 def test_every_published_tower_is_known(path: Path) -> None:
-    tower = VisionTower.from_config(published(path.stem))
+    config = published(path.stem)
+    tower = VisionTower.from_config(config)
+    family = get_family(config.model_type).vision
+    if family is not None and family.image_tokens is None:  # it takes no rows with images
+        assert tower is None
+        return
     assert tower is not None
     assert tower.depth > 10 and tower.hidden > 1000
 
