@@ -247,8 +247,8 @@ def test_a_killed_run_resumes_by_the_same_command(trained, made, case):
 def test_a_run_starts_from_a_directory_of_mca(trained, made, case):
     from llamafactory_runs import LAYOUT, history, train
 
-    changes = CASES[case] | LAYOUT | {"max_steps": 2}
-    train([made.run("again", model=f"mca-{case}", **changes)], mca=True, ranks=4)
+    changes = CASES[case] | {"max_steps": 2}
+    train([made.run("again", model=f"mca-{case}", **changes, **LAYOUT)], mca=True, ranks=4)
     train([made.run("hf-again", model=f"hf-{case}", **changes)], mca=False)
     ours, theirs = (history(made.folder / name) for name in ("again", "hf-again"))
     assert ours == pytest.approx(theirs, rel=1e-4)  # their weights differ after 20 steps of Adam
