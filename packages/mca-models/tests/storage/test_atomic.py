@@ -136,6 +136,9 @@ def test_a_folder_whose_writer_died_at_its_marker_goes(tmp_path: Path) -> None:
     other.mkdir()
     (other / f"{partial_folder.MARKER}.new").touch()
     (other / "mine").touch()
+    begun = tmp_path / "x.partial-89abcdef"  # its writer had not written the marker yet
+    begun.mkdir()
+    (begun / f"{partial_folder.MARKER}.new").touch()
     partial_folder.remove_leftovers(tmp_path / "x")
     assert list(tmp_path.iterdir()) == [other]
 

@@ -148,7 +148,8 @@ def _remove_if_dead(folder: Path, destination: Path) -> None:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         here, _ = _read_marker(folder)
-        if not _try_lock(fd) or (not here and _idle_seconds(folder) < _IDLE_SECONDS):
+        begun = not (folder / MARKER).exists()  # it holds no more than a marker that may be incomplete
+        if not _try_lock(fd) or not (here or begun or _idle_seconds(folder) >= _IDLE_SECONDS):
             return
         logger.info("removing %s, left by a process that died", folder)
         if (folder / DISPLACED).is_dir() and not destination.exists():

@@ -19,6 +19,7 @@ from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import (
     NestedTextConfig,
     Shapes,
+    VideoTokenKind,
     VisionModel,
     linear,
     module_spelling,
@@ -108,7 +109,11 @@ def moe_text() -> Family:
 
 
 def _family(
-    model_type: str, architecture: str, *texts: Family, ties: Literal["never", "too"] = "too"
+    model_type: str,
+    architecture: str,
+    *texts: Family,
+    ties: Literal["never", "too"] = "too",
+    video: VideoTokenKind = "second_after",
 ) -> Family:
     return vision_language_family(
         model_type,
@@ -118,7 +123,7 @@ def _family(
             tensors=tensors,
             spellings=(module_spelling(VISUAL),),
             projector=(f"{VISUAL}merger.",),
-            video_tokens="seconds_after" if model_type == "glm46v" else "second_after",
+            video_tokens=video,
         ),
         NestedTextConfig(text_model_type="", text_ties=ties, rope=((8, 12, 12), False)),
         assumed=True,
@@ -127,4 +132,6 @@ def _family(
 
 FAMILY = _family("glm4v", "Glm4vForConditionalGeneration", dense_text())
 MOE_FAMILY = _family("glm4v_moe", "Glm4vMoeForConditionalGeneration", moe_text())
-GLM46V = _family("glm46v", "Glm46VForConditionalGeneration", dense_text(), moe_text(), ties="never")
+GLM46V = _family(
+    "glm46v", "Glm46VForConditionalGeneration", dense_text(), moe_text(), ties="never", video="seconds_after"
+)
