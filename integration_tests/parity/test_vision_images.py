@@ -205,6 +205,7 @@ def test_biases_of_frozen_routers_stay(tmp_path: Path) -> None:
 
 FAULTS = {
     "gradients of shared images stay apart": (_shared_gradients_stay_apart, "qwen2_5_vl", "cp2"),
+    "gradients of shared frames stay apart": (_shared_gradients_stay_apart, "qwen2_5_vl-video", "tp2sp"),
     "averaged over tensor ranks": (_averaged, "qwen2_5_vl", "tp2sp"),
     "one position for each token": (_one_position, "qwen2_5_vl", "tp1"),
     "inner features in a closure": (_features_in_a_closure, "qwen3_vl", "pp2recompute"),
