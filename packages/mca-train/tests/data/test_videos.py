@@ -2,6 +2,7 @@
 
 import base64
 import json
+import multiprocessing
 from types import SimpleNamespace
 
 import numpy as np
@@ -357,6 +358,19 @@ def test_frames_are_counted_and_turned_as_the_container_says(tmp_path):
     upright = VideoFile("turned", turned[:at] + data + turned[at + 36 :])
     assert (upright.facts().height, upright.facts().width) == (24, 16)
     assert np.array_equal(upright.frames([4]), np.rot90(frames[1:2], -1, (1, 2)))
+
+
+def test_frames_can_be_read_after_a_fork(tmp_path):
+    """Workers of a loader are forked from a process that may have read frames itself."""
+    path = tmp_path / "a.mp4"
+    write(path, 9, 3)
+    VideoFile(str(path)).frames([0, 1])
+    worker = multiprocessing.get_context("fork").Process(target=lambda: VideoFile(str(path)).frames([0, 1]))
+    worker.start()
+    worker.join(60)
+    worker.kill()
+    worker.join()
+    assert worker.exitcode == 0
 
 
 def test_models_and_kinds_without_videos_say_so(tokenizer, folder):

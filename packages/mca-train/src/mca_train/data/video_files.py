@@ -97,7 +97,9 @@ class VideoFile:
             number = -1
             for number, frame in enumerate(container.decode(stream)):
                 if number in wanted or number + _TRAILING >= max(wanted):
-                    found[number] = np.rot90(frame.to_ndarray(format="rgb24"), _quarter_turns(frame))
+                    # threads of the colour conversion would hang in a loader's worker, which is forked
+                    pixels = frame.reformat(format="rgb24", threads=1).to_ndarray()
+                    found[number] = np.rot90(pixels, _quarter_turns(frame))
                 if number >= max(wanted):
                     break
         if not found or max(wanted) > number + _TRAILING:
