@@ -364,6 +364,10 @@ def test_frames_can_be_read_after_a_fork(tmp_path):
     """Workers of a loader are forked from a process that may have read frames itself."""
     path = tmp_path / "a.mp4"
     write(path, 9, 3)
+    with av.open(str(path)) as container:
+        next(container.decode(video=0)).to_ndarray(
+            format="rgb24"
+        )  # starts threads, which the worker does not have
     VideoFile(str(path)).frames([0, 1])
     worker = multiprocessing.get_context("fork").Process(target=lambda: VideoFile(str(path)).frames([0, 1]))
     worker.start()

@@ -90,15 +90,17 @@ class VideoFile:
         Raises:
             McaError: As in `facts`, or frames cannot be decoded.
         """
+        from av.video.reformatter import VideoReformatter
+
         wanted, found = set(indices), dict[int, NDArray[np.uint8]]()
         with self._opened() as container:
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
-            number = -1
+            # a frame's own conversion may wait for threads of the process that a loader's worker was forked from
+            number, colours = -1, VideoReformatter()
             for number, frame in enumerate(container.decode(stream)):
                 if number in wanted or number + _TRAILING >= max(wanted):
-                    # threads of the colour conversion would hang in a loader's worker, which is forked
-                    pixels = frame.reformat(format="rgb24", threads=1).to_ndarray()
+                    pixels = colours.reformat(frame, format="rgb24", threads=1).to_ndarray()
                     found[number] = np.rot90(pixels, _quarter_turns(frame))
                 if number >= max(wanted):
                     break
