@@ -69,7 +69,9 @@ def replay(job: dict[str, Any]) -> None:
     from mca_train.clients.verl.engine import McaEngine
 
     off: dict[str, Any] = dict.fromkeys(("lora_rank", "lora_adapter_path", "use_fused_kernels", "use_liger"))
-    off |= dict.fromkeys(("enable_gradient_checkpointing", "enable_activation_offload", "tokenizer"))
+    off |= dict.fromkeys(
+        ("enable_gradient_checkpointing", "enable_activation_offload", "tokenizer", "target_parameters")
+    )
     off |= {"lora": {}, "mtp": SimpleNamespace(enable=False), "tiled_mlp": {}, "override_config": {}}
     own: dict[str, Any] = {"forward_only": True, "dtype": "float32", "use_remove_padding": job["packed"]}
     config = _engine_config("engine.router_replay.mode=R3", **own, **job["sizes"])

@@ -28,6 +28,7 @@ _GRACE = (
 POLL = 0.02
 _LAST_WORDS = 10.0  # seconds in which a failed rank may flush buffers, while the others wait for it
 _PR_SET_PDEATHSIG = 1
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -85,10 +86,18 @@ def spawn_ranks(command: Sequence[str], num_ranks: int, folder: Path) -> int:
 
 
 def _die_with(launcher: int) -> None:
-    """Ask Linux to kill this process when its launcher ends; exit if it has ended already."""
+    """Ask Linux to kill this process when its launcher ends; exit if it has ended already.
+
+    The new process gets the signals again that the launcher blocks while it starts ranks.
+    """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
         os._exit(1)
+
+
+def _unblock_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
 
 
 def _set_up_rank(rank: int, environment: dict[str, str], folder: Path) -> None:
@@ -110,9 +119,18 @@ def _set_up_rank(rank: int, environment: dict[str, str], folder: Path) -> None:
 def _supervise(start: Callable[[int, dict[str, str]], int], num_ranks: int, folder: Path) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
-    with listening() as listener:
-        pids = {start(rank, rank_environment(rank, num_ranks, listener)): rank for rank in range(num_ranks)}
+    # a signal that arrives while ranks start waits until it can be forwarded to all of them
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    try:
+        with listening() as listener:
+            pids = {
+                start(rank, rank_environment(rank, num_ranks, listener)): rank for rank in range(num_ranks)
+            }
+    except BaseException:
+        _unblock_signals()
+        raise
     with _forward_signals(list(pids)) as received:
+        _unblock_signals()
         ended: list[End] = []
         try:
             ended = _wait(pids, lambda end: end.code != 0 or not done_mark(folder, end.rank).exists())
