@@ -1,4 +1,4 @@
-"""LLaMA-Factory 0.9.5 trains on mca through ``mcore_adapter`` with the losses of its own Hugging Face runs.
+"""LLaMA-Factory 0.9.5 trains on mca through ``mcore_adapter`` with the losses of LLaMA-Factory's Hugging Face runs.
 
 The stage ``llamafactory`` of ``.ci/stages.sh`` makes the environment ``.venv-lf``. Then:
 

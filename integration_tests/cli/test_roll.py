@@ -64,7 +64,7 @@ IMPORTED = {
         "get_megatron_lr_scheduler",
     ],
 }
-"""What ROLL imports in its strategy, weight update and model provider."""
+"""Names that ROLL imports in its strategy, weight update and model provider."""
 
 
 def facade() -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""verl trains on mca's engine with the losses of its own FSDP engine, and resumes bit for bit.
+"""verl trains on mca's engine with the losses of verl's FSDP engine, and resumes bit for bit.
 
     .venv-verl/bin/python -m pytest -n 0 integration_tests/cli/test_verl.py
 

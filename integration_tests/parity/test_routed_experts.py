@@ -51,7 +51,7 @@ def shape_of(reference: Reference) -> RoutedExperts:
 
 
 def forced_log_probs(reference: Reference, experts: Tensor) -> Tensor:
-    """Of transformers' model, whose rows are not padded: attention is causal."""
+    """Return the log-probabilities of transformers' model, whose rows are not padded: attention is causal."""
     model = hf_model(reference.model)
     with torch.no_grad(), forced_experts(model, experts, shape_of(reference)):
         return log_probs_of(model(reference.input_ids, use_cache=False).logits, reference.input_ids)

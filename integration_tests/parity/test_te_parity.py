@@ -86,7 +86,7 @@ def compared(reference: Reference, layout: str) -> dict[str, Any]:
 
 
 Measured = tuple[Path, dict[Case, list[dict[str, Any]]]]
-"""Where gradients lie, and what all ranks found."""
+"""Directory of the gradients, and the results of all ranks."""
 
 
 @pytest.fixture

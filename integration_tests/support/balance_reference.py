@@ -53,14 +53,14 @@ def expected(folder: Path, kind: str) -> Path:
 
 
 def targets_of() -> list[int]:
-    """Of the model and of the MTP layer."""
+    """Count the targets of the model and of the MTP layer."""
     return [sum(int(mask[first:].sum()) for _, mask in samples()) for first in (1, 2)]
 
 
 @cache
 @torch.no_grad()
 def prediction_loss() -> float:
-    """Of the MTP layer before the first step."""
+    """Return the loss of the MTP layer before the first step."""
     model = deepseek_with_prediction()
     return float(sum(_entropies(model, *sample)[1] for sample in samples())) / targets_of()[1]
 

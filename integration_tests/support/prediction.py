@@ -38,7 +38,7 @@ MIMO = {
 
 
 SCALE = 0.3
-"""Of the MTP layers' loss where a test takes it into account."""
+"""Weight of the MTP layers' loss where a test takes it into account."""
 
 
 class PredictionLayer(torch.nn.Module):

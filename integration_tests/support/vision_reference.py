@@ -80,7 +80,7 @@ def _video_places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
 
 
 def _video_pixels(case: str, number: int) -> dict[str, torch.Tensor]:
-    """What transformers takes of the images and videos of row ``number``."""
+    """Return transformers' inputs for the images and videos of row ``number``."""
     generator = torch.Generator().manual_seed(number)
     high, wide = 2 * SMALL[0], 2 * SMALL[1]
     found = {}
@@ -96,7 +96,7 @@ def _video_pixels(case: str, number: int) -> dict[str, torch.Tensor]:
 
 
 def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torch.Tensor]:
-    """What transformers takes of the images of row ``number``."""
+    """Return transformers' inputs for the images of row ``number``."""
     if not row:
         return {}
     if case.endswith(WITH_VIDEOS):
@@ -210,7 +210,7 @@ def joined(images: tuple[dict[str, torch.Tensor], ...]) -> dict[str, torch.Tenso
 def of_chunk(
     images: dict[str, torch.Tensor], ids: torch.Tensor, row: tuple[ImageSpan, ...]
 ) -> dict[str, torch.Tensor]:
-    """What a chunk takes of a row's images and videos: the frames of both, in the order of their tokens."""
+    """Return a chunk's inputs for a row's images and videos: the frames of both, in the order of their tokens."""
     if "video_grid_thw" not in images:
         return images
     left = {IMAGE: images["pixel_values"], VIDEO: images["pixel_values_videos"]}

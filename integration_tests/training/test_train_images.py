@@ -33,7 +33,7 @@ ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 )
 GOOD = (True, False, True, True)
 Row = dict[str, torch.Tensor]
-"""What transformers takes of one, with labels."""
+"""transformers' inputs for one row, with labels."""
 Said = Callable[[Row], torch.Tensor]
 
 

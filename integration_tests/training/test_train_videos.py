@@ -36,7 +36,7 @@ ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 )
 GOOD = (True, False, True, True)
 Row = dict[str, torch.Tensor]
-"""What transformers takes of one, with labels."""
+"""transformers' inputs for one row, with labels."""
 LAYOUTS = {
     "one": (),
     "tp2sp": ("--tensor_model_parallel_size", "2", "--sequence_parallel"),

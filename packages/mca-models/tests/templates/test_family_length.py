@@ -30,7 +30,7 @@ LONGER = {
     "older than Llama: names, arrangements and keys that no other family has": (
         *("bloom", "falcon", "gpt2", "gpt_neox", "gptj", "opt"),
     ),
-    "an MTP layer that stands before the final norm, under names of its own": ("mimo",),
+    "an MTP layer before the final norm, under separate names": ("mimo",),
     "experts on a shortcut, and some without weights": ("longcat_flash",),
     "an indexer of blocks, and activations with limits": ("minimax_m3_vl_text",),
     "experts with biases, in one tensor and interleaved": ("gpt_oss",),

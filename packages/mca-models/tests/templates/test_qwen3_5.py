@@ -35,7 +35,7 @@ def test_prediction_layers_beside_the_model(case: str, tmp_path: Path) -> None:
     inside = {
         name for param in family.params(stacked) for name in param.hf_names() if name.startswith("mtp.")
     }
-    assert inside == names  # MTP layers may hold experts one by one beside stacked ones
+    assert inside == names  # MTP layers may hold single experts next to stacked ones
     shapes = {param.mca_name(): full_shape(param, found) for param in params}
     assert shapes["mtp.layers.0.eh_proj.weight"] == (32, 64)
     # the gated attention of a decoder layer: (4 heads * 2 + 2 groups * 2) * 16

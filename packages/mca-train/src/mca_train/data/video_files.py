@@ -27,7 +27,7 @@ from mca_train.types import Upstream
 _FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,ogg,asf,gif,h264,hevc"
 """Containers of one file; playlists (hls, concat, dash) would open others."""
 _TRAILING = 2
-"""Frames at the end that a container may count and that cannot be decoded; the last frame stands in for them."""
+"""Frames at the end that a container may count and that cannot be decoded; the last frame replaces them."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class _GatherTokens(torch.autograd.Function):
 def context_parallel_gather(context_parallel_input: Tensor, parallel_dim: int = -1) -> Tensor:
     """Return the tokens of all context-parallel ranks in order.
 
-    Every rank must compute the same loss from the result: each keeps the gradient of its own tokens.
+    Every rank must compute the same loss from the result: each keeps the gradient of the tokens that it holds.
 
     Args:
         context_parallel_input: This rank's tokens of one sequence axis.
