@@ -158,7 +158,7 @@ ANY = {
     "mca_config.reference": 1,
     "mca_convert.commands": 3,
     "mca_models.megatron.features.sparse_mixer": 2,
-    "mca_models.megatron.platform.block_padding": 10,
+    "mca_models.megatron.platform.recompute": 10,
     "mca_models.storage.safetensors": 1,
     "mca_models.torch_checkpoint.allowed_globals": 1,
     "mca_models.weights.arrays": 5,
