@@ -112,7 +112,7 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("platform",),
         ("features",),
         ("distributed",),
-        ("live",),
+        ("live_model",),
         ("factory",),
         ("state", "forward"),
         ("log_probs",),
