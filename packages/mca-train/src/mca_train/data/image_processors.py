@@ -307,9 +307,7 @@ def image_tokens(
     if kind == "plain":
         return PlainTokens(processor, token, _tokens_per_image(config))
     if kind == "tile_rows":
-        return TileRowTokens(
-            processor, token, _tokens_per_image(config), _ids(tokenizer, *_TILE_ROW_MARKS)
-        )
+        return TileRowTokens(processor, token, _tokens_per_image(config), _ids(tokenizer, *_TILE_ROW_MARKS))
     return _MAKERS[kind](processor, token, vision, tokenizer)
 
 

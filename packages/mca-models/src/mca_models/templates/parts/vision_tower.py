@@ -24,8 +24,9 @@ SPELLING, MORE = "hf_spelling", "hf_vision_more"
 """Facts in ``extra``: which of the family's spellings a checkpoint has; tensors that no table names, with shapes."""
 
 ImageTokenKind = Literal["patches", "tiles", "tile_rows", "lines", "fixed", "plain"]
-"""Division of an image into tokens: a grid of merged patches, tiles of equally many tokens, the same in rows with
-marks between them (``tile_rows``), lines with a mark after each, or a fixed number of tokens, with Gemma's marks around them (``fixed``) or alone (``plain``)."""
+"""Division of an image into tokens: a grid of merged patches, tiles of equally many tokens, the same in rows with marks
+between them (``tile_rows``), lines with a mark after each, or a fixed number of tokens, with Gemma's marks around them
+(``fixed``) or alone (``plain``)."""
 
 VideoTokenKind = Literal["together", "timestamps", "second_after", "seconds_after"]
 """Frames of a video one after the other; each between marks behind its time in words (``timestamps``), or in front of
