@@ -200,7 +200,7 @@ class NestedTextConfig:
     Args:
         text_model_type: HF's name of the text model.
         tied: Whether the head is tied if the file does not say.
-        text_ties: Whether ``tie_word_embeddings`` of the text part ties it ``too``, ``alone`` or ``never``; ``nothing``:
+        text_ties: If ``tie_word_embeddings`` of the text part ties it ``too``, ``alone`` or ``never``; ``nothing``:
             transformers' class always has a separate head.
         rope: Sections of RoPE, where the family has any, if the file does not say; and whether they interleave.
         deepstack: How many decoder layers get features, by the vision model's configuration.
