@@ -29,6 +29,7 @@ SPARSE = (
     "glm4v_moe",
     "glm46v-moe",
     "llama4-moe",
+    "kimi_k25-moe",
     "minimax_m3_vl-moe",
     "mistral3-mistral4-moe",
 )

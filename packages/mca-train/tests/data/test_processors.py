@@ -18,6 +18,8 @@ from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
 from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.kimi_k25.image_processing_kimi_k25 import Kimi_K25ImageProcessor
+from transformers.models.kimi_k25.processing_kimi_k25 import Kimi_K25Processor
 from transformers.models.llama4.image_processing_llama4 import Llama4ImageProcessor
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 from transformers.models.llava.processing_llava import LlavaProcessor
@@ -183,6 +185,21 @@ LLAMA4 = Case(
     {"patch_size": 4},
     ("<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
 )
+KIMI = Case(
+    lambda: Kimi_K25Processor,
+    "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>",
+    {
+        "image_token": "<|media_pad|>",
+        "video_token": "<|kimi_k25_video_placeholder|>",
+        "start_token": "<|media_begin|>",
+        "content_token": "<|media_content|>",
+        "end_token": "<|media_end|>",
+    },
+    lambda: Kimi_K25ImageProcessor(
+        patch_size=4, merge_size=2, max_patches=64, size={"max_height": 8, "max_width": 8}
+    ),
+    lambda ids: {"image_token_id": ids["image_token"], "video_token_id": ids["video_token"]},
+)
 CASES = {
     "qwen2_vl": qwen(Qwen2VLProcessor),
     "qwen2_5_vl": qwen(Qwen2_5_VLProcessor),
@@ -198,6 +215,7 @@ CASES = {
     "gemma3": GEMMA,
     "llava": LLAVA,
     "llama4": LLAMA4,
+    "kimi_k25": KIMI,
 }
 
 _TURNS = (
@@ -364,7 +382,8 @@ def with_template(family, style):
     tokenizer, whole, _ = made(family)
     case = CASES[family]
     names = {token: name for name, token in case.tokens.items()}
-    named = "".join(f"{{{{ {names[part]} }}}}" for part in case.mark.replace("><", ">\0<").split("\0"))
+    parts = case.mark.replace("><", ">\0<").split("\0")
+    named = "".join(f"{{{{ {names[part]} }}}}" if part in names else part for part in parts)
     template = STYLES[style].replace("MARK", case.mark).replace("NAMED", named)
     tokenizer.chat_template = whole.chat_template = template
 

@@ -88,6 +88,8 @@ class VisionTower:
         sizes = _sizes(config.model_type, config.vision_fields["vision_config"])
         if {"depth", "spatial_merge_size", "temporal_patch_size"} <= sizes.keys():
             pictures: ImageLayout = "patches", None, sizes["spatial_merge_size"]
+        elif "merge_kernel_size" in sizes:
+            pictures = "patches", None, _square_side(sizes["merge_kernel_size"])
         elif sizes["model_type"] in _BLOCKS:
             pictures = _image_layout(config, config.vision_fields, sizes)
         else:
