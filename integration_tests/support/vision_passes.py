@@ -19,6 +19,7 @@ DENSE = (
     "gemma3",
     "llava",
     "glm46v",
+    "qwen2_audio",
 )
 VIDEOS = tuple(f"{model}-video" for model in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"))
 SPARSE_VIDEOS = ("qwen3_vl_moe-video", "qwen3_5_moe-video")
