@@ -98,6 +98,15 @@ def _split_images(images: JsonObject, config: McaModelConfig) -> list[_Image]:
             _Image({"pixel_values": part, "image_sizes": size}, count, count)
             for part, size, count in zip(pixels.split(1), sizes.split(1), rows, strict=True)
         ]
+    if (positions := images.get("image_position_ids")) is not None:
+        sizes = vision["vision_config"]
+        token = 3 * (sizes.get("patch_size", 16) * sizes.get("pooling_kernel_size", 3)) ** 2
+        patches = (positions >= 0).all(-1).sum(-1)
+        rows = (patches * pixels.shape[-1] // token).tolist()
+        return [
+            _Image({"pixel_values": part, "image_position_ids": position}, pixels.shape[1], count)
+            for part, position, count in zip(pixels.split(1), positions.split(1), rows, strict=True)
+        ]
     fixed = get_family(config.model_type).vision
     assert fixed is not None and fixed.tokens_per_image is not None, (
         "images have grids, sizes or a fixed number"

@@ -23,13 +23,15 @@ PREFIX = "vision_model."
 SPELLING, MORE = "hf_spelling", "hf_vision_more"
 """Facts in ``extra``: which of the family's spellings a checkpoint has; tensors that no table names, with shapes."""
 
-ImageTokenKind = Literal["patches", "tiles", "lines", "fixed", "plain"]
+ImageTokenKind = Literal["patches", "tiles", "lines", "fixed", "plain", "pooled"]
 """Division of an image into tokens: a grid of merged patches, tiles of equally many tokens, lines with a mark after
-each, or a fixed number of tokens, with Gemma's marks around them (``fixed``) or alone (``plain``)."""
+each, a fixed number of tokens, with Gemma 3's marks around them (``fixed``) or alone (``plain``), or a grid of pooled
+patches between Gemma 4's marks (``pooled``)."""
 
-VideoTokenKind = Literal["together", "timestamps", "second_after", "seconds_after"]
-"""Frames of a video one after the other; each between marks behind its time in words (``timestamps``), or in front of
-its whole second (``second_after``) or its seconds (``seconds_after``), as an image."""
+VideoTokenKind = Literal["together", "timestamps", "second_after", "seconds_after", "minutes"]
+"""Frames of a video one after the other; each between marks behind its time in words (``timestamps``) or its minutes
+and seconds (``minutes``), or in front of its whole second (``second_after``) or its seconds (``seconds_after``), as an
+image."""
 
 _TEXT, _HEAD = "model.", "lm_head."
 _KEYS = (
@@ -38,7 +40,8 @@ _KEYS = (
     *("image_end_token_id", "video_start_token_id", "video_end_token_id", "mm_tokens_per_image"),
     *("image_seq_length", "downsample_ratio", "projector_hidden_act", "vision_feature_layer"),
     *("vision_feature_select_strategy", "multimodal_projector_bias", "spatial_merge_size"),
-    *("projector_hidden_size", "video_token_index"),
+    *("projector_hidden_size", "video_token_index", "boi_token_id", "eoi_token_id", "audio_config"),
+    *("audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
 )
 _ROPES = ("rope_parameters", "rope_scaling")
 _MROPE = ("mrope_section", "mrope_interleaved")
@@ -122,6 +125,8 @@ class VisionModel:
         video_tokens: How a video in a row becomes tokens; None: mca does not write the tokens of its frames.
         tokens_per_second: Time positions of a second of video if ``vision_config`` does not say; None: a frame is one.
         tokens_per_image: Features of an image, or of a tile, where all have the same number.
+        reach: How many later tokens an image token attends to at most; 0: attention is causal.
+        windowed: Only layers with a sliding window have bidirectional attention inside images.
     """
 
     tensors: Callable[[McaModelConfig], Shapes]
@@ -132,6 +137,8 @@ class VisionModel:
     video_tokens: VideoTokenKind | None = None
     tokens_per_second: float | None = None
     tokens_per_image: Callable[[McaModelConfig], int] | None = None
+    reach: Callable[[McaModelConfig], int] = lambda config: 0
+    windowed: bool = False
 
     def component(self, name: str, config: McaModelConfig) -> str:
         """Return the component of a vision model's ``name``: ``vision``, ``projector``, or ``unused``."""
