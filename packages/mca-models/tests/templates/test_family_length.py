@@ -15,7 +15,7 @@ BOUND = 40
 
 LONGER = {
     "a table of a vision model's tensors": (
-        *("glm4v", "internvl", "llama4", "minimax_m3_vl", "mistral3", "qwen2_vl"),
+        *("gemma4_unified", "glm4v", "internvl", "llama4", "minimax_m3_vl", "mistral3", "qwen2_vl"),
     ),
     "keys of the text model that files leave out": ("gemma3",),
     "a tower of two kinds, whose last layers no feature depends on": ("llava",),
