@@ -1,4 +1,4 @@
-"""Images and videos: the loss and the gradient of every parameter, the vision model's too, are transformers'.
+"""Images, videos and audio: the loss and the gradient of every parameter, the vision model's too, are transformers'.
 
 `--cases all` tests all families on all layouts.
 """
@@ -72,7 +72,7 @@ def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     always=[
         *("qwen2_5_vl-tp2cp2packed-sp", "mistral3-tp2sp", "gemma3-tp2cp2packed-sp"),
         *("qwen3_5_moe-tp2ep2etp1", "glm4v_moe-cp2packed"),
-        *("qwen2_5_vl-video-cp2packed", "qwen3_vl-video-tp2sp"),
+        *("qwen2_5_vl-video-cp2packed", "qwen3_vl-video-tp2sp", "qwen2_audio-tp2cp2packed-sp"),
         *("gemma4-31b-tp2cp2packed-sp", "gemma4-e2b-video-tp2sp", "gemma4_unified-pp2"),
     ],
 )
@@ -93,7 +93,11 @@ def test_references_are_not_trivial(case: str, tmp_path: Path) -> None:
     """Images reach the loss, and every parameter of the vision model that its family uses has a gradient."""
     reference = mixed(case, tmp_path)
     gradients = read(reference.gradients)
-    tower = {name: x for name, x in gradients.items() if re.search("visual|vision_(tower|model|embedder)", name)}
+    tower = {
+        name: x
+        for name, x in gradients.items()
+        if re.search("visual|(vision|audio)_(tower|model|embedder)", name)
+    }
     assert len(tower) > 8
     config = config_from_hf(json.loads((reference.path / "config.json").read_text()))
     unused = get_family(config.model_type).vision.unused(config)  # type: ignore[union-attr]
@@ -148,6 +152,32 @@ def _no_part_without_images() -> None:
     from mca_models.megatron.features import images
 
     images.empty_features = lambda vision, config, trained: None
+
+
+def _summed() -> None:
+    from mca_models.megatron.features import images
+
+    def count_twice(parameter: Any, *, sequence_parallel: bool) -> None:
+        parameter.sequence_parallel = True
+
+    images.mark_replicated_gradient = count_twice
+
+
+def _all_frames_count() -> None:
+    import transformers.masking_utils
+
+    transformers.masking_utils.create_bidirectional_mask = lambda **settings: None
+
+
+def _clips_exchanged() -> None:
+    from mca_models.megatron.features import image_features
+
+    def exchange(model: Any, clips: dict[str, torch.Tensor]) -> torch.Tensor:
+        rows = run_audio(model, clips)
+        return rows if len(clips["input_features"]) < 2 else torch.cat([rows[4:], rows[:4]])
+
+    run_audio = image_features.run_audio
+    image_features.run_audio = exchange
 
 
 def _shared_gradients_stay_apart() -> None:
@@ -252,6 +282,11 @@ FAULTS = {
     "gradients of shared images stay apart": (_shared_gradients_stay_apart, "qwen2_5_vl", "cp2"),
     "gradients of shared frames stay apart": (_shared_gradients_stay_apart, "qwen2_5_vl-video", "tp2sp"),
     "averaged over tensor ranks": (_averaged, "qwen2_5_vl", "tp2sp"),
+    "clips counted on each tensor rank": (_summed, "qwen2_audio", "tp2"),
+    "mask of audio lengths ignored": (_all_frames_count, "qwen2_audio", "tp1"),
+    "features of two clips exchanged": (_clips_exchanged, "qwen2_audio", "tp1"),
+    "no part without clips": (_no_part_without_images, "qwen2_audio", "dp2overlap"),
+    "gradients of shared clips stay apart": (_shared_gradients_stay_apart, "qwen2_audio", "cp2"),
     "one position for each token": (_one_position, "qwen2_5_vl", "tp1"),
     "inner features in a closure": (_features_in_a_closure, "qwen3_vl", "pp2recompute"),
     "no part without images": (_no_part_without_images, "qwen2_vl", "dp2overlap"),
@@ -268,7 +303,11 @@ def compute_with(fault: str, work: list[Mixed], layout: str, folder: Path) -> li
     0,
     always=[
         *("gradients of shared images stay apart", "attention inside images is causal"),
-        *("placeholders have per-layer embeddings", "frames are in another order"),
+        *(
+            "placeholders have per-layer embeddings",
+            "frames are in another order",
+            "mask of audio lengths ignored",
+        ),
     ],
 )
 @pytest.mark.parametrize("fault", FAULTS)

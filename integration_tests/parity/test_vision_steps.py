@@ -68,7 +68,7 @@ def exports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_transformers_makes_the_same_of_an_export_and_images(model: str, exports: dict[str, Mixed]) -> None:
     reference, theirs = exports[model], vision_reference.vision_model(model)
     path = reference.path.parent / f"{model}-exported"
-    ours = transformers.AutoModelForImageTextToText.from_pretrained(path, attn_implementation="eager").eval()
+    ours = transformers.AutoModelForMultimodalLM.from_pretrained(path, attn_implementation="eager").eval()
     with torch.no_grad():
         found, right = (
             vision_reference.logits_of(each, reference.input_ids, reference.images) for each in (ours, theirs)
@@ -117,7 +117,7 @@ def test_three_clipped_steps_of_a_delta_net_are_exact_in_fp64(tmp_path: Path) ->
     """In fp32 the third norm is off by 3e-4, as that of transformers is if 1e-7 of noise is in the weights."""
     reference = mixed("qwen3_5", tmp_path)
     config = copy.deepcopy(vision_reference.vision_model("qwen3_5").config)
-    make = transformers.AutoModelForImageTextToText.from_config
+    make = transformers.AutoModelForMultimodalLM.from_config
     weights = vision_reference.vision_model("qwen3_5").state_dict()
     model = in_double(lambda: make(config, **PLAIN), weights)
     with double_precision():

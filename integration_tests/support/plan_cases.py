@@ -159,6 +159,17 @@ MODELS |= {
         "vision_config": _TOWER | {"model_type": "clip_vision_model", "image_size": 336},
     },
 }
+MODELS["tile rows"] = {
+    "model_type": "llama4",
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "image_token_index": 31990,
+    "text_config": _BASE
+    | {"model_type": "llama4_text", "num_local_experts": 8, "intermediate_size_mlp": 2816, "head_dim": 64}
+    | {"interleave_moe_layer_step": 2, "attention_chunk_size": 512},
+    "vision_config": _TOWER
+    | {"model_type": "llama4_vision_model", "image_size": 336, "projector_input_dim": 1024}
+    | {"projector_output_dim": 1024, "vision_output_dim": 1024},
+}
 TP, PP, VPP, CP, EP, ETP = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -284,6 +295,8 @@ CASES: dict[str, tuple[str, str, int, Values]] = {
     "sized frozen": ("sized", "sft", 8, {}),
     "both ways": ("both ways", "sft", 8, {"freeze": []}),
     "inner layer": ("inner layer", "sft", 8, {"freeze": []}),
+    "tile rows": ("tile rows", "sft", 8, {"freeze": [], EP: 4}),
+    "tile rows frozen": ("tile rows", "sft", 8, {PP: 2, EP: 4}),
     "inner layer frozen": ("inner layer", "sft", 8, {PP: 2}),
     "both ways frozen": ("both ways", "sft", 8, {PP: 2}),
 }

@@ -22,6 +22,7 @@ DENSE = (
     "gemma4_unified",
     "llava",
     "glm46v",
+    "qwen2_audio",
 )
 VIDEOS = tuple(
     f"{model}-video"

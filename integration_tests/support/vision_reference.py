@@ -13,7 +13,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "mca-models" / "tests"))
 import tiny_vision
 
-from mca_models.images import ImageSpan, attention_ends, feature_rows, positions
+from mca_models.images import ImageSpan, attention_ends, feature_rows_of_batch, positions
 
 LENGTH, IMAGE, VIDEO = 24, 65, 66
 SMALL, WIDE = (2, 2), (2, 4)
@@ -25,6 +25,8 @@ ROWS: tuple[tuple[tuple[int, tuple[int, int]], ...], ...] = (
     (),
 )
 """Each row's images: where they begin, and their size. The second and the last micro-batch have none."""
+HEARING = ("qwen2_audio",)
+"""Begin the names of cases whose rows have audio clips, each of as many tokens as an image."""
 WITH_VIDEOS = "-video"
 """Ends the names of cases whose rows have videos."""
 VIDEO_ROWS: tuple[tuple[tuple[int, int], ...], ...] = (((3, 0), (9, 2)), (), ((2, 3), (18, 0)), ())
@@ -59,6 +61,11 @@ def places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
     """Where the images of each row are; InternVL's tiles and Gemma's images are all of one size."""
     if case.endswith(WITH_VIDEOS):
         return _video_places(case)
+    if case.startswith(HEARING):
+        return tuple(
+            tuple(ImageSpan(start, 1, high * wide, medium="audio") for start, (high, wide) in row)
+            for row in ROWS
+        )
     tiled = case.startswith(("internvl", "gemma3", "llava", "llama4"))
     return tuple(tuple(ImageSpan(start, *(SMALL if tiled else size)) for start, size in row) for row in ROWS)
 
@@ -137,10 +144,22 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
             "pixel_values": torch.randn(len(row), 3, high, wide, generator=generator),
             "image_sizes": sizes,
         }
+    if case.startswith(HEARING):
+        return _clips(row, generator)
     grid = torch.tensor([(1, 2 * each.rows, 2 * each.columns) for each in row])
     return {
         "pixel_values": torch.randn(int(grid.prod(1).sum()), 96, generator=generator),
         "image_grid_thw": grid,
+    }
+
+
+def _clips(row: tuple[ImageSpan, ...], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return spectrograms of clips, padded to one length, whose padding is noise too."""
+    most = 4 * max(height * width for height, width in (SMALL, WIDE))
+    frames = torch.tensor([4 * each.tokens for each in row])
+    return {
+        "input_features": torch.randn(len(row), 8, most, generator=generator),
+        "feature_attention_mask": (torch.arange(most) < frames[:, None]).long(),
     }
 
 
@@ -149,7 +168,7 @@ def vision_model(case: str) -> Any:
     """The model of ``case`` in fp32, its weights random and far from their initial ones."""
     described = tiny_vision.described(case.removesuffix(WITH_VIDEOS))
     config = transformers.AutoConfig.for_model(**copy.deepcopy(described))
-    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+    model = transformers.AutoModelForMultimodalLM.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(len(case))
     saved = model.state_dict()
     with torch.no_grad():
@@ -300,10 +319,7 @@ def batch_of(reference: Mixed, rows: range, *, sections: bool) -> dict[str, Any]
         of_chunk(reference.images[row], reference.input_ids[row], reference.places[row]) for row in rows
     )
     if images := joined(taken):
-        first, found = 0, []
-        for row in where:
-            found.append(torch.from_numpy(feature_rows(LENGTH, row, first)))
-            first += sum(each.tokens for each in row)
+        found = [torch.from_numpy(rows) for rows in feature_rows_of_batch([LENGTH] * len(where), where)]
         batch["attention_ends"] = torch.stack(
             [torch.from_numpy(attention_ends(LENGTH, row)) for row in where]
         )

@@ -1,4 +1,4 @@
-"""Tiny random HF checkpoints of every family with a vision model, made and saved by transformers itself."""
+"""Tiny random HF checkpoints of every family with a vision model or an audio tower, saved by transformers itself."""
 
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,17 @@ _GEMMA4: dict[str, Any] = {
     },
     **{"boa_token_id": 64, "eoa_token_index": 63},
 }
+WHISPER: dict[str, Any] = {
+    "num_mel_bins": 8,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "d_model": 16,
+    "max_source_positions": 16,
+}
 
 Case = tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]
-# name -> (model_type, what differs from SIZE in the text part, the vision part, what stands beside them)
+# name -> (model_type, what differs from SIZE in the text part, the vision part if there is one, the other keys)
 CASES: dict[str, Case] = {
     "qwen2_vl": (
         "qwen2_vl",
@@ -222,6 +230,12 @@ CASES: dict[str, Case] = {
         {**_SIGLIP, "model_type": "pixtral", "head_dim": 8},
         {"image_token_index": 65, "tie_word_embeddings": False},
     ),
+    "qwen2_audio": (
+        "qwen2_audio",
+        {"model_type": "qwen2", "head_dim": 8},
+        {},
+        {"audio_config": WHISPER, "audio_token_index": 65},
+    ),
 }
 
 
@@ -231,8 +245,8 @@ def described(case: str, **different: Any) -> dict[str, Any]:
     return {
         "model_type": model_type,
         "text_config": {**tiny_hf.SIZE, **text, **different},
-        "vision_config": dict(vision),
-        **beside,
+        **({"vision_config": dict(vision)} if vision else {}),
+        **{key: dict(value) if isinstance(value, dict) else value for key, value in beside.items()},
     }
 
 
@@ -240,7 +254,7 @@ def model_of(case: str, **different: Any) -> Any:
     """The model of ``case`` in transformers; no weight is a constant."""
     config = transformers.AutoConfig.for_model(**described(case, **different))
     torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(config)
+    model = transformers.AutoModelForMultimodalLM.from_config(config)
     with torch.no_grad():
         for tensor in [*model.parameters(), *tiny_hf.saved_buffers(model)]:
             if tensor.dim() < 2 or tensor.min() == tensor.max():

@@ -31,6 +31,7 @@ PUBLISHED = {
     "glm-4.6v": pytest.approx(107.7e9, abs=0.1e9),
     "llava-1.5-7b": 7_063_427_072,
     "llama-4-scout": pytest.approx(108.64e9, abs=0.01e9),
+    "qwen2-audio-7b": pytest.approx(8.40e9, abs=0.01e9),
     "internvl3-78b": 78_408_318_336,
     "gemma-3-27b": 27_432_406_640,
     "gemma-4-31b": 31_273_088_876,
@@ -129,7 +130,7 @@ def test_whether_the_head_is_tied_is_as_transformers_has_it(
     hf = {key: value for key, value in hf.items() if key != "tie_word_embeddings"} | said(outer)
     config = transformers.AutoConfig.for_model(**json.loads(json.dumps(hf)))
     with torch.device("meta"):
-        model = transformers.AutoModelForImageTextToText.from_config(config)
+        model = transformers.AutoModelForMultimodalLM.from_config(config)
     model.tie_weights()
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert config_from_hf(hf).head.tie_word_embeddings is tied
@@ -193,7 +194,9 @@ def test_absent_keys_mean_what_transformers_says(kind: str) -> None:
         "mistral3": {"model_type": "mistral"},
         "glm4v_moe": {"head_dim": 128},  # of the default, 42, transformers rotates an odd number of channels
     }.get(kind, {})
-    full = transformers.AutoConfig.for_model(kind, text_config=dict(text), vision_config={}).to_dict()
+    towers = ["audio_config"] if kind == "qwen2_audio" else ["vision_config"]
+    empty: dict[str, Any] = {tower: {} for tower in towers}
+    full = transformers.AutoConfig.for_model(kind, text_config=dict(text), **empty).to_dict()
     sizes = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
     sizes += (
         "max_position_embeddings",
@@ -203,7 +206,7 @@ def test_absent_keys_mean_what_transformers_says(kind: str) -> None:
         "shared_expert_intermediate_size",
     )
     least = {key: full["text_config"][key] for key in sizes if key in full["text_config"]}
-    bare = {"model_type": kind, "text_config": {**text, **least}, "vision_config": {}}
+    bare = {"model_type": kind, "text_config": {**text, **least}, **empty}
     written, guessed = config_from_hf(full), config_from_hf(bare)
     same: dict[str, Any] = {"hf_config": {}, "dtype": "float32", "vision_fields": {}, "extra": {}}
     assert guessed.replace_fields(**same) == written.replace_fields(**same)
@@ -239,7 +242,7 @@ def test_every_published_config_is_checked() -> None:
 def test_published_models_have_transformers_tensors(name: str) -> None:
     hf = json.loads((CONFIGS / f"{name}.json").read_text())
     with torch.device("meta"):
-        model = transformers.AutoModelForImageTextToText.from_config(
+        model = transformers.AutoModelForMultimodalLM.from_config(
             transformers.AutoConfig.for_model(**json.loads(json.dumps(hf)))
         )
     expected = {name: tuple(x.shape) for name, x in model.state_dict().items()}
@@ -271,6 +274,7 @@ def test_published_models_have_transformers_tensors(name: str) -> None:
             {"text_config": {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}},
             "'rope_type' is 'dynamic' with mrope_section",
         ),
+        ("qwen2_audio", {"audio_config": None}, "'audio_config' must be an object"),
         ("qwen3_vl", {"is_causal": False}, "'is_causal' is False"),
         ("qwen3_vl", {"text_config": {"is_causal": False}}, "'is_causal' is False"),
     ],

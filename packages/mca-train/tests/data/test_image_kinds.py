@@ -10,10 +10,11 @@ import transformers
 from drawn_images import draw
 from PIL import Image
 from tokenizers_for_tests import byte_tokenizer
-from transformers import Gemma3Processor, LlavaProcessor
+from transformers import Gemma3Processor, Llama4Processor, LlavaProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.llama4.image_processing_llama4 import Llama4ImageProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from mca_config.errors import McaError, UsageError
@@ -143,7 +144,31 @@ def llava():
     return kind, expected
 
 
-KINDS = {"internvl": internvl, "mistral3": mistral3, "gemma3": gemma3, "llava": llava}
+def llama4():
+    marks = ("<|patch|>", "<|image|>", "<|image_start|>", "<|image_end|>")
+    kind = Kind(
+        "llama4",
+        (*marks, "<|tile_x_separator|>", "<|tile_y_separator|>"),
+        Llama4ImageProcessor(size=SIDE, max_patches=6),
+        lambda ids: {"image_token_index": ids[0], "vision_config": {"image_size": 16, "patch_size": 4}},
+        "<|image|>",
+    )
+    whole = Llama4Processor(kind.processor, kind.tokenizer, patch_size=4)
+
+    def expected(text, images):
+        made = whole(images=images, text=[text.replace("@", "<|image|>")], return_tensors="pt")
+        return made["input_ids"][0].tolist(), {"pixel_values": made["pixel_values"]}
+
+    return kind, expected
+
+
+KINDS = {
+    "internvl": internvl,
+    "mistral3": mistral3,
+    "gemma3": gemma3,
+    "llava": llava,
+    "llama4": llama4,
+}
 
 
 @pytest.fixture(params=KINDS)
@@ -183,6 +208,7 @@ def test_tokens_and_pixels_are_those_of_the_familys_own_processor(made):
             "mistral3": "[IMG]",
             "gemma3": "<image_soft_token>",
             "llava": "<image>",
+            "llama4": "<|patch|>",
         }[kind.config.model_type]
     )
     reported = torch.zeros_like(placeholder)

@@ -18,6 +18,8 @@ from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
 from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.llama4.image_processing_llama4 import Llama4ImageProcessor
+from transformers.models.llama4.processing_llama4 import Llama4Processor
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
@@ -61,6 +63,7 @@ class Case:
         images: The image processor.
         vision: What ``config.json`` says of images, from the ids of the tokens.
         options: For the class.
+        written: Tokens that the processor writes without naming them in ``image_token_ids``.
     """
 
     processor: Any
@@ -69,6 +72,7 @@ class Case:
     images: Any
     vision: Any
     options: dict[str, Any] = field(default_factory=dict)
+    written: tuple[str, ...] = ()
 
 
 def qwen(processor_class):
@@ -160,6 +164,25 @@ LLAVA = Case(
     },
     {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
 )
+LLAMA4 = Case(
+    lambda: Llama4Processor,
+    "<|image|>",
+    {
+        "image_token": "<|image|>",
+        "patch_token": "<|patch|>",
+        "start_of_image_token": "<|image_start|>",
+        "end_of_image_token": "<|image_end|>",
+        "tile_x_separator_token": "<|tile_x_separator|>",
+        "tile_y_separator_token": "<|tile_y_separator|>",
+    },
+    lambda: Llama4ImageProcessor(size=SIDE, max_patches=6),
+    lambda ids: {
+        "image_token_index": ids["patch_token"],
+        "vision_config": {"image_size": 16, "patch_size": 4},
+    },
+    {"patch_size": 4},
+    ("<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
+)
 CASES = {
     "qwen2_vl": qwen(Qwen2VLProcessor),
     "qwen2_5_vl": qwen(Qwen2_5_VLProcessor),
@@ -174,6 +197,7 @@ CASES = {
     "mistral3": MISTRAL,
     "gemma3": GEMMA,
     "llava": LLAVA,
+    "llama4": LLAMA4,
 }
 
 _TURNS = (
@@ -361,7 +385,7 @@ FEW = ("raw", "raw and trimmed", "images first", "answers are marked")
 def test_chats_have_the_tokens_of_the_familys_processor(family, style, folder):
     with_template(family, style)
     tokenizer, whole, _ = made(family)
-    written = set(whole.image_token_ids)
+    written = {*whole.image_token_ids, *tokenizer.convert_tokens_to_ids([*CASES[family].written])}
     for name, chat in CHATS.items():
         ids, mask = expected(family, chat, folder)
         tokens, targets = encoded(family, chat, folder)

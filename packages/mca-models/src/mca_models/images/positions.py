@@ -5,16 +5,20 @@ their column, all counted from where the image begins; the text after it goes on
 video follow one another in time, and the text after it goes on behind the longer side of a frame.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from mca_config.types import Values
 from mca_models.weights.arrays import NumpyArray
 
+MEDIA = ("image", "video", "audio")
+"""Media that tokens may be placeholders of."""
+
 
 @dataclass(frozen=True)
 class ImageSpan:
-    """One image among tokens, or one video without text between its frames.
+    """One image among tokens, one video without text between its frames, or one audio clip.
 
     Args:
         start: Its first placeholder.
@@ -22,6 +26,7 @@ class ImageSpan:
         columns: The same.
         frames: Of a video, after frames are merged.
         interval: Time positions from one frame to the next; a frame's own is rounded down.
+        medium: ``image`` for what the vision tower computes, or ``audio``.
     """
 
     start: int
@@ -29,6 +34,7 @@ class ImageSpan:
     columns: int
     frames: int = 1
     interval: float = 1.0
+    medium: Literal["image", "audio"] = "image"
 
     @property
     def tokens(self) -> int:
@@ -41,13 +47,13 @@ def positions(length: int, images: Sequence[ImageSpan]) -> NumpyArray:
 
     Args:
         length: Tokens of the sequence.
-        images: Those in it, in order.
+        images: Those in it, in order; the tokens of audio count as text.
     """
     import numpy as np
 
     found = np.empty((3, length), np.int64)
     token = position = 0
-    for image in images:
+    for image in _pictures(images):
         found[:, token : image.start] = np.arange(image.start - token) + position
         position += image.start - token
         token = image.start + image.tokens
@@ -80,6 +86,25 @@ def feature_rows(length: int, images: Sequence[ImageSpan], first: int = 0) -> Nu
     return found
 
 
+def feature_rows_of_batch(
+    lengths: Sequence[int], sequences: Sequence[Sequence[ImageSpan]]
+) -> list[NumpyArray]:
+    """Return `feature_rows` of each sequence of a micro-batch, whose images' features are before those of its clips.
+
+    Args:
+        lengths: Tokens of each sequence.
+        sequences: Images and clips of each, in the order of their tokens.
+    """
+    found: list[NumpyArray] = [feature_rows(length, ()) for length in lengths]
+    first = 0
+    for medium in ("image", "audio"):
+        for number, images in enumerate(sequences):
+            own = [image for image in images if image.medium == medium]
+            found[number] = found[number].clip(min=feature_rows(lengths[number], own, first))
+            first += sum(image.tokens for image in own)
+    return found
+
+
 def attention_ends(length: int, images: Sequence[ImageSpan]) -> NumpyArray:
     """``[length]`` int64: how many tokens there are up to the last that a token sees, where images see both ways.
 
@@ -90,10 +115,14 @@ def attention_ends(length: int, images: Sequence[ImageSpan]) -> NumpyArray:
     import numpy as np
 
     found = np.arange(1, length + 1)
-    for image in images:
+    for image in _pictures(images):
         end = image.start + image.tokens
         found[image.start : end] = end
     return found
+
+
+def _pictures(images: Sequence[ImageSpan]) -> Iterator[ImageSpan]:
+    return (image for image in images if image.medium == "image")
 
 
 def placeholders(vision: Values | None) -> dict[str, int]:
@@ -104,7 +133,7 @@ def placeholders(vision: Values | None) -> dict[str, int]:
     """
     known = vision or {}
     found: dict[str, int] = {}
-    for medium in ("image", "video"):
+    for medium in MEDIA:
         for key in (f"{medium}_token_id", f"{medium}_token_index"):
             if known.get(key) is not None:
                 found.setdefault(medium, int(known[key]))

@@ -130,6 +130,7 @@ _IN_ITS_FILE = (
     "phi3",
     "phimoe",
     "qwen2_5_vl",
+    "qwen2_audio",
     "qwen2_moe",
     "qwen2_vl",
     "qwen3_5",

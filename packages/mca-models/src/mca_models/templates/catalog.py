@@ -237,6 +237,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "LLaVA 1.5: `llama`, `mistral`, `qwen2` or `qwen3` with a CLIP or SigLIP vision model",
         "as of the text part",
     ),
+    "qwen2_audio": ("`qwen2` with a Whisper encoder", "as of the text part"),
     "minimax_m3_vl": ("`minimax_m3_vl_text` with a vision model", "as of the text part"),
     "phimoe": (
         "3.5: LayerNorm, biases on attention and logits; SparseMixer routing, random in training",
@@ -295,7 +296,7 @@ _REASONS: Mapping[str, str] = {
     ),
     "audio": (
         "fun_asr_nano glmasr granite_speech granite_speech_plus inkling_mm_model kyutai_speech_to_text muse_spark "
-        "nemo_speechlm qwen2_5_omni qwen2_5_omni_thinker qwen2_audio qwen3_asr qwen3_omni_moe qwen3_omni_moe_thinker "
+        "nemo_speechlm qwen2_5_omni qwen2_5_omni_thinker qwen3_asr qwen3_omni_moe qwen3_omni_moe_thinker "
         "vibevoice_asr voxtral voxtral_realtime"
     ),
     "a vision model that mca does not know; its text part is of a supported type": (

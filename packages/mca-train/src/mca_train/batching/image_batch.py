@@ -1,4 +1,4 @@
-"""Image tensors of a micro-batch: positions, feature rows and pixels.
+"""Image and audio tensors of a micro-batch: positions, feature rows, pixels and spectrograms.
 
 The image spans are known per sequence; this module joins them per micro-batch and slices them like the tokens.
 """
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
-from mca_models.images import attention_ends, feature_rows, positions
+from mca_models.images import attention_ends, feature_rows_of_batch, positions
 from mca_models.megatron.features.images import image_reach
 from mca_train.batching.micro_batch import MicroBatch
 from mca_train.types import Sample
@@ -66,15 +66,17 @@ class ImageBatching:
             made = replace(made, attention_ends=torch.cat(ends, 1 if packed else 0))
         if not self.decodes:
             return made
-        first, rows = 0, []
-        for images, length in zip(found, lengths, strict=True):
-            rows.append(cut(torch.from_numpy(_feature_rows(images, length, first))[None], 1))
-            first += images.tokens if images else 0
+        spans = [images.places if images else () for images in found]
+        rows = [cut(torch.from_numpy(own)[None], 1) for own in feature_rows_of_batch(lengths, spans)]
         read = [images.tensors() for images in found if images]
+        names = dict.fromkeys(name for tensors in read for name in tensors)
         return replace(
             made,
             feature_rows=torch.cat(rows, 1 if packed else 0),
-            images={name: torch.cat(_pad_to_largest([each[name] for each in read])) for name in read[0]},
+            images={
+                name: torch.cat(_pad_to_largest([each[name] for each in read if name in each]))
+                for name in names
+            },
         )
 
 
@@ -85,15 +87,13 @@ def image_batching(config: McaModelConfig, *, decodes: bool) -> ImageBatching:
     )
 
 
-def _feature_rows(images: Sample | None, length: int, first: int) -> Sample:
-    return feature_rows(length, () if images is None else images.places, first)
-
-
 def _pad_to_largest(read: Sequence[Tensor]) -> list[Tensor]:
-    """Pad pixels ``[images, channels, height, width]`` to the largest image; return other tensors unchanged."""
-    if read[0].dim() != 4:
-        return list(read)
-    high, wide = (max(each.shape[axis] for each in read) for axis in (2, 3))
-    return [
-        torch.nn.functional.pad(each, (0, wide - each.shape[3], 0, high - each.shape[2])) for each in read
-    ]
+    """Pad pixels, spectrograms and masks to the largest in all axes but the first."""
+    largest = [max(sizes) for sizes in zip(*(each.shape[1:] for each in read), strict=True)]
+    return [_padded(each, largest) for each in read]
+
+
+def _padded(tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+    missing = [size - own for size, own in zip(sizes, tensor.shape[1:], strict=True)]
+    padding = [pad for own in reversed(missing) for pad in (0, own)]
+    return torch.nn.functional.pad(tensor, padding) if any(missing) else tensor

@@ -61,9 +61,8 @@ class ImageTokens(ABC):
         """Return the tokens that replace one placeholder of the chat template."""
         return [self.token] * grid.tokens
 
-    @property
-    def marks(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Tokens directly before an image's first token and after its last."""
+    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the tokens directly before an image's first placeholder and after its last."""
         return self.before, self.after
 
     def mark(self, tokenizer: "PreTrainedTokenizerBase") -> str:

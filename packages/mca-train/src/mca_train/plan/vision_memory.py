@@ -52,6 +52,7 @@ _BLOCKS = {
     "clip_vision_model": _Block(attention=4, inner=3),  # as SigLIP, and a sigmoid in the activation
     "siglip_vision_model": _Block(attention=4),  # no RoPE, and no copy of the merged heads
     "internvl_vision": _Block(attention=6),  # the same, with layer scale after attention and MLP
+    "llama4_vision_model": _Block(attention=4),  # RoPE of complex numbers, which saves no copy
     "pixtral": _Block(attention=4, inner=4, single=2),
 }
 """Towers that differ from Qwen3-VL's."""

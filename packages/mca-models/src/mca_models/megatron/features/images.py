@@ -1,11 +1,10 @@
-"""Images of a micro-batch: from pixels to the embeddings of their placeholders.
+"""Images and audio of a micro-batch: from pixels and spectrograms to the embeddings of their placeholders.
 
-A chunk of a vision-language model takes arguments in addition to Megatron's: ``images`` (arguments of the vision
-model by name), ``feature_rows`` (``[b, s]``: the feature row of each placeholder, or -1), as ``position_ids`` the
-three positions of each token, and ``attention_ends`` with bidirectional images (``[b, s]``: how many tokens of its
-sequence there are up to the last that a token attends to). Only the first stage needs the first two. Rows say which
-feature goes where, and are sharded as the tokens are. A video is given as its frames, each a grid of one frame, between
-which no tower attends.
+A chunk of a multimodal model takes arguments in addition to Megatron's: ``images`` (arguments of the towers by name),
+``feature_rows`` (``[b, s]``: the feature row of each placeholder, or -1), as ``position_ids`` the three positions of
+each token, and ``attention_ends`` with bidirectional images (``[b, s]``: how many tokens of its sequence are up to
+the last that a token attends to). Only the first stage needs the first two. Rows say which feature goes where, and are
+sharded as the tokens are. A video is given as its frames, each a grid of one frame, between which no tower attends.
 """
 
 from collections.abc import Iterator

@@ -23,7 +23,7 @@ _PER_LAYER = ("layer_types", "per_layer_config", "mlp_layer_types", "mlp_only_la
 
 
 Part = Literal["language", "vision", "projector"]
-"""Parts that can be trained or frozen: the text model, the vision tower, and the projector of its features."""
+"""Parts that can be trained or frozen: the text model, the vision and audio towers, and the projectors of features."""
 TEXT: tuple[Part, ...] = ("language",)
 """Parts that adapters target by default."""
 

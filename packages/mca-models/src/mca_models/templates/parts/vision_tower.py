@@ -1,4 +1,4 @@
-"""Vision tower of a family: its tensors, their names in files, and its keys of ``config.json``.
+"""Vision and audio towers of a family: their tensors, names in files, and keys of ``config.json``.
 
 Which tensors a vision model has is said in the family's own file, with ``linear``, ``norm`` and ``repeat_shapes``.
 """
@@ -23,10 +23,10 @@ PREFIX = "vision_model."
 SPELLING, MORE = "hf_spelling", "hf_vision_more"
 """Facts in ``extra``: which of the family's spellings a checkpoint has; tensors that no table names, with shapes."""
 
-ImageTokenKind = Literal["patches", "tiles", "lines", "fixed", "plain", "pooled"]
-"""Division of an image into tokens: a grid of merged patches, tiles of equally many tokens, lines with a mark after
-each, a fixed number of tokens, with Gemma 3's marks around them (``fixed``) or alone (``plain``), or a grid of pooled
-patches between Gemma 4's marks (``pooled``)."""
+ImageTokenKind = Literal["patches", "tiles", "tile_rows", "lines", "fixed", "plain", "pooled"]
+"""Division of an image into tokens: a grid of merged patches, tiles of equally many tokens, the same in rows with marks
+between them (``tile_rows``), lines with a mark after each, a fixed number of tokens, with Gemma 3's marks around them
+(``fixed``) or alone (``plain``), or a grid of pooled patches between Gemma 4's marks (``pooled``)."""
 
 VideoTokenKind = Literal["together", "timestamps", "second_after", "seconds_after", "minutes"]
 """Frames of a video one after the other; each between marks behind its time in words (``timestamps``) or its minutes
@@ -40,8 +40,9 @@ _KEYS = (
     *("image_end_token_id", "video_start_token_id", "video_end_token_id", "mm_tokens_per_image"),
     *("image_seq_length", "downsample_ratio", "projector_hidden_act", "vision_feature_layer"),
     *("vision_feature_select_strategy", "multimodal_projector_bias", "spatial_merge_size"),
-    *("projector_hidden_size", "video_token_index", "boi_token_id", "eoi_token_id", "audio_config"),
-    *("audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
+    *("projector_hidden_size", "video_token_index"),
+    *("audio_config", "audio_token_id", "audio_token_index"),
+    *("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
 )
 _ROPES = ("rope_parameters", "rope_scaling")
 _MROPE = ("mrope_section", "mrope_interleaved")
@@ -112,14 +113,34 @@ def llava_spelling(*parts: str) -> Spelling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AudioTower:
+    """Audio tower of a family, a part of its `VisionModel`.
+
+    Args:
+        names: Beginnings of the names of its tensors.
+        mask: Input that marks the frames of a clip, ``[clips, frames]``; None: all frames of a window count.
+        tokens: Features of a clip, by the number of its frames.
+    """
+
+    names: tuple[str, ...]
+    mask: str | None
+    tokens: Callable[[McaModelConfig, int], int]
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Return the names of the inputs."""
+        return ("input_features",) if self.mask is None else ("input_features", self.mask)
+
+
+@dataclass(frozen=True, kw_only=True)
 class VisionModel:
-    """Vision model of a family.
+    """Vision model of a family, or what it hears with.
 
     Args:
         tensors: All of them, for a model.
         spellings: How files may name things, that of published ones first, that of transformers' modules last.
         projector: Beginnings of the names of what makes the text's features of the tower's.
-        unused: Beginnings of the names of what no feature depends on, for a model.
+        unused: Beginnings of the names of what no feature depends on, or transformers never trains.
         image_tokens: How an image in a row becomes tokens; None: the processor puts tokens around it that mca does not
             write.
         video_tokens: How a video in a row becomes tokens; None: mca does not write the tokens of its frames.
@@ -127,6 +148,7 @@ class VisionModel:
         tokens_per_image: Features of an image, or of a tile, where all have the same number.
         reach: How many later tokens an image token attends to at most; 0: attention is causal.
         windowed: Only layers with a sliding window have bidirectional attention inside images.
+        audio: The audio tower; None: there is none.
     """
 
     tensors: Callable[[McaModelConfig], Shapes]
@@ -139,9 +161,13 @@ class VisionModel:
     tokens_per_image: Callable[[McaModelConfig], int] | None = None
     reach: Callable[[McaModelConfig], int] = lambda config: 0
     windowed: bool = False
+    audio: AudioTower | None = None
 
     def component(self, name: str, config: McaModelConfig) -> str:
-        """Return the component of a vision model's ``name``: ``vision``, ``projector``, or ``unused``."""
+        """Return the component of a vision model's ``name``: ``vision``, ``projector``, or ``unused``.
+
+        An audio tower counts as ``vision``.
+        """
         if name.startswith(self.unused(config)):
             return "unused"
         return "projector" if name.startswith(self.projector) else "vision"
@@ -181,18 +207,21 @@ class NestedTextConfig:
     Args:
         text_model_type: HF's name of the text model.
         tied: Whether the head is tied if the file does not say.
-        text_ties: Whether ``tie_word_embeddings`` of the text part ties it ``too``, ``alone`` or ``never``.
+        text_ties: If ``tie_word_embeddings`` of the text part ties it ``too``, ``alone`` or ``never``; ``nothing``:
+            transformers' class always has a separate head.
         rope: Sections of RoPE, where the family has any, if the file does not say; and whether they interleave.
         deepstack: How many decoder layers get features, by the vision model's configuration.
         defaults: Default values of the keys outside of ``vision_config``.
+        towers: Keys of the towers' configurations.
     """
 
     text_model_type: str
     tied: bool = False
-    text_ties: Literal["never", "too", "alone"] = "never"
+    text_ties: Literal["never", "too", "alone", "nothing"] = "never"
     rope: tuple[tuple[int, ...], bool] | None = None
     deepstack: Callable[[JsonObject], int] = lambda vision: 0
     defaults: Values = field(default_factory=dict)
+    towers: tuple[str, ...] = ("vision_config",)
 
     def text_config(self, hf: HfConfig) -> HfConfig:
         """Return the keys that describe the text model."""
@@ -204,6 +233,8 @@ class NestedTextConfig:
             tied = tied or text.get("tie_word_embeddings") or False
         elif self.text_ties == "alone":
             tied = text.get("tie_word_embeddings") or False
+        elif self.text_ties == "nothing":
+            tied = False
         ropes = {key: _without_sections(text[key]) for key in _ROPES if isinstance(text.get(key), dict)}
         named = {"model_type": self.text_model_type, "tie_word_embeddings": tied}
         return {**text, **shared, **ropes, **named}
@@ -211,14 +242,14 @@ class NestedTextConfig:
     def other_fields(self, hf: HfConfig) -> Values:
         """Return the fields of ``McaModelConfig`` that the text keys do not give."""
         vision = {**self.defaults, **{key: hf[key] for key in _KEYS if key in hf}}
-        vision["vision_config"] = _object(hf, "vision_config")
+        vision |= {key: _object(hf, key) for key in self.towers}
         sections, turns = self._sections(hf) if self.rope else (None, False)
         return {
             "text_model_type": self.text_model_type,
             "vision_fields": vision,
             "mrope_section": sections,
             "mrope_interleaved": turns,
-            "deepstack_layers": self.deepstack(vision["vision_config"]),
+            "deepstack_layers": self.deepstack(vision.get("vision_config", {})),
         }
 
     def _sections(self, hf: HfConfig) -> tuple[tuple[int, ...], bool]:
@@ -282,3 +313,6 @@ TOWER = "vision_tower."
 
 
 PROJECTOR = "multi_modal_projector."
+
+
+AUDIO_TOWER = "audio_tower."

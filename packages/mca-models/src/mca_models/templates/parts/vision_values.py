@@ -71,23 +71,27 @@ class VisionValues:
     def _value(self, key: str, default: Typed, fits: Callable[[Typed], bool], wanted: str) -> Typed:
         value = self.values.get(key, default)
         if not fits(value):
-            raise McaError(f"'{self.inside}{key}' of the vision model is {value!r:.80}; expected {wanted}")
+            raise McaError(f"'{self.inside}{key}' of config.json is {value!r:.80}; expected {wanted}")
         return value
 
 
-def vision_values(config: McaModelConfig) -> tuple[VisionValues, VisionValues]:
-    """Return the values outside of the vision model's configuration, and those inside.
+def vision_values(config: McaModelConfig, tower: str = "vision_config") -> tuple[VisionValues, VisionValues]:
+    """Return the values outside of a tower's configuration, and those inside.
+
+    Args:
+        config: Model configuration.
+        tower: Key of the tower's configuration.
 
     Raises:
         McaError: ``config`` has none.
     """
     about = config.vision_fields or {}
-    vision = about.get("vision_config")
-    if not isinstance(vision, dict):
+    inside = about.get(tower)
+    if not isinstance(inside, dict):
         raise McaError(
-            f"'vision_config' must be an object, not {vision!r:.80}; a {config.model_type} model needs it"
+            f"'{tower}' must be an object, not {inside!r:.80}; a {config.model_type} model needs it"
         )
-    return VisionValues(about), VisionValues(vision, "vision_config.")
+    return VisionValues(about), VisionValues(inside, f"{tower}.")
 
 
 def audio_values(config: McaModelConfig) -> VisionValues | None:
