@@ -31,6 +31,7 @@ def megatron(**settings: Any) -> SimpleNamespace:
     [
         ("qwen3_vl", {}, {"vision_fields": None}, "has no vision model"),
         ("gemma3", {}, {"attn_logit_softcapping": 30.0}, "softcapping cannot be combined with images"),
+        ("gemma4-e2b", {}, {"pad_token_id": None}, "pad_token_id is null, of which images take"),
         ("qwen3_5", {}, {"mtp_num_layers": 1}, "set mtp_num_layers to 0"),
         ("qwen3_vl", VIRTUAL, {}, "the first pipeline stage has 1 layer; .* the first 2"),
     ],

@@ -21,6 +21,7 @@ from mca_config.types import JsonObject
 from mca_models.megatron.features.feature import Context, Feature, SpecChanges
 from mca_models.megatron.features.image_features import compute_image_features, empty_features
 from mca_models.megatron.features.mrope import MRope, position_problems
+from mca_models.megatron.features.per_layer_embedding import padding_problems
 from mca_models.megatron.layers.attention import CoreAttention, image_attention
 from mca_models.megatron.types import GptModel, HfModel, MegatronConfig, MegatronModule, Upstream
 from mca_models.templates import get_family
@@ -47,8 +48,7 @@ def _image_problems(
         return
     if image_reach(config):
         yield from _bidirectional_problems(config, megatron)
-    if config.per_layer_embedding is not None and config.embedding.pad_token_id is None:
-        yield "pad_token_id is null, of which images take the per-layer embeddings; set it in config.json"
+    yield from padding_problems(config)
     if config.mtp_num_layers:
         yield "MTP layers cannot be trained with images; set mtp_num_layers to 0"
     yield from position_problems(config, megatron)

@@ -5,6 +5,8 @@ block's ``context_mask``, which a decoder does not use otherwise, and which Mega
 gradients take the same path back.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,12 @@ from mca_models.megatron.layers.replicated import ReplicatedLinear
 from mca_models.megatron.types import GptModel, MegatronModule
 
 Arguments = tuple[object, ...]
+
+
+def padding_problems(config: McaModelConfig) -> Iterator[str]:
+    """Yield why images have no per-layer embeddings, which are those of padding."""
+    if config.per_layer_embedding is not None and config.embedding.pad_token_id is None:
+        yield "pad_token_id is null, of which images take the per-layer embeddings; set it in config.json"
 
 
 def add_per_layer_embeddings(model: GptModel, config: McaModelConfig) -> None:
