@@ -224,6 +224,14 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "SwiGLU",
         "our core attention",
     ),
+    "gemma4": (
+        "`gemma4_text` with a vision model, and an audio model (E2B, E4B); images attend in both directions (26B, 31B)",
+        "as of the text part",
+    ),
+    "gemma4_unified": (
+        "12B: `gemma4_unified_text` with projected patches and waveforms; images attend in both directions",
+        "as of the text part",
+    ),
     "llama4": ("`llama4_text` with a vision model", "as of the text part"),
     "llava": (
         "LLaVA 1.5: `llama`, `mistral`, `qwen2` or `qwen3` with a CLIP or SigLIP vision model",
@@ -283,7 +291,7 @@ _REASONS: Mapping[str, str] = {
     INDEXER + ", n-gram embeddings and gated residuals": "qwen4_exp_text",
     "an indexer over compressed keys, hash routing, several residual streams": ("deepseek_v4"),
     "a multimodal model; its text part is not extracted": (
-        "cohere_compass_text dots3_note emu3 fuyu gemma3n gemma4 gemma4_unified git got_ocr2 "
+        "cohere_compass_text dots3_note emu3 fuyu gemma3n git got_ocr2 "
         "mllama moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen4_exp"
     ),
     "audio": (

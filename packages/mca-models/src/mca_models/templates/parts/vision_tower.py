@@ -23,14 +23,15 @@ PREFIX = "vision_model."
 SPELLING, MORE = "hf_spelling", "hf_vision_more"
 """Facts in ``extra``: which of the family's spellings a checkpoint has; tensors that no table names, with shapes."""
 
-ImageTokenKind = Literal["patches", "tiles", "tile_rows", "lines", "fixed", "plain"]
+ImageTokenKind = Literal["patches", "tiles", "tile_rows", "lines", "fixed", "plain", "pooled"]
 """Division of an image into tokens: a grid of merged patches, tiles of equally many tokens, the same in rows with marks
-between them (``tile_rows``), lines with a mark after each, or a fixed number of tokens, with Gemma's marks around them
-(``fixed``) or alone (``plain``)."""
+between them (``tile_rows``), lines with a mark after each, a fixed number of tokens, with Gemma 3's marks around them
+(``fixed``) or alone (``plain``), or a grid of pooled patches between Gemma 4's marks (``pooled``)."""
 
-VideoTokenKind = Literal["together", "timestamps", "second_after", "seconds_after"]
-"""Frames of a video one after the other; each between marks behind its time in words (``timestamps``), or in front of
-its whole second (``second_after``) or its seconds (``seconds_after``), as an image."""
+VideoTokenKind = Literal["together", "timestamps", "second_after", "seconds_after", "minutes"]
+"""Frames of a video one after the other; each between marks behind its time in words (``timestamps``) or its minutes
+and seconds (``minutes``), or in front of its whole second (``second_after``) or its seconds (``seconds_after``), as an
+image."""
 
 _TEXT, _HEAD = "model.", "lm_head."
 _KEYS = (
@@ -41,6 +42,7 @@ _KEYS = (
     *("vision_feature_select_strategy", "multimodal_projector_bias", "spatial_merge_size"),
     *("projector_hidden_size", "video_token_index"),
     *("audio_config", "audio_token_id", "audio_token_index"),
+    *("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
 )
 _ROPES = ("rope_parameters", "rope_scaling")
 _MROPE = ("mrope_section", "mrope_interleaved")
@@ -144,6 +146,8 @@ class VisionModel:
         video_tokens: How a video in a row becomes tokens; None: mca does not write the tokens of its frames.
         tokens_per_second: Time positions of a second of video if ``vision_config`` does not say; None: a frame is one.
         tokens_per_image: Features of an image, or of a tile, where all have the same number.
+        reach: How many later tokens an image token attends to at most; 0: attention is causal.
+        windowed: Only layers with a sliding window have bidirectional attention inside images.
         audio: The audio tower; None: there is none.
     """
 
@@ -155,6 +159,8 @@ class VisionModel:
     video_tokens: VideoTokenKind | None = None
     tokens_per_second: float | None = None
     tokens_per_image: Callable[[McaModelConfig], int] | None = None
+    reach: Callable[[McaModelConfig], int] = lambda config: 0
+    windowed: bool = False
     audio: AudioTower | None = None
 
     def component(self, name: str, config: McaModelConfig) -> str:
