@@ -97,6 +97,7 @@ def test_references_are_not_trivial(case: str, tmp_path: Path) -> None:
         name: x
         for name, x in gradients.items()
         if re.search("visual|(vision|audio)_(tower|model|embedder)", name)
+        and not (case.endswith("-video") and "audio" in name)
     }
     assert len(tower) > 8
     config = config_from_hf(json.loads((reference.path / "config.json").read_text()))

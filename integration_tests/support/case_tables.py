@@ -184,7 +184,10 @@ IMAGE_STEPS = (
 """Optimizer steps on rows with images."""
 IMAGE_ADAPTERS = tuple(
     product(
-        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "gemma3", "internvl", "mistral3"),
+        (
+            *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "gemma3", "internvl", "mistral3"),
+            *("gemma4-31b", "gemma4-e2b"),
+        ),
         ("tp2sp", "tp2", "pp2", "cp2packed", "dp2overlap"),
     )
 )

@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,10 @@ ROWS: tuple[tuple[tuple[int, tuple[int, int]], ...], ...] = (
 """Each row's images: where they begin, and their size. The second and the last micro-batch have none."""
 HEARING = ("qwen2_audio",)
 """Begin the names of cases whose rows have audio clips, each of as many tokens as an image."""
+SEEING_AND_HEARING = ("gemma4-e2b", "gemma4_unified")
+"""Begin the names of cases whose rows have small images, and audio clips in the place of wide ones."""
+CLIP = 67
+"""Placeholder of their clips."""
 WITH_VIDEOS = "-video"
 """Ends the names of cases whose rows have videos."""
 VIDEO_ROWS: tuple[tuple[tuple[int, int], ...], ...] = (((3, 0), (9, 2)), (), ((2, 3), (18, 0)), ())
@@ -69,6 +74,14 @@ def places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
             tuple(ImageSpan(start, 1, high * wide, medium="audio") for start, (high, wide) in row)
             for row in ROWS
         )
+    if case.startswith(SEEING_AND_HEARING):
+        return tuple(
+            tuple(
+                ImageSpan(start, *size) if size == SMALL else ImageSpan(start, 1, 8, medium="audio")
+                for start, size in row
+            )
+            for row in ROWS
+        )
     tiled = case.startswith(("internvl", "gemma3", "llava", "llama4"))
     return tuple(tuple(ImageSpan(start, *(SMALL if tiled else size)) for start, size in row) for row in ROWS)
 
@@ -107,8 +120,10 @@ def _video_pixels(case: str, number: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def _pooled(case: str, row: tuple[ImageSpan, ...], generator: torch.Generator) -> dict[str, torch.Tensor]:
+def _pooled(case: str, row: Sequence[ImageSpan], generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Return Gemma 4's patches of images and their columns and rows, which are -1 for padding."""
+    if not row:
+        return {}
     merge, values = (1, 48) if case.startswith("gemma4_unified") else (2, 12)
     grids = [(merge * each.rows, merge * each.columns) for each in row]
     places = [torch.cartesian_prod(torch.arange(high), torch.arange(wide)).flip(1) for high, wide in grids]
@@ -117,6 +132,19 @@ def _pooled(case: str, row: tuple[ImageSpan, ...], generator: torch.Generator) -
     )
     positions = torch.nn.utils.rnn.pad_sequence(places, batch_first=True, padding_value=-1)
     return {"pixel_values": patches, "image_position_ids": positions}
+
+
+def _framed(case: str, row: Sequence[ImageSpan], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return Gemma 4's spectra or samples of clips, whose padding is noise too."""
+    if not row:
+        return {}
+    merge, values = (1, 12) if case.startswith("gemma4_unified") else (4, 8)
+    frames = torch.tensor([merge * each.tokens for each in row])
+    most = int(frames.max()) + 2 * merge
+    return {
+        "input_features": torch.randn(len(row), most, values, generator=generator),
+        "input_features_mask": torch.arange(most) < (frames - merge // 2)[:, None],
+    }
 
 
 def _pooled_videos(case: str, number: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -139,7 +167,8 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
         return _video_pixels(case, number)
     generator = torch.Generator().manual_seed(number)
     if case.startswith("gemma4"):
-        return _pooled(case, row, generator)
+        images, clips = ([each for each in row if each.medium == medium] for medium in ("image", "audio"))
+        return _pooled(case, images, generator) | _framed(case, clips, generator)
     if case.startswith(("internvl", "gemma3", "llava", "llama4")):
         return {"pixel_values": torch.randn(len(row), 3, 16, 16, generator=generator)}
     if case.startswith("mistral3"):
@@ -202,7 +231,8 @@ def mixed(case: str, folder: Path) -> Mixed:
         images_start = {start for start, frames in media if not frames}
         for each in row:
             is_image = not case.endswith(WITH_VIDEOS) or each.start in images_start
-            ids[each.start : each.start + each.tokens] = IMAGE if is_image else VIDEO
+            is_clip = each.medium == "audio" and case.startswith(SEEING_AND_HEARING)
+            ids[each.start : each.start + each.tokens] = CLIP if is_clip else IMAGE if is_image else VIDEO
     images = tuple(pixels(case, row, number) for number, row in enumerate(where))
     losses = losses_of(model, input_ids, images)
     losses.mean().backward()

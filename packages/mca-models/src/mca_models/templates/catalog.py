@@ -225,11 +225,11 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "our core attention",
     ),
     "gemma4": (
-        "`gemma4_text` with a vision model; images attend in both directions (26B, 31B); an audio model is kept",
+        "`gemma4_text` with a vision model, and an audio model (E2B, E4B); images attend in both directions (26B, 31B)",
         "as of the text part",
     ),
     "gemma4_unified": (
-        "12B: `gemma4_unified_text` with projected patches; projected waveforms are kept",
+        "12B: `gemma4_unified_text` with projected patches and waveforms; images attend in both directions",
         "as of the text part",
     ),
     "llama4": ("`llama4_text` with a vision model", "as of the text part"),

@@ -7,6 +7,7 @@ from mca_models.templates.parts.gemma4_towers import gemma4_audio_tower, gemma4_
 from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import (
     TOWER,
+    AudioTower,
     NestedTextConfig,
     Shapes,
     VisionModel,
@@ -42,12 +43,14 @@ FAMILY = vision_language_family(
     VisionModel(
         tensors=tensors,
         spellings=(module_spelling(TOWER, _PROJECTOR, *AUDIO),),
-        projector=(_PROJECTOR,),
-        unused=lambda config: AUDIO,
+        projector=(_PROJECTOR, AUDIO[1]),
         image_tokens="pooled",
         video_tokens="minutes",
         reach=image_reach,
         windowed=True,
+        audio=AudioTower(
+            names=AUDIO, mask="input_features_mask", tokens=lambda config, frames: -(-frames // 4)
+        ),
     ),
     NestedTextConfig(text_model_type="", tied=True, defaults=GEMMA4_TOKENS),
 )

@@ -5,6 +5,7 @@ from mca_models.templates import get_family
 from mca_models.templates.parts.gemma4_images import GEMMA4_TOKENS, image_reach
 from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import (
+    AudioTower,
     NestedTextConfig,
     Shapes,
     Spelling,
@@ -58,11 +59,11 @@ FAMILY = vision_language_family(
     VisionModel(
         tensors=tensors,
         spellings=(PUBLISHED, module_spelling(_VISION, _AUDIO)),
-        projector=(_PROJECTOR,),
-        unused=lambda config: (_AUDIO,),
+        projector=(_PROJECTOR, _AUDIO),
         image_tokens="pooled",
         video_tokens="minutes",
         reach=image_reach,
+        audio=AudioTower(names=(_AUDIO,), mask="input_features_mask", tokens=lambda config, frames: frames),
     ),
     NestedTextConfig(text_model_type="", tied=True, defaults=GEMMA4_TOKENS),
 )

@@ -20,6 +20,9 @@ def run_audio(model: HfModel, clips: JsonObject) -> Tensor:
         return _run_masked(model, **clips)
     output = model.get_audio_features(**clips, return_dict=True)
     features = output.pooler_output if output.get("pooler_output") is not None else output.last_hidden_state
+    if (inside := output.get("attention_mask")) is not None:
+        kept: Tensor = features[inside]
+        return kept
     flat: Tensor = features.flatten(0, -2)
     return flat
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mca_config.errors import McaError
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
@@ -85,6 +86,10 @@ def _media(
         parameter for name, parameter in vision.named_parameters() if name.startswith(family.audio.names)
     }
     clips = {name: images[name] for name in family.audio.inputs if name in images}
+    if clips and (config.vision_fields or {}).get("audio_config") is None:
+        raise McaError(
+            f"this {config.model_type} model has no audio tower (audio_config); train it without audio"
+        )
     run = partial(run_clips, config=config, audio=family.audio)
     if "vision_config" not in (config.vision_fields or {}):
         return [_Medium(clips, run, _split_clips, trained)]
