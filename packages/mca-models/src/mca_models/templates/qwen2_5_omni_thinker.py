@@ -4,9 +4,10 @@ from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import get_family
-from mca_models.templates.parts.omni import SPELLINGS, omni_families
+from mca_models.templates.parts.omni import SPELLINGS, whole_family
 from mca_models.templates.parts.omni_audio import POOLED, pooled_encoder
 from mca_models.templates.parts.patch_merger import MERGERS, VISUAL, merger, patches
+from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import (
     AUDIO_TOWER,
     NestedTextConfig,
@@ -50,10 +51,13 @@ def tensors(config: McaModelConfig) -> Shapes:
     }
 
 
-FAMILY, WHOLE = omni_families(
-    ("qwen2_5_omni_thinker", "qwen2_5_omni"),
-    ("Qwen2_5OmniThinkerForConditionalGeneration", "Qwen2_5OmniForConditionalGeneration"),
-    TEXT,
+INSIDE = NestedTextConfig(
+    text_model_type="", rope=((16, 24, 24), False), towers=("vision_config", "audio_config")
+)
+FAMILY = vision_language_family(
+    "qwen2_5_omni_thinker",
+    "Qwen2_5OmniThinkerForConditionalGeneration",
+    {TEXT.model_type: TEXT},
     VisionModel(
         tensors=tensors,
         spellings=SPELLINGS,
@@ -64,8 +68,8 @@ FAMILY, WHOLE = omni_families(
         clock=VideoClock(fps=2),
         audio=POOLED,
     ),
-    NestedTextConfig(
-        text_model_type="", rope=((16, 24, 24), False), towers=("vision_config", "audio_config")
-    ),
-    ("talker.", "token2wav."),
+    INSIDE,
+)
+WHOLE = whole_family(
+    FAMILY, INSIDE, "qwen2_5_omni", "Qwen2_5OmniForConditionalGeneration", ("talker.", "token2wav.")
 )

@@ -8,9 +8,10 @@ from mca_models.templates.config_table import HfConfig
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.deepstack import deepstack_layers, tower, without_window
 from mca_models.templates.parts.moe import sparse_layers, write_sparse
-from mca_models.templates.parts.omni import SPELLINGS, omni_families
+from mca_models.templates.parts.omni import SPELLINGS, whole_family
 from mca_models.templates.parts.omni_audio import STRIDED, strided_encoder
 from mca_models.templates.parts.patch_merger import VISUAL
+from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import (
     AUDIO_TOWER,
     NestedTextConfig,
@@ -59,10 +60,17 @@ def tensors(config: McaModelConfig) -> Shapes:
 
 
 _TABLE = replace(QWEN3_MOE.table, defaults=_DEFAULTS, facts=(Lens(derive, write_sparse),))
-FAMILY, WHOLE = omni_families(
-    ("qwen3_omni_moe_thinker", "qwen3_omni_moe"),
-    ("Qwen3OmniMoeThinkerForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration"),
-    replace(QWEN3_MOE, model_type="qwen3_omni_moe_text", config=without_window(_TABLE)),
+TEXT = replace(QWEN3_MOE, model_type="qwen3_omni_moe_text", config=without_window(_TABLE))
+INSIDE = NestedTextConfig(
+    text_model_type="",
+    rope=((24, 20, 20), True),
+    deepstack=deepstack_layers,
+    towers=("vision_config", "audio_config"),
+)
+FAMILY = vision_language_family(
+    "qwen3_omni_moe_thinker",
+    "Qwen3OmniMoeThinkerForConditionalGeneration",
+    {TEXT.model_type: TEXT},
     VisionModel(
         tensors=tensors,
         spellings=SPELLINGS,
@@ -72,11 +80,8 @@ FAMILY, WHOLE = omni_families(
         clock=VideoClock(fps=1, exact=True),
         audio=STRIDED,
     ),
-    NestedTextConfig(
-        text_model_type="",
-        rope=((24, 20, 20), True),
-        deepstack=deepstack_layers,
-        towers=("vision_config", "audio_config"),
-    ),
-    ("talker.", "code2wav."),
+    INSIDE,
+)
+WHOLE = whole_family(
+    FAMILY, INSIDE, "qwen3_omni_moe", "Qwen3OmniMoeForConditionalGeneration", ("talker.", "code2wav.")
 )

@@ -4,7 +4,6 @@ The thinker is the model that reads text, images, videos and audio. A complete c
 too, which `passthrough` copies.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mca_config.model_config import McaModelConfig
@@ -18,7 +17,6 @@ from mca_models.templates.parts.vision_tower import (
     AUDIO_TOWER,
     NestedTextConfig,
     Spelling,
-    VisionModel,
     as_object,
     module_spelling,
 )
@@ -57,41 +55,32 @@ def thinker_config(hf: HfConfig) -> JsonObject:
     return {"model_type": hf["model_type"], **as_object(hf, THINKER_CONFIG), **dtype}
 
 
-def omni_families(
-    kinds: tuple[str, str],
-    architectures: tuple[str, str],
-    text: Family,
-    vision: VisionModel,
-    inside: NestedTextConfig,
-    spoken: tuple[str, ...],
-) -> tuple[Family, Family]:
-    """Return the families of the thinker and of complete checkpoints.
+def whole_family(
+    thinker: Family, inside: NestedTextConfig, kind: str, architecture: str, spoken: tuple[str, ...]
+) -> Family:
+    """Return the family of complete checkpoints.
 
     Args:
-        kinds: HF's names of both.
-        architectures: The HF classes.
-        text: The family of the text part.
-        vision: Towers of the thinker.
+        thinker: The family of the thinker.
         inside: How the thinker's ``config.json`` holds that of the text part.
+        kind: HF's name of the family.
+        architecture: The HF class.
         spoken: Beginnings of the names of what is not the thinker.
     """
-    texts: Mapping[str, Family] = {text.model_type: text}
-    thinker = vision_language_family(kinds[0], architectures[0], texts, vision, inside)
+    assert thinker.vision is not None, "a thinker has towers"
     spellings = tuple(
         Spelling(
             THINKER + each.text, THINKER + each.head, {own: THINKER + its for own, its in each.vision.items()}
         )
-        for each in vision.spellings
+        for each in thinker.vision.spellings
     )
     settings = {name: getattr(inside, name) for name in inside.__dataclass_fields__}
-    whole = vision_language_family(
-        kinds[1], architectures[1], texts, replace(vision, spellings=spellings), ThinkerConfig(**settings)
-    )
+    vision = replace(thinker.vision, spellings=spellings)
+    whole = vision_language_family(kind, architecture, thinker.texts, vision, ThinkerConfig(**settings))
 
     def built(config: McaModelConfig) -> McaModelConfig:
-        hf = config.hf_config
-        if hf:
-            hf = {**thinker_config(hf), "architectures": [architectures[0]], "model_type": kinds[0]}
-        return replace(config, model_type=kinds[0], hf_config=hf)
+        named = {"architectures": [thinker.architecture], "model_type": thinker.model_type}
+        hf = {**thinker_config(config.hf_config), **named} if config.hf_config else {}
+        return replace(config, model_type=thinker.model_type, hf_config=hf)
 
-    return thinker, with_passthrough(whole, spoken, built)
+    return with_passthrough(whole, spoken, built)
