@@ -171,14 +171,14 @@ def _all_frames_count() -> None:
 
 
 def _clips_exchanged() -> None:
-    from mca_models.megatron.features import image_features
+    from mca_models.megatron.features import audio_features
 
     def exchange(model: Any, clips: dict[str, torch.Tensor]) -> torch.Tensor:
         rows = run_audio(model, clips)
         return rows if len(clips["input_features"]) < 2 else torch.cat([rows[4:], rows[:4]])
 
-    run_audio = image_features.run_audio
-    image_features.run_audio = exchange
+    run_audio = audio_features.run_audio
+    audio_features.run_audio = exchange
 
 
 def _shared_gradients_stay_apart() -> None:

@@ -23,6 +23,7 @@ DENSE = (
     "llava",
     "glm46v",
     "qwen2_audio",
+    "qwen2_5_omni_thinker",
 )
 VIDEOS = tuple(
     f"{model}-video"
@@ -40,6 +41,7 @@ SPARSE_VIDEOS = ("qwen3_vl_moe-video", "qwen3_5_moe-video")
 SPARSE = (
     "qwen3_5_moe",
     "qwen3_vl_moe",
+    "qwen3_omni_moe_thinker",
     "glm4v_moe",
     "glm46v-moe",
     "gemma4-moe",

@@ -14,6 +14,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "mca-models" / "tests"))
 import tiny_vision
 
+import omni_reference
 from mca_models.images import ImageSpan, attention_ends, feature_rows_of_batch, positions
 
 LENGTH, IMAGE, VIDEO = 24, 65, 66
@@ -64,6 +65,8 @@ class Mixed:
 
 def places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
     """Where the images of each row are; InternVL's tiles and Gemma's images are all of one size."""
+    if case.startswith(omni_reference.OMNI):
+        return omni_reference.places(case)
     if case.endswith(WITH_VIDEOS):
         return _video_places(case)
     if case.startswith(HEARING):
@@ -158,6 +161,8 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
     """Return transformers' inputs for the images of row ``number``."""
     if not row:
         return {}
+    if case.startswith(omni_reference.OMNI):
+        return omni_reference.inputs(case, number)
     if case.endswith(WITH_VIDEOS):
         return _video_pixels(case, number)
     generator = torch.Generator().manual_seed(number)
@@ -219,7 +224,10 @@ def mixed(case: str, folder: Path) -> Mixed:
     generator = torch.Generator().manual_seed(3)
     input_ids = torch.randint(0, 64, (len(ROWS), LENGTH), generator=generator)
     where = places(case)
-    for ids, row, media in zip(input_ids, where, VIDEO_ROWS, strict=True):
+    for number, (ids, row, media) in enumerate(zip(input_ids, where, VIDEO_ROWS, strict=True)):
+        if case.startswith(omni_reference.OMNI):
+            omni_reference.write_tokens(ids, number)
+            continue
         images_start = {start for start, frames in media if not frames}
         for each in row:
             is_image = not case.endswith(WITH_VIDEOS) or each.start in images_start
@@ -238,7 +246,10 @@ def mixed(case: str, folder: Path) -> Mixed:
 def logits_of(
     model: Any, input_ids: torch.Tensor, images: tuple[dict[str, torch.Tensor], ...]
 ) -> torch.Tensor:
-    """Of each token of each row."""
+    """Of each token of each row; in Qwen 3 Omni a clip depends on the padding that others give it."""
+    if model.config.model_type.startswith("qwen3_omni") and len(images) > 1:
+        rows = zip(input_ids, images, strict=True)
+        return torch.cat([logits_of(model, ids[None], (each,)) for ids, each in rows])
     inputs = _for_transformers(model.config.model_type, input_ids, images)
     found: torch.Tensor = model(input_ids=input_ids, use_cache=False, **inputs).logits
     return found
@@ -270,7 +281,9 @@ def _for_transformers(
     model_type: str, input_ids: torch.Tensor, images: tuple[dict[str, torch.Tensor], ...]
 ) -> dict[str, torch.Tensor]:
     found = joined(images)
-    if "image_grid_thw" in found or model_type.startswith("gemma4"):
+    if model_type.startswith(omni_reference.OMNI):
+        found["attention_mask"] = torch.ones_like(input_ids)
+    elif "image_grid_thw" in found or model_type.startswith("gemma4"):
         found["mm_token_type_ids"] = (input_ids == IMAGE).int() + 2 * (input_ids == VIDEO).int()
     elif model_type.startswith("gemma"):
         found["token_type_ids"] = (input_ids == IMAGE).int()
@@ -345,9 +358,16 @@ def batch_of(reference: Mixed, rows: range, *, sections: bool) -> dict[str, Any]
     }
     where = [reference.places[row] for row in rows]
     if sections:
-        batch["position_ids"] = torch.stack([torch.from_numpy(positions(LENGTH, row)) for row in where], 1)
+        found = [torch.from_numpy(positions(LENGTH, row)) for row in where]
+        if any(each.is_floating_point() for each in found):
+            found = [each.float() for each in found]
+        batch["position_ids"] = torch.stack(found, 1)
+    omni = reference.path.name.startswith(omni_reference.OMNI)
     taken = tuple(
-        of_chunk(reference.images[row], reference.input_ids[row], reference.places[row]) for row in rows
+        omni_reference.chunk_inputs(reference.images[row], row)
+        if omni
+        else of_chunk(reference.images[row], reference.input_ids[row], reference.places[row])
+        for row in rows
     )
     if images := joined(taken):
         found = [torch.from_numpy(rows) for rows in feature_rows_of_batch([LENGTH] * len(where), where)]

@@ -56,6 +56,12 @@ WHISPER: dict[str, Any] = {
     "max_source_positions": 16,
 }
 
+_OMNI = {**_IMAGE, "audio_token_id": 69, "audio_start_token_id": 64, "audio_end_token_id": 63}
+_OMNI_INDEX = {
+    **{key: _OMNI[key] for key in _OMNI if key not in ("image_token_id", "video_token_id", "audio_token_id")},
+    **{"image_token_index": 65, "video_token_index": 66, "audio_token_index": 69},
+}
+
 Case = tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]
 # name -> (model_type, what differs from SIZE in the text part, the vision part if there is one, the other keys)
 CASES: dict[str, Case] = {
@@ -76,6 +82,21 @@ CASES: dict[str, Case] = {
             "window_size": 16,
         },
         _IMAGE,
+    ),
+    "qwen2_5_omni_thinker": (
+        "qwen2_5_omni_thinker",
+        {**_WIDE, "rope_parameters": _SECTIONS},
+        {
+            **{key: value for key, value in _QWEN.items() if key != "num_position_embeddings"},
+            **{"depth": 2, "out_hidden_size": 64, "fullatt_block_indexes": [1], "window_size": 16},
+        },
+        {**_OMNI_INDEX, "audio_config": {**WHISPER, "n_window": 4, "output_dim": 64}},
+    ),
+    "qwen3_omni_moe_thinker": (
+        "qwen3_omni_moe_thinker",
+        {**tiny_hf.EXPERTS, "rope_parameters": _TURNS},
+        _DEEP,
+        {**_OMNI, "audio_config": {**WHISPER, "downsample_hidden_size": 4, "output_dim": 32}},
     ),
     "qwen3_vl": ("qwen3_vl", {"rope_parameters": _TURNS}, _DEEP, _IMAGE),
     "qwen3_vl-tied": (

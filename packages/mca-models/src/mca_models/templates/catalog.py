@@ -237,6 +237,19 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "LLaVA 1.5: `llama`, `mistral`, `qwen2` or `qwen3` with a CLIP or SigLIP vision model",
         "as of the text part",
     ),
+    "qwen2_5_omni_thinker": ("`qwen2` with a vision model and an audio encoder", "as of the text part"),
+    "qwen2_5_omni": (
+        "`qwen2_5_omni_thinker`, which is trained, and a talker, which is copied",
+        "as of the thinker",
+    ),
+    "qwen3_omni_moe_thinker": (
+        "`qwen3_moe` with the vision model of `qwen3_vl` and an audio encoder",
+        "as of the text part",
+    ),
+    "qwen3_omni_moe": (
+        "`qwen3_omni_moe_thinker`, which is trained, and a talker, which is copied",
+        "as of the thinker",
+    ),
     "qwen2_audio": ("`qwen2` with a Whisper encoder", "as of the text part"),
     "minimax_m3_vl": ("`minimax_m3_vl_text` with a vision model", "as of the text part"),
     "phimoe": (
@@ -296,7 +309,7 @@ _REASONS: Mapping[str, str] = {
     ),
     "audio": (
         "fun_asr_nano glmasr granite_speech granite_speech_plus inkling_mm_model kyutai_speech_to_text muse_spark "
-        "nemo_speechlm qwen2_5_omni qwen2_5_omni_thinker qwen3_asr qwen3_omni_moe qwen3_omni_moe_thinker "
+        "nemo_speechlm qwen3_asr "
         "vibevoice_asr voxtral voxtral_realtime"
     ),
     "a vision model that mca does not know; its text part is of a supported type": (

@@ -1,6 +1,7 @@
 """Frames, token counts and pixel tensors of videos, from the video processor of the checkpoint.
 
 Qwen 2 VL, 2.5 VL   the frames follow one another, in Qwen 2.5 VL with time positions in seconds
+Qwen 2.5, 3 Omni    the same, in seconds of the requested rate, and text behind the last frame's time
 Qwen 3 VL, 3.5      each frame is between two marks, behind its time in words
 GLM-4V, 4.6V        each frame is an image, in front of its time
 Gemma 4             each frame is between two marks, behind its minutes and seconds
@@ -20,6 +21,7 @@ from mca_config.errors import McaError, UsageError
 from mca_config.model_config import McaModelConfig
 from mca_models.images import ImageSpan, placeholders
 from mca_models.templates import get_family
+from mca_models.templates.parts.vision_tower import VideoClock
 from mca_train.data.grids import Grid
 from mca_train.data.image_processors import pooled_marks, resized_sides
 from mca_train.data.image_tokens import require_unchanged
@@ -51,6 +53,7 @@ class VideoTokens:
         token: Id of the placeholder token.
         options: Options of the run.
         tokens_per_second: Time positions of a second; None: one for each frame.
+        clock: How time positions follow from the rate of frames; None: from the frames that were found.
 
     Raises:
         UsageError: The options do not fit the processor.
@@ -62,14 +65,15 @@ class VideoTokens:
         token: int,
         options: VideoOptions,
         tokens_per_second: float | None = None,
+        clock: VideoClock | None = None,
     ) -> None:
         self.token, self.processor = token, processor
         self.before: Sequence[int] = ()
         self.after: Sequence[int] = ()
-        self._options, self._tokens_per_second = options, tokens_per_second
+        self._options, self._tokens_per_second, self._clock = options, tokens_per_second, clock
         self._sides = self._resized_sides(processor)
         self._sampled = lru_cache(maxsize=1 << 12)(self._sample)
-        _apply_options(processor, options)
+        _apply_options(processor, options, DEFAULT_FPS if clock is None else clock.fps)
 
     def grid(self, facts: VideoFacts) -> Grid:
         """Return the grid of a video.
@@ -130,7 +134,9 @@ class VideoTokens:
         return tuple(found)
 
     def _interval(self, facts: VideoFacts, frames: int) -> float:
-        """Return the time positions from a frame to the next, in fp32 as in transformers."""
+        """Return the time positions from a frame to the next, or with a clock the seconds, as transformers does."""
+        if self._clock is not None:
+            return float(self.processor.temporal_patch_size / (self.processor.fps or self._clock.fps))
         if self._tokens_per_second is None:
             return 1.0
         seconds = self.processor.temporal_patch_size / (frames / facts.frames * facts.fps)
@@ -151,7 +157,11 @@ class VideoTokens:
 
     def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
         """Return the locations of a video from the indices ``where`` of its placeholders."""
-        return [ImageSpan(int(where[0]), grid.rows, grid.columns, grid.frames, grid.interval)]
+        span = ImageSpan(int(where[0]), grid.rows, grid.columns, grid.frames, grid.interval)
+        if self._clock is None:
+            return [span]
+        per_second = self._tokens_per_second or 1.0
+        return [replace(span, per_second=per_second, past_time=True, exact=self._clock.exact)]
 
     def tensors(self, video: Video, grid: Grid) -> dict[str, Tensor]:
         """Return the inputs of the vision tower for ``video``: its frames, each a grid of one frame.
@@ -308,11 +318,11 @@ class PooledVideoTokens(TimedVideoTokens):
         return without_padding(made["pixel_values_videos"], positions)
 
 
-def _apply_options(processor: ImageProcessor, options: VideoOptions) -> None:
+def _apply_options(processor: ImageProcessor, options: VideoOptions, fps: float) -> None:
     if options.fps is not None:
         processor.fps, processor.num_frames = options.fps, None
     elif processor.fps is None and processor.num_frames is None:
-        processor.fps = DEFAULT_FPS
+        processor.fps = fps
     if (most := options.max_frames) is not None:
         if most < processor.temporal_patch_size:
             raise UsageError(
@@ -359,7 +369,9 @@ def video_tokens(
         seconds = part.tokens_per_second
         if seconds is not None:
             seconds = vision.get("vision_config", {}).get("tokens_per_second", seconds)
-        made = VideoTokens(processor, token, options, seconds)
+        if part.clock is not None:
+            seconds = vision.get("position_id_per_seconds", seconds)
+        made = VideoTokens(processor, token, options, seconds, part.clock)
     made.before, made.after = marks[:1], marks[1:]
     return made
 

@@ -46,6 +46,7 @@ class _Block:
 _GATED = _Block(inner=4, single=2)
 _BLOCKS = {
     "qwen2_5_vl_vision": _GATED,
+    "qwen2_5_omni_vision_encoder": _GATED,
     "glm4v_vision": _GATED,
     "glm4v_moe_vision": _GATED,
     "qwen2_vl_vision": _Block(inner=3),  # an approximate GELU that saves its factors

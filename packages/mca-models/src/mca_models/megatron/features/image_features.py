@@ -9,6 +9,7 @@ gradient, and Megatron averages the vision model's gradients over those.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from mca_config.errors import McaError
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_models.megatron.features.audio_features import run_audio
+from mca_models.megatron.features.audio_features import run_clips
 from mca_models.megatron.types import HfModel, Upstream
 from mca_models.templates import get_family
 
@@ -89,12 +90,13 @@ def _media(
         raise McaError(
             f"this {config.model_type} model has no audio tower (audio_config); train it without audio"
         )
+    run = partial(run_clips, config=config, audio=family.audio)
     if "vision_config" not in (config.vision_fields or {}):
-        return [_Medium(clips, run_audio, _split_clips, trained)]
+        return [_Medium(clips, run, _split_clips, trained)]
     pictures = {name: value for name, value in images.items() if name not in clips}
     return [
         _Medium(pictures, _run_vision, _split_images, [each for each in trained if each not in hears]),
-        _Medium(clips, run_audio, _split_clips, [each for each in trained if each in hears]),
+        _Medium(clips, run, _split_clips, [each for each in trained if each in hears]),
     ]
 
 

@@ -42,6 +42,8 @@ _KEYS = (
     *("vision_feature_select_strategy", "multimodal_projector_bias", "spatial_merge_size"),
     *("projector_hidden_size", "video_token_index"),
     *("audio_config", "audio_token_id", "audio_token_index"),
+    *("audio_start_token_id", "audio_end_token_id", "position_id_per_seconds", "seconds_per_chunk"),
+    "user_token_id",
     *("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
 )
 _ROPES = ("rope_parameters", "rope_scaling")
@@ -120,16 +122,32 @@ class AudioTower:
         names: Beginnings of the names of its tensors.
         mask: Input that marks the frames of a clip, ``[clips, frames]``; None: all frames of a window count.
         tokens: Features of a clip, by the number of its frames.
+        chunk: Frames of a chunk, where the features of a shorter clip depend on the padding that longer ones give it;
+            such clips are computed alone.
     """
 
     names: tuple[str, ...]
     mask: str | None
     tokens: Callable[[McaModelConfig, int], int]
+    chunk: Callable[[McaModelConfig], int] | None = None
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """Return the names of the inputs."""
         return ("input_features",) if self.mask is None else ("input_features", self.mask)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoClock:
+    """Time positions of frames by the rate at which a run asks for frames, with the text behind the last frame.
+
+    Args:
+        fps: Frames per second, where neither the run nor the checkpoint gives a number.
+        exact: Positions are not rounded down.
+    """
+
+    fps: float
+    exact: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +163,7 @@ class VisionModel:
             write.
         video_tokens: How a video in a row becomes tokens; None: mca does not write the tokens of its frames.
         tokens_per_second: Time positions of a second of video if ``vision_config`` does not say; None: a frame is one.
+        clock: Time positions of frames that follow one another; None: by the rate of the frames that were found.
         tokens_per_image: Features of an image, or of a tile, where all have the same number.
         reach: How many later tokens an image token attends to at most; 0: attention is causal.
         windowed: Only layers with a sliding window have bidirectional attention inside images.
@@ -158,6 +177,7 @@ class VisionModel:
     image_tokens: ImageTokenKind | None = "patches"
     video_tokens: VideoTokenKind | None = None
     tokens_per_second: float | None = None
+    clock: VideoClock | None = None
     tokens_per_image: Callable[[McaModelConfig], int] | None = None
     reach: Callable[[McaModelConfig], int] = lambda config: 0
     windowed: bool = False
@@ -225,7 +245,9 @@ class NestedTextConfig:
 
     def text_config(self, hf: HfConfig) -> HfConfig:
         """Return the keys that describe the text model."""
-        text = _object(hf, "text_config") if "text_config" in hf else {k: hf[k] for k in hf if k not in _KEYS}
+        text = (
+            as_object(hf, "text_config") if "text_config" in hf else {k: hf[k] for k in hf if k not in _KEYS}
+        )
         shared: HfConfig = {key: hf[key] for key in ("dtype", "torch_dtype") if key in hf}
         tied = hf.get("tie_word_embeddings")
         tied = self.tied if tied is None else tied
@@ -242,7 +264,7 @@ class NestedTextConfig:
     def other_fields(self, hf: HfConfig) -> Values:
         """Return the fields of ``McaModelConfig`` that the text keys do not give."""
         vision = {**self.defaults, **{key: hf[key] for key in _KEYS if key in hf}}
-        vision |= {key: _object(hf, key) for key in self.towers}
+        vision |= {key: as_object(hf, key) for key in self.towers}
         sections, turns = self._sections(hf) if self.rope else (None, False)
         return {
             "text_model_type": self.text_model_type,
@@ -291,7 +313,12 @@ class NestedTextConfig:
         }
 
 
-def _object(hf: HfConfig, key: str) -> JsonObject:
+def as_object(hf: HfConfig, key: str) -> JsonObject:
+    """Return the object of ``key``.
+
+    Raises:
+        HfConfigError: It is missing, or not an object.
+    """
     value = hf.get(key)
     if not isinstance(value, dict):
         raise HfConfigError(
