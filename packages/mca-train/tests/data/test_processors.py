@@ -13,6 +13,10 @@ from transformers import PreTrainedTokenizerFast, WhisperFeatureExtractor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+from transformers.models.gemma4_unified.image_processing_gemma4_unified import Gemma4UnifiedImageProcessor
+from transformers.models.gemma4_unified.processing_gemma4_unified import Gemma4UnifiedProcessor
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
 from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
@@ -171,6 +175,27 @@ GEMMA = Case(
     },
     {"image_seq_length": 4},
 )
+
+
+def gemma4(processor_class, images):
+    return Case(
+        lambda: processor_class,
+        "<|image|>",
+        {
+            "image_token": "<|image|>",
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+        },
+        lambda: images(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70),
+        lambda ids: {f"{name}_id": ids[name] for name in ids},
+        {},
+        ("<|image>", "<image|>"),
+    )
+
+
 LLAVA = Case(
     lambda: LlavaProcessor,
     "<image>",
@@ -216,6 +241,8 @@ CASES = {
     "internvl": INTERNVL,
     "mistral3": MISTRAL,
     "gemma3": GEMMA,
+    "gemma4": gemma4(Gemma4Processor, Gemma4ImageProcessorPil),
+    "gemma4_unified": gemma4(Gemma4UnifiedProcessor, Gemma4UnifiedImageProcessor),
     "llava": LLAVA,
     "llama4": LLAMA4,
 }
@@ -338,7 +365,12 @@ def made(family):
     if "feature_extractor" in Processor.get_attributes():
         inner["feature_extractor"] = WhisperFeatureExtractor(feature_size=8)
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in case.tokens.items()}
-    config = SimpleNamespace(model_type=family, vision_fields={"vision_config": {}, **case.vision(ids)})
+    config = SimpleNamespace(
+        model_type=family,
+        vision_fields={"vision_config": {}, **case.vision(ids)},
+        vision=SimpleNamespace(bidirectional_images=True),
+        attention=SimpleNamespace(window_size=None),
+    )
     return tokenizer, Processor(**inner, **case.options), config
 
 
