@@ -39,6 +39,8 @@ sys.path.insert(0, str(ROOT))
 from tools.mutation.operators import Mutation, compiles, mutations  # noqa: E402  (after the path, for `uv run tools/mutate.py`)
 
 MAP = ROOT / ".pytest_cache" / "test_map"
+EQUIVALENT = Path(__file__).parent / "mutation" / "equivalent.json"
+"""Identities of faults that no test can catch, with the line and the reason."""
 SUBJECTS = {
     "weights": "mca_models/weights/* mca_models/storage/copy_plan.py mca_models/storage/byte_ranges.py",
     "templates": "mca_models/templates/*",
@@ -95,10 +97,15 @@ def subject_of(path: str) -> str:
 
 
 def candidates(patterns: Iterable[str]) -> list[Mutation]:
-    """Return all faults of the source files that match one of ``patterns`` (all files if there is none)."""
+    """Return all faults of the source files that match one of ``patterns`` (all files if there is none).
+
+    Faults that `EQUIVALENT` lists are left out: they change no result.
+    """
+    equivalent = json.loads(EQUIVALENT.read_text())
     paths = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/src/**/*.py"))
     chosen = [path for path in paths if not patterns or any(fnmatch.fnmatch(path, each) for each in patterns)]
-    return [mutation for path in chosen for mutation in mutations(ROOT, path)]
+    found = (mutation for path in chosen for mutation in mutations(ROOT, path))
+    return [mutation for mutation in found if mutation.identity not in equivalent]
 
 
 def drawn(found: Iterable[Mutation], count: int, seed: int) -> list[Mutation]:

@@ -72,7 +72,12 @@ def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     always=[
         *("qwen2_5_vl-tp2cp2packed-sp", "mistral3-tp2sp", "gemma3-tp2cp2packed-sp"),
         *("qwen3_5_moe-tp2ep2etp1", "glm4v_moe-cp2packed"),
-        *("qwen2_5_vl-video-cp2packed", "qwen3_vl-video-tp2sp", "qwen2_audio-tp2cp2packed-sp"),
+        *(
+            "qwen2_5_vl-video-cp2packed",
+            "qwen3_vl-video-tp2sp",
+            "qwen2_audio-tp2cp2packed-sp",
+            "qwen3_omni_moe_thinker-cp2packed",
+        ),
         *("gemma4-31b-tp2cp2packed-sp", "gemma4-e2b-video-tp2sp", "gemma4_unified-pp2"),
     ],
 )
@@ -270,7 +275,62 @@ def _exchanged_images() -> None:
     images.compute_image_features = exchanged
 
 
+def _all_frames_of_clips() -> None:
+    from mca_models.megatron.features import audio_features
+
+    run_audio = audio_features.run_audio
+
+    def whole(model: Any, clips: dict[str, torch.Tensor]) -> torch.Tensor:
+        kept = len(run_audio(model, clips))
+        return run_audio(model, {**clips, "feature_attention_mask": clips["feature_attention_mask"] * 0 + 1})[
+            :kept
+        ]
+
+    audio_features.run_audio = whole
+
+
+def _short_clips_padded() -> None:
+    from mca_models.megatron.features import audio_features, image_features
+
+    def together(model: Any, clips: Any, config: Any, audio: Any) -> torch.Tensor:
+        return audio_features.run_audio(model, clips)
+
+    image_features.run_clips = together
+
+
+def _with_times(change: Any) -> None:
+    from mca_models.megatron.features.images import _ImageInputs
+
+    before = _ImageInputs.before_chunk
+
+    def changed(self: Any, model: Any, args: Any, kwargs: Any) -> Any:
+        positions = kwargs["position_ids"].clone()
+        positions[0] = change(positions[0])
+        return before(self, model, args, {**kwargs, "position_ids": positions})
+
+    _ImageInputs.before_chunk = changed
+
+
+def _rounded_times() -> None:
+    _with_times(torch.floor)
+
+
+def _slower_clock() -> None:
+    _with_times(lambda times: (times * 0.9).long())
+
+
 FAULTS = {
+    "times of frames are rounded": (_rounded_times, "qwen3_omni_moe_thinker", "tp1"),
+    "a clock that is slow": (_slower_clock, "qwen2_5_omni_thinker", "tp1"),
+    "all frames of a clip count": (_all_frames_of_clips, "qwen2_5_omni_thinker", "tp1"),
+    "short clips see the padding of others": (_short_clips_padded, "qwen3_omni_moe_thinker", "tp1packed"),
+    "clips next to images exchanged": (_clips_exchanged, "qwen2_5_omni_thinker", "tp1packed"),
+    "all media counted on each tensor rank": (_summed, "qwen2_5_omni_thinker", "tp2"),
+    "gradients of media of all kinds stay apart": (
+        _shared_gradients_stay_apart,
+        "qwen3_omni_moe_thinker",
+        "cp2packed",
+    ),
     "attention inside images is causal": (_causal_placeholders, "gemma4-31b", "tp1"),
     "attention inside images is bidirectional in all layers": (
         _bidirectional_everywhere,

@@ -55,6 +55,21 @@ def test_messages_and_assertions_get_no_fault(tmp_path, body):
     assert not planted(tmp_path, body)
 
 
+def test_what_only_shows_or_guards_gets_no_fault(tmp_path):
+    assert not planted(tmp_path, "return json.dumps(x, indent=2) or zip(a, b, strict=True)").keys() & {
+        "off by one",
+        "boolean",
+    }
+
+
+def test_equivalent_faults_are_not_drawn(tmp_path, monkeypatch):
+    path = "packages/mca-train/src/mca_train/losses/kto.py"
+    (first, *others) = mutate.candidates([path])
+    (tmp_path / "equivalent.json").write_text(json.dumps({first.identity: "a reason"}))
+    monkeypatch.setattr(mutate, "EQUIVALENT", tmp_path / "equivalent.json")
+    assert mutate.candidates([path]) == others
+
+
 def test_a_fault_keeps_its_identity_when_lines_move(tmp_path):
     planted(tmp_path, "return a < b")
     (before,) = mutations(tmp_path, PATH)

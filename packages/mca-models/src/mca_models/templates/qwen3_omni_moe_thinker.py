@@ -16,7 +16,7 @@ from mca_models.templates.parts.vision_tower import (
     AUDIO_TOWER,
     NestedTextConfig,
     Shapes,
-    VideoClock,
+    VideoRules,
     VisionModel,
 )
 from mca_models.templates.parts.vision_values import vision_values
@@ -77,7 +77,7 @@ FAMILY = vision_language_family(
         projector=(f"{VISUAL}merger", f"{AUDIO_TOWER}proj"),
         video_tokens="together",
         tokens_per_second=25,
-        clock=VideoClock(fps=1, exact=True),
+        video_rules=VideoRules(fps=1, pixels=(128 * 32**2, 768 * 32**2), exact=True),
         audio=STRIDED,
     ),
     INSIDE,

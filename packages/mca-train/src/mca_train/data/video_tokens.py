@@ -21,7 +21,7 @@ from mca_config.errors import McaError, UsageError
 from mca_config.model_config import McaModelConfig
 from mca_models.images import ImageSpan, placeholders
 from mca_models.templates import get_family
-from mca_models.templates.parts.vision_tower import VideoClock
+from mca_models.templates.parts.vision_tower import VideoRules
 from mca_train.data.grids import Grid
 from mca_train.data.image_processors import pooled_marks, resized_sides
 from mca_train.data.image_tokens import require_unchanged
@@ -53,7 +53,7 @@ class VideoTokens:
         token: Id of the placeholder token.
         options: Options of the run.
         tokens_per_second: Time positions of a second; None: one for each frame.
-        clock: How time positions follow from the rate of frames; None: from the frames that were found.
+        rules: Rules of the family; None: those of the processor.
 
     Raises:
         UsageError: The options do not fit the processor.
@@ -65,15 +65,18 @@ class VideoTokens:
         token: int,
         options: VideoOptions,
         tokens_per_second: float | None = None,
-        clock: VideoClock | None = None,
+        rules: VideoRules | None = None,
     ) -> None:
         self.token, self.processor = token, processor
         self.before: Sequence[int] = ()
         self.after: Sequence[int] = ()
-        self._options, self._tokens_per_second, self._clock = options, tokens_per_second, clock
+        self._options, self._tokens_per_second, self._rules = options, tokens_per_second, rules
+        if rules is not None:
+            least, most = rules.pixels
+            processor.size = type(processor.size)(shortest_edge=least, longest_edge=most)
         self._sides = self._resized_sides(processor)
         self._sampled = lru_cache(maxsize=1 << 12)(self._sample)
-        _apply_options(processor, options, DEFAULT_FPS if clock is None else clock.fps)
+        _apply_options(processor, options, DEFAULT_FPS if rules is None else rules.fps)
 
     def grid(self, facts: VideoFacts) -> Grid:
         """Return the grid of a video.
@@ -134,9 +137,9 @@ class VideoTokens:
         return tuple(found)
 
     def _interval(self, facts: VideoFacts, frames: int) -> float:
-        """Return the time positions from a frame to the next, or with a clock the seconds, as transformers does."""
-        if self._clock is not None:
-            return float(self.processor.temporal_patch_size / (self.processor.fps or self._clock.fps))
+        """Return the time positions from a frame to the next, or with rules the seconds, as transformers does."""
+        if self._rules is not None:
+            return float(self.processor.temporal_patch_size / (self.processor.fps or self._rules.fps))
         if self._tokens_per_second is None:
             return 1.0
         seconds = self.processor.temporal_patch_size / (frames / facts.frames * facts.fps)
@@ -158,10 +161,10 @@ class VideoTokens:
     def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
         """Return the locations of a video from the indices ``where`` of its placeholders."""
         span = ImageSpan(int(where[0]), grid.rows, grid.columns, grid.frames, grid.interval)
-        if self._clock is None:
+        if self._rules is None:
             return [span]
         per_second = self._tokens_per_second or 1.0
-        return [replace(span, per_second=per_second, past_time=True, exact=self._clock.exact)]
+        return [replace(span, per_second=per_second, past_time=True, exact=self._rules.exact)]
 
     def tensors(self, video: Video, grid: Grid) -> dict[str, Tensor]:
         """Return the inputs of the vision tower for ``video``: its frames, each a grid of one frame.
@@ -369,9 +372,9 @@ def video_tokens(
         seconds = part.tokens_per_second
         if seconds is not None:
             seconds = vision.get("vision_config", {}).get("tokens_per_second", seconds)
-        if part.clock is not None:
+        if part.video_rules is not None:
             seconds = vision.get("position_id_per_seconds", seconds)
-        made = VideoTokens(processor, token, options, seconds, part.clock)
+        made = VideoTokens(processor, token, options, seconds, part.video_rules)
     made.before, made.after = marks[:1], marks[1:]
     return made
 

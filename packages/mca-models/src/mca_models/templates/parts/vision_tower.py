@@ -138,15 +138,19 @@ class AudioTower:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VideoClock:
-    """Time positions of frames by the rate at which a run asks for frames, with the text behind the last frame.
+class VideoRules:
+    """Rules for the videos of a processor that counts time by the rate at which a run asks for frames.
+
+    The text goes on behind the last frame.
 
     Args:
         fps: Frames per second, where neither the run nor the checkpoint gives a number.
-        exact: Positions are not rounded down.
+        pixels: Fewest and most pixels of a frame, also where the checkpoint's video processor has others.
+        exact: Time positions are not rounded down.
     """
 
     fps: float
+    pixels: tuple[int, int]
     exact: bool = False
 
 
@@ -163,7 +167,7 @@ class VisionModel:
             write.
         video_tokens: How a video in a row becomes tokens; None: mca does not write the tokens of its frames.
         tokens_per_second: Time positions of a second of video if ``vision_config`` does not say; None: a frame is one.
-        clock: Time positions of frames that follow one another; None: by the rate of the frames that were found.
+        video_rules: Rules for videos; None: those of the video processor, and time by the rate of the found frames.
         tokens_per_image: Features of an image, or of a tile, where all have the same number.
         reach: How many later tokens an image token attends to at most; 0: attention is causal.
         windowed: Only layers with a sliding window have bidirectional attention inside images.
@@ -177,7 +181,7 @@ class VisionModel:
     image_tokens: ImageTokenKind | None = "patches"
     video_tokens: VideoTokenKind | None = None
     tokens_per_second: float | None = None
-    clock: VideoClock | None = None
+    video_rules: VideoRules | None = None
     tokens_per_image: Callable[[McaModelConfig], int] | None = None
     reach: Callable[[McaModelConfig], int] = lambda config: 0
     windowed: bool = False
