@@ -188,6 +188,19 @@ MODELS["thinker"] = {
         **{"encoder_attention_heads": 8, "encoder_ffn_dim": 2048, "output_dim": 1024},
     },
 }
+MODELS["pooled"] = {
+    "model_type": "gemma4",
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "image_token_id": 31990,
+    "video_token_id": 31991,
+    "audio_token_id": 31992,
+    "text_config": _BASE
+    | {"model_type": "gemma4_text", "sliding_window": 512, "hidden_size_per_layer_input": 0}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 2, "use_bidirectional_attention": "vision"},
+    "vision_config": _TOWER
+    | {"model_type": "gemma4_vision", "num_key_value_heads": 8, "head_dim": 64, "patch_size": 16}
+    | {"standardize": True},
+}
 TP, PP, VPP, CP, EP, ETP = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -317,6 +330,8 @@ CASES: dict[str, tuple[str, str, int, Values]] = {
     "tile rows frozen": ("tile rows", "sft", 8, {PP: 2, EP: 4}),
     "thinker": ("thinker", "sft", 8, {"freeze": []}),
     "thinker frozen": ("thinker", "sft", 8, {PP: 2}),
+    "pooled": ("pooled", "sft", 8, {"freeze": []}),
+    "pooled frozen": ("pooled", "sft", 8, {PP: 2}),
     "inner layer frozen": ("inner layer", "sft", 8, {PP: 2}),
     "both ways frozen": ("both ways", "sft", 8, {PP: 2}),
 }
