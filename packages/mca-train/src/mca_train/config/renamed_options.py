@@ -60,7 +60,9 @@ _TARGETS = "the answers of conversations are the targets, in mca-train pretrain 
 _MIXED = "in proportion to weights: set weight in the entries of datasets"
 _PIXELS = "images have the sizes that the model's preprocessor_config.json allows; change them there"
 _LENGTHS = "prompt and answer together have at most seq_length tokens; set that instead"
-_SOUND = "the sound of a video is not read; remove the key, and give the sound as an audio clip next to the video"
+_SOUND = (
+    "the sound of a video is not read; remove the key, and give the sound as an audio clip next to the video"
+)
 _PARTS = "set freeze to a list of the parts that are not trained: vision, projector, language"
 _ANOTHER_WAY = {
     "stage": "the kind of run is the word after mca-train, and mca-train --help lists the kinds; remove the key",
