@@ -170,7 +170,7 @@ def time_model(
     args = TrainingArguments(output_dir=str(folder), **one)
     config = replace(config, layout=layout)
     model = ChunkSpec(config, args, Sizes.for_training(config, args, 8192), "transformer_engine", True)
-    return StepTimeModel(model, RankGrid(layout, max(layout.tp * layout.cp, layout.ep)), hardware)
+    return StepTimeModel(model, RankGrid(layout, max(layout.model_parallel_size, layout.ep)), hardware)
 
 
 def messages_alone() -> tuple[Hardware, float]:
@@ -222,3 +222,18 @@ def test_mamba_multiplies_every_channel_by_its_state_and_within_chunks() -> None
         2 * 8 * 4 * 16,
     )  # both ranks compute the products of the one group
     assert MAMBA_COSTS.flops(config, sizes) == 2 * 10 * (within + states) / 2
+
+
+def test_a_step_is_its_passes_the_bubble_the_reduction_and_the_optimizer(tmp_path: Path) -> None:
+    h100 = load_hardware("h100-80")
+    layout = ParallelLayout(pipeline_model_parallel_size=2)
+    model = time_model(tmp_path, model_of("qwen3-8b", num_hidden_layers=4), layout, h100)
+    model.model.training.gradient_accumulation_steps = 4
+    times = replace(model, grid=RankGrid(layout, 4))
+    share = Count(2, 2)
+    for roughly in (False, True):
+        found = times.step([Count(10**9), Count(10**9)], share, forwards=1, roughly=roughly)
+        parts = (found.passes, found.waiting, found.gradients, found.optimizer, found.beside)
+        assert all(part > 0 for part in parts)
+        assert found.total == pytest.approx(sum(parts))
+    assert found.waiting == pytest.approx(found.passes * (2 - 1) / 4)
