@@ -172,10 +172,12 @@ class TestMap:
     def reaching(self, mutation: Mutation, limit: float) -> list[str]:
         """Return the tests that reach ``mutation``, the cheapest up to ``limit`` CPU seconds, one module after another.
 
-        A test costs its own seconds and those of the shared fixtures that no test chosen before has used.
+        A test costs its own seconds and those of the shared fixtures that no test chosen before has used. What only
+        an import calls, as tables do, is reached by the tests that are named after its file.
         """
         keys = self.keys.get(f"{mutation.path}:{mutation.function_line}", set())
         found = {each for key in keys for each in (self.users.get(key, ()) if "|" in key else (key,))}
+        found = found or {test for test in self.module if Path(mutation.path).stem in test}
         paid: set[str] = set()
         chosen: dict[str, list[str]] = {}
         total = 0.0

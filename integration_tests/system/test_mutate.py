@@ -4,6 +4,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,8 @@ def test_the_cheapest_tests_that_reach_a_function_run_first(tmp_path):
     found = mapped(tmp_path, a, b, c)
     assert found.reaching(fault, limit=100) == ["test_b.py::b", "test_a.py::a"]
     assert found.reaching(fault, limit=10) == ["test_b.py::b"]
+    unreached = replace(fault, path="packages/mca-models/src/mca_models/templates/test_c.py")
+    assert found.reaching(unreached, limit=10) == ["test_c.py::c"], "named after the file"
 
 
 def test_a_shared_fixture_reaches_a_function_for_each_test_that_uses_it(tmp_path):
