@@ -2,7 +2,6 @@
 
 import json
 from functools import partial
-from importlib import import_module
 from types import SimpleNamespace
 
 import datasets
@@ -11,6 +10,7 @@ import pytest
 import torch
 import transformers
 from drawn_images import draw
+from gemma4_processors import gemma4_processors, gemma4_tokenizer, token_ids
 from PIL import Image
 from tokenizers_for_tests import byte_tokenizer
 from transformers import Gemma3Processor, Llama4Processor, LlavaProcessor
@@ -167,50 +167,13 @@ def llama4():
     return kind, expected
 
 
-GEMMA4_MARKS = {
-    "image_token": "<|image|>",
-    "boi_token": "<|image>",
-    "eoi_token": "<image|>",
-    "audio_token": "<|audio|>",
-    "boa_token": "<|audio>",
-    "eoa_token": "<audio|>",
-}
-
-
 def gemma4(model_type="gemma4"):
-    home = f"transformers.models.{model_type}"
-    name = "Gemma4Unified" if model_type == "gemma4_unified" else "Gemma4"
-
-    def made(module, suffix, **options):
-        return getattr(import_module(f"{home}.{module}_{model_type}"), name + suffix)(**options)
-
-    sizes = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
-    backend = ("image_processing", "ImageProcessor")
-    if model_type == "gemma4":
-        backend = ("image_processing_pil", "ImageProcessorPil")
-    images = made(*backend, **sizes)
-    kind = Kind(
-        model_type,
-        (*GEMMA4_MARKS.values(), "<|video|>"),
-        images,
-        lambda ids: {"image_token_id": ids[0], "boi_token_id": ids[1], "eoi_token_id": ids[2]},
-        "<|image|>",
-    )
+    tokenizer = gemma4_tokenizer()
+    own = gemma4_processors(model_type, tokenizer)
+    kind = Kind(model_type, (), own.images, lambda ids: token_ids(tokenizer), "<|image|>")
+    kind.tokenizer, kind.videos, kind.whole = tokenizer, own.videos, own.whole
     kind.config.attention = SimpleNamespace(window_size=1024)
     kind.config.vision = SimpleNamespace(bidirectional_images=True)
-    for key, mark in GEMMA4_MARKS.items():
-        setattr(kind.tokenizer, key, mark)
-        setattr(kind.tokenizer, f"{key}_id", kind.tokenizer.convert_tokens_to_ids(mark))
-    Whole = getattr(import_module(f"{home}.processing_{model_type}"), f"{name}Processor")
-
-    class Processor(Whole):
-        def check_argument_for_proper_class(self, name, argument):
-            return type(argument)
-
-    kind.videos = made("video_processing", "VideoProcessor", **sizes)
-    kind.whole = Processor(
-        made("feature_extraction", "AudioFeatureExtractor"), images, kind.tokenizer, kind.videos
-    )
 
     def expected(text, images):
         found = kind.whole(images=[images], text=[text.replace("@", "<|image|>")], return_tensors="pt")
@@ -342,10 +305,6 @@ def test_frames_of_gemma4_are_behind_their_minutes_and_seconds(model_type, tmp_p
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     kind, _ = gemma4(model_type)
-    kind.config.vision_fields["video_token_id"] = kind.tokenizer.convert_tokens_to_ids("<|video|>")
-    image = "{% if part['type'] == 'image' %}"
-    video = "{% if part['type'] == 'video' %}{{ '<|video|>' }}{% elif part['type'] == 'image' %}"
-    kind.tokenizer.chat_template = kind.tokenizer.chat_template.replace(image, video)
     for processor in (kind.processor, kind.videos):
         processor.save_pretrained(tmp_path / "model")
     write(tmp_path / "long.mp4", 70, 1)
