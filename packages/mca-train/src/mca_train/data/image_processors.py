@@ -4,6 +4,7 @@ Qwen, GLM    a grid of patches, several of which are merged into one token
 Kimi         the same grid, of an image that is padded at its ends
 InternVL     tiles with a fixed number of tokens, between two marks
 Mistral 3    rows of tokens, each ending with a mark
+Gemma 4      a grid of pooled patches, between two marks
 Gemma 3      a fixed number of tokens per image, between two marks and empty lines
 LLaVA        a fixed number of tokens per image
 Llama 4      tiles with marks between them, and the whole image behind them
@@ -28,6 +29,7 @@ from mca_models.templates.parts.vision_tower import ImageTokenKind
 from mca_train.data.chat import with_image_text
 from mca_train.data.grids import Grid
 from mca_train.data.image_tokens import ImageTokens
+from mca_train.data.pooled_patches import PooledTokens
 from mca_train.types import ImageProcessor
 
 if TYPE_CHECKING:
@@ -349,7 +351,21 @@ def image_tokens(
         return PlainTokens(processor, token, _tokens_per_image(config))
     if kind == "tile_rows":
         return TileRowTokens(processor, token, _tokens_per_image(config), _ids(tokenizer, *_TILE_ROW_MARKS))
+    if kind == "pooled":
+        _require_window(config, processor)
     return _MAKERS[kind](processor, token, vision, tokenizer)
+
+
+def _require_window(config: McaModelConfig, processor: ImageProcessor) -> None:
+    """Raise an error for images that a sliding window cuts; in transformers their tokens see more than the window."""
+    part, window = get_family(config.model_type).vision, config.attention.window_size
+    if part is None or part.windowed or not part.reach(config) or window is None:
+        return
+    if (most := getattr(processor, "max_soft_tokens", 0)) > window:
+        raise UsageError(
+            f"preprocessor_config.json: max_soft_tokens is {most}, more than the sliding window of {config.model_type} "
+            f"({window} tokens); set it to a smaller one of 70, 140, 280, 560"
+        )
 
 
 _TILE_ROW_MARKS = (
@@ -411,6 +427,17 @@ def _fixed(
     return FixedTokens(processor, token, length, _gemma_marks(vision), written)
 
 
+def _pooled(
+    processor: ImageProcessor, token: int, vision: Values, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    return PooledTokens(processor, token, pooled_marks(vision))
+
+
+def pooled_marks(vision: Values) -> tuple[int, int]:
+    """Return the ids of the tokens before and after an image of Gemma 4, or a frame."""
+    return vision["boi_token_id"], vision["eoi_token_id"]
+
+
 _Maker = Callable[[ImageProcessor, int, Values, "PreTrainedTokenizerBase"], ImageTokens]
 _MAKERS: Mapping[str, _Maker] = {
     "patches": _patches,
@@ -418,6 +445,7 @@ _MAKERS: Mapping[str, _Maker] = {
     "tiles": _tiles,
     "lines": _lines,
     "fixed": _fixed,
+    "pooled": _pooled,
 }
 
 

@@ -4,7 +4,7 @@ The differences between model families are in `image_processors`. `media_tokens`
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -83,6 +83,10 @@ class ImageTokens(ABC):
         made = dict(self.processor(images=pixels, return_tensors="pt", **self.options).data)
         for file, grid, now in zip(files, grids, self._made(made), strict=True):
             require_unchanged(f"image {file.place}", grid, now)
+        return self._taken(made)
+
+    def _taken(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the inputs of the vision tower from the processor's outputs."""
         return {name: made[name] for name in self.taken}
 
 

@@ -10,7 +10,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from mca_train.data.grids import Grid
 from mca_train.data.image_files import ImageFile
 from mca_train.data.image_placement import MediaFile
 from mca_train.data.image_tokens import ImageTokens
+from mca_train.data.joined_tensors import join_tensors
 from mca_train.data.message_parts import IMAGE, VIDEO
 from mca_train.data.video_tokens import VideoTokens
 
@@ -156,7 +156,7 @@ class MediaTokens:
             else self._videos.tensors(file, grid)
             for file, grid in zip(files, grids, strict=True)
         ]
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return join_tensors(parts)
 
 
 @contextmanager
