@@ -88,12 +88,13 @@ class PaddedPatchTokens(ImageTokens):
     ) -> None:
         super().__init__(processor, token)
         self.before, self.after = marks
-        self._resize = getattr(sys.modules[type(processor).__module__], "navit_resize", None)
-        if self._resize is None:
+        resize = getattr(sys.modules[type(processor).__module__], "navit_resize", None)
+        if resize is None:
             raise UsageError(
                 f"{type(processor).__name__}: this processor is not supported for Kimi; expected "
                 "Kimi_K25ImageProcessor in preprocessor_config.json"
             )
+        self._resize: Callable[..., tuple[tuple[int, int], tuple[int, int]]] = resize
 
     def _computed(self, height: int, width: int) -> Grid:
         own = self.processor
