@@ -13,6 +13,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.images import attention_ends, feature_rows_of_batch, positions
 from mca_models.megatron.features.images import image_reach
 from mca_train.batching.micro_batch import MicroBatch
+from mca_train.data.joined_tensors import join_tensors
 from mca_train.types import Sample
 
 Cut = Callable[[Tensor, int], Tensor]
@@ -69,14 +70,10 @@ class ImageBatching:
         spans = [images.places if images else () for images in found]
         rows = [cut(torch.from_numpy(own)[None], 1) for own in feature_rows_of_batch(lengths, spans)]
         read = [images.tensors() for images in found if images]
-        names = dict.fromkeys(name for tensors in read for name in tensors)
         return replace(
             made,
             feature_rows=torch.cat(rows, 1 if packed else 0),
-            images={
-                name: torch.cat(_pad_to_largest([each[name] for each in read if name in each]))
-                for name in names
-            },
+            images=join_tensors(read),
         )
 
 
@@ -85,15 +82,3 @@ def image_batching(config: McaModelConfig, *, decodes: bool) -> ImageBatching:
     return ImageBatching(
         decodes=decodes, sections=config.mrope is not None, bidirectional=image_reach(config) > 0
     )
-
-
-def _pad_to_largest(read: Sequence[Tensor]) -> list[Tensor]:
-    """Pad pixels, spectrograms and masks to the largest in all axes but the first."""
-    largest = [max(sizes) for sizes in zip(*(each.shape[1:] for each in read), strict=True)]
-    return [_padded(each, largest) for each in read]
-
-
-def _padded(tensor: Tensor, sizes: Sequence[int]) -> Tensor:
-    missing = [size - own for size, own in zip(sizes, tensor.shape[1:], strict=True)]
-    padding = [pad for own in reversed(missing) for pad in (0, own)]
-    return torch.nn.functional.pad(tensor, padding) if any(missing) else tensor
