@@ -179,6 +179,7 @@ LAZY = {
     "mca_train.clients": "the client's own packages may be missing",
     "mca_train.config.run_config": "TrainingArguments takes 9 s; a file that is missing is reported before",
     "mca_train.dry_run.stages": "it is imported once for all forks, after megatron is prepared",
+    "mca_train.launch.rendezvous": "the launcher limits the threads before torch is imported, which takes 2 s",
     "mca_train.reference": "help and completion take 0.1 s",
     "mca_train.run.plan_command": "only --plot and --dry_run need figures and the dry run",
     "mca_train.run.rules": "mca-train plan reads no trainer, which takes 10 s",

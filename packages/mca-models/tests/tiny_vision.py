@@ -32,6 +32,21 @@ _SECTIONS = {**_ROPE, "mrope_section": [3, 3, 2]}
 _TURNS = {**_SECTIONS, "mrope_interleaved": True}
 _HALF = {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
 
+_POOLED: dict[str, Any] = {
+    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 8, "patch_size": 2, "pooling_kernel_size": 2},
+    "position_embedding_size": 16,
+}
+_GEMMA4: dict[str, Any] = {
+    **{
+        "image_token_id": 65,
+        "video_token_id": 66,
+        "audio_token_id": 67,
+        "boi_token_id": 68,
+        "eoi_token_id": 69,
+    },
+    **{"boa_token_id": 64, "eoa_token_index": 63},
+}
 WHISPER: dict[str, Any] = {
     "num_mel_bins": 8,
     "encoder_layers": 2,
@@ -39,6 +54,12 @@ WHISPER: dict[str, Any] = {
     "encoder_ffn_dim": 24,
     "d_model": 16,
     "max_source_positions": 16,
+}
+
+_OMNI = {**_IMAGE, "audio_token_id": 69, "audio_start_token_id": 64, "audio_end_token_id": 63}
+_OMNI_INDEX = {
+    **{key: _OMNI[key] for key in _OMNI if key not in ("image_token_id", "video_token_id", "audio_token_id")},
+    **{"image_token_index": 65, "video_token_index": 66, "audio_token_index": 69},
 }
 
 Case = tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]
@@ -61,6 +82,21 @@ CASES: dict[str, Case] = {
             "window_size": 16,
         },
         _IMAGE,
+    ),
+    "qwen2_5_omni_thinker": (
+        "qwen2_5_omni_thinker",
+        {**_WIDE, "rope_parameters": _SECTIONS},
+        {
+            **{key: value for key, value in _QWEN.items() if key != "num_position_embeddings"},
+            **{"depth": 2, "out_hidden_size": 64, "fullatt_block_indexes": [1], "window_size": 16},
+        },
+        {**_OMNI_INDEX, "audio_config": {**WHISPER, "n_window": 4, "output_dim": 64}},
+    ),
+    "qwen3_omni_moe_thinker": (
+        "qwen3_omni_moe_thinker",
+        {**tiny_hf.EXPERTS, "rope_parameters": _TURNS},
+        _DEEP,
+        {**_OMNI, "audio_config": {**WHISPER, "downsample_hidden_size": 4, "output_dim": 32}},
     ),
     "qwen3_vl": ("qwen3_vl", {"rope_parameters": _TURNS}, _DEEP, _IMAGE),
     "qwen3_vl-tied": (
@@ -166,6 +202,43 @@ CASES: dict[str, Case] = {
             "vision_feature_select_strategy": "full",
         },
     ),
+    "gemma4-31b": (
+        "gemma4",
+        {**tiny_hf.ALL["gemma4_text"][1], "use_bidirectional_attention": "vision", "sliding_window": 3},
+        {**_POOLED, "standardize": True},
+        _GEMMA4,
+    ),
+    "gemma4-e2b": (
+        "gemma4",
+        {
+            **{"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 70, "global_head_dim": 24},
+            **{"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "sliding_window": 8},
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        {**_POOLED, "use_clipped_linears": True},
+        {
+            **_GEMMA4,
+            "audio_config": {
+                **{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+                **{"subsampling_conv_channels": [8, 4], "output_proj_dims": 20},
+            },
+        },
+    ),
+    "gemma4-moe": (
+        "gemma4",
+        {**tiny_hf.ALL["gemma4_text-experts"][1], "use_bidirectional_attention": "vision"},
+        {**_POOLED, "standardize": True},
+        _GEMMA4,
+    ),
+    "gemma4_unified": (
+        "gemma4_unified",
+        tiny_hf.ALL["gemma4_unified_text"][1],
+        {
+            **{"patch_size": 2, "pooling_kernel_size": 2, "mm_embed_dim": 20, "mm_posemb_size": 8},
+            "output_proj_dims": 20,
+        },
+        {**_GEMMA4, "audio_config": {"audio_embed_dim": 12}},
+    ),
     "minimax_m3_vl-moe": (
         "minimax_m3_vl",
         tiny_hf.ALIKE["minimax_m3_vl_text"][1],
@@ -207,7 +280,15 @@ def model_of(case: str, **different: Any) -> Any:
         for tensor in [*model.parameters(), *tiny_hf.saved_buffers(model)]:
             if tensor.dim() < 2 or tensor.min() == tensor.max():
                 tensor.add_(torch.randn_like(tensor) * 0.1)
+        bound_linears(model)
     return model
+
+
+def bound_linears(model: Any) -> None:
+    """Give each linear that clips finite bounds, which some values exceed."""
+    for number, (name, bound) in enumerate(model.named_buffers()):
+        if name.endswith(("put_min", "put_max")):
+            bound.fill_((1 + number % 7 / 4) * (-1 if name.endswith("min") else 1))
 
 
 def save(case: str, directory: Path, dtype: str = "float32", **different: Any) -> Path:

@@ -254,6 +254,7 @@ def test_options_choose_frames_as_the_processor_does(tokenizer, folder):
         for options, same in (
             ({"video_fps": 1.0}, {"fps": 1.0}),
             ({"video_max_frames": 4}, {"max_frames": 4}),
+            ({"video_max_frames": 2}, {"max_frames": 2}),  # as few as are merged
             ({"video_fps": 0.1}, {"fps": 0.1}),
         ):
             (sample,) = load([row], tokenizer, folder, model, **options)

@@ -33,6 +33,11 @@ def run(body, ranks=2, **options):
     )
 
 
+def test_the_launcher_is_there_before_torch_which_would_start_its_threads():
+    code = "import sys, mca_train.cli, mca_train.launch.launcher; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
 def test_ranks_have_their_variables_and_only_rank_0_speaks():
     done = run("print(rank, os.environ['WORLD_SIZE'], os.environ['LOCAL_RANK'])", ranks=3)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0 3 0\n", "")

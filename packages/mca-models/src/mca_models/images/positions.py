@@ -25,7 +25,10 @@ class ImageSpan:
         rows: Of tokens, after patches are merged.
         columns: The same.
         frames: Of a video, after frames are merged.
-        interval: Time positions from one frame to the next; a frame's own is rounded down.
+        interval: Time positions from one frame to the next, or seconds; a frame's own position is rounded down.
+        per_second: Time positions of one second, where ``interval`` is in seconds.
+        past_time: The text after it goes on behind the time of its last frame too.
+        exact: Time positions are not rounded down.
         medium: ``image`` for what the vision tower computes, or ``audio``.
     """
 
@@ -34,6 +37,9 @@ class ImageSpan:
     columns: int
     frames: int = 1
     interval: float = 1.0
+    per_second: float = 1.0
+    past_time: bool = False
+    exact: bool = False
     medium: Literal["image", "audio"] = "image"
 
     @property
@@ -43,7 +49,7 @@ class ImageSpan:
 
 
 def positions(length: int, images: Sequence[ImageSpan]) -> NumpyArray:
-    """``[3, length]`` int64: time, row and column of each token.
+    """``[3, length]`` int64: time, row and column of each token; fp32 with exact times.
 
     Args:
         length: Tokens of the sequence.
@@ -51,20 +57,23 @@ def positions(length: int, images: Sequence[ImageSpan]) -> NumpyArray:
     """
     import numpy as np
 
-    found = np.empty((3, length), np.int64)
-    token = position = 0
+    exact = any(image.exact and image.frames > 1 for image in images)
+    found = np.empty((3, length), np.float32 if exact else np.int64)
+    token, position = 0, found.dtype.type(0)
     for image in _pictures(images):
         found[:, token : image.start] = np.arange(image.start - token) + position
         position += image.start - token
         token = image.start + image.tokens
         inside = np.arange(image.tokens)
         frame, in_frame = np.divmod(inside, image.rows * image.columns)
-        times = (frame.astype(np.float32) * np.float32(image.interval)).astype(
-            np.int64
-        )  # fp32, as in transformers
-        axes = (times, in_frame // image.columns, in_frame % image.columns)
+        times = frame.astype(np.float32) * np.float32(image.interval)  # fp32, as in transformers
+        times *= np.float32(image.per_second)
+        if not image.exact:
+            times = np.floor(times)
+        axes = (times.astype(found.dtype), in_frame // image.columns, in_frame % image.columns)
         found[:, image.start : token] = np.stack(axes) + position
-        position += max(image.rows, image.columns)
+        last = found[:, token - 1].max() + 1 if image.past_time else 0
+        position = max(position + max(image.rows, image.columns), last)
     found[:, token:] = np.arange(length - token) + position
     return found
 

@@ -75,7 +75,9 @@ _IN_ITS_FILE = (
     "gemma2",
     "gemma3",
     "gemma3_text",
+    "gemma4",
     "gemma4_text",
+    "gemma4_unified",
     "gemma4_unified_text",
     "glm",
     "glm4",
@@ -127,6 +129,7 @@ _IN_ITS_FILE = (
     "phi",
     "phi3",
     "phimoe",
+    "qwen2_5_omni_thinker",
     "qwen2_5_vl",
     "qwen2_audio",
     "qwen2_moe",
@@ -136,6 +139,7 @@ _IN_ITS_FILE = (
     "qwen3_5_text",
     "qwen3_moe",
     "qwen3_next",
+    "qwen3_omni_moe_thinker",
     "qwen3_vl",
     "qwen3_vl_moe",
     "smollm3",
@@ -148,7 +152,9 @@ _IN_ITS_FILE = (
 _WITH_ANOTHER = {
     "glm4v_moe": "glm4v:MOE_FAMILY",
     "glm46v": "glm4v:GLM46V",
+    "qwen2_5_omni": "qwen2_5_omni_thinker:WHOLE",
     "qwen3_5_moe": "qwen3_5:MOE_FAMILY",
+    "qwen3_omni_moe": "qwen3_omni_moe_thinker:WHOLE",
 }
 _LLAMA_LIKE = (
     "arcee",

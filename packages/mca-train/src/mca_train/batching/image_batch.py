@@ -57,6 +57,8 @@ class ImageBatching:
                 torch.from_numpy(positions(length, images.places if images else ()))
                 for images, length in zip(found, lengths, strict=True)
             ]
+            if any(each.is_floating_point() for each in whole):  # exact times of frames
+                whole = [each.float() for each in whole]
             by_row = torch.cat(whole, 1)[:, None] if packed else cut(torch.stack(whole, 1), 2)
             made = replace(made, sections=by_row)
         if self.bidirectional:

@@ -16,6 +16,7 @@ class Grid:
         frames: Frames of a video after patches are merged; 0: an image; -1: an audio clip.
         interval: Time positions from one frame of a video to the next.
         times: Seconds of the frames, which some families write in front of them; known while a row is read.
+        tile_rows: Rows of the tiles of an image, for families with marks between tiles.
     """
 
     rows: int
@@ -23,6 +24,7 @@ class Grid:
     frames: int = 0
     interval: float = 1.0
     times: tuple[float, ...] = field(default=(), compare=False)
+    tile_rows: int = 1
 
     @property
     def medium(self) -> str:
@@ -37,7 +39,7 @@ class Grid:
     @property
     def numbers(self) -> list[float]:
         """Return the numbers from which ``from_numbers`` restores the grid, without ``times``."""
-        return [self.rows, self.columns, self.frames, self.interval]
+        return [self.rows, self.columns, self.frames, self.interval, self.tile_rows]
 
     @classmethod
     def of_audio(cls, tokens: int) -> "Grid":
@@ -47,8 +49,8 @@ class Grid:
     @classmethod
     def from_numbers(cls, numbers: Sequence[float]) -> "Grid":
         """Return the grid with these ``numbers``."""
-        rows, columns, frames, interval = numbers
-        return cls(int(rows), int(columns), int(frames), float(interval))
+        rows, columns, frames, interval, tile_rows = numbers
+        return cls(int(rows), int(columns), int(frames), float(interval), tile_rows=int(tile_rows))
 
     def __str__(self) -> str:
         sides = (self.frames, self.rows, self.columns) if self.frames > 0 else (self.rows, self.columns)

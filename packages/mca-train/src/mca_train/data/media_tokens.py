@@ -116,7 +116,9 @@ class MediaTokens:
         for grid, where in self._split(tokens, grids):
             start, stop = where[0], where[-1] + 1
             known = self._of(grid.medium)
-            before, after = known.marks if isinstance(known, ImageTokens) else (known.before, known.after)
+            before, after = (
+                known.marks(grid) if isinstance(known, ImageTokens) else (known.before, known.after)
+            )
             start -= len(before) * (tokens[max(start - len(before), 0) : start].tolist() == [*before])
             stop += len(after) * (tokens[stop : stop + len(after)].tolist() == [*after])
             found.append((start, stop))

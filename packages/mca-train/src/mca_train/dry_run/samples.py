@@ -78,4 +78,13 @@ def _sized(images: Images) -> dict[str, torch.Tensor]:
     return found | {"image_sizes": torch.tensor([found["pixel_values"].shape[2:]] * images.count)}
 
 
-_PIXELS = {"patches": _patches, "tiles": _tiles, "sizes": _sized}
+def _pooled(images: Images) -> dict[str, torch.Tensor]:
+    along = torch.arange(images.side * images.tower.merge)
+    positions = torch.cartesian_prod(along, along).flip(1).expand(images.count, -1, -1)
+    return {
+        "pixel_values": torch.zeros(*positions.shape[:2], images.tower.values),
+        "image_position_ids": positions,
+    }
+
+
+_PIXELS = {"patches": _patches, "tiles": _tiles, "sizes": _sized, "pooled": _pooled}

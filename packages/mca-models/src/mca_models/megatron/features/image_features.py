@@ -9,15 +9,17 @@ gradient, and Megatron averages the vision model's gradients over those.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mca_config.errors import McaError
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_models.megatron.features.audio_features import run_audio
+from mca_models.megatron.features.audio_features import run_clips
 from mca_models.megatron.types import HfModel, Upstream
 from mca_models.templates import get_family
 
@@ -84,12 +86,17 @@ def _media(
         parameter for name, parameter in vision.named_parameters() if name.startswith(family.audio.names)
     }
     clips = {name: images[name] for name in family.audio.inputs if name in images}
+    if clips and (config.vision_fields or {}).get("audio_config") is None:
+        raise McaError(
+            f"this {config.model_type} model has no audio tower (audio_config); train it without audio"
+        )
+    run = partial(run_clips, config=config, audio=family.audio)
     if "vision_config" not in (config.vision_fields or {}):
-        return [_Medium(clips, run_audio, _split_clips, trained)]
+        return [_Medium(clips, run, _split_clips, trained)]
     pictures = {name: value for name, value in images.items() if name not in clips}
     return [
         _Medium(pictures, _run_vision, _split_images, [each for each in trained if each not in hears]),
-        _Medium(clips, run_audio, _split_clips, [each for each in trained if each in hears]),
+        _Medium(clips, run, _split_clips, [each for each in trained if each in hears]),
     ]
 
 
@@ -150,6 +157,15 @@ def _split_images(images: JsonObject, config: McaModelConfig) -> list[_Image]:
         return [
             _Image({"pixel_values": part, "image_sizes": size}, count, count)
             for part, size, count in zip(pixels.split(1), sizes.split(1), rows, strict=True)
+        ]
+    if (positions := images.get("image_position_ids")) is not None:
+        sizes = vision["vision_config"]
+        token = 3 * (sizes.get("patch_size", 16) * sizes.get("pooling_kernel_size", 3)) ** 2
+        patches = (positions >= 0).all(-1).sum(-1)
+        rows = (patches * pixels.shape[-1] // token).tolist()
+        return [
+            _Image({"pixel_values": part, "image_position_ids": position}, pixels.shape[1], count)
+            for part, position, count in zip(pixels.split(1), positions.split(1), rows, strict=True)
         ]
     fixed = get_family(config.model_type).vision
     assert fixed is not None and fixed.tokens_per_image is not None, (

@@ -19,7 +19,7 @@ from mca_models.templates.parts.vision_tower import PREFIX
 from mca_models.weights import Param, Stage
 
 _NO_TEXT: Mapping[str, object] = {"num_hidden_layers": 0, "vocab_size": 1, "pad_token_id": None}
-_PER_LAYER = ("layer_types", "mlp_layer_types", "mlp_only_layers", "no_rope_layers")
+_PER_LAYER = ("layer_types", "per_layer_config", "mlp_layer_types", "mlp_only_layers", "no_rope_layers")
 
 
 Part = Literal["language", "vision", "projector"]

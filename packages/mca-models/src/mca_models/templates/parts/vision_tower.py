@@ -23,13 +23,15 @@ PREFIX = "vision_model."
 SPELLING, MORE = "hf_spelling", "hf_vision_more"
 """Facts in ``extra``: which of the family's spellings a checkpoint has; tensors that no table names, with shapes."""
 
-ImageTokenKind = Literal["patches", "tiles", "lines", "fixed", "plain"]
-"""Division of an image into tokens: a grid of merged patches, tiles of equally many tokens, lines with a mark after
-each, or a fixed number of tokens, with Gemma's marks around them (``fixed``) or alone (``plain``)."""
+ImageTokenKind = Literal["patches", "tiles", "tile_rows", "lines", "fixed", "plain", "pooled"]
+"""Division of an image into tokens: a grid of merged patches, tiles of equally many tokens, the same in rows with marks
+between them (``tile_rows``), lines with a mark after each, a fixed number of tokens, with Gemma 3's marks around them
+(``fixed``) or alone (``plain``), or a grid of pooled patches between Gemma 4's marks (``pooled``)."""
 
-VideoTokenKind = Literal["together", "timestamps", "second_after", "seconds_after"]
-"""Frames of a video one after the other; each between marks behind its time in words (``timestamps``), or in front of
-its whole second (``second_after``) or its seconds (``seconds_after``), as an image."""
+VideoTokenKind = Literal["together", "timestamps", "second_after", "seconds_after", "minutes"]
+"""Frames of a video one after the other; each between marks behind its time in words (``timestamps``) or its minutes
+and seconds (``minutes``), or in front of its whole second (``second_after``) or its seconds (``seconds_after``), as an
+image."""
 
 _TEXT, _HEAD = "model.", "lm_head."
 _KEYS = (
@@ -40,6 +42,9 @@ _KEYS = (
     *("vision_feature_select_strategy", "multimodal_projector_bias", "spatial_merge_size"),
     *("projector_hidden_size", "video_token_index"),
     *("audio_config", "audio_token_id", "audio_token_index"),
+    *("audio_start_token_id", "audio_end_token_id", "position_id_per_seconds", "seconds_per_chunk"),
+    "user_token_id",
+    *("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
 )
 _ROPES = ("rope_parameters", "rope_scaling")
 _MROPE = ("mrope_section", "mrope_interleaved")
@@ -117,16 +122,36 @@ class AudioTower:
         names: Beginnings of the names of its tensors.
         mask: Input that marks the frames of a clip, ``[clips, frames]``; None: all frames of a window count.
         tokens: Features of a clip, by the number of its frames.
+        chunk: Frames of a chunk, where the features of a shorter clip depend on the padding that longer ones give it;
+            such clips are computed alone.
     """
 
     names: tuple[str, ...]
     mask: str | None
     tokens: Callable[[McaModelConfig, int], int]
+    chunk: Callable[[McaModelConfig], int] | None = None
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """Return the names of the inputs."""
         return ("input_features",) if self.mask is None else ("input_features", self.mask)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoRules:
+    """Rules for the videos of a processor that counts time by the rate at which a run asks for frames.
+
+    The text goes on behind the last frame.
+
+    Args:
+        fps: Frames per second, where neither the run nor the checkpoint gives a number.
+        pixels: Fewest and most pixels of a frame, also where the checkpoint's video processor has others.
+        exact: Time positions are not rounded down.
+    """
+
+    fps: float
+    pixels: tuple[int, int]
+    exact: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +167,10 @@ class VisionModel:
             write.
         video_tokens: How a video in a row becomes tokens; None: mca does not write the tokens of its frames.
         tokens_per_second: Time positions of a second of video if ``vision_config`` does not say; None: a frame is one.
+        video_rules: Rules for videos; None: those of the video processor, and time by the rate of the found frames.
         tokens_per_image: Features of an image, or of a tile, where all have the same number.
+        reach: How many later tokens an image token attends to at most; 0: attention is causal.
+        windowed: Only layers with a sliding window have bidirectional attention inside images.
         audio: The audio tower; None: there is none.
     """
 
@@ -153,7 +181,10 @@ class VisionModel:
     image_tokens: ImageTokenKind | None = "patches"
     video_tokens: VideoTokenKind | None = None
     tokens_per_second: float | None = None
+    video_rules: VideoRules | None = None
     tokens_per_image: Callable[[McaModelConfig], int] | None = None
+    reach: Callable[[McaModelConfig], int] = lambda config: 0
+    windowed: bool = False
     audio: AudioTower | None = None
 
     def component(self, name: str, config: McaModelConfig) -> str:
@@ -218,7 +249,9 @@ class NestedTextConfig:
 
     def text_config(self, hf: HfConfig) -> HfConfig:
         """Return the keys that describe the text model."""
-        text = _object(hf, "text_config") if "text_config" in hf else {k: hf[k] for k in hf if k not in _KEYS}
+        text = (
+            as_object(hf, "text_config") if "text_config" in hf else {k: hf[k] for k in hf if k not in _KEYS}
+        )
         shared: HfConfig = {key: hf[key] for key in ("dtype", "torch_dtype") if key in hf}
         tied = hf.get("tie_word_embeddings")
         tied = self.tied if tied is None else tied
@@ -235,7 +268,7 @@ class NestedTextConfig:
     def other_fields(self, hf: HfConfig) -> Values:
         """Return the fields of ``McaModelConfig`` that the text keys do not give."""
         vision = {**self.defaults, **{key: hf[key] for key in _KEYS if key in hf}}
-        vision |= {key: _object(hf, key) for key in self.towers}
+        vision |= {key: as_object(hf, key) for key in self.towers}
         sections, turns = self._sections(hf) if self.rope else (None, False)
         return {
             "text_model_type": self.text_model_type,
@@ -284,7 +317,12 @@ class NestedTextConfig:
         }
 
 
-def _object(hf: HfConfig, key: str) -> JsonObject:
+def as_object(hf: HfConfig, key: str) -> JsonObject:
+    """Return the object of ``key``.
+
+    Raises:
+        HfConfigError: It is missing, or not an object.
+    """
     value = hf.get(key)
     if not isinstance(value, dict):
         raise HfConfigError(

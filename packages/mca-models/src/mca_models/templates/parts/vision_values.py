@@ -37,7 +37,7 @@ class VisionValues:
         wanted = f"a whole number from 1 to {_MOST_LAYERS}"
         return int(self._value(key, default, lambda value: _is_size(value, _MOST_LAYERS), wanted))
 
-    def sides(self, key: str, default: int) -> tuple[int, int]:
+    def sides(self, key: str, default: int | tuple[int, int]) -> tuple[int, int]:
         """Height and width: two sizes, or one for both."""
         wanted = f"a whole number from 1 to {_LARGEST}, or two in a list"
         value = self._value(key, default, lambda value: _is_size(value) or _are_two_sizes(value), wanted)
@@ -92,6 +92,20 @@ def vision_values(config: McaModelConfig, tower: str = "vision_config") -> tuple
             f"'{tower}' must be an object, not {inside!r:.80}; a {config.model_type} model needs it"
         )
     return VisionValues(about), VisionValues(inside, f"{tower}.")
+
+
+def audio_values(config: McaModelConfig) -> VisionValues | None:
+    """Return the values of the audio tower's configuration; None: the model has no audio tower.
+
+    Raises:
+        McaError: It is not an object.
+    """
+    audio = (config.vision_fields or {}).get("audio_config")
+    if audio is None:
+        return None
+    if not isinstance(audio, dict):
+        raise McaError(f"'audio_config' must be an object or null, not {audio!r:.80}")
+    return VisionValues(audio, "audio_config.")
 
 
 def _is_size(value: Typed, most: int = _LARGEST) -> bool:

@@ -11,16 +11,16 @@ def whisper_tower(audio: VisionValues) -> Shapes:
     """Return the tensors of a tower with ``audio_config``."""
     width, mels = audio.size("d_model", 1280), audio.size("num_mel_bins", 128)
     return {
-        **_convolution("conv1", width, mels),
-        **_convolution("conv2", width, width),
+        **convolution("conv1", width, mels),
+        **convolution("conv2", width, width),
         "embed_positions.weight": (audio.size("max_source_positions", 1500), width),
         **encoder_layers(audio),
         **norm("layer_norm", width),
     }
 
 
-def encoder_layers(audio: VisionValues) -> Shapes:
-    """Return the encoder layers; keys have no bias."""
+def encoder_layers(audio: VisionValues, *, biased_keys: bool = False) -> Shapes:
+    """Return the encoder layers; Whisper's keys have no bias."""
     width, inner = audio.size("d_model", 1280), audio.size("encoder_ffn_dim", 5120)
     layer = {
         **norm("self_attn_layer_norm", width),
@@ -29,9 +29,10 @@ def encoder_layers(audio: VisionValues) -> Shapes:
         **linear("fc2", width, inner),
     }
     for x in ("q", "k", "v", "out"):
-        layer |= linear(f"self_attn.{x}_proj", width, width, bias=x != "k")
+        layer |= linear(f"self_attn.{x}_proj", width, width, bias=biased_keys or x != "k")
     return repeat_shapes("layers", audio.layers("encoder_layers", 32), layer)
 
 
-def _convolution(name: str, width: int, inputs: int) -> Shapes:
-    return {f"{name}.weight": (width, inputs, 3), f"{name}.bias": (width,)}
+def convolution(name: str, width: int, inputs: int, *kernel: int) -> Shapes:
+    """Return the tensors of a convolution, over three frames without a ``kernel``."""
+    return {f"{name}.weight": (width, inputs, *(kernel or (3,))), f"{name}.bias": (width,)}
