@@ -48,6 +48,7 @@ SPARSE = (
     "glm46v-moe",
     "gemma4-moe",
     "llama4-moe",
+    "kimi_k25-moe",
     "minimax_m3_vl-moe",
     "mistral3-mistral4-moe",
 )

@@ -181,8 +181,9 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
     if case.startswith(HEARING):
         return _clips(row, generator)
     grid = torch.tensor([(1, 2 * each.rows, 2 * each.columns) for each in row])
+    patch = (3, 4, 4) if case.startswith("kimi") else (96,)
     return {
-        "pixel_values": torch.randn(int(grid.prod(1).sum()), 96, generator=generator),
+        "pixel_values": torch.randn(int(grid.prod(1).sum()), *patch, generator=generator),
         "image_grid_thw": grid,
     }
 

@@ -187,6 +187,20 @@ CASES: dict[str, Case] = {
         },
         {"image_token_index": 65, "tie_word_embeddings": False},
     ),
+    "kimi_k25-moe": (
+        "kimi_k25",
+        {"model_type": "deepseek_v3", **tiny_hf.ALL["deepseek_v3"][1], "head_dim": 4},
+        {
+            **{key: value for key, value in _SIGLIP.items() if key != "image_size"},
+            **{"pos_emb_height": 3, "pos_emb_width": 3},
+        },
+        {
+            "image_token_id": 65,
+            "video_token_id": 66,
+            "projection_hidden_size": 16,
+            "tie_word_embeddings": False,
+        },
+    ),
     "llava": (
         "llava",
         {"model_type": "llama"},

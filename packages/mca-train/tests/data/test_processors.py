@@ -25,6 +25,8 @@ from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
 from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.kimi_k25.image_processing_kimi_k25 import Kimi_K25ImageProcessor
+from transformers.models.kimi_k25.processing_kimi_k25 import Kimi_K25Processor
 from transformers.models.llama4.image_processing_llama4 import Llama4ImageProcessor
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 from transformers.models.llava.processing_llava import LlavaProcessor
@@ -261,6 +263,21 @@ COMMAND_A = Case(
         "vision_config": {"image_size": 16, "patch_size": 4},
     },
 )
+KIMI = Case(
+    lambda: Kimi_K25Processor,
+    "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>",
+    {
+        "image_token": "<|media_pad|>",
+        "video_token": "<|kimi_k25_video_placeholder|>",
+        "start_token": "<|media_begin|>",
+        "content_token": "<|media_content|>",
+        "end_token": "<|media_end|>",
+    },
+    lambda: Kimi_K25ImageProcessor(
+        patch_size=4, merge_size=2, max_patches=64, size={"max_height": 8, "max_width": 8}
+    ),
+    lambda ids: {"image_token_id": ids["image_token"], "video_token_id": ids["video_token"]},
+)
 CASES = {
     "aya_vision": AYA,
     "cohere2_vision": COMMAND_A,
@@ -282,6 +299,7 @@ CASES = {
     "gemma4_unified": gemma4(Gemma4UnifiedProcessor, Gemma4UnifiedImageProcessor),
     "llava": LLAVA,
     "llama4": LLAMA4,
+    "kimi_k25": KIMI,
 }
 
 _TURNS = (
@@ -455,9 +473,8 @@ def with_template(family, style):
     tokenizer, whole, _ = made(family)
     case = CASES[family]
     names = {token: name for name, token in case.tokens.items()}
-    named = "".join(
-        f"{{{{ {names.get(part, repr(part))} }}}}" for part in case.mark.replace("><", ">\0<").split("\0")
-    )
+    parts = case.mark.replace("><", ">\0<").split("\0")
+    named = "".join(f"{{{{ {names[part]} }}}}" if part in names else part for part in parts)
     template = STYLES[style].replace("MARK", case.mark).replace("NAMED", named)
     tokenizer.chat_template = whole.chat_template = template
 

@@ -400,4 +400,4 @@ def test_a_row_that_ends_within_a_video_is_left_out(tokenizer, folder, caplog):
     first, second, _ = whole["images"].places
     for length, kept in ((first.start, 2), (first.start + first.tokens, 1), (second.start + 1, 1)):
         assert len(load([answered, tail], tokenizer, folder, "qwen3_vl", seq_length=length)) == kept
-    assert f"1 of 2 rows end within an image or video at seq_length {length}" in caplog.text
+    assert f"1 of 2 rows end within an image, video or audio clip at seq_length {length}" in caplog.text

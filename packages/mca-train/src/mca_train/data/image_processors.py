@@ -1,6 +1,7 @@
 """Image tokens of the model families, computed from the image size and checked against the image processor.
 
 Qwen, GLM    a grid of patches, several of which are merged into one token
+Kimi         the same grid, of an image that is padded at its ends
 Cohere       tiles with a mark behind each (Command A Vision), or behind their number in words (Aya Vision)
 InternVL     tiles with a fixed number of tokens, between two marks
 Mistral 3    rows of tokens, each ending with a mark
@@ -72,6 +73,46 @@ class PatchTokens(ImageTokens):
         return [Grid(rows // merge, columns // merge) for _, rows, columns in made["image_grid_thw"].tolist()]
 
 
+class PaddedPatchTokens(ImageTokens):
+    """Image tokens of Kimi: a grid of patches of an image that is padded at its ends.
+
+    Args:
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+        marks: Ids of the tokens before and after an image.
+    """
+
+    taken = PatchTokens.taken
+
+    def __init__(
+        self, processor: ImageProcessor, token: int, marks: tuple[Sequence[int], Sequence[int]]
+    ) -> None:
+        super().__init__(processor, token)
+        self.before, self.after = marks
+        resize = getattr(sys.modules[type(processor).__module__], "navit_resize", None)
+        if resize is None:
+            raise UsageError(
+                f"{type(processor).__name__}: this processor is not supported for Kimi; expected "
+                "Kimi_K25ImageProcessor in preprocessor_config.json"
+            )
+        self._resize: Callable[..., tuple[tuple[int, int], tuple[int, int]]] = resize
+
+    def _computed(self, height: int, width: int) -> Grid:
+        own = self.processor
+        largest = own.size["max_height"]
+        _, (high, wide) = self._resize(
+            height, width, own.patch_size, own.merge_size, own.max_patches, largest
+        )
+        return self._merged(high // own.patch_size, wide // own.patch_size)
+
+    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
+        return [self._merged(rows, columns) for _, rows, columns in made["image_grid_thw"].tolist()]
+
+    def _merged(self, rows: int, columns: int) -> Grid:
+        merge = self.processor.merge_size
+        return Grid(rows // merge, columns // merge)
+
+
 def resized_sides(processor: ImageProcessor) -> Callable[[int, int, int], tuple[int, int]]:
     """Return the function from height, width and number of frames to the rows and columns of tokens.
 
@@ -85,7 +126,8 @@ def resized_sides(processor: ImageProcessor) -> Callable[[int, int, int], tuple[
     if resize is None or not hasattr(processor, "merge_size"):
         raise UsageError(
             f"{type(processor).__name__}: this processor is not supported; supported are those of "
-            "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4V, InternVL, Mistral 3, Gemma 3, LLaVA and Llama 4"
+            "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4V, InternVL, Mistral 3, Gemma 3, LLaVA, Llama 4 and "
+            "Kimi K2.5"
         )
     taken = set(inspect.signature(resize).parameters)
 
@@ -401,6 +443,14 @@ def _patches(
     return made
 
 
+def _padded_patches(
+    processor: ImageProcessor, token: int, vision: Values, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    before, content, after = _ids(tokenizer, "<|media_begin|>", "<|media_content|>", "<|media_end|>")
+    word = tokenizer("image", add_special_tokens=False)["input_ids"]
+    return PaddedPatchTokens(processor, token, ([before, *word, content], [after]))
+
+
 def _tiles(
     processor: ImageProcessor, token: int, vision: Values, tokenizer: "PreTrainedTokenizerBase"
 ) -> ImageTokens:
@@ -457,6 +507,7 @@ def pooled_marks(vision: Values) -> tuple[int, int]:
 _Maker = Callable[[ImageProcessor, int, Values, "PreTrainedTokenizerBase"], ImageTokens]
 _MAKERS: Mapping[str, _Maker] = {
     "patches": _patches,
+    "padded_patches": _padded_patches,
     "tiles": _tiles,
     "lines": _lines,
     "fixed": _fixed,
