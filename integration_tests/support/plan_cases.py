@@ -170,6 +170,15 @@ MODELS["tile rows"] = {
     | {"model_type": "llama4_vision_model", "image_size": 336, "projector_input_dim": 1024}
     | {"projector_output_dim": 1024, "vision_output_dim": 1024},
 }
+MODELS["padded patches"] = {
+    "model_type": "kimi_k25",
+    "architectures": ["Kimi_K25ForConditionalGeneration"],
+    "image_token_id": 31990,
+    "projection_hidden_size": 512,
+    "tie_word_embeddings": False,
+    "text_config": _BASE | _LATENT,
+    "vision_config": _TOWER | {"model_type": "kimi_k25_vision"},
+}
 MODELS["thinker"] = {
     "model_type": "qwen2_5_omni_thinker",
     "architectures": ["Qwen2_5OmniThinkerForConditionalGeneration"],
@@ -328,6 +337,7 @@ CASES: dict[str, tuple[str, str, int, Values]] = {
     "inner layer": ("inner layer", "sft", 8, {"freeze": []}),
     "tile rows": ("tile rows", "sft", 8, {"freeze": [], EP: 4}),
     "tile rows frozen": ("tile rows", "sft", 8, {PP: 2, EP: 4}),
+    "padded patches": ("padded patches", "sft", 8, {"freeze": [], EP: 4}),
     "thinker": ("thinker", "sft", 8, {"freeze": []}),
     "thinker frozen": ("thinker", "sft", 8, {PP: 2}),
     "pooled": ("pooled", "sft", 8, {"freeze": []}),

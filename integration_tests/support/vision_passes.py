@@ -17,6 +17,8 @@ DENSE = (
     "mistral3",
     "glm4v",
     "gemma3",
+    "cohere2_vision",
+    "aya_vision",
     "gemma4-31b",
     "gemma4-e2b",
     "gemma4_unified",
@@ -46,6 +48,7 @@ SPARSE = (
     "glm46v-moe",
     "gemma4-moe",
     "llama4-moe",
+    "kimi_k25-moe",
     "minimax_m3_vl-moe",
     "mistral3-mistral4-moe",
 )

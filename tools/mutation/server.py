@@ -68,7 +68,7 @@ class Server:
     def _serve(self, request: dict[str, Any], write: int, folder: Path) -> None:
         """Run the tests in the forked process; never returns."""
         try:
-            os.setsid()
+            os.setpgid(0, 0)  # not a session, which has its own share of a busy machine
             gc.disable()
             self.session.config._tmp_path_factory._basetemp = folder  # type: ignore[attr-defined]
             if request["file"] and not self._plant(request["path"], Path(request["file"]).read_bytes()):

@@ -187,6 +187,20 @@ CASES: dict[str, Case] = {
         },
         {"image_token_index": 65, "tie_word_embeddings": False},
     ),
+    "kimi_k25-moe": (
+        "kimi_k25",
+        {"model_type": "deepseek_v3", **tiny_hf.ALL["deepseek_v3"][1], "head_dim": 4},
+        {
+            **{key: value for key, value in _SIGLIP.items() if key != "image_size"},
+            **{"pos_emb_height": 3, "pos_emb_width": 3},
+        },
+        {
+            "image_token_id": 65,
+            "video_token_id": 66,
+            "projection_hidden_size": 16,
+            "tie_word_embeddings": False,
+        },
+    ),
     "llava": (
         "llava",
         {"model_type": "llama"},
@@ -201,6 +215,18 @@ CASES: dict[str, Case] = {
             **{"image_token_index": 65, "tie_word_embeddings": False, "vision_feature_layer": -1},
             "vision_feature_select_strategy": "full",
         },
+    ),
+    "cohere2_vision": (
+        "cohere2_vision",
+        {**tiny_hf.ALL["cohere2"][1], "model_type": "cohere2"},
+        {**_SIGLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+        {"image_token_id": 65, "downsample_factor": 2, "alignment_intermediate_size": 24},
+    ),
+    "aya_vision": (
+        "aya_vision",
+        {**tiny_hf.ALL["cohere2"][1], "model_type": "cohere2"},
+        {**_SIGLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+        {"image_token_index": 65, "downsample_factor": 2},
     ),
     "gemma4-31b": (
         "gemma4",

@@ -31,9 +31,12 @@ PUBLISHED = {
     "glm-4.6v": pytest.approx(107.7e9, abs=0.1e9),
     "llava-1.5-7b": 7_063_427_072,
     "llama-4-scout": pytest.approx(108.64e9, abs=0.01e9),
+    "kimi-k2.5": pytest.approx(1.0265e12, abs=0.001e12),
     "qwen2-audio-7b": pytest.approx(8.40e9, abs=0.01e9),
     "internvl3-78b": 78_408_318_336,
     "gemma-3-27b": 27_432_406_640,
+    "aya-vision-8b": 8_631_842_032,
+    "command-a-vision": 111_867_525_360,
     "gemma-4-31b": 31_273_088_876,
     "gemma-4-26b-a4b": 25_805_936_206,
     "gemma-4-e2b": 5_104_298_467,
@@ -208,7 +211,8 @@ def test_absent_keys_mean_what_transformers_says(kind: str) -> None:
         "max_position_embeddings",
         "head_dim",
         "moe_intermediate_size",
-        "num_experts_per_tok",
+        *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        *("n_routed_experts", "num_experts_per_tok"),
         "shared_expert_intermediate_size",
     )
     least = {key: full["text_config"][key] for key in sizes if key in full["text_config"]}

@@ -1,6 +1,8 @@
 """Image tokens of the model families, computed from the image size and checked against the image processor.
 
 Qwen, GLM    a grid of patches, several of which are merged into one token
+Kimi         the same grid, of an image that is padded at its ends
+Cohere       tiles with a mark behind each (Command A Vision), or behind their number in words (Aya Vision)
 InternVL     tiles with a fixed number of tokens, between two marks
 Mistral 3    rows of tokens, each ending with a mark
 Gemma 4      a grid of pooled patches, between two marks
@@ -71,6 +73,46 @@ class PatchTokens(ImageTokens):
         return [Grid(rows // merge, columns // merge) for _, rows, columns in made["image_grid_thw"].tolist()]
 
 
+class PaddedPatchTokens(ImageTokens):
+    """Image tokens of Kimi: a grid of patches of an image that is padded at its ends.
+
+    Args:
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+        marks: Ids of the tokens before and after an image.
+    """
+
+    taken = PatchTokens.taken
+
+    def __init__(
+        self, processor: ImageProcessor, token: int, marks: tuple[Sequence[int], Sequence[int]]
+    ) -> None:
+        super().__init__(processor, token)
+        self.before, self.after = marks
+        resize = getattr(sys.modules[type(processor).__module__], "navit_resize", None)
+        if resize is None:
+            raise UsageError(
+                f"{type(processor).__name__}: this processor is not supported for Kimi; expected "
+                "Kimi_K25ImageProcessor in preprocessor_config.json"
+            )
+        self._resize: Callable[..., tuple[tuple[int, int], tuple[int, int]]] = resize
+
+    def _computed(self, height: int, width: int) -> Grid:
+        own = self.processor
+        largest = own.size["max_height"]
+        _, (high, wide) = self._resize(
+            height, width, own.patch_size, own.merge_size, own.max_patches, largest
+        )
+        return self._merged(high // own.patch_size, wide // own.patch_size)
+
+    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
+        return [self._merged(rows, columns) for _, rows, columns in made["image_grid_thw"].tolist()]
+
+    def _merged(self, rows: int, columns: int) -> Grid:
+        merge = self.processor.merge_size
+        return Grid(rows // merge, columns // merge)
+
+
 def resized_sides(processor: ImageProcessor) -> Callable[[int, int, int], tuple[int, int]]:
     """Return the function from height, width and number of frames to the rows and columns of tokens.
 
@@ -84,7 +126,8 @@ def resized_sides(processor: ImageProcessor) -> Callable[[int, int, int], tuple[
     if resize is None or not hasattr(processor, "merge_size"):
         raise UsageError(
             f"{type(processor).__name__}: this processor is not supported; supported are those of "
-            "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4V, InternVL, Mistral 3, Gemma 3, LLaVA and Llama 4"
+            "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4V, InternVL, Mistral 3, Gemma 3, LLaVA, Llama 4 and "
+            "Kimi K2.5"
         )
     taken = set(inspect.signature(resize).parameters)
 
@@ -134,6 +177,48 @@ class TileTokens(ImageTokens):
     def ids(self, grid: Grid) -> list[int]:
         """Return the tokens of an image, including its marks."""
         return [self._marks[0], *super().ids(grid), self._marks[1]]
+
+
+class MarkedTileTokens(TileTokens):
+    """Image tokens of Command A Vision and Aya Vision: tiles with text before them, or a mark behind.
+
+    Args:
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+        length: Placeholders per tile.
+        marks: Ids of the tokens before and after the tiles of an image.
+        before: Function from the number of a tile and the number of tiles to the tokens before it.
+        behind: Tokens behind each tile.
+    """
+
+    def __init__(
+        self,
+        processor: ImageProcessor,
+        token: int,
+        length: int,
+        marks: tuple[int, int],
+        *,
+        before: Callable[[int, int], list[int]] = lambda tile, tiles: [],
+        behind: Sequence[int] = (),
+    ) -> None:
+        super().__init__(processor, token, length, marks)
+        self._before, self._behind = before, behind
+
+    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the marks around an image."""
+        ids = self.ids(grid)
+        return ids[: ids.index(self.token)], [*self._behind, self._marks[1]]
+
+    def ids(self, grid: Grid) -> list[int]:
+        """Return the tokens of an image, including its marks."""
+        ids = [self._marks[0]]
+        for tile in range(grid.rows):
+            ids += [*self._before(tile, grid.rows), *[self.token] * grid.columns, *self._behind]
+        return [*ids, self._marks[1]]
+
+    def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
+        """Return one location per tile."""
+        return [ImageSpan(int(start), 1, grid.columns) for start in where[:: grid.columns]]
 
 
 class LineTokens(ImageTokens):
@@ -310,6 +395,8 @@ def image_tokens(
         return PlainTokens(processor, token, _tokens_per_image(config))
     if kind == "tile_rows":
         return TileRowTokens(processor, token, _tokens_per_image(config), _ids(tokenizer, *_TILE_ROW_MARKS))
+    if kind in ("tile_breaks", "named_tiles"):
+        return _cohere_tiles(processor, token, config, tokenizer)
     if kind == "pooled":
         _require_window(config, processor)
     return _MAKERS[kind](processor, token, vision, tokenizer)
@@ -356,11 +443,39 @@ def _patches(
     return made
 
 
+def _padded_patches(
+    processor: ImageProcessor, token: int, vision: Values, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    before, content, after = _ids(tokenizer, "<|media_begin|>", "<|media_content|>", "<|media_end|>")
+    word = tokenizer("image", add_special_tokens=False)["input_ids"]
+    return PaddedPatchTokens(processor, token, ([before, *word, content], [after]))
+
+
 def _tiles(
     processor: ImageProcessor, token: int, vision: Values, tokenizer: "PreTrainedTokenizerBase"
 ) -> ImageTokens:
     first, last = _ids(tokenizer, "<img>", "</img>")
     return TileTokens(processor, token, vision.get("image_seq_length", 256), (first, last))
+
+
+_COHERE_MARKS = ("<|START_OF_IMG|>", "<|END_OF_IMG|>")
+
+
+def _cohere_tiles(
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    length = _tokens_per_image(config)
+    first, last = _ids(tokenizer, *_COHERE_MARKS)
+    if _kind(config) == "tile_breaks":
+        behind = _ids(tokenizer, "<|IMG_LINE_BREAK|>")
+        return MarkedTileTokens(processor, token, length, (first, last), behind=behind)
+
+    def name(tile: int, tiles: int) -> list[int]:
+        words = "TILE_GLOBAL" if tile == tiles - 1 else f"TILE_{tile + 1}"
+        found: list[int] = tokenizer(words, add_special_tokens=False)["input_ids"]
+        return found
+
+    return MarkedTileTokens(processor, token, length, (first, last), before=name)
 
 
 def _lines(
@@ -392,6 +507,7 @@ def pooled_marks(vision: Values) -> tuple[int, int]:
 _Maker = Callable[[ImageProcessor, int, Values, "PreTrainedTokenizerBase"], ImageTokens]
 _MAKERS: Mapping[str, _Maker] = {
     "patches": _patches,
+    "padded_patches": _padded_patches,
     "tiles": _tiles,
     "lines": _lines,
     "fixed": _fixed,
@@ -437,12 +553,13 @@ def with_image_marks(
     """Return a tokenizer whose rendered chats have the processor's image text with one placeholder.
 
     Gemma's templates write only the start mark. The processor adds the rest to the rendered text, where line breaks
-    merge with adjacent ones into one token. Llama 4's write the mark before the tile of the whole image.
+    merge with adjacent ones into one token. Llama 4's write the mark before the tile of the whole image, and Aya
+    Vision's a word that is no token.
     """
     kind, vision = _kind(config), config.vision_fields
-    if kind == "tile_rows" and vision is not None:
+    if kind in ("tile_rows", "named_tiles") and vision is not None:
         placeholder = tokenizer.convert_ids_to_tokens(placeholders(vision)["image"])
-        return with_image_text(tokenizer, "<|image|>", placeholder)
+        return with_image_text(tokenizer, "<|image|>" if kind == "tile_rows" else "<image>", placeholder)
     if kind != "fixed" or config.vision_fields is None:
         return tokenizer
     return with_image_text(tokenizer, *_gemma_image_text(tokenizer, config.vision_fields))

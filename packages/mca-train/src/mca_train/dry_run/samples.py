@@ -65,7 +65,9 @@ def _blank(images: Images) -> SampleImages:
 def _patches(images: Images) -> dict[str, torch.Tensor]:
     along = images.side * images.tower.merge
     grid = torch.tensor([[1, along, along]] * images.count)
-    return {"pixel_values": torch.zeros(images.patches, images.tower.values), "image_grid_thw": grid}
+    tower = images.tower
+    patch = (3, tower.patch, tower.patch) if tower.kind == "kimi_k25_vision" else (tower.values,)
+    return {"pixel_values": torch.zeros(images.patches, *patch), "image_grid_thw": grid}
 
 
 def _tiles(images: Images) -> dict[str, torch.Tensor]:

@@ -92,6 +92,8 @@ class VisionTower:
             return cls._pooled(sizes, config.vision_fields.get("vision_soft_tokens_per_image", 280))
         if {"depth", "spatial_merge_size", "temporal_patch_size"} <= sizes.keys():
             pictures: ImageLayout = "patches", None, sizes["spatial_merge_size"]
+        elif "merge_kernel_size" in sizes:
+            pictures = "patches", None, _square_side(sizes["merge_kernel_size"])
         elif sizes["model_type"] in _BLOCKS:
             pictures = _image_layout(config, config.vision_fields, sizes)
         else:

@@ -10,6 +10,7 @@ gradient, and Megatron averages the vision model's gradients over those.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
@@ -143,12 +144,13 @@ def assign_images(loads: Sequence[int], ranks: int) -> list[int]:
 def _split_images(images: JsonObject, config: McaModelConfig) -> list[_Image]:
     pixels: Tensor = images["pixel_values"]
     vision = config.vision_fields or {}
-    merge = vision["vision_config"].get("spatial_merge_size", 2)
+    side = vision["vision_config"].get("spatial_merge_size", 2)
+    merged = prod(vision["vision_config"].get("merge_kernel_size") or (side, side))
     if (grids := images.get("image_grid_thw")) is not None:
         loads = [time * high * wide for time, high, wide in grids.tolist()]
         parts = zip(pixels.split(loads), grids.split(1), loads, strict=True)
         return [
-            _Image({"pixel_values": part, "image_grid_thw": grid}, load, load // merge**2)
+            _Image({"pixel_values": part, "image_grid_thw": grid}, load, load // merged)
             for part, grid, load in parts
         ]
     if (sizes := images.get("image_sizes")) is not None:

@@ -4,7 +4,7 @@ Which tensors a vision model has is said in the family's own file, with ``linear
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from mca_config.errors import HfConfigError
@@ -12,6 +12,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import HfConfig
 from mca_models.weights import Param, Stage
+from mca_models.weights.layouts import FusedRotaryHeads
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
@@ -23,10 +24,22 @@ PREFIX = "vision_model."
 SPELLING, MORE = "hf_spelling", "hf_vision_more"
 """Facts in ``extra``: which of the family's spellings a checkpoint has; tensors that no table names, with shapes."""
 
-ImageTokenKind = Literal["patches", "tiles", "tile_rows", "lines", "fixed", "plain", "pooled"]
-"""Division of an image into tokens: a grid of merged patches, tiles of equally many tokens, the same in rows with marks
-between them (``tile_rows``), lines with a mark after each, a fixed number of tokens, with Gemma 3's marks around them
-(``fixed``) or alone (``plain``), or a grid of pooled patches between Gemma 4's marks (``pooled``)."""
+ImageTokenKind = Literal[
+    "patches",
+    "padded_patches",
+    "tiles",
+    "tile_rows",
+    "lines",
+    "fixed",
+    "plain",
+    "pooled",
+    "tile_breaks",
+    "named_tiles",
+]
+"""Division of an image into tokens: a grid of merged patches, the same of an image that is padded at its ends; tiles of
+equally many tokens, the same in rows with marks between them (``tile_rows``), each before a mark (``tile_breaks``), or
+behind its number (``named_tiles``); lines with a mark after each; a fixed number of tokens, with Gemma 3's marks around
+them (``fixed``) or alone (``plain``); or a grid of pooled patches between Gemma 4's marks (``pooled``)."""
 
 VideoTokenKind = Literal["together", "timestamps", "second_after", "seconds_after", "minutes"]
 """Frames of a video one after the other; each between marks behind its time in words (``timestamps``) or its minutes
@@ -40,7 +53,8 @@ _KEYS = (
     *("image_end_token_id", "video_start_token_id", "video_end_token_id", "mm_tokens_per_image"),
     *("image_seq_length", "downsample_ratio", "projector_hidden_act", "vision_feature_layer"),
     *("vision_feature_select_strategy", "multimodal_projector_bias", "spatial_merge_size"),
-    *("projector_hidden_size", "video_token_index"),
+    *("projector_hidden_size", "video_token_index", "projection_hidden_size", "projection_layer_norm_eps"),
+    *("downsample_factor", "alignment_intermediate_size", "adapter_layer_norm_eps"),
     *("audio_config", "audio_token_id", "audio_token_index"),
     *("audio_start_token_id", "audio_end_token_id", "position_id_per_seconds", "seconds_per_chunk"),
     "user_token_id",
@@ -73,28 +87,44 @@ class Spelling:
         text: For ``model.`` of a text-only model.
         head: For ``lm_head.``.
         vision: For the beginnings of a vision model's names.
+        inside: For parts of a vision model's names behind their beginnings, of which a name has one at most.
+        layers: For ``layers.`` of a text-only model.
     """
 
     text: str
     head: str
     vision: Mapping[str, str]
+    inside: tuple[tuple[str, str], ...] = ()
+    layers: str = "layers."
+
+    def _text(self) -> tuple[tuple[str, str], ...]:
+        return (f"{_TEXT}layers.", f"{self.text}{self.layers}"), (_TEXT, self.text), (_HEAD, self.head)
 
     def text_to_file(self, name: str) -> str:
         """Return the file's name for a text model's ``name``."""
-        return _exchanged(name, ((_TEXT, self.text), (_HEAD, self.head)))
+        return _exchanged(name, self._text())
 
     def vision_to_file(self, name: str) -> str:
         """Return the file's name for a vision model's ``name``."""
-        return _exchanged(name, self.vision.items())
+        return _exchanged_inside(_exchanged(name, self.vision.items()), self.inside)
 
     def text_from_file(self, name: str) -> str:
         """The inverse of ``text_to_file``."""
-        return _exchanged(name, ((self.text, _TEXT), (self.head, _HEAD)))
+        return _exchanged(name, ((its, own) for own, its in self._text()))
 
     def vision_from_file(self, name: str) -> str | None:
         """The inverse of ``vision_to_file``; None if the file's ``name`` is not a vision model's."""
-        found = _exchanged(name, ((its, own) for own, its in self.vision.items()))
+        inside = [(its, own) for own, its in self.inside]
+        found = _exchanged_inside(_exchanged(name, ((its, own) for own, its in self.vision.items())), inside)
         return found if any(name.startswith(its) for its in self.vision.values()) else None
+
+
+FUSED_QKV = ".wqkv."
+
+
+def split_qkv(name: str) -> tuple[str, ...]:
+    """Return the names of transformers' modules for a fused tensor's ``name``; none for another tensor."""
+    return tuple(name.replace(FUSED_QKV, f".{x}_proj.") for x in "qkv") if FUSED_QKV in name else ()
 
 
 def _exchanged(name: str, beginnings: Iterable[tuple[str, str]]) -> str:
@@ -102,6 +132,11 @@ def _exchanged(name: str, beginnings: Iterable[tuple[str, str]]) -> str:
         if name.startswith(before):
             return after + name.removeprefix(before)
     return name
+
+
+def _exchanged_inside(name: str, parts: Iterable[tuple[str, str]]) -> str:
+    before, after = next((pair for pair in parts if pair[0] in name), ("", ""))
+    return name.replace(before, after) if before else name
 
 
 def module_spelling(*parts: str) -> Spelling:
@@ -172,6 +207,8 @@ class VisionModel:
         reach: How many later tokens an image token attends to at most; 0: attention is causal.
         windowed: Only layers with a sliding window have bidirectional attention inside images.
         audio: The audio tower; None: there is none.
+        fused_qkv: Files have q, k and v of a tower's layer in one tensor, ``FUSED_QKV``, with the channels of a RoPE
+            pair next to each other, and so has mca; transformers' modules have three.
     """
 
     tensors: Callable[[McaModelConfig], Shapes]
@@ -186,6 +223,7 @@ class VisionModel:
     reach: Callable[[McaModelConfig], int] = lambda config: 0
     windowed: bool = False
     audio: AudioTower | None = None
+    fused_qkv: bool = False
 
     def component(self, name: str, config: McaModelConfig) -> str:
         """Return the component of a vision model's ``name``: ``vision``, ``projector``, or ``unused``.
@@ -204,10 +242,15 @@ class VisionModel:
         """Every parameter of the vision model: whole on each tensor rank of the first stage."""
         more = {name: tuple(shape) for name, shape in config.extra.get(MORE, {}).items()}
         spelling, shapes = self.spelling(config), {**self.tensors(config), **more}
-        return [
-            Param(mca=PREFIX + name, hf=(spelling.vision_to_file(name),), stage=Stage.VISION, shape=shape)
-            for name, shape in shapes.items()
-        ]
+        return [self._param(name, shape, spelling, config) for name, shape in shapes.items()]
+
+    def _param(self, name: str, shape: Shape, spelling: Spelling, config: McaModelConfig) -> Param:
+        plain = Param(mca=PREFIX + name, hf=(spelling.vision_to_file(name),), stage=Stage.VISION, shape=shape)
+        if not (self.fused_qkv and FUSED_QKV in name and spelling is self.spellings[-1]):
+            return plain
+        names = tuple(spelling.vision_to_file(own) for own in split_qkv(name))
+        heads = (config.vision_fields or {})["vision_config"].get("num_attention_heads", 16)
+        return replace(plain, hf=names, layout=FusedRotaryHeads(shape[0] // 3 // heads // 2))
 
     def detect_spelling(self, config: McaModelConfig, names: Collection[str]) -> int:
         """Return the index of the spelling of a checkpoint with these tensor names."""
@@ -219,7 +262,7 @@ class VisionModel:
         self, config: McaModelConfig, spelling: Spelling, names: Collection[str], shapes: Mapping[str, Shape]
     ) -> dict[str, list[int]]:
         """Tensors of the vision model that no table names; they are carried like the others."""
-        known = self.tensors(config)
+        known = {own for name in self.tensors(config) for own in (name, *split_qkv(name))}
         found = {own: name for name in names if (own := spelling.vision_from_file(name)) is not None}
         return {own: list(shapes[name]) for own, name in found.items() if own not in known and name in shapes}
 
