@@ -159,12 +159,14 @@ class AudioTower:
         tokens: Features of a clip, by the number of its frames.
         chunk: Frames of a chunk, where the features of a shorter clip depend on the padding that longer ones give it;
             such clips are computed alone.
+        unpadded: The processor takes clips of any length, without padding.
     """
 
     names: tuple[str, ...]
     mask: str | None
     tokens: Callable[[McaModelConfig, int], int]
     chunk: Callable[[McaModelConfig], int] | None = None
+    unpadded: bool = False
 
     @property
     def inputs(self) -> tuple[str, ...]:
