@@ -338,11 +338,7 @@ def _save_qwen3_vl(folder: Path, tokenizer: PreTrainedTokenizerFast, sizes: dict
     Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
     patches = {"patch_size": 4, "merge_size": 2}
     Qwen3VLProcessor(
-        image_processor=Qwen2VLImageProcessor(
-            **patches, size={"shortest_edge": 256, "longest_edge": 1024}
-        ),
+        image_processor=Qwen2VLImageProcessor(**patches, size={"shortest_edge": 256, "longest_edge": 1024}),
         tokenizer=tokenizer,
-        video_processor=Qwen3VLVideoProcessor(
-            **patches, size={"shortest_edge": 256, "longest_edge": 4096}
-        ),
+        video_processor=Qwen3VLVideoProcessor(**patches, size={"shortest_edge": 256, "longest_edge": 4096}),
     ).save_pretrained(folder)
