@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 """Plant small faults in the packages, one at a time, and list those that no test catches.
 
-    uv run tools/mutate.py map                            # record which test modules reach which functions
+    uv run tools/mutate.py map                            # record which tests reach which functions
     uv run tools/mutate.py run --count 300 --seed 7       # plant 300 faults drawn with seed 7
     uv run tools/mutate.py run --changed main             # plant the faults in lines that differ from branch main
     uv run tools/mutate.py run --path 'packages/*/src/*/losses/*' --count 40
     uv run tools/mutate.py list --count 300 --seed 7      # print what would be planted
 
-A fault is planted in a copy of the working tree. The test modules that reach its function run there, the cheapest
-first, until one fails. A failing test must pass without the fault, or the verdict is an error. Verdicts are appended
-to ``--out``; faults that it lists already are not planted again, so an interrupted run goes on.
+A fault is planted in a copy of the working tree, and in a fork of a process that has imported it. The tests that
+reach its function run there, the cheapest first, until one fails. A failing test must pass without the fault, or the
+verdict is an error. Verdicts are appended to ``--out``; faults that it lists already are not planted again, so an
+interrupted run goes on.
 """
 
 import argparse
@@ -24,12 +25,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Lock
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -37,6 +39,8 @@ sys.path.insert(0, str(ROOT))
 from tools.mutation.operators import Mutation, compiles, mutations  # noqa: E402  (after the path, for `uv run tools/mutate.py`)
 
 MAP = ROOT / ".pytest_cache" / "test_map"
+EQUIVALENT = Path(__file__).parent / "mutation" / "equivalent.json"
+"""Identities of faults that no test can catch, with the line and the reason."""
 SUBJECTS = {
     "weights": "mca_models/weights/* mca_models/storage/copy_plan.py mca_models/storage/byte_ranges.py",
     "templates": "mca_models/templates/*",
@@ -78,7 +82,8 @@ class Verdict:
     operator: str
     shown: str
     test: str
-    modules: int
+    detail: str
+    tests: int
     seconds: float
 
 
@@ -92,10 +97,15 @@ def subject_of(path: str) -> str:
 
 
 def candidates(patterns: Iterable[str]) -> list[Mutation]:
-    """Return all faults of the source files that match one of ``patterns`` (all files if there is none)."""
+    """Return all faults of the source files that match one of ``patterns`` (all files if there is none).
+
+    Faults that `EQUIVALENT` lists are left out: they change no result.
+    """
+    equivalent = json.loads(EQUIVALENT.read_text())
     paths = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/src/**/*.py"))
     chosen = [path for path in paths if not patterns or any(fnmatch.fnmatch(path, each) for each in patterns)]
-    return [mutation for path in chosen for mutation in mutations(ROOT, path)]
+    found = (mutation for path in chosen for mutation in mutations(ROOT, path))
+    return [mutation for mutation in found if mutation.identity not in equivalent]
 
 
 def drawn(found: Iterable[Mutation], count: int, seed: int) -> list[Mutation]:
@@ -136,60 +146,106 @@ def changed(base: str, found: Iterable[Mutation]) -> list[Mutation]:
 
 
 class TestMap:
-    """Test modules that reach a function, and the CPU seconds of each module."""
+    """Tests that reach a function, and their CPU seconds."""
 
     def __init__(self, folder: Path) -> None:
         self.seconds: Counter[str] = Counter()
-        self.modules: dict[str, set[str]] = {}
+        self.module: dict[str, str] = {}
+        self.keys: dict[str, set[str]] = {}
+        self.uses: dict[str, list[str]] = {}
+        self.users: dict[str, set[str]] = {}
         for path in folder.glob("*.json"):
-            record = json.loads(path.read_text())
-            self.seconds[record["module"]] += record["seconds"]
-            for function in record["functions"]:
-                self.modules.setdefault(function, set()).add(record["module"])
+            for record in json.loads(path.read_text()):
+                self._add(record)
+
+    def _add(self, record: dict[str, Any]) -> None:
+        key = record["key"].removesuffix(f"@{Path(record['module']).stem}")  # the group of pytest-xdist
+        self.seconds[key] += record["seconds"]
+        if "::" in key:
+            self.module[key] = record["module"]
+            self.uses.setdefault(key, []).extend(record["uses"])
+            for fixture in record["uses"]:
+                self.users.setdefault(fixture, set()).add(key)
+        for function in record["functions"]:
+            self.keys.setdefault(function, set()).add(key)
 
     def reaching(self, mutation: Mutation, limit: float) -> list[str]:
-        """Return the modules that reach ``mutation``, cheapest first, up to ``limit`` CPU seconds in all."""
-        found = self.modules.get(f"{mutation.path}:{mutation.function_line}", set())
-        chosen: list[str] = []
+        """Return the tests that reach ``mutation``, the cheapest up to ``limit`` CPU seconds, one module after another.
+
+        A test costs its own seconds and those of the shared fixtures that no test chosen before has used. What only
+        an import calls, as tables do, is reached by the tests that are named after its file.
+        """
+        keys = self.keys.get(f"{mutation.path}:{mutation.function_line}", set())
+        found = {each for key in keys for each in (self.users.get(key, ()) if "|" in key else (key,))}
+        found = found or {test for test in self.module if Path(mutation.path).stem in test}
+        paid: set[str] = set()
+        chosen: dict[str, list[str]] = {}
         total = 0.0
-        for module in sorted(found, key=lambda each: (self.seconds[each], each)):
-            total += self.seconds[module]
-            if chosen and total > limit:
-                break
-            chosen.append(module)
-        return chosen
+        for test in sorted(found, key=lambda each: (self._cost(each, paid), each)):
+            cost = self._cost(test, paid)
+            if chosen and total + cost > limit:
+                continue
+            total += cost
+            paid.update(self.uses[test])
+            chosen.setdefault(self.module[test], []).append(test)
+        return [test for tests in chosen.values() for test in tests]
+
+    def _cost(self, test: str, paid: set[str]) -> float:
+        return self.seconds[test] + sum(self.seconds[each] for each in set(self.uses[test]) - paid)
+
+    def limit(self, test: str) -> float:
+        """Return how many seconds ``test`` may take on a busy machine before it counts as failed."""
+        return 30 + 12 * self._cost(test, set())
 
 
 class Bench:
-    """Copies of the working tree in which faults are planted, one for each worker."""
+    """One copy of the working tree in which faults are planted, and the process that runs tests there."""
 
-    def __init__(self, trees: Iterable[Path], marks: str) -> None:
+    def __init__(self, tree: Path, marks: str, limit: Callable[[str], float]) -> None:
+        self.tree = tree
         self.marks = marks
-        self.trees: SimpleQueue[Path] = SimpleQueue()
+        self.limit = limit
         self.passing: dict[str, bool] = {}
-        self.lock = Lock()
-        for tree in trees:
-            self.trees.put(tree)
+        requests, write = os.pipe()
+        read, answers = os.pipe()
+        self.server = subprocess.Popen(
+            [*self._pytest("tools.mutation.server"), "-m", marks],
+            cwd=tree,
+            env=self._environment() | {"MCA_MUTATE_PIPES": f"{requests},{answers}"},
+            pass_fds=(requests, answers),
+            stdout=(log := (tree.parent / f"{tree.name}.log").open("w")),
+            stderr=subprocess.STDOUT,
+        )
+        log.close()
+        os.close(requests)
+        os.close(answers)
+        self.requests, self.answers = os.fdopen(write, "w"), os.fdopen(read)
+        self.entered = set(self._receive()["entered"])
 
-    def judge(self, mutation: Mutation, modules: list[str], seconds: float) -> Verdict:
-        """Plant ``mutation``, run ``modules`` until a test fails, and take the fault out again."""
+    def close(self) -> None:
+        """End the process."""
+        self.requests.close()
+        self.server.wait()
+
+    def judge(self, mutation: Mutation, tests: list[str]) -> Verdict:
+        """Plant ``mutation``, run ``tests`` until one fails, and take the fault out again."""
         started = time.monotonic()
-        test = ""
-        verdict = "survived" if modules else "unreached"
-        if modules:
-            tree = self.trees.get()
+        file = self.tree / mutation.path
+        source, times = file.read_bytes(), file.stat()
+        verdict, failed = "unreached", {"test": "", "detail": ""}
+        remaining = tests
+        while remaining:
+            file.write_bytes(mutation.apply(source))
             try:
-                file = tree / mutation.path
-                source = file.read_bytes()
-                file.write_bytes(mutation.apply(source))
-                try:
-                    test = self._first_failure(tree, modules, 60 + 6 * seconds)
-                finally:
-                    file.write_bytes(source)
-                if test:
-                    verdict = "caught" if self._passes(tree, test) else "error"
+                failed = self._first_failure(mutation, remaining)
             finally:
-                self.trees.put(tree)
+                file.write_bytes(source)
+                os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+            verdict = "caught" if failed["test"] else "survived"
+            if not failed["test"] or self._passes(failed["test"]):
+                break
+            verdict = "error"  # unless another test fails because of the fault
+            remaining = [test for test in remaining if self.passing.get(test, True)]
         return Verdict(
             mutation.identity,
             verdict,
@@ -198,41 +254,74 @@ class Bench:
             mutation.line,
             mutation.operator,
             mutation.shown,
-            test,
-            len(modules),
+            failed["test"],
+            failed["detail"][:200],
+            len(tests),
             round(time.monotonic() - started, 1),
         )
 
-    def _passes(self, tree: Path, test: str) -> bool:
-        """Return whether ``test`` passes without a fault; a time-out of the fault is taken as caught."""
-        if test.startswith("("):
-            return True
-        with self.lock:
-            known = self.passing.get(test)
-        if known is None:
-            known = not self._first_failure(tree, [test], 600)
-            with self.lock:
-                self.passing[test] = known
-        return known
+    def _first_failure(self, mutation: Mutation, tests: list[str]) -> dict[str, str]:
+        """Run ``tests`` in a fork, or in a new process where a fork would not see the fault."""
+        with tempfile.NamedTemporaryFile(suffix=".py") as faulty:
+            Path(faulty.name).write_bytes((self.tree / mutation.path).read_bytes())
+            answer = self._ask(mutation.path, faulty.name, tests)
+        early = f"{mutation.path}:{mutation.function_line}" in self.entered
+        if "unplanted" in answer or (early and not answer["test"]):
+            return self._in_new_process(tests)
+        return answer
 
-    def _first_failure(self, tree: Path, tests: list[str], limit: float) -> str:
-        """Run ``tests`` and return the first that fails, ``(time-out)``, or an empty string."""
-        words = "-n 0 -x -q --tb=no --no-header -p no:cacheprovider -o".split()
-        addopts = "addopts=--import-mode=importlib --strict-markers -rfE"
-        command = [sys.executable, "-m", "pytest", *words, addopts, *tests]
-        if "::" not in tests[0]:
-            command += ["-m", self.marks]
-        environment = os.environ | {"PYTHONPATH": _import_path(tree)}
+    def _passes(self, test: str) -> bool:
+        """Return whether ``test`` passes without a fault."""
+        if test not in self.passing:
+            self.passing[test] = not self._ask("", "", [test])["test"]
+        return self.passing[test]
+
+    def _ask(self, path: str, file: str, tests: list[str]) -> dict[str, str]:
+        limits = [self.limit(test) for test in tests]
+        request = {"path": path, "file": file, "tests": tests, "limits": limits}
+        self.requests.write(json.dumps(request) + "\n")
+        self.requests.flush()
+        answer: dict[str, str] = self._receive()
+        return answer
+
+    def _receive(self) -> Any:
+        if line := self.answers.readline():
+            return json.loads(line)
+        log = (self.tree.parent / f"{self.tree.name}.log").read_text()
+        raise RuntimeError(f"pytest ended in {self.tree}:\n{log[-2000:]}")
+
+    def _in_new_process(self, tests: list[str]) -> dict[str, str]:
+        """Run ``tests`` and return the first that fails."""
+        limit = 60 + sum(self.limit(test) - 30 for test in tests)
+        command = [*self._pytest("no:cacheprovider"), "-x", "-m", self.marks, *tests]
         try:
             done = subprocess.run(
-                command, cwd=tree, capture_output=True, text=True, timeout=limit, env=environment, check=False
+                command,
+                cwd=self.tree,
+                capture_output=True,
+                text=True,
+                timeout=limit,
+                env=self._environment(),
+                check=False,
             )
         except subprocess.TimeoutExpired:
-            return "(time-out)"
+            return {"test": tests[0], "detail": "(time-out)"}
         if done.returncode in (0, 5):
-            return ""
-        match = re.search(r"^(?:FAILED|ERROR) (\S+(?:\[.*?\](?= - |$))?)", done.stdout, re.MULTILINE)
-        return match[1] if match else f"(exit code {done.returncode})"
+            return {"test": "", "detail": ""}
+        match = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - (.*))?$", done.stdout, re.MULTILINE)
+        name, detail = (match[1], match[2] or "") if match else ("", "")
+        return {
+            "test": name if name in tests else tests[0],
+            "detail": detail or f"exit code {done.returncode}",
+        }
+
+    def _pytest(self, plugin: str) -> list[str]:
+        words = "-n 0 -q --tb=line --no-header -o".split()
+        addopts = "addopts=--import-mode=importlib --strict-markers -rfE"
+        return [sys.executable, "-m", "pytest", "-p", plugin, *words, addopts]
+
+    def _environment(self) -> dict[str, str]:
+        return os.environ | {"PYTHONPATH": _import_path(self.tree)}
 
 
 def _import_path(tree: Path) -> str:
@@ -261,11 +350,11 @@ def _copy(tree: Path) -> Path:
 
 
 def record_map(words: list[str]) -> int:
-    """Run the default tests once, with the recorder of `tools.mutation.test_map`."""
+    """Run the default tests once, with the recorder of `tools.mutation.recorder`."""
     shutil.rmtree(MAP, ignore_errors=True)
     MAP.mkdir(parents=True)
     environment = os.environ | {"MCA_TEST_MAP": str(MAP), "PYTHONPATH": _import_path(ROOT)}
-    command = [sys.executable, "-m", "pytest", "-p", "tools.mutation.test_map", "-q", *words]
+    command = [sys.executable, "-m", "pytest", "-p", "tools.mutation.recorder", "-q", *words]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
@@ -279,13 +368,20 @@ def run(planted: list[Mutation], options: argparse.Namespace) -> Iterator[Verdic
     with (
         tempfile.TemporaryDirectory(prefix="mca-mutate-") as folder,
         ThreadPoolExecutor(options.jobs) as pool,
+        ExitStack() as stack,
     ):
         trees = [_copy(Path(folder) / f"tree{number}") for number in range(options.jobs)]
-        bench = Bench(trees, options.marks)
+        benches: SimpleQueue[Bench] = SimpleQueue()
+        for bench in pool.map(lambda tree: Bench(tree, options.marks, reached.limit), trees):
+            stack.callback(bench.close)
+            benches.put(bench)
 
         def judge(mutation: Mutation) -> Verdict:
-            modules = reached.reaching(mutation, options.seconds)
-            return bench.judge(mutation, modules, sum(reached.seconds[each] for each in modules))
+            bench = benches.get()
+            try:
+                return bench.judge(mutation, reached.reaching(mutation, options.seconds))
+            finally:
+                benches.put(bench)
 
         for verdict in pool.map(judge, waiting):
             with out.open("a") as file:
@@ -301,7 +397,7 @@ def arguments() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    mapping = commands.add_parser("map", help="record which test modules reach which functions")
+    mapping = commands.add_parser("map", help="record which tests reach which functions")
     mapping.add_argument("words", nargs="*", help="arguments for pytest, after --")
     for name, text in {"run": "plant faults and judge them", "list": "print what run would plant"}.items():
         command = commands.add_parser(name, help=text)

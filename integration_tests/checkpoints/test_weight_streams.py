@@ -14,6 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import tiny_hf
+import tiny_omni
 import tiny_vision
 import torch
 import transformers
@@ -234,6 +235,7 @@ def closed(values: Iterable[Any]) -> Iterator[Any]:
 def test_streams_and_the_converter_refuse_fp8_of_the_same_families() -> None:
     described = {kind: {**tiny_hf.SIZE, **more, "model_type": kind} for kind, more in tiny_hf.ALL.values()}
     described |= {kind: tiny_vision.described(case) for case, (kind, *_) in tiny_vision.CASES.items()}
+    described |= {kind: tiny_omni.described(kind) for kind in tiny_omni.WHOLE}
     assert described.keys() == FAMILIES.keys()
     for kind, settings in described.items():
         config = config_from_hf(transformers.AutoConfig.for_model(**settings).to_dict())

@@ -162,7 +162,7 @@ def _seeing(folder: Path) -> None:
     marks = {"vision_start_token_id": 260, "image_token_id": 261, "vision_end_token_id": 262}
     config = tiny_vision.described("qwen2_5_vl", vocab_size=264) | marks | {"video_token_id": 263}
     settings = transformers.AutoConfig.for_model(**config)
-    model = transformers.AutoModelForImageTextToText.from_config(settings)
+    model = transformers.AutoModelForMultimodalLM.from_config(settings)
     for part in (model, image_tokenizer(), processor()):
         part.save_pretrained(folder / "Qwen" / "Qwen2.5-VL-7B-Instruct")
     turns = [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "a cat"}]

@@ -58,6 +58,7 @@ CASES: dict[str, dict[str, Any]] = {
     "images-lora": IMAGES | LORA,
     "images-qwen3": QWEN3_VL | UNFROZEN,
     "videos": IMAGES | VIDEOS,
+    "videos-qwen3": QWEN3_VL | VIDEOS | UNFROZEN,
     "dpo-images": IMAGES | DPO | {"dataset": "pairs_images"},
 }
 """Runs, as changes of ``llamafactory_runs.BASE``."""

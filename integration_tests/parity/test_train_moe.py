@@ -131,10 +131,10 @@ def answers(count: int) -> Any:
 def balanced_in_plain_torch(checkpoint: Path, weight: float = 0.4) -> dict[str, list[float]]:
     """Two steps of one batch of two samples; HF's balancing loss counts each of the two chosen experts apart."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
     sees = "vision_config" in json.loads((checkpoint / "config.json").read_text())
-    kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    kind = AutoModelForMultimodalLM if sees else AutoModelForCausalLM
     model = kind.from_pretrained(checkpoint, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     data: Any = answers(4)

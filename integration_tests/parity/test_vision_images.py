@@ -1,4 +1,4 @@
-"""Images and videos: the loss and the gradient of every parameter, the vision model's too, are transformers'.
+"""Images, videos and audio: the loss and the gradient of every parameter, the vision model's too, are transformers'.
 
 `--cases all` tests all families on all layouts.
 """
@@ -72,7 +72,13 @@ def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     always=[
         *("qwen2_5_vl-tp2cp2packed-sp", "mistral3-tp2sp", "gemma3-tp2cp2packed-sp"),
         *("qwen3_5_moe-tp2ep2etp1", "glm4v_moe-cp2packed"),
-        *("qwen2_5_vl-video-cp2packed", "qwen3_vl-video-tp2sp"),
+        *(
+            "qwen2_5_vl-video-cp2packed",
+            "qwen3_vl-video-tp2sp",
+            "qwen2_audio-tp2cp2packed-sp",
+            "qwen3_omni_moe_thinker-cp2packed",
+        ),
+        *("gemma4-31b-tp2cp2packed-sp", "gemma4-e2b-video-tp2sp", "gemma4_unified-pp2"),
     ],
 )
 @pytest.mark.parametrize("case", as_params(IMAGES))
@@ -92,8 +98,13 @@ def test_references_are_not_trivial(case: str, tmp_path: Path) -> None:
     """Images reach the loss, and every parameter of the vision model that its family uses has a gradient."""
     reference = mixed(case, tmp_path)
     gradients = read(reference.gradients)
-    tower = {name: x for name, x in gradients.items() if re.search("visual|vision_(tower|model)", name)}
-    assert len(tower) > 10
+    tower = {
+        name: x
+        for name, x in gradients.items()
+        if re.search("visual|(vision|audio)_(tower|model|embedder)", name)
+        and not (case.endswith("-video") and "audio" in name)
+    }
+    assert len(tower) > 8
     config = config_from_hf(json.loads((reference.path / "config.json").read_text()))
     unused = get_family(config.model_type).vision.unused(config)  # type: ignore[union-attr]
     zero = {name for name, x in tower.items() if not x.any()}
@@ -147,6 +158,32 @@ def _no_part_without_images() -> None:
     from mca_models.megatron.features import images
 
     images.empty_features = lambda vision, config, trained: None
+
+
+def _summed() -> None:
+    from mca_models.megatron.features import images
+
+    def count_twice(parameter: Any, *, sequence_parallel: bool) -> None:
+        parameter.sequence_parallel = True
+
+    images.mark_replicated_gradient = count_twice
+
+
+def _all_frames_count() -> None:
+    import transformers.masking_utils
+
+    transformers.masking_utils.create_bidirectional_mask = lambda **settings: None
+
+
+def _clips_exchanged() -> None:
+    from mca_models.megatron.features import audio_features
+
+    def exchange(model: Any, clips: dict[str, torch.Tensor]) -> torch.Tensor:
+        rows = run_audio(model, clips)
+        return rows if len(clips["input_features"]) < 2 else torch.cat([rows[4:], rows[:4]])
+
+    run_audio = audio_features.run_audio
+    audio_features.run_audio = exchange
 
 
 def _shared_gradients_stay_apart() -> None:
@@ -203,10 +240,114 @@ def test_biases_of_frozen_routers_stay(tmp_path: Path) -> None:
     assert run_ranks(1, moved_biases, mixed("glm4v_moe", tmp_path)) == [[False, True]]
 
 
+def _causal_placeholders() -> None:
+    from mca_models.megatron.layers.attention import CoreAttention
+
+    attend = CoreAttention._attend_queries
+
+    def causal(self: Any, query: Any, key: Any, value: Any, start: int, ends: Any) -> Any:
+        return attend(self, query, key, value, start, None)
+
+    CoreAttention._attend_queries = causal  # type: ignore[method-assign]
+
+
+def _bidirectional_everywhere() -> None:
+    from mca_models.megatron.features import images
+
+    build = images.image_attention
+    images.image_attention = lambda reach, *, windowed: build(reach, windowed=False)  # type: ignore[assignment]
+
+
+def _own_ids_of_placeholders() -> None:
+    from mca_models.megatron.features.per_layer_embedding import _PerLayerInputs
+
+    _PerLayerInputs._without_placeholders = lambda self, tokens: tokens  # type: ignore[method-assign]
+
+
+def _exchanged_images() -> None:
+    from mca_models.megatron.features import images
+
+    compute_features = images.compute_image_features
+
+    def exchanged(vision: Any, inputs: Any, config: Any, trained: Any) -> Any:
+        return compute_features(vision, {name: x.flip(0) for name, x in inputs.items()}, config, trained)
+
+    images.compute_image_features = exchanged
+
+
+def _all_frames_of_clips() -> None:
+    from mca_models.megatron.features import audio_features
+
+    run_audio = audio_features.run_audio
+
+    def whole(model: Any, clips: dict[str, torch.Tensor]) -> torch.Tensor:
+        kept = len(run_audio(model, clips))
+        return run_audio(model, {**clips, "feature_attention_mask": clips["feature_attention_mask"] * 0 + 1})[
+            :kept
+        ]
+
+    audio_features.run_audio = whole
+
+
+def _short_clips_padded() -> None:
+    from mca_models.megatron.features import audio_features, image_features
+
+    def together(model: Any, clips: Any, config: Any, audio: Any) -> torch.Tensor:
+        return audio_features.run_audio(model, clips)
+
+    image_features.run_clips = together
+
+
+def _with_times(change: Any) -> None:
+    from mca_models.megatron.features.images import _ImageInputs
+
+    before = _ImageInputs.before_chunk
+
+    def changed(self: Any, model: Any, args: Any, kwargs: Any) -> Any:
+        positions = kwargs["position_ids"].clone()
+        positions[0] = change(positions[0])
+        return before(self, model, args, {**kwargs, "position_ids": positions})
+
+    _ImageInputs.before_chunk = changed
+
+
+def _rounded_times() -> None:
+    _with_times(torch.floor)
+
+
+def _slower_clock() -> None:
+    _with_times(lambda times: (times * 0.9).long())
+
+
 FAULTS = {
+    "times of frames are rounded": (_rounded_times, "qwen3_omni_moe_thinker", "tp1"),
+    "a clock that is slow": (_slower_clock, "qwen2_5_omni_thinker", "tp1"),
+    "all frames of a clip count": (_all_frames_of_clips, "qwen2_5_omni_thinker", "tp1"),
+    "short clips see the padding of others": (_short_clips_padded, "qwen3_omni_moe_thinker", "tp1packed"),
+    "clips next to images exchanged": (_clips_exchanged, "qwen2_5_omni_thinker", "tp1packed"),
+    "all media counted on each tensor rank": (_summed, "qwen2_5_omni_thinker", "tp2"),
+    "gradients of media of all kinds stay apart": (
+        _shared_gradients_stay_apart,
+        "qwen3_omni_moe_thinker",
+        "cp2packed",
+    ),
+    "attention inside images is causal": (_causal_placeholders, "gemma4-31b", "tp1"),
+    "attention inside images is bidirectional in all layers": (
+        _bidirectional_everywhere,
+        "gemma4-31b",
+        "tp1",
+    ),
+    "placeholders have per-layer embeddings": (_own_ids_of_placeholders, "gemma4-e2b", "tp2sp"),
+    "images are exchanged": (_exchanged_images, "gemma4_unified", "tp1"),
+    "frames are in another order": (_exchanged_images, "gemma4-e2b-video", "tp1"),
     "gradients of shared images stay apart": (_shared_gradients_stay_apart, "qwen2_5_vl", "cp2"),
     "gradients of shared frames stay apart": (_shared_gradients_stay_apart, "qwen2_5_vl-video", "tp2sp"),
     "averaged over tensor ranks": (_averaged, "qwen2_5_vl", "tp2sp"),
+    "clips counted on each tensor rank": (_summed, "qwen2_audio", "tp2"),
+    "mask of audio lengths ignored": (_all_frames_count, "qwen2_audio", "tp1"),
+    "features of two clips exchanged": (_clips_exchanged, "qwen2_audio", "tp1"),
+    "no part without clips": (_no_part_without_images, "qwen2_audio", "dp2overlap"),
+    "gradients of shared clips stay apart": (_shared_gradients_stay_apart, "qwen2_audio", "cp2"),
     "one position for each token": (_one_position, "qwen2_5_vl", "tp1"),
     "inner features in a closure": (_features_in_a_closure, "qwen3_vl", "pp2recompute"),
     "no part without images": (_no_part_without_images, "qwen2_vl", "dp2overlap"),
@@ -219,7 +360,17 @@ def compute_with(fault: str, work: list[Mixed], layout: str, folder: Path) -> li
     return compute(work, layout, folder)
 
 
-@pytest.mark.cases(0, always=["gradients of shared images stay apart"])
+@pytest.mark.cases(
+    0,
+    always=[
+        *("gradients of shared images stay apart", "attention inside images is causal"),
+        *(
+            "placeholders have per-layer embeddings",
+            "frames are in another order",
+            "mask of audio lengths ignored",
+        ),
+    ],
+)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(fault: str, tmp_path: Path) -> None:
     _, case, layout = FAULTS[fault]

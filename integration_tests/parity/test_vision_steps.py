@@ -25,6 +25,8 @@ from vision_reference import Mixed, mixed
 pytestmark = pytest.mark.ranks
 
 STEPS, RATE, CLIP = 3, 1e-3, 0.05
+BUFFERS = ("correction_bias", "layer_scalar", "put_min", "put_max", "std_bias", "std_scale")
+"""Ends of the names of tensors that no optimizer moves."""
 
 
 def stepped(reference: Mixed, layout: str, path: Path, *, shared: bool) -> list[float]:
@@ -68,7 +70,7 @@ def exports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_transformers_makes_the_same_of_an_export_and_images(model: str, exports: dict[str, Mixed]) -> None:
     reference, theirs = exports[model], vision_reference.vision_model(model)
     path = reference.path.parent / f"{model}-exported"
-    ours = transformers.AutoModelForImageTextToText.from_pretrained(path, attn_implementation="eager").eval()
+    ours = transformers.AutoModelForMultimodalLM.from_pretrained(path, attn_implementation="eager").eval()
     with torch.no_grad():
         found, right = (
             vision_reference.logits_of(each, reference.input_ids, reference.images) for each in (ours, theirs)
@@ -90,14 +92,15 @@ def test_three_clipped_steps_equal_transformers(case: Case, tmp_path: Path) -> N
     norms = vision_reference.stepped(model, reference, STEPS, RATE, CLIP)
     model.save_pretrained(tmp_path / "theirs")
     # the gradients of a delta net are those of transformers to 1e-5, and Adam's third step is of their roundings too
-    within = 5e-4 if case.model.startswith("qwen3_5") else 1e-4
+    # 1e-7 of noise in the weights of gemma4-31b moves transformers' second norm by 2.6e-4
+    within = 5e-4 if case.model.startswith(("qwen3_5", "gemma4-31b")) else 1e-4
     for found in run_ranks(2, stepped, reference, case.layout, tmp_path / "ours", shared=shared):
         assert found == pytest.approx(norms, rel=within)
     folders = (reference.path, tmp_path / "theirs", tmp_path / "ours", reference.gradients)
     before, theirs, ours, gradients = (read(folder) for folder in folders)
     unmoved = 0
     for name, right in theirs.items():
-        gradient = gradients[name].abs() if "correction_bias" not in name else torch.zeros(1)
+        gradient = gradients[name].abs() if not name.endswith(BUFFERS) else torch.zeros(right.shape)
         assert bool((right != before[name]).any()) == bool(gradient.any()), name
         # where a gradient is next to nothing, Adam makes a step of its rounding errors
         nothing = (gradient <= 1e-5 * gradient.max()).expand(right.shape)
@@ -117,7 +120,7 @@ def test_three_clipped_steps_of_a_delta_net_are_exact_in_fp64(tmp_path: Path) ->
     """In fp32 the third norm is off by 3e-4, as that of transformers is if 1e-7 of noise is in the weights."""
     reference = mixed("qwen3_5", tmp_path)
     config = copy.deepcopy(vision_reference.vision_model("qwen3_5").config)
-    make = transformers.AutoModelForImageTextToText.from_config
+    make = transformers.AutoModelForMultimodalLM.from_config
     weights = vision_reference.vision_model("qwen3_5").state_dict()
     model = in_double(lambda: make(config, **PLAIN), weights)
     with double_precision():

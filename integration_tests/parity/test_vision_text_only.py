@@ -122,7 +122,7 @@ def test_peft_loads_an_adapter_of_the_text_part(case: str, tmp_path: Path) -> No
 
     source = tiny_vision.save(case, tmp_path / "source")
     ours, _ = run_ranks(2, adapted, source, tmp_path)
-    model = transformers.AutoModelForImageTextToText.from_pretrained(source)
+    model = transformers.AutoModelForMultimodalLM.from_pretrained(source)
     with torch.no_grad():
         plain = model(torch.arange(24)[None]).logits
     lora = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import tiny_vision
 from tiny_hf import ALIKE
 
-from cases import Case, product
+from cases import Case, can_have, product
 from lora_cases import ALIKE as NAMED_ADAPTERS
 from lora_cases import OWN as SPECIAL_ADAPTERS
 from lora_cases import TRAINED as TRAINED_ADAPTERS
@@ -177,13 +177,17 @@ IMAGE_STEPS = (
         Case(model, layout, ("distributed-optimizer",))
         for model in (*DENSE_VISION, *SPARSE_VISION)
         for layout in ("tp2sp", "pp2", "cp2", "dp2")
+        if can_have(model, layout)
     ),
     *(Case("qwen2_5_vl", "tp2sp"), Case("gemma3", "dp2")),
 )
 """Optimizer steps on rows with images."""
 IMAGE_ADAPTERS = tuple(
     product(
-        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "gemma3", "internvl", "mistral3"),
+        (
+            *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "gemma3", "internvl", "mistral3"),
+            *("gemma4-31b", "gemma4-e2b"),
+        ),
         ("tp2sp", "tp2", "pp2", "cp2packed", "dp2overlap"),
     )
 )
@@ -192,6 +196,7 @@ TEXT_OF_VISION_MODELS = tuple(
     Case(model, layout)
     for model in tiny_vision.CASES
     for layout in ("tp2ep2etp1" if "moe" in model else "tp2pp2vpp2", "pp2", "tp2sp", "cp2", "tp1")
+    if can_have(model, layout)
 )
 """Vision models on rows without images."""
 

@@ -9,7 +9,7 @@ from _pytest.mark import ParameterSet
 
 from layouts import world_size
 
-UNSPLIT_MODELS = ("gemma4_text-e2b",)
+UNSPLIT_MODELS = ("gemma4_text-e2b", "gemma4-e2b", "gemma4-e2b-video")
 """Models whose layers all belong to one pipeline stage."""
 
 

@@ -67,7 +67,7 @@ def plain_attention(*args: Any, **options: Any) -> Any:
 
 def pretend() -> ExitStack:
     """Has torch answer as if there were a GPU."""
-    from mca_models.megatron.platform.cuda_calls import IdleEvent, IdleStream
+    from mca_models.megatron.platform.cuda import IdleEvent, IdleStream
 
     Stream = type("Stream", (IdleStream,), {"synchronize": wait("stream.synchronize")})
     Event = type("Event", (IdleEvent,), {"synchronize": wait("event.synchronize")})

@@ -25,9 +25,9 @@ GRADIENT_TOLERANCE = 1e-4
 
 UNEVEN = {"pipeline_model_parallel_layout": "Et|tt|tL", "pipeline_model_parallel_size": 3}
 FIRST = PP | {"num_layers_in_first_pipeline_stage": 1}
-ZERO = DP | {"use_distributed_optimizer": True, "ddp_bucket_size": 5000}
+ZERO = DP | {"use_distributed_optimizer": True}
 REDUCE = {"overlap_grad_reduce": True, "ddp_bucket_size": 5000}
-GATHER = ZERO | {"overlap_grad_reduce": True, "overlap_param_gather": True}
+GATHER = ZERO | REDUCE | {"overlap_param_gather": True}
 PACKED = {"sequence_packing": True}
 
 Curves = dict[str, tuple[int, dict[str, Any]]]

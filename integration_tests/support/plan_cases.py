@@ -159,6 +159,57 @@ MODELS |= {
         "vision_config": _TOWER | {"model_type": "clip_vision_model", "image_size": 336},
     },
 }
+MODELS["tile rows"] = {
+    "model_type": "llama4",
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "image_token_index": 31990,
+    "text_config": _BASE
+    | {"model_type": "llama4_text", "num_local_experts": 8, "intermediate_size_mlp": 2816, "head_dim": 64}
+    | {"interleave_moe_layer_step": 2, "attention_chunk_size": 512},
+    "vision_config": _TOWER
+    | {"model_type": "llama4_vision_model", "image_size": 336, "projector_input_dim": 1024}
+    | {"projector_output_dim": 1024, "vision_output_dim": 1024},
+}
+MODELS["padded patches"] = {
+    "model_type": "kimi_k25",
+    "architectures": ["Kimi_K25ForConditionalGeneration"],
+    "image_token_id": 31990,
+    "projection_hidden_size": 512,
+    "tie_word_embeddings": False,
+    "text_config": _BASE | _LATENT,
+    "vision_config": _TOWER | {"model_type": "kimi_k25_vision"},
+}
+MODELS["thinker"] = {
+    "model_type": "qwen2_5_omni_thinker",
+    "architectures": ["Qwen2_5OmniThinkerForConditionalGeneration"],
+    "image_token_index": 31990,
+    "video_token_index": 31991,
+    "audio_token_index": 31992,
+    "tie_word_embeddings": False,
+    "text_config": _BASE
+    | {"model_type": "qwen2_5_omni_text", "rope_parameters": _SECTIONS | {"mrope_section": [12, 10, 10]}},
+    "vision_config": {
+        **{"model_type": "qwen2_5_omni_vision_encoder", "depth": 12, "hidden_size": 512, "num_heads": 8},
+        **{"intermediate_size": 2048, "out_hidden_size": 1024, "fullatt_block_indexes": [3, 7, 11]},
+    },
+    "audio_config": {
+        **{"model_type": "qwen2_5_omni_audio_encoder", "d_model": 512, "encoder_layers": 4},
+        **{"encoder_attention_heads": 8, "encoder_ffn_dim": 2048, "output_dim": 1024},
+    },
+}
+MODELS["pooled"] = {
+    "model_type": "gemma4",
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "image_token_id": 31990,
+    "video_token_id": 31991,
+    "audio_token_id": 31992,
+    "text_config": _BASE
+    | {"model_type": "gemma4_text", "sliding_window": 512, "hidden_size_per_layer_input": 0}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 2, "use_bidirectional_attention": "vision"},
+    "vision_config": _TOWER
+    | {"model_type": "gemma4_vision", "num_key_value_heads": 8, "head_dim": 64, "patch_size": 16}
+    | {"standardize": True},
+}
 TP, PP, VPP, CP, EP, ETP = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -284,6 +335,13 @@ CASES: dict[str, tuple[str, str, int, Values]] = {
     "sized frozen": ("sized", "sft", 8, {}),
     "both ways": ("both ways", "sft", 8, {"freeze": []}),
     "inner layer": ("inner layer", "sft", 8, {"freeze": []}),
+    "tile rows": ("tile rows", "sft", 8, {"freeze": [], EP: 4}),
+    "tile rows frozen": ("tile rows", "sft", 8, {PP: 2, EP: 4}),
+    "padded patches": ("padded patches", "sft", 8, {"freeze": [], EP: 4}),
+    "thinker": ("thinker", "sft", 8, {"freeze": []}),
+    "thinker frozen": ("thinker", "sft", 8, {PP: 2}),
+    "pooled": ("pooled", "sft", 8, {"freeze": []}),
+    "pooled frozen": ("pooled", "sft", 8, {PP: 2}),
     "inner layer frozen": ("inner layer", "sft", 8, {PP: 2}),
     "both ways frozen": ("both ways", "sft", 8, {PP: 2}),
 }

@@ -17,17 +17,38 @@ DENSE = (
     "mistral3",
     "glm4v",
     "gemma3",
+    "cohere2_vision",
+    "aya_vision",
+    "gemma4-31b",
+    "gemma4-e2b",
+    "gemma4_unified",
     "llava",
     "glm46v",
+    "qwen2_audio",
+    "qwen2_5_omni_thinker",
 )
-VIDEOS = tuple(f"{model}-video" for model in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"))
+VIDEOS = tuple(
+    f"{model}-video"
+    for model in (
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "qwen3_5",
+        "gemma4-31b",
+        "gemma4-e2b",
+        "gemma4_unified",
+    )
+)
 SPARSE_VIDEOS = ("qwen3_vl_moe-video", "qwen3_5_moe-video")
 SPARSE = (
     "qwen3_5_moe",
     "qwen3_vl_moe",
+    "qwen3_omni_moe_thinker",
     "glm4v_moe",
     "glm46v-moe",
+    "gemma4-moe",
     "llama4-moe",
+    "kimi_k25-moe",
     "minimax_m3_vl-moe",
     "mistral3-mistral4-moe",
 )

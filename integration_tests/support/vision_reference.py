@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,8 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "mca-models" / "tests"))
 import tiny_vision
 
-from mca_models.images import ImageSpan, attention_ends, feature_rows, positions
+import omni_reference
+from mca_models.images import ImageSpan, attention_ends, feature_rows_of_batch, positions
 
 LENGTH, IMAGE, VIDEO = 24, 65, 66
 SMALL, WIDE = (2, 2), (2, 4)
@@ -25,6 +27,12 @@ ROWS: tuple[tuple[tuple[int, tuple[int, int]], ...], ...] = (
     (),
 )
 """Each row's images: where they begin, and their size. The second and the last micro-batch have none."""
+HEARING = ("qwen2_audio",)
+"""Begin the names of cases whose rows have audio clips, each of as many tokens as an image."""
+SEEING_AND_HEARING = ("gemma4-e2b", "gemma4_unified")
+"""Begin the names of cases whose rows have small images, and audio clips in the place of wide ones."""
+CLIP = 67
+"""Placeholder of their clips."""
 WITH_VIDEOS = "-video"
 """Ends the names of cases whose rows have videos."""
 VIDEO_ROWS: tuple[tuple[tuple[int, int], ...], ...] = (((3, 0), (9, 2)), (), ((2, 3), (18, 0)), ())
@@ -57,9 +65,24 @@ class Mixed:
 
 def places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
     """Where the images of each row are; InternVL's tiles and Gemma's images are all of one size."""
+    if case.startswith(omni_reference.OMNI):
+        return omni_reference.places(case)
     if case.endswith(WITH_VIDEOS):
         return _video_places(case)
-    tiled = case.startswith(("internvl", "gemma", "llava", "llama4"))
+    if case.startswith(HEARING):
+        return tuple(
+            tuple(ImageSpan(start, 1, high * wide, medium="audio") for start, (high, wide) in row)
+            for row in ROWS
+        )
+    if case.startswith(SEEING_AND_HEARING):
+        return tuple(
+            tuple(
+                ImageSpan(start, *size) if size == SMALL else ImageSpan(start, 1, 8, medium="audio")
+                for start, size in row
+            )
+            for row in ROWS
+        )
+    tiled = case.startswith(("internvl", "gemma3", "llava", "llama4", "cohere2_vision", "aya_vision"))
     return tuple(tuple(ImageSpan(start, *(SMALL if tiled else size)) for start, size in row) for row in ROWS)
 
 
@@ -82,6 +105,8 @@ def _video_places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
 def _video_pixels(case: str, number: int) -> dict[str, torch.Tensor]:
     """Return transformers' inputs for the images and videos of row ``number``."""
     generator = torch.Generator().manual_seed(number)
+    if case.startswith("gemma4"):
+        return _pooled_videos(case, number, generator)
     high, wide = 2 * SMALL[0], 2 * SMALL[1]
     found = {}
     for prefix, suffix, counts in (
@@ -95,14 +120,56 @@ def _video_pixels(case: str, number: int) -> dict[str, torch.Tensor]:
     return found
 
 
+def _pooled(case: str, row: Sequence[ImageSpan], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return Gemma 4's patches of images and their columns and rows, which are -1 for padding."""
+    if not row:
+        return {}
+    merge, values = (1, 48) if case.startswith("gemma4_unified") else (2, 12)
+    grids = [(merge * each.rows, merge * each.columns) for each in row]
+    places = [torch.cartesian_prod(torch.arange(high), torch.arange(wide)).flip(1) for high, wide in grids]
+    patches = torch.nn.utils.rnn.pad_sequence(
+        [torch.rand(len(each), values, generator=generator) for each in places], batch_first=True
+    )
+    positions = torch.nn.utils.rnn.pad_sequence(places, batch_first=True, padding_value=-1)
+    return {"pixel_values": patches, "image_position_ids": positions}
+
+
+def _framed(case: str, row: Sequence[ImageSpan], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return Gemma 4's spectra or samples of clips, whose padding is noise too."""
+    if not row:
+        return {}
+    merge, values = (1, 12) if case.startswith("gemma4_unified") else (4, 8)
+    frames = torch.tensor([merge * each.tokens for each in row])
+    most = int(frames.max()) + 2 * merge
+    return {
+        "input_features": torch.randn(len(row), most, values, generator=generator),
+        "input_features_mask": torch.arange(most) < (frames - merge // 2)[:, None],
+    }
+
+
+def _pooled_videos(case: str, number: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return Gemma 4's patches of the images and the frames of row ``number``."""
+    media = VIDEO_ROWS[number]
+    images = _pooled(case, tuple(ImageSpan(0, *SMALL) for _, frames in media if not frames), generator)
+    counts = [frames for _, frames in media if frames]
+    found = _pooled(case, tuple(ImageSpan(0, *SMALL) for _ in range(sum(counts))), generator)
+    videos = {"pixel_values_videos": found["pixel_values"], "video_position_ids": found["image_position_ids"]}
+    return {**images, **videos, "num_frames_per_video": torch.tensor(counts)}
+
+
 def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torch.Tensor]:
     """Return transformers' inputs for the images of row ``number``."""
     if not row:
         return {}
+    if case.startswith(omni_reference.OMNI):
+        return omni_reference.inputs(case, number)
     if case.endswith(WITH_VIDEOS):
         return _video_pixels(case, number)
     generator = torch.Generator().manual_seed(number)
-    if case.startswith(("internvl", "gemma", "llava", "llama4")):
+    if case.startswith("gemma4"):
+        images, clips = ([each for each in row if each.medium == medium] for medium in ("image", "audio"))
+        return _pooled(case, images, generator) | _framed(case, clips, generator)
+    if case.startswith(("internvl", "gemma3", "llava", "llama4", "cohere2_vision", "aya_vision")):
         return {"pixel_values": torch.randn(len(row), 3, 16, 16, generator=generator)}
     if case.startswith("mistral3"):
         sizes = torch.tensor([(each.rows * 8, each.columns * 8) for each in row])
@@ -111,10 +178,23 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
             "pixel_values": torch.randn(len(row), 3, high, wide, generator=generator),
             "image_sizes": sizes,
         }
+    if case.startswith(HEARING):
+        return _clips(row, generator)
     grid = torch.tensor([(1, 2 * each.rows, 2 * each.columns) for each in row])
+    patch = (3, 4, 4) if case.startswith("kimi") else (96,)
     return {
-        "pixel_values": torch.randn(int(grid.prod(1).sum()), 96, generator=generator),
+        "pixel_values": torch.randn(int(grid.prod(1).sum()), *patch, generator=generator),
         "image_grid_thw": grid,
+    }
+
+
+def _clips(row: tuple[ImageSpan, ...], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return spectrograms of clips, padded to one length, whose padding is noise too."""
+    most = 4 * max(height * width for height, width in (SMALL, WIDE))
+    frames = torch.tensor([4 * each.tokens for each in row])
+    return {
+        "input_features": torch.randn(len(row), 8, most, generator=generator),
+        "feature_attention_mask": (torch.arange(most) < frames[:, None]).long(),
     }
 
 
@@ -123,7 +203,7 @@ def vision_model(case: str) -> Any:
     """The model of ``case`` in fp32, its weights random and far from their initial ones."""
     described = tiny_vision.described(case.removesuffix(WITH_VIDEOS))
     config = transformers.AutoConfig.for_model(**copy.deepcopy(described))
-    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+    model = transformers.AutoModelForMultimodalLM.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(len(case))
     saved = model.state_dict()
     with torch.no_grad():
@@ -131,6 +211,9 @@ def vision_model(case: str) -> Any:
             if name in saved:
                 noise = torch.randn(tensor.shape, generator=generator)
                 tensor.copy_(noise * 0.15 + (1 if tensor.dim() < 2 and "norm" in name else 0))
+            if case.startswith("gemma4") and name.endswith("q_norm.weight"):
+                tensor.mul_(0.3)  # scores are not scaled, and steep ones turn rounding into errors above 1e-4
+        tiny_vision.bound_linears(model)
     return model.float().eval()
 
 
@@ -142,11 +225,15 @@ def mixed(case: str, folder: Path) -> Mixed:
     generator = torch.Generator().manual_seed(3)
     input_ids = torch.randint(0, 64, (len(ROWS), LENGTH), generator=generator)
     where = places(case)
-    for ids, row, media in zip(input_ids, where, VIDEO_ROWS, strict=True):
+    for number, (ids, row, media) in enumerate(zip(input_ids, where, VIDEO_ROWS, strict=True)):
+        if case.startswith(omni_reference.OMNI):
+            omni_reference.write_tokens(ids, number)
+            continue
         images_start = {start for start, frames in media if not frames}
         for each in row:
             is_image = not case.endswith(WITH_VIDEOS) or each.start in images_start
-            ids[each.start : each.start + each.tokens] = IMAGE if is_image else VIDEO
+            is_clip = each.medium == "audio" and case.startswith(SEEING_AND_HEARING)
+            ids[each.start : each.start + each.tokens] = CLIP if is_clip else IMAGE if is_image else VIDEO
     images = tuple(pixels(case, row, number) for number, row in enumerate(where))
     losses = losses_of(model, input_ids, images)
     losses.mean().backward()
@@ -160,7 +247,10 @@ def mixed(case: str, folder: Path) -> Mixed:
 def logits_of(
     model: Any, input_ids: torch.Tensor, images: tuple[dict[str, torch.Tensor], ...]
 ) -> torch.Tensor:
-    """Of each token of each row."""
+    """Of each token of each row; in Qwen 3 Omni a clip depends on the padding that others give it."""
+    if model.config.model_type.startswith("qwen3_omni") and len(images) > 1:
+        rows = zip(input_ids, images, strict=True)
+        return torch.cat([logits_of(model, ids[None], (each,)) for ids, each in rows])
     inputs = _for_transformers(model.config.model_type, input_ids, images)
     found: torch.Tensor = model(input_ids=input_ids, use_cache=False, **inputs).logits
     return found
@@ -192,7 +282,9 @@ def _for_transformers(
     model_type: str, input_ids: torch.Tensor, images: tuple[dict[str, torch.Tensor], ...]
 ) -> dict[str, torch.Tensor]:
     found = joined(images)
-    if "image_grid_thw" in found:
+    if model_type.startswith(omni_reference.OMNI):
+        found["attention_mask"] = torch.ones_like(input_ids)
+    elif "image_grid_thw" in found or model_type.startswith("gemma4"):
         found["mm_token_type_ids"] = (input_ids == IMAGE).int() + 2 * (input_ids == VIDEO).int()
     elif model_type.startswith("gemma"):
         found["token_type_ids"] = (input_ids == IMAGE).int()
@@ -204,13 +296,16 @@ def joined(images: tuple[dict[str, torch.Tensor], ...]) -> dict[str, torch.Tenso
     there = [each for each in images if each]
     if not there:
         return {}
-    return {name: torch.cat(_same_size([each[name] for each in there])) for name in there[0]}
+    names = dict.fromkeys(name for each in there for name in each)
+    return {name: torch.cat(_same_size([each[name] for each in there if name in each])) for name in names}
 
 
 def of_chunk(
     images: dict[str, torch.Tensor], ids: torch.Tensor, row: tuple[ImageSpan, ...]
 ) -> dict[str, torch.Tensor]:
     """Return a chunk's inputs for a row's images and videos: the frames of both, in the order of their tokens."""
+    if "num_frames_per_video" in images:
+        return _frames_of_chunk(images, ids, row)
     if "video_grid_thw" not in images:
         return images
     left = {IMAGE: images["pixel_values"], VIDEO: images["pixel_values_videos"]}
@@ -223,7 +318,28 @@ def of_chunk(
     return {"pixel_values": torch.cat(found), "image_grid_thw": torch.tensor(grids)}
 
 
+def _frames_of_chunk(
+    images: dict[str, torch.Tensor], ids: torch.Tensor, row: tuple[ImageSpan, ...]
+) -> dict[str, torch.Tensor]:
+    """Return Gemma 4's images and frames, all of the small size, in the order of their tokens."""
+    media = {
+        IMAGE: ("pixel_values", "image_position_ids"),
+        VIDEO: ("pixel_values_videos", "video_position_ids"),
+    }
+    left = {token: [iter(images[name]) for name in names] for token, names in media.items()}
+    found = [[next(each) for each in left[int(ids[span.start])]] for span in row]
+    return {
+        name: torch.stack(each) for name, each in zip(media[IMAGE], zip(*found, strict=True), strict=True)
+    }
+
+
 def _same_size(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    if parts[0].dim() == 3:
+        most = max(part.shape[1] for part in parts)
+        filled = 0 if parts[0].is_floating_point() else -1
+        return [
+            torch.nn.functional.pad(part, (0, 0, 0, most - part.shape[1]), value=filled) for part in parts
+        ]
     if parts[0].dim() != 4:
         return parts
     high, wide = (max(part.shape[axis] for part in parts) for axis in (2, 3))
@@ -243,15 +359,19 @@ def batch_of(reference: Mixed, rows: range, *, sections: bool) -> dict[str, Any]
     }
     where = [reference.places[row] for row in rows]
     if sections:
-        batch["position_ids"] = torch.stack([torch.from_numpy(positions(LENGTH, row)) for row in where], 1)
+        found = [torch.from_numpy(positions(LENGTH, row)) for row in where]
+        if any(each.is_floating_point() for each in found):
+            found = [each.float() for each in found]
+        batch["position_ids"] = torch.stack(found, 1)
+    omni = reference.path.name.startswith(omni_reference.OMNI)
     taken = tuple(
-        of_chunk(reference.images[row], reference.input_ids[row], reference.places[row]) for row in rows
+        omni_reference.chunk_inputs(reference.images[row], row)
+        if omni
+        else of_chunk(reference.images[row], reference.input_ids[row], reference.places[row])
+        for row in rows
     )
     if images := joined(taken):
-        first, found = 0, []
-        for row in where:
-            found.append(torch.from_numpy(feature_rows(LENGTH, row, first)))
-            first += sum(each.tokens for each in row)
+        found = [torch.from_numpy(rows) for rows in feature_rows_of_batch([LENGTH] * len(where), where)]
         batch["attention_ends"] = torch.stack(
             [torch.from_numpy(attention_ends(LENGTH, row)) for row in where]
         )

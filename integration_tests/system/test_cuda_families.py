@@ -49,7 +49,7 @@ def description(case: str) -> dict[str, Any]:
         return described(case)
     config = transformers.AutoConfig.for_model(**tiny_vision.described(case.removeprefix("images ")))
     found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    found["architectures"] = [transformers.AutoModelForImageTextToText._model_mapping[type(config)].__name__]
+    found["architectures"] = [transformers.AutoModelForMultimodalLM._model_mapping[type(config)].__name__]
     return found
 
 

@@ -1,13 +1,15 @@
 """The faults that `tools/mutate.py` plants, and their draw."""
 
 import json
+import shutil
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tools import mutate
-from tools.mutation.operators import mutations
+from tools.mutation.operators import Mutation, mutations
 
 from source_tree import ROOT
 
@@ -54,6 +56,21 @@ def test_messages_and_assertions_get_no_fault(tmp_path, body):
     assert not planted(tmp_path, body)
 
 
+def test_what_only_shows_or_guards_gets_no_fault(tmp_path):
+    assert not planted(tmp_path, "return json.dumps(x, indent=2) or zip(a, b, strict=True)").keys() & {
+        "off by one",
+        "boolean",
+    }
+
+
+def test_equivalent_faults_are_not_drawn(tmp_path, monkeypatch):
+    path = "packages/mca-train/src/mca_train/losses/kto.py"
+    (first, *others) = mutate.candidates([path])
+    (tmp_path / "equivalent.json").write_text(json.dumps({first.identity: "a reason"}))
+    monkeypatch.setattr(mutate, "EQUIVALENT", tmp_path / "equivalent.json")
+    assert mutate.candidates([path]) == others
+
+
 def test_a_fault_keeps_its_identity_when_lines_move(tmp_path):
     planted(tmp_path, "return a < b")
     (before,) = mutations(tmp_path, PATH)
@@ -75,32 +92,88 @@ def test_every_subject_has_sources():
     assert set(mutate.SUBJECTS) <= {mutate.subject_of(path) for path in paths}
 
 
-def test_the_cheapest_modules_that_reach_a_function_run_first(tmp_path):
+def mapped(folder: Path, *records: tuple[str, float, list[str], list[str]]) -> mutate.TestMap:
+    """Return a map of records (key, seconds, functions, fixtures used)."""
+    names = ("key", "seconds", "functions", "uses")
+    listed = [
+        {"module": each[0].partition("::")[0]} | dict(zip(names, each, strict=True)) for each in records
+    ]
+    (folder / "map.json").write_text(json.dumps(listed))
+    return mutate.TestMap(folder)
+
+
+def test_the_cheapest_tests_that_reach_a_function_run_first(tmp_path):
     planted(tmp_path, "return a < b")
     (fault,) = mutations(tmp_path, PATH)
-    for name, seconds, functions in (("a", 30, [f"{PATH}:1"]), ("b", 2, [f"{PATH}:1"]), ("c", 1, [])):
-        record = {"module": name, "seconds": seconds, "functions": functions}
-        (tmp_path / f"{name}.json").write_text(json.dumps(record))
-    reached = mutate.TestMap(tmp_path)
-    assert reached.reaching(fault, limit=100) == ["b", "a"]
-    assert reached.reaching(fault, limit=10) == ["b"]
+    reached = [f"{PATH}:1"]
+    a, b, c = (
+        ("test_a.py::a@test_a", 30, reached, []),
+        ("test_b.py::b", 2, reached, []),
+        ("test_c.py::c", 1, [], []),
+    )
+    found = mapped(tmp_path, a, b, c)
+    assert found.reaching(fault, limit=100) == ["test_b.py::b", "test_a.py::a"]
+    assert found.reaching(fault, limit=10) == ["test_b.py::b"]
+    unreached = replace(fault, path="packages/mca-models/src/mca_models/templates/test_c.py")
+    assert found.reaching(unreached, limit=10) == ["test_c.py::c"], "named after the file"
 
 
-def test_a_fault_is_planted_judged_and_taken_out(tmp_path):
-    """The bench on a tree of one package and one test, which sees one of two faults."""
+def test_a_shared_fixture_reaches_a_function_for_each_test_that_uses_it(tmp_path):
+    planted(tmp_path, "return a < b")
+    (fault,) = mutations(tmp_path, PATH)
+    fixture = "test_a.py|trained|None"
+    found = mapped(
+        tmp_path,
+        (fixture, 5, [f"{PATH}:1"], []),
+        ("test_a.py::first", 1, [], [fixture]),
+        ("test_a.py::second", 2, [], [fixture]),
+    )
+    assert found.reaching(fault, limit=9) == ["test_a.py::first", "test_a.py::second"]
+    assert found.reaching(fault, limit=7) == ["test_a.py::first"]
+
+
+@pytest.fixture
+def bench(tmp_path) -> Iterator[mutate.Bench]:
+    """A tree of one package and a few tests, which see one of its faults."""
     tree = tmp_path / "tree"
-    planted(tree, "return a < b")
-    (fault,) = mutations(tree, PATH)
-    source = (tree / PATH).read_bytes()
-    test = "from mca_made import f\ndef test_f():\n    assert f(1, 2, 0, 0)"
-    (tree / PATH).rename(tree / "packages/mca-train/src/mca_made.py")
-    ours = replace(fault, path="packages/mca-train/src/mca_made.py")
-    for name, more in (("test_seeing.py", " and not f(1, 1, 0, 0)\n"), ("test_blind.py", "\n")):
-        (tree / name).write_text(test + more)
-    (tree / "test_failing.py").write_text("def test_g():\n    assert False\n")
-    bench = mutate.Bench([tree], "not qualify")
-    assert bench.judge(ours, ["test_blind.py"], 1).verdict == "survived"
-    assert bench.judge(ours, ["test_failing.py"], 1).verdict == "error"
-    verdict = bench.judge(ours, ["test_blind.py", "test_seeing.py"], 1)
-    assert (verdict.verdict, verdict.test) == ("caught", "test_seeing.py::test_f")
-    assert (tree / ours.path).read_bytes() == source
+    source = tree / "packages/mca-train/src/mca_made.py"
+    source.parent.mkdir(parents=True)
+    source.write_text(
+        "def f(a, b):\n    return a < b\n\n\ndef g(a, b):\n    return a < b\n\n\nEARLY = g(1, 1)\n"
+    )
+    shutil.copytree(ROOT / "tools" / "mutation", tree / "tools" / "mutation")
+    for name, line in {
+        "blind": "f(1, 2)",
+        "seeing": "f(1, 2) and not f(1, 1)",
+        "failing": "False",
+        "early": "not EARLY",
+        "hanging": "f(1, 2) and (f(1, 1) == 0 or __import__('time').sleep(60))",
+    }.items():
+        (tree / f"test_{name}.py").write_text(
+            f"from mca_made import EARLY, f\n\ndef test_f():\n    assert {line}\n"
+        )
+    bench = mutate.Bench(tree, "not qualify", lambda test: 5)
+    yield bench
+    bench.close()
+
+
+def test_a_fault_is_planted_judged_and_taken_out(bench):
+    file = bench.tree / "packages/mca-train/src/mca_made.py"
+    source = file.read_bytes()
+    later, early = mutations(bench.tree, str(file.relative_to(bench.tree)))
+
+    def judge(fault: Mutation, *names: str) -> tuple[str, str]:
+        verdict = bench.judge(fault, [f"test_{name}.py::test_f" for name in names])
+        return verdict.verdict, verdict.test
+
+    assert judge(later, "blind") == ("survived", "")
+    assert judge(later) == ("unreached", "")
+    assert judge(later, "failing")[0] == "error"
+    assert judge(later, "blind", "seeing") == ("caught", "test_seeing.py::test_f")
+    assert judge(later, "failing", "seeing") == ("caught", "test_seeing.py::test_f"), (
+        "another test failed before"
+    )
+    assert judge(later, "blind", "hanging") == ("caught", "test_hanging.py::test_f"), "its time is limited"
+    assert judge(early, "blind", "early") == ("caught", "test_early.py::test_f"), "what an import has called"
+    assert judge(early, "blind") == ("survived", "")
+    assert file.read_bytes() == source

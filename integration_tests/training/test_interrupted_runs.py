@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -120,11 +121,11 @@ KILLS = (7, 11)
 HOWS = ("SIGTERM", "kill")
 
 
-def beginning_epochs_anew(checkpoint: Path, output: Path) -> list[str]:
-    """What changes in the length and rates of a run with ``ignore_data_skip`` that is killed twice."""
-    changes = {"max_steps": -1, "num_train_epochs": 3, "save_strategy": "steps", "save_steps": 1}
+def beginning_epochs_anew(checkpoint: Path, output: Path, stops: Sequence[int] = KILLS) -> list[str]:
+    """What changes in the length and rates of a run with ``ignore_data_skip`` that is killed at ``stops``."""
+    changes = {"max_steps": -1, "num_train_epochs": len(stops) + 1, "save_strategy": "steps", "save_steps": 1}
     found: list[tuple[int, list[float]]] = []
-    for name, kills in (("whole", ()), ("killed", KILLS)):
+    for name, kills in (("whole", ()), ("killed", stops)):
         for kill in (*kills, 0):
             trainer = made(checkpoint, output / name, ignore_data_skip=True, **changes)
             trainer.add_callback(interruption(kill, "kill" if kill else ""))
@@ -173,6 +174,12 @@ def other_differences(checkpoint: Path, output: Path) -> list[str]:
     return beginning_epochs_anew(checkpoint, output / "anew") + going_on_after_a_pause(
         checkpoint, output / "paused"
     )
+
+
+def test_an_epoch_that_begins_again_makes_a_run_no_longer(tmp_path):
+    model = tiny_checkpoint(tmp_path / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    (found,) = run_ranks(1, beginning_epochs_anew, model, tmp_path, KILLS[:1])
+    assert found == []
 
 
 @pytest.mark.qualify

@@ -40,6 +40,8 @@ CALLS = {
     "cumsum": "cumprod",
 }
 DROPPED_KEYWORDS = ("group", "dim", "axis", "dtype", "mask", "keepdim", "reverse")
+UNCHANGED_KEYWORDS = ("indent", "shown", "stacklevel", "strict")
+"""Keywords whose value is left alone: the form of a text, or a guard against our own faults."""
 UNSWAPPED = ("isinstance", "issubclass", "getattr", "setattr", "hasattr", "partial", "map", "filter")
 _MESSAGES = ("logger", "warnings", "logging", "_log", "print")
 
@@ -209,6 +211,11 @@ class _File(ast.NodeVisitor):
             self._add(node, str(value + 1), "off by one")
         elif isinstance(value, str) and value in PARALLEL_AXES:
             self._add(node, repr(PARALLEL_AXES[value]), "wrong group")
+
+    def visit_keyword(self, node: ast.keyword) -> None:
+        """Walk the value, unless results do not depend on it."""
+        if node.arg not in UNCHANGED_KEYWORDS:
+            self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         """Exchange a parallel axis or a dtype."""

@@ -9,7 +9,7 @@ import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mca_models.images import ImageSpan, feature_rows, positions
+from mca_models.images import ImageSpan, attention_ends, feature_rows, feature_rows_of_batch, positions
 
 SECTIONED = (
     "qwen2_vl",
@@ -132,3 +132,12 @@ def compare(theirs: transformers.PreTrainedModel, drawn: list[Piece]) -> None:
 def test_rows_count_the_features_of_a_whole_micro_batch() -> None:
     rows = feature_rows(9, [ImageSpan(1, 1, 2), ImageSpan(4, 2, 2)], first=10)
     assert rows.tolist() == [-1, 10, 11, -1, 12, 13, 14, 15, -1]
+
+
+def test_rows_of_images_come_before_those_of_clips_of_the_whole_batch() -> None:
+    """Audio has the positions of text, and no attention to later tokens."""
+    clip, image = ImageSpan(1, 1, 2, medium="audio"), ImageSpan(4, 1, 2)
+    rows = [found.tolist() for found in feature_rows_of_batch([6, 6], [[clip, image], [image]])]
+    assert rows == [[-1, 4, 5, -1, 0, 1], [-1, -1, -1, -1, 2, 3]]
+    assert positions(6, [clip]).tolist() == [list(range(6))] * 3
+    assert attention_ends(6, [clip]).tolist() == list(range(1, 7))

@@ -1,4 +1,4 @@
-"""Tiny random HF checkpoints of every family with a vision model, made and saved by transformers itself."""
+"""Tiny random HF checkpoints of every family with a vision model or an audio tower, saved by transformers itself."""
 
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,38 @@ _SECTIONS = {**_ROPE, "mrope_section": [3, 3, 2]}
 _TURNS = {**_SECTIONS, "mrope_interleaved": True}
 _HALF = {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
 
+_POOLED: dict[str, Any] = {
+    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 8, "patch_size": 2, "pooling_kernel_size": 2},
+    "position_embedding_size": 16,
+}
+_GEMMA4: dict[str, Any] = {
+    **{
+        "image_token_id": 65,
+        "video_token_id": 66,
+        "audio_token_id": 67,
+        "boi_token_id": 68,
+        "eoi_token_id": 69,
+    },
+    **{"boa_token_id": 64, "eoa_token_index": 63},
+}
+WHISPER: dict[str, Any] = {
+    "num_mel_bins": 8,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "d_model": 16,
+    "max_source_positions": 16,
+}
+
+_OMNI = {**_IMAGE, "audio_token_id": 69, "audio_start_token_id": 64, "audio_end_token_id": 63}
+_OMNI_INDEX = {
+    **{key: _OMNI[key] for key in _OMNI if key not in ("image_token_id", "video_token_id", "audio_token_id")},
+    **{"image_token_index": 65, "video_token_index": 66, "audio_token_index": 69},
+}
+
 Case = tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]
-# name -> (model_type, what differs from SIZE in the text part, the vision part, what stands beside them)
+# name -> (model_type, what differs from SIZE in the text part, the vision part if there is one, the other keys)
 CASES: dict[str, Case] = {
     "qwen2_vl": (
         "qwen2_vl",
@@ -52,6 +82,21 @@ CASES: dict[str, Case] = {
             "window_size": 16,
         },
         _IMAGE,
+    ),
+    "qwen2_5_omni_thinker": (
+        "qwen2_5_omni_thinker",
+        {**_WIDE, "rope_parameters": _SECTIONS},
+        {
+            **{key: value for key, value in _QWEN.items() if key != "num_position_embeddings"},
+            **{"depth": 2, "out_hidden_size": 64, "fullatt_block_indexes": [1], "window_size": 16},
+        },
+        {**_OMNI_INDEX, "audio_config": {**WHISPER, "n_window": 4, "output_dim": 64}},
+    ),
+    "qwen3_omni_moe_thinker": (
+        "qwen3_omni_moe_thinker",
+        {**tiny_hf.EXPERTS, "rope_parameters": _TURNS},
+        _DEEP,
+        {**_OMNI, "audio_config": {**WHISPER, "downsample_hidden_size": 4, "output_dim": 32}},
     ),
     "qwen3_vl": ("qwen3_vl", {"rope_parameters": _TURNS}, _DEEP, _IMAGE),
     "qwen3_vl-tied": (
@@ -142,6 +187,20 @@ CASES: dict[str, Case] = {
         },
         {"image_token_index": 65, "tie_word_embeddings": False},
     ),
+    "kimi_k25-moe": (
+        "kimi_k25",
+        {"model_type": "deepseek_v3", **tiny_hf.ALL["deepseek_v3"][1], "head_dim": 4},
+        {
+            **{key: value for key, value in _SIGLIP.items() if key != "image_size"},
+            **{"pos_emb_height": 3, "pos_emb_width": 3},
+        },
+        {
+            "image_token_id": 65,
+            "video_token_id": 66,
+            "projection_hidden_size": 16,
+            "tie_word_embeddings": False,
+        },
+    ),
     "llava": (
         "llava",
         {"model_type": "llama"},
@@ -157,6 +216,55 @@ CASES: dict[str, Case] = {
             "vision_feature_select_strategy": "full",
         },
     ),
+    "cohere2_vision": (
+        "cohere2_vision",
+        {**tiny_hf.ALL["cohere2"][1], "model_type": "cohere2"},
+        {**_SIGLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+        {"image_token_id": 65, "downsample_factor": 2, "alignment_intermediate_size": 24},
+    ),
+    "aya_vision": (
+        "aya_vision",
+        {**tiny_hf.ALL["cohere2"][1], "model_type": "cohere2"},
+        {**_SIGLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+        {"image_token_index": 65, "downsample_factor": 2},
+    ),
+    "gemma4-31b": (
+        "gemma4",
+        {**tiny_hf.ALL["gemma4_text"][1], "use_bidirectional_attention": "vision", "sliding_window": 3},
+        {**_POOLED, "standardize": True},
+        _GEMMA4,
+    ),
+    "gemma4-e2b": (
+        "gemma4",
+        {
+            **{"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 70, "global_head_dim": 24},
+            **{"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "sliding_window": 8},
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        {**_POOLED, "use_clipped_linears": True},
+        {
+            **_GEMMA4,
+            "audio_config": {
+                **{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+                **{"subsampling_conv_channels": [8, 4], "output_proj_dims": 20},
+            },
+        },
+    ),
+    "gemma4-moe": (
+        "gemma4",
+        {**tiny_hf.ALL["gemma4_text-experts"][1], "use_bidirectional_attention": "vision"},
+        {**_POOLED, "standardize": True},
+        _GEMMA4,
+    ),
+    "gemma4_unified": (
+        "gemma4_unified",
+        tiny_hf.ALL["gemma4_unified_text"][1],
+        {
+            **{"patch_size": 2, "pooling_kernel_size": 2, "mm_embed_dim": 20, "mm_posemb_size": 8},
+            "output_proj_dims": 20,
+        },
+        {**_GEMMA4, "audio_config": {"audio_embed_dim": 12}},
+    ),
     "minimax_m3_vl-moe": (
         "minimax_m3_vl",
         tiny_hf.ALIKE["minimax_m3_vl_text"][1],
@@ -169,6 +277,12 @@ CASES: dict[str, Case] = {
         {**_SIGLIP, "model_type": "pixtral", "head_dim": 8},
         {"image_token_index": 65, "tie_word_embeddings": False},
     ),
+    "qwen2_audio": (
+        "qwen2_audio",
+        {"model_type": "qwen2", "head_dim": 8},
+        {},
+        {"audio_config": WHISPER, "audio_token_index": 65},
+    ),
 }
 
 
@@ -178,8 +292,8 @@ def described(case: str, **different: Any) -> dict[str, Any]:
     return {
         "model_type": model_type,
         "text_config": {**tiny_hf.SIZE, **text, **different},
-        "vision_config": dict(vision),
-        **beside,
+        **({"vision_config": dict(vision)} if vision else {}),
+        **{key: dict(value) if isinstance(value, dict) else value for key, value in beside.items()},
     }
 
 
@@ -187,12 +301,20 @@ def model_of(case: str, **different: Any) -> Any:
     """The model of ``case`` in transformers; no weight is a constant."""
     config = transformers.AutoConfig.for_model(**described(case, **different))
     torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(config)
+    model = transformers.AutoModelForMultimodalLM.from_config(config)
     with torch.no_grad():
         for tensor in [*model.parameters(), *tiny_hf.saved_buffers(model)]:
             if tensor.dim() < 2 or tensor.min() == tensor.max():
                 tensor.add_(torch.randn_like(tensor) * 0.1)
+        bound_linears(model)
     return model
+
+
+def bound_linears(model: Any) -> None:
+    """Give each linear that clips finite bounds, which some values exceed."""
+    for number, (name, bound) in enumerate(model.named_buffers()):
+        if name.endswith(("put_min", "put_max")):
+            bound.fill_((1 + number % 7 / 4) * (-1 if name.endswith("min") else 1))
 
 
 def save(case: str, directory: Path, dtype: str = "float32", **different: Any) -> Path:

@@ -152,11 +152,13 @@ def _describe(config: McaModelConfig, found: Inspection) -> None:
     found.facts["tied head"] = "yes" if config.head.tie_word_embeddings else "no"
     if config.vision_fields is not None:
         found.facts["text part"] = config.text_model_type
-        found.facts["vision part"] = _vision_sizes(config.vision_fields["vision_config"])
+        for part in ("vision", "audio"):
+            if (tower := config.vision_fields.get(f"{part}_config")) is not None:
+                found.facts[f"{part} part"] = _tower_sizes(tower)
 
 
-def _vision_sizes(vision: JsonObject) -> str:
-    """Return the sizes of a vision configuration, under the names of its family."""
+def _tower_sizes(vision: JsonObject) -> str:
+    """Return the sizes of a tower's configuration, under the names of its family."""
     named = (
         "depth",
         "num_hidden_layers",
@@ -165,6 +167,7 @@ def _vision_sizes(vision: JsonObject) -> str:
         "num_heads",
         "num_attention_heads",
         "patch_size",
+        *("encoder_layers", "d_model", "encoder_attention_heads", "num_mel_bins"),
     )
     sizes = ", ".join(f"{name} {vision[name]}" for name in named if name in vision)
     return " ".join(filter(None, (vision.get("model_type"), sizes)))

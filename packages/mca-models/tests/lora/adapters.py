@@ -135,7 +135,7 @@ def loaded_by_peft(case: str, settings: dict[str, Any], folder: Path) -> Loaded:
     save_file(tensors, folder / "adapter" / "adapter_model.safetensors")
     (folder / "adapter" / "adapter_config.json").write_text(json.dumps(document))
     merge_to_hf(checkpoint, open_adapter(folder / "adapter", checkpoint.config), folder / "merged")
-    kind: Any = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+    kind: Any = transformers.AutoModelForMultimodalLM if sees else transformers.AutoModelForCausalLM
     merged, plain = (kind.from_pretrained(path, dtype=torch.float32) for path in (folder / "merged", base))
     right, before = logits(merged), logits(plain)
     model = peft.PeftModel.from_pretrained(plain, folder / "adapter")

@@ -49,7 +49,7 @@ def hf_model(case: str) -> tuple[Any, McaModelConfig]:
     """The model of ``case`` without values, and its configuration here."""
     if case in tiny_vision.CASES:
         config = transformers.AutoConfig.for_model(**copy.deepcopy(tiny_vision.described(case)))
-        kind: Any = transformers.AutoModelForImageTextToText
+        kind: Any = transformers.AutoModelForMultimodalLM
     else:
         name, different = tiny_hf.ALL[case]
         config = transformers.AutoConfig.for_model(name, **{**tiny_hf.SIZE, **different})

@@ -40,7 +40,7 @@ def test_the_parts_that_are_not_adapted_are_excluded(case: str) -> None:
 def test_targets_in_the_vision_model_are_its_linears(case: str) -> None:
     described = transformers.AutoConfig.for_model(**copy.deepcopy(tiny_vision.described(case)))
     with torch.device("meta"):
-        model = transformers.AutoModelForImageTextToText.from_config(described)
+        model = transformers.AutoModelForMultimodalLM.from_config(described)
     linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     theirs = {name for name in linears if "language_model" not in name and "lm_head" not in name}
     config = config_from_hf(described.to_dict())

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from mca_models.megatron import platform
 from mca_models.megatron.features.biased_router import BiasedTopK
 from mca_models.megatron.layers.attention import AttentionOptions, CoreAttention
 from mca_models.megatron.layers.dsa_indexer import DsaIndexer, DsaSizes
@@ -78,6 +79,21 @@ def test_chunks_cut_what_queries_see() -> None:
     options = AttentionOptions(chunk=4, chunked_layers=frozenset({1}))
     assert list(attention(options, 0)._query_ranges(3, 10)) == [(0, 3, 10)]
     assert list(attention(options, 1)._query_ranges(3, 10)) == [(0, 3, 4), (4, 4, 8), (8, 8, 10)]
+
+
+@pytest.mark.parametrize(("layers", "scaled"), [(None, [True, True]), (frozenset({1}), [False, True])])
+def test_queries_grow_in_the_layers_that_have_a_temperature(layers: Any, scaled: list[bool]) -> None:
+    platform.prepare()
+
+    class Scaled(CoreAttention):
+        options = AttentionOptions(temperature=(0.5, 4, 1), temperature_layers=layers)
+
+    config: Any = SimpleNamespace(
+        softmax_type="vanilla", attention_dropout=0.0, window_size=None, window_attn_skip_freq=None
+    )
+    mask: Any = SimpleNamespace(name="causal")
+    made = [Scaled(config, number, mask, "self", pg_collection=SimpleNamespace(cp=None)) for number in (1, 2)]
+    assert [each.temperature is not None for each in made] == scaled
 
 
 def test_queries_grow_with_their_place() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mca_models.megatron import platform
-from mca_models.megatron.platform.cuda_calls import IdleStream
+from mca_models.megatron.platform.cuda import IdleStream
 
 
 class Noted(IdleStream):

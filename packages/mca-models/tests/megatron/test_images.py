@@ -11,7 +11,7 @@ from transformers import Gemma3Config
 
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
-from mca_models.megatron.features.image_features import assign_images
+from mca_models.megatron.features.image_features import assign_images, compute_image_features
 from mca_models.megatron.features.images import image_problems, image_reach
 from mca_models.megatron.features.mrope import mrope_axes
 from mca_models.megatron.features.vision_tower import model_part
@@ -31,6 +31,7 @@ def megatron(**settings: Any) -> SimpleNamespace:
     [
         ("qwen3_vl", {}, {"vision_fields": None}, "has no vision model"),
         ("gemma3", {}, {"attn_logit_softcapping": 30.0}, "softcapping cannot be combined with images"),
+        ("gemma4-e2b", {}, {"pad_token_id": None}, "pad_token_id is null, of which images take"),
         ("qwen3_5", {}, {"mtp_num_layers": 1}, "set mtp_num_layers to 0"),
         ("qwen3_vl", VIRTUAL, {}, "the first pipeline stage has 1 layer; .* the first 2"),
     ],
@@ -100,3 +101,10 @@ def test_placeholders_are_no_words(case: str, key: str) -> None:
     require_no_images(config, torch.tensor([[1, 2]]))
     with pytest.raises(McaError, match=f"input_ids have {place}, the placeholder of images"):
         require_no_images(config, torch.tensor([[1, place]]))
+
+
+def test_audio_of_a_model_without_an_audio_tower_is_refused() -> None:
+    config = config_from_hf(tiny_vision.described("gemma4-31b"))
+    clips = {"input_features": torch.zeros(1, 8, 8), "input_features_mask": torch.ones(1, 8)}
+    with pytest.raises(McaError, match="this gemma4 model has no audio tower"):
+        compute_image_features(torch.nn.Linear(1, 1), clips, config, [])

@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from mca_models.megatron.platform.mtp_recompute import with_tensors_by_position
+from mca_models.megatron.platform.mtp import with_tensors_by_position
 
 
 class Layer:

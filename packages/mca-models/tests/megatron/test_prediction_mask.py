@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mca_models.megatron.platform.mtp_padding_mask import with_mask
+from mca_models.megatron.platform.mtp import with_mask
 
 
 class Layer:

@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import tiny_vision
 import torch
 import transformers
 from tiny_hf import ALL, SIZE
@@ -45,6 +46,18 @@ def test_what_begins_with_one_number_does_so_from_a_seed(case: str) -> None:
         )  # transformers' own are rounded to bfloat16
         compared += 1
     assert compared >= 9
+
+
+def test_linears_that_clip_begin_without_bounds() -> None:
+    config = config_from_hf(tiny_vision.described("gemma4-e2b"))
+    model = transformers.AutoModelForMultimodalLM.from_config(
+        transformers.AutoConfig.for_model(**tiny_vision.described("gemma4-e2b"))
+    )
+    bounds = {name: x for name, x in model.named_buffers() if name.endswith(("put_min", "put_max"))}
+    params = {name: param for param in get_family("gemma4").params(config) for name in param.hf_names()}
+    assert len(bounds) > 100
+    for name, theirs in bounds.items():
+        assert torch.equal(_draw_param(3, params[name], (), config, _starts(config)), theirs), name
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ def test_a_head_for_scores_stays_as_it_is(end: str) -> None:
 def test_blocks_next_to_a_vision_model_are_written_where_they_are_read(case: str) -> None:
     described = transformers.AutoConfig.for_model(**tiny_vision.described(case))
     with torch.device("meta"):
-        model = transformers.AutoModelForImageTextToText.from_config(described)
+        model = transformers.AutoModelForMultimodalLM.from_config(described)
     config = config_from_hf(described.to_dict())
     for which in range(len(FAMILIES[config.model_type].vision.spellings)):
         spelled = replace(config, extra={**config.extra, SPELLING: which})

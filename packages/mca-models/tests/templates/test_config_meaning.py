@@ -177,13 +177,18 @@ def test_dropout_behind_the_mlp_alone_is_refused() -> None:
         ("hy_v3", {"first_k_dense_replace": 2, "mlp_layer_types": None}),
         ("mellum", {"first_k_dense_replace": 2, "mlp_layer_types": None}),
         ("olmoe", {"decoder_sparse_step": 2, "mlp_only_layers": [0]}),
+        ("llama4_text", {"interleave_moe_layer_step": 2}),
+        ("llama4_text", {"interleave_moe_layer_step": 3}),
+        ("llama4_text", {"interleave_moe_layer_step": 2, "moe_layers": [0, 3]}),
     ],
 )
 def test_layers_with_experts_are_those_that_transformers_makes(case: str, said: dict[str, Any]) -> None:
     hf = described(case, **said)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**hf))
-    sparse = [hasattr(layer.mlp, "experts") for layer in model.model.layers]
+    sparse = [
+        hasattr(getattr(layer, "feed_forward", None) or layer.mlp, "experts") for layer in model.model.layers
+    ]
     config = config_from_hf(hf)
     assert [config.is_moe_layer(layer) for layer in range(config.num_layers)] == sparse
 

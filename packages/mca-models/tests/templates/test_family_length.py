@@ -15,9 +15,10 @@ BOUND = 40
 
 LONGER = {
     "a table of a vision model's tensors": (
-        *("glm4v", "internvl", "llama4", "minimax_m3_vl", "mistral3", "qwen2_vl"),
+        *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
+        *("gemma4_unified", "glm4v", "internvl", "llama4", "minimax_m3_vl", "mistral3", "qwen2_vl"),
     ),
-    "keys of the text model that files leave out": ("gemma3",),
+    "keys of the text model that files leave out": ("gemma3", "qwen2_audio"),
     "a tower of two kinds, whose last layers no feature depends on": ("llava",),
     "layers with a state beside those with attention, under keys and names of their own": (
         *("falcon_h1", "granitemoehybrid", "kimi_linear", "lfm3", "nemotron_h", "olmo_hybrid"),

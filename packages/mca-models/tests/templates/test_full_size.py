@@ -83,7 +83,8 @@ def test_every_family_has_a_published_size() -> None:
     files = CONFIGS.parent.glob("*configs/*.json")
     configs = [size["config"] for size in SIZES.values()] + [json.loads(path.read_text()) for path in files]
     parts = [part for config in configs for part in (config, config.get("text_config", {}))]
-    assert not FAMILIES.keys() - {part.get("model_type") for part in parts}
+    alone = {kind for kind, family in FAMILIES.items() if not family.built}  # others contain one of them
+    assert not alone - {part.get("model_type") for part in parts}
 
 
 @pytest.mark.parametrize(("name", "billions"), [("deepseek-v3", 11.5), ("glm-4.5", 3.9)])

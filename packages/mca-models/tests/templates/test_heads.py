@@ -116,6 +116,10 @@ def test_the_labels_of_a_trained_head_stay(known, given, names):
     assert config_to_hf(kept)["label2id"] == {name: number for number, name in enumerate(names)}
 
 
+def test_a_model_without_a_head_has_no_labels():
+    assert label_names(config_from_hf({**SIZES, "architectures": ["LlamaForCausalLM"]})) == ()
+
+
 def test_two_labels_are_what_transformers_leaves_out():
     config = config_from_hf({**SIZES, "architectures": ["LlamaForSequenceClassification"]})
     assert config.head.num_labels == 2

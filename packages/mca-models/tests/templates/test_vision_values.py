@@ -31,17 +31,18 @@ def test_a_value_of_no_use_is_named(key: str, value: object, wanted: str) -> Non
     hf = {**GEMMA, "vision_config": {**GEMMA["vision_config"], key: value}}
     with pytest.raises(McaError) as caught:
         config_from_hf(hf)
-    assert str(caught.value) == f"'vision_config.{key}' of the vision model is {value!r}; expected {wanted}"
+    assert str(caught.value) == f"'vision_config.{key}' of config.json is {value!r}; expected {wanted}"
 
 
 def changed(hf: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """``hf`` with each value of the vision model, and of what stands beside it, of another kind or left out."""
-    for part in ((), ("vision_config",)):
-        inside = hf["vision_config"] if part else {key: hf[key] for key in hf if key != "text_config"}
+    towers = [(key,) for key in ("vision_config", "audio_config") if key in hf]
+    for part in ((), *towers):
+        inside = hf[part[0]] if part else {key: hf[key] for key in hf if key != "text_config"}
         for key in inside:
             for value in WRONG:
                 other = copy.deepcopy(hf)
-                (other["vision_config"] if part else other)[key] = value
+                (other[part[0]] if part else other)[key] = value
                 yield other
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mca_config.errors import McaError, UsageError, raise_problems
 from mca_config.program import Program, fail
 from mca_config.streams import safe_streams
-from mca_train.launch.stop_signals import Stopped
+from mca_train.launch.signals import Stopped
 from mca_train.reference.program import program
 from mca_train.tasks.table import TASKS
 from mca_train.tasks.task import Task

@@ -31,6 +31,7 @@ def test_pads_to_the_longest_of_the_step_and_shifts_the_labels():
     assert micro.input_ids.tolist() == [[1, 2, 3, 0, 0], [4, 5, 6, 7, 8]]
     assert micro.labels.tolist() == [[2, 3, 0, 0, 0], [5, 6, 7, 8, 0]]
     assert micro.loss_mask.tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 0]]
+    assert micro.tokens_remaining.tolist() == [[2, 1, 0, -1, -2], [4, 3, 2, 1, 0]]
     assert (step.seq_length, step.num_samples, step.num_tokens, step.squares) == (5, 2, 8, 9 + 25)
     assert batch([0, 1], packed=True).squares == 9 + 25
 

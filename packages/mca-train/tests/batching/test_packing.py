@@ -4,7 +4,7 @@ import torch
 
 from mca_config.errors import McaError
 from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
-from mca_train.batching.packing import PackedDataset, first_fit, sequence_lengths
+from mca_train.batching.packing import PackedDataset, Row, first_fit, sequence_lengths
 from mca_train.batching.step_stream import PackedStream
 from mca_train.data.preferences import PairDataset
 from mca_train.data.token_dataset import TokenDataset
@@ -144,3 +144,15 @@ def test_padding_shuts_no_pair_out_of_a_streams_packs():
     assert [len(pack) for pack in packs((5, 5))] == [1, 1, 1]  # 16 tokens with their padding
     with pytest.raises(McaError, match="sample 0 takes 16 tokens, but a pack holds 12"):
         packs((5, 6))
+
+
+@pytest.mark.parametrize("values", [[], [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])]])
+def test_padding_of_a_row_is_one_more_sequence_that_does_not_count(values):
+    ids = [torch.tensor([1, 2]), torch.tensor([3, 4])]
+    row = Row(input_ids=ids, labels=ids, num_tokens=[2, 1], values=values)
+    assert row.pad_to(4, 9, -100) is row
+    padded = row.pad_to(7, 9, -100)
+    assert [each.tolist() for each in padded.input_ids] == [[1, 2], [3, 4], [9, 9, 9]]
+    assert [each.tolist() for each in padded.labels] == [[1, 2], [3, 4], [-100, -100, -100]]
+    assert padded.num_tokens == [2, 1, 0]
+    assert [each.tolist() for each in padded.values] == ([[1, 2], [3, 4], [0, 0]] if values else [])

@@ -1,19 +1,24 @@
 """Images that are not cut into one grid: tiles, rows with marks, as many tokens for every image; as processors do."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import datasets
+import numpy as np
 import pytest
 import torch
 import transformers
 from drawn_images import draw
+from gemma4_processors import gemma4_processors, gemma4_tokenizer, token_ids
 from PIL import Image
 from tokenizers_for_tests import byte_tokenizer
-from transformers import Gemma3Processor, LlavaProcessor
+from transformers import AyaVisionProcessor, Gemma3Processor, Llama4Processor, LlavaProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.kimi_k25.image_processing_kimi_k25 import Kimi_K25ImageProcessor
+from transformers.models.llama4.image_processing_llama4 import Llama4ImageProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from mca_config.errors import McaError, UsageError
@@ -23,6 +28,8 @@ from mca_train.config.arguments import DataArguments
 from mca_train.data import image_processors
 from mca_train.data.image_processors import image_tokens
 from mca_train.data.image_rows import ImageReader
+from mca_train.data.video_files import VideoFacts
+from mca_train.data.video_tokens import PooledVideoTokens, VideoOptions
 from mca_train.tasks.load import load_tokenized
 from mca_train.tasks.table import TASKS
 
@@ -143,7 +150,97 @@ def llava():
     return kind, expected
 
 
-KINDS = {"internvl": internvl, "mistral3": mistral3, "gemma3": gemma3, "llava": llava}
+def llama4():
+    marks = ("<|patch|>", "<|image|>", "<|image_start|>", "<|image_end|>")
+    kind = Kind(
+        "llama4",
+        (*marks, "<|tile_x_separator|>", "<|tile_y_separator|>"),
+        Llama4ImageProcessor(size=SIDE, max_patches=6),
+        lambda ids: {"image_token_index": ids[0], "vision_config": {"image_size": 16, "patch_size": 4}},
+        "<|image|>",
+    )
+    whole = Llama4Processor(kind.processor, kind.tokenizer, patch_size=4)
+
+    def expected(text, images):
+        made = whole(images=images, text=[text.replace("@", "<|image|>")], return_tensors="pt")
+        return made["input_ids"][0].tolist(), {"pixel_values": made["pixel_values"]}
+
+    return kind, expected
+
+
+def kimi():
+    marks = ("<|media_pad|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>")
+    written = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"
+    kind = Kind(
+        "kimi_k25",
+        marks,
+        Kimi_K25ImageProcessor(
+            patch_size=4, merge_size=2, max_patches=64, size={"max_height": 8, "max_width": 8}
+        ),
+        lambda ids: {"image_token_id": ids[0], "vision_config": {}},
+        written,
+    )
+
+    def expected(text, images):
+        made = kind.processor(images=images, return_tensors="pt")
+        for _, rows, columns in made["image_grid_thw"].tolist():
+            text = text.replace("@", written.replace(marks[0], marks[0] * (rows * columns // 4)), 1)
+        return kind.tokenizer(text)["input_ids"], dict(made)
+
+    return kind, expected
+
+
+def gemma4(model_type="gemma4"):
+    tokenizer = gemma4_tokenizer()
+    own = gemma4_processors(model_type, tokenizer)
+    kind = Kind(model_type, (), own.images, lambda ids: token_ids(tokenizer), "<|image|>")
+    kind.tokenizer, kind.videos, kind.whole = tokenizer, own.videos, own.whole
+    kind.config.attention = SimpleNamespace(window_size=1024)
+    kind.config.vision = SimpleNamespace(bidirectional_images=True)
+
+    def expected(text, images):
+        found = kind.whole(images=[images], text=[text.replace("@", "<|image|>")], return_tensors="pt")
+        positions = found["image_position_ids"]
+        most = int((positions >= 0).all(-1).sum(1).max())
+        assert most < positions.shape[1]  # there is padding
+        return found["input_ids"][0].tolist(), {
+            "pixel_values": found["pixel_values"][:, :most],
+            "image_position_ids": positions[:, :most],
+        }
+
+    return kind, expected
+
+
+def aya_vision():
+    kind = Kind(
+        "aya_vision",
+        ("<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>"),
+        GotOcr2ImageProcessorPil(size=SIDE, max_patches=6),
+        lambda ids: {"image_token_index": ids[0], "vision_config": {"image_size": 16, "patch_size": 4}},
+        "<image>",
+    )
+    kind.tokenizer.add_tokens(["<image>"], special_tokens=True)
+    sizes = {"patch_size": 4, "img_size": 16, "downsample_factor": 2}
+    whole = AyaVisionProcessor(kind.processor, kind.tokenizer, **sizes)
+
+    def expected(text, images):
+        made = whole(images=images, text=[text.replace("@", "<image>")], return_tensors="pt")
+        return made["input_ids"][0].tolist(), {"pixel_values": made["pixel_values"]}
+
+    return kind, expected
+
+
+KINDS = {
+    "aya_vision": aya_vision,
+    "gemma4": gemma4,
+    "gemma4_unified": partial(gemma4, "gemma4_unified"),
+    "internvl": internvl,
+    "mistral3": mistral3,
+    "gemma3": gemma3,
+    "llava": llava,
+    "llama4": llama4,
+    "kimi_k25": kimi,
+}
 
 
 @pytest.fixture(params=KINDS)
@@ -159,7 +256,7 @@ def made(request, tmp_path, monkeypatch):
 def load(kind, folder, *rows):
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     images = ImageReader(config=kind.config, directories=(folder / "model",))
-    given = DataArguments(model_name_or_path="m")
+    given = DataArguments(model_name_or_path="m", seq_length=4096)
     return load_tokenized(TASKS["sft"], [str(folder / "rows.jsonl")], kind.tokenizer, given, images=images)
 
 
@@ -181,8 +278,13 @@ def test_tokens_and_pixels_are_those_of_the_familys_own_processor(made):
         {
             "internvl": "<IMG_CONTEXT>",
             "mistral3": "[IMG]",
+            "aya_vision": "<|IMG_PATCH|>",
             "gemma3": "<image_soft_token>",
+            "gemma4": "<|image|>",
+            "gemma4_unified": "<|image|>",
             "llava": "<image>",
+            "llama4": "<|patch|>",
+            "kimi_k25": "<|media_pad|>",
         }[kind.config.model_type]
     )
     reported = torch.zeros_like(placeholder)
@@ -195,7 +297,7 @@ def test_tokens_and_pixels_are_those_of_the_familys_own_processor(made):
 def test_a_batch_joins_images_of_several_rows(made):
     kind, _, folder = made
     samples = load(kind, folder, row("<image>?", "wide"), row("none?"), row("<image>?", "tall"))
-    images = ImageBatching(bidirectional=kind.config.model_type == "gemma3")
+    images = ImageBatching(bidirectional="gemma" in kind.config.model_type)
     collator = StepCollator(collate=PadCollator(0), micro_batch_size=3, images=images)
     (batch,) = collator(CountedSamples(samples).__getitems__([0, 1, 2])).micro_batches
     rows = batch.feature_rows
@@ -203,11 +305,15 @@ def test_a_batch_joins_images_of_several_rows(made):
     assert not (rows[1] >= 0).any()
     apart = [samples[index]["images"].tensors()["pixel_values"] for index in (0, 2)]
     assert len(batch.images["pixel_values"]) == sum(map(len, apart))
+    if "image_position_ids" in batch.images:
+        count = (batch.images["image_position_ids"] >= 0).all(-1).sum(1)
+        assert count.tolist() == [each.shape[1] for each in apart] and len(set(count.tolist())) > 1
     if images.bidirectional:
         positions = torch.arange(rows.shape[1])
         assert torch.equal(batch.attention_ends[1], positions + 1)
         (place,) = samples[0]["images"].places
-        assert batch.attention_ends[0, place.start : place.start + 4].tolist() == [place.start + 4] * 4
+        end = place.start + place.tokens
+        assert batch.attention_ends[0, place.start : end].tolist() == [end] * place.tokens
         others = (rows[0] < 0).nonzero()[:, 0]
         assert torch.equal(batch.attention_ends[0, others], others + 1)
 
@@ -236,3 +342,55 @@ def test_images_whose_marks_are_not_known_are_refused_by_name():
         UsageError, match=r"minimax_m3_vl are not supported in rows.*remove the images from the rows"
     ):
         image_tokens(config, (), None)
+
+
+@pytest.mark.parametrize("model_type", ["gemma4", "gemma4_unified"])
+def test_frames_of_gemma4_are_behind_their_minutes_and_seconds(model_type, tmp_path, monkeypatch):
+    av = pytest.importorskip("av")
+    from drawn_videos import write
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    kind, _ = gemma4(model_type)
+    for processor in (kind.processor, kind.videos):
+        processor.save_pretrained(tmp_path / "model")
+    write(tmp_path / "long.mp4", 70, 1)
+    draw(tmp_path / "wide.png", *SIZES["wide"])
+    turns = [{"role": "user", "content": "<image>then <video>?"}, {"role": "assistant", "content": "red"}]
+    sample = load(kind, tmp_path, {"messages": turns, "images": ["wide.png"], "videos": ["long.mp4"]})[0]
+    with av.open(str(tmp_path / "long.mp4")) as container:
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    right = kind.whole(
+        text=["<|im_start|>user\n<|image|>then <|video|>?<|im_end|>\n<|im_start|>assistant\nred<|im_end|>\n"],
+        images=[[Image.open(tmp_path / "wide.png").convert("RGB")]],
+        videos=[frames],
+        video_metadata=[{"total_num_frames": 70, "fps": 1.0}],
+        do_sample_frames=True,
+        return_tensors="pt",
+    )
+    assert kind.tokenizer.decode(sample["input_ids"]) == kind.tokenizer.decode(right["input_ids"][0])
+    assert "01:07 <|image><|video|>" in kind.tokenizer.decode(sample["input_ids"])
+    found = sample["images"].tensors()
+    assert len(found["pixel_values"]) == len(sample["images"].places) == 33
+    for medium, own, suffix in (("image", slice(1), ""), ("video", slice(1, 33), "_videos")):
+        positions = right[f"{medium}_position_ids"]
+        most = int((positions >= 0).all(-1).sum(1).max())
+        assert torch.equal(found["pixel_values"][own, :most], right[f"pixel_values{suffix}"][:, :most])
+        assert torch.equal(found["image_position_ids"][own, :most], positions[:, :most])
+        assert (found["image_position_ids"][own, most:] == -1).all()
+
+
+def test_a_clip_with_fewer_frames_than_gemma4_takes_is_seen_as_a_whole():
+    kind, _ = gemma4()
+    tokens = PooledVideoTokens(kind.videos, 1, VideoOptions(), (2, 3), kind.tokenizer)
+    grid = tokens.grid(VideoFacts(5, 2.0, 16, 24))
+    assert (grid.frames, grid.times) == (5, (0.0, 0.5, 1.0, 1.5, 2.0))
+    few = PooledVideoTokens(kind.videos, 1, VideoOptions(max_frames=4), (2, 3), kind.tokenizer)
+    assert few.grid(VideoFacts(8, 2.0, 16, 24)).times == (0.0, 1.0, 2.0, 3.0)
+
+
+def test_images_longer_than_the_window_of_gemma4_unified_are_refused(tmp_path):
+    kind, _ = gemma4("gemma4_unified")
+    kind.config.attention.window_size = 64
+    kind.processor.save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=r"max_soft_tokens is 70, more than the sliding window.*64 tokens"):
+        image_tokens(kind.config, (tmp_path,), kind.tokenizer)

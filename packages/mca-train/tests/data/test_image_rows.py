@@ -36,7 +36,6 @@ def arguments(kind="sft", **others):
 
 
 SECOND = {
-    "has audios": {"messages": [{"role": "user", "content": "<audio>?"}, ANSWER], "audios": ["a.wav"]},
     "a turn of the user has <image>": {
         "messages": [{"role": "user", "content": "<image>?"}, ANSWER],
         "pictures": ["small.png"],

@@ -130,12 +130,10 @@ WRONG = {
     "row 0: image .*nowhere.png is not there": asked({"type": "image", "path": "nowhere.png"}),
     "row 0: image .*broken.png is no image that PIL can read": asked({"type": "image", "path": "broken.png"}),
     "row 0: an image in base64, 'no base64'..., cannot": asked({"type": "image", "base64": "no base64"}),
-    "row 0: a part of a message is of type audio; only text, images and videos": asked(
-        {"audio": "a.wav"}, {"text": "?"}
-    ),
+    "row 0: a qwen2_5_vl model does not support audio; remove it": asked({"audio": "a.wav"}, {"text": "?"}),
     "row 0: a part of a message has an image and a text": asked({"image": "small.png", "text": "?"}),
-    "row 0: has audios, which mca does not support": {**asked(text("?")), "audios": ["a.wav"]},
-    "row 0: has audio, which mca does not support": {**asked(text("?")), "audio": "a.wav"},
+    "row 0: a qwen2_5_vl model does not support audio;": {**asked(text("?")), "audios": ["a.wav"]},
+    "row 0: a qwen2_5_vl model does not support audio": {**asked(text("?")), "audio": "a.wav"},
     "row 0: has images in images and in image; set images_column to one of the two": {
         **asked({"type": "image"}, text("?")),
         "images": ["small.png"],

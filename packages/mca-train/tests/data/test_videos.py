@@ -254,6 +254,7 @@ def test_options_choose_frames_as_the_processor_does(tokenizer, folder):
         for options, same in (
             ({"video_fps": 1.0}, {"fps": 1.0}),
             ({"video_max_frames": 4}, {"max_frames": 4}),
+            ({"video_max_frames": 2}, {"max_frames": 2}),  # as few as are merged
             ({"video_fps": 0.1}, {"fps": 0.1}),
         ):
             (sample,) = load([row], tokenizer, folder, model, **options)
@@ -399,4 +400,4 @@ def test_a_row_that_ends_within_a_video_is_left_out(tokenizer, folder, caplog):
     first, second, _ = whole["images"].places
     for length, kept in ((first.start, 2), (first.start + first.tokens, 1), (second.start + 1, 1)):
         assert len(load([answered, tail], tokenizer, folder, "qwen3_vl", seq_length=length)) == kept
-    assert f"1 of 2 rows end within an image or video at seq_length {length}" in caplog.text
+    assert f"1 of 2 rows end within an image, video or audio clip at seq_length {length}" in caplog.text

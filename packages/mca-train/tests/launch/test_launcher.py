@@ -19,7 +19,7 @@ def run(body, ranks=2, **options):
         from mca_config.errors import McaError, UsageError
         from mca_train.launch.launcher import fork_ranks
         from mca_train.launch.scratch import scratch_folder
-        from mca_train.launch.stop_signals import raising_on_signals
+        from mca_train.launch.signals import raising_on_signals
         def target():
             rank = int(os.environ["RANK"])
 {textwrap.indent(textwrap.dedent(body), " " * 12)}
@@ -31,6 +31,11 @@ def run(body, ranks=2, **options):
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, **options
     )
+
+
+def test_the_launcher_is_there_before_torch_which_would_start_its_threads():
+    code = "import sys, mca_train.cli, mca_train.launch.launcher; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def test_ranks_have_their_variables_and_only_rank_0_speaks():
@@ -139,10 +144,10 @@ def test_a_signal_before_training_leaves_nothing(tmp_path):
         f"""
         import sys, time
         from mca_train import cli
-        from mca_train.launch import stop_signals
+        from mca_train.launch import signals
         from mca_train.launch.scratch import scratch_folder
         def work(*_):
-            with stop_signals.raising_on_signals(), scratch_folder():
+            with signals.raising_on_signals(), scratch_folder():
 {textwrap.indent(body, " " * 16)}
         cli._run = work
         sys.exit(cli.main(["pretrain"]))

@@ -5,6 +5,7 @@ from math import exp, expm1, log
 import pytest
 import torch
 
+from mca_config.errors import McaError
 from mca_train.losses.preference import PairLogps, PreferenceLoss
 
 CHOSEN, REJECTED = (-6.0, -20.0), (-9.0, -14.0)
@@ -40,6 +41,12 @@ def test_orpo_adds_odds_to_the_chosen_answers_cross_entropy() -> None:
 
     right = [-chosen - 0.4 * log_sigmoid(log_odds(chosen) - log_odds(rejected)) for chosen, rejected in MEANS]
     assert found.tolist() == pytest.approx(right)
+
+
+@pytest.mark.parametrize("smoothing", [0.5, -0.1])
+def test_half_of_the_labels_cannot_be_wrong(smoothing: float) -> None:
+    with pytest.raises(McaError, match=r"expected 0 or more and below 0\.5"):
+        PreferenceLoss(kind="sigmoid", beta=0.3, label_smoothing=smoothing)
 
 
 def test_a_smoothed_margin_counts_the_wrong_order_too() -> None:

@@ -20,6 +20,13 @@ def test_much_more_of_little_is_not_slow():
     assert slowest(times((0.001, 0.5), (0.02, 0.5)), 1, 2.0) is None
 
 
+def test_a_rank_is_slow_beyond_a_tenth_of_the_step_and_1_3_times_the_others():
+    assert slowest(times((0, 1.0), (0, 1.3)), 1, 2.0) is None, "exactly 1.3 times"
+    assert slowest(times((0, 1.0), (0, 1.31)), 1, 2.0) is not None
+    assert slowest(times((0, 0.0), (0, 0.5)), 1, 5.0) is None, "exactly a tenth of the step"
+    assert slowest(times((0, 0.0), (0, 0.51)), 1, 5.0) is not None
+
+
 def test_a_rank_that_waits_for_its_data_is_slow():
     found = slowest(times((0.01, 0.5), (0.9, 0.5), (0.01, 0.5), (0.02, 0.5)), 2, 2.0)
     assert found is not None

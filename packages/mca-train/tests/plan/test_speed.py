@@ -1,7 +1,9 @@
 """Predicted times of layers that differ from one another."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +14,10 @@ from mca_config.model_config import McaModelConfig, training_dtype
 from mca_models.megatron.factory.target import Target
 from mca_models.megatron.factory.transformer_config import transformer_config
 from mca_models.templates import config_from_hf
+from mca_models.templates.parts.mamba import CHUNK, MAMBA_COSTS
 from mca_train.plan.chunks import ChunkSpec, Implementation
-from mca_train.plan.counts import ModelCounts
-from mca_train.plan.hardware import load_hardware
+from mca_train.plan.counts import Count, ModelCounts
+from mca_train.plan.hardware import Hardware, load_hardware
 from mca_train.plan.memory import PlanInput
 from mca_train.plan.remedies import with_changes
 from mca_train.plan.search import predict_step_time, recomputations
@@ -153,3 +156,97 @@ def test_mla_multiplies_hidden_states_by_every_projection(tmp_path: Path) -> Non
     down, heads = 1536 + 512 + 64, 128
     up = 1536 * (128 + 64) + 512 * (128 + 128)
     assert times._attention(0)[0] == 7168 * down + heads * (up + 128 * 7168)
+
+
+def time_model(
+    folder: Path, config: McaModelConfig, layout: ParallelLayout, hardware: Hardware
+) -> StepTimeModel:
+    one: dict[str, Any] = {
+        "per_device_train_batch_size": 1,
+        "bf16": True,
+        "use_cpu": True,
+        "report_to": "none",
+    }
+    args = TrainingArguments(output_dir=str(folder), **one)
+    config = replace(config, layout=layout)
+    model = ChunkSpec(config, args, Sizes.for_training(config, args, 8192), "transformer_engine", True)
+    return StepTimeModel(model, RankGrid(layout, max(layout.model_parallel_size, layout.ep)), hardware)
+
+
+def messages_alone() -> tuple[Hardware, float]:
+    """Return a device without latency whose messages nothing hides, and its bytes per second."""
+    h100 = load_hardware("h100-80")
+    efficiency = replace(h100.efficiency, overlapped=0.0)
+    device = replace(h100.device, link_us=0.0)
+    return replace(h100, device=device, efficiency=efficiency), device.link_gb_s * efficiency.link * 1e9
+
+
+def test_experts_are_sent_every_token_as_often_as_it_is_routed(tmp_path: Path) -> None:
+    hardware, rate = messages_alone()
+    config = model_of("deepseek-v3", num_hidden_layers=4)
+    for ep in (2, 4):
+        times = time_model(tmp_path, config, ParallelLayout(expert_model_parallel_size=ep), hardware)
+        sent = 8192 * 8 * 7168 * 2 * (ep - 1) / ep  # tokens, experts of each, channels, bytes, to other ranks
+        assert times._expert_messages() == pytest.approx(2 * sent / rate)
+
+
+def test_context_ranks_send_keys_and_values_of_every_token(tmp_path: Path) -> None:
+    hardware, rate = messages_alone()
+    config = model_of("qwen3-8b", num_hidden_layers=2)
+    for tp, cp in ((1, 2), (1, 4), (2, 2)):
+        times = time_model(
+            tmp_path,
+            config,
+            ParallelLayout(tensor_model_parallel_size=tp, context_parallel_size=cp),
+            hardware,
+        )
+        sent = 8192 // cp * 2 * (8 // tp) * 128 * 2  # tokens, keys and values, groups, channels, bytes
+        assert times._context_messages(0, scores=1.0) == pytest.approx((cp - 1) * sent / rate)
+
+
+def test_the_optimizer_reads_and_writes_the_rank_s_share_of_both_kinds_of_parameters(tmp_path: Path) -> None:
+    h100 = load_hardware("h100-80")
+    times = time_model(tmp_path, model_of("qwen3-8b", num_hidden_layers=2), ParallelLayout(), h100)
+    rate = h100.device.memory_gb_s * h100.efficiency.memory * 1e9
+    found = times.step([Count(8000, 0), Count(4000, 6000)], Count(4, 2)).optimizer
+    assert found == pytest.approx(30 * (1000 + 3000) / rate)
+
+
+def test_mamba_multiplies_every_channel_by_its_state_and_within_chunks() -> None:
+    config: Any = SimpleNamespace(
+        mamba=SimpleNamespace(mamba_num_heads=8, mamba_head_dim=4, mamba_state_dim=16, mamba_num_groups=1)
+    )
+    sizes: Any = SimpleNamespace(tokens=10, layout=SimpleNamespace(tp=2))
+    within, states = (
+        CHUNK * (8 * 4 + 2 * 16),
+        2 * 8 * 4 * 16,
+    )  # both ranks compute the products of the one group
+    assert MAMBA_COSTS.flops(config, sizes) == 2 * 10 * (within + states) / 2
+
+
+def test_a_step_is_its_passes_the_bubble_the_reduction_and_the_optimizer(tmp_path: Path) -> None:
+    h100 = load_hardware("h100-80")
+    layout = ParallelLayout(pipeline_model_parallel_size=2)
+    model = time_model(tmp_path, model_of("qwen3-8b", num_hidden_layers=4), layout, h100)
+    model.model.training.gradient_accumulation_steps = 4
+    times = replace(model, grid=RankGrid(layout, 4))
+    share = Count(2, 2)
+    for roughly in (False, True):
+        found = times.step([Count(10**9), Count(10**9)], share, forwards=1, roughly=roughly)
+        parts = (found.passes, found.waiting, found.gradients, found.optimizer, found.beside)
+        assert all(part > 0 for part in parts)
+        assert found.total == pytest.approx(sum(parts))
+    assert found.waiting == pytest.approx(found.passes * (2 - 1) / 4)
+
+
+def test_shared_experts_are_cut_by_tensor_ranks(tmp_path: Path) -> None:
+    """Their share of a layer is what a model without them lacks."""
+    config, h100 = model_of("deepseek-v3", num_hidden_layers=4), load_hardware("h100-80")
+    assert config.moe is not None
+    without = replace(config, moe=replace(config.moe, moe_shared_expert_intermediate_size=None))
+    for tp in (1, 2):
+        layout = ParallelLayout(tensor_model_parallel_size=tp)
+        both = [time_model(tmp_path, each, layout, h100)._experts() for each in (config, without)]
+        flops = 2 * 8192 * 3 * 7168 * 2048 / tp
+        seconds = flops / (h100.device.tflops * 1e12 * h100.efficiency.products)
+        assert both[0].forward - both[1].forward == pytest.approx(seconds)

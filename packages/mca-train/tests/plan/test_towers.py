@@ -71,3 +71,15 @@ def test_a_tower_multiplies_patches_by_every_weight() -> None:
     block = 4 * hidden**2 + 3 * hidden * inner + 2 * hidden * 16
     weights = 32 * block + 1176 * hidden + (merged + 8192) * hidden
     assert found.flops(2) == 2 * 2 * patches * weights
+
+
+def test_images_may_fill_a_sequence() -> None:
+    config = published("qwen2.5-vl-72b")
+    found = plan_images(config, frozenset(), 4096, takes=True)
+    assert found is not None
+    needed = found.tokens + 1
+    assert plan_images(config, frozenset(), needed, takes=True) == found
+    assert plan_images(config, frozenset(), needed - 1, takes=True) is None
+    assert plan_images(config, frozenset(), 2 * needed, takes=True, count=2) is not None
+    with pytest.raises(UsageError, match=f"^--images 2: they are {2 * needed} tokens"):
+        plan_images(config, frozenset(), 2 * needed - 1, takes=True, count=2)

@@ -206,7 +206,7 @@ def test_fp16_starts_at_hugging_faces_loss_scale(given, scale, tmp_path):
     import torch
 
     from mca_config import TrainingArguments
-    from mca_train.engine.engine import optimizer_settings
+    from mca_train.engine.optimizer import optimizer_settings
 
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, fp16=True, **given)
     assert optimizer_settings(args, torch.float16)["initial_loss_scale"] == scale
@@ -217,7 +217,7 @@ def test_masters_are_whole_whatever_holds_them(tmp_path):
     import torch
 
     from mca_config import TrainingArguments
-    from mca_train.engine.engine import optimizer_settings
+    from mca_train.engine.optimizer import optimizer_settings
 
     precise = {"use_precision_aware_optimizer": True, "use_distributed_optimizer": True}
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=True, **precise)

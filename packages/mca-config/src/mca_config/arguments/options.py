@@ -214,7 +214,7 @@ class TrainingOptions(DistributingOptions):
     hysteresis: int | None = option("Overflows in a row before the dynamic loss scale is halved.")
 
     freeze: list[Literal["vision", "projector", "language"]] | None = option(
-        "Parts of a vision-language model that are not trained; unset: vision and projector."
+        "Parts of a multimodal model that are not trained; an audio tower is vision. Unset: vision and projector."
     )
     vision_learning_rate: float | None = option("Learning rate of the vision tower; unset: that of the rest.")
     projector_learning_rate: float | None = option(

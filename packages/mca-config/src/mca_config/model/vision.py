@@ -14,3 +14,5 @@ class Vision(Section):
     """Fields of ``config.json`` about the vision tower, its parameter prefix and its tokens."""
     deepstack_layers: int = 0
     """Number of first decoder layers after which features of inner vision layers are added to image tokens."""
+    bidirectional_images: bool = False
+    """The tokens of an image attend to each other in both directions, where ``config.json`` says so (Gemma 4)."""

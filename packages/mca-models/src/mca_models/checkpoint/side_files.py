@@ -39,6 +39,9 @@ _WEIGHTS = (
     ".index.json",
 )
 
+_SPEAKERS = "spk_dict.pt"
+"""Voices of Qwen 2.5 Omni's talker, which transformers reads next to the weights."""
+
 _FOLDERS = ("additional_chat_templates",)
 """Folders with further files of tokenizers; other folders are not part of the model."""
 
@@ -109,6 +112,8 @@ def _names(source: Path) -> Iterator[str]:
 
 
 def _is_other(name: str) -> bool:
+    if name == _SPEAKERS:
+        return False
     return name in _WRITTEN | _MEGATRON | RUN_FILES or name.startswith(".") or name.endswith(_WEIGHTS)
 
 

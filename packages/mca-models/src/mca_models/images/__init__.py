@@ -1,5 +1,21 @@
-"""Positions of images among tokens. No pixel is touched, and no model."""
+"""Positions of images and audio clips among tokens. No pixel is touched, and no model."""
 
-from mca_models.images.positions import ImageSpan, attention_ends, feature_rows, placeholders, positions
+from mca_models.images.positions import (
+    MEDIA,
+    ImageSpan,
+    attention_ends,
+    feature_rows,
+    feature_rows_of_batch,
+    placeholders,
+    positions,
+)
 
-__all__ = ["ImageSpan", "attention_ends", "feature_rows", "placeholders", "positions"]
+__all__ = [
+    "MEDIA",
+    "ImageSpan",
+    "attention_ends",
+    "feature_rows",
+    "feature_rows_of_batch",
+    "placeholders",
+    "positions",
+]

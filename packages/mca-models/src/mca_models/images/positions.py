@@ -5,23 +5,31 @@ their column, all counted from where the image begins; the text after it goes on
 video follow one another in time, and the text after it goes on behind the longer side of a frame.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from mca_config.types import Values
 from mca_models.weights.arrays import NumpyArray
 
+MEDIA = ("image", "video", "audio")
+"""Media that tokens may be placeholders of."""
+
 
 @dataclass(frozen=True)
 class ImageSpan:
-    """One image among tokens, or one video without text between its frames.
+    """One image among tokens, one video without text between its frames, or one audio clip.
 
     Args:
         start: Its first placeholder.
         rows: Of tokens, after patches are merged.
         columns: The same.
         frames: Of a video, after frames are merged.
-        interval: Time positions from one frame to the next; a frame's own is rounded down.
+        interval: Time positions from one frame to the next, or seconds; a frame's own position is rounded down.
+        per_second: Time positions of one second, where ``interval`` is in seconds.
+        past_time: The text after it goes on behind the time of its last frame too.
+        exact: Time positions are not rounded down.
+        medium: ``image`` for what the vision tower computes, or ``audio``.
     """
 
     start: int
@@ -29,6 +37,10 @@ class ImageSpan:
     columns: int
     frames: int = 1
     interval: float = 1.0
+    per_second: float = 1.0
+    past_time: bool = False
+    exact: bool = False
+    medium: Literal["image", "audio"] = "image"
 
     @property
     def tokens(self) -> int:
@@ -37,28 +49,31 @@ class ImageSpan:
 
 
 def positions(length: int, images: Sequence[ImageSpan]) -> NumpyArray:
-    """``[3, length]`` int64: time, row and column of each token.
+    """``[3, length]`` int64: time, row and column of each token; fp32 with exact times.
 
     Args:
         length: Tokens of the sequence.
-        images: Those in it, in order.
+        images: Those in it, in order; the tokens of audio count as text.
     """
     import numpy as np
 
-    found = np.empty((3, length), np.int64)
-    token = position = 0
-    for image in images:
+    exact = any(image.exact and image.frames > 1 for image in images)
+    found = np.empty((3, length), np.float32 if exact else np.int64)
+    token, position = 0, found.dtype.type(0)
+    for image in _pictures(images):
         found[:, token : image.start] = np.arange(image.start - token) + position
         position += image.start - token
         token = image.start + image.tokens
         inside = np.arange(image.tokens)
         frame, in_frame = np.divmod(inside, image.rows * image.columns)
-        times = (frame.astype(np.float32) * np.float32(image.interval)).astype(
-            np.int64
-        )  # fp32, as in transformers
-        axes = (times, in_frame // image.columns, in_frame % image.columns)
+        times = frame.astype(np.float32) * np.float32(image.interval)  # fp32, as in transformers
+        times *= np.float32(image.per_second)
+        if not image.exact:
+            times = np.floor(times)
+        axes = (times.astype(found.dtype), in_frame // image.columns, in_frame % image.columns)
         found[:, image.start : token] = np.stack(axes) + position
-        position += max(image.rows, image.columns)
+        last = found[:, token - 1].max() + 1 if image.past_time else 0
+        position = max(position + max(image.rows, image.columns), last)
     found[:, token:] = np.arange(length - token) + position
     return found
 
@@ -80,6 +95,25 @@ def feature_rows(length: int, images: Sequence[ImageSpan], first: int = 0) -> Nu
     return found
 
 
+def feature_rows_of_batch(
+    lengths: Sequence[int], sequences: Sequence[Sequence[ImageSpan]]
+) -> list[NumpyArray]:
+    """Return `feature_rows` of each sequence of a micro-batch, whose images' features are before those of its clips.
+
+    Args:
+        lengths: Tokens of each sequence.
+        sequences: Images and clips of each, in the order of their tokens.
+    """
+    found: list[NumpyArray] = [feature_rows(length, ()) for length in lengths]
+    first = 0
+    for medium in ("image", "audio"):
+        for number, images in enumerate(sequences):
+            own = [image for image in images if image.medium == medium]
+            found[number] = found[number].clip(min=feature_rows(lengths[number], own, first))
+            first += sum(image.tokens for image in own)
+    return found
+
+
 def attention_ends(length: int, images: Sequence[ImageSpan]) -> NumpyArray:
     """``[length]`` int64: how many tokens there are up to the last that a token sees, where images see both ways.
 
@@ -90,10 +124,14 @@ def attention_ends(length: int, images: Sequence[ImageSpan]) -> NumpyArray:
     import numpy as np
 
     found = np.arange(1, length + 1)
-    for image in images:
+    for image in _pictures(images):
         end = image.start + image.tokens
         found[image.start : end] = end
     return found
+
+
+def _pictures(images: Sequence[ImageSpan]) -> Iterator[ImageSpan]:
+    return (image for image in images if image.medium == "image")
 
 
 def placeholders(vision: Values | None) -> dict[str, int]:
@@ -104,7 +142,7 @@ def placeholders(vision: Values | None) -> dict[str, int]:
     """
     known = vision or {}
     found: dict[str, int] = {}
-    for medium in ("image", "video"):
+    for medium in MEDIA:
         for key in (f"{medium}_token_id", f"{medium}_token_index"):
             if known.get(key) is not None:
                 found.setdefault(medium, int(known[key]))

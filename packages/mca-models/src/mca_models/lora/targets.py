@@ -129,7 +129,7 @@ def _linear_module_targets(param: Param) -> Iterator[Target]:
 def _vision_targets(param: Param, config: McaModelConfig) -> Iterator[Target]:
     """A linear of the vision model: what has a weight of two axes and is no table of positions."""
     vision = get_family(config.model_type).vision
-    if vision is None or param.stage is not Stage.VISION or len(param.shape or ()) != 2:
+    if vision is None or param.stage is not Stage.VISION or len(param.shape or ()) != 2 or len(param.hf) > 1:
         return
     owner, _, leaf = param.mca.rpartition(".")
     if (

@@ -26,7 +26,7 @@ from mca_models.megatron.virtual_models import VirtualModels
 from mca_models.storage.source import ModelSource
 from mca_models.templates import get_family
 from mca_models.templates.classification_head import SCORE, Head, with_head
-from mca_models.templates.parts.passthrough import PASSTHROUGH, with_mtp_count, without_passthrough
+from mca_models.templates.parts.passthrough import passthrough_notice, with_mtp_count, without_passthrough
 from mca_models.weights import Param
 
 _log = logging.getLogger(__name__)
@@ -143,14 +143,9 @@ def _build(
     seed: int,
     source: Path | None,
 ) -> VirtualModels:
-    if carried := config.extra.get(PASSTHROUGH):
-        _log.warning(
-            "%d tensors of MTP layers (%s, ...) are not loaded, because mca does not build MTP layers for this family; "
-            "a checkpoint saved from this model has none, and its config.json counts none",
-            len(carried),
-            min(carried),
-        )
-        config = without_passthrough(config)
+    if notice := passthrough_notice(config):
+        _log.warning("%s", notice)
+    config = without_passthrough(config)
     if args.mtp_num_layers is not None and args.mtp_num_layers != config.mtp_num_layers:
         config = _with_mtp_layers(config, args.mtp_num_layers)
     layout = args.layout(config.layout)

@@ -24,7 +24,7 @@ from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.layers.rope import length_dependent_ropes, set_longest_sequence
 from mca_models.megatron.layers.zigzag import restore_token_order, take_rank_tokens
-from mca_models.megatron.live import LiveModel
+from mca_models.megatron.live_model import LiveModel
 from mca_models.megatron.types import GptModel
 
 

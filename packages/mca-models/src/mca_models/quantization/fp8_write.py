@@ -2,7 +2,7 @@
 
 A block is 128 rows by 128 columns of a linear's weight; the last ones may be smaller. Its scale is its largest
 magnitude over 448, the largest e4m3 number, in fp32 (1 for a block of zeros), and its values are the weights divided by
-that, rounded to the nearest e4m3. `fp8_read` reads them. On devices `mca_models.megatron.state.fp8_write` does it.
+that, rounded to the nearest e4m3. `fp8_read` reads them. On devices `mca_models.megatron.state.fp8_export` does it.
 """
 
 from itertools import product

@@ -224,11 +224,39 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "SwiGLU",
         "our core attention",
     ),
+    "gemma4": (
+        "`gemma4_text` with a vision model, and an audio model (E2B, E4B); images attend in both directions (26B, 31B)",
+        "as of the text part",
+    ),
+    "gemma4_unified": (
+        "12B: `gemma4_unified_text` with projected patches and waveforms; images attend in both directions",
+        "as of the text part",
+    ),
+    "cohere2_vision": ("Command A Vision: `cohere2` with a SigLIP vision model", "as of the text part"),
+    "aya_vision": ("`cohere2` with a SigLIP vision model", "as of the text part"),
     "llama4": ("`llama4_text` with a vision model", "as of the text part"),
+    "kimi_k25": (
+        "Kimi K2.5: `kimi_k2` or `deepseek_v3` with a vision model whose q, k and v are one tensor in files",
+        "as of the text part",
+    ),
     "llava": (
         "LLaVA 1.5: `llama`, `mistral`, `qwen2` or `qwen3` with a CLIP or SigLIP vision model",
         "as of the text part",
     ),
+    "qwen2_5_omni_thinker": ("`qwen2` with a vision model and an audio encoder", "as of the text part"),
+    "qwen2_5_omni": (
+        "`qwen2_5_omni_thinker`, which is trained, and a talker, which is copied",
+        "as of the thinker",
+    ),
+    "qwen3_omni_moe_thinker": (
+        "`qwen3_moe` with the vision model of `qwen3_vl` and an audio encoder",
+        "as of the text part",
+    ),
+    "qwen3_omni_moe": (
+        "`qwen3_omni_moe_thinker`, which is trained, and a talker, which is copied",
+        "as of the thinker",
+    ),
+    "qwen2_audio": ("`qwen2` with a Whisper encoder", "as of the text part"),
     "minimax_m3_vl": ("`minimax_m3_vl_text` with a vision model", "as of the text part"),
     "phimoe": (
         "3.5: LayerNorm, biases on attention and logits; SparseMixer routing, random in training",
@@ -282,17 +310,17 @@ _REASONS: Mapping[str, str] = {
     INDEXER + ", n-gram embeddings and gated residuals": "qwen4_exp_text",
     "an indexer over compressed keys, hash routing, several residual streams": ("deepseek_v4"),
     "a multimodal model; its text part is not extracted": (
-        "cohere_compass_text dots3_note emu3 fuyu gemma3n gemma4 gemma4_unified git got_ocr2 "
+        "cohere_compass_text dots3_note emu3 fuyu gemma3n git got_ocr2 "
         "mllama moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen4_exp"
     ),
     "audio": (
         "fun_asr_nano glmasr granite_speech granite_speech_plus inkling_mm_model kyutai_speech_to_text muse_spark "
-        "nemo_speechlm qwen2_5_omni qwen2_5_omni_thinker qwen2_audio qwen3_asr qwen3_omni_moe qwen3_omni_moe_thinker "
+        "nemo_speechlm qwen3_asr "
         "vibevoice_asr voxtral voxtral_realtime"
     ),
     "a vision model that mca does not know; its text part is of a supported type": (
-        "aria aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid exaone4_5 fast_vlm hyperclovax_vision_v2 "
-        "idefics2 idefics3 kimi_k25 lfm2_vl lfm3_vl lighton_ocr llava_next llava_next_video llava_onevision "
+        "aria deepseek_vl deepseek_vl_hybrid exaone4_5 fast_vlm hyperclovax_vision_v2 "
+        "idefics2 idefics3 lfm2_vl lfm3_vl lighton_ocr llava_next llava_next_video llava_onevision "
         "minicpm_ocr minicpmv4_6 minicpmv4_7 nemotron_h_omni ovis2 perception_lm pp_chart2table qianfan_ocr smolvlm "
         "video_llama_3 video_llava vipllava"
     ),

@@ -77,6 +77,7 @@ class Family:
         fp8_unsupported: Why transformers cannot read weights of this type in fp8 blocks; None: it can.
         texts: The families that its text part may be of, by HF's ``model_type`` of that part.
         vision: Vision tower and projector; None for text models.
+        built: The model that is built of a checkpoint, some of whose tensors only pass through.
     """
 
     model_type: str
@@ -97,6 +98,7 @@ class Family:
     fp8_unsupported: str | None = None
     texts: Mapping[str, "Family"] = field(default_factory=dict)
     vision: VisionModel | None = None
+    built: Callable[[McaModelConfig], McaModelConfig] | None = None
 
     @property
     def table(self) -> ConfigTable:
@@ -176,7 +178,7 @@ class Family:
                 next(iter(more)),
             )
             extra[MORE] = more
-        return replace(config, extra=extra)
+        return replace(config, extra={**extra, **self.detect_extra(config, names, shapes)})
 
     def require_family(self, config: McaModelConfig) -> None:
         """Raise if ``config`` cannot be a model of this family, or its vision model has impossible sizes."""

@@ -24,6 +24,11 @@ def tensors(config: McaModelConfig) -> Shapes:
     }
 
 
+def tokens_per_image(config: McaModelConfig) -> int:
+    """Return the features of an image, which attend to each other in both directions."""
+    return vision_values(config)[0].size("mm_tokens_per_image", 256)
+
+
 _DEFAULTS = {
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -51,7 +56,8 @@ FAMILY = vision_language_family(
         projector=(PROJECTOR,),
         unused=lambda config: (f"{TOWER}head.",),
         image_tokens="fixed",
-        tokens_per_image=lambda config: vision_values(config)[0].size("mm_tokens_per_image", 256),
+        tokens_per_image=tokens_per_image,
+        reach=lambda config: tokens_per_image(config) - 1,
     ),
     NestedTextConfig(text_model_type="", tied=True, defaults={"mm_tokens_per_image": 256}),
 )

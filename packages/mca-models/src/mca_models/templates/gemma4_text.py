@@ -33,6 +33,7 @@ from mca_models.templates.parts.common import (
     inner,
 )
 from mca_models.templates.parts.dual_rope import FULL, PER_LAYER_TYPE, SLIDING, write_layer_types
+from mca_models.templates.parts.gemma4_images import BIDIRECTIONAL, bidirectional_images
 from mca_models.templates.parts.names import HF, HF_ATTN, HF_MLP
 from mca_models.templates.shapes import Shape
 from mca_models.weights import COLUMN, GATED, ROW, Param, Stage, expand_rules
@@ -193,9 +194,9 @@ CONFIG = ConfigTable(
         NO_ATTENTION_BIAS,
         GELU_ONLY,
         PER_LAYER_TYPE,
-        Fixed("use_bidirectional_attention", (None, "vision"), "Megatron's decoder is causal"),
+        Fixed(BIDIRECTIONAL, (None, "vision"), "Megatron's decoder is causal"),
     ),
-    facts=(Lens(derive, write),),
+    facts=(Lens(derive, write), bidirectional_images(None)),
 )
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from mca_models.templates import get_family
 from mca_models.templates.config_table import Fixed
+from mca_models.templates.parts.gemma4_images import bidirectional_images
 
 GEMMA4_TEXT = get_family("gemma4_text")
 
@@ -14,6 +15,7 @@ CONFIG = replace(
         *GEMMA4_TEXT.table.fixed,
         Fixed("hidden_size_per_layer_input", (0, False, None), "transformers ignores it in this family"),
     ),
+    facts=(*GEMMA4_TEXT.table.facts, bidirectional_images("vision")),
     defaults={"head_dim": 256, "num_key_value_heads": 4, "pad_token_id": 0, "sliding_window": 1024},
 )
 

@@ -66,7 +66,7 @@ FAMILY = vision_language_family(
         tensors=tensors,
         spellings=(llava_spelling(_TOWER, PROJECTOR),),
         projector=(PROJECTOR,),
-        image_tokens=None,
+        image_tokens="tile_rows",
         tokens_per_image=tokens_per_image,
     ),
     NestedTextConfig(text_model_type="", text_ties="alone"),

@@ -187,3 +187,29 @@ class Interleaved:
 
 
 _IN_TURNS = GroupedHeads((1, 1), 1)
+
+
+@dataclass(frozen=True)
+class FusedRotaryHeads:
+    """q, k and v one after the other on axis 0; in each head of q and k the two channels of a RoPE pair are neighbours.
+
+    The parts have the first channels of all pairs before the second ones.
+
+    Args:
+        half: RoPE pairs of a head.
+    """
+
+    half: int
+
+    def pack(self, parts: Sequence[Array]) -> tuple[Array, ...]:
+        """Pack ``parts`` into the stored tensors."""
+        halves = GroupedHeads((1, 1), self.half)
+        *rotated, v = parts
+        return (concat([*(_IN_TURNS.pack(halves.unpack((x,)))[0] for x in rotated), v], 0),)
+
+    def unpack(self, stored: Sequence[Array]) -> tuple[Array, ...]:
+        """Split the stored tensors into their parts."""
+        (x,) = stored
+        halves = GroupedHeads((1, 1), self.half)
+        *rotated, v = split_ratio(x, 0, (1, 1, 1))
+        return (*(halves.pack(_IN_TURNS.unpack((x,)))[0] for x in rotated), v)

@@ -1,4 +1,4 @@
-"""Image tensors of a micro-batch: positions, feature rows and pixels.
+"""Image and audio tensors of a micro-batch: positions, feature rows, pixels and spectrograms.
 
 The image spans are known per sequence; this module joins them per micro-batch and slices them like the tokens.
 """
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
-from mca_models.images import attention_ends, feature_rows, positions
+from mca_models.images import attention_ends, feature_rows_of_batch, positions
 from mca_models.megatron.features.images import image_reach
 from mca_train.batching.micro_batch import MicroBatch
+from mca_train.data.joined_tensors import join_tensors
 from mca_train.types import Sample
 
 Cut = Callable[[Tensor, int], Tensor]
@@ -56,6 +57,8 @@ class ImageBatching:
                 torch.from_numpy(positions(length, images.places if images else ()))
                 for images, length in zip(found, lengths, strict=True)
             ]
+            if any(each.is_floating_point() for each in whole):  # exact times of frames
+                whole = [each.float() for each in whole]
             by_row = torch.cat(whole, 1)[:, None] if packed else cut(torch.stack(whole, 1), 2)
             made = replace(made, sections=by_row)
         if self.bidirectional:
@@ -66,15 +69,13 @@ class ImageBatching:
             made = replace(made, attention_ends=torch.cat(ends, 1 if packed else 0))
         if not self.decodes:
             return made
-        first, rows = 0, []
-        for images, length in zip(found, lengths, strict=True):
-            rows.append(cut(torch.from_numpy(_feature_rows(images, length, first))[None], 1))
-            first += images.tokens if images else 0
+        spans = [images.places if images else () for images in found]
+        rows = [cut(torch.from_numpy(own)[None], 1) for own in feature_rows_of_batch(lengths, spans)]
         read = [images.tensors() for images in found if images]
         return replace(
             made,
             feature_rows=torch.cat(rows, 1 if packed else 0),
-            images={name: torch.cat(_pad_to_largest([each[name] for each in read])) for name in read[0]},
+            images=join_tensors(read),
         )
 
 
@@ -83,17 +84,3 @@ def image_batching(config: McaModelConfig, *, decodes: bool) -> ImageBatching:
     return ImageBatching(
         decodes=decodes, sections=config.mrope is not None, bidirectional=image_reach(config) > 0
     )
-
-
-def _feature_rows(images: Sample | None, length: int, first: int) -> Sample:
-    return feature_rows(length, () if images is None else images.places, first)
-
-
-def _pad_to_largest(read: Sequence[Tensor]) -> list[Tensor]:
-    """Pad pixels ``[images, channels, height, width]`` to the largest image; return other tensors unchanged."""
-    if read[0].dim() != 4:
-        return list(read)
-    high, wide = (max(each.shape[axis] for each in read) for axis in (2, 3))
-    return [
-        torch.nn.functional.pad(each, (0, wide - each.shape[3], 0, high - each.shape[2])) for each in read
-    ]

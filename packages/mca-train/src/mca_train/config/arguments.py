@@ -104,10 +104,18 @@ class DataArguments:
     video_max_seconds: float | None = field(
         default=None, metadata={"help": "Longest video of a row; a longer one is an error. None: any."}
     )
+    audios_column: str = field(
+        default=DefaultColumn("audios"),
+        metadata={"help": "Column with the audio clips of a row, for <audio> and parts of type audio."},
+    )
+    audio_max_seconds: float | None = field(
+        default=None,
+        metadata={"help": "Longest audio clip of a row; a longer one is an error. None: as the model hears."},
+    )
     image_folder: str | None = field(
         default=None,
         metadata={
-            "help": "Directory that relative paths of images and videos start from (models and kinds that take them); "
+            "help": "Directory that relative paths of media start from (models and kinds that take them); "
             "None: the folder of the data file."
         },
     )
@@ -152,7 +160,7 @@ class DataArguments:
                 "preprocessing_num_workers does nothing with streaming; set dataloader_num_workers"
             )
         whole = ("max_train_samples", "max_eval_samples", "preprocessing_num_workers", "video_max_frames")
-        for name in (*whole, *VIDEO_KEYS):
+        for name in (*whole, *VIDEO_KEYS, "audio_max_seconds"):
             value = getattr(self, name)
             if value is not None and not (value >= 1 if name in whole else 0 < value < float("inf")):
                 raise McaError(f"{name} is {value}; expected a positive number or null")

@@ -48,7 +48,7 @@ def model_config(path: str) -> McaModelConfig:
         return without_passthrough(load_config(folder))
     document = read_config(folder)
     with named_config_errors(folder):
-        return config_from_hf(dequantized_config(document))
+        return without_passthrough(config_from_hf(dequantized_config(document)))
 
 
 def local_world_size(launch: LaunchArguments, layout: ParallelLayout) -> int:

@@ -16,7 +16,7 @@ from mca_models.images import placeholders
 from mca_train.config.arguments import DataArguments
 from mca_train.data.chat import RESERVED_OPTIONS, Message, TemplateInputs, tokenize_chat
 from mca_train.data.files import require_column
-from mca_train.data.formats import TEMPLATE_INPUTS, image_columns, row_converter, video_columns
+from mca_train.data.formats import TEMPLATE_INPUTS, media_columns, row_converter
 from mca_train.data.image_tag import MediaTagCheck
 from mca_train.data.long_texts import LONG, encode_in_pieces, encode_prefix
 from mca_train.data.message_parts import require_no_data, with_types
@@ -63,7 +63,7 @@ def block_tokenizer(
     column = arguments.text_column
     require_column(names, column, key)
     eos = _eos(tokenizer)
-    pictures = (*image_columns(vision, arguments), *video_columns(vision, arguments))
+    pictures = media_columns(vision, arguments)
     tags = MediaTagCheck(vision, arguments)
     marks = set(placeholders(vision).values())
     has_warned = False
@@ -76,8 +76,8 @@ def block_tokenizer(
         require_no_placeholders(words, vision, f"{key}, {place}: ")
         if not has_warned:
             logger.warning(
-                "%s, %s: the text contains the tokenizer's placeholder of an image or video, but the row has none; "
-                "it is tokenized as plain text; this is reported once",
+                "%s, %s: the text contains the tokenizer's placeholder of an image, video or audio clip, but the "
+                "row has none; it is tokenized as plain text; this is reported once",
                 key,
                 place,
             )

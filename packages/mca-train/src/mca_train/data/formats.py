@@ -14,6 +14,7 @@ from typing import cast
 from mca_config.errors import McaError
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments, DefaultColumn, PairArguments
+from mca_train.data.message_parts import MEDIA
 from mca_train.data.row_formats import alpaca_answer, conversation_in, detect_format, detect_pair_format
 from mca_train.data.tools import Tools, as_functions, parse_calls, parse_tools
 
@@ -25,11 +26,8 @@ COLUMNS = frozenset(
 TEMPLATE_INPUTS = "chat_template_kwargs"
 """Column of template variables, named as in TRL."""
 
-_SINGLE = {"images_column": "image", "videos_column": "video"}
-"""Columns of a single image or video in LLaVA and TRL rows."""
-
-_OTHER_MEDIA = ("audios", "audio")
-"""Columns of unsupported media: the first of ShareGPT rows, the other of LLaVA rows."""
+COLUMN_KEYS = {medium: f"{medium}s_column" for medium in MEDIA}
+"""Arguments that name the columns of media. LLaVA and TRL rows may have one medium in a column named after it."""
 
 _ROLES: Mapping[str, str] = {
     "human": "user",
@@ -45,35 +43,24 @@ _ROLES: Mapping[str, str] = {
 }
 
 
-def image_columns(vision: Values | None, arguments: DataArguments) -> tuple[str, ...]:
-    """Return the columns with a row's images: ``images_column``, and for vision models `image` unless it is set.
+def columns_by_medium(vision: Values | None, arguments: DataArguments) -> dict[str, tuple[str, ...]]:
+    """Return the columns with a row's media: such as ``images_column``, and for vision models `image` unless it is set.
 
     Args:
         vision: Vision configuration of the model; None: a text model.
         arguments: Names of columns.
     """
-    return _with_single(vision, arguments, "images_column")
-
-
-def video_columns(vision: Values | None, arguments: DataArguments) -> tuple[str, ...]:
-    """Return the columns with a row's videos, by the same rule."""
-    return _with_single(vision, arguments, "videos_column")
-
-
-def _with_single(vision: Values | None, arguments: DataArguments, key: str) -> tuple[str, ...]:
-    named: str = getattr(arguments, key)
-    return (named, _SINGLE[key]) if vision is not None and isinstance(named, DefaultColumn) else (named,)
+    found: dict[str, tuple[str, ...]] = {}
+    for medium, key in COLUMN_KEYS.items():
+        named: str = getattr(arguments, key)
+        single = vision is not None and isinstance(named, DefaultColumn)
+        found[medium] = (named, medium) if single else (named,)
+    return found
 
 
 def media_columns(vision: Values | None, arguments: DataArguments) -> tuple[str, ...]:
-    """Return the columns of images, of videos, and of unsupported media."""
-    found = (*image_columns(vision, arguments), *video_columns(vision, arguments))
-    return (*found, *unsupported_columns(vision))
-
-
-def unsupported_columns(vision: Values | None) -> tuple[str, ...]:
-    """Return the columns of media that mca does not support, by the same rule."""
-    return _OTHER_MEDIA[:1] if vision is None else _OTHER_MEDIA
+    """Return the columns of all media."""
+    return tuple(name for names in columns_by_medium(vision, arguments).values() for name in names)
 
 
 @dataclass(frozen=True)

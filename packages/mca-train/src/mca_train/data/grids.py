@@ -1,19 +1,22 @@
-"""Grid of a medium: the tokens of an image or a video, in rows, columns and frames."""
+"""Grid of a medium: the tokens of an image, a video or an audio clip, in rows, columns and frames."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+_AUDIO = -1
+
 
 @dataclass(frozen=True)
 class Grid:
-    """Tokens of one image or video.
+    """Tokens of one image, video or audio clip.
 
     Args:
         rows: Rows of placeholders, of a video in each frame; for tiles, the number of tiles.
         columns: Columns of placeholders; for tiles, the placeholders of each.
-        frames: Frames of a video after patches are merged; 0: an image.
+        frames: Frames of a video after patches are merged; 0: an image; -1: an audio clip.
         interval: Time positions from one frame of a video to the next.
         times: Seconds of the frames, which some families write in front of them; known while a row is read.
+        tile_rows: Rows of the tiles of an image, for families with marks between tiles.
     """
 
     rows: int
@@ -21,11 +24,12 @@ class Grid:
     frames: int = 0
     interval: float = 1.0
     times: tuple[float, ...] = field(default=(), compare=False)
+    tile_rows: int = 1
 
     @property
     def medium(self) -> str:
-        """Return ``video`` or ``image``."""
-        return "video" if self.frames else "image"
+        """Return ``image``, ``video`` or ``audio``."""
+        return {0: "image", _AUDIO: "audio"}.get(self.frames, "video")
 
     @property
     def tokens(self) -> int:
@@ -35,14 +39,19 @@ class Grid:
     @property
     def numbers(self) -> list[float]:
         """Return the numbers from which ``from_numbers`` restores the grid, without ``times``."""
-        return [self.rows, self.columns, self.frames, self.interval]
+        return [self.rows, self.columns, self.frames, self.interval, self.tile_rows]
+
+    @classmethod
+    def of_audio(cls, tokens: int) -> "Grid":
+        """Return the grid of an audio clip."""
+        return cls(1, tokens, _AUDIO)
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[float]) -> "Grid":
         """Return the grid with these ``numbers``."""
-        rows, columns, frames, interval = numbers
-        return cls(int(rows), int(columns), int(frames), float(interval))
+        rows, columns, frames, interval, tile_rows = numbers
+        return cls(int(rows), int(columns), int(frames), float(interval), tile_rows=int(tile_rows))
 
     def __str__(self) -> str:
-        sides = (self.frames, self.rows, self.columns) if self.frames else (self.rows, self.columns)
+        sides = (self.frames, self.rows, self.columns) if self.frames > 0 else (self.rows, self.columns)
         return " x ".join(map(str, sides))

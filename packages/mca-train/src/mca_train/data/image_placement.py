@@ -1,9 +1,9 @@
-"""Placement of a row's images and videos in its messages.
+"""Placement of a row's images, videos and audio clips in its messages.
 
 Parts of messages     {"type": "image", "image" | "path" | "url" | "base64" | "bytes": ...}, {"type": "image_url"}, or
-                      {"image": ...} without a type; the same with video
+                      {"image": ...} without a type; the same with video and audio
 A column of images    replaces {"type": "image"} without data, and <image> in text; without any placeholder, the images
-                      precede the first turn of the user; the same with a column of videos
+                      precede the first turn of the user; the same with columns of videos and audio
 Neither               <image> is plain text
 """
 
@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from mca_config.errors import McaError
 from mca_config.printable import counted
 from mca_config.types import JsonObject
+from mca_train.data.audio_files import AudioFile, open_audio
 from mca_train.data.image_files import ImageFile, open_image
 from mca_train.data.message_parts import (
+    AUDIO,
     IMAGE,
     MEDIA,
     TAGS,
@@ -25,8 +27,8 @@ from mca_train.data.message_parts import (
 from mca_train.data.row_paths import RowPaths
 from mca_train.data.video_files import Video, open_video
 
-MediaFile = ImageFile | Video
-"""Image or video of a row."""
+MediaFile = ImageFile | Video | AudioFile
+"""Image, video or audio clip of a row."""
 
 
 class MediaPlacer:
@@ -120,7 +122,9 @@ class MediaPlacer:
 
 
 def open_media_file(medium: str, value: object, paths: RowPaths, fps: float) -> MediaFile:
-    """Return the image or video ``value`` of a row; see `open_video` for ``fps``."""
+    """Return the medium ``value`` of a row; see `open_video` for ``fps``."""
+    if medium == AUDIO:
+        return open_audio(value, paths)
     return open_image(value, paths) if medium == IMAGE else open_video(value, paths, fps)
 
 
@@ -138,7 +142,7 @@ def require_equal_counts(places: int, files: int, medium: str = IMAGE) -> None:
 
 
 def as_media_list(found: object) -> list[object]:
-    """Return the images or videos of a column with one, several, or none as a list."""
+    """Return the media of a column with one, several, or none as a list."""
     if found is None or (isinstance(found, str) and not found):
         return []
     return list(found) if isinstance(found, list | tuple) else [found]

@@ -1,7 +1,7 @@
-"""Rows with images and videos: their placeholders, and their files in order.
+"""Rows with images, videos and audio: their placeholders, and their files in order.
 
-`image_placement` finds the placeholders in messages, `image_files` and `video_files` read the headers, and
-`media_tokens` counts tokens.
+`image_placement` finds the placeholders in messages, `image_files`, `video_files` and `audio_files` read the headers,
+and `media_tokens` counts tokens.
 """
 
 import logging
@@ -16,14 +16,9 @@ from mca_config.redaction import redacted
 from mca_config.types import JsonObject, Values
 from mca_models.images import placeholders
 from mca_train.config.arguments import DataArguments, PairArguments
+from mca_train.data.audio_tokens import AudioOptions, audio_tokens
 from mca_train.data.encoding import Encoded, RowEncoder, without_nulls
-from mca_train.data.formats import (
-    RowConverter,
-    image_columns,
-    row_converter,
-    unsupported_columns,
-    video_columns,
-)
+from mca_train.data.formats import COLUMN_KEYS, RowConverter, columns_by_medium, row_converter
 from mca_train.data.grids import Grid
 from mca_train.data.image_files import open_image
 from mca_train.data.image_placement import (
@@ -37,7 +32,7 @@ from mca_train.data.image_processors import image_tokens, with_image_marks
 from mca_train.data.image_tag import IMAGE_TAG, MediaTagCheck
 from mca_train.data.long_texts import TokenPrefix
 from mca_train.data.media_tokens import MediaTokens
-from mca_train.data.message_parts import IMAGE, MEDIA, VIDEO, media_type
+from mca_train.data.message_parts import MEDIA, media_type
 from mca_train.data.placeholders import require_no_placeholders
 from mca_train.data.row_formats import detect_format
 from mca_train.data.row_paths import RowPaths
@@ -68,13 +63,16 @@ class ImageReader:
     paths: RowPaths = field(default_factory=RowPaths)
     _tokens: list[MediaTokens] = field(default_factory=list)
 
-    def tokens(self, tokenizer: "PreTrainedTokenizerBase", options: VideoOptions) -> MediaTokens:
-        """Return the image and video tokens, whose processors are loaded when a row needs them."""
+    def tokens(
+        self, tokenizer: "PreTrainedTokenizerBase", videos: VideoOptions, audio: AudioOptions
+    ) -> MediaTokens:
+        """Return the tokens of media, whose processors are loaded when a row needs them."""
         if not self._tokens:
             config, directories = self.config, self.directories
             made = MediaTokens(
                 lambda: image_tokens(config, directories, tokenizer),
-                lambda: video_tokens(config, directories, tokenizer, options),
+                lambda: video_tokens(config, directories, tokenizer, videos),
+                lambda: audio_tokens(config, directories, tokenizer, audio),
                 placeholders(config.vision_fields),
             )
             self._tokens.append(made)
@@ -82,7 +80,7 @@ class ImageReader:
 
 
 class ImageRows:
-    """Rows of files, some of which may have images or videos.
+    """Rows of files, some of which may have media.
 
     Args:
         names: Columns of the rows.
@@ -114,10 +112,7 @@ class ImageRows:
         self._converted: RowConverter | None = None
         self.tokenizer = with_image_marks(tokenizer, reader.config)
         self.vision = reader.config.vision_fields
-        self._columns = {
-            IMAGE: image_columns(self.vision, arguments),
-            VIDEO: video_columns(self.vision, arguments),
-        }
+        self._columns = columns_by_medium(self.vision, arguments)
         self._tag_check = MediaTagCheck(self.vision, arguments)
         self._has_warned_of_frames = False
         self.names = list(names)
@@ -132,12 +127,13 @@ class ImageRows:
 
     @property
     def tokens(self) -> MediaTokens:
-        """Image and video tokens of the model."""
+        """Tokens of the model's media."""
         own = self.arguments
-        options = VideoOptions(
+        videos = VideoOptions(
             fps=own.video_fps, max_frames=own.video_max_frames, max_seconds=own.video_max_seconds
         )
-        return self._reader.tokens(self.tokenizer, options)
+        audio = AudioOptions(max_seconds=own.audio_max_seconds)
+        return self._reader.tokens(self.tokenizer, videos, audio)
 
     def files(self, row: Values, side: int = 0) -> list[MediaFile]:
         """Return the images and videos of one sequence of a row, in the order of their placeholders."""
@@ -182,11 +178,12 @@ class ImageRows:
 
     def text(self, row: Values) -> tuple[object, list[MediaFile]]:
         """Return the text with one placeholder per ``<image>``, and the images of a plain-text row."""
-        column_images, videos = (self._column_files(row, medium) for medium in MEDIA)
-        if videos:
-            raise McaError(
-                "has videos, which mca-train pretrain does not support; remove the row, or the column"
-            )
+        column_images, *others = (self._column_files(row, medium) for medium in MEDIA)
+        for medium, found in zip(MEDIA[1:], others, strict=True):
+            if found:
+                raise McaError(
+                    f"has {medium}s, which mca-train pretrain does not support; remove the row, or the column"
+                )
         text = row.get(self.arguments.text_column)
         if not isinstance(text, str) or not column_images:
             require_equal_counts(0, len(column_images))
@@ -241,10 +238,7 @@ class ImageRows:
         return ({**plain, **found} if any(files) else plain), files
 
     def _column_files(self, row: Values, medium: str) -> list[object]:
-        """Return the images or videos of the row's column."""
-        for name in unsupported_columns(self.vision):
-            if row.get(name):
-                raise McaError(f"has {name}, which mca does not support; remove the row, or the column")
+        """Return the media of the row's column."""
         found = {name: some for name in self._columns[medium] if (some := as_media_list(row.get(name)))}
         if len(found) > 1:
             raise McaError(
@@ -275,20 +269,20 @@ class ImageRows:
 
 
 def reject_images(names: Sequence[str], arguments: DataArguments, task: str) -> None:
-    """Raise an error for rows with a column of images or videos, which would be ignored silently.
+    """Raise an error for rows with a column of media, which would be ignored silently.
 
     Raises:
         UsageError: There is such a column.
     """
-    for medium, column in (("images", arguments.images_column), ("videos", arguments.videos_column)):
-        if column in names:
+    for medium, key in COLUMN_KEYS.items():
+        if (column := getattr(arguments, key)) in names:
             raise UsageError(
-                f"{task} does not support {medium}, but the rows have the column {column}; remove it"
+                f"{task} does not support {medium}s, but the rows have the column {column}; remove it"
             )
 
 
 def without_decoding(rows: Rows) -> Rows:
-    """Return ``rows`` with images and videos as bytes and paths instead of decoded pixels."""
+    """Return ``rows`` with media as bytes and paths instead of decoded values."""
     for name, feature in (rows.features or {}).items():
         if (plain := _without_decoding(feature)) != feature:
             rows = rows.cast_column(name, plain)
@@ -299,7 +293,7 @@ def _without_decoding(feature: Upstream) -> Upstream:
     """Replace the image features within a feature of ``datasets``."""
     import datasets
 
-    for decoded in (datasets.Image, getattr(datasets, "Video", ())):
+    for decoded in (datasets.Image, datasets.Audio, getattr(datasets, "Video", ())):
         if decoded and isinstance(feature, decoded):
             return decoded(decode=False)
     if isinstance(feature, dict):

@@ -1,4 +1,4 @@
-"""Checks of ``<image>`` and ``<video>`` in texts of rows without images or videos."""
+"""Checks of ``<image>``, ``<video>`` and ``<audio>`` in texts of rows without these media."""
 
 import logging
 from collections.abc import Set as AbstractSet
@@ -6,8 +6,8 @@ from collections.abc import Set as AbstractSet
 from mca_config.errors import McaError
 from mca_config.types import Values
 from mca_train.config.arguments import DataArguments, DefaultColumn
-from mca_train.data.formats import image_columns, video_columns
-from mca_train.data.message_parts import IMAGE, TAGS, VIDEO
+from mca_train.data.formats import COLUMN_KEYS, columns_by_medium
+from mca_train.data.message_parts import IMAGE, NOUNS, TAGS
 
 logger = logging.getLogger(__name__)
 
@@ -15,7 +15,7 @@ IMAGE_TAG = TAGS[IMAGE]
 
 
 class MediaTagCheck:
-    """Check of texts with ``<image>`` or ``<video>`` but without the medium.
+    """Check of texts with the tag of a medium but without the medium.
 
     Args:
         vision: Vision configuration of the model; None: a text model, without checks.
@@ -24,10 +24,10 @@ class MediaTagCheck:
 
     def __init__(self, vision: Values | None, arguments: DataArguments) -> None:
         self._has_vision = vision is not None
-        self._columns = {IMAGE: image_columns(vision, arguments), VIDEO: video_columns(vision, arguments)}
+        self._columns = columns_by_medium(vision, arguments)
         self._is_named = {
-            medium: not isinstance(name, DefaultColumn)
-            for medium, name in ((IMAGE, arguments.images_column), (VIDEO, arguments.videos_column))
+            medium: not isinstance(getattr(arguments, key), DefaultColumn)
+            for medium, key in COLUMN_KEYS.items()
         }
         self._warned: set[str] = set()
 
@@ -49,7 +49,7 @@ class MediaTagCheck:
         tag, columns = TAGS[medium], self._columns[medium]
         if tag not in text or tag.replace("<", "</") in text:  # part of an XML element
             return
-        noun = "an image" if medium == IMAGE else "a video"
+        noun = NOUNS[medium]
         if not self._is_named[medium] and names.isdisjoint(columns):
             raise McaError(
                 f"{source} has {tag}, the placeholder of {noun}, but the rows have no column "

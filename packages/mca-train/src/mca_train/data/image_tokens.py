@@ -4,7 +4,7 @@ The differences between model families are in `image_processors`. `media_tokens`
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -61,9 +61,8 @@ class ImageTokens(ABC):
         """Return the tokens that replace one placeholder of the chat template."""
         return [self.token] * grid.tokens
 
-    @property
-    def marks(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Tokens directly before an image's first token and after its last."""
+    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the tokens directly before an image's first placeholder and after its last."""
         return self.before, self.after
 
     def mark(self, tokenizer: "PreTrainedTokenizerBase") -> str:
@@ -84,6 +83,10 @@ class ImageTokens(ABC):
         made = dict(self.processor(images=pixels, return_tensors="pt", **self.options).data)
         for file, grid, now in zip(files, grids, self._made(made), strict=True):
             require_unchanged(f"image {file.place}", grid, now)
+        return self._taken(made)
+
+    def _taken(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the inputs of the vision tower from the processor's outputs."""
         return {name: made[name] for name in self.taken}
 
 

@@ -1,6 +1,6 @@
-"""Tokens of a model's images and videos together: placeholders, locations and tensors in the order of a sequence.
+"""Tokens of a model's images, videos and audio together: placeholders, locations and tensors in their order.
 
-`image_tokens` and `video_tokens` count those of one medium.
+`image_tokens`, `video_tokens` and `audio_tokens` count those of one medium.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,18 +10,20 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
 from mca_config.errors import McaError
 from mca_config.printable import counted
 from mca_models.images import ImageSpan
+from mca_train.data.audio_files import AudioFile
+from mca_train.data.audio_tokens import AudioTokens
 from mca_train.data.grids import Grid
 from mca_train.data.image_files import ImageFile
 from mca_train.data.image_placement import MediaFile
 from mca_train.data.image_tokens import ImageTokens
-from mca_train.data.message_parts import IMAGE, VIDEO
+from mca_train.data.joined_tensors import join_tensors
+from mca_train.data.message_parts import AUDIO, IMAGE, VIDEO
 from mca_train.data.video_tokens import VideoTokens
 
 if TYPE_CHECKING:
@@ -32,11 +34,12 @@ Span = tuple[int, int]
 
 
 class MediaTokens:
-    """Image and video tokens of a model; each processor is loaded at the first file of its medium.
+    """Tokens of a model's media; each processor is loaded at the first file of its medium.
 
     Args:
         images: Function that returns the image tokens.
         videos: Function that returns the video tokens.
+        audio: Function that returns the audio tokens.
         placeholders: Id of the placeholder of each medium.
     """
 
@@ -44,9 +47,11 @@ class MediaTokens:
         self,
         images: Callable[[], ImageTokens],
         videos: Callable[[], VideoTokens],
+        audio: Callable[[], AudioTokens],
         placeholders: Mapping[str, int],
     ) -> None:
-        self._make_images, self._make_videos, self._placeholders = images, videos, placeholders
+        self._make_images, self._make_videos, self._make_audio = images, videos, audio
+        self._placeholders = placeholders
 
     @cached_property
     def _images(self) -> ImageTokens:
@@ -56,11 +61,17 @@ class MediaTokens:
     def _videos(self) -> VideoTokens:
         return self._make_videos()
 
-    def _of(self, medium: str) -> ImageTokens | VideoTokens:
+    @cached_property
+    def _audio(self) -> AudioTokens:
+        return self._make_audio()
+
+    def _of(self, medium: str) -> ImageTokens | VideoTokens | AudioTokens:
+        if medium == AUDIO:
+            return self._audio
         return self._images if medium == IMAGE else self._videos
 
     def grid(self, file: MediaFile, several: Callable[[], None]) -> Grid:
-        """Return the grid of an image or video from its header; ``several`` is called for an image with frames.
+        """Return the grid of a medium from its header; ``several`` is called for an image with frames.
 
         Raises:
             McaError: The file cannot be read, or the processor does not support its size.
@@ -69,6 +80,10 @@ class MediaTokens:
             size, images = file.size(several), self._images
             with _naming(f"{IMAGE} {file.place}"):
                 return images.grid(*size)
+        if isinstance(file, AudioFile):
+            audio, heard = self._audio, file.facts()
+            with _naming(f"{AUDIO} {file.place}"):
+                return audio.grid(heard)
         facts, videos = file.facts(), self._videos
         with _naming(f"{VIDEO} {file.place}"):
             return videos.grid(facts)
@@ -101,7 +116,9 @@ class MediaTokens:
         for grid, where in self._split(tokens, grids):
             start, stop = where[0], where[-1] + 1
             known = self._of(grid.medium)
-            before, after = known.marks if isinstance(known, ImageTokens) else (known.before, known.after)
+            before, after = (
+                known.marks(grid) if isinstance(known, ImageTokens) else (known.before, known.after)
+            )
             start -= len(before) * (tokens[max(start - len(before), 0) : start].tolist() == [*before])
             stop += len(after) * (tokens[stop : stop + len(after)].tolist() == [*after])
             found.append((start, stop))
@@ -110,7 +127,7 @@ class MediaTokens:
     def expand(
         self, tokens: Sequence[int], targets: Sequence[bool], grids: Sequence[Grid]
     ) -> tuple[list[int], list[bool]]:
-        """Replace each placeholder by the tokens of its image or video; none of these is a target.
+        """Replace each placeholder by the tokens of its medium; none of these is a target.
 
         Raises:
             McaError: The numbers or the order of placeholders and files differ.
@@ -127,7 +144,7 @@ class MediaTokens:
                 )
         if found != [grid.medium for grid in grids]:
             raise McaError(
-                "the chat template changes the order of images and videos; keep it in the template"
+                "the chat template changes the order of images, videos and audio; keep it in the template"
             )
         ids: list[int] = []
         is_target: list[bool] = []
@@ -140,7 +157,7 @@ class MediaTokens:
         return ids, is_target
 
     def tensors(self, files: Sequence[MediaFile], grids: Sequence[Grid]) -> dict[str, Tensor]:
-        """Return the inputs of the vision tower for ``files``, whose placeholders are ``grids``.
+        """Return the inputs of the towers for ``files``, whose placeholders are ``grids``.
 
         Raises:
             McaError: A file cannot be read, or its size has changed since its placeholders were counted.
@@ -148,13 +165,14 @@ class MediaTokens:
         images = [file for file in files if isinstance(file, ImageFile)]
         if len(images) == len(files):
             return self._images.tensors(images, grids)
-        parts = [
-            self._images.tensors([file], [grid])
-            if isinstance(file, ImageFile)
-            else self._videos.tensors(file, grid)
-            for file, grid in zip(files, grids, strict=True)
-        ]
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return join_tensors([self._one(file, grid) for file, grid in zip(files, grids, strict=True)])
+
+    def _one(self, file: MediaFile, grid: Grid) -> dict[str, Tensor]:
+        if isinstance(file, ImageFile):
+            return self._images.tensors([file], [grid])
+        if isinstance(file, AudioFile):
+            return self._audio.tensors(file, grid)
+        return self._videos.tensors(file, grid)
 
 
 @contextmanager

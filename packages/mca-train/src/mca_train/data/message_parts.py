@@ -1,18 +1,24 @@
-"""Media parts of messages. `image_files` reads the images, and `video_files` the videos."""
+"""Media parts of messages. `image_files` reads the images, `video_files` the videos, and `audio_files` the audio."""
 
 from collections.abc import Mapping
 
 from mca_config.errors import McaError
 
-IMAGE, VIDEO = "image", "video"
-MEDIA = (IMAGE, VIDEO)
+IMAGE, VIDEO, AUDIO = "image", "video", "audio"
+MEDIA = (IMAGE, VIDEO, AUDIO)
 """Supported media."""
-TAGS = {IMAGE: "<image>", VIDEO: "<video>"}
+NOUNS = {IMAGE: "an image", VIDEO: "a video", AUDIO: "an audio clip"}
+"""Names of one of each medium in errors."""
+TAGS = {IMAGE: "<image>", VIDEO: "<video>", AUDIO: "<audio>"}
 """Placeholders in the text of rows with a column of a medium."""
 _IMAGES = ("image", "image_url", "input_image")
 _VIDEOS = ("video", "video_url", "input_video")
-_OTHER_MEDIA = ("audio", "audio_url", "input_audio")
-_ALL_MEDIA = (*_IMAGES, *_VIDEOS, *_OTHER_MEDIA)
+_AUDIOS = ("audio", "audio_url", "input_audio")
+_TYPES = {
+    **dict.fromkeys(_IMAGES, IMAGE),
+    **dict.fromkeys(_VIDEOS, VIDEO),
+    **dict.fromkeys(_AUDIOS, AUDIO),
+}
 _TEXTS = (None, "input_text", "output_text")
 _SIZES = (
     "min_pixels",
@@ -24,23 +30,26 @@ IMAGE_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")
 """Keys of the image in a part, or in a mapping of a column."""
 VIDEO_KEYS = ("video", "video_url", "path", "url", "base64", "bytes")
 """The same for videos."""
+AUDIO_KEYS = (*_AUDIOS, "path", "url", "base64", "bytes")
+"""The same for audio clips."""
 _VIDEO_OPTIONS = (
     *("fps", "sample_fps", "nframes", "num_frames", "min_frames", "max_frames", "video_start", "video_end"),
     *("total_pixels", *_SIZES),
 )  # options of qwen-vl-utils for one video
+_AUDIO_OPTIONS = ("audio_start", "audio_end")  # the same of qwen-omni-utils
 
 
 def media_type(part: object) -> str | None:
-    """Return the media type of a part: ``image``, ``video``, or an unsupported one; None: text.
+    """Return the media type of a part: ``image``, ``video`` or ``audio``; None: text.
 
     The type is given by ``type``, or by the key of the data; chat templates use either.
     """
     if not isinstance(part, Mapping):
         return None
     named = part.get("type")
-    if named not in _ALL_MEDIA:
-        named = next((key for key in _ALL_MEDIA if _is_set(part.get(key))), None)
-    return IMAGE if named in _IMAGES else VIDEO if named in _VIDEOS else named
+    if named not in _TYPES:
+        named = next((key for key in _TYPES if _is_set(part.get(key))), None)
+    return None if named is None else _TYPES[str(named)]
 
 
 def _is_set(value: object) -> bool:
@@ -49,25 +58,22 @@ def _is_set(value: object) -> bool:
 
 
 def has_data(part: Mapping[str, object]) -> bool:
-    """Return True if a part contains its image or video, or a path or URL of it."""
-    return any(part.get(key) is not None for key in (*IMAGE_KEYS, *VIDEO_KEYS))
+    """Return True if a part contains its medium, or a path or URL of it."""
+    return any(part.get(key) is not None for key in (*IMAGE_KEYS, *VIDEO_KEYS, *AUDIO_KEYS))
 
 
 def require_supported(part: object) -> None:
-    """Raise an error for unsupported parts, and for parts of media with text or options.
+    """Raise an error for parts of media with text or options.
 
     Raises:
-        McaError: The part is audio, or an image or video with text or its own options.
+        McaError: The part is an image, a video or an audio clip with text or its own options.
     """
     kind = media_type(part)
-    if kind not in (None, *MEDIA):
-        raise McaError(f"a part of a message is of type {kind}; only text, images and videos can be used")
     if kind is None or not isinstance(part, Mapping):
         return
     if part.get("text"):
-        noun = "an image" if kind == IMAGE else "a video"
-        raise McaError(f"a part of a message has {noun} and a text; make two parts of it")
-    (require_no_size if kind == IMAGE else require_no_video_options)(part)
+        raise McaError(f"a part of a message has {NOUNS[kind]} and a text; make two parts of it")
+    _CHECKS[kind](part)
 
 
 def require_no_video_options(video: Mapping[str, object]) -> None:
@@ -97,17 +103,34 @@ def require_no_size(image: Mapping[str, object]) -> None:
         )
 
 
-def require_no_data(content: object) -> None:
-    """Raise an error for image and video parts in tasks without them.
+def require_no_audio_options(audio: Mapping[str, object]) -> None:
+    """Raise an error for options of single audio clips, because a run reads all clips alike.
 
     Raises:
-        McaError: There is an image or a video.
+        McaError: The clip has options.
+    """
+    if found := [key for key in _AUDIO_OPTIONS if audio.get(key) is not None]:
+        raise McaError(
+            f"an audio clip has {found[0]}, which mca does not support; remove it, and cut the file instead"
+        )
+
+
+_CHECKS = {IMAGE: require_no_size, VIDEO: require_no_video_options, AUDIO: require_no_audio_options}
+
+
+def require_no_data(content: object) -> None:
+    """Raise an error for parts of media in tasks without them.
+
+    Raises:
+        McaError: There is an image, a video or an audio clip.
     """
     for part in content if isinstance(content, list) else ():
         require_supported(part)
-        if (kind := media_type(part)) in MEDIA and isinstance(part, Mapping) and has_data(part):
-            noun = "an image" if kind == IMAGE else "a video"
-            raise McaError(f"a part of a message is {noun}; only mca-train sft, dpo and kto support {kind}s")
+        kind = media_type(part)
+        if kind is not None and isinstance(part, Mapping) and has_data(part):
+            raise McaError(
+                f"a part of a message is {NOUNS[kind]}; only mca-train sft, dpo and kto support {kind}s"
+            )
 
 
 def with_types(content: object) -> object:
@@ -119,5 +142,5 @@ def _as_text(part: object) -> object:
     if not isinstance(part, dict) or media_type(part) is not None or not isinstance(part.get("text"), str):
         return part
     named = "text" if part.get("type") in _TEXTS else part.get("type")
-    words = {key: value for key, value in part.items() if key not in _ALL_MEDIA}
+    words = {key: value for key, value in part.items() if key not in _TYPES}
     return {**words, "type": named}

@@ -1,4 +1,4 @@
-"""Image and video placeholders among tokens, which a model would treat as text if they have no image."""
+"""Placeholders of media among tokens, which a model would treat as text if they have no image."""
 
 import re
 from collections.abc import Sequence

@@ -14,6 +14,7 @@ from mca_config.errors import McaError
 from mca_config.files import resolve_inside
 from mca_models.hub import dataset_cache
 from mca_train.data.files import reader_name
+from mca_train.data.message_parts import NOUNS
 from mca_train.data.urls import is_url, strip_query, to_hub_url
 
 _LOCAL = ("file", "local")
@@ -41,8 +42,7 @@ class RowPaths:
             McaError: The rows may not open the file, or a relative path has no base.
         """
         if not text:
-            article = "an" if medium == "image" else "a"
-            raise McaError(f"the path of {article} {medium} is empty; name a file, or remove it from the row")
+            raise McaError(f"the path of {NOUNS[medium]} is empty; name a file, or remove it from the row")
         if is_url(text):
             _require_plain(text, medium)
             return self._allowed(text, text, medium)

@@ -45,7 +45,7 @@ class ImageTable:
 
     Args:
         starts: Index of each sample's first image, and the total: ``[samples + 1]``.
-        grids: Numbers of the grids of all images and videos, ``[images, 4]``.
+        grids: Numbers of the grids of all images and videos, ``[images, 5]``.
         origins: Row of each image, and its index in the row, ``[images, 2]``.
     """
 
@@ -62,7 +62,7 @@ class ImageTable:
         counts = [len(grids) for grids, _ in kept]
         return cls(
             starts=np.cumsum([0, *counts], dtype=np.int64),
-            grids=np.array([grid.numbers for grids, _ in kept for grid in grids], np.float64).reshape(-1, 4),
+            grids=np.array([grid.numbers for grids, _ in kept for grid in grids], np.float64).reshape(-1, 5),
             origins=np.array([origin for _, origins in kept for origin in origins], np.int64).reshape(-1, 2),
         )
 

@@ -14,7 +14,7 @@ from mca_config.errors import McaError
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
 from mca_train.data.encoding import Encoded, RowEncoder, RowNumbers, block_tokenizer, warn_truncated_rows
-from mca_train.data.formats import image_columns, video_columns
+from mca_train.data.formats import media_columns
 from mca_train.data.grids import Grid
 from mca_train.data.image_rows import ImageRows, without_decoding
 from mca_train.data.row_map import map_in_memory
@@ -45,8 +45,7 @@ def pretrain_blocks(
     names = rows.column_names
     tokenize = block_tokenizer(names, tokenizer, arguments, key, vision)
     column = arguments.text_column
-    media = (*image_columns(vision, arguments), *video_columns(vision, arguments))
-    looked_at = [name for name in (column, *media) if name in names]
+    looked_at = [name for name in (column, *media_columns(vision, arguments)) if name in names]
 
     def tokenize_batch(batch: Mapping[str, Sequence[object]], indices: Sequence[int]) -> JsonObject:
         places = [f"row {index}" for index in indices]
@@ -176,7 +175,7 @@ def _drop_cut_images(
     images: ImageRows,
     message: str,
 ) -> tuple[list[tuple[int, list[Encoded]]], list[list[Grid]]]:
-    """Drop rows that end within an image or video, with a warning; return the others and their sequences' grids."""
+    """Drop rows that end within a medium, with a warning; return the others and their sequences' grids."""
     kept, left = [], []
     for number, row in rows:
         sides = (
@@ -190,10 +189,12 @@ def _drop_cut_images(
             kept.append((number, row))
             left += [own for own in whole if own is not None]
     if not kept:
-        raise McaError(message.format("all rows end within an image or video at"))
+        raise McaError(message.format("all rows end within an image, video or audio clip at"))
     if lost := len(rows) - len(kept):
         logger.warning(
-            "%s", message.format(f"{lost} of {len(rows)} rows end within an image or video at") + ", left out"
+            "%s",
+            message.format(f"{lost} of {len(rows)} rows end within an image, video or audio clip at")
+            + ", left out",
         )
     return kept, left
 

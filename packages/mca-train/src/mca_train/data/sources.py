@@ -17,6 +17,7 @@ from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments, DefaultColumn, PairArguments, column_keys
 from mca_train.config.run_config import build
 from mca_train.data.files import load_rows, reader_name, translate_read_errors
+from mca_train.data.formats import COLUMN_KEYS
 from mca_train.data.row_formats import FORMAT_BY_COLUMN, FORMAT_COLUMNS
 from mca_train.data.urls import is_url, strip_query
 
@@ -110,7 +111,7 @@ def source_arguments(
     for column, name in column_keys(arguments):
         if name in source.columns:
             names[column] = str(name)
-        elif column not in ("images_column", "videos_column") and name in all_columns and name not in present:
+        elif column not in COLUMN_KEYS.values() and name in all_columns and name not in present:
             names[column] = DefaultColumn(name)
     choosing = {column for columns in FORMAT_COLUMNS.values() for column in columns}
     renamed = {
@@ -138,7 +139,7 @@ def evaluation_arguments(arguments: DataArguments, present: Collection[str]) -> 
     names: JsonObject = {
         column: DefaultColumn(name)
         for column, name in column_keys(arguments)
-        if column not in ("images_column", "videos_column") and {name, usual[column]}.isdisjoint(present)
+        if column not in COLUMN_KEYS.values() and {name, usual[column]}.isdisjoint(present)
     }
     return dataclasses.replace(arguments, **names)
 

@@ -4,24 +4,19 @@ PyAV reads from a file object and only formats of single files, so that no video
 """
 
 import importlib.util
-import io
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import BinaryIO
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mca_config.errors import McaError, UsageError
-from mca_config.files import open_regular
 from mca_config.redaction import redacted
-from mca_train.data.image_files import ImageFile, decode_base64, open_image
-from mca_train.data.message_parts import VIDEO_KEYS, require_no_video_options
+from mca_train.data.encoded_file import EncodedFile
+from mca_train.data.image_files import ImageFile, open_image
+from mca_train.data.message_parts import VIDEO, VIDEO_KEYS, require_no_video_options
 from mca_train.data.row_paths import RowPaths
-from mca_train.data.urls import is_url, read_url
 from mca_train.types import Upstream
 
 _FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,ogg,asf,gif,h264,hevc"
@@ -52,17 +47,10 @@ class VideoFacts:
         return self.frames / self.fps
 
 
-@dataclass(frozen=True)
-class VideoFile:
-    """Video in a file, at a URL, or in the row.
+class VideoFile(EncodedFile):
+    """Video in a file, at a URL, or in the row."""
 
-    Args:
-        place: Path or URL, or a description for errors.
-        data: Contents of the file; None: read from ``place``.
-    """
-
-    place: str
-    data: bytes | None = field(default=None, repr=False)
+    medium = VIDEO
 
     def facts(self) -> VideoFacts:
         """Return the facts of the video. Packets are counted where the container has no number of frames.
@@ -119,7 +107,7 @@ class VideoFile:
 
         try:
             with (
-                self._stream() as stream,
+                self.open() as stream,
                 av.open(stream, options={"format_whitelist": _FORMATS}) as container,
             ):
                 if not container.streams.video:
@@ -132,16 +120,6 @@ class VideoFile:
         except (av.FFmpegError, OSError, ValueError, EOFError) as error:
             reason = redacted(" ".join(str(error).split()))[:200]
             raise McaError(f"video {self.place} cannot be read by PyAV: {reason}") from error
-
-    def _stream(self) -> BinaryIO:
-        if self.data is not None:
-            return io.BytesIO(self.data)
-        if is_url(self.place):
-            return io.BytesIO(read_url(self.place, "video"))
-        try:
-            return os.fdopen(open_regular(Path(self.place)), "rb")
-        except McaError as error:
-            raise McaError(f"video {error}; name a file") from error
 
 
 @dataclass(frozen=True)
@@ -201,20 +179,14 @@ def open_video(value: object, paths: RowPaths, fps: float = 2.0) -> Video:
     Raises:
         McaError: The value is none of these, or the row may not open the file.
     """
-    if isinstance(value, bytes):
-        return VideoFile(f"of {len(value)} bytes", value)
-    if isinstance(value, str):
-        if value.startswith("data:"):
-            return _decoded(value.partition(",")[2])
-        return VideoFile(paths.resolve(value, "video"))
+    if (plain := VideoFile.from_row(value, paths)) is not None:
+        return plain
     if isinstance(value, list | tuple) and value:
         return FrameFiles(tuple(open_image(each, paths) for each in value), fps)
     if isinstance(value, Mapping):
         require_no_video_options(value)
-        if isinstance(data := value.get("bytes"), bytes):
-            return VideoFile(str(value.get("path") or f"of {len(data)} bytes"), data)
-        if isinstance(text := value.get("base64"), str):
-            return _decoded(text)
+        if (inside := VideoFile.from_mapping(value)) is not None:
+            return inside
         found = next((value[key] for key in VIDEO_KEYS if value.get(key) is not None), None)
         if found is not None:
             return open_video(found, paths, fps)
@@ -222,11 +194,6 @@ def open_video(value: object, paths: RowPaths, fps: float = 2.0) -> Video:
         f"a video is {value!r:.80}; expected a path, a URL, bytes, base64, a list of images, or a mapping with one of "
         "them"
     )
-
-
-def _decoded(text: str) -> VideoFile:
-    data = decode_base64(text, "a video")
-    return VideoFile(f"of {len(data)} bytes", data)
 
 
 def _quarter_turns(frame: Upstream) -> int:

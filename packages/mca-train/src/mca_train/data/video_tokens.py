@@ -1,12 +1,14 @@
 """Frames, token counts and pixel tensors of videos, from the video processor of the checkpoint.
 
 Qwen 2 VL, 2.5 VL   the frames follow one another, in Qwen 2.5 VL with time positions in seconds
+Qwen 2.5, 3 Omni    the same, in seconds of the requested rate, and text behind the last frame's time
 Qwen 3 VL, 3.5      each frame is between two marks, behind its time in words
 GLM-4V, 4.6V        each frame is an image, in front of its time
+Gemma 4             each frame is between two marks, behind its minutes and seconds
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,9 +21,11 @@ from mca_config.errors import McaError, UsageError
 from mca_config.model_config import McaModelConfig
 from mca_models.images import ImageSpan, placeholders
 from mca_models.templates import get_family
+from mca_models.templates.parts.vision_tower import VideoRules
 from mca_train.data.grids import Grid
-from mca_train.data.image_processors import resized_sides
+from mca_train.data.image_processors import pooled_marks, resized_sides
 from mca_train.data.image_tokens import require_unchanged
+from mca_train.data.pooled_patches import grids_of_positions, pooled_sides, without_padding
 from mca_train.data.video_files import Video, VideoFacts, require_video_packages
 from mca_train.types import ImageProcessor
 
@@ -49,6 +53,7 @@ class VideoTokens:
         token: Id of the placeholder token.
         options: Options of the run.
         tokens_per_second: Time positions of a second; None: one for each frame.
+        rules: Rules of the family; None: those of the processor.
 
     Raises:
         UsageError: The options do not fit the processor.
@@ -60,14 +65,18 @@ class VideoTokens:
         token: int,
         options: VideoOptions,
         tokens_per_second: float | None = None,
+        rules: VideoRules | None = None,
     ) -> None:
         self.token, self.processor = token, processor
         self.before: Sequence[int] = ()
         self.after: Sequence[int] = ()
-        self._options, self._tokens_per_second = options, tokens_per_second
-        self._sides = resized_sides(processor)
+        self._options, self._tokens_per_second, self._rules = options, tokens_per_second, rules
+        if rules is not None:
+            least, most = rules.pixels
+            processor.size = type(processor.size)(shortest_edge=least, longest_edge=most)
+        self._sides = self._resized_sides(processor)
         self._sampled = lru_cache(maxsize=1 << 12)(self._sample)
-        _apply_options(processor, options)
+        _apply_options(processor, options, DEFAULT_FPS if rules is None else rules.fps)
 
     def grid(self, facts: VideoFacts) -> Grid:
         """Return the grid of a video.
@@ -84,7 +93,7 @@ class VideoTokens:
         own, indices = self.processor, self._sampled(facts)
         try:
             rows, columns = self._sides(facts.height, facts.width, len(indices))
-            patches = own.get_num_of_video_patches(len(indices), facts.height, facts.width, {})
+            patches = self._count_patches(facts, indices, rows * columns)
         except ValueError as error:
             size = f"{facts.frames} frames of {facts.width} x {facts.height} pixels"
             raise McaError(f"a video of {size} cannot be used: {error}") from error
@@ -95,6 +104,15 @@ class VideoTokens:
                 "tokens; set cap_pixels_per_frame to false in video_preprocessor_config.json"
             )
         return Grid(rows, columns, frames, self._interval(facts, len(indices)), self._times(facts, indices))
+
+    def _resized_sides(self, processor: ImageProcessor) -> Callable[[int, int, int], tuple[int, int]]:
+        """Return the function from height, width and number of frames to the rows and columns of tokens."""
+        return resized_sides(processor)
+
+    def _count_patches(self, facts: VideoFacts, indices: Sequence[int], tokens: int) -> int:
+        """Return the number of patches that the processor makes, of frames with as many ``tokens`` each."""
+        patches: int = self.processor.get_num_of_video_patches(len(indices), facts.height, facts.width, {})
+        return patches
 
     def _sample(self, facts: VideoFacts) -> tuple[int, ...]:
         """Return the indices of the frames that the model sees."""
@@ -119,7 +137,9 @@ class VideoTokens:
         return tuple(found)
 
     def _interval(self, facts: VideoFacts, frames: int) -> float:
-        """Return the time positions from a frame to the next, in fp32 as in transformers."""
+        """Return the time positions from a frame to the next, or with rules the seconds, as transformers does."""
+        if self._rules is not None:
+            return float(self.processor.temporal_patch_size / (self.processor.fps or self._rules.fps))
         if self._tokens_per_second is None:
             return 1.0
         seconds = self.processor.temporal_patch_size / (frames / facts.frames * facts.fps)
@@ -140,7 +160,11 @@ class VideoTokens:
 
     def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
         """Return the locations of a video from the indices ``where`` of its placeholders."""
-        return [ImageSpan(int(where[0]), grid.rows, grid.columns, grid.frames, grid.interval)]
+        span = ImageSpan(int(where[0]), grid.rows, grid.columns, grid.frames, grid.interval)
+        if self._rules is None:
+            return [span]
+        per_second = self._tokens_per_second or 1.0
+        return [replace(span, per_second=per_second, past_time=True, exact=self._rules.exact)]
 
     def tensors(self, video: Video, grid: Grid) -> dict[str, Tensor]:
         """Return the inputs of the vision tower for ``video``: its frames, each a grid of one frame.
@@ -242,11 +266,66 @@ class FrameImageTokens(TimedVideoTokens):
         return found
 
 
-def _apply_options(processor: ImageProcessor, options: VideoOptions) -> None:
+class PooledVideoTokens(TimedVideoTokens):
+    """Video tokens of Gemma 4: each frame is between marks, behind its minutes and seconds.
+
+    Args:
+        processor: As in `VideoTokens`.
+        token: Id of the placeholder token.
+        options: Options of the run.
+        marks: Ids of the tokens before and after a frame.
+        tokenizer: Tokenizer of the times.
+    """
+
+    def _resized_sides(self, processor: ImageProcessor) -> Callable[[int, int, int], tuple[int, int]]:
+        """Return the function from height, width and number of frames to the rows and columns of tokens."""
+        processor.temporal_patch_size = processor.merge_size = 1  # which it lacks
+        sides = pooled_sides(processor)
+        return lambda height, width, frames: sides(height, width)
+
+    def _count_patches(self, facts: VideoFacts, indices: Sequence[int], tokens: int) -> int:
+        return len(indices) * tokens
+
+    def _sample(self, facts: VideoFacts) -> tuple[int, ...]:
+        """Return the indices of the frames that the model sees: all of a video with fewer than the processor takes."""
+        if (self.processor.num_frames or 0) > facts.frames:
+            return tuple(range(facts.frames))
+        return super()._sample(facts)
+
+    def ids(self, grid: Grid) -> list[int]:
+        """Return the tokens that replace one placeholder of the chat template."""
+        found: list[int] = []
+        for number, seconds in enumerate(grid.times):
+            words = f"{' ' if number else ''}{int(seconds // 60):02d}:{int(seconds % 60):02d} "
+            found += self._tokenizer(words, add_special_tokens=False)["input_ids"]
+            found += [self._marks[0], *[self.token] * (grid.rows * grid.columns), self._marks[1]]
+        return found
+
+    def tensors(self, video: Video, grid: Grid) -> dict[str, Tensor]:
+        """Return the inputs of the vision tower for ``video``: its frames, each an image.
+
+        Raises:
+            McaError: The video cannot be read, or has changed since its placeholders were counted.
+        """
+        facts = video.facts()
+        require_unchanged(f"video {video.place}", grid, self.grid(facts))
+        made = self.processor(
+            videos=[video.frames(self._sampled(facts))],
+            do_sample_frames=False,
+            input_data_format="channels_last",
+            return_tensors="pt",
+        )
+        positions = made["video_position_ids"]
+        (first, *_) = grids_of_positions(positions[:1], [int(made["num_soft_tokens_per_video"][0])])
+        require_unchanged(f"video {video.place}", grid, replace(first, frames=len(positions)))
+        return without_padding(made["pixel_values_videos"], positions)
+
+
+def _apply_options(processor: ImageProcessor, options: VideoOptions, fps: float) -> None:
     if options.fps is not None:
         processor.fps, processor.num_frames = options.fps, None
     elif processor.fps is None and processor.num_frames is None:
-        processor.fps = DEFAULT_FPS
+        processor.fps = fps
     if (most := options.max_frames) is not None:
         if most < processor.temporal_patch_size:
             raise UsageError(
@@ -280,6 +359,8 @@ def video_tokens(
         raise UsageError(f"config.json: video_token_id is missing, the placeholder of {config.model_type}")
     require_video_packages()
     processor = _processor(directories)
+    if part.video_tokens == "minutes":
+        return PooledVideoTokens(processor, token, options, pooled_marks(vision), tokenizer)
     of_images = part.video_tokens in ("second_after", "seconds_after")
     marks = _marks(config, "image" if of_images else "vision")
     if of_images:
@@ -291,7 +372,9 @@ def video_tokens(
         seconds = part.tokens_per_second
         if seconds is not None:
             seconds = vision.get("vision_config", {}).get("tokens_per_second", seconds)
-        made = VideoTokens(processor, token, options, seconds)
+        if part.video_rules is not None:
+            seconds = vision.get("position_id_per_seconds", seconds)
+        made = VideoTokens(processor, token, options, seconds, part.video_rules)
     made.before, made.after = marks[:1], marks[1:]
     return made
 

@@ -64,6 +64,8 @@ class FakeValues(TorchDispatchMode):
         try:
             out = func(*args, **options)
         except DynamicOutputShapeException:
+            if values is None and func is torch.ops.aten.index.Tensor:
+                return func(args[0], [row for index in args[1] for row in self._all_rows(index)])
             if values is None:
                 raise
             device = args[0].device
@@ -107,6 +109,14 @@ class FakeValues(TorchDispatchMode):
             if "device" in true_options:
                 true_options["device"] = _HOST
             return func(*true_args, **true_options)
+
+    def _all_rows(self, index: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """Return the indices that a mask selects if all of it is True; other indices are returned unchanged."""
+        if index is None or index.dtype is not torch.bool:
+            return [index]
+        with _disable_current_modes():
+            rows = torch.ones(index.shape, dtype=torch.bool).nonzero(as_tuple=True)
+        return [self._make_fake(row, index.device) for row in rows]
 
     def _make_fake(self, values: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return a fake tensor on ``device`` with known ``values``."""

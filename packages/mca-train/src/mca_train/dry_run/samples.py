@@ -65,7 +65,9 @@ def _blank(images: Images) -> SampleImages:
 def _patches(images: Images) -> dict[str, torch.Tensor]:
     along = images.side * images.tower.merge
     grid = torch.tensor([[1, along, along]] * images.count)
-    return {"pixel_values": torch.zeros(images.patches, images.tower.values), "image_grid_thw": grid}
+    tower = images.tower
+    patch = (3, tower.patch, tower.patch) if tower.kind == "kimi_k25_vision" else (tower.values,)
+    return {"pixel_values": torch.zeros(images.patches, *patch), "image_grid_thw": grid}
 
 
 def _tiles(images: Images) -> dict[str, torch.Tensor]:
@@ -78,4 +80,13 @@ def _sized(images: Images) -> dict[str, torch.Tensor]:
     return found | {"image_sizes": torch.tensor([found["pixel_values"].shape[2:]] * images.count)}
 
 
-_PIXELS = {"patches": _patches, "tiles": _tiles, "sizes": _sized}
+def _pooled(images: Images) -> dict[str, torch.Tensor]:
+    along = torch.arange(images.side * images.tower.merge)
+    positions = torch.cartesian_prod(along, along).flip(1).expand(images.count, -1, -1)
+    return {
+        "pixel_values": torch.zeros(*positions.shape[:2], images.tower.values),
+        "image_position_ids": positions,
+    }
+
+
+_PIXELS = {"patches": _patches, "tiles": _tiles, "sizes": _sized, "pooled": _pooled}

@@ -11,19 +11,16 @@ from mca_config.errors import McaError
 from mca_config.types import JsonObject
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
-from mca_train.engine.ddp_wrappers import ddp_wrapper, register_wrapper, unwrap
-from mca_train.engine.deferred_grad_sync import defer_vision_grad_sync
+from mca_train.engine.ddp_wrappers import ddp_wrapper, defer_vision_grad_sync, register_wrapper, unwrap
 from mca_train.engine.finite import name_nan_gradient
-from mca_train.engine.loss_scale import share_loss_scale
-from mca_train.engine.muon_qkv import set_muon_qkv_shapes
-from mca_train.engine.offload import rebuild_hybrids, reload_main_params
-from mca_train.engine.param_groups import param_group_overrides
+from mca_train.engine.offload import reload_main_params
+from mca_train.engine.optimizer import build_optimizer
 from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import preserved_rng
 from mca_train.losses import moe_aux, mtp
 from mca_train.losses.step_counts import ItemCount, count_step
 from mca_train.losses.token_loss import LossFunction, StepLoss, num_targets
-from mca_train.types import Chunk, MegatronOptimizer, TrainingArguments, Upstream, Wrapper
+from mca_train.types import Chunk, TrainingArguments, Upstream, Wrapper
 
 
 @dataclass(frozen=True)
@@ -35,33 +32,6 @@ class StepResult:
     grad_norm: float | None
     had_targets: bool = True
     """False if the loss count of the global batch is 0."""
-
-
-def optimizer_settings(args: TrainingArguments, params_dtype: torch.dtype) -> JsonObject:
-    """Return the fields of Megatron's ``OptimizerConfig`` from HF's and Megatron's argument names."""
-    settings: JsonObject = {
-        "optimizer": "adam",
-        "lr": args.learning_rate,
-        "weight_decay": args.weight_decay,
-        "adam_beta1": args.adam_beta1,
-        "adam_beta2": args.adam_beta2,
-        "adam_eps": args.adam_epsilon,
-        "sgd_momentum": 0.0,
-        "optimizer_offload_fraction": 1.0,
-        "initial_loss_scale": 2.0**16,
-        "store_param_remainders": False,  # checkpoints hold full main parameters
-        "clip_grad": args.max_grad_norm or 0.0,
-        "bf16": params_dtype == torch.bfloat16,
-        "fp16": params_dtype == torch.float16,
-        "params_dtype": params_dtype,
-    }
-    settings |= args.optimizer_config_overrides()
-    if settings.get("decoupled_lr") == args.learning_rate:
-        # identical parameter groups cannot be distinguished in a checkpoint
-        decoupled_min = settings.get("decoupled_min_lr")
-        if decoupled_min in (None, settings.get("min_lr")):
-            del settings["decoupled_lr"]
-    return settings
 
 
 _FIXED = ("freeze", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon")
@@ -119,7 +89,7 @@ class Engine(Pipeline):
         self._needs_global_load = moe_aux.needs_global_load(self.configs[0])
         self.params_dtype: torch.dtype = self.configs[0].params_dtype
         self.chunks = self._wrap(chunks)
-        self.optimizer = self._build_optimizer()
+        self.optimizer = build_optimizer(self.chunks, args, self.params_dtype)
         self.optimizer_name = args.optimizer or "adam"
         self._fixed_arguments = _fixed_arguments(args)
         self._trained = self._requires_grad()
@@ -143,18 +113,6 @@ class Engine(Pipeline):
             if self._args.overlap_grad_reduce:
                 defer_vision_grad_sync(wrapper, chunk)
         return wrapped
-
-    def _build_optimizer(self) -> MegatronOptimizer:
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-        config = OptimizerConfig(**optimizer_settings(self._args, self.params_dtype))
-        optimizer = get_megatron_optimizer(config, self.chunks, **param_group_overrides(self._args, config))
-        _drop_stub_optimizers(optimizer)
-        share_loss_scale(optimizer)
-        rebuild_hybrids(optimizer)
-        if self._args.optimizer == "muon":
-            set_muon_qkv_shapes(self.chunks)
-        return optimizer
 
     def update_learning_rates(self, args: TrainingArguments) -> None:
         """Use the learning rates of ``args``, which may have changed since the engine was built.
@@ -277,14 +235,3 @@ class Engine(Pipeline):
         views = args.use_distributed_optimizer and self.params_dtype == torch.float32
         for chunk in self.chunks if views and not args.overlap_param_gather else ():
             chunk.start_param_sync()
-
-
-def _drop_stub_optimizers(optimizer: MegatronOptimizer) -> None:
-    """Remove optimizers without parameters from a chain, for example the dense one if only experts are trained.
-
-    A stub has nothing to save. Its loss scale, which the losses use, never sees an overflow.
-    """
-    singles = getattr(optimizer, "chained_optimizers", [])
-    trained = [single for single in singles if not getattr(single, "is_stub_optimizer", False)]
-    if 0 < len(trained) < len(singles):
-        optimizer.chained_optimizers = trained

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mca_config.errors import McaError, UsageError
 from mca_config.redaction import redacted
-from mca_train.launch.stop_signals import Stopped
+from mca_train.launch.signals import Stopped
 
 _LOST = (
     "closed by peer",

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from mca_models.megatron.distributed import rendezvous
-
 if TYPE_CHECKING:
     from mca_models.megatron.distributed.rendezvous import Attempt
 
@@ -38,6 +36,10 @@ def join(backend: str, timeout: timedelta) -> "Attempt | None":
 
     listener = os.environ.get(LISTENER)
     if listener is None:
+        from mca_models.megatron.distributed import (
+            rendezvous,
+        )  # with torch, before which the threads are limited
+
         return rendezvous.join(backend, timeout)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = TCPStore(

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 PIXELS = 448
 """Default side of an image in a plan."""
-Form = Literal["patches", "tiles", "sizes"]
-"""Input of a tower: a grid of patches, images of one size, or images with their sizes."""
+Form = Literal["patches", "tiles", "sizes", "pooled"]
+"""Input of a tower: a grid of patches, images of one size, images with their sizes, or padded patches of images."""
 ImageLayout = tuple[Form, int | None, int]
 """Form, fixed side in pixels (None: any), and patches along a side of a token."""
 
@@ -46,13 +46,16 @@ class _Block:
 _GATED = _Block(inner=4, single=2)
 _BLOCKS = {
     "qwen2_5_vl_vision": _GATED,
+    "qwen2_5_omni_vision_encoder": _GATED,
     "glm4v_vision": _GATED,
     "glm4v_moe_vision": _GATED,
     "qwen2_vl_vision": _Block(inner=3),  # an approximate GELU that saves its factors
     "clip_vision_model": _Block(attention=4, inner=3),  # as SigLIP, and a sigmoid in the activation
     "siglip_vision_model": _Block(attention=4),  # no RoPE, and no copy of the merged heads
     "internvl_vision": _Block(attention=6),  # the same, with layer scale after attention and MLP
+    "llama4_vision_model": _Block(attention=4),  # RoPE of complex numbers, which saves no copy
     "pixtral": _Block(attention=4, inner=4, single=2),
+    "gemma4_vision": _Block(inner=4, single=13),  # four norms, and those of q, k and v
 }
 """Towers that differ from Qwen3-VL's."""
 
@@ -85,8 +88,12 @@ class VisionTower:
         if config.vision_fields is None or "vision_config" not in config.vision_fields:
             return None
         sizes = _sizes(config.model_type, config.vision_fields["vision_config"])
+        if sizes["model_type"] in ("gemma4_vision", "gemma4_unified_vision"):
+            return cls._pooled(sizes, config.vision_fields.get("vision_soft_tokens_per_image", 280))
         if {"depth", "spatial_merge_size", "temporal_patch_size"} <= sizes.keys():
             pictures: ImageLayout = "patches", None, sizes["spatial_merge_size"]
+        elif "merge_kernel_size" in sizes:
+            pictures = "patches", None, _square_side(sizes["merge_kernel_size"])
         elif sizes["model_type"] in _BLOCKS:
             pictures = _image_layout(config, config.vision_fields, sizes)
         else:
@@ -105,6 +112,27 @@ class VisionTower:
             values=sizes.get("in_channels", 3) * sizes.get("temporal_patch_size", 1) * patch**2,
             projectors=1 + given(config.vision).deepstack_layers,
             side=side,
+        )
+
+    @classmethod
+    def _pooled(cls, sizes: Values, tokens: int) -> "VisionTower":
+        """Return the tower of Gemma 4, whose processor makes images as large as their ``tokens`` allow."""
+        pool, patch = sizes["pooling_kernel_size"], sizes["patch_size"]
+        merge = pool if "num_hidden_layers" in sizes else 1  # without a tower, patches are merged before
+        hidden = sizes.get("hidden_size") or sizes["mm_embed_dim"]
+        side = patch * pool // merge
+        return cls(
+            kind=sizes["model_type"],
+            form="pooled",
+            depth=sizes.get("num_hidden_layers", 0),
+            hidden=hidden,
+            inner=sizes.get("intermediate_size", 0),
+            features=hidden,
+            merge=merge,
+            patch=side,
+            values=3 * side**2,
+            projectors=1,
+            side=isqrt(tokens) * patch * pool,
         )
 
 

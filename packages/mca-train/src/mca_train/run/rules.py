@@ -470,10 +470,10 @@ def reference(run: Run, target: "Target | None") -> Iterator[str]:
 
 
 def images(run: Run, target: "Target | None") -> Iterator[str]:
-    """Report keys of images and videos for a model without a vision tower."""
-    for key in ("image_folder", *VIDEO_KEYS) if run.model.vision is None else ():
+    """Report keys of media for a model without a tower."""
+    media = {"image_folder": "images", **dict.fromkeys(VIDEO_KEYS, "videos"), "audio_max_seconds": "audio"}
+    for key, medium in media.items() if run.model.vision is None else ():
         if getattr(run.settings.data, key) is not None:
-            medium = "images" if key == "image_folder" else "videos"
             yield f"{key}: a {run.model.model_type} model takes no {medium}; remove the key"
 
 

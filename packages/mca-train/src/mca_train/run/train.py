@@ -31,7 +31,7 @@ from mca_train.data.scoring import padding_token
 from mca_train.launch import environment, failures, launcher
 from mca_train.launch.rendezvous import LISTENER, join
 from mca_train.launch.scratch import scratch_folder
-from mca_train.launch.stop_signals import raising_on_signals
+from mca_train.launch.signals import raising_on_signals
 from mca_train.metrics.plot import plot_losses
 from mca_train.run.inputs import Inputs, prepare_inputs
 from mca_train.run.last_evaluation import LastEvaluation

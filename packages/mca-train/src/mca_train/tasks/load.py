@@ -104,7 +104,7 @@ def _set_order(files: Sequence[str], samples: "TokenDataset | PairDataset") -> "
 
 
 def _processors(images: "ImageReader | None") -> list[str]:
-    """Return cache keys of the image and video processors."""
+    """Return cache keys of the processors of media."""
     if images is None or _vision(images) is None:
         return []
     names = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")

@@ -7,7 +7,7 @@ from pathlib import PurePath
 from types import FrameType
 
 _SHOWN = 4
-_WAITING_FILES = ("p2p_communication.py", "param_and_grad_buffer.py", "stop_signal.py")
+_WAITING_FILES = ("p2p_communication.py", "param_and_grad_buffer.py", "stop_request.py")
 """Files whose calls wait for other ranks in native code."""
 _WRAPPERS = ("wrapper", "decorate_context", "__enter__", "__exit__")
 

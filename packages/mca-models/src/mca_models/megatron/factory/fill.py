@@ -31,6 +31,8 @@ _ONES = ("out_norm.weight", "dt_bias", "layer_scalar", "router_scale", "expert_s
 """Norms of gated delta net and indexers, which are never zero-centered, and factors."""
 
 _ZERO = ("bias",)
+_BOUNDS = {"put_min": -torch.inf, "put_max": torch.inf}
+"""Bounds of clipped linears."""
 _DECAY = "A_log"
 _AHEAD = 8
 """Maximum number of parameters drawn at once, each as a full fp32 tensor."""
@@ -195,6 +197,8 @@ def _draw_param(
             return start
     if name.endswith(_ONES):
         return torch.ones(shape)
+    if param.stage is Stage.VISION and (bound := _BOUNDS.get(name[-len("put_min") :])) is not None:
+        return torch.full(shape, bound)
     if param.stage is Stage.VISION and len(shape) < 2 and not name.endswith(_ZERO):
         return torch.ones(shape)
     if name.endswith(_NORMS):

@@ -1,33 +1,37 @@
-"""Image features of a micro-batch, each image computed by one of the ranks that need it.
+"""Features of the images and audio clips of a micro-batch, each computed by one of the ranks that need it.
 
-All tensor and context ranks of the first stage need the features of all images. Images are distributed over these
-ranks, the largest first to the rank with the least load; each rank computes its images, and all gather the features.
-In the backward pass a rank gets the gradients of its images' features, summed over the ranks. Each rank's tokens hold a
-part of them; on tensor ranks without sequence parallelism each rank holds the full gradient, and Megatron averages the
-vision model's gradients over those.
+The rows of images come first, then those of clips. All tensor and context ranks of the first stage need all features.
+Images are distributed over these ranks, the largest first to the rank with the least load; each rank computes its
+images, and all gather the features. In the backward pass a rank gets the gradients of its images' features, summed over
+the ranks. Each rank's tokens hold a part of them; on tensor ranks without sequence parallelism each rank holds the full
+gradient, and Megatron averages the vision model's gradients over those.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mca_config.errors import McaError
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
+from mca_models.megatron.features.audio_features import run_clips
 from mca_models.megatron.types import HfModel, Upstream
 from mca_models.templates import get_family
 
 
 @dataclass(frozen=True)
 class _Image:
-    """One image, or one tile.
+    """One image, one tile, or one audio clip.
 
     Args:
         arguments: Arguments of the vision model.
-        load: Number of patches to compute.
+        load: Number of patches or frames to compute.
         rows: Number of rows of its features.
     """
 
@@ -36,12 +40,29 @@ class _Image:
     rows: int
 
 
+@dataclass(frozen=True)
+class _Medium:
+    """Images or audio clips of a micro-batch.
+
+    Args:
+        arguments: Arguments of their tower; empty: there are none.
+        run: Function that runs their tower.
+        split: Function that splits the arguments by image or clip.
+        trained: Parameters of their tower that get gradients.
+    """
+
+    arguments: JsonObject
+    run: Callable[[HfModel, JsonObject], Tensor]
+    split: Callable[[JsonObject, McaModelConfig], list[_Image]]
+    trained: Sequence[torch.nn.Parameter]
+
+
 def compute_image_features(
     vision: HfModel, images: JsonObject, config: McaModelConfig, trained: Sequence[torch.nn.Parameter]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Compute the features of all images ``[rows, hidden]``, and those of inner layers.
+    """Compute the features of all images and audio clips ``[rows, hidden]``, and those of inner layers.
 
-    Collective over the tensor and context ranks, if there are several images.
+    Collective over the tensor and context ranks, if there are several images or clips.
 
     Args:
         vision: The vision model.
@@ -49,26 +70,66 @@ def compute_image_features(
         config: Configuration of the model.
         trained: Parameters of the vision model that get gradients.
     """
+    found = [_compute_medium(vision, medium, config) for medium in _media(vision, images, config, trained)]
+    parts = torch.cat(found).split(config.hidden_size, 1)
+    return parts[0], list(parts[1:])
+
+
+def _media(
+    vision: HfModel, images: JsonObject, config: McaModelConfig, trained: Sequence[torch.nn.Parameter]
+) -> list[_Medium]:
+    """Return the media of a model, in the order of their rows."""
+    family = get_family(config.model_type).vision
+    assert family is not None, "a model with images has a vision model"
+    if family.audio is None:
+        return [_Medium(images, _run_vision, _split_images, trained)]
+    hears = {
+        parameter for name, parameter in vision.named_parameters() if name.startswith(family.audio.names)
+    }
+    clips = {name: images[name] for name in family.audio.inputs if name in images}
+    if clips and (config.vision_fields or {}).get("audio_config") is None:
+        raise McaError(
+            f"this {config.model_type} model has no audio tower (audio_config); train it without audio"
+        )
+    run = partial(run_clips, config=config, audio=family.audio)
+    if "vision_config" not in (config.vision_fields or {}):
+        return [_Medium(clips, run, _split_clips, trained)]
+    pictures = {name: value for name, value in images.items() if name not in clips}
+    return [
+        _Medium(pictures, _run_vision, _split_images, [each for each in trained if each not in hears]),
+        _Medium(clips, run, _split_clips, [each for each in trained if each in hears]),
+    ]
+
+
+def _compute_medium(vision: HfModel, medium: _Medium, config: McaModelConfig) -> Tensor:
+    """Return ``[rows, hidden * (1 + inner layers)]``."""
     from megatron.core.parallel_state import get_tensor_and_context_parallel_group
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+    if not medium.arguments:
+        return empty_features(vision, config, medium.trained)
     group: ProcessGroup = get_tensor_and_context_parallel_group()
-    separate = _split_images(images, config) if group.size() > 1 else []
+    separate = medium.split(medium.arguments, config) if group.size() > 1 else []
     if len(separate) < 2:
-        features = _run_vision(vision, images)
+        return _with_inner_columns(medium.run(vision, medium.arguments), config)
+    owners = assign_images([image.load for image in separate], group.size())
+    local = [image for image, owner in zip(separate, owners, strict=True) if owner == group.rank()]
+    if local:
+        # each rank draws its own dropout; the shared random state stays equal on all ranks
+        with get_cuda_rng_tracker().fork():
+            mine = medium.run(vision, _concatenate([image.arguments for image in local]))
     else:
-        owners = assign_images([image.load for image in separate], group.size())
-        local = [image for image, owner in zip(separate, owners, strict=True) if owner == group.rank()]
-        if local:
-            # each rank draws its own dropout; the shared random state stays equal on all ranks
-            with get_cuda_rng_tracker().fork():
-                mine = _run_vision(vision, _concatenate([image.arguments for image in local]))
-        else:
-            mine = empty_features(vision, config, trained)
-        rows_by_rank = _feature_rows([image.rows for image in separate], owners, group.size(), mine.device)
-        features = _GatherFeatures.apply(mine, rows_by_rank, group)
-    parts = features.split(config.hidden_size, 1)
-    return parts[0], list(parts[1:])
+        mine = empty_features(vision, config, medium.trained)
+    rows_by_rank = _feature_rows([image.rows for image in separate], owners, group.size(), mine.device)
+    gathered: Tensor = _GatherFeatures.apply(_with_inner_columns(mine, config), rows_by_rank, group)
+    return gathered
+
+
+def _with_inner_columns(features: Tensor, config: McaModelConfig) -> Tensor:
+    """Return ``features`` with zeros for the inner layers that their tower does not have."""
+    width = config.hidden_size * (1 + given(config.vision).deepstack_layers)
+    missing = width - features.shape[1]
+    return torch.nn.functional.pad(features, (0, missing)) if missing else features
 
 
 def assign_images(loads: Sequence[int], ranks: int) -> list[int]:
@@ -83,12 +144,13 @@ def assign_images(loads: Sequence[int], ranks: int) -> list[int]:
 def _split_images(images: JsonObject, config: McaModelConfig) -> list[_Image]:
     pixels: Tensor = images["pixel_values"]
     vision = config.vision_fields or {}
-    merge = vision["vision_config"].get("spatial_merge_size", 2)
+    side = vision["vision_config"].get("spatial_merge_size", 2)
+    merged = prod(vision["vision_config"].get("merge_kernel_size") or (side, side))
     if (grids := images.get("image_grid_thw")) is not None:
         loads = [time * high * wide for time, high, wide in grids.tolist()]
         parts = zip(pixels.split(loads), grids.split(1), loads, strict=True)
         return [
-            _Image({"pixel_values": part, "image_grid_thw": grid}, load, load // merge**2)
+            _Image({"pixel_values": part, "image_grid_thw": grid}, load, load // merged)
             for part, grid, load in parts
         ]
     if (sizes := images.get("image_sizes")) is not None:
@@ -98,12 +160,36 @@ def _split_images(images: JsonObject, config: McaModelConfig) -> list[_Image]:
             _Image({"pixel_values": part, "image_sizes": size}, count, count)
             for part, size, count in zip(pixels.split(1), sizes.split(1), rows, strict=True)
         ]
+    if (positions := images.get("image_position_ids")) is not None:
+        sizes = vision["vision_config"]
+        token = 3 * (sizes.get("patch_size", 16) * sizes.get("pooling_kernel_size", 3)) ** 2
+        patches = (positions >= 0).all(-1).sum(-1)
+        rows = (patches * pixels.shape[-1] // token).tolist()
+        return [
+            _Image({"pixel_values": part, "image_position_ids": position}, pixels.shape[1], count)
+            for part, position, count in zip(pixels.split(1), positions.split(1), rows, strict=True)
+        ]
     fixed = get_family(config.model_type).vision
     assert fixed is not None and fixed.tokens_per_image is not None, (
         "images have grids, sizes or a fixed number"
     )
     count = fixed.tokens_per_image(config)
     return [_Image({"pixel_values": part}, 1, count) for part in pixels.split(1)]
+
+
+def _split_clips(clips: JsonObject, config: McaModelConfig) -> list[_Image]:
+    family = get_family(config.model_type).vision
+    assert family is not None and family.audio is not None, "a model with audio has an audio tower"
+    audio, features = family.audio, clips["input_features"]
+    frames = [features.shape[-1]] * len(features) if audio.mask is None else clips[audio.mask].sum(1).tolist()
+    return [
+        _Image(
+            {name: each[number : number + 1] for name, each in clips.items()},
+            features.shape[-1],
+            audio.tokens(config, int(count)),
+        )
+        for number, count in enumerate(frames)
+    ]
 
 
 def _concatenate(arguments: Sequence[JsonObject]) -> JsonObject:

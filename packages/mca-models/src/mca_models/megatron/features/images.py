@@ -1,11 +1,10 @@
-"""Images of a micro-batch: from pixels to the embeddings of their placeholders.
+"""Images and audio of a micro-batch: from pixels and spectrograms to the embeddings of their placeholders.
 
-A chunk of a vision-language model takes arguments in addition to Megatron's: ``images`` (arguments of the vision
-model by name), ``feature_rows`` (``[b, s]``: the feature row of each placeholder, or -1), as ``position_ids`` the
-three positions of each token, and ``attention_ends`` with bidirectional images (``[b, s]``: how many tokens of its
-sequence there are up to the last that a token attends to). Only the first stage needs the first two. Rows say which
-feature goes where, and are sharded as the tokens are. A video is given as its frames, each a grid of one frame, between
-which no tower attends.
+A chunk of a multimodal model takes arguments in addition to Megatron's: ``images`` (arguments of the towers by name),
+``feature_rows`` (``[b, s]``: the feature row of each placeholder, or -1), as ``position_ids`` the three positions of
+each token, and ``attention_ends`` with bidirectional images (``[b, s]``: how many tokens of its sequence are up to
+the last that a token attends to). Only the first stage needs the first two. Rows say which feature goes where, and are
+sharded as the tokens are. A video is given as its frames, each a grid of one frame, between which no tower attends.
 """
 
 from collections.abc import Iterator
@@ -22,16 +21,18 @@ from mca_config.types import JsonObject
 from mca_models.megatron.features.feature import Context, Feature, SpecChanges
 from mca_models.megatron.features.image_features import compute_image_features, empty_features
 from mca_models.megatron.features.mrope import MRope, position_problems
+from mca_models.megatron.features.per_layer_embedding import padding_problems
 from mca_models.megatron.layers.attention import CoreAttention, image_attention
 from mca_models.megatron.types import GptModel, HfModel, MegatronConfig, MegatronModule, Upstream
+from mca_models.templates import get_family
 
 Arguments = tuple[object, ...]
 
 
 def image_reach(config: McaModelConfig) -> int:
-    """Return how many later tokens an image token attends to; 0 with causal attention."""
-    tokens: int = (config.vision_fields or {}).get("mm_tokens_per_image", 1)
-    return tokens - 1
+    """Return how many later tokens an image token attends to at most; 0 with causal attention."""
+    vision = get_family(config.model_type).vision
+    return 0 if vision is None or config.vision is None else vision.reach(config)
 
 
 def image_problems(config: McaModelConfig, layout: ParallelLayout, megatron: MegatronConfig) -> list[str]:
@@ -47,6 +48,7 @@ def _image_problems(
         return
     if image_reach(config):
         yield from _bidirectional_problems(config, megatron)
+    yield from padding_problems(config)
     if config.mtp_num_layers:
         yield "MTP layers cannot be trained with images; set mtp_num_layers to 0"
     yield from position_problems(config, megatron)
@@ -193,9 +195,9 @@ def _bidirectional_attention(context: Context) -> SpecChanges:
     reach = image_reach(context.config)
     if not reach:
         return SpecChanges()
-    return SpecChanges(
-        classes={CoreAttention: lambda core: image_attention(reach) if core is CoreAttention else core}
-    )
+    vision = get_family(context.config.model_type).vision
+    found = image_attention(reach, windowed=vision is not None and vision.windowed)
+    return SpecChanges(classes={CoreAttention: lambda core: found if core is CoreAttention else core})
 
 
 IMAGES = Feature(

@@ -5,18 +5,27 @@ block's ``context_mask``, which a decoder does not use otherwise, and which Mega
 gradients take the same path back.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
+from mca_models.images import placeholders
 from mca_models.megatron.features.feature import Feature
 from mca_models.megatron.features.norms import PostNorm
 from mca_models.megatron.layers.replicated import ReplicatedLinear
 from mca_models.megatron.types import GptModel, MegatronModule
 
 Arguments = tuple[object, ...]
+
+
+def padding_problems(config: McaModelConfig) -> Iterator[str]:
+    """Yield why images have no per-layer embeddings, which are those of padding."""
+    if config.per_layer_embedding is not None and config.embedding.pad_token_id is None:
+        yield "pad_token_id is null, of which images take the per-layer embeddings; set it in config.json"
 
 
 def add_per_layer_embeddings(model: GptModel, config: McaModelConfig) -> None:
@@ -35,7 +44,7 @@ def add_per_layer_embeddings(model: GptModel, config: McaModelConfig) -> None:
     )
     embedding.per_layer_projection = ReplicatedLinear(hidden, config.num_layers * channels, **common)
     embedding.per_layer_layernorm = PostNorm(megatron, channels, megatron.layernorm_epsilon)
-    inputs = _PerLayerInputs(channels)
+    inputs = _PerLayerInputs(channels, config)
     embedding.register_forward_hook(inputs.after_embedding, with_kwargs=True)
     model.decoder.register_forward_pre_hook(inputs.before_block, with_kwargs=True)
     for layer in model.decoder.layers:
@@ -48,15 +57,17 @@ def add_per_layer_embeddings(model: GptModel, config: McaModelConfig) -> None:
 class _PerLayerInputs:
     """Per-layer embeddings of the micro-batch that was embedded last."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, size: int, config: McaModelConfig) -> None:
+        self._size, self._padding = size, config.embedding.pad_token_id
+        self._placeholders = frozenset(placeholders(config.vision_fields).values())
         self._embeddings: Tensor | None = None
 
     def after_embedding(
         self, embedding: MegatronModule, args: Arguments, kwargs: JsonObject, output: Tensor
     ) -> None:
         """Compute them, ``[s, b, layers, channels]``, from the tokens and their scaled embeddings."""
-        tokens = args[0] if args else kwargs["input_ids"]
+        tokens: Tensor = kwargs["input_ids"] if not args else args[0]  # type: ignore[assignment]
+        tokens = self._without_placeholders(tokens)
         table = embedding.per_layer_embeddings
         token_embeddings = table(tokens)
         if not table.reduce_scatter_embeddings:
@@ -68,6 +79,14 @@ class _PerLayerInputs:
         projected, _ = embedding.per_layer_projection(hidden)
         projected = (projected * hidden.shape[-1] ** -0.5).unflatten(-1, (-1, self._size))
         self._embeddings = (embedding.per_layer_layernorm(projected) + token_embeddings) * 2.0**-0.5
+
+    def _without_placeholders(self, tokens: Tensor) -> Tensor:
+        """Return ``tokens`` with padding for placeholders of images and videos, as in transformers."""
+        if self._padding is None:
+            return tokens
+        for placeholder in self._placeholders:
+            tokens = tokens.masked_fill(tokens == placeholder, self._padding)
+        return tokens
 
     def before_block(
         self, block: MegatronModule, args: Arguments, kwargs: JsonObject

@@ -19,11 +19,11 @@ from mca_models.templates.parts.vision_tower import PREFIX
 from mca_models.weights import Param, Stage
 
 _NO_TEXT: Mapping[str, object] = {"num_hidden_layers": 0, "vocab_size": 1, "pad_token_id": None}
-_PER_LAYER = ("layer_types", "mlp_layer_types", "mlp_only_layers", "no_rope_layers")
+_PER_LAYER = ("layer_types", "per_layer_config", "mlp_layer_types", "mlp_only_layers", "no_rope_layers")
 
 
 Part = Literal["language", "vision", "projector"]
-"""Parts that can be trained or frozen: the text model, the vision tower, and the projector of its features."""
+"""Parts that can be trained or frozen: the text model, the vision and audio towers, and the projectors of features."""
 TEXT: tuple[Part, ...] = ("language",)
 """Parts that adapters target by default."""
 
@@ -55,7 +55,50 @@ def vision_model(config: McaModelConfig, dtype: torch.dtype) -> HfModel:
     with no_init_weights():
         model: HfModel = transformers.AutoModel.from_config(config_without_text, dtype=dtype)
     del model.language_model
+    family = get_family(config.model_type).vision
+    if family is not None and family.fused_qkv:
+        for layer in model.vision_tower.layers:
+            _fuse_qkv(layer.attn)
     return model
+
+
+def _fuse_qkv(attention: HfModel) -> None:
+    """Keep q, k and v in one linear, as the checkpoint has them."""
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    fused = torch.nn.Linear(1, 1)
+    for leaf in ("weight", "bias"):
+        joined = torch.cat([getattr(each, leaf).detach() for each in projections])
+        setattr(fused, leaf, torch.nn.Parameter(joined))
+    attention.wqkv = fused
+    half = attention.head_dim // 2
+    attention.q_proj, attention.k_proj, attention.v_proj = (
+        _FusedProjection(fused, part, half if part < 2 else 0) for part in range(3)
+    )
+
+
+class _FusedProjection(torch.nn.Module):
+    """One of q, k and v of a fused linear.
+
+    Args:
+        fused: The linear, which remains a module of the attention alone.
+        part: 0, 1 or 2.
+        half: RoPE pairs of a head, whose channels are neighbours in ``fused``; 0: none.
+    """
+
+    def __init__(self, fused: torch.nn.Linear, part: int, half: int) -> None:
+        super().__init__()
+        self._fused, self._part, self._half = (fused,), part, half
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the projection of ``hidden``, with the first channels of all pairs of a head before the second."""
+        (fused,) = self._fused
+        weight, bias = (each.chunk(3)[self._part] for each in (fused.weight, fused.bias))
+        if self._half:
+            weight, bias = (
+                each.unflatten(0, (-1, self._half, 2)).transpose(1, 2).flatten(0, 2)
+                for each in (weight, bias)
+            )
+        return torch.nn.functional.linear(hidden, weight, bias)
 
 
 def without_text(hf: JsonObject) -> JsonObject:

@@ -65,6 +65,8 @@ class CoreAttention(torch.nn.Module):
     options = AttentionOptions()
     reach: int = 0
     """Number of later tokens that an image token may attend to; 0: causal."""
+    windowed: bool = False
+    """Layers without a sliding window are causal."""
 
     def __init__(
         self,
@@ -92,6 +94,8 @@ class CoreAttention(torch.nn.Module):
         self.scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.window = _window(config, layer_number)
+        if self.windowed and self.window is None:
+            self.reach = 0
         options, layer = self.options, layer_number - 1
         self.chunk = options.chunk if layer in options.chunked_layers else None
         scaled = options.temperature_layers is None or layer in options.temperature_layers
@@ -247,9 +251,9 @@ def attention_with_options(options: AttentionOptions) -> type[CoreAttention]:
 
 
 @cache
-def image_attention(reach: int) -> type[CoreAttention]:
+def image_attention(reach: int, *, windowed: bool = False) -> type[CoreAttention]:
     """Return a ``CoreAttention`` class with bidirectional attention inside images."""
-    return type("ImageAttention", (CoreAttention,), {"reach": reach})
+    return type("ImageAttention", (CoreAttention,), {"reach": reach, "windowed": windowed})
 
 
 def _heads_first(x: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ from mca_models.megatron.forward import gathered, inference, micro_batch_group, 
 from mca_models.megatron.layers.attention import set_packed_lengths
 from mca_models.megatron.layers.rope import length_dependent_ropes, set_longest_sequence
 from mca_models.megatron.layers.zigzag import rank_token_ranges
-from mca_models.megatron.live import LiveModel
+from mca_models.megatron.live_model import LiveModel
 from mca_models.megatron.log_probs.chunks import ChunkedOutput, token_values
 from mca_models.megatron.log_probs.vocabulary import TokenValues
 from mca_models.megatron.types import GptModel, MegatronModule, PackedSeqParams

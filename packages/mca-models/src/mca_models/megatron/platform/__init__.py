@@ -1,7 +1,7 @@
 """Device platform: makes megatron-core run on this machine, with a GPU or without.
 
-Call ``prepare()`` before anything imports ``megatron``. On a CPU it patches torch and Megatron, each patch in a small
-file that gives the reason; on a GPU only device-independent fixes are applied.
+Call ``prepare()`` before anything imports ``megatron``. On a CPU it patches torch and Megatron; the modules group
+the patches by subject, each with its reason; on a GPU only device-independent fixes are applied.
 """
 
 import importlib
@@ -15,37 +15,15 @@ from importlib.metadata import PackageNotFoundError, version
 
 from mca_config.errors import McaError
 from mca_models.megatron.platform import (
-    block_padding,
     checkpoint_queue,
     cross_entropy_dtype,
-    cuda_calls,
-    cuda_tensors,
-    distributed_adam,
-    dp_reshardable_no_grad,
-    drop_by_position,
-    engine_on_cpu,
-    expert_norm,
-    hybrid_grads,
-    hybrid_split,
-    hybrid_views,
-    hybrid_wait,
-    mla_down_projection,
-    mla_flags,
-    mtp_padding_mask,
-    mtp_recompute,
-    optimizer_te_version,
-    packed_roll,
-    packed_rope,
-    parameter_groups,
-    plain_sgd,
-    recompute_without_te,
-    recomputed_bias,
-    rng_state,
-    router_gemm_name,
-    router_jitter,
-    split_sizes,
-    uneven_collectives,
-    yarn_cache,
+    cuda,
+    mla,
+    moe,
+    mtp,
+    offloading,
+    optimizers,
+    recompute,
 )
 from mca_models.megatron.platform._device import (
     backend,
@@ -81,38 +59,38 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-BEFORE_IMPORT: tuple[Patch, ...] = (cuda_calls.PATCH, cuda_tensors.PATCH, engine_on_cpu.PATCH)
+BEFORE_IMPORT: tuple[Patch, ...] = (cuda.CUDA_CALLS, cuda.CUDA_TENSORS, cuda.ENGINE_ON_CPU)
 """Patches of libraries that Megatron imports, applied before its import."""
 
 PATCHES: tuple[Patch, ...] = (
-    rng_state.PATCH,
-    router_gemm_name.PATCH,
-    router_jitter.PATCH,
-    drop_by_position.PATCH,
-    split_sizes.PATCH,
+    cuda.RNG_STATE,
+    moe.ROUTER_GEMM_NAME,
+    moe.ROUTER_JITTER,
+    moe.DROP_BY_POSITION,
+    moe.SPLIT_SIZES,
     cross_entropy_dtype.PATCH,
-    recompute_without_te.PATCH,
-    recomputed_bias.PATCH,
-    uneven_collectives.PATCH,
-    distributed_adam.PATCH,
-    dp_reshardable_no_grad.PATCH,
-    block_padding.PATCH,
-    expert_norm.PATCH,
-    hybrid_grads.PATCH,
-    hybrid_split.PATCH,
-    hybrid_views.PATCH,
-    hybrid_wait.PATCH,
-    mla_flags.PATCH,
-    mtp_recompute.PATCH,
-    optimizer_te_version.PATCH,
-    packed_roll.PATCH,
-    packed_rope.PATCH,
-    parameter_groups.PATCH,
-    plain_sgd.PATCH,
-    mtp_padding_mask.PATCH,
-    mla_down_projection.PATCH,
+    recompute.RECOMPUTE_WITHOUT_TE,
+    recompute.RECOMPUTED_BIAS,
+    moe.UNEVEN_COLLECTIVES,
+    optimizers.DISTRIBUTED_ADAM,
+    optimizers.DP_RESHARDABLE_NO_GRAD,
+    recompute.BLOCK_PADDING,
+    optimizers.EXPERT_NORM,
+    offloading.HYBRID_GRADS,
+    offloading.HYBRID_SPLIT,
+    offloading.HYBRID_VIEWS,
+    offloading.HYBRID_WAIT,
+    mla.MLA_FLAGS,
+    mtp.MTP_RECOMPUTE,
+    optimizers.OPTIMIZER_TE_VERSION,
+    mtp.PACKED_ROLL,
+    mla.PACKED_ROPE,
+    optimizers.PARAMETER_GROUPS,
+    optimizers.PLAIN_SGD,
+    mtp.MTP_PADDING_MASK,
+    mla.MLA_DOWN_PROJECTION,
     checkpoint_queue.PATCH,
-    yarn_cache.PATCH,
+    mla.YARN_CACHE,
 )
 """Patches of Megatron, applied after its import."""
 

@@ -10,7 +10,7 @@ import torch.distributed
 from torch import Tensor
 
 from mca_models.megatron import platform
-from mca_models.megatron.live import LiveModel
+from mca_models.megatron.live_model import LiveModel
 from mca_models.megatron.state.buckets import ParamSpecs
 from mca_models.megatron.state.export import WeightBucket, WeightRequest, export_buckets
 from mca_models.megatron.state.stream import Piece

@@ -226,8 +226,9 @@ class _Transfer:
         piece = self._source.piece(name)
         if piece is None:
             return None
-        rows = slot.pieces[number][0] if slot.param.vocab else len(piece)
-        return cast_finite(piece.detach()[:rows], slot.dtype, name).contiguous()
+        if slot.param.vocab:
+            piece = piece[: slot.pieces[number][0]]
+        return cast_finite(piece.detach(), slot.dtype, name).contiguous()
 
     def post(self) -> None:
         """Start the sends and receives."""

@@ -27,7 +27,7 @@ from mca_models.megatron.distributed.writer import (
     suppress_writer_warnings,
     write_state,
 )
-from mca_models.megatron.live import LiveModel
+from mca_models.megatron.live_model import LiveModel
 from mca_models.megatron.state.save import copy_model_side_files
 from mca_models.megatron.types import GptModel, ShardedState
 from mca_models.storage.atomic import write_file

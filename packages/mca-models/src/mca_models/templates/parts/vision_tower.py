@@ -1,10 +1,10 @@
-"""Vision tower of a family: its tensors, their names in files, and its keys of ``config.json``.
+"""Vision and audio towers of a family: their tensors, names in files, and keys of ``config.json``.
 
 Which tensors a vision model has is said in the family's own file, with ``linear``, ``norm`` and ``repeat_shapes``.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from mca_config.errors import HfConfigError
@@ -12,6 +12,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import HfConfig
 from mca_models.weights import Param, Stage
+from mca_models.weights.layouts import FusedRotaryHeads
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
@@ -23,13 +24,27 @@ PREFIX = "vision_model."
 SPELLING, MORE = "hf_spelling", "hf_vision_more"
 """Facts in ``extra``: which of the family's spellings a checkpoint has; tensors that no table names, with shapes."""
 
-ImageTokenKind = Literal["patches", "tiles", "lines", "fixed", "plain"]
-"""Division of an image into tokens: a grid of merged patches, tiles of equally many tokens, lines with a mark after
-each, or a fixed number of tokens, with Gemma's marks around them (``fixed``) or alone (``plain``)."""
+ImageTokenKind = Literal[
+    "patches",
+    "padded_patches",
+    "tiles",
+    "tile_rows",
+    "lines",
+    "fixed",
+    "plain",
+    "pooled",
+    "tile_breaks",
+    "named_tiles",
+]
+"""Division of an image into tokens: a grid of merged patches, the same of an image that is padded at its ends; tiles of
+equally many tokens, the same in rows with marks between them (``tile_rows``), each before a mark (``tile_breaks``), or
+behind its number (``named_tiles``); lines with a mark after each; a fixed number of tokens, with Gemma 3's marks around
+them (``fixed``) or alone (``plain``); or a grid of pooled patches between Gemma 4's marks (``pooled``)."""
 
-VideoTokenKind = Literal["together", "timestamps", "second_after", "seconds_after"]
-"""Frames of a video one after the other; each between marks behind its time in words (``timestamps``), or in front of
-its whole second (``second_after``) or its seconds (``seconds_after``), as an image."""
+VideoTokenKind = Literal["together", "timestamps", "second_after", "seconds_after", "minutes"]
+"""Frames of a video one after the other; each between marks behind its time in words (``timestamps``) or its minutes
+and seconds (``minutes``), or in front of its whole second (``second_after``) or its seconds (``seconds_after``), as an
+image."""
 
 _TEXT, _HEAD = "model.", "lm_head."
 _KEYS = (
@@ -38,7 +53,12 @@ _KEYS = (
     *("image_end_token_id", "video_start_token_id", "video_end_token_id", "mm_tokens_per_image"),
     *("image_seq_length", "downsample_ratio", "projector_hidden_act", "vision_feature_layer"),
     *("vision_feature_select_strategy", "multimodal_projector_bias", "spatial_merge_size"),
-    *("projector_hidden_size", "video_token_index"),
+    *("projector_hidden_size", "video_token_index", "projection_hidden_size", "projection_layer_norm_eps"),
+    *("downsample_factor", "alignment_intermediate_size", "adapter_layer_norm_eps"),
+    *("audio_config", "audio_token_id", "audio_token_index"),
+    *("audio_start_token_id", "audio_end_token_id", "position_id_per_seconds", "seconds_per_chunk"),
+    "user_token_id",
+    *("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
 )
 _ROPES = ("rope_parameters", "rope_scaling")
 _MROPE = ("mrope_section", "mrope_interleaved")
@@ -67,28 +87,44 @@ class Spelling:
         text: For ``model.`` of a text-only model.
         head: For ``lm_head.``.
         vision: For the beginnings of a vision model's names.
+        inside: For parts of a vision model's names behind their beginnings, of which a name has one at most.
+        layers: For ``layers.`` of a text-only model.
     """
 
     text: str
     head: str
     vision: Mapping[str, str]
+    inside: tuple[tuple[str, str], ...] = ()
+    layers: str = "layers."
+
+    def _text(self) -> tuple[tuple[str, str], ...]:
+        return (f"{_TEXT}layers.", f"{self.text}{self.layers}"), (_TEXT, self.text), (_HEAD, self.head)
 
     def text_to_file(self, name: str) -> str:
         """Return the file's name for a text model's ``name``."""
-        return _exchanged(name, ((_TEXT, self.text), (_HEAD, self.head)))
+        return _exchanged(name, self._text())
 
     def vision_to_file(self, name: str) -> str:
         """Return the file's name for a vision model's ``name``."""
-        return _exchanged(name, self.vision.items())
+        return _exchanged_inside(_exchanged(name, self.vision.items()), self.inside)
 
     def text_from_file(self, name: str) -> str:
         """The inverse of ``text_to_file``."""
-        return _exchanged(name, ((self.text, _TEXT), (self.head, _HEAD)))
+        return _exchanged(name, ((its, own) for own, its in self._text()))
 
     def vision_from_file(self, name: str) -> str | None:
         """The inverse of ``vision_to_file``; None if the file's ``name`` is not a vision model's."""
-        found = _exchanged(name, ((its, own) for own, its in self.vision.items()))
+        inside = [(its, own) for own, its in self.inside]
+        found = _exchanged_inside(_exchanged(name, ((its, own) for own, its in self.vision.items())), inside)
         return found if any(name.startswith(its) for its in self.vision.values()) else None
+
+
+FUSED_QKV = ".wqkv."
+
+
+def split_qkv(name: str) -> tuple[str, ...]:
+    """Return the names of transformers' modules for a fused tensor's ``name``; none for another tensor."""
+    return tuple(name.replace(FUSED_QKV, f".{x}_proj.") for x in "qkv") if FUSED_QKV in name else ()
 
 
 def _exchanged(name: str, beginnings: Iterable[tuple[str, str]]) -> str:
@@ -96,6 +132,11 @@ def _exchanged(name: str, beginnings: Iterable[tuple[str, str]]) -> str:
         if name.startswith(before):
             return after + name.removeprefix(before)
     return name
+
+
+def _exchanged_inside(name: str, parts: Iterable[tuple[str, str]]) -> str:
+    before, after = next((pair for pair in parts if pair[0] in name), ("", ""))
+    return name.replace(before, after) if before else name
 
 
 def module_spelling(*parts: str) -> Spelling:
@@ -109,19 +150,67 @@ def llava_spelling(*parts: str) -> Spelling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AudioTower:
+    """Audio tower of a family, a part of its `VisionModel`.
+
+    Args:
+        names: Beginnings of the names of its tensors.
+        mask: Input that marks the frames of a clip, ``[clips, frames]``; None: all frames of a window count.
+        tokens: Features of a clip, by the number of its frames.
+        chunk: Frames of a chunk, where the features of a shorter clip depend on the padding that longer ones give it;
+            such clips are computed alone.
+        unpadded: The processor takes clips of any length, without padding.
+    """
+
+    names: tuple[str, ...]
+    mask: str | None
+    tokens: Callable[[McaModelConfig, int], int]
+    chunk: Callable[[McaModelConfig], int] | None = None
+    unpadded: bool = False
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Return the names of the inputs."""
+        return ("input_features",) if self.mask is None else ("input_features", self.mask)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoRules:
+    """Rules for the videos of a processor that counts time by the rate at which a run asks for frames.
+
+    The text goes on behind the last frame.
+
+    Args:
+        fps: Frames per second, where neither the run nor the checkpoint gives a number.
+        pixels: Fewest and most pixels of a frame, also where the checkpoint's video processor has others.
+        exact: Time positions are not rounded down.
+    """
+
+    fps: float
+    pixels: tuple[int, int]
+    exact: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class VisionModel:
-    """Vision model of a family.
+    """Vision model of a family, or what it hears with.
 
     Args:
         tensors: All of them, for a model.
         spellings: How files may name things, that of published ones first, that of transformers' modules last.
         projector: Beginnings of the names of what makes the text's features of the tower's.
-        unused: Beginnings of the names of what no feature depends on, for a model.
+        unused: Beginnings of the names of what no feature depends on, or transformers never trains.
         image_tokens: How an image in a row becomes tokens; None: the processor puts tokens around it that mca does not
             write.
         video_tokens: How a video in a row becomes tokens; None: mca does not write the tokens of its frames.
         tokens_per_second: Time positions of a second of video if ``vision_config`` does not say; None: a frame is one.
+        video_rules: Rules for videos; None: those of the video processor, and time by the rate of the found frames.
         tokens_per_image: Features of an image, or of a tile, where all have the same number.
+        reach: How many later tokens an image token attends to at most; 0: attention is causal.
+        windowed: Only layers with a sliding window have bidirectional attention inside images.
+        audio: The audio tower; None: there is none.
+        fused_qkv: Files have q, k and v of a tower's layer in one tensor, ``FUSED_QKV``, with the channels of a RoPE
+            pair next to each other, and so has mca; transformers' modules have three.
     """
 
     tensors: Callable[[McaModelConfig], Shapes]
@@ -131,10 +220,18 @@ class VisionModel:
     image_tokens: ImageTokenKind | None = "patches"
     video_tokens: VideoTokenKind | None = None
     tokens_per_second: float | None = None
+    video_rules: VideoRules | None = None
     tokens_per_image: Callable[[McaModelConfig], int] | None = None
+    reach: Callable[[McaModelConfig], int] = lambda config: 0
+    windowed: bool = False
+    audio: AudioTower | None = None
+    fused_qkv: bool = False
 
     def component(self, name: str, config: McaModelConfig) -> str:
-        """Return the component of a vision model's ``name``: ``vision``, ``projector``, or ``unused``."""
+        """Return the component of a vision model's ``name``: ``vision``, ``projector``, or ``unused``.
+
+        An audio tower counts as ``vision``.
+        """
         if name.startswith(self.unused(config)):
             return "unused"
         return "projector" if name.startswith(self.projector) else "vision"
@@ -147,10 +244,15 @@ class VisionModel:
         """Every parameter of the vision model: whole on each tensor rank of the first stage."""
         more = {name: tuple(shape) for name, shape in config.extra.get(MORE, {}).items()}
         spelling, shapes = self.spelling(config), {**self.tensors(config), **more}
-        return [
-            Param(mca=PREFIX + name, hf=(spelling.vision_to_file(name),), stage=Stage.VISION, shape=shape)
-            for name, shape in shapes.items()
-        ]
+        return [self._param(name, shape, spelling, config) for name, shape in shapes.items()]
+
+    def _param(self, name: str, shape: Shape, spelling: Spelling, config: McaModelConfig) -> Param:
+        plain = Param(mca=PREFIX + name, hf=(spelling.vision_to_file(name),), stage=Stage.VISION, shape=shape)
+        if not (self.fused_qkv and FUSED_QKV in name and spelling is self.spellings[-1]):
+            return plain
+        names = tuple(spelling.vision_to_file(own) for own in split_qkv(name))
+        heads = (config.vision_fields or {})["vision_config"].get("num_attention_heads", 16)
+        return replace(plain, hf=names, layout=FusedRotaryHeads(shape[0] // 3 // heads // 2))
 
     def detect_spelling(self, config: McaModelConfig, names: Collection[str]) -> int:
         """Return the index of the spelling of a checkpoint with these tensor names."""
@@ -162,7 +264,7 @@ class VisionModel:
         self, config: McaModelConfig, spelling: Spelling, names: Collection[str], shapes: Mapping[str, Shape]
     ) -> dict[str, list[int]]:
         """Tensors of the vision model that no table names; they are carried like the others."""
-        known = self.tensors(config)
+        known = {own for name in self.tensors(config) for own in (name, *split_qkv(name))}
         found = {own: name for name in names if (own := spelling.vision_from_file(name)) is not None}
         return {own: list(shapes[name]) for own, name in found.items() if own not in known and name in shapes}
 
@@ -174,22 +276,27 @@ class NestedTextConfig:
     Args:
         text_model_type: HF's name of the text model.
         tied: Whether the head is tied if the file does not say.
-        text_ties: Whether ``tie_word_embeddings`` of the text part ties it ``too``, ``alone`` or ``never``.
+        text_ties: If ``tie_word_embeddings`` of the text part ties it ``too``, ``alone`` or ``never``; ``nothing``:
+            transformers' class always has a separate head.
         rope: Sections of RoPE, where the family has any, if the file does not say; and whether they interleave.
         deepstack: How many decoder layers get features, by the vision model's configuration.
         defaults: Default values of the keys outside of ``vision_config``.
+        towers: Keys of the towers' configurations.
     """
 
     text_model_type: str
     tied: bool = False
-    text_ties: Literal["never", "too", "alone"] = "never"
+    text_ties: Literal["never", "too", "alone", "nothing"] = "never"
     rope: tuple[tuple[int, ...], bool] | None = None
     deepstack: Callable[[JsonObject], int] = lambda vision: 0
     defaults: Values = field(default_factory=dict)
+    towers: tuple[str, ...] = ("vision_config",)
 
     def text_config(self, hf: HfConfig) -> HfConfig:
         """Return the keys that describe the text model."""
-        text = _object(hf, "text_config") if "text_config" in hf else {k: hf[k] for k in hf if k not in _KEYS}
+        text = (
+            as_object(hf, "text_config") if "text_config" in hf else {k: hf[k] for k in hf if k not in _KEYS}
+        )
         shared: HfConfig = {key: hf[key] for key in ("dtype", "torch_dtype") if key in hf}
         tied = hf.get("tie_word_embeddings")
         tied = self.tied if tied is None else tied
@@ -197,6 +304,8 @@ class NestedTextConfig:
             tied = tied or text.get("tie_word_embeddings") or False
         elif self.text_ties == "alone":
             tied = text.get("tie_word_embeddings") or False
+        elif self.text_ties == "nothing":
+            tied = False
         ropes = {key: _without_sections(text[key]) for key in _ROPES if isinstance(text.get(key), dict)}
         named = {"model_type": self.text_model_type, "tie_word_embeddings": tied}
         return {**text, **shared, **ropes, **named}
@@ -204,14 +313,14 @@ class NestedTextConfig:
     def other_fields(self, hf: HfConfig) -> Values:
         """Return the fields of ``McaModelConfig`` that the text keys do not give."""
         vision = {**self.defaults, **{key: hf[key] for key in _KEYS if key in hf}}
-        vision["vision_config"] = _object(hf, "vision_config")
+        vision |= {key: as_object(hf, key) for key in self.towers}
         sections, turns = self._sections(hf) if self.rope else (None, False)
         return {
             "text_model_type": self.text_model_type,
             "vision_fields": vision,
             "mrope_section": sections,
             "mrope_interleaved": turns,
-            "deepstack_layers": self.deepstack(vision["vision_config"]),
+            "deepstack_layers": self.deepstack(vision.get("vision_config", {})),
         }
 
     def _sections(self, hf: HfConfig) -> tuple[tuple[int, ...], bool]:
@@ -253,7 +362,12 @@ class NestedTextConfig:
         }
 
 
-def _object(hf: HfConfig, key: str) -> JsonObject:
+def as_object(hf: HfConfig, key: str) -> JsonObject:
+    """Return the object of ``key``.
+
+    Raises:
+        HfConfigError: It is missing, or not an object.
+    """
     value = hf.get(key)
     if not isinstance(value, dict):
         raise HfConfigError(
@@ -275,3 +389,6 @@ TOWER = "vision_tower."
 
 
 PROJECTOR = "multi_modal_projector."
+
+
+AUDIO_TOWER = "audio_tower."

@@ -37,7 +37,7 @@ class VisionValues:
         wanted = f"a whole number from 1 to {_MOST_LAYERS}"
         return int(self._value(key, default, lambda value: _is_size(value, _MOST_LAYERS), wanted))
 
-    def sides(self, key: str, default: int) -> tuple[int, int]:
+    def sides(self, key: str, default: int | tuple[int, int]) -> tuple[int, int]:
         """Height and width: two sizes, or one for both."""
         wanted = f"a whole number from 1 to {_LARGEST}, or two in a list"
         value = self._value(key, default, lambda value: _is_size(value) or _are_two_sizes(value), wanted)
@@ -71,23 +71,41 @@ class VisionValues:
     def _value(self, key: str, default: Typed, fits: Callable[[Typed], bool], wanted: str) -> Typed:
         value = self.values.get(key, default)
         if not fits(value):
-            raise McaError(f"'{self.inside}{key}' of the vision model is {value!r:.80}; expected {wanted}")
+            raise McaError(f"'{self.inside}{key}' of config.json is {value!r:.80}; expected {wanted}")
         return value
 
 
-def vision_values(config: McaModelConfig) -> tuple[VisionValues, VisionValues]:
-    """Return the values outside of the vision model's configuration, and those inside.
+def vision_values(config: McaModelConfig, tower: str = "vision_config") -> tuple[VisionValues, VisionValues]:
+    """Return the values outside of a tower's configuration, and those inside.
+
+    Args:
+        config: Model configuration.
+        tower: Key of the tower's configuration.
 
     Raises:
         McaError: ``config`` has none.
     """
     about = config.vision_fields or {}
-    vision = about.get("vision_config")
-    if not isinstance(vision, dict):
+    inside = about.get(tower)
+    if not isinstance(inside, dict):
         raise McaError(
-            f"'vision_config' must be an object, not {vision!r:.80}; a {config.model_type} model needs it"
+            f"'{tower}' must be an object, not {inside!r:.80}; a {config.model_type} model needs it"
         )
-    return VisionValues(about), VisionValues(vision, "vision_config.")
+    return VisionValues(about), VisionValues(inside, f"{tower}.")
+
+
+def audio_values(config: McaModelConfig) -> VisionValues | None:
+    """Return the values of the audio tower's configuration; None: the model has no audio tower.
+
+    Raises:
+        McaError: It is not an object.
+    """
+    audio = (config.vision_fields or {}).get("audio_config")
+    if audio is None:
+        return None
+    if not isinstance(audio, dict):
+        raise McaError(f"'audio_config' must be an object or null, not {audio!r:.80}")
+    return VisionValues(audio, "audio_config.")
 
 
 def _is_size(value: Typed, most: int = _LARGEST) -> bool:

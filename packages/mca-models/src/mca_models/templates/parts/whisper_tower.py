@@ -1,0 +1,38 @@
+"""Tensors of Whisper's encoder: two convolutions over time, a table of positions, and encoder layers.
+
+Names are those of transformers' modules below the tower.
+"""
+
+from mca_models.templates.parts.vision_tower import Shapes, linear, norm, repeat_shapes
+from mca_models.templates.parts.vision_values import VisionValues
+
+
+def whisper_tower(audio: VisionValues) -> Shapes:
+    """Return the tensors of a tower with ``audio_config``."""
+    width, mels = audio.size("d_model", 1280), audio.size("num_mel_bins", 128)
+    return {
+        **convolution("conv1", width, mels),
+        **convolution("conv2", width, width),
+        "embed_positions.weight": (audio.size("max_source_positions", 1500), width),
+        **encoder_layers(audio),
+        **norm("layer_norm", width),
+    }
+
+
+def encoder_layers(audio: VisionValues, *, biased_keys: bool = False) -> Shapes:
+    """Return the encoder layers; Whisper's keys have no bias."""
+    width, inner = audio.size("d_model", 1280), audio.size("encoder_ffn_dim", 5120)
+    layer = {
+        **norm("self_attn_layer_norm", width),
+        **norm("final_layer_norm", width),
+        **linear("fc1", inner, width),
+        **linear("fc2", width, inner),
+    }
+    for x in ("q", "k", "v", "out"):
+        layer |= linear(f"self_attn.{x}_proj", width, width, bias=biased_keys or x != "k")
+    return repeat_shapes("layers", audio.layers("encoder_layers", 32), layer)
+
+
+def convolution(name: str, width: int, inputs: int, *kernel: int) -> Shapes:
+    """Return the tensors of a convolution, over three frames without a ``kernel``."""
+    return {f"{name}.weight": (width, inputs, *(kernel or (3,))), f"{name}.bias": (width,)}

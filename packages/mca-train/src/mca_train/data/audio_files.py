@@ -1,0 +1,124 @@
+"""Audio clips that a row names or contains: facts of the header, and samples, decoded by soundfile."""
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mca_config.errors import McaError, UsageError
+from mca_config.redaction import redacted
+from mca_train.data.encoded_file import EncodedFile
+from mca_train.data.message_parts import AUDIO, AUDIO_KEYS, require_no_audio_options
+from mca_train.data.row_paths import RowPaths
+from mca_train.types import Upstream
+
+
+@dataclass(frozen=True)
+class AudioFacts:
+    """Facts of an audio clip, of its header.
+
+    Args:
+        frames: Samples of each channel.
+        rate: Samples per second.
+    """
+
+    frames: int
+    rate: int
+
+    @property
+    def seconds(self) -> float:
+        """Return the duration."""
+        return self.frames / self.rate
+
+    def frames_at(self, rate: int) -> int:
+        """Return the samples of the clip at another rate, rounded up."""
+        return -(-self.frames * rate // self.rate)
+
+
+class AudioFile(EncodedFile):
+    """Audio clip in a file, at a URL, or in the row."""
+
+    medium = AUDIO
+
+    def facts(self) -> AudioFacts:
+        """Return the facts of the clip.
+
+        Raises:
+            McaError: The file is missing, or no audio.
+        """
+        with self._opened() as sound:
+            return AudioFacts(sound.frames, sound.samplerate)
+
+    def samples(self, rate: int) -> NDArray[np.float32]:
+        """Return the mean of all channels, resampled: ``[samples]``.
+
+        Raises:
+            McaError: As in `facts`, or the file has fewer samples than its header states.
+        """
+        import soxr
+
+        with self._opened() as sound:
+            facts = AudioFacts(sound.frames, sound.samplerate)
+            mono = sound.read(dtype="float32", always_2d=True).mean(1)
+        if len(mono) != facts.frames:
+            raise McaError(
+                f"audio {self.place}: {len(mono)} of {facts.frames} samples can be decoded; the file is damaged; "
+                "encode it again, or remove the row"
+            )
+        found: NDArray[np.float32] = (
+            mono if facts.rate == rate else soxr.resample(mono, facts.rate, rate, quality="HQ")
+        )
+        length = facts.frames_at(rate)
+        return np.pad(found[:length], (0, max(length - len(found), 0)))
+
+    @contextmanager
+    def _opened(self) -> Iterator[Upstream]:
+        """Open the file; errors of soundfile and of the system name the clip."""
+        require_audio_packages()
+        import soundfile
+
+        try:
+            with self.open() as stream, soundfile.SoundFile(stream) as sound:
+                yield sound
+        except McaError:  # from a URL, or a path that is not a file
+            raise
+        except FileNotFoundError as error:
+            raise McaError(f"audio {self.place} is not there") from error
+        except (soundfile.SoundFileError, OSError, ValueError, TypeError) as error:
+            reason = redacted(" ".join(str(error).split()))[:200]
+            raise McaError(f"audio {self.place} cannot be read by soundfile: {reason}") from error
+
+
+def require_audio_packages() -> None:
+    """Raise a `UsageError` unless the packages of the extra ``audio`` are installed."""
+    if missing := [name for name in ("soundfile", "soxr") if importlib.util.find_spec(name) is None]:
+        raise UsageError(f"rows have audio, which needs {' and '.join(missing)}; install mca-train[audio]")
+
+
+def open_audio(value: object, paths: RowPaths) -> AudioFile:
+    """Return the audio clip of a row: a path, a URL, bytes, base64, or a mapping with one of them.
+
+    Args:
+        value: Value in the row.
+        paths: Files that the row may open.
+
+    Raises:
+        McaError: The value is none of these, or the row may not open the file.
+    """
+    if (plain := AudioFile.from_row(value, paths)) is not None:
+        return plain
+    if isinstance(value, Mapping):
+        require_no_audio_options(value)
+        if (inside := AudioFile.from_mapping(value)) is not None:
+            return inside
+        if isinstance(text := value.get("data"), str):  # of OpenAI's input_audio
+            return AudioFile.from_base64(text)
+        found = next((value[key] for key in AUDIO_KEYS if value.get(key) is not None), None)
+        if found is not None:
+            return open_audio(found, paths)
+    raise McaError(
+        f"an audio clip is {value!r:.80}; expected a path, a URL, bytes, base64, or a mapping with one of them"
+    )

@@ -1,0 +1,139 @@
+"""Token counts and spectrograms of audio clips, from the feature extractor of the checkpoint."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mca_config.errors import McaError, UsageError
+from mca_config.model_config import McaModelConfig
+from mca_models.images import ImageSpan, placeholders
+from mca_models.templates import get_family
+from mca_models.templates.parts.vision_tower import AudioTower
+from mca_train.data.audio_files import AudioFacts, AudioFile, require_audio_packages
+from mca_train.data.grids import Grid
+from mca_train.data.image_tokens import require_unchanged
+from mca_train.types import ImageProcessor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class AudioOptions:
+    """Options of a run for its audio clips; see `DataArguments`."""
+
+    max_seconds: float | None = None
+
+
+class AudioTokens:
+    """Audio tokens of a model.
+
+    Args:
+        extractor: Hugging Face feature extractor.
+        token: Id of the placeholder token.
+        tower: Audio tower of the model's family.
+        config: Model configuration.
+        options: Options of the run.
+    """
+
+    def __init__(
+        self,
+        extractor: ImageProcessor,
+        token: int,
+        tower: AudioTower,
+        config: McaModelConfig,
+        options: AudioOptions,
+    ) -> None:
+        self.token, self.extractor = token, extractor
+        self.before: Sequence[int] = ()
+        self.after: Sequence[int] = ()
+        self._tower, self._config, self._options = tower, config, options
+
+    def grid(self, facts: AudioFacts) -> Grid:
+        """Return the grid of a clip.
+
+        Raises:
+            McaError: The clip is too long or too short.
+        """
+        heard = self.extractor.n_samples / self.extractor.sampling_rate
+        limit = self._options.max_seconds
+        if limit is not None and facts.seconds > limit:
+            raise McaError(
+                f"it lasts {facts.seconds:.1f} seconds, more than audio_max_seconds {limit:g}; cut it, raise "
+                "audio_max_seconds, or remove the row"
+            )
+        if facts.seconds > heard and not self._tower.unpadded:
+            raise McaError(
+                f"it lasts {facts.seconds:.1f} seconds, and the model hears at most {heard:g}; cut it, or remove "
+                "the row"
+            )
+        samples = facts.frames_at(self.extractor.sampling_rate)
+        frames = -(-samples // self.extractor.hop_length)
+        if (count := self._tower.tokens(self._config, frames)) < 1:
+            raise McaError(f"it lasts {facts.seconds:.3f} seconds, too short for one token; remove the row")
+        return Grid.of_audio(count)
+
+    def ids(self, grid: Grid) -> list[int]:
+        """Return the tokens that replace one placeholder of the chat template."""
+        return [self.token] * grid.tokens
+
+    def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
+        """Return the location of a clip from the indices ``where`` of its placeholders."""
+        return [ImageSpan(int(where[0]), 1, grid.tokens, medium="audio")]
+
+    def tensors(self, clip: AudioFile, grid: Grid) -> dict[str, Tensor]:
+        """Return the inputs of the audio tower for ``clip``.
+
+        Raises:
+            McaError: The clip cannot be read, or has changed since its placeholders were counted.
+        """
+        rate = self.extractor.sampling_rate
+        samples = clip.samples(rate)
+        require_unchanged(f"audio {clip.place}", grid, self.grid(AudioFacts(len(samples), rate)))
+        given = {"sampling_rate": rate, "return_attention_mask": True, "return_tensors": "pt"}
+        if self._tower.unpadded:
+            given |= {"padding": "longest", "truncation": False}
+        made = self.extractor(samples, **given)
+        mask: Tensor = made["attention_mask"]
+        count = self._tower.tokens(self._config, int(mask.sum()))
+        require_unchanged(f"audio {clip.place}", grid, Grid.of_audio(count))
+        found = {"input_features": torch.as_tensor(made["input_features"])}
+        return found if self._tower.mask is None else {**found, self._tower.mask: mask.long()}
+
+
+def audio_tokens(
+    config: McaModelConfig,
+    directories: Sequence[Path],
+    tokenizer: "PreTrainedTokenizerBase",
+    options: AudioOptions,
+) -> AudioTokens:
+    """Return the audio tokens of a model, whose feature extractor is in one of ``directories``.
+
+    Raises:
+        UsageError: The model does not support audio, a package is missing, or there is no feature extractor.
+    """
+    vision = config.vision_fields
+    part = get_family(config.model_type).vision if vision is not None else None
+    if part is None or part.audio is None:
+        raise UsageError(f"a {config.model_type} model does not support audio; remove it from the rows")
+    token = placeholders(vision).get("audio")
+    if token is None:
+        raise UsageError(f"config.json: audio_token_id is missing, the placeholder of {config.model_type}")
+    require_audio_packages()
+    return AudioTokens(_extractor(directories), token, part.audio, config, options)
+
+
+def _extractor(directories: Sequence[Path]) -> ImageProcessor:
+    from transformers import AutoFeatureExtractor
+
+    reasons = []
+    for directory in directories:
+        try:
+            return AutoFeatureExtractor.from_pretrained(directory)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            reasons.append(f"{directory}: {' '.join(str(error).split())[:200]}")
+    raise UsageError(f"rows have audio, and there is no feature extractor: {'; '.join(reasons)}")

@@ -1,0 +1,61 @@
+"""Arguments of Megatron's optimizer."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mca_config import TrainingArguments
+from mca_train.engine.optimizer import _set_muon_qkv_shapes, optimizer_settings
+
+
+@pytest.mark.parametrize(
+    ("rates", "kept"),
+    [
+        ({"decoupled_lr": 1e-3}, False),
+        ({"decoupled_lr": 2e-3}, True),
+        ({"decoupled_lr": 1e-3, "min_lr": 1e-4, "decoupled_min_lr": 1e-4}, False),
+        ({"decoupled_lr": 1e-3, "min_lr": 1e-4, "decoupled_min_lr": 1e-5}, True),
+        ({"decoupled_lr": 1e-3, "min_lr": 1e-4}, False),
+    ],
+)
+def test_a_rate_of_the_embedding_that_is_the_others_makes_no_group(
+    tmp_path: Path, rates: dict[str, float], kept: bool
+) -> None:
+    args = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", learning_rate=1e-3, **rates
+    )
+    settings = optimizer_settings(args, torch.float32)
+    assert settings["lr"] == 1e-3
+    assert ("decoupled_lr" in settings) == kept
+
+
+class Attention(torch.nn.Module):
+    """An attention layer with its own heads, as one of several groups of rows or as one."""
+
+    def __init__(self, *rows: int, has_main_param: bool = False) -> None:
+        super().__init__()
+        self.rows = list(rows)
+        self.linear_qkv = torch.nn.Linear(2, sum(rows), bias=False)
+        weight: Any = self.linear_qkv.weight
+        if has_main_param:
+            weight.main_param = weight.detach().clone()
+
+    def qkv_group_rows(self) -> list[int]:
+        return self.rows
+
+
+def test_muon_splits_queries_keys_and_values_by_each_layer_s_heads() -> None:
+    layers = torch.nn.ModuleList([Attention(8, 2, 2, has_main_param=True), Attention(4, 4), Attention(6)])
+    chunk: Any = torch.nn.Sequential(layers, torch.nn.Linear(2, 2))
+    _set_muon_qkv_shapes([chunk])
+    found: list[Any] = [layer.linear_qkv.weight for layer in layers]
+    found.append(found[0].main_param)
+    assert [(each.is_qkv, each.qkv_split_shapes) for each in found] == [
+        (True, [8, 2, 2]),
+        (True, [4, 4]),
+        (False, [6]),
+        (True, [8, 2, 2]),
+    ]
+    assert not hasattr(chunk[1].weight, "is_qkv")

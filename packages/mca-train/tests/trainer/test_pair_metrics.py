@@ -1,0 +1,34 @@
+"""Means over the pairs of a batch, of which some only fill it up."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mca_train.losses.preference import PairLogps
+from mca_train.trainer.dpo import METRIC_NAMES, DpoTrainer
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_pair_that_fills_a_batch_up_counts_in_no_metric(ranks: int) -> None:
+    added: list[Any] = []
+    trainer: Any = SimpleNamespace(
+        metric_names=METRIC_NAMES,
+        metrics=SimpleNamespace(add=lambda sums, count: added.append((sums, float(count)))),
+        ranks=SimpleNamespace(layout=SimpleNamespace(cp=ranks)),
+    )
+    policy = PairLogps(torch.tensor([-4.0, -6.0, 100.0]), torch.tensor([-8.0, -2.0, 50.0]))
+    rewards = PairLogps(torch.tensor([1.0, 2.0, 100.0]), torch.tensor([0.5, 3.0, 50.0]))
+    DpoTrainer._add_metrics(trainer, policy, rewards, torch.tensor([1.0, 1.0, 0.0]))
+    ((sums, count),) = added
+    assert count == 2 / ranks
+    means = {name: float(value) / count for name, value in sums.items()}
+    assert means == {
+        "rewards/chosen": 1.5,
+        "rewards/rejected": 1.75,
+        "rewards/accuracies": 0.5,
+        "rewards/margins": -0.25,
+        "logps/chosen": -5.0,
+        "logps/rejected": -5.0,
+    }
