@@ -82,7 +82,9 @@ class AudioTokens:
     @property
     def _heard(self) -> float | None:
         """Return the seconds that the model hears at most; None: any number."""
-        return float(self.extractor.n_samples / self.extractor.sampling_rate)
+        return (
+            None if self._tower.unpadded else self.extractor.n_samples / float(self.extractor.sampling_rate)
+        )
 
     def _frames(self, samples: int) -> int:
         """Return the frames of a clip that its mask marks."""
@@ -105,7 +107,10 @@ class AudioTokens:
         rate = self.extractor.sampling_rate
         samples = clip.samples(rate)
         require_unchanged(f"audio {clip.place}", grid, self.grid(AudioFacts(len(samples), rate)))
-        made = self.extractor([samples], sampling_rate=rate, return_attention_mask=True, return_tensors="pt")
+        given = {"sampling_rate": rate, "return_attention_mask": True, "return_tensors": "pt"}
+        if self._tower.unpadded:
+            given |= {"padding": "longest", "truncation": False}
+        made = self.extractor([samples], **given)
         mask: Tensor = made[self._made_mask]
         count = self._tower.tokens(self._config, int(mask.sum()))
         require_unchanged(f"audio {clip.place}", grid, Grid.of_audio(count))
