@@ -86,7 +86,7 @@ def rotate(checkpoint: Path, output_dir: Path) -> dict[str, Any]:
         save_steps=1,
         eval_strategy="steps",
         eval_steps=1,
-        learning_rate=0.05,
+        learning_rate=0.01,
         save_total_limit=2,
         load_best_model_at_end=True,
         metric_for_best_model="loss",

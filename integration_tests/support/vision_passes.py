@@ -17,6 +17,8 @@ DENSE = (
     "mistral3",
     "glm4v",
     "gemma3",
+    "cohere2_vision",
+    "aya_vision",
     "gemma4-31b",
     "gemma4-e2b",
     "gemma4_unified",

@@ -5,7 +5,6 @@
 
 import json
 import sys
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ import pytest
 import torch
 import transformers
 
-import forked_cli
 from cases import Case, as_params, product
+from media_runs import LAYOUTS, Row, adamw_losses, answer_log_prob, judged_answers, load_model, run_training
 
 pytest.importorskip("av")
 pytest.importorskip("torchvision")
@@ -24,7 +23,6 @@ import tiny_vision
 
 pytestmark = pytest.mark.ranks
 
-STEPS, RATE = 3, 1e-3
 MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 CLIPS = {"short": (8, 4, 16, 24), "long": (23, 5, 24, 16)}
 """Frames, frames per second, height and width."""
@@ -35,17 +33,6 @@ ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("<video><video>?", ("long", "short"), "green it is"),
 )
 GOOD = (True, False, True, True)
-Row = dict[str, torch.Tensor]
-"""transformers' inputs for one row, with labels."""
-LAYOUTS = {
-    "one": (),
-    "tp2sp": ("--tensor_model_parallel_size", "2", "--sequence_parallel"),
-    "cp2packed": (
-        *("--context_parallel_size", "2", "--sequence_packing", "true", "--seq_length", "512"),
-        *("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "1"),
-    ),
-    "pp2": ("--pipeline_model_parallel_size", "2"),
-}
 
 
 @cache
@@ -87,43 +74,14 @@ def _files() -> dict[str, list[dict[str, Any]]]:
             "videos": [f"{name}.mp4" for name in media if name in CLIPS],
         }
         prompt = {"prompt": [{"role": "user", "content": asked}], **files}
-        sides = {side: [{"role": "assistant", "content": answer}] for side, answer in _answers(said).items()}
+        sides = {
+            side: [{"role": "assistant", "content": answer}] for side, answer in judged_answers(said).items()
+        }
         turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
         found["sft"].append({"messages": turns, **files})
         found["dpo"].append({**prompt, **sides})
         found["kto"].append({**prompt, "completion": sides["chosen"], "label": good})
     return found
-
-
-def _answers(said: str) -> dict[str, str]:
-    return {"chosen": said, "rejected": f"not {said} at all"}
-
-
-def _trained(folder: Path, name: str, *words: str, kind: str = "sft") -> list[dict[str, float]]:
-    run = {
-        "model_name_or_path": str(folder / "model"),
-        "train_file": str(folder / f"{kind}.jsonl"),
-        "output_dir": str(folder / name),
-        "seq_length": 256,
-        "max_steps": STEPS,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "learning_rate": RATE,
-        "vision_learning_rate": RATE,
-        "projector_learning_rate": RATE,
-        "freeze": [],
-        "lr_scheduler_type": "constant",
-        "train_sampling_strategy": "sequential",
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "save_hf_model": True,
-    }
-    (folder / f"{name}.yaml").write_text(json.dumps(run))
-    command = [sys.executable, "-m", "mca_train", kind, str(folder / f"{name}.yaml"), *words]
-    done = forked_cli.launched(command)
-    assert done.returncode == 0, done.stderr
-    lines = (folder / name / "train_log.jsonl").read_text().splitlines()
-    return [log for line in lines if "loss" in (log := json.loads(line))]
 
 
 @cache
@@ -167,36 +125,12 @@ def _inputs(folder: Path, asked: str, media: tuple[str, ...], said: str) -> Row:
     return {**whole, "labels": ids.masked_fill(torch.arange(ids.shape[1]) < length, -100)}
 
 
-def _load(path: Path) -> Any:
-    return transformers.AutoModelForImageTextToText.from_pretrained(path, attn_implementation="eager")
-
-
-def _said(model: Any, row: Row) -> torch.Tensor:
-    """The log-probability of the answer in a row."""
-    labels = row["labels"][0, 1:]
-    logits = model(**{k: v for k, v in row.items() if k != "labels"}).logits[0, :-1]
-    return -torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
-
-
-def _stepped(model: Any, loss: Callable[[], torch.Tensor]) -> list[float]:
-    """The losses of steps that transformers makes in one process."""
-    optimizer, losses = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.0), []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        total = loss()
-        total.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(float(total.detach()))
-    return losses
-
-
 @cache
 def _expected(folder: Path) -> tuple[list[float], Any]:
     """The losses of fine-tuning, and the model after it."""
-    model, rows = _load(folder / "model"), [_inputs(folder, *row) for row in ROWS]
+    model, rows = load_model(folder / "model"), [_inputs(folder, *row) for row in ROWS]
     count = sum(int((row["labels"] != -100).sum()) for row in rows)
-    return _stepped(model, lambda: -sum(_said(model, row) for row in rows) / count), model
+    return adamw_losses(model, lambda: -sum(answer_log_prob(model, row) for row in rows) / count), model
 
 
 @pytest.mark.cases(0, always=["qwen2_5_vl-one", "qwen3_vl-tp2sp"])
@@ -205,10 +139,10 @@ def test_clips_train_as_in_transformers(case: Case, root: Path) -> None:
     folder = folder_of(case.model, root)
     losses, model = _expected(folder)
     workers = ("--dataloader_num_workers", "1") if case.layout == "one" else ()
-    logs = _trained(folder, case.layout, *LAYOUTS[case.layout], *workers)
+    logs = run_training(folder, case.layout, *LAYOUTS[case.layout], *workers)
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
     assert abs(losses[-1] - losses[0]) > 0.05
-    theirs = dict(_load(folder / case.layout / "hf").named_parameters())
+    theirs = dict(load_model(folder / case.layout / "hf").named_parameters())
     # a twentieth of a step: where a gradient is next to nothing, Adam makes a step of its rounding errors; those of a
     # delta net are 1e-5
     within = 2e-4 if case.model == "qwen3_5" else 5e-5
@@ -225,10 +159,10 @@ def test_an_adapter_and_frozen_parts_see_clips(root: Path) -> None:
     losses, _ = _expected(folder)
     words = ("--freeze", "[vision, projector]", "--vision_learning_rate", "null", *LAYOUTS["tp2sp"])
     for name, more in (("lora", ("--lora_rank", "4")), ("frozen", ())):
-        logs = _trained(folder, name, *words, "--projector_learning_rate", "null", *more)
+        logs = run_training(folder, name, *words, "--projector_learning_rate", "null", *more)
         assert logs[0]["loss"] == pytest.approx(losses[0], rel=1e-5)
         assert logs[-1]["loss"] < losses[0] - 1e-4
-    before, after = (dict(_load(folder / each).named_parameters()) for each in ("model", "frozen/hf"))
+    before, after = (dict(load_model(folder / each).named_parameters()) for each in ("model", "frozen/hf"))
     changed = {name for name, x in before.items() if not torch.equal(x, after[name])}
     assert changed and not any("visual" in name for name in changed)
 
@@ -238,23 +172,25 @@ def test_an_adapter_and_frozen_parts_see_clips(root: Path) -> None:
 def test_judged_answers_to_clips_train_as_in_transformers(case: Case, root: Path) -> None:
     folder = folder_of(case.model, root)
     words = (*LAYOUTS[case.layout], "--save_hf_model", "false")
-    model, frozen = _load(folder / "model"), _load(folder / "model")
+    model, frozen = load_model(folder / "model"), load_model(folder / "model")
 
     def gained(row: Row) -> torch.Tensor:
         with torch.no_grad():
-            before = _said(frozen, row)
-        return _said(model, row) - before
+            before = answer_log_prob(frozen, row)
+        return answer_log_prob(model, row) - before
 
-    pairs = [[_inputs(folder, *row[:2], answer) for answer in _answers(row[2]).values()] for row in ROWS]
+    pairs = [
+        [_inputs(folder, *row[:2], answer) for answer in judged_answers(row[2]).values()] for row in ROWS
+    ]
 
     def compared() -> torch.Tensor:
         margins = torch.stack([gained(better) - gained(worse) for better, worse in pairs])
         return -torch.nn.functional.logsigmoid(0.1 * margins).mean()
 
-    logs = _trained(folder, f"dpo-{case.layout}", *words, kind="dpo")
-    assert [log["loss"] for log in logs] == pytest.approx(_stepped(model, compared), rel=1e-5)
+    logs = run_training(folder, f"dpo-{case.layout}", *words, kind="dpo")
+    assert [log["loss"] for log in logs] == pytest.approx(adamw_losses(model, compared), rel=1e-5)
 
-    model = _load(folder / "model")
+    model = load_model(folder / "model")
     own = [_inputs(folder, *row) for row in ROWS]
     others = [_inputs(folder, *row[:2], ROWS[number - 1][2]) for number, row in enumerate(ROWS)]
     signs = torch.tensor(GOOD).float() * 2 - 1
@@ -265,5 +201,5 @@ def test_judged_answers_to_clips_train_as_in_transformers(case: Case, root: Path
         away = torch.stack([gained(row) for row in own]) - kl
         return (1 - torch.sigmoid(signs * away)).mean()
 
-    logs = _trained(folder, f"kto-{case.layout}", *words, "--kto_beta", "1", kind="kto")
-    assert [log["loss"] for log in logs] == pytest.approx(_stepped(model, judged), rel=1e-5)
+    logs = run_training(folder, f"kto-{case.layout}", *words, "--kto_beta", "1", kind="kto")
+    assert [log["loss"] for log in logs] == pytest.approx(adamw_losses(model, judged), rel=1e-5)

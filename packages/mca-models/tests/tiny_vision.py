@@ -216,6 +216,18 @@ CASES: dict[str, Case] = {
             "vision_feature_select_strategy": "full",
         },
     ),
+    "cohere2_vision": (
+        "cohere2_vision",
+        {**tiny_hf.ALL["cohere2"][1], "model_type": "cohere2"},
+        {**_SIGLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+        {"image_token_id": 65, "downsample_factor": 2, "alignment_intermediate_size": 24},
+    ),
+    "aya_vision": (
+        "aya_vision",
+        {**tiny_hf.ALL["cohere2"][1], "model_type": "cohere2"},
+        {**_SIGLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+        {"image_token_index": 65, "downsample_factor": 2},
+    ),
     "gemma4-31b": (
         "gemma4",
         {**tiny_hf.ALL["gemma4_text"][1], "use_bidirectional_attention": "vision", "sliding_window": 3},

@@ -35,6 +35,8 @@ PUBLISHED = {
     "qwen2-audio-7b": pytest.approx(8.40e9, abs=0.01e9),
     "internvl3-78b": 78_408_318_336,
     "gemma-3-27b": 27_432_406_640,
+    "aya-vision-8b": 8_631_842_032,
+    "command-a-vision": 111_867_525_360,
     "gemma-4-31b": 31_273_088_876,
     "gemma-4-26b-a4b": 25_805_936_206,
     "gemma-4-e2b": 5_104_298_467,

@@ -13,7 +13,7 @@ from drawn_images import draw
 from gemma4_processors import gemma4_processors, gemma4_tokenizer, token_ids
 from PIL import Image
 from tokenizers_for_tests import byte_tokenizer
-from transformers import Gemma3Processor, Llama4Processor, LlavaProcessor
+from transformers import AyaVisionProcessor, Gemma3Processor, Llama4Processor, LlavaProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -211,7 +211,27 @@ def gemma4(model_type="gemma4"):
     return kind, expected
 
 
+def aya_vision():
+    kind = Kind(
+        "aya_vision",
+        ("<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>"),
+        GotOcr2ImageProcessorPil(size=SIDE, max_patches=6),
+        lambda ids: {"image_token_index": ids[0], "vision_config": {"image_size": 16, "patch_size": 4}},
+        "<image>",
+    )
+    kind.tokenizer.add_tokens(["<image>"], special_tokens=True)
+    sizes = {"patch_size": 4, "img_size": 16, "downsample_factor": 2}
+    whole = AyaVisionProcessor(kind.processor, kind.tokenizer, **sizes)
+
+    def expected(text, images):
+        made = whole(images=images, text=[text.replace("@", "<image>")], return_tensors="pt")
+        return made["input_ids"][0].tolist(), {"pixel_values": made["pixel_values"]}
+
+    return kind, expected
+
+
 KINDS = {
+    "aya_vision": aya_vision,
     "gemma4": gemma4,
     "gemma4_unified": partial(gemma4, "gemma4_unified"),
     "internvl": internvl,
@@ -258,6 +278,7 @@ def test_tokens_and_pixels_are_those_of_the_familys_own_processor(made):
         {
             "internvl": "<IMG_CONTEXT>",
             "mistral3": "[IMG]",
+            "aya_vision": "<|IMG_PATCH|>",
             "gemma3": "<image_soft_token>",
             "gemma4": "<|image|>",
             "gemma4_unified": "<|image|>",

@@ -1,16 +1,16 @@
 """Rows of Qwen's omni models become the samples that the checkpoint's own processor makes of them."""
 
 import json
-from importlib import import_module
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from drawn_images import MARKS, draw, processor
 from image_samples import asked, text
+from PIL import Image
 
+from mca_config.errors import McaError
 from mca_models.images import positions
 from mca_train.data.image_rows import ImageReader
 from mca_train.tasks.load import load_tokenized
@@ -18,27 +18,33 @@ from mca_train.tasks.table import TASKS
 
 av = pytest.importorskip("av")
 pytest.importorskip("torchvision")
-from drawn_videos import VIDEO_MARK, video_processor, video_tokenizer, write  # noqa: E402
+soundfile = pytest.importorskip("soundfile")
+pytest.importorskip("soxr")
+from drawn_omni import (  # noqa: E402
+    AUDIO_MARKS,
+    DEFAULT_FPS,
+    KINDS,
+    PATCH,
+    RATE,
+    expected,
+    extractor,
+    omni_tokenizer,
+    tone,
+)
+from drawn_videos import VIDEO_MARK, video_processor, write  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
-KINDS = {"qwen2_5_omni": "Qwen2_5Omni", "qwen3_omni_moe": "Qwen3OmniMoe"}
-AUDIO_MARKS = ("<|audio_start|>", "<|AUDIO|>", "<|audio_end|>")
 PER_SECOND = 13
-PATCH = {"qwen2_5_omni": 14, "qwen3_omni_moe": 16}
-DEFAULT_FPS = {"qwen2_5_omni": 2, "qwen3_omni_moe": 1}
+
+
+CLIPS = {"short": 0.43, "spoken": 2.71}
+"""Seconds of each audio clip."""
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    tokenizer = video_tokenizer()
-    tokenizer.add_tokens(list(AUDIO_MARKS), special_tokens=True)
-    names = dict(zip(("vision_bos", "image", "vision_eos"), MARKS, strict=True)) | {"video": VIDEO_MARK}
-    names |= dict(zip(("audio_bos", "audio", "audio_eos"), AUDIO_MARKS, strict=True))
-    for name, mark in names.items():
-        setattr(tokenizer, f"{name}_token", mark)
-        setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(mark))
-    return tokenizer
+    return omni_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +52,11 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clips")
     write(folder / "clip.mp4", 12, 4)
     write(folder / "long.mkv", 23, 5, 24, 16)
+    for name, seconds in CLIPS.items():
+        soundfile.write(folder / f"{name}.wav", tone(seconds), RATE, subtype="FLOAT")
     draw(folder / "wide.png", 24, 16)
-    processor().save_pretrained(folder)
+    both = {**processor().to_dict(), **extractor().to_dict()}  # in one file, as published
+    (folder / "preprocessor_config.json").write_text(json.dumps(both))
     for kind, size in PATCH.items():
         video_processor("qwen2_5_omni", patch_size=size).save_pretrained(folder / kind)
     return folder
@@ -72,36 +81,6 @@ def load(rows, kind, tokenizer, folder, **options):
     reader = ImageReader(config=model_config(kind, tokenizer), directories=(folder / kind, folder))
     given = TASKS["sft"].data_arguments(model_name_or_path="m", **options)
     return load_tokenized(TASKS["sft"], [str(file)], tokenizer, given, images=reader)
-
-
-def whole_processor(kind, tokenizer):
-    """The processor of transformers, without torchvision's images."""
-    home = import_module(f"transformers.models.{kind}.processing_{kind}")
-
-    class Processor(getattr(home, f"{KINDS[kind]}Processor")):
-        def check_argument_for_proper_class(self, name, argument):
-            return type(argument)
-
-    return Processor(
-        image_processor=processor(),
-        tokenizer=tokenizer,
-        video_processor=video_processor("qwen2_5_omni", patch_size=PATCH[kind]),
-        feature_extractor=transformers.WhisperFeatureExtractor(feature_size=8),
-        chat_template=tokenizer.chat_template,
-    )
-
-
-def expected(kind, tokenizer, said, files, **options):
-    videos, known = [], []
-    for file in files:
-        with av.open(str(file)) as container:
-            stream = container.streams.video[0]
-            frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(stream)])
-            known.append({"total_num_frames": len(frames), "fps": float(stream.average_rate)})
-        videos.append(frames)
-    return whole_processor(kind, tokenizer)(
-        text=[said], videos=videos, video_metadata=known, return_tensors="pt", **options
-    )
 
 
 def their_positions(kind, config, right):
@@ -149,3 +128,52 @@ def test_tokens_frames_and_times_of_videos_are_those_of_the_processor(kind, fps,
     where = their_positions(kind, model_config(kind, tokenizer), right)
     assert torch.equal(found.to(where.dtype), where)
     assert bool((where % 1).any()) == (kind == "qwen3_omni_moe" and fps is not None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_with_every_medium_are_those_of_the_processor(kind, tokenizer, folder):
+    names = ("audio/spoken.wav", "video/clip.mp4", "image/wide.png", "audio/short.wav")
+    parts = [{"type": medium, "path": name} for medium, name in (each.split("/") for each in names)]
+    (sample,) = load([asked(*parts[:2], text(" or "), *parts[2:])], kind, tokenizer, folder)
+    heard, seen, shown = "".join(AUDIO_MARKS), "".join(MARKS), MARKS[0] + VIDEO_MARK + MARKS[2]
+    said = (
+        f"<|im_start|>user\n{heard}{shown} or {seen}{heard}<|im_end|>\n<|im_start|>assistant\nred<|im_end|>\n"
+    )
+    right = expected(
+        kind,
+        tokenizer,
+        said,
+        [folder / "clip.mp4"],
+        images=[Image.open(folder / "wide.png")],
+        audio=[tone(CLIPS["spoken"]), tone(CLIPS["short"])],
+        do_sample_frames=True,
+        fps=DEFAULT_FPS[kind],
+    )
+    assert tokenizer.decode(sample["input_ids"]) == tokenizer.decode(right["input_ids"][0])
+    made, places = sample["images"].tensors(), sample["images"].places
+    kept = made["feature_attention_mask"].bool()
+    theirs = torch.as_tensor(right["feature_attention_mask"]).bool()
+    assert kept.sum(1).tolist() == theirs.sum(1).tolist() == [271, 43]
+    if kind == "qwen3_omni_moe":  # of clips that are padded, the last frame sees the padding; none is here
+        theirs[1, 42], kept[1, 42] = False, False
+    mels = [
+        x.transpose(1, 2)[mask]
+        for x, mask in ((made["input_features"], kept), (right["input_features"], theirs))
+    ]
+    assert torch.equal(*mels) and mels[0].std() > 0.1
+    found = torch.from_numpy(positions(len(sample["input_ids"]), places))
+    where = their_positions(kind, model_config(kind, tokenizer), right)
+    assert torch.equal(found.to(where.dtype), where)
+    heard = [place.tokens for place in places if place.medium == "audio"]
+    assert sum(heard) == (right["input_ids"] == tokenizer.audio_token_id).sum() and heard[0] > heard[1]
+
+
+def test_qwen3_omni_hears_clips_of_any_length(tokenizer, folder):
+    soundfile.write(folder / "long.wav", tone(31.5), RATE)
+    row = asked({"type": "audio", "path": "long.wav"}, text("?"))
+    (sample,) = load([row], "qwen3_omni_moe", tokenizer, folder)
+    made = sample["images"].tensors()
+    assert made["input_features"].shape[-1] == made["feature_attention_mask"].sum() == 3150
+    assert sample["images"].tokens == 31 * 13 + 7
+    with pytest.raises(McaError, match=r"it lasts 31\.5 seconds, and the model hears at most 30; cut it"):
+        load([row], "qwen2_5_omni", tokenizer, folder)

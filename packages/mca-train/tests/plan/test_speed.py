@@ -237,3 +237,16 @@ def test_a_step_is_its_passes_the_bubble_the_reduction_and_the_optimizer(tmp_pat
         assert all(part > 0 for part in parts)
         assert found.total == pytest.approx(sum(parts))
     assert found.waiting == pytest.approx(found.passes * (2 - 1) / 4)
+
+
+def test_shared_experts_are_cut_by_tensor_ranks(tmp_path: Path) -> None:
+    """Their share of a layer is what a model without them lacks."""
+    config, h100 = model_of("deepseek-v3", num_hidden_layers=4), load_hardware("h100-80")
+    assert config.moe is not None
+    without = replace(config, moe=replace(config.moe, moe_shared_expert_intermediate_size=None))
+    for tp in (1, 2):
+        layout = ParallelLayout(tensor_model_parallel_size=tp)
+        both = [time_model(tmp_path, each, layout, h100)._experts() for each in (config, without)]
+        flops = 2 * 8192 * 3 * 7168 * 2048 / tp
+        seconds = flops / (h100.device.tflops * 1e12 * h100.efficiency.products)
+        assert both[0].forward - both[1].forward == pytest.approx(seconds)

@@ -1,10 +1,11 @@
 """LLaVA 1.5: HF ``LlavaForConditionalGeneration``: a CLIP or SigLIP tower before its last layers, and a text model."""
 
 from dataclasses import replace
+from functools import partial
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import get_family
-from mca_models.templates.parts.clip_tower import CLIP_SPELLINGS, clip_tower, siglip_tower
+from mca_models.templates.parts.clip_tower import CLIP_SPELLINGS, clip_tower, siglip_tower, unused_states
 from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import (
     PROJECTOR,
@@ -42,15 +43,6 @@ def tensors(config: McaModelConfig) -> Shapes:
     }
 
 
-def unused(config: McaModelConfig) -> tuple[str, ...]:
-    """Return the parts of the tower behind the last layer whose states the projector gets."""
-    about, vision = vision_values(config)
-    count = vision.layers("num_hidden_layers", 12)
-    states = [state % (count + 1) for state in about.index_or_more("vision_feature_layer", -2)]
-    later = [f"{TOWER}encoder.layers.{layer}." for layer in range(max(states), count)]
-    return (*later, f"{TOWER}post_layernorm.", f"{TOWER}head.")
-
-
 def tokens_per_image(config: McaModelConfig) -> int:
     """Return the patches of an image, with ``default`` without the tower's first, the class token of CLIP."""
     about, vision = vision_values(config)
@@ -68,7 +60,7 @@ FAMILY = vision_language_family(
         tensors=tensors,
         spellings=CLIP_SPELLINGS,
         projector=(PROJECTOR,),
-        unused=unused,
+        unused=partial(unused_states, default=-2),
         image_tokens="plain",
         tokens_per_image=tokens_per_image,
     ),

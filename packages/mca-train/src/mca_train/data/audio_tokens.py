@@ -66,7 +66,7 @@ class AudioTokens:
                 f"it lasts {facts.seconds:.1f} seconds, more than audio_max_seconds {limit:g}; cut it, raise "
                 "audio_max_seconds, or remove the row"
             )
-        if facts.seconds > heard:
+        if facts.seconds > heard and not self._tower.unpadded:
             raise McaError(
                 f"it lasts {facts.seconds:.1f} seconds, and the model hears at most {heard:g}; cut it, or remove "
                 "the row"
@@ -94,7 +94,10 @@ class AudioTokens:
         rate = self.extractor.sampling_rate
         samples = clip.samples(rate)
         require_unchanged(f"audio {clip.place}", grid, self.grid(AudioFacts(len(samples), rate)))
-        made = self.extractor(samples, sampling_rate=rate, return_attention_mask=True, return_tensors="pt")
+        given = {"sampling_rate": rate, "return_attention_mask": True, "return_tensors": "pt"}
+        if self._tower.unpadded:
+            given |= {"padding": "longest", "truncation": False}
+        made = self.extractor(samples, **given)
         mask: Tensor = made["attention_mask"]
         count = self._tower.tokens(self._config, int(mask.sum()))
         require_unchanged(f"audio {clip.place}", grid, Grid.of_audio(count))

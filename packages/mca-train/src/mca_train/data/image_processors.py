@@ -2,6 +2,7 @@
 
 Qwen, GLM    a grid of patches, several of which are merged into one token
 Kimi         the same grid, of an image that is padded at its ends
+Cohere       tiles with a mark behind each (Command A Vision), or behind their number in words (Aya Vision)
 InternVL     tiles with a fixed number of tokens, between two marks
 Mistral 3    rows of tokens, each ending with a mark
 Gemma 4      a grid of pooled patches, between two marks
@@ -179,6 +180,48 @@ class TileTokens(ImageTokens):
         return [self._marks[0], *super().ids(grid), self._marks[1]]
 
 
+class MarkedTileTokens(TileTokens):
+    """Image tokens of Command A Vision and Aya Vision: tiles with text before them, or a mark behind.
+
+    Args:
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+        length: Placeholders per tile.
+        marks: Ids of the tokens before and after the tiles of an image.
+        before: Function from the number of a tile and the number of tiles to the tokens before it.
+        behind: Tokens behind each tile.
+    """
+
+    def __init__(
+        self,
+        processor: ImageProcessor,
+        token: int,
+        length: int,
+        marks: tuple[int, int],
+        *,
+        before: Callable[[int, int], list[int]] = lambda tile, tiles: [],
+        behind: Sequence[int] = (),
+    ) -> None:
+        super().__init__(processor, token, length, marks)
+        self._before, self._behind = before, behind
+
+    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the marks around an image."""
+        ids = self.ids(grid)
+        return ids[: ids.index(self.token)], [*self._behind, self._marks[1]]
+
+    def ids(self, grid: Grid) -> list[int]:
+        """Return the tokens of an image, including its marks."""
+        ids = [self._marks[0]]
+        for tile in range(grid.rows):
+            ids += [*self._before(tile, grid.rows), *[self.token] * grid.columns, *self._behind]
+        return [*ids, self._marks[1]]
+
+    def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
+        """Return one location per tile."""
+        return [ImageSpan(int(start), 1, grid.columns) for start in where[:: grid.columns]]
+
+
 class LineTokens(ImageTokens):
     """Image tokens of Mistral 3.
 
@@ -353,6 +396,8 @@ def image_tokens(
         return PlainTokens(processor, token, _tokens_per_image(config))
     if kind == "tile_rows":
         return TileRowTokens(processor, token, _tokens_per_image(config), _ids(tokenizer, *_TILE_ROW_MARKS))
+    if kind in ("tile_breaks", "named_tiles"):
+        return _cohere_tiles(processor, token, config, tokenizer)
     if kind == "pooled":
         _require_window(config, processor)
     return _MAKERS[kind](processor, token, vision, tokenizer)
@@ -418,6 +463,26 @@ def internvl_marks(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, int]:
     """Return the ids of the tokens around an image of InternVL."""
     first, last = _ids(tokenizer, "<img>", "</img>")
     return first, last
+
+
+_COHERE_MARKS = ("<|START_OF_IMG|>", "<|END_OF_IMG|>")
+
+
+def _cohere_tiles(
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    length = _tokens_per_image(config)
+    first, last = _ids(tokenizer, *_COHERE_MARKS)
+    if _kind(config) == "tile_breaks":
+        behind = _ids(tokenizer, "<|IMG_LINE_BREAK|>")
+        return MarkedTileTokens(processor, token, length, (first, last), behind=behind)
+
+    def name(tile: int, tiles: int) -> list[int]:
+        words = "TILE_GLOBAL" if tile == tiles - 1 else f"TILE_{tile + 1}"
+        found: list[int] = tokenizer(words, add_special_tokens=False)["input_ids"]
+        return found
+
+    return MarkedTileTokens(processor, token, length, (first, last), before=name)
 
 
 def _lines(
@@ -500,13 +565,13 @@ def with_image_marks(
     """Return a tokenizer whose rendered chats have the processor's image text with one placeholder.
 
     Gemma's templates write only the start mark. The processor adds the rest to the rendered text, where line breaks
-    merge with adjacent ones into one token. Llama 4's write the mark before the tile of the whole image. InternVL's
-    processor writes a title before the first frame of a video.
+    merge with adjacent ones into one token. Llama 4's write the mark before the tile of the whole image, and Aya
+    Vision's a word that is no token. InternVL's processor writes a title before the first frame of a video.
     """
     kind, vision = _kind(config), config.vision_fields
-    if kind == "tile_rows" and vision is not None:
+    if kind in ("tile_rows", "named_tiles") and vision is not None:
         placeholder = tokenizer.convert_ids_to_tokens(placeholders(vision)["image"])
-        return with_image_text(tokenizer, "<|image|>", placeholder)
+        return with_image_text(tokenizer, "<|image|>" if kind == "tile_rows" else "<image>", placeholder)
     part = get_family(config.model_type).vision
     if part is not None and part.video_tokens == "numbered":
         return with_image_text(tokenizer, VIDEO_TAG, frame_title(1) + VIDEO_TAG)

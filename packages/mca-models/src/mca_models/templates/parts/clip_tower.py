@@ -3,6 +3,7 @@
 Names are those of transformers' modules below the tower.
 """
 
+from mca_config.model_config import McaModelConfig
 from mca_models.templates.parts.vision_tower import (
     PROJECTOR,
     TOWER,
@@ -14,7 +15,7 @@ from mca_models.templates.parts.vision_tower import (
     norm,
     repeat_shapes,
 )
-from mca_models.templates.parts.vision_values import VisionValues
+from mca_models.templates.parts.vision_values import VisionValues, vision_values
 
 _PUBLISHED = f"{TOWER}vision_model."
 CLIP_SPELLINGS = (
@@ -71,6 +72,27 @@ def siglip_tower(vision: VisionValues) -> Shapes:
             else {}
         ),
     }
+
+
+def unused_states(config: McaModelConfig, default: int) -> tuple[str, ...]:
+    """Return the parts of the tower behind the last layer whose states the projector gets.
+
+    Args:
+        config: The model.
+        default: ``vision_feature_layer`` where the file does not say.
+    """
+    about, vision = vision_values(config)
+    count = vision.layers("num_hidden_layers", 12)
+    states = [state % (count + 1) for state in about.index_or_more("vision_feature_layer", default)]
+    later = [f"{TOWER}encoder.layers.{layer}." for layer in range(max(states), count)]
+    return (*later, f"{TOWER}post_layernorm.", f"{TOWER}head.")
+
+
+def shuffled_tokens(config: McaModelConfig) -> int:
+    """Return the features of a tile of SigLIP's patches, which Cohere's projectors shuffle into fewer."""
+    about, vision = vision_values(config)
+    side = vision.size("image_size", 224) // vision.size("patch_size", 16)
+    return int(side // about.size("downsample_factor", 2)) ** 2
 
 
 def pooling_head(width: int, inner: int) -> Shapes:

@@ -55,4 +55,4 @@ def _strided_tokens(config: McaModelConfig, frames: int) -> int:
     return full * 13 + -(-rest // 8)
 
 
-STRIDED = AudioTower(names=(AUDIO_TOWER,), mask=_MASK, tokens=_strided_tokens, chunk=_chunk)
+STRIDED = AudioTower(names=(AUDIO_TOWER,), mask=_MASK, tokens=_strided_tokens, chunk=_chunk, unpadded=True)

@@ -25,12 +25,21 @@ SPELLING, MORE = "hf_spelling", "hf_vision_more"
 """Facts in ``extra``: which of the family's spellings a checkpoint has; tensors that no table names, with shapes."""
 
 ImageTokenKind = Literal[
-    "patches", "padded_patches", "tiles", "tile_rows", "lines", "fixed", "plain", "pooled"
+    "patches",
+    "padded_patches",
+    "tiles",
+    "tile_rows",
+    "lines",
+    "fixed",
+    "plain",
+    "pooled",
+    "tile_breaks",
+    "named_tiles",
 ]
-"""Division of an image into tokens: a grid of merged patches, the same of an image that is padded at its ends, tiles of
-equally many tokens, the same in rows with marks between them (``tile_rows``), lines with a mark after each, a fixed
-number of tokens, with Gemma 3's marks around them (``fixed``) or alone (``plain``), or a grid of pooled patches between
-Gemma 4's marks (``pooled``)."""
+"""Division of an image into tokens: a grid of merged patches, the same of an image that is padded at its ends; tiles of
+equally many tokens, the same in rows with marks between them (``tile_rows``), each before a mark (``tile_breaks``), or
+behind its number (``named_tiles``); lines with a mark after each; a fixed number of tokens, with Gemma 3's marks around
+them (``fixed``) or alone (``plain``); or a grid of pooled patches between Gemma 4's marks (``pooled``)."""
 
 VideoTokenKind = Literal["together", "timestamps", "second_after", "seconds_after", "minutes", "numbered"]
 """Frames of a video one after the other; each between marks behind its time in words (``timestamps``), its minutes and
@@ -45,6 +54,7 @@ _KEYS = (
     *("image_seq_length", "downsample_ratio", "projector_hidden_act", "vision_feature_layer"),
     *("vision_feature_select_strategy", "multimodal_projector_bias", "spatial_merge_size"),
     *("projector_hidden_size", "video_token_index", "projection_hidden_size", "projection_layer_norm_eps"),
+    *("downsample_factor", "alignment_intermediate_size", "adapter_layer_norm_eps"),
     *("audio_config", "audio_token_id", "audio_token_index"),
     *("audio_start_token_id", "audio_end_token_id", "position_id_per_seconds", "seconds_per_chunk"),
     "user_token_id",
@@ -149,12 +159,14 @@ class AudioTower:
         tokens: Features of a clip, by the number of its frames.
         chunk: Frames of a chunk, where the features of a shorter clip depend on the padding that longer ones give it;
             such clips are computed alone.
+        unpadded: The processor takes clips of any length, without padding.
     """
 
     names: tuple[str, ...]
     mask: str | None
     tokens: Callable[[McaModelConfig, int], int]
     chunk: Callable[[McaModelConfig], int] | None = None
+    unpadded: bool = False
 
     @property
     def inputs(self) -> tuple[str, ...]:

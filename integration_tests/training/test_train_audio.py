@@ -1,0 +1,180 @@
+"""Rows with audio through ``mca-train``: losses, and what is trained, are transformers' on every layout.
+
+`--cases all` runs more kinds and layouts.
+"""
+
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from cases import Case, as_params, product
+from media_runs import LAYOUTS, Row, adamw_losses, answer_log_prob, judged_answers, load_model, run_training
+
+pytest.importorskip("soundfile")
+pytest.importorskip("soxr")
+sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "mca-models" / "tests"))
+import tiny_vision
+
+pytestmark = pytest.mark.ranks
+
+CLIPS = {"low": (440, 0.3), "high": (1500, 1.1)}
+"""Pitch and seconds."""
+ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("<audio>what, after <audio>?", ("low", "high"), "red"),
+    ("nothing to hear?", (), "no"),
+    ("<audio>?", ("high",), "blue"),
+    ("first <audio>then <audio>", ("high", "low"), "green it is"),
+)
+GOOD = (True, False, True, True)
+
+
+@cache
+def folder_of(root: Path) -> Path:
+    """A checkpoint with tokenizer and feature extractor, clips, and the rows about them."""
+    from drawn_audio import AUDIO_MARKS, audio_tokenizer, extractor, write
+
+    tokenizer = audio_tokenizer()
+    config = tiny_vision.described("qwen2_audio", vocab_size=len(tokenizer), max_position_embeddings=512)
+    config["audio_token_index"] = tokenizer.convert_tokens_to_ids(AUDIO_MARKS[1])
+    config["audio_config"] |= {"max_source_positions": 100}
+    torch.manual_seed(0)
+    made = transformers.AutoModelForMultimodalLM.from_config(transformers.AutoConfig.for_model(**config))
+    made.save_pretrained(root / "model")
+    tokenizer.save_pretrained(root / "model")
+    extractor().save_pretrained(root / "model")
+    for name, (pitch, seconds) in CLIPS.items():
+        write(root / f"{name}.wav", pitch, seconds)
+    for kind, rows in _files().items():
+        (root / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder_of(tmp_path_factory.mktemp("audio"))
+
+
+def _files() -> dict[str, list[dict[str, Any]]]:
+    """The rows of each kind of run."""
+    found: dict[str, list[dict[str, Any]]] = {"sft": [], "dpo": [], "kto": []}
+    for (asked, clips, said), good in zip(ROWS, GOOD, strict=True):
+        files = {"audios": [f"{name}.wav" for name in clips]}
+        prompt = {"prompt": [{"role": "user", "content": asked}], **files}
+        sides = {
+            side: [{"role": "assistant", "content": answer}] for side, answer in judged_answers(said).items()
+        }
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+        found["sft"].append({"messages": turns, **files})
+        found["dpo"].append({**prompt, **sides})
+        found["kto"].append({**prompt, "completion": sides["chosen"], "label": good})
+    return found
+
+
+def _inputs(folder: Path, asked: str, clips: tuple[str, ...], said: str) -> Row:
+    """What transformers' own processor makes of a row."""
+    import soundfile
+    from drawn_audio import AUDIO_MARKS, RATE, extractor
+    from transformers.models.qwen2_audio.processing_qwen2_audio import Qwen2AudioProcessor
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    processor = Qwen2AudioProcessor(extractor(), tokenizer, chat_template=tokenizer.chat_template)
+    asked = asked.replace("<audio>", "".join(AUDIO_MARKS))
+    given: dict[str, Any] = {}
+    if clips:
+        heard = [soundfile.read(folder / f"{name}.wav", dtype="float32")[0] for name in clips]
+        given = {"audio": heard, "sampling_rate": RATE}
+    prompt = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
+    found, whole = (
+        dict(processor(text=[text], **given, return_tensors="pt"))
+        for text in (prompt, f"{prompt}{said}<|im_end|>\n")
+    )
+    length, ids = found["input_ids"].shape[1], whole["input_ids"]
+    return {**whole, "labels": ids.masked_fill(torch.arange(ids.shape[1]) < length, -100)}
+
+
+def _load(path: Path) -> Any:
+    """Return transformers' model; loading lets its table of positions train, which the class itself freezes."""
+    model = load_model(path)
+    model.model.audio_tower.embed_positions.requires_grad_(False)
+    return model
+
+
+@cache
+def _expected(folder: Path) -> tuple[list[float], Any]:
+    """The losses of fine-tuning, and the model after it."""
+    model, rows = _load(folder / "model"), [_inputs(folder, *row) for row in ROWS]
+    count = sum(int((row["labels"] != -100).sum()) for row in rows)
+    return adamw_losses(model, lambda: -sum(answer_log_prob(model, row) for row in rows) / count), model
+
+
+@pytest.mark.cases(0, always=["qwen2_audio-cp2packed"])
+@pytest.mark.parametrize("case", as_params(product(("qwen2_audio",), tuple(LAYOUTS))))
+def test_clips_train_as_in_transformers(case: Case, folder: Path) -> None:
+    losses, model = _expected(folder)
+    workers = ("--dataloader_num_workers", "1") if case.layout == "one" else ()
+    logs = run_training(folder, case.layout, *LAYOUTS[case.layout], *workers)
+    assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
+    assert abs(losses[-1] - losses[0]) > 0.05
+    theirs = dict(_load(folder / case.layout / "hf").named_parameters())
+    # a twentieth of a step: where a gradient is next to nothing, Adam makes a step of its rounding errors
+    worst = max(
+        (float((theirs[name] - x).detach().abs().max()), name) for name, x in model.named_parameters()
+    )
+    assert worst[0] < 5e-5, worst
+
+
+@pytest.mark.qualify
+def test_an_adapter_and_frozen_parts_hear_clips(folder: Path) -> None:
+    """The first loss is that of the model, and the tower stays as it was."""
+    losses, _ = _expected(folder)
+    words = ("--freeze", "[vision, projector]", "--vision_learning_rate", "null", *LAYOUTS["tp2sp"])
+    for name, more in (("lora", ("--lora_rank", "4")), ("frozen", ())):
+        logs = run_training(folder, name, *words, "--projector_learning_rate", "null", *more)
+        assert logs[0]["loss"] == pytest.approx(losses[0], rel=1e-5)
+        assert logs[-1]["loss"] < losses[0] - 1e-4
+    before, after = (dict(_load(folder / each).named_parameters()) for each in ("model", "frozen/hf"))
+    changed = {name for name, x in before.items() if not torch.equal(x, after[name])}
+    assert changed and not any("audio_tower" in name or "projector" in name for name in changed)
+
+
+@pytest.mark.qualify
+@pytest.mark.parametrize("layout", ["one", "tp2sp", "pp2"])
+def test_judged_answers_to_clips_train_as_in_transformers(layout: str, folder: Path) -> None:
+    words = (*LAYOUTS[layout], "--save_hf_model", "false")
+    model, frozen = _load(folder / "model"), _load(folder / "model")
+
+    def gained(row: Row) -> torch.Tensor:
+        with torch.no_grad():
+            before = answer_log_prob(frozen, row)
+        return answer_log_prob(model, row) - before
+
+    pairs = [
+        [_inputs(folder, *row[:2], answer) for answer in judged_answers(row[2]).values()] for row in ROWS
+    ]
+
+    def compared() -> torch.Tensor:
+        margins = torch.stack([gained(better) - gained(worse) for better, worse in pairs])
+        return -torch.nn.functional.logsigmoid(0.1 * margins).mean()
+
+    logs = run_training(folder, f"dpo-{layout}", *words, kind="dpo")
+    assert [log["loss"] for log in logs] == pytest.approx(adamw_losses(model, compared), rel=1e-5)
+
+    model = _load(folder / "model")
+    own = [_inputs(folder, *row) for row in ROWS]
+    others = [_inputs(folder, *row[:2], ROWS[number - 1][2]) for number, row in enumerate(ROWS)]
+    signs = torch.tensor(GOOD).float() * 2 - 1
+
+    def judged() -> torch.Tensor:
+        with torch.no_grad():
+            kl = torch.stack([gained(row) for row in others]).mean().clamp(min=0)
+        away = torch.stack([gained(row) for row in own]) - kl
+        return (1 - torch.sigmoid(signs * away)).mean()
+
+    logs = run_training(folder, f"kto-{layout}", *words, "--kto_beta", "1", kind="kto")
+    assert [log["loss"] for log in logs] == pytest.approx(adamw_losses(model, judged), rel=1e-5)

@@ -1,0 +1,212 @@
+"""Rows with text, images, videos and audio through ``mca-train``, from complete checkpoints: losses are transformers'.
+
+`--cases all` runs both families on every layout.
+"""
+
+import copy
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import forked_cli
+from cases import Case, as_params, product
+
+pytest.importorskip("av")
+pytest.importorskip("torchvision")
+pytest.importorskip("soundfile")
+pytest.importorskip("soxr")
+sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "mca-models" / "tests"))
+import tiny_omni
+
+pytestmark = pytest.mark.ranks
+
+STEPS, RATE = 3, 1e-3
+MODELS = ("qwen2_5_omni", "qwen3_omni_moe")
+MARKS = {
+    "image": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
+    "video": ("<|vision_start|>", "<|video_pad|>", "<|vision_end|>"),
+    "audio": ("<|audio_start|>", "<|AUDIO|>", "<|audio_end|>"),
+}
+SECONDS = {"short": 0.4, "spoken": 2.3}
+ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("<video>what, after <audio>?", ("clip.mp4", "spoken.wav"), "red"),
+    ("nothing to see?", (), "no"),
+    ("<audio> or <image>", ("short.wav", "wide.png"), "blue"),
+    ("<audio><audio>?", ("spoken.wav", "short.wav"), "green it is"),
+)
+"""What is asked, about which files, and the answer."""
+LAYOUTS = {
+    "one": (),
+    "cp2packed": (
+        *("--context_parallel_size", "2", "--sequence_packing", "true", "--seq_length", "2048"),
+        *("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "1"),
+    ),
+    "tp2sp": ("--tensor_model_parallel_size", "2", "--sequence_parallel"),
+    "pp2": ("--pipeline_model_parallel_size", "2"),
+}
+
+
+def _config(kind: str, tokenizer: Any) -> dict[str, Any]:
+    """Return ``config.json`` of a complete checkpoint with the tokens of ``tokenizer``."""
+    from drawn_omni import PATCH
+
+    config = copy.deepcopy(tiny_omni.described(kind))
+    thinker = config["thinker_config"]
+    ending = "index" if kind == "qwen2_5_omni" else "id"
+    for medium, (start, token, end) in MARKS.items():
+        ids = tokenizer.convert_tokens_to_ids([start, token, end])
+        name = "audio" if medium == "audio" else "vision"
+        thinker |= {f"{name}_start_token_id": ids[0], f"{name}_end_token_id": ids[2]}
+        thinker[f"{medium}_token_{ending}"] = ids[1]
+    thinker["text_config"] |= {"vocab_size": 272, "max_position_embeddings": 4096}
+    thinker["vision_config"] |= {"patch_size": PATCH[kind], "window_size": 112}
+    return config
+
+
+@cache
+def folder_of(kind: str, root: Path) -> Path:
+    """A complete checkpoint with tokenizer and processors, files of each medium, and the rows about them."""
+    import soundfile
+    from drawn_images import draw, processor
+    from drawn_omni import PATCH, extractor, omni_tokenizer, tone
+    from drawn_videos import video_processor, write
+
+    folder, tokenizer = root / kind, omni_tokenizer()
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**_config(kind, tokenizer))
+    transformers.AutoModelForMultimodalLM.from_config(config).save_pretrained(folder / "model")
+    torch.save({"Chelsie": {"bos_token": 1}}, folder / "model" / tiny_omni.SPEAKERS)
+    tokenizer.save_pretrained(folder / "model")
+    both = {**processor().to_dict(), **extractor().to_dict()}  # in one file, as published
+    both["patch_size"] = PATCH[kind]
+    (folder / "model" / "preprocessor_config.json").write_text(json.dumps(both))
+    video_processor("qwen2_5_omni", patch_size=PATCH[kind]).save_pretrained(folder / "model")
+    draw(folder / "wide.png", 24, 16)
+    write(folder / "clip.mp4", 8, 4, 16, 24)
+    for name, seconds in SECONDS.items():
+        soundfile.write(folder / f"{name}.wav", tone(seconds), 16000, subtype="FLOAT")
+    media = {"images": ".png", "videos": ".mp4", "audios": ".wav"}
+    with (folder / "rows.jsonl").open("w") as lines:
+        for asked, files, said in ROWS:
+            turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+            columns = {name: [file for file in files if file.endswith(end)] for name, end in media.items()}
+            lines.write(json.dumps({"messages": turns, **columns}) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("omni")
+
+
+def _inputs(folder: Path, asked: str, files: tuple[str, ...], said: str) -> dict[str, torch.Tensor]:
+    """What transformers' own processor makes of a row; clips of Qwen 3 Omni one by one, without padding."""
+    from drawn_images import processor
+    from drawn_omni import DEFAULT_FPS, PATCH, expected, tone
+    from PIL import Image
+
+    kind = folder.name
+    tokenizer = _tokenizer()
+    for medium, marks in MARKS.items():
+        asked = asked.replace(f"<{medium}>", "".join(marks))
+    given: dict[str, Any] = {
+        "images": [Image.open(folder / file) for file in files if file.endswith(".png")],
+        "audio": [tone(SECONDS[file[:-4]]) for file in files if file.endswith(".wav")],
+    }
+    given = {name: some for name, some in given.items() if some}
+    clips = [folder / file for file in files if file.endswith(".mp4")]
+    if clips:
+        given |= {"do_sample_frames": True, "fps": DEFAULT_FPS[kind]}
+    prompt = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
+    images = processor(patch_size=PATCH[kind])
+    found, whole = (
+        dict(expected(kind, tokenizer, text, clips, images_processor=images, **given))
+        for text in (prompt, f"{prompt}{said}<|im_end|>\n")
+    )
+    length, ids = found["input_ids"].shape[1], whole["input_ids"]
+    labels = ids.masked_fill(torch.arange(ids.shape[1]) < length, -100)
+    if "video_second_per_grid" in whole:
+        whole["video_second_per_grid"] = torch.as_tensor(whole["video_second_per_grid"])
+    return {**whole, "labels": labels}
+
+
+@cache
+def _tokenizer() -> Any:
+    from drawn_omni import omni_tokenizer
+
+    return omni_tokenizer()
+
+
+def _loss(model: Any, row: dict[str, torch.Tensor]) -> torch.Tensor:
+    taken = {name: x for name, x in row.items() if name not in ("labels", "num_audio_tokens")}
+    logits = model(**taken).logits[0, :-1]
+    return torch.nn.functional.cross_entropy(logits, row["labels"][0, 1:], reduction="sum")
+
+
+@cache
+def _expected(folder: Path) -> tuple[list[float], Any]:
+    """The losses of fine-tuning the thinker in transformers, and the thinker after it."""
+    whole = transformers.AutoModelForMultimodalLM.from_pretrained(
+        folder / "model", attn_implementation="eager"
+    )
+    model, rows = whole.thinker, [_inputs(folder, *row) for row in ROWS]
+    count = sum(int((row["labels"] != -100).sum()) for row in rows)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.0), []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        total = torch.stack([_loss(model, row) for row in rows]).sum() / count
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(float(total.detach()))
+    return losses, model
+
+
+def _trained(folder: Path, name: str, *words: str) -> list[float]:
+    run = {
+        "model_name_or_path": str(folder / "model"),
+        "train_file": str(folder / "rows.jsonl"),
+        "output_dir": str(folder / name),
+        "seq_length": 1024,
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "learning_rate": RATE,
+        "vision_learning_rate": RATE,
+        "projector_learning_rate": RATE,
+        "freeze": [],
+        "lr_scheduler_type": "constant",
+        "train_sampling_strategy": "sequential",
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "save_hf_model": True,
+    }
+    (folder / f"{name}.yaml").write_text(json.dumps(run))
+    done = forked_cli.launched(
+        [sys.executable, "-m", "mca_train", "sft", str(folder / f"{name}.yaml"), *words]
+    )
+    assert done.returncode == 0, done.stderr
+    lines = (folder / name / "train_log.jsonl").read_text().splitlines()
+    return [log["loss"] for line in lines if "loss" in (log := json.loads(line))]
+
+
+@pytest.mark.cases(0, always=["qwen3_omni_moe-one"])
+@pytest.mark.parametrize("case", as_params(product(MODELS, tuple(LAYOUTS))))
+def test_every_medium_trains_as_in_transformers(case: Case, root: Path) -> None:
+    folder = folder_of(case.model, root)
+    losses, model = _expected(folder)
+    assert _trained(folder, case.layout, *LAYOUTS[case.layout]) == pytest.approx(losses, rel=1e-5)
+    assert abs(losses[-1] - losses[0]) > 0.05
+    saved = transformers.AutoModelForMultimodalLM.from_pretrained(folder / case.layout / "hf")
+    theirs = dict(saved.named_parameters())
+    # a twentieth of a step: where a gradient is next to nothing, Adam makes a step of its rounding errors
+    worst = max(
+        (float((theirs[name] - x).detach().abs().max()), name) for name, x in model.named_parameters()
+    )
+    assert worst[0] < 5e-5, worst
