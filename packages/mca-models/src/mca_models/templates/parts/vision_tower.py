@@ -41,10 +41,10 @@ equally many tokens, the same in rows with marks between them (``tile_rows``), e
 behind its number (``named_tiles``); lines with a mark after each; a fixed number of tokens, with Gemma 3's marks around
 them (``fixed``) or alone (``plain``); or a grid of pooled patches between Gemma 4's marks (``pooled``)."""
 
-VideoTokenKind = Literal["together", "timestamps", "second_after", "seconds_after", "minutes"]
-"""Frames of a video one after the other; each between marks behind its time in words (``timestamps``) or its minutes
-and seconds (``minutes``), or in front of its whole second (``second_after``) or its seconds (``seconds_after``), as an
-image."""
+VideoTokenKind = Literal["together", "timestamps", "second_after", "seconds_after", "minutes", "numbered"]
+"""Frames of a video one after the other; each between marks behind its time in words (``timestamps``), its minutes and
+seconds (``minutes``) or its number (``numbered``), or in front of its whole second (``second_after``) or its seconds
+(``seconds_after``), as an image."""
 
 _TEXT, _HEAD = "model.", "lm_head."
 _KEYS = (
