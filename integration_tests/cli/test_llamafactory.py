@@ -36,6 +36,10 @@ IMAGES = {
     "gradient_accumulation_steps": 1,
 }
 
+QWEN3_VL = IMAGES | {"model": "vision3", "template": "qwen3_vl_nothink"}
+VIDEOS = {"dataset": "sft_videos", "cutoff_len": 512, "video_fps": 1.0}
+UNFROZEN = {"freeze_vision_tower": False, "freeze_multi_modal_projector": False}
+
 CASES: dict[str, dict[str, Any]] = {
     "sft": {},
     "dpo": DPO,
@@ -50,8 +54,11 @@ CASES: dict[str, dict[str, Any]] = {
     "lora": LORA,
     "dpo-lora": DPO | LORA,
     "images": IMAGES,
-    "images-unfrozen": IMAGES | {"freeze_vision_tower": False, "freeze_multi_modal_projector": False},
+    "images-unfrozen": IMAGES | UNFROZEN,
     "images-lora": IMAGES | LORA,
+    "images-qwen3": QWEN3_VL | UNFROZEN,
+    "videos": IMAGES | VIDEOS,
+    "videos-qwen3": QWEN3_VL | VIDEOS | UNFROZEN,
     "dpo-images": IMAGES | DPO | {"dataset": "pairs_images"},
 }
 """Runs, as changes of ``llamafactory_runs.BASE``."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import av
 import peft
 import torch
 from PIL import Image
@@ -160,8 +161,8 @@ class Workspace:
         for name, rows in datasets.items():
             (self.folder / f"{name}.json").write_text(json.dumps(rows))
             columns: dict[str, Any] = known.get(name.partition("_")[0], {})
-            if "images" in rows[0]:
-                rest = {"prompt": "instruction", "query": "input", "images": "images"}
+            if media := [medium for medium in ("images", "videos") if medium in rows[0]]:
+                rest = {"prompt": "instruction", "query": "input", **{medium: medium for medium in media}}
                 answers = {} if "chosen" in rows[0] else {"response": "output"}
                 columns = columns | {"columns": columns.get("columns", {}) | rest | answers}
             info[name] = {"file_name": f"{name}.json", **columns}
@@ -179,9 +180,23 @@ class Workspace:
         image.save(path)
         return str(path)
 
+    def record(self, number: int) -> str:
+        """Record a video of 3 to 6 frames, return its path."""
+        path = self.folder / "pictures" / f"{number}.mp4"
+        path.parent.mkdir(exist_ok=True)
+        with av.open(str(path), "w") as container:
+            stream = container.add_stream("libx264", rate=1)
+            stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+            for _ in range(3 + number % 4):
+                values = bytes(self.drawn.randbytes(3 * 32 * 32))
+                frame = av.VideoFrame.from_image(Image.frombytes("RGB", (32, 32), values))
+                container.mux(stream.encode(frame))
+            container.mux(stream.encode())
+        return str(path)
+
 
 def workspace(folder: Path) -> Workspace:
-    """Return a workspace with a Qwen2, a Qwen3 with experts, a Qwen2.5-VL, and datasets."""
+    """Return a workspace with a Qwen2, a Qwen3 with experts, a Qwen2.5-VL, a Qwen3-VL, and datasets."""
     made = Workspace(folder)
     tokenizer = _tokenizer(made)
     tokenizer.save_pretrained(folder / "text")
@@ -206,6 +221,7 @@ def workspace(folder: Path) -> Workspace:
         "texts": [{"text": made.text(20, 60)} for _ in range(160)],
     }
     _save_vision_model(folder / "vision", tokenizer, sizes)
+    _save_qwen3_vl(folder / "vision3", tokenizer, sizes)
     tokenizer.save_pretrained(folder / "moe")
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
     Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=416, **sizes, **experts)).save_pretrained(folder / "moe")
@@ -215,6 +231,16 @@ def workspace(folder: Path) -> Workspace:
             row | {"instruction": f"<image>{row['instruction']}", "images": [pictures[index % len(pictures)]]}
             for index, row in enumerate(datasets[name])
         ]
+    videos = [made.record(number) for number in range(6)]
+    datasets["sft_videos"] = [
+        row
+        | {
+            "instruction": f"<video>{row['instruction']}<image>",
+            "videos": [videos[index % len(videos)]],
+            "images": [pictures[index % len(pictures)]],
+        }
+        for index, row in enumerate(datasets["sft"])
+    ]
     made.write(datasets)
     return made
 
@@ -283,4 +309,36 @@ def _save_vision_model(folder: Path, tokenizer: PreTrainedTokenizerFast, sizes: 
         image_processor=Qwen2VLImageProcessor(**patches),
         tokenizer=tokenizer,
         video_processor=Qwen2VLVideoProcessor(**patches),
+    ).save_pretrained(folder)
+
+
+def _save_qwen3_vl(folder: Path, tokenizer: PreTrainedTokenizerFast, sizes: dict[str, Any]) -> None:
+    from transformers import (
+        Qwen2VLImageProcessor,
+        Qwen3VLConfig,
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+    )
+
+    start, end, image, video = (tokenizer.convert_tokens_to_ids(token) for token in VISION)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3], "mrope_interleaved": True}
+    config = Qwen3VLConfig(
+        text_config={"vocab_size": 416, **sizes, "head_dim": 16, "rope_parameters": rope},
+        vision_config={
+            **{"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4},
+            **{"out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 64},
+        },
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        tie_word_embeddings=False,
+    )
+    Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
+    patches = {"patch_size": 4, "merge_size": 2}
+    Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**patches, size={"shortest_edge": 256, "longest_edge": 1024}),
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(**patches, size={"shortest_edge": 256, "longest_edge": 4096}),
     ).save_pretrained(folder)

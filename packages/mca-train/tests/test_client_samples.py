@@ -10,11 +10,15 @@ from mca_models.images import ImageSpan, positions
 from mca_train.batching.packing import PackedDataset, sequence_lengths
 from mca_train.clients.samples import SampleMaker, client_samples
 
-IMAGE = 9
-CONFIG = SimpleNamespace(
-    vision_fields={"image_token_id": IMAGE},
-    hf_config={"vision_config": {"spatial_merge_size": 2}},
-)
+IMAGE, VIDEO = 9, 8
+
+
+def config(model_type):
+    return SimpleNamespace(
+        model_type=model_type,
+        vision_fields={"image_token_id": IMAGE, "video_token_id": VIDEO},
+        hf_config={"vision_config": {"spatial_merge_size": 2}},
+    )
 
 
 def row(*tokens, **others):
@@ -39,8 +43,8 @@ def collate(features):
     return batch | feature.get("extra", {})
 
 
-def make(collate=collate):
-    return SampleMaker(collate=collate, config=CONFIG)
+def make(collate=collate, model_type="qwen2_5_vl"):
+    return SampleMaker(collate=collate, config=config(model_type))
 
 
 def test_a_row_becomes_a_sample_without_padding():
@@ -88,13 +92,69 @@ def test_images_are_located_and_their_positions_compared():
 def test_an_image_that_is_cut_off_raises_an_error():
     cut = with_image()
     cut |= {name: cut[name][:4] for name in ("input_ids", "labels", "attention_mask")}
-    with pytest.raises(McaError, match="an image is cut off; raise cutoff_len"):
+    with pytest.raises(McaError, match="image is cut off; raise cutoff_len, or lower image_max_pixels"):
         make()(cut)
+
+
+def test_an_image_without_any_token_left_raises_an_error():
+    cut = with_image() | {"images": ["a.png"]}
+    cut |= {name: cut[name][:1] * 3 for name in ("input_ids", "labels", "attention_mask")}
+    with pytest.raises(McaError, match="image is cut off; raise cutoff_len"):
+        make()(cut)
+    assert "images" not in make()({**cut, "images": []})  # the white image that the collator adds
 
 
 def test_image_tokens_without_an_image_raise_an_error():
     with pytest.raises(McaError, match="more image tokens than its images need"):
         make()(row(1, IMAGE, IMAGE, 2))
+
+
+def with_video(tokens, frames, spans):
+    """A row with ``frames`` frames of one merged patch; ``spans`` are its locations."""
+    batch = {
+        "pixel_values_videos": torch.arange(4 * frames, dtype=torch.float32)[:, None],
+        "video_grid_thw": torch.tensor([[frames, 2, 2]]),
+        "position_ids": torch.from_numpy(positions(8, spans))[:, None],
+        "second_per_grid_ts": [1.0],
+    }
+    return row(*tokens, extra=batch, videos=["a.mp4"])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tokens", "spans"),
+    [
+        ("qwen2_5_vl", [1, VIDEO, VIDEO, VIDEO, 2, 3], (ImageSpan(1, 1, 1, 3, interval=4.0),)),
+        (
+            "qwen3_vl",
+            [1, VIDEO, 5, VIDEO, 6, VIDEO, 2, 3],
+            (ImageSpan(1, 1, 1), ImageSpan(3, 1, 1), ImageSpan(5, 1, 1)),
+        ),
+    ],
+)
+def test_videos_are_located_by_the_rule_of_the_family(model_type, tokens, spans):
+    images = make(model_type=model_type)(with_video(tokens, 3, spans))["images"]
+    assert images.places == spans
+    inputs = images.tensors()
+    assert inputs["image_grid_thw"].tolist() == [[1, 2, 2]] * 3
+    assert inputs["pixel_values"].flatten().tolist() == list(range(12))
+
+
+def test_images_and_videos_are_taken_in_the_order_of_their_tokens():
+    spans = (ImageSpan(1, 1, 1, 2, interval=1.0), ImageSpan(3, 1, 1))
+    mixed = with_video([1, VIDEO, VIDEO, IMAGE, 2, 3], 2, spans)
+    mixed["extra"] |= {"pixel_values": torch.full((4, 1), -1.0), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+    images = make()(mixed)["images"]
+    assert images.places == spans
+    assert images.tensors()["pixel_values"].flatten().tolist() == [*range(8), *[-1] * 4]
+
+
+def test_frames_that_are_cut_off_raise_an_error():
+    cut = with_video([1, VIDEO, 2, 3], 3, ())
+    with pytest.raises(McaError, match="video is cut off; raise cutoff_len, or lower video_max_pixels"):
+        make()(cut)
+    del cut["extra"]["position_ids"]
+    with pytest.raises(McaError, match="no position_ids, which give the times"):
+        make()(cut)
 
 
 def test_padding_on_the_left_and_unknown_inputs_raise_errors():
@@ -103,8 +163,8 @@ def test_padding_on_the_left_and_unknown_inputs_raise_errors():
 
     with pytest.raises(McaError, match="pads on the left; set padding_side"):
         make(left)(row(1, 2, 3))
-    with pytest.raises(McaError, match="the collator returned pixel_values_videos; expected text"):
-        make()(row(1, 2, 3, extra={"pixel_values_videos": torch.zeros(1)}))
+    with pytest.raises(McaError, match="the collator returned input_features; expected text"):
+        make()(row(1, 2, 3, extra={"input_features": torch.zeros(1)}))
 
 
 class Rows(list):

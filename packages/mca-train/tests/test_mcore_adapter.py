@@ -191,6 +191,16 @@ def test_full_recompute_alone_recomputes_each_layer(facade, tmp_path):
     assert (args.recompute_method, args.recompute_num_layers) == ("uniform", 1)
 
 
+def test_stages_that_the_client_trains_elsewhere_raise_an_error(facade, tmp_path, monkeypatch):
+    run = dict.fromkeys(("run_rm", "run_ppo", "run_kto", "run_sft"), print)
+    monkeypatch.setitem(sys.modules, "llamafactory.train.tuner", tuner := SimpleNamespace(**run))
+    facade.TrainingArguments(output_dir=str(tmp_path))
+    for stage, remedy in (("rm", "mca-train reward"), ("ppo", "verl"), ("kto", "mca-train kto")):
+        with pytest.raises(McaError, match=f"stage: {stage} is not supported with USE_MCA: .*use {remedy}"):
+            getattr(tuner, f"run_{stage}")(1, 2)
+    assert tuner.run_sft is print
+
+
 def test_rope_fusion_has_no_effect_without_transformer_engine(facade, tmp_path, monkeypatch, caplog):
     from mca_models.megatron import platform
 

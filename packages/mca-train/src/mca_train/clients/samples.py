@@ -16,17 +16,17 @@ from torch.utils.data import Dataset, IterableDataset
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
-from mca_models.images import ImageSpan, placeholders, positions
+from mca_models.images import positions
 from mca_train.batching.collate import Collator
 from mca_train.batching.packing import PackedDataset, PackingStats
 from mca_train.batching.step_stream import is_stream
-from mca_train.data.sample_images import SampleImages
+from mca_train.clients.sample_media import MEDIA_INPUTS, BatchMedia
 from mca_train.types import Sample, SampleSource
 
-_IMAGES = ("pixel_values", "image_grid_thw")
-_READ = ("input_ids", "labels", "attention_mask", "position_ids", *_IMAGES)
-_DERIVED = ("mm_token_type_ids", "rope_deltas", "token_type_ids")
-"""Inputs that follow from the tokens."""
+_MEDIA = tuple(name for names in MEDIA_INPUTS.values() for name in names)
+_READ = ("input_ids", "labels", "attention_mask", "position_ids", *_MEDIA)
+_DERIVED = ("mm_token_type_ids", "rope_deltas", "token_type_ids", "second_per_grid_ts", "video_metadata")
+"""Inputs that follow from the tokens and their positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,18 +52,21 @@ class SampleMaker:
         batch = self.collate([inputs])
         if unknown := sorted(batch.keys() - {*_READ, *_DERIVED}):
             raise McaError(
-                f"the collator returned {', '.join(unknown)}; expected text, or images as {' and '.join(_IMAGES)}; "
-                "remove videos and audio from the dataset"
+                f"the collator returned {', '.join(unknown)}; expected text, or images and videos as "
+                f"{', '.join(_MEDIA)}; remove audio from the dataset"
             )
-        rows = self._rows(batch)
+        media = BatchMedia(batch, self.config)
+        rows = self._rows(batch, media)
+        if row.get("images") or row.get("videos"):  # without any, the collator adds a white image
+            media.require_taken()
         if "chosen_input_ids" not in row:
             return rows[0] if len(rows[0]) > 1 else rows[0][0]
         sides = zip(("chosen", "rejected"), rows, strict=True)
         return {f"{side}_{name}": value for side, (sample,) in sides for name, value in sample.items()}
 
-    def _rows(self, batch: Mapping[str, Tensor]) -> list[list[Sample]]:
+    def _rows(self, batch: Mapping[str, Tensor], media: BatchMedia) -> list[list[Sample]]:
         """Return the sequences of each row of ``batch``, without padding."""
-        images, rows = self._images(batch), []
+        rows = []
         for row, mask in enumerate(batch["attention_mask"]):
             tokens = int((mask > 0).sum())
             if not bool((mask[:tokens] > 0).all()):
@@ -71,26 +74,18 @@ class SampleMaker:
             lengths = torch.unique_consecutive(mask[:tokens], return_counts=True)[1].tolist()
             ends = np.cumsum(lengths)
             cuts = [slice(int(end) - length, int(end)) for end, length in zip(ends, lengths, strict=True)]
-            rows.append([self._sequence(batch, row, cut, images) for cut in cuts])
+            rows.append([self._sequence(batch, row, cut, media) for cut in cuts])
         return rows
 
-    def _images(self, batch: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield grid and pixels of each image."""
-        if "image_grid_thw" in batch:
-            grids = batch["image_grid_thw"]
-            sizes = grids.prod(1).tolist()
-            yield from zip(grids.split(1), batch["pixel_values"].split(sizes), strict=True)
-
-    def _sequence(
-        self, batch: Mapping[str, Tensor], row: int, cut: slice, images: Iterator[tuple[Tensor, Tensor]]
-    ) -> Sample:
+    def _sequence(self, batch: Mapping[str, Tensor], row: int, cut: slice, media: BatchMedia) -> Sample:
         sample: Sample = {name: batch[name][row, cut] for name in ("input_ids", "labels")}
-        places, inputs = self._locate(sample["input_ids"], images)
-        if places:
-            tensors = {name: torch.cat(parts) for name, parts in zip(_IMAGES, inputs, strict=True)}
-            sample["images"] = SampleImages(places, lambda: tensors)
-        if "position_ids" in batch:
-            theirs = batch["position_ids"][..., row, cut]
+        theirs = batch["position_ids"][..., row, cut] if "position_ids" in batch else None
+        times = theirs[0] if theirs is not None and theirs.ndim == 2 else None
+        images = media.take(sample["input_ids"], times)
+        if images is not None:
+            sample["images"] = images
+        if theirs is not None:
+            places = images.places if images is not None else ()
             ours = torch.from_numpy(positions(len(sample["input_ids"]), places))
             if not torch.equal(theirs, ours if theirs.ndim == 2 else ours[0]):
                 raise McaError(
@@ -98,30 +93,6 @@ class SampleMaker:
                     "or neat_packing: true"
                 )
         return sample
-
-    def _locate(
-        self, tokens: Tensor, images: Iterator[tuple[Tensor, Tensor]]
-    ) -> tuple[tuple[ImageSpan, ...], tuple[list[Tensor], list[Tensor]]]:
-        """Return the locations of the images among ``tokens``, and their pixels and grids."""
-        token = placeholders(self.config.vision_fields).get("image")
-        where = [] if token is None else (tokens == token).nonzero().flatten().tolist()
-        places: list[ImageSpan] = []
-        pixels: list[Tensor] = []
-        grids: list[Tensor] = []
-        while where:
-            grid, patches = next(images, (None, None))
-            if grid is None or patches is None:
-                raise McaError("a sample has more image tokens than its images need; check the dataset")
-            merged = int(self.config.hf_config["vision_config"]["spatial_merge_size"])
-            _, high, wide = grid[0].tolist()
-            span = ImageSpan(where[0], high // merged, wide // merged)
-            own, where = where[: span.tokens], where[span.tokens :]
-            if own != list(range(span.start, span.start + span.tokens)):
-                raise McaError("an image is cut off; raise cutoff_len, or lower image_max_pixels")
-            places.append(span)
-            pixels.append(patches)
-            grids.append(grid)
-        return tuple(places), (pixels, grids)
 
 
 class ClientSamples(Dataset[Sample]):
