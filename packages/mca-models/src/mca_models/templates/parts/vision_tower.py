@@ -159,6 +159,7 @@ class AudioTower:
         tokens: Features of a clip, by the number of its frames.
         chunk: Frames of a chunk, where the features of a shorter clip depend on the padding that longer ones give it;
             such clips are computed alone.
+        marks: Keys of the tokens around a clip that the processor writes; None: chat templates write them.
         unpadded: The processor takes clips of any length, without padding.
     """
 
@@ -166,6 +167,7 @@ class AudioTower:
     mask: str | None
     tokens: Callable[[McaModelConfig, int], int]
     chunk: Callable[[McaModelConfig], int] | None = None
+    marks: tuple[str, str] | None = None
     unpadded: bool = False
 
     @property
