@@ -35,6 +35,8 @@ CLIP = 67
 """Placeholder of their clips."""
 WITH_VIDEOS = "-video"
 """Ends the names of cases whose rows have videos."""
+VIDEOS_ALONE = ("glm4v-", "glm4v_moe-")
+"""Models whose videos have the placeholder of images, and which transformers runs with one of both alone."""
 VIDEO_ROWS: tuple[tuple[tuple[int, int], ...], ...] = (((3, 0), (9, 2)), (), ((2, 3), (18, 0)), ())
 """Each row's media of the small size: where they begin, and how many frames a video has; 0: an image."""
 SECONDS = (1.5, 0.3)
@@ -109,10 +111,13 @@ def _video_pixels(case: str, number: int) -> dict[str, torch.Tensor]:
         return _pooled_videos(case, number, generator)
     high, wide = 2 * SMALL[0], 2 * SMALL[1]
     found = {}
-    for prefix, suffix, counts in (
-        ("image", "", [1 for _, frames in VIDEO_ROWS[number] if not frames]),
-        ("video", "_videos", [frames for _, frames in VIDEO_ROWS[number] if frames]),
-    ):
+    of_images = [1 for _, frames in VIDEO_ROWS[number] if not frames]
+    of_videos = [frames for _, frames in VIDEO_ROWS[number] if frames]
+    if case.startswith(VIDEOS_ALONE):
+        of_images, of_videos = [], [frames or 1 for _, frames in VIDEO_ROWS[number]]
+    for prefix, suffix, counts in (("image", "", of_images), ("video", "_videos", of_videos)):
+        if not counts:
+            continue
         found[f"pixel_values{suffix}"] = torch.randn(sum(counts) * high * wide, 96, generator=generator)
         found[f"{prefix}_grid_thw"] = torch.tensor([(count, high, wide) for count in counts])
     if case.startswith("qwen2_5"):
@@ -232,6 +237,7 @@ def mixed(case: str, folder: Path) -> Mixed:
         images_start = {start for start, frames in media if not frames}
         for each in row:
             is_image = not case.endswith(WITH_VIDEOS) or each.start in images_start
+            is_image |= case.startswith(VIDEOS_ALONE)
             is_clip = each.medium == "audio" and case.startswith(SEEING_AND_HEARING)
             ids[each.start : each.start + each.tokens] = CLIP if is_clip else IMAGE if is_image else VIDEO
     images = tuple(pixels(case, row, number) for number, row in enumerate(where))
@@ -284,6 +290,8 @@ def _for_transformers(
     found = joined(images)
     if model_type.startswith(omni_reference.OMNI):
         found["attention_mask"] = torch.ones_like(input_ids)
+    elif "video_grid_thw" in found and "image_grid_thw" not in found:
+        found["mm_token_type_ids"] = 2 * (input_ids == IMAGE).int()
     elif "image_grid_thw" in found or model_type.startswith("gemma4"):
         found["mm_token_type_ids"] = (input_ids == IMAGE).int() + 2 * (input_ids == VIDEO).int()
     elif model_type.startswith("gemma"):
@@ -308,7 +316,8 @@ def of_chunk(
         return _frames_of_chunk(images, ids, row)
     if "video_grid_thw" not in images:
         return images
-    left = {IMAGE: images["pixel_values"], VIDEO: images["pixel_values_videos"]}
+    videos = images["pixel_values_videos"]
+    left = {IMAGE: images.get("pixel_values", videos), VIDEO: videos}
     found, grids = [], []
     for each in row:
         token = int(ids[each.start])
