@@ -187,6 +187,12 @@ CASES: dict[str, Case] = {
         },
         {"image_token_index": 65, "tie_word_embeddings": False},
     ),
+    "deepseek_vl": (
+        "deepseek_vl",
+        {"model_type": "llama"},
+        {**_SIGLIP, "patch_size": 8, "vision_use_head": False},
+        {"image_token_id": 65, "tie_word_embeddings": False},
+    ),
     "kimi_k25-moe": (
         "kimi_k25",
         {"model_type": "deepseek_v3", **tiny_hf.ALL["deepseek_v3"][1], "head_dim": 4},

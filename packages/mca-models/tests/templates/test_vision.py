@@ -31,6 +31,7 @@ PUBLISHED = {
     "glm-4.6v": pytest.approx(107.7e9, abs=0.1e9),
     "llava-1.5-7b": 7_063_427_072,
     "llama-4-scout": pytest.approx(108.64e9, abs=0.01e9),
+    "deepseek-vl-7b": pytest.approx(7.2e9, abs=0.2e9),
     "kimi-k2.5": pytest.approx(1.0265e12, abs=0.001e12),
     "qwen2-audio-7b": pytest.approx(8.40e9, abs=0.01e9),
     "internvl3-78b": 78_408_318_336,

@@ -14,6 +14,8 @@ from transformers.models.aya_vision.processing_aya_vision import AyaVisionProces
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.cohere2_vision.image_processing_cohere2_vision import Cohere2VisionImageProcessor
 from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
+from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
+from transformers.models.deepseek_vl.processing_deepseek_vl import DeepseekVLProcessor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
@@ -278,6 +280,17 @@ KIMI = Case(
     ),
     lambda ids: {"image_token_id": ids["image_token"], "video_token_id": ids["video_token"]},
 )
+DEEPSEEK = Case(
+    lambda: DeepseekVLProcessor,
+    "<image_placeholder>",
+    {"image_token": "<image_placeholder>"},
+    lambda: DeepseekVLImageProcessorPil(size=SIDE, min_size=8),
+    lambda ids: {
+        "image_token_id": ids["image_token"],
+        "vision_config": {"image_size": 16, "patch_size": 8},
+    },
+    {"num_image_tokens": 4},
+)
 CASES = {
     "aya_vision": AYA,
     "cohere2_vision": COMMAND_A,
@@ -298,6 +311,7 @@ CASES = {
     "gemma4": gemma4(Gemma4Processor, Gemma4ImageProcessorPil),
     "gemma4_unified": gemma4(Gemma4UnifiedProcessor, Gemma4UnifiedImageProcessor),
     "llava": LLAVA,
+    "deepseek_vl": DEEPSEEK,
     "llama4": LLAMA4,
     "kimi_k25": KIMI,
 }

@@ -114,6 +114,7 @@ _IN_ITS_FILE = (
     "mimo_v2_flash",
     "minicpm3",
     "minimax_m2",
+    "deepseek_vl",
     "kimi_k25",
     "llama4",
     "llava",
