@@ -115,6 +115,7 @@ _IN_ITS_FILE = (
     "minicpm3",
     "minimax_m2",
     "deepseek_vl",
+    "exaone4_5",
     "kimi_k25",
     "llama4",
     "llava",
