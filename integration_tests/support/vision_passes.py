@@ -25,6 +25,7 @@ DENSE = (
     "llava",
     "glm46v",
     "qwen2_audio",
+    "qwen3_asr",
     "qwen2_5_omni_thinker",
 )
 VIDEOS = tuple(

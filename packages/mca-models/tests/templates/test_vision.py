@@ -202,7 +202,7 @@ def test_absent_keys_mean_what_transformers_says(kind: str) -> None:
         "mistral3": {"model_type": "mistral"},
         "glm4v_moe": {"head_dim": 128},  # of the default, 42, transformers rotates an odd number of channels
     }.get(kind, {})
-    towers = ["audio_config"] if kind == "qwen2_audio" else ["vision_config"]
+    towers = ["audio_config"] if kind in ("qwen2_audio", "qwen3_asr") else ["vision_config"]
     towers += ["audio_config"] * ("omni" in kind)
     empty: dict[str, Any] = {tower: {} for tower in towers}
     full = transformers.AutoConfig.for_model(kind, text_config=dict(text), **empty).to_dict()
