@@ -23,6 +23,8 @@ DENSE = (
     "gemma4-e2b",
     "gemma4_unified",
     "llava",
+    "exaone4_5",
+    "deepseek_vl",
     "glm46v",
     "qwen2_audio",
     "qwen3_asr",

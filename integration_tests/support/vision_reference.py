@@ -84,7 +84,9 @@ def places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
             )
             for row in ROWS
         )
-    tiled = case.startswith(("internvl", "gemma3", "llava", "llama4", "cohere2_vision", "aya_vision"))
+    tiled = case.startswith(
+        ("internvl", "gemma3", "llava", "deepseek_vl", "llama4", "cohere2_vision", "aya_vision")
+    )
     return tuple(tuple(ImageSpan(start, *(SMALL if tiled else size)) for start, size in row) for row in ROWS)
 
 
@@ -174,7 +176,9 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
     if case.startswith("gemma4"):
         images, clips = ([each for each in row if each.medium == medium] for medium in ("image", "audio"))
         return _pooled(case, images, generator) | _framed(case, clips, generator)
-    if case.startswith(("internvl", "gemma3", "llava", "llama4", "cohere2_vision", "aya_vision")):
+    if case.startswith(
+        ("internvl", "gemma3", "llava", "deepseek_vl", "llama4", "cohere2_vision", "aya_vision")
+    ):
         return {"pixel_values": torch.randn(len(row), 3, 16, 16, generator=generator)}
     if case.startswith("mistral3"):
         sizes = torch.tensor([(each.rows * 8, each.columns * 8) for each in row])

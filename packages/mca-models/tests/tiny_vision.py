@@ -187,6 +187,22 @@ CASES: dict[str, Case] = {
         },
         {"image_token_index": 65, "tie_word_embeddings": False},
     ),
+    "deepseek_vl": (
+        "deepseek_vl",
+        {"model_type": "llama"},
+        {**_SIGLIP, "patch_size": 8, "vision_use_head": False},
+        {"image_token_id": 65, "tie_word_embeddings": False},
+    ),
+    "exaone4_5": (
+        "exaone4_5",
+        {"model_type": "exaone4", **tiny_hf.ALL["exaone4"][1], "hidden_size": 64, "head_dim": 16},
+        {
+            **{key: value for key, value in _QWEN.items() if key != "num_position_embeddings"},
+            **{"depth": 2, "out_hidden_size": 64, "fullatt_block_indexes": [1], "window_size": 16},
+            "num_key_value_heads": 1,
+        },
+        {"image_token_id": 65, "video_token_id": 66},
+    ),
     "kimi_k25-moe": (
         "kimi_k25",
         {"model_type": "deepseek_v3", **tiny_hf.ALL["deepseek_v3"][1], "head_dim": 4},

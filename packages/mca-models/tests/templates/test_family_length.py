@@ -17,6 +17,7 @@ LONGER = {
     "a table of a vision model's tensors": (
         *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
         *(
+            "gemma4",
             "gemma4_unified",
             "glm4v",
             "internvl",

@@ -27,7 +27,6 @@ def load(model_type, folder, *names):
     own = gemma4_processors(model_type, tokenizer)
     own.whole.feature_extractor.save_pretrained(folder / "model")
     ids = token_ids(tokenizer)
-    ids["eoa_token_index"] = ids.pop("eoa_token_id")
     config = SimpleNamespace(model_type=model_type, vision_fields={**ids, "audio_config": {}})
     turns = [
         {"role": "user", "content": "<audio>" * len(names) + "?"},

@@ -114,6 +114,8 @@ _IN_ITS_FILE = (
     "mimo_v2_flash",
     "minicpm3",
     "minimax_m2",
+    "deepseek_vl",
+    "exaone4_5",
     "kimi_k25",
     "llama4",
     "llava",

@@ -235,6 +235,8 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
     "cohere2_vision": ("Command A Vision: `cohere2` with a SigLIP vision model", "as of the text part"),
     "aya_vision": ("`cohere2` with a SigLIP vision model", "as of the text part"),
     "llama4": ("`llama4_text` with a vision model", "as of the text part"),
+    "deepseek_vl": ("`llama` with a SigLIP vision model", "as of the text part"),
+    "exaone4_5": ("`exaone4` with a vision model", "as of the text part"),
     "kimi_k25": (
         "Kimi K2.5: `kimi_k2` or `deepseek_v3` with a vision model whose q, k and v are one tensor in files",
         "as of the text part",
@@ -320,7 +322,7 @@ _REASONS: Mapping[str, str] = {
         "vibevoice_asr voxtral voxtral_realtime"
     ),
     "a vision model that mca does not know; its text part is of a supported type": (
-        "aria deepseek_vl deepseek_vl_hybrid exaone4_5 fast_vlm hyperclovax_vision_v2 "
+        "aria deepseek_vl_hybrid fast_vlm hyperclovax_vision_v2 "
         "idefics2 idefics3 lfm2_vl lfm3_vl lighton_ocr llava_next llava_next_video llava_onevision "
         "minicpm_ocr minicpmv4_6 minicpmv4_7 nemotron_h_omni ovis2 perception_lm pp_chart2table qianfan_ocr smolvlm "
         "video_llama_3 video_llava vipllava"
