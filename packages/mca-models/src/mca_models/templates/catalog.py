@@ -258,6 +258,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "`qwen3_omni_moe_thinker`, which is trained, and a talker, which is copied",
         "as of the thinker",
     ),
+    "qwen3_asr": ("`qwen3` with the audio encoder of `qwen3_omni_moe_thinker`", "as of the text part"),
     "qwen2_audio": ("`qwen2` with a Whisper encoder", "as of the text part"),
     "minimax_m3_vl": ("`minimax_m3_vl_text` with a vision model", "as of the text part"),
     "phimoe": (
@@ -317,7 +318,7 @@ _REASONS: Mapping[str, str] = {
     ),
     "audio": (
         "fun_asr_nano glmasr granite_speech granite_speech_plus inkling_mm_model kyutai_speech_to_text muse_spark "
-        "nemo_speechlm qwen3_asr "
+        "nemo_speechlm "
         "vibevoice_asr voxtral voxtral_realtime"
     ),
     "a vision model that mca does not know; its text part is of a supported type": (
