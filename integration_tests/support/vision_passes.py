@@ -27,6 +27,7 @@ DENSE = (
     "deepseek_vl",
     "glm46v",
     "qwen2_audio",
+    "qwen3_asr",
     "qwen2_5_omni_thinker",
 )
 VIDEOS = tuple(

@@ -293,6 +293,18 @@ CASES: dict[str, Case] = {
         {**_SIGLIP, "model_type": "pixtral", "head_dim": 8},
         {"image_token_index": 65, "tie_word_embeddings": False},
     ),
+    "qwen3_asr": (
+        "qwen3_asr",
+        {"model_type": "qwen3", "tie_word_embeddings": True},
+        {},
+        {
+            "audio_config": {
+                **{key: value for key, value in WHISPER.items() if key != "max_source_positions"},
+                **{"output_dim": 32, "downsample_hidden_size": 4, "n_window_infer": 100},
+            },
+            "audio_token_id": 65,
+        },
+    ),
     "qwen2_audio": (
         "qwen2_audio",
         {"model_type": "qwen2", "head_dim": 8},

@@ -139,6 +139,7 @@ _IN_ITS_FILE = (
     "qwen2_audio",
     "qwen2_moe",
     "qwen2_vl",
+    "qwen3_asr",
     "qwen3_5",
     "qwen3_5_moe_text",
     "qwen3_5_text",

@@ -258,6 +258,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "`qwen3_omni_moe_thinker`, which is trained, and a talker, which is copied",
         "as of the thinker",
     ),
+    "qwen3_asr": ("`qwen3` with the audio encoder of `qwen3_omni_moe_thinker`", "as of the text part"),
     "qwen2_audio": ("`qwen2` with a Whisper encoder", "as of the text part"),
     "minimax_m3_vl": ("`minimax_m3_vl_text` with a vision model", "as of the text part"),
     "phimoe": (
@@ -317,7 +318,7 @@ _REASONS: Mapping[str, str] = {
     ),
     "audio": (
         "fun_asr_nano glmasr granite_speech granite_speech_plus inkling_mm_model kyutai_speech_to_text muse_spark "
-        "nemo_speechlm qwen3_asr "
+        "nemo_speechlm "
         "vibevoice_asr voxtral voxtral_realtime"
     ),
     "a vision model that mca does not know; its text part is of a supported type": (
@@ -336,8 +337,11 @@ _REASONS: Mapping[str, str] = {
     ),
     "images as tokens of a codebook": "chameleon janus",
     "cross-attention to the features of an image or a protein": "blip evolla idefics",
-    "an encoder-decoder model": ("florence2 pix2struct pp_formulanet t5gemma2 udop vision-encoder-decoder"),
-    "diffusion, or actions, in place of the next token": "cosmos3_omni diffusion_gemma pi0",
+    "an encoder-decoder model": (
+        "florence2 pix2struct pp_formulanet t5gemma2 udop vision-encoder-decoder canary cohere_asr dia moonshine "
+        "moonshine_streaming pop2piano seamless_m4t seamless_m4t_v2 speech-encoder-decoder speech_to_text speecht5"
+    ),
+    "diffusion, or actions, in place of the next token": "cosmos3_omni diffusion_gemma pi0 vibevoice",
     "Gemma 3 with scores of policies in place of text": "shieldgemma2",
     "a draft model that reads the keys and values of its target model": (
         "gemma4_assistant gemma4_unified_assistant"
