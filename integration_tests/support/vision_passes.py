@@ -23,8 +23,11 @@ DENSE = (
     "gemma4-e2b",
     "gemma4_unified",
     "llava",
+    "exaone4_5",
+    "deepseek_vl",
     "glm46v",
     "qwen2_audio",
+    "qwen3_asr",
     "qwen2_5_omni_thinker",
 )
 VIDEOS = tuple(
@@ -34,12 +37,13 @@ VIDEOS = tuple(
         "qwen2_5_vl",
         "qwen3_vl",
         "qwen3_5",
+        "glm4v",
         "gemma4-31b",
         "gemma4-e2b",
         "gemma4_unified",
     )
 )
-SPARSE_VIDEOS = ("qwen3_vl_moe-video", "qwen3_5_moe-video")
+SPARSE_VIDEOS = ("qwen3_vl_moe-video", "qwen3_5_moe-video", "glm4v_moe-video")
 SPARSE = (
     "qwen3_5_moe",
     "qwen3_vl_moe",

@@ -27,7 +27,7 @@ ROWS: tuple[tuple[tuple[int, tuple[int, int]], ...], ...] = (
     (),
 )
 """Each row's images: where they begin, and their size. The second and the last micro-batch have none."""
-HEARING = ("qwen2_audio",)
+HEARING = ("qwen2_audio", "qwen3_asr")
 """Begin the names of cases whose rows have audio clips, each of as many tokens as an image."""
 SEEING_AND_HEARING = ("gemma4-e2b", "gemma4_unified")
 """Begin the names of cases whose rows have small images, and audio clips in the place of wide ones."""
@@ -35,6 +35,8 @@ CLIP = 67
 """Placeholder of their clips."""
 WITH_VIDEOS = "-video"
 """Ends the names of cases whose rows have videos."""
+VIDEOS_ALONE = ("glm4v-", "glm4v_moe-")
+"""Models whose videos have the placeholder of images, and which transformers runs with one of both alone."""
 VIDEO_ROWS: tuple[tuple[tuple[int, int], ...], ...] = (((3, 0), (9, 2)), (), ((2, 3), (18, 0)), ())
 """Each row's media of the small size: where they begin, and how many frames a video has; 0: an image."""
 SECONDS = (1.5, 0.3)
@@ -82,7 +84,9 @@ def places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
             )
             for row in ROWS
         )
-    tiled = case.startswith(("internvl", "gemma3", "llava", "llama4", "cohere2_vision", "aya_vision"))
+    tiled = case.startswith(
+        ("internvl", "gemma3", "llava", "deepseek_vl", "llama4", "cohere2_vision", "aya_vision")
+    )
     return tuple(tuple(ImageSpan(start, *(SMALL if tiled else size)) for start, size in row) for row in ROWS)
 
 
@@ -109,10 +113,13 @@ def _video_pixels(case: str, number: int) -> dict[str, torch.Tensor]:
         return _pooled_videos(case, number, generator)
     high, wide = 2 * SMALL[0], 2 * SMALL[1]
     found = {}
-    for prefix, suffix, counts in (
-        ("image", "", [1 for _, frames in VIDEO_ROWS[number] if not frames]),
-        ("video", "_videos", [frames for _, frames in VIDEO_ROWS[number] if frames]),
-    ):
+    of_images = [1 for _, frames in VIDEO_ROWS[number] if not frames]
+    of_videos = [frames for _, frames in VIDEO_ROWS[number] if frames]
+    if case.startswith(VIDEOS_ALONE):
+        of_images, of_videos = [], [frames or 1 for _, frames in VIDEO_ROWS[number]]
+    for prefix, suffix, counts in (("image", "", of_images), ("video", "_videos", of_videos)):
+        if not counts:
+            continue
         found[f"pixel_values{suffix}"] = torch.randn(sum(counts) * high * wide, 96, generator=generator)
         found[f"{prefix}_grid_thw"] = torch.tensor([(count, high, wide) for count in counts])
     if case.startswith("qwen2_5"):
@@ -169,7 +176,9 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
     if case.startswith("gemma4"):
         images, clips = ([each for each in row if each.medium == medium] for medium in ("image", "audio"))
         return _pooled(case, images, generator) | _framed(case, clips, generator)
-    if case.startswith(("internvl", "gemma3", "llava", "llama4", "cohere2_vision", "aya_vision")):
+    if case.startswith(
+        ("internvl", "gemma3", "llava", "deepseek_vl", "llama4", "cohere2_vision", "aya_vision")
+    ):
         return {"pixel_values": torch.randn(len(row), 3, 16, 16, generator=generator)}
     if case.startswith("mistral3"):
         sizes = torch.tensor([(each.rows * 8, each.columns * 8) for each in row])
@@ -179,7 +188,7 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
             "image_sizes": sizes,
         }
     if case.startswith(HEARING):
-        return _clips(row, generator)
+        return _clips(case, row, generator)
     grid = torch.tensor([(1, 2 * each.rows, 2 * each.columns) for each in row])
     patch = (3, 4, 4) if case.startswith("kimi") else (96,)
     return {
@@ -188,13 +197,19 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
     }
 
 
-def _clips(row: tuple[ImageSpan, ...], generator: torch.Generator) -> dict[str, torch.Tensor]:
+def _clips(case: str, row: tuple[ImageSpan, ...], generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Return spectrograms of clips, padded to one length, whose padding is noise too."""
-    most = 4 * max(height * width for height, width in (SMALL, WIDE))
-    frames = torch.tensor([4 * each.tokens for each in row])
+    frames, most, mask = (
+        4,
+        4 * max(height * width for height, width in (SMALL, WIDE)),
+        "feature_attention_mask",
+    )
+    if case.startswith("qwen3_asr"):
+        frames, most, mask = 8, 100, "input_features_mask"
+    counts = torch.tensor([frames * each.tokens for each in row])
     return {
         "input_features": torch.randn(len(row), 8, most, generator=generator),
-        "feature_attention_mask": (torch.arange(most) < frames[:, None]).long(),
+        mask: (torch.arange(most) < counts[:, None]).long(),
     }
 
 
@@ -232,6 +247,7 @@ def mixed(case: str, folder: Path) -> Mixed:
         images_start = {start for start, frames in media if not frames}
         for each in row:
             is_image = not case.endswith(WITH_VIDEOS) or each.start in images_start
+            is_image |= case.startswith(VIDEOS_ALONE)
             is_clip = each.medium == "audio" and case.startswith(SEEING_AND_HEARING)
             ids[each.start : each.start + each.tokens] = CLIP if is_clip else IMAGE if is_image else VIDEO
     images = tuple(pixels(case, row, number) for number, row in enumerate(where))
@@ -284,6 +300,8 @@ def _for_transformers(
     found = joined(images)
     if model_type.startswith(omni_reference.OMNI):
         found["attention_mask"] = torch.ones_like(input_ids)
+    elif "video_grid_thw" in found and "image_grid_thw" not in found:
+        found["mm_token_type_ids"] = 2 * (input_ids == IMAGE).int()
     elif "image_grid_thw" in found or model_type.startswith("gemma4"):
         found["mm_token_type_ids"] = (input_ids == IMAGE).int() + 2 * (input_ids == VIDEO).int()
     elif model_type.startswith("gemma"):
@@ -308,7 +326,8 @@ def of_chunk(
         return _frames_of_chunk(images, ids, row)
     if "video_grid_thw" not in images:
         return images
-    left = {IMAGE: images["pixel_values"], VIDEO: images["pixel_values_videos"]}
+    videos = images["pixel_values_videos"]
+    left = {IMAGE: images.get("pixel_values", videos), VIDEO: videos}
     found, grids = [], []
     for each in row:
         token = int(ids[each.start])

@@ -1,4 +1,4 @@
-"""Rows with images and videos through ``mca-train`` for Gemma 4: losses and weights are transformers'."""
+"""Rows with images, videos and audio through ``mca-train`` for Gemma 4: losses and weights are transformers'."""
 
 import json
 import sys
@@ -14,6 +14,8 @@ import forked_cli
 
 pytest.importorskip("av")
 pytest.importorskip("torchvision")
+pytest.importorskip("soundfile")
+pytest.importorskip("soxr")
 sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "mca-models" / "tests"))
 import tiny_vision
 
@@ -27,6 +29,14 @@ ROWS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], str], ...] = (
     ("see <image>", ("tall.png",), (), "blue"),
     ("<video>?", (), ("clip.mp4",), "green it is"),
 )
+CLIPS = ("input_features", "input_features_mask")
+HEARING = ("hear <audio> in <image>", ("tall.png",), (), "blue")
+"""The third row of models with an audio tower."""
+SOUND: dict[str, dict[str, int]] = {
+    "gemma4-e2b": {"feature_size": 8},
+    "gemma4_unified": {"feature_size": 12, "audio_samples_per_token": 12},
+}
+"""Options of the feature extractors that fit the tiny towers."""
 LAYOUTS = {
     "tp2sp": ("--tensor_model_parallel_size", "2", "--sequence_parallel"),
     "cp2packed": (
@@ -39,6 +49,7 @@ LAYOUTS = {
 @cache
 def folder_of(model: str, root: Path) -> tuple[Path, Any]:
     """A checkpoint with its processors, media and rows about them; and the whole processor."""
+    import drawn_audio
     from drawn_images import draw
     from drawn_videos import write
     from gemma4_processors import gemma4_processors, gemma4_tokenizer, token_ids
@@ -59,28 +70,44 @@ def folder_of(model: str, root: Path) -> tuple[Path, Any]:
                 tensor.fill_(0.5)
         tiny_vision.bound_linears(made)
     made.save_pretrained(folder / "model")
-    own = gemma4_processors(model_type, tokenizer, patch=2)
+    own = gemma4_processors(model_type, tokenizer, patch=2, **SOUND.get(model, {}))
     for part in (tokenizer, own.images, own.videos):
         part.save_pretrained(folder / "model")
+    name = "preprocessor_config.json"  # which published files share
+    shared = json.loads((folder / "model" / name).read_text())
+    own.audio.save_pretrained(folder / "model")
+    (folder / "model" / name).write_text(
+        json.dumps(json.loads((folder / "model" / name).read_text()) | shared)
+    )
     draw(folder / "wide.png", 24, 16)
     draw(folder / "tall.png", 16, 40, colour=(60, 150, 90))
     write(folder / "clip.mp4", 8, 4)
+    drawn_audio.write(folder / "tone.wav", 440, 0.05, rate=16_000)
     lines = []
-    for asked, images, videos, said in ROWS:
+    for asked, images, videos, said in rows_of(model):
         turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
-        lines.append(json.dumps({"messages": turns, "images": images, "videos": videos}) + "\n")
+        audios = ["tone.wav"] * asked.count("<audio>")
+        row = {"messages": turns, "images": images, "videos": videos, "audios": audios}
+        lines.append(json.dumps(row) + "\n")
     (folder / "rows.jsonl").write_text("".join(lines))
     return folder, own.whole
+
+
+def rows_of(model: str) -> list[tuple[str, tuple[str, ...], tuple[str, ...], str]]:
+    """The rows that a model can take."""
+    return [HEARING if number == 2 and model in SOUND else row for number, row in enumerate(ROWS)]
 
 
 def inputs(folder: Path, whole: Any, row: tuple[str, tuple[str, ...], tuple[str, ...], str]) -> Any:
     """What transformers' processor makes of a row, with labels."""
     import av
     import numpy as np
+    import soundfile
     from PIL import Image
 
     asked, images, videos, said = row
-    asked = asked.replace("<image>", "<|image|>").replace("<video>", "<|video|>")
+    for medium in ("image", "video", "audio"):
+        asked = asked.replace(f"<{medium}>", f"<|{medium}|>")
     prompt = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
     media: dict[str, Any] = {}
     if images:
@@ -90,11 +117,12 @@ def inputs(folder: Path, whole: Any, row: tuple[str, tuple[str, ...], tuple[str,
             frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
         media |= {"videos": [frames], "video_metadata": [{"total_num_frames": len(frames), "fps": 4.0}]}
         media |= {"do_sample_frames": True, "num_frames": FRAMES}
+    if "<|audio|>" in asked:
+        media["audio"] = [soundfile.read(folder / "tone.wav", dtype="float32")[0]]
     found = dict(whole(text=[f"{prompt}{said}<|im_end|>\n"], return_tensors="pt", **media))
     known = ("input_ids", "pixel_values", "image_position_ids", "pixel_values_videos", "video_position_ids")
-    kept = {
-        name: found[name] for name in (*known, "num_frames_per_video", "mm_token_type_ids") if name in found
-    }
+    known += ("num_frames_per_video", "mm_token_type_ids", *CLIPS)
+    kept = {name: found[name] for name in known if name in found}
     answer = len(whole.tokenizer(f"{said}<|im_end|>\n")["input_ids"])
     length = kept["input_ids"].shape[1]
     return kept | {"labels": kept["input_ids"].masked_fill(torch.arange(length) < length - answer, -100)}
@@ -106,7 +134,7 @@ def expected(folder: Path, whole: Any) -> tuple[list[float], Any]:
         folder / "model", attn_implementation="eager"
     )
     optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.0)
-    rows, losses = [inputs(folder, whole, row) for row in ROWS], []
+    rows, losses = [inputs(folder, whole, row) for row in rows_of(folder.name)], []
     for _ in range(STEPS):
         optimizer.zero_grad()
         total, count = torch.zeros(()), 0
@@ -133,7 +161,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("model", "layout"),
     [pytest.param(model, layout, id=f"{model}-{layout}") for model in MODELS for layout in LAYOUTS],
 )
-def test_images_and_videos_train_as_in_transformers(model: str, layout: str, root: Path) -> None:
+def test_images_videos_and_audio_train_as_in_transformers(model: str, layout: str, root: Path) -> None:
     folder, whole = folder_of(model, root)
     losses, trained = expected(folder, whole)
     run = {

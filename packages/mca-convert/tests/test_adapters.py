@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from mca_config.errors import McaError
 from mca_convert.cli import main
 from mca_models.checkpoint_kinds import open_checkpoint
-from mca_models.lora import adapter_for
+from mca_models.lora import adapter_for, merge
 
 DENSE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CASES = {
@@ -96,6 +96,17 @@ def test_merging_goes_to_mca_too_and_through_any_memory(
     run("verify", tmp_path / "hf", tmp_path / "narrow")
     assert tree(tmp_path / "mca") == tree(convert(tmp_path / "hf", "two_steps", tp=2))
     assert main(["verify", str(base), str(tmp_path / "hf")]) == 1
+
+
+def test_blocks_of_a_few_rows_are_merged_as_whole_weights(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, adapter = pair
+    arguments = ["--checkpoint_path", base, "--adapter_path", adapter, "--merge", "--output_path"]
+    run(*arguments, tmp_path / "whole")
+    monkeypatch.setattr(merge, "_BLOCK", 200)
+    run(*arguments, tmp_path / "blocks")
+    assert tree(tmp_path / "blocks") == tree(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])

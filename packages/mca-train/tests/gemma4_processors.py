@@ -34,13 +34,13 @@ def gemma4_tokenizer():
 
 def token_ids(tokenizer):
     """The keys of ``config.json`` that name these tokens."""
-    return {f"{name}_id": getattr(tokenizer, f"{name}_id") for name in MARKS} | {
-        "video_token_id": tokenizer.convert_tokens_to_ids(VIDEO)
-    }
+    found = {f"{name}_id": getattr(tokenizer, f"{name}_id") for name in MARKS}
+    found["eoa_token_index"] = found.pop("eoa_token_id")
+    return found | {"video_token_id": tokenizer.convert_tokens_to_ids(VIDEO)}
 
 
-def gemma4_processors(model_type, tokenizer, patch=4):
-    """The image and video processors, and the whole one; images and frames have up to 70 tokens."""
+def gemma4_processors(model_type, tokenizer, patch=4, **sound):
+    """The image, video and audio processors, and the whole one; images and frames have up to 70 tokens."""
     home = f"transformers.models.{model_type}"
     name = "Gemma4Unified" if model_type == "gemma4_unified" else "Gemma4"
 
@@ -58,5 +58,6 @@ def gemma4_processors(model_type, tokenizer, patch=4):
         def check_argument_for_proper_class(self, name, argument):
             return type(argument)
 
-    whole = Processor(made("feature_extraction", "AudioFeatureExtractor"), images, tokenizer, videos)
-    return SimpleNamespace(images=images, videos=videos, whole=whole)
+    audio = made("feature_extraction", "AudioFeatureExtractor", **sound)
+    whole = Processor(audio, images, tokenizer, videos)
+    return SimpleNamespace(images=images, videos=videos, audio=audio, whole=whole)

@@ -18,7 +18,7 @@ import transformers
 from mca_config.model_config import McaModelConfig
 from mca_models.lora.peft_directory import peft_shapes
 from mca_models.lora.peft_load_warnings import EXPERT_LINEARS
-from mca_models.lora.peft_names import complete_peft_config
+from mca_models.lora.peft_names import _MOST_SHOWN, _shown, complete_peft_config
 from mca_models.lora.targets import linear_targets, stacked_targets
 from mca_models.templates import FAMILIES, config_from_hf
 
@@ -163,3 +163,10 @@ def test_factors_of_some_experts_alone_are_reported(
 ) -> None:
     adapters.described(hf_model("qwen3_moe")[1], settings)
     assert "each routed expert has its own factors" in caplog.text
+
+
+def test_many_names_are_shown_in_part():
+    names = [f"n{number}" for number in range(_MOST_SHOWN + 2)]
+    assert _shown("key", names[:_MOST_SHOWN]) == f"key {', '.join(names[:_MOST_SHOWN])}"
+    assert _shown("key", names) == f"key {', '.join(names[:_MOST_SHOWN])} and 2 more"
+    assert _shown("key", []) == "key none"

@@ -9,11 +9,30 @@ import pytest
 import tiny_hf
 import tiny_omni
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from mca_models.megatron import AutoModel
 from mca_models.templates import config_from_hf, get_family
 from mca_models.templates.parts.passthrough import without_passthrough
+
+
+@pytest.mark.parametrize("kind", tiny_omni.WHOLE)
+def test_transformers_puts_a_saved_thinker_into_the_complete_model(kind: str, tmp_path: Path) -> None:
+    """Follow the page about omni models."""
+    source = tiny_omni.save_whole(kind, tmp_path / "source")
+    model = AutoModel.from_pretrained(source)
+    with torch.no_grad():
+        for _, tensor in model.local_params():
+            tensor.add_(1)
+    model.save_pretrained_as_hf(tmp_path / "trained")
+    whole = transformers.AutoModelForMultimodalLM.from_pretrained(source)
+    whole.thinker = transformers.AutoModelForMultimodalLM.from_pretrained(tmp_path / "trained")
+    whole.save_pretrained(tmp_path / "complete")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "complete"))
+    assert before.keys() == after.keys()
+    for name, x in before.items():
+        assert torch.equal(after[name], x + 1 if name.startswith("thinker.") else x), name
 
 
 @pytest.mark.parametrize("kind", tiny_omni.WHOLE)

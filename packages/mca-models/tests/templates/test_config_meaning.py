@@ -341,3 +341,11 @@ def test_blocks_of_an_indexer_that_fill_memory_are_refused() -> None:
         McaError, match=r"'index_block_size' is 10{12}; supported: whole numbers from 1 to 1048576"
     ):
         config_from_hf(described("minimax_m3_vl_text", index_block_size=10**12))
+
+
+def test_ropes_of_granite_with_windows_are_scaled_if_all_layers_have_one() -> None:
+    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    one = described("granite_swa", layer_rope_theta=[1e4] * 4, rope_parameters=scaled)
+    assert config_from_hf(one).rope.rope_scaling
+    with pytest.raises(McaError, match="'layer_rope_theta' is"):
+        config_from_hf(described("granite_swa", rope_parameters=scaled))

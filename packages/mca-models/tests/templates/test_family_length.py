@@ -16,7 +16,17 @@ BOUND = 40
 LONGER = {
     "a table of a vision model's tensors": (
         *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
-        *("gemma4_unified", "glm4v", "internvl", "llama4", "minimax_m3_vl", "mistral3", "qwen2_vl"),
+        *(
+            "gemma4",
+            "gemma4_unified",
+            "glm4v",
+            "internvl",
+            "kimi_k25",
+            "llama4",
+            "minimax_m3_vl",
+            "mistral3",
+            "qwen2_vl",
+        ),
     ),
     "keys of the text model that files leave out": ("gemma3", "qwen2_audio"),
     "a tower of two kinds, whose last layers no feature depends on": ("llava",),

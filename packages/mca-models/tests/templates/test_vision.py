@@ -31,7 +31,10 @@ PUBLISHED = {
     "glm-4.6v": pytest.approx(107.7e9, abs=0.1e9),
     "llava-1.5-7b": 7_063_427_072,
     "llama-4-scout": pytest.approx(108.64e9, abs=0.01e9),
+    "deepseek-vl-7b": pytest.approx(7.2e9, abs=0.2e9),
+    "exaone-4.5-33b": pytest.approx(33e9, abs=2e9),
     "kimi-k2.5": pytest.approx(1.0265e12, abs=0.001e12),
+    "qwen3-asr-1.7b": pytest.approx(2.04e9, abs=0.01e9),
     "qwen2-audio-7b": pytest.approx(8.40e9, abs=0.01e9),
     "internvl3-78b": 78_408_318_336,
     "gemma-3-27b": 27_432_406_640,
@@ -200,9 +203,10 @@ def test_absent_keys_mean_what_transformers_says(kind: str) -> None:
     text: dict[str, Any] = {
         "internvl": {"model_type": "qwen2"},
         "mistral3": {"model_type": "mistral"},
+        "exaone4_5": {"model_type": "exaone4"},
         "glm4v_moe": {"head_dim": 128},  # of the default, 42, transformers rotates an odd number of channels
     }.get(kind, {})
-    towers = ["audio_config"] if kind == "qwen2_audio" else ["vision_config"]
+    towers = ["audio_config"] if kind in ("qwen2_audio", "qwen3_asr") else ["vision_config"]
     towers += ["audio_config"] * ("omni" in kind)
     empty: dict[str, Any] = {tower: {} for tower in towers}
     full = transformers.AutoConfig.for_model(kind, text_config=dict(text), **empty).to_dict()

@@ -73,3 +73,14 @@ def test_an_image_has_the_tokens_of_a_tower_whose_sizes_are_not_named(case: str,
     assert vision is not None and vision.tokens_per_image is not None
     patches = (tower.image_size // tower.patch_size) ** 2
     assert vision.tokens_per_image(config_from_hf(hf)) == patches  # CLIP's class token is left out by default
+
+
+@pytest.mark.parametrize("key", ["num_key_value_heads", "head_dim"])
+def test_what_qwen3_vl_leaves_out_of_its_text_is_what_transformers_fills_in(key: str) -> None:
+    text = {"num_attention_heads": 64, "head_dim": 64, "num_key_value_heads": 16, "hidden_size": 128}
+    hf = transformers.Qwen3VLConfig(text_config=text).to_dict()
+    hf["architectures"] = ["Qwen3VLForConditionalGeneration"]
+    del hf["text_config"][key]
+    expected = transformers.AutoConfig.for_model(**hf).text_config
+    found = config_from_hf(hf).attention
+    assert (found.num_query_groups, found.kv_channels) == (expected.num_key_value_heads, expected.head_dim)

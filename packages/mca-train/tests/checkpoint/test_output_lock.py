@@ -156,3 +156,14 @@ def test_on_a_file_system_without_locks_one_machine_has_one_run(tmp_path, monkey
     with pytest.raises(McaError, match="is used by another run"):
         OutputLock(tmp_path).take()
     lock.verify()
+
+
+def test_a_process_has_one_start_however_much_memory_it_takes():
+    before = output_lock._start_time(os.getpid())
+    kept = bytearray(64 << 20)
+    assert before and output_lock._start_time(os.getpid()) == before
+    del kept
+    child = forked(lambda: time.sleep(0.02))
+    assert output_lock._start_time(child) != before
+    killed(child)
+    assert output_lock._start_time(child) == ""

@@ -15,6 +15,8 @@ from PIL import Image
 from tokenizers_for_tests import byte_tokenizer
 from transformers import AyaVisionProcessor, Gemma3Processor, Llama4Processor, LlavaProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
+from transformers.models.deepseek_vl.processing_deepseek_vl import DeepseekVLProcessor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.kimi_k25.image_processing_kimi_k25 import Kimi_K25ImageProcessor
@@ -168,6 +170,24 @@ def llama4():
     return kind, expected
 
 
+def deepseek():
+    kind = Kind(
+        "deepseek_vl",
+        ("<image_placeholder>",),
+        DeepseekVLImageProcessorPil(size=SIDE, min_size=8),
+        lambda ids: {"image_token_id": ids[0], "vision_config": {"image_size": 16, "patch_size": 8}},
+        "<image_placeholder>",
+    )
+    kind.tokenizer.image_token = "<image_placeholder>"
+    whole = DeepseekVLProcessor(kind.processor, kind.tokenizer, num_image_tokens=4)
+
+    def expected(text, images):
+        made = whole(images=images, text=[text.replace("@", "<image_placeholder>")], return_tensors="pt")
+        return made["input_ids"][0].tolist(), {"pixel_values": made["pixel_values"]}
+
+    return kind, expected
+
+
 def kimi():
     marks = ("<|media_pad|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>")
     written = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"
@@ -240,6 +260,7 @@ KINDS = {
     "llava": llava,
     "llama4": llama4,
     "kimi_k25": kimi,
+    "deepseek_vl": deepseek,
 }
 
 
@@ -285,6 +306,7 @@ def test_tokens_and_pixels_are_those_of_the_familys_own_processor(made):
             "llava": "<image>",
             "llama4": "<|patch|>",
             "kimi_k25": "<|media_pad|>",
+            "deepseek_vl": "<image_placeholder>",
         }[kind.config.model_type]
     )
     reported = torch.zeros_like(placeholder)

@@ -12,6 +12,7 @@ from PIL import Image
 
 from mca_config.errors import McaError
 from mca_models.images import positions
+from mca_train.config.renamed_options import RENAMED
 from mca_train.data.image_rows import ImageReader
 from mca_train.tasks.load import load_tokenized
 from mca_train.tasks.table import TASKS
@@ -177,3 +178,29 @@ def test_qwen3_omni_hears_clips_of_any_length(tokenizer, folder):
     assert sample["images"].tokens == 31 * 13 + 7
     with pytest.raises(McaError, match=r"it lasts 31\.5 seconds, and the model hears at most 30; cut it"):
         load([row], "qwen2_5_omni", tokenizer, folder)
+
+
+@pytest.mark.parametrize("key", ["use_audio_in_video", "load_audio_from_video"])
+def test_the_sound_of_a_video_is_refused(key, tokenizer, folder):
+    row = asked({"type": "video", "path": "clip.mp4", key: True})
+    with pytest.raises(
+        McaError, match=f"a video has {key}, but mca does not read the sound of videos; remove it"
+    ):
+        load([row], "qwen2_5_omni", tokenizer, folder)
+    assert RENAMED[key].startswith("the sound of a video is not read; remove the key")
+    (sample,) = load(
+        [asked({"type": "video", "path": "clip.mp4", key: False})], "qwen2_5_omni", tokenizer, folder
+    )
+    assert sample["images"].tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frames_are_at_the_rate_of_the_checkpoints_processor(kind, tokenizer, folder, tmp_path):
+    (tmp_path / kind).mkdir()
+    for name in ("preprocessor_config.json", f"{kind}/video_preprocessor_config.json"):
+        settings = json.loads((folder / name).read_text()) | ({"fps": 4} if "/" in name else {})
+        (tmp_path / name).write_text(json.dumps(settings))
+    row = asked({"type": "video", "path": str(folder / "clip.mp4")}, text("?"))
+    (sample,) = load([row], kind, tokenizer, tmp_path)
+    (place,) = sample["images"].places
+    assert (place.frames, place.interval, place.per_second) == (6, 0.5, PER_SECOND)

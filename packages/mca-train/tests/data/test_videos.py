@@ -171,6 +171,76 @@ def test_frames_of_glm_are_images_in_front_of_their_times(model, folder):
     assert len(few["images"].places) == 3
 
 
+def numbered(folder, *parts, **others):
+    """What mca makes of a row of InternVL's, and what transformers does of the two media in it."""
+    from tokenizers_for_tests import byte_tokenizer
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+    from transformers.models.internvl.processing_internvl import InternVLProcessor
+    from transformers.models.internvl.video_processing_internvl import InternVLVideoProcessor
+
+    class Processor(InternVLProcessor):
+        def check_argument_for_proper_class(self, name, argument):
+            return type(argument)
+
+    marks = {
+        "context_image": "<IMG_CONTEXT>",
+        "start_image": "<img>",
+        "end_image": "</img>",
+        "video": "<video>",
+    }
+    tokenizer = byte_tokenizer(
+        "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}"
+        "{% for part in m['content'] %}{% if part['type'] == 'image' %}<IMG_CONTEXT>"
+        "{% elif part['type'] == 'video' %}<video>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+        "<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer.add_tokens([*marks.values()], special_tokens=True)
+    for name, mark in marks.items():
+        setattr(tokenizer, f"{name}_token", mark)
+        setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(mark))
+    side = {"height": 16, "width": 16}
+    stills, videos = GotOcr2ImageProcessorPil(size=side, max_patches=6), InternVLVideoProcessor(size=side)
+    home = folder / "internvl"
+    stills.save_pretrained(home)
+    videos.save_pretrained(home)
+    fields = {"image_token_id": tokenizer.context_image_token_id, "image_seq_length": 4, "vision_config": {}}
+    config = SimpleNamespace(model_type="internvl", vision_fields=fields)
+    (folder / "numbered.jsonl").write_text(json.dumps(asked(*parts)))
+    given = TASKS["sft"].data_arguments(model_name_or_path="m", **others)
+    images = ImageReader(config=config, directories=(home,))
+    samples = load_tokenized(TASKS["sft"], [str(folder / "numbered.jsonl")], tokenizer, given, images=images)
+    whole = Processor(stills, tokenizer, videos, image_seq_length=4, chat_template=tokenizer.chat_template)
+    return tokenizer, samples[0], whole
+
+
+def test_frames_of_internvl_are_images_behind_their_numbers(folder):
+    video, still = {"type": "video", "path": "long.mkv"}, {"type": "image", "path": "wide.png"}
+    tokenizer, sample, whole = numbered(folder, text("see"), video, text("?"), still)
+    with av.open(str(folder / "long.mkv")) as container:
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    right = whole(
+        text=["user: see<video>?<IMG_CONTEXT><|im_end|>assistant: red<|im_end|>"],
+        images=[open_image(folder)],
+        videos=[frames],
+        video_metadata=[{"total_num_frames": 23, "fps": 5.0, "duration": 4.6}],
+        do_sample_frames=True,
+        fps=2,
+        return_tensors="pt",
+    )
+    assert tokenizer.decode(sample["input_ids"]) == tokenizer.decode(right["input_ids"][0])
+    assert "seeFrame1: <img>" in tokenizer.decode(sample["input_ids"])
+    assert torch.equal(sample["images"].tensors()["pixel_values"], right["pixel_values"])
+    placeholder = sample["input_ids"] == tokenizer.context_image_token_id
+    reported = torch.zeros_like(placeholder)
+    for place in sample["images"].places:
+        reported[place.start : place.start + place.tokens] = True
+    assert torch.equal(placeholder, reported)
+    _, few, _ = numbered(folder, video, video_max_frames=3)
+    assert len(few["images"].places) == 3
+    with pytest.raises(McaError, match="contains the video placeholder"):
+        numbered(folder, text("a <video> of what?"))
+
+
 def in_base64(folder):
     return base64.b64encode((folder / "clip.mp4").read_bytes()).decode()
 

@@ -1,12 +1,15 @@
 """Arguments of Megatron's optimizer."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from mca_config import TrainingArguments
+from mca_models.megatron import platform
+from mca_train.engine import optimizer
 from mca_train.engine.optimizer import _set_muon_qkv_shapes, optimizer_settings
 
 
@@ -59,3 +62,19 @@ def test_muon_splits_queries_keys_and_values_by_each_layer_s_heads() -> None:
         (True, [8, 2, 2]),
     ]
     assert not hasattr(chunk[1].weight, "is_qkv")
+
+
+@pytest.mark.parametrize(("name", "split"), [("adam", False), ("muon", True)])
+def test_heads_are_split_for_muon_alone(name: str, split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    platform.prepare()
+    import megatron.core.optimizer as upstream
+
+    monkeypatch.setattr(upstream, "OptimizerConfig", lambda **settings: SimpleNamespace(**settings))
+    monkeypatch.setattr(upstream, "get_megatron_optimizer", lambda *arguments, **overrides: SimpleNamespace())
+    monkeypatch.setattr(optimizer, "optimizer_settings", lambda args, dtype: {})
+    monkeypatch.setattr(optimizer, "param_group_overrides", lambda args, config: {})
+    monkeypatch.setattr(optimizer, "rebuild_hybrids", lambda built: None)
+    chunk: Any = torch.nn.ModuleList([Attention(8, 2, 2)])
+    args: Any = SimpleNamespace(optimizer=name)
+    optimizer.build_optimizer([chunk], args, torch.float32)
+    assert hasattr(chunk[0].linear_qkv.weight, "is_qkv") is split

@@ -67,3 +67,17 @@ def test_all_ranks_find_the_same_one_though_their_clocks_differ(monkeypatch):
         monkeypatch.setattr(one, "_warn", lambda *_: None)
         found.append(one.report(1, clock, 1))
     assert found[0] == found[1]
+
+
+def test_the_slowest_of_several_ranks_is_logged_with_its_delay(monkeypatch):
+    rows = torch.tensor([[0.01, 0.5, 1.0], [0.41, 0.5, 1.0]])
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda box: box.copy_(rows))
+    found = []
+    for size in (1, 2):
+        here = SimpleNamespace(
+            rank=0, world_size=size, device=torch.device("cpu"), layout=SimpleNamespace(pp=1)
+        )
+        one = Stragglers(here)
+        monkeypatch.setattr(one, "_warn", lambda *_: None)
+        found += [one.report(1, 1.0, 1), one.report(0, 1.0, 1)]
+    assert found == [{}, {}, {"slowest_rank": 1, "slowest_rank_behind": 0.4}, {}]

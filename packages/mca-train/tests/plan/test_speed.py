@@ -250,3 +250,11 @@ def test_shared_experts_are_cut_by_tensor_ranks(tmp_path: Path) -> None:
         flops = 2 * 8192 * 3 * 7168 * 2048 / tp
         seconds = flops / (h100.device.tflops * 1e12 * h100.efficiency.products)
         assert both[0].forward - both[1].forward == pytest.approx(seconds)
+
+
+def test_tensor_ranks_gather_what_the_others_have(tmp_path: Path) -> None:
+    hardware, rate = messages_alone()
+    for tp in (2, 4):
+        layout = ParallelLayout(tensor_model_parallel_size=tp)
+        times = time_model(tmp_path, model_of("qwen3-8b", num_hidden_layers=2), layout, hardware)
+        assert times._tensor_messages() == pytest.approx(4 * 8192 * 4096 * 2 * (tp - 1) / tp / rate)

@@ -12,6 +12,8 @@ import pytest
 
 from mca_config import TrainingArguments
 from mca_models.templates import config_from_hf
+from mca_models.templates.parts.mla import saved_core
+from mca_train.plan import te_layers
 from mca_train.plan.chunks import ChunkSpec, Implementation
 from mca_train.plan.memory import make_plan
 from mca_train.plan.sizes import Sizes
@@ -74,6 +76,15 @@ def test_latent_attention_keeps_copies_and_not_what_they_are_of(tmp_path: Path) 
     again = kept("deepseek-v3", tmp_path, **CORE | {"recompute_modules": ["mla_up_proj"]})
     assert nothing - again == 2 * heads * (2 * 192 + 128) + 2 * ranks
     assert kept("deepseek-v3", tmp_path, **CORE) == nothing - 4 * heads  # copies are inputs of the kernel
+
+
+def test_latent_attention_that_mca_computes_keeps_queries_keys_and_values_once(tmp_path: Path) -> None:
+    config = config_from_hf(json.loads((DATA / "configs" / "deepseek-v3.json").read_text()))
+    args = TrainingArguments(output_dir=str(tmp_path), bf16=True, use_cpu=True, report_to="none")
+    sizes = replace(Sizes.for_training(config, args, TOKENS, on_gpu=True), mca_attention=True)
+    lines = te_layers._mla(config, sizes)
+    assert len(lines) > 2
+    assert lines[2:] == saved_core(config, sizes)
 
 
 def test_mcas_own_layers_and_attention_keep_as_much_within(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import get_family
-from mca_models.templates.parts.gemma4_images import GEMMA4_TOKENS, image_reach
+from mca_models.templates.parts.gemma4_images import CLIP_MARKS, GEMMA4_TOKENS, image_reach
 from mca_models.templates.parts.gemma4_towers import gemma4_audio_tower, gemma4_vision_tower
 from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import (
@@ -49,7 +49,10 @@ FAMILY = vision_language_family(
         reach=image_reach,
         windowed=True,
         audio=AudioTower(
-            names=AUDIO, mask="input_features_mask", tokens=lambda config, frames: -(-frames // 4)
+            names=AUDIO,
+            mask="input_features_mask",
+            tokens=lambda config, frames: -(-frames // 4),
+            marks=CLIP_MARKS,
         ),
     ),
     NestedTextConfig(text_model_type="", tied=True, defaults=GEMMA4_TOKENS),

@@ -2,7 +2,7 @@
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import get_family
-from mca_models.templates.parts.gemma4_images import GEMMA4_TOKENS, image_reach
+from mca_models.templates.parts.gemma4_images import CLIP_MARKS, GEMMA4_TOKENS, image_reach
 from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import (
     AudioTower,
@@ -63,7 +63,12 @@ FAMILY = vision_language_family(
         image_tokens="pooled",
         video_tokens="minutes",
         reach=image_reach,
-        audio=AudioTower(names=(_AUDIO,), mask="input_features_mask", tokens=lambda config, frames: frames),
+        audio=AudioTower(
+            names=(_AUDIO,),
+            mask="input_features_mask",
+            tokens=lambda config, frames: frames,
+            marks=CLIP_MARKS,
+        ),
     ),
     NestedTextConfig(text_model_type="", tied=True, defaults=GEMMA4_TOKENS),
 )

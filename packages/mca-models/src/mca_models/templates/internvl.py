@@ -78,6 +78,7 @@ FAMILY = vision_language_family(
         spellings=(llava_spelling(TOWER, PROJECTOR), module_spelling(TOWER, PROJECTOR)),
         projector=(PROJECTOR,),
         image_tokens="tiles",
+        video_tokens="numbered",
         tokens_per_image=lambda config: vision_values(config)[0].size("image_seq_length", 256),
     ),
     NestedTextConfig(text_model_type="", tied=True),

@@ -40,6 +40,9 @@ class AudioTokens:
         options: Options of the run.
     """
 
+    _made_mask, _mask_dtype = "attention_mask", torch.long
+    """Output of the feature extractor, and the dtype that the tower takes."""
+
     def __init__(
         self,
         extractor: ImageProcessor,
@@ -59,23 +62,34 @@ class AudioTokens:
         Raises:
             McaError: The clip is too long or too short.
         """
-        heard = self.extractor.n_samples / self.extractor.sampling_rate
+        heard = self._heard
         limit = self._options.max_seconds
         if limit is not None and facts.seconds > limit:
             raise McaError(
                 f"it lasts {facts.seconds:.1f} seconds, more than audio_max_seconds {limit:g}; cut it, raise "
                 "audio_max_seconds, or remove the row"
             )
-        if facts.seconds > heard and not self._tower.unpadded:
+        if heard is not None and facts.seconds > heard:
             raise McaError(
                 f"it lasts {facts.seconds:.1f} seconds, and the model hears at most {heard:g}; cut it, or remove "
                 "the row"
             )
         samples = facts.frames_at(self.extractor.sampling_rate)
-        frames = -(-samples // self.extractor.hop_length)
-        if (count := self._tower.tokens(self._config, frames)) < 1:
+        if (count := self._tower.tokens(self._config, self._frames(samples))) < 1:
             raise McaError(f"it lasts {facts.seconds:.3f} seconds, too short for one token; remove the row")
         return Grid.of_audio(count)
+
+    @property
+    def _heard(self) -> float | None:
+        """Return the seconds that the model hears at most; None: any number."""
+        return (
+            None if self._tower.unpadded else self.extractor.n_samples / float(self.extractor.sampling_rate)
+        )
+
+    def _frames(self, samples: int) -> int:
+        """Return the frames of a clip that its mask marks; without padding, a last one that is begun is left out."""
+        hop, least = int(self.extractor.hop_length), int(getattr(self.extractor, "min_length", 0))
+        return max(samples, least) // hop if self._tower.unpadded else -(-samples // hop)
 
     def ids(self, grid: Grid) -> list[int]:
         """Return the tokens that replace one placeholder of the chat template."""
@@ -97,12 +111,59 @@ class AudioTokens:
         given = {"sampling_rate": rate, "return_attention_mask": True, "return_tensors": "pt"}
         if self._tower.unpadded:
             given |= {"padding": "longest", "truncation": False}
-        made = self.extractor(samples, **given)
-        mask: Tensor = made["attention_mask"]
+        made = self.extractor([samples], **given)
+        mask: Tensor = made[self._made_mask]
         count = self._tower.tokens(self._config, int(mask.sum()))
         require_unchanged(f"audio {clip.place}", grid, Grid.of_audio(count))
         found = {"input_features": torch.as_tensor(made["input_features"])}
-        return found if self._tower.mask is None else {**found, self._tower.mask: mask.long()}
+        return found if self._tower.mask is None else {**found, self._tower.mask: mask.to(self._mask_dtype)}
+
+
+_GEMMA4_SAMPLES = 480_000
+"""Samples that Gemma 4's feature extractor keeps of a clip."""
+
+
+class MarkedAudioTokens(AudioTokens):
+    """Audio tokens of Gemma 4, between two marks that its processor writes.
+
+    Args:
+        extractor: Hugging Face feature extractor.
+        token: Id of the placeholder token.
+        tower: Audio tower of the model's family.
+        config: Model configuration.
+        options: Options of the run.
+        marks: Ids of the tokens before and after a clip.
+    """
+
+    _made_mask, _mask_dtype = "input_features_mask", torch.bool
+
+    def __init__(
+        self,
+        extractor: ImageProcessor,
+        token: int,
+        tower: AudioTower,
+        config: McaModelConfig,
+        options: AudioOptions,
+        marks: tuple[int, int],
+    ) -> None:
+        super().__init__(extractor, token, tower, config, options)
+        self.before, self.after = marks[:1], marks[1:]
+
+    @property
+    def _heard(self) -> float | None:
+        has_spectra = hasattr(self.extractor, "hop_length")
+        return _GEMMA4_SAMPLES / float(self.extractor.sampling_rate) if has_spectra else None
+
+    def _frames(self, samples: int) -> int:
+        own = self.extractor
+        if not hasattr(own, "hop_length"):
+            return -(-samples // int(own.audio_samples_per_token))
+        # half a window is padded before the first sample, and a frame needs one sample behind its window
+        return max(int(samples + own.frame_length // 2 - own.frame_length - 1) // int(own.hop_length) + 1, 0)
+
+    def ids(self, grid: Grid) -> list[int]:
+        """Return the tokens of a clip, including its marks."""
+        return [*self.before, *super().ids(grid), *self.after]
 
 
 def audio_tokens(
@@ -124,7 +185,10 @@ def audio_tokens(
     if token is None:
         raise UsageError(f"config.json: audio_token_id is missing, the placeholder of {config.model_type}")
     require_audio_packages()
-    return AudioTokens(_extractor(directories), token, part.audio, config, options)
+    if part.audio.marks is None:
+        return AudioTokens(_extractor(directories), token, part.audio, config, options)
+    first, last = ((vision or {})[key] for key in part.audio.marks)
+    return MarkedAudioTokens(_extractor(directories), token, part.audio, config, options, (first, last))
 
 
 def _extractor(directories: Sequence[Path]) -> ImageProcessor:

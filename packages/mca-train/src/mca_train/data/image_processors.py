@@ -30,6 +30,7 @@ from mca_models.templates.parts.vision_tower import ImageTokenKind
 from mca_train.data.chat import with_image_text
 from mca_train.data.grids import Grid
 from mca_train.data.image_tokens import ImageTokens
+from mca_train.data.placeholders import VIDEO_TAG
 from mca_train.data.pooled_patches import PooledTokens
 from mca_train.types import ImageProcessor
 
@@ -454,8 +455,14 @@ def _padded_patches(
 def _tiles(
     processor: ImageProcessor, token: int, vision: Values, tokenizer: "PreTrainedTokenizerBase"
 ) -> ImageTokens:
-    first, last = _ids(tokenizer, "<img>", "</img>")
+    first, last = internvl_marks(tokenizer)
     return TileTokens(processor, token, vision.get("image_seq_length", 256), (first, last))
+
+
+def internvl_marks(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, int]:
+    """Return the ids of the tokens around an image of InternVL."""
+    first, last = _ids(tokenizer, "<img>", "</img>")
+    return first, last
 
 
 _COHERE_MARKS = ("<|START_OF_IMG|>", "<|END_OF_IMG|>")
@@ -547,6 +554,11 @@ def _gemma_image_text(tokenizer: "PreTrainedTokenizerBase", vision: Values) -> t
     return first, f"\n\n{first}{placeholder}{last}\n\n"
 
 
+def frame_title(number: int) -> str:
+    """Return InternVL's text before a frame of a video."""
+    return f"Frame{number}: "
+
+
 def with_image_marks(
     tokenizer: "PreTrainedTokenizerBase", config: McaModelConfig
 ) -> "PreTrainedTokenizerBase":
@@ -554,12 +566,15 @@ def with_image_marks(
 
     Gemma's templates write only the start mark. The processor adds the rest to the rendered text, where line breaks
     merge with adjacent ones into one token. Llama 4's write the mark before the tile of the whole image, and Aya
-    Vision's a word that is no token.
+    Vision's a word that is no token. InternVL's processor writes a title before the first frame of a video.
     """
     kind, vision = _kind(config), config.vision_fields
     if kind in ("tile_rows", "named_tiles") and vision is not None:
         placeholder = tokenizer.convert_ids_to_tokens(placeholders(vision)["image"])
         return with_image_text(tokenizer, "<|image|>" if kind == "tile_rows" else "<image>", placeholder)
+    part = get_family(config.model_type).vision
+    if part is not None and part.video_tokens == "numbered":
+        return with_image_text(tokenizer, VIDEO_TAG, frame_title(1) + VIDEO_TAG)
     if kind != "fixed" or config.vision_fields is None:
         return tokenizer
     return with_image_text(tokenizer, *_gemma_image_text(tokenizer, config.vision_fields))

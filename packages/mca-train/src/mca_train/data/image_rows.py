@@ -33,7 +33,7 @@ from mca_train.data.image_tag import IMAGE_TAG, MediaTagCheck
 from mca_train.data.long_texts import TokenPrefix
 from mca_train.data.media_tokens import MediaTokens
 from mca_train.data.message_parts import MEDIA, media_type
-from mca_train.data.placeholders import require_no_placeholders
+from mca_train.data.placeholders import media_fields, require_no_placeholders
 from mca_train.data.row_formats import detect_format
 from mca_train.data.row_paths import RowPaths
 from mca_train.data.video_tokens import DEFAULT_FPS, VideoOptions, video_tokens
@@ -73,7 +73,7 @@ class ImageReader:
                 lambda: image_tokens(config, directories, tokenizer),
                 lambda: video_tokens(config, directories, tokenizer, videos),
                 lambda: audio_tokens(config, directories, tokenizer, audio),
-                placeholders(config.vision_fields),
+                placeholders(media_fields(config, tokenizer)),
             )
             self._tokens.append(made)
         return self._tokens[0]
@@ -111,7 +111,7 @@ class ImageRows:
         self.arguments = arguments
         self._converted: RowConverter | None = None
         self.tokenizer = with_image_marks(tokenizer, reader.config)
-        self.vision = reader.config.vision_fields
+        self.vision = media_fields(reader.config, tokenizer)
         self._columns = columns_by_medium(self.vision, arguments)
         self._tag_check = MediaTagCheck(self.vision, arguments)
         self._has_warned_of_frames = False

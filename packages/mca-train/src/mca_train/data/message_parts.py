@@ -36,6 +36,7 @@ _VIDEO_OPTIONS = (
     *("fps", "sample_fps", "nframes", "num_frames", "min_frames", "max_frames", "video_start", "video_end"),
     *("total_pixels", *_SIZES),
 )  # options of qwen-vl-utils for one video
+_SOUND_OPTIONS = ("use_audio_in_video", "load_audio_from_video")  # of Qwen's omni models
 _AUDIO_OPTIONS = ("audio_start", "audio_end")  # the same of qwen-omni-utils
 
 
@@ -82,6 +83,11 @@ def require_no_video_options(video: Mapping[str, object]) -> None:
     Raises:
         McaError: The video has options.
     """
+    if found := [key for key in _SOUND_OPTIONS if video.get(key)]:
+        raise McaError(
+            f"a video has {found[0]}, but mca does not read the sound of videos; remove it, and give the sound as an "
+            "audio clip next to the video"
+        )
     if found := [key for key in _VIDEO_OPTIONS if video.get(key) is not None]:
         raise McaError(
             f"a video has {found[0]}, which mca does not support per video; remove it, and set video_fps, "

@@ -6,12 +6,29 @@ from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 from mca_config.errors import McaError
+from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
 from mca_models.images import placeholders
+from mca_models.templates import get_family
 from mca_train.data.long_texts import encode_in_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+VIDEO_TAG = "<video>"
+"""Placeholder of a video of InternVL, which ``config.json`` does not name."""
+
+
+def media_fields(config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase") -> Values | None:
+    """Return the vision configuration of a model, with a placeholder of videos that only the tokenizer has."""
+    fields = config.vision_fields
+    if fields is None:
+        return None
+    part = get_family(config.model_type).vision
+    if part is None or part.video_tokens != "numbered" or VIDEO_TAG not in tokenizer.get_vocab():
+        return fields
+    return {**fields, "video_token_id": tokenizer.convert_tokens_to_ids(VIDEO_TAG)}
 
 
 def require_no_placeholders(

@@ -4,6 +4,7 @@ Qwen 2 VL, 2.5 VL   the frames follow one another, in Qwen 2.5 VL with time posi
 Qwen 2.5, 3 Omni    the same, in seconds of the requested rate, and text behind the last frame's time
 Qwen 3 VL, 3.5      each frame is between two marks, behind its time in words
 GLM-4V, 4.6V        each frame is an image, in front of its time
+InternVL            each frame is an image, behind its number
 Gemma 4             each frame is between two marks, behind its minutes and seconds
 """
 
@@ -23,8 +24,9 @@ from mca_models.images import ImageSpan, placeholders
 from mca_models.templates import get_family
 from mca_models.templates.parts.vision_tower import VideoRules
 from mca_train.data.grids import Grid
-from mca_train.data.image_processors import pooled_marks, resized_sides
+from mca_train.data.image_processors import frame_title, internvl_marks, pooled_marks, resized_sides
 from mca_train.data.image_tokens import require_unchanged
+from mca_train.data.placeholders import media_fields
 from mca_train.data.pooled_patches import grids_of_positions, pooled_sides, without_padding
 from mca_train.data.video_files import Video, VideoFacts, require_video_packages
 from mca_train.types import ImageProcessor
@@ -321,6 +323,78 @@ class PooledVideoTokens(TimedVideoTokens):
         return without_padding(made["pixel_values_videos"], positions)
 
 
+class NumberedFrameTokens(FrameImageTokens):
+    """Video tokens of InternVL: each frame is an image of one tile, behind its number.
+
+    The title of the first frame is in the rendered chat already; see `with_image_marks`.
+
+    Args:
+        processor: As in `VideoTokens`.
+        token: Id of the placeholder token of images.
+        options: Options of the run.
+        marks: Ids of the tokens before and after an image.
+        tokenizer: Tokenizer of the titles.
+        length: Placeholders per frame.
+    """
+
+    def __init__(
+        self,
+        processor: ImageProcessor,
+        token: int,
+        options: VideoOptions,
+        marks: tuple[int, int],
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        length: int,
+    ) -> None:
+        self._length = length
+        super().__init__(processor, token, options, marks, tokenizer, whole=True)
+
+    def _resized_sides(self, processor: ImageProcessor) -> Callable[[int, int, int], tuple[int, int]]:
+        """Return the function from height, width and number of frames to the rows and columns of tokens."""
+        processor.temporal_patch_size = processor.merge_size = 1  # which it lacks
+        return lambda height, width, frames: (1, self._length)
+
+    def _count_patches(self, facts: VideoFacts, indices: Sequence[int], tokens: int) -> int:
+        return len(indices) * tokens
+
+    def _sample(self, facts: VideoFacts) -> tuple[int, ...]:
+        """Return the indices of the frames that the model sees, at even distances."""
+        from transformers.video_utils import VideoMetadata
+
+        count = self.processor.num_frames or int(facts.frames / facts.fps * self.processor.fps)
+        most = self._options.max_frames or facts.frames
+        known = VideoMetadata(total_num_frames=facts.frames, fps=facts.fps)
+        count = max(min(count, most, facts.frames), 1)
+        return tuple(map(int, self.processor.sample_frames(metadata=known, num_frames=count)))
+
+    def ids(self, grid: Grid) -> list[int]:
+        """Return the tokens that replace one placeholder of the chat template."""
+        found: list[int] = []
+        for number in range(1, grid.frames + 1):
+            if number > 1:
+                title = f"\n{frame_title(number)}"
+                found += self._tokenizer(title, add_special_tokens=False)["input_ids"]
+            found += [self._marks[0], *[self.token] * grid.columns, self._marks[1]]
+        return found
+
+    def tensors(self, video: Video, grid: Grid) -> dict[str, Tensor]:
+        """Return the inputs of the vision tower for ``video``: its frames, each an image.
+
+        Raises:
+            McaError: The video cannot be read, or has changed since its placeholders were counted.
+        """
+        facts = video.facts()
+        require_unchanged(f"video {video.place}", grid, self.grid(facts))
+        made = self.processor(
+            videos=[video.frames(self._sampled(facts))],
+            do_sample_frames=False,
+            input_data_format="channels_last",
+            return_tensors="pt",
+        )
+        return {"pixel_values": made["pixel_values_videos"][0]}
+
+
 def _apply_options(processor: ImageProcessor, options: VideoOptions, fps: float) -> None:
     if options.fps is not None:
         processor.fps, processor.num_frames = options.fps, None
@@ -350,7 +424,7 @@ def video_tokens(
     Raises:
         UsageError: The model does not support videos, a package is missing, or there is no processor.
     """
-    vision = config.vision_fields
+    vision = media_fields(config, tokenizer)
     part = get_family(config.model_type).vision if vision is not None else None
     if vision is None or part is None or part.video_tokens is None:
         raise UsageError(f"a {config.model_type} model does not support videos; remove them from the rows")
@@ -359,6 +433,10 @@ def video_tokens(
         raise UsageError(f"config.json: video_token_id is missing, the placeholder of {config.model_type}")
     require_video_packages()
     processor = _processor(directories)
+    if part.video_tokens == "numbered":
+        image, length = placeholders(vision)["image"], vision.get("image_seq_length", 256)
+        own = internvl_marks(tokenizer)
+        return NumberedFrameTokens(processor, image, options, own, tokenizer, length=length)
     if part.video_tokens == "minutes":
         return PooledVideoTokens(processor, token, options, pooled_marks(vision), tokenizer)
     of_images = part.video_tokens in ("second_after", "seconds_after")

@@ -8,9 +8,11 @@ from mca_models.templates.lens import Lens
 BIDIRECTIONAL = "use_bidirectional_attention"
 GEMMA4_TOKENS: Values = {
     **{"image_token_id": 258_880, "video_token_id": 258_884, "audio_token_id": 258_881},
-    **{"boi_token_id": 255_999, "eoi_token_id": 258_882},
+    **{"boi_token_id": 255_999, "eoi_token_id": 258_882, "boa_token_id": 256_000, "eoa_token_index": 258_883},
 }
-"""Default ids of placeholders, and of the marks around an image."""
+"""Default ids of placeholders, and of the marks around an image and a clip."""
+CLIP_MARKS = ("boa_token_id", "eoa_token_index")
+"""Keys of the marks around a clip."""
 MOST_TOKENS = 1120
 """Most tokens of an image that Gemma 4's processors allow."""
 

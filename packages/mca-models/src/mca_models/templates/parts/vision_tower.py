@@ -41,10 +41,10 @@ equally many tokens, the same in rows with marks between them (``tile_rows``), e
 behind its number (``named_tiles``); lines with a mark after each; a fixed number of tokens, with Gemma 3's marks around
 them (``fixed``) or alone (``plain``); or a grid of pooled patches between Gemma 4's marks (``pooled``)."""
 
-VideoTokenKind = Literal["together", "timestamps", "second_after", "seconds_after", "minutes"]
-"""Frames of a video one after the other; each between marks behind its time in words (``timestamps``) or its minutes
-and seconds (``minutes``), or in front of its whole second (``second_after``) or its seconds (``seconds_after``), as an
-image."""
+VideoTokenKind = Literal["together", "timestamps", "second_after", "seconds_after", "minutes", "numbered"]
+"""Frames of a video one after the other; each between marks behind its time in words (``timestamps``), its minutes and
+seconds (``minutes``) or its number (``numbered``), or in front of its whole second (``second_after``) or its seconds
+(``seconds_after``), as an image."""
 
 _TEXT, _HEAD = "model.", "lm_head."
 _KEYS = (
@@ -159,6 +159,7 @@ class AudioTower:
         tokens: Features of a clip, by the number of its frames.
         chunk: Frames of a chunk, where the features of a shorter clip depend on the padding that longer ones give it;
             such clips are computed alone.
+        marks: Keys of the tokens around a clip that the processor writes; None: chat templates write them.
         unpadded: The processor takes clips of any length, without padding.
     """
 
@@ -166,6 +167,7 @@ class AudioTower:
     mask: str | None
     tokens: Callable[[McaModelConfig, int], int]
     chunk: Callable[[McaModelConfig], int] | None = None
+    marks: tuple[str, str] | None = None
     unpadded: bool = False
 
     @property
