@@ -102,6 +102,17 @@ llamafactory() {
     .venv-lf/bin/python -m pytest -n 0 "$@" integration_tests/cli/test_llamafactory.py
 }
 
+# ms-swift's own command with the patch of the documents, in an environment of its own, on Transformer Engine's emulated kernels.
+swift() {
+    uv venv --quiet --no-project --allow-existing --python "$python" .venv-swift
+    uv pip install --quiet --python .venv-swift/bin/python --requirement .ci/swift.txt \
+        --editable packages/mca-config --editable 'packages/mca-models[megatron]' --editable packages/mca-train \
+        --editable packages/mca-convert
+    local folder
+    folder=$(uv run tools/build_transformer_engine.py)
+    PYTHONPATH="$folder" uv run pytest -n 0 "$@" integration_tests/cli/test_ms_swift.py
+}
+
 # Minutes of building the first time; kept in the user's cache by versions.
 transformer_engine() {
     local folder
@@ -148,6 +159,14 @@ verl_where_it_can_be() {
         stage "verl on mca" verl "$@"
     else
         say "SKIPPED: .ci/verl.txt is for Python 3.11, so verl was NOT tested"
+    fi
+}
+
+swift_where_it_can_be() {
+    if [[ $("$python" -c 'import sys; print(*sys.version_info[:2])') == "3 11" ]] && command -v c++ >/dev/null 2>&1; then
+        stage "ms-swift on mca" swift "$@"
+    else
+        say "SKIPPED: .ci/swift.txt is for Python 3.11, and Transformer Engine needs c++, so ms-swift was NOT tested"
     fi
 }
 
