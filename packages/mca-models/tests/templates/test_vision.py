@@ -13,7 +13,7 @@ import tiny_hf
 import tiny_vision
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
@@ -127,6 +127,35 @@ def test_both_spellings_are_read_and_written(checkpoint: Checkpoint) -> None:
         if "experts" not in name
     }
     assert named >= {name for name in modules if "experts" not in name}
+
+
+def test_fused_tensors_of_a_tower_are_transformers_projections(tmp_path: Path) -> None:
+    """Kimi: from the names of modules, and in published files, which transformers reads."""
+    made = Checkpoint("kimi_k25-moe", tmp_path / "saved")
+    state = {name: x.detach() for name, x in tiny_vision.model_of("kimi_k25-moe").state_dict().items()}
+    assert made.family.vision is not None
+    modules = made.family.vision.params(made.family.with_module_names(made.config))
+    fused = {param.mca: param.to_full([state[name] for name in param.hf_names()]) for param in modules}
+    saved = made.family.params(made.config)
+    whole = {
+        param.mca_name(): param.to_full([made.tensors[name] for name in param.hf_names()]) for param in saved
+    }
+    assert sum(".wqkv." in name for name in fused) == 4
+    assert all(torch.equal(x, whole[name]) for name, x in fused.items())
+    published = replace(made.config, extra={**made.config.extra, "hf_spelling": 0})
+    names = {param.mca_name(): param for param in made.family.params(published)}
+    files = {
+        name: x.contiguous()
+        for key, param in names.items()
+        for name, x in zip(param.hf_names(), param.from_full(whole[key]), strict=True)
+    }
+    assert "vision_tower.encoder.blocks.0.wqkv.weight" in files
+    (tmp_path / "published").mkdir()
+    save_file(files, tmp_path / "published/model.safetensors", {"format": "pt"})
+    (tmp_path / "published/config.json").write_text(json.dumps(made.hf))
+    loaded = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "published").state_dict()
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(x, state[name]) for name, x in loaded.items())
 
 
 @pytest.mark.cases(8)

@@ -337,8 +337,11 @@ _REASONS: Mapping[str, str] = {
     ),
     "images as tokens of a codebook": "chameleon janus",
     "cross-attention to the features of an image or a protein": "blip evolla idefics",
-    "an encoder-decoder model": ("florence2 pix2struct pp_formulanet t5gemma2 udop vision-encoder-decoder"),
-    "diffusion, or actions, in place of the next token": "cosmos3_omni diffusion_gemma pi0",
+    "an encoder-decoder model": (
+        "florence2 pix2struct pp_formulanet t5gemma2 udop vision-encoder-decoder canary cohere_asr dia moonshine "
+        "moonshine_streaming pop2piano seamless_m4t seamless_m4t_v2 speech-encoder-decoder speech_to_text speecht5"
+    ),
+    "diffusion, or actions, in place of the next token": "cosmos3_omni diffusion_gemma pi0 vibevoice",
     "Gemma 3 with scores of policies in place of text": "shieldgemma2",
     "a draft model that reads the keys and values of its target model": (
         "gemma4_assistant gemma4_unified_assistant"
