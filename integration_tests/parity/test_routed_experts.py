@@ -5,6 +5,7 @@ transformers model whose routers are forced to take them.
 """
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -318,3 +319,51 @@ def test_training_with_the_models_own_choice_changes_no_bit(tmp_path: Path) -> N
     for replayed, live in run_ranks(2, own_choice, path, tmp_path):
         assert replayed == live
         assert len(live) == 5
+
+
+def preference_losses(path: Path, other: Path, folder: Path) -> list[float]:
+    """Losses of pairs against the model itself, which takes their experts, and against one with other routers."""
+    from mca_models import AutoModel
+    from mca_train import DpoTrainer
+    from train_cases import arguments as run_arguments
+    from train_cases import quietly
+
+    args = run_arguments(folder)
+    model = AutoModel.from_pretrained(path, args)
+    shape = RoutedExperts.from_config(model.config)
+    assert shape is not None
+    rows = [torch.arange(n) * 7 % 60 for n in LENGTHS]
+    pairs: list[dict[str, Tensor]] = []
+    for number, row in enumerate(rows):
+        pair: dict[str, Tensor] = {}
+        for side, tokens in (("chosen", row), ("rejected", row.flip(0))):
+            experts = other_experts(shape, 1, len(tokens), seed=number)[0]
+            pair |= {f"{side}_input_ids": tokens, f"{side}_labels": tokens, f"{side}_routed_experts": experts}
+        pairs.append(pair)
+    live = [{name: value for name, value in pair.items() if "experts" not in name} for pair in pairs]
+
+    def evaluated(reference: Path, data: list[dict[str, Tensor]]) -> tuple[float, float, float]:
+        """Loss, and the mean log-probability of chosen answers of the policy and of the reference."""
+        trainer = quietly(
+            lambda: DpoTrainer(
+                model=model,
+                args=args,
+                eval_dataset=data,
+                reference=AutoModel.from_pretrained(reference, args),
+            )
+        )
+        logged = quietly(trainer.evaluate)
+        policy = logged["eval_logps/chosen"]
+        return logged["eval_loss"], policy, policy - logged["eval_rewards/chosen"] / trainer.preference.beta
+
+    own, foreign, alone = evaluated(path, pairs), evaluated(other, pairs), evaluated(other, live)
+    return [own[0], abs(own[1] - alone[1]), abs(foreign[2] - alone[2])]
+
+
+def test_the_reference_takes_the_experts_if_its_routers_are_those_of_the_policy(tmp_path: Path) -> None:
+    """Equal weights with equal experts have equal log-probabilities, so the loss is log 2 to the bit of fp32."""
+    path, other = (make_reference(name, tmp_path).path for name in ("qwen3_moe", "deepseek_v3"))
+    own, moved, foreign = run_ranks(1, preference_losses, path, other, tmp_path)[0]
+    assert own == pytest.approx(math.log(2), rel=1e-7)
+    assert moved > 1e-3  # the policy took the given experts
+    assert foreign < 1e-3  # fp32 of log-probabilities near 100, and of rewards divided by beta

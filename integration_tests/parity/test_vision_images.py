@@ -71,7 +71,7 @@ def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     0,
     always=[
         *("qwen2_5_vl-tp2cp2packed-sp", "mistral3-tp2sp", "gemma3-tp2cp2packed-sp"),
-        *("qwen3_5_moe-tp2ep2etp1", "glm4v_moe-cp2packed"),
+        *("qwen3_5_moe-tp2ep2etp1", "glm4v_moe-cp2packed", "kimi_k25-moe-tp1"),
         *(
             "qwen2_5_vl-video-cp2packed",
             "qwen3_vl-video-tp2sp",

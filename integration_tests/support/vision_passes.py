@@ -23,9 +23,11 @@ DENSE = (
     "gemma4-e2b",
     "gemma4_unified",
     "llava",
+    "exaone4_5",
     "deepseek_vl",
     "glm46v",
     "qwen2_audio",
+    "qwen3_asr",
     "qwen2_5_omni_thinker",
 )
 VIDEOS = tuple(

@@ -27,7 +27,7 @@ ROWS: tuple[tuple[tuple[int, tuple[int, int]], ...], ...] = (
     (),
 )
 """Each row's images: where they begin, and their size. The second and the last micro-batch have none."""
-HEARING = ("qwen2_audio",)
+HEARING = ("qwen2_audio", "qwen3_asr")
 """Begin the names of cases whose rows have audio clips, each of as many tokens as an image."""
 SEEING_AND_HEARING = ("gemma4-e2b", "gemma4_unified")
 """Begin the names of cases whose rows have small images, and audio clips in the place of wide ones."""
@@ -188,7 +188,7 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
             "image_sizes": sizes,
         }
     if case.startswith(HEARING):
-        return _clips(row, generator)
+        return _clips(case, row, generator)
     grid = torch.tensor([(1, 2 * each.rows, 2 * each.columns) for each in row])
     patch = (3, 4, 4) if case.startswith("kimi") else (96,)
     return {
@@ -197,13 +197,19 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
     }
 
 
-def _clips(row: tuple[ImageSpan, ...], generator: torch.Generator) -> dict[str, torch.Tensor]:
+def _clips(case: str, row: tuple[ImageSpan, ...], generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Return spectrograms of clips, padded to one length, whose padding is noise too."""
-    most = 4 * max(height * width for height, width in (SMALL, WIDE))
-    frames = torch.tensor([4 * each.tokens for each in row])
+    frames, most, mask = (
+        4,
+        4 * max(height * width for height, width in (SMALL, WIDE)),
+        "feature_attention_mask",
+    )
+    if case.startswith("qwen3_asr"):
+        frames, most, mask = 8, 100, "input_features_mask"
+    counts = torch.tensor([frames * each.tokens for each in row])
     return {
         "input_features": torch.randn(len(row), 8, most, generator=generator),
-        "feature_attention_mask": (torch.arange(most) < frames[:, None]).long(),
+        mask: (torch.arange(most) < counts[:, None]).long(),
     }
 
 

@@ -193,6 +193,16 @@ CASES: dict[str, Case] = {
         {**_SIGLIP, "patch_size": 8, "vision_use_head": False},
         {"image_token_id": 65, "tie_word_embeddings": False},
     ),
+    "exaone4_5": (
+        "exaone4_5",
+        {"model_type": "exaone4", **tiny_hf.ALL["exaone4"][1], "hidden_size": 64, "head_dim": 16},
+        {
+            **{key: value for key, value in _QWEN.items() if key != "num_position_embeddings"},
+            **{"depth": 2, "out_hidden_size": 64, "fullatt_block_indexes": [1], "window_size": 16},
+            "num_key_value_heads": 1,
+        },
+        {"image_token_id": 65, "video_token_id": 66},
+    ),
     "kimi_k25-moe": (
         "kimi_k25",
         {"model_type": "deepseek_v3", **tiny_hf.ALL["deepseek_v3"][1], "head_dim": 4},
@@ -282,6 +292,18 @@ CASES: dict[str, Case] = {
         {"model_type": "mistral4", **tiny_hf.ALL["mistral4"][1]},
         {**_SIGLIP, "model_type": "pixtral", "head_dim": 8},
         {"image_token_index": 65, "tie_word_embeddings": False},
+    ),
+    "qwen3_asr": (
+        "qwen3_asr",
+        {"model_type": "qwen3", "tie_word_embeddings": True},
+        {},
+        {
+            "audio_config": {
+                **{key: value for key, value in WHISPER.items() if key != "max_source_positions"},
+                **{"output_dim": 32, "downsample_hidden_size": 4, "n_window_infer": 100},
+            },
+            "audio_token_id": 65,
+        },
     ),
     "qwen2_audio": (
         "qwen2_audio",

@@ -1,7 +1,7 @@
 """What a block changes for its time is as before once it has ended, with an error too."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -161,3 +161,25 @@ def test_what_was_made_of_a_dataset_goes_when_the_trainer_has_another(tmp_path: 
     hf.train_dataset = new()
     data.train()
     assert (first(), evaluated()) == (None, None)
+
+
+def test_a_step_leaves_no_length_to_ropes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import pipeline_parallel
+
+    from mca_train.engine import pipeline as module
+
+    rope = SimpleNamespace(longest_sequence=0)
+
+    def schedule(**options: Any) -> None:
+        rope.longest_sequence = 7
+
+    monkeypatch.setattr(pipeline_parallel, "get_forward_backward_func", lambda: schedule)
+    monkeypatch.setattr(module, "routed_passes", lambda models: nullcontext())
+    monkeypatch.setattr(module.parallel, "activate_process_groups", lambda models: None)
+    monkeypatch.setattr(Pipeline, "_added_up", lambda self: self._kept)
+    pipeline: Any = object.__new__(Pipeline)
+    pipeline._ropes, pipeline.chunks, pipeline.models, pipeline.stopwatch = {0: (rope,)}, [None], [], None
+    pipeline._loss = None
+    batch: Any = SimpleNamespace(micro_batches=[1], seq_length=8, micro_batch_size=1)
+    assert pipeline.run(batch, forward_only=True) == []
+    assert rope.longest_sequence == 0

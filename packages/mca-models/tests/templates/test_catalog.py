@@ -25,7 +25,7 @@ def test_every_causal_language_model_of_transformers_has_a_line() -> None:
 def test_every_multimodal_language_model_of_transformers_has_a_line() -> None:
     types = {
         kind
-        for name in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
+        for name in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SPEECH_SEQ_2_SEQ")
         for kind in getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES", {})
     }
     lacking = types - SUPPORTED.keys() - REFUSED.keys()

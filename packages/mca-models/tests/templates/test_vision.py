@@ -13,7 +13,7 @@ import tiny_hf
 import tiny_vision
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
@@ -32,7 +32,9 @@ PUBLISHED = {
     "llava-1.5-7b": 7_063_427_072,
     "llama-4-scout": pytest.approx(108.64e9, abs=0.01e9),
     "deepseek-vl-7b": pytest.approx(7.2e9, abs=0.2e9),
+    "exaone-4.5-33b": pytest.approx(33e9, abs=2e9),
     "kimi-k2.5": pytest.approx(1.0265e12, abs=0.001e12),
+    "qwen3-asr-1.7b": pytest.approx(2.04e9, abs=0.01e9),
     "qwen2-audio-7b": pytest.approx(8.40e9, abs=0.01e9),
     "internvl3-78b": 78_408_318_336,
     "gemma-3-27b": 27_432_406_640,
@@ -127,6 +129,35 @@ def test_both_spellings_are_read_and_written(checkpoint: Checkpoint) -> None:
     assert named >= {name for name in modules if "experts" not in name}
 
 
+def test_fused_tensors_of_a_tower_are_transformers_projections(tmp_path: Path) -> None:
+    """Kimi: from the names of modules, and in published files, which transformers reads."""
+    made = Checkpoint("kimi_k25-moe", tmp_path / "saved")
+    state = {name: x.detach() for name, x in tiny_vision.model_of("kimi_k25-moe").state_dict().items()}
+    assert made.family.vision is not None
+    modules = made.family.vision.params(made.family.with_module_names(made.config))
+    fused = {param.mca: param.to_full([state[name] for name in param.hf_names()]) for param in modules}
+    saved = made.family.params(made.config)
+    whole = {
+        param.mca_name(): param.to_full([made.tensors[name] for name in param.hf_names()]) for param in saved
+    }
+    assert sum(".wqkv." in name for name in fused) == 4
+    assert all(torch.equal(x, whole[name]) for name, x in fused.items())
+    published = replace(made.config, extra={**made.config.extra, "hf_spelling": 0})
+    names = {param.mca_name(): param for param in made.family.params(published)}
+    files = {
+        name: x.contiguous()
+        for key, param in names.items()
+        for name, x in zip(param.hf_names(), param.from_full(whole[key]), strict=True)
+    }
+    assert "vision_tower.encoder.blocks.0.wqkv.weight" in files
+    (tmp_path / "published").mkdir()
+    save_file(files, tmp_path / "published/model.safetensors", {"format": "pt"})
+    (tmp_path / "published/config.json").write_text(json.dumps(made.hf))
+    loaded = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "published").state_dict()
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(x, state[name]) for name, x in loaded.items())
+
+
 @pytest.mark.cases(8)
 @pytest.mark.parametrize("kind", sorted(SEEING))
 @pytest.mark.parametrize("inner", [None, False, True])
@@ -201,9 +232,10 @@ def test_absent_keys_mean_what_transformers_says(kind: str) -> None:
     text: dict[str, Any] = {
         "internvl": {"model_type": "qwen2"},
         "mistral3": {"model_type": "mistral"},
+        "exaone4_5": {"model_type": "exaone4"},
         "glm4v_moe": {"head_dim": 128},  # of the default, 42, transformers rotates an odd number of channels
     }.get(kind, {})
-    towers = ["audio_config"] if kind == "qwen2_audio" else ["vision_config"]
+    towers = ["audio_config"] if kind in ("qwen2_audio", "qwen3_asr") else ["vision_config"]
     towers += ["audio_config"] * ("omni" in kind)
     empty: dict[str, Any] = {tower: {} for tower in towers}
     full = transformers.AutoConfig.for_model(kind, text_config=dict(text), **empty).to_dict()

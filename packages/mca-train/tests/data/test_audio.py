@@ -47,8 +47,9 @@ def load(rows, tokenizer, folder, model="qwen2_audio", kind="sft", stream=False,
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     vision = {"audio_token_index": tokenizer.convert_tokens_to_ids(AUDIO_MARKS[1]), "audio_config": {}}
-    config = SimpleNamespace(model_type=model, vision_fields=vision if model == "qwen2_audio" else None)
-    images = ImageReader(config=config, directories=(folder / "model",))
+    config = SimpleNamespace(model_type=model, vision_fields=vision if model != "llama" else None)
+    directory = folder / ("asr" if model == "qwen3_asr" else "model")
+    images = ImageReader(config=config, directories=(directory,))
     given = TASKS[kind].data_arguments(model_name_or_path="m", streaming=stream, **others)
     if stream:
         return list(load_stream(TASKS[kind], [str(file)], tokenizer, given, seed=None, images=images))
@@ -75,6 +76,28 @@ def test_tokens_and_spectrograms_are_those_of_the_models_processor(stream, token
         ("audio", 31),
     ]
     assert tokenizer.decode(sample["input_ids"][sample["labels"] != -100]) == "red<|im_end|>\n"
+
+
+@pytest.mark.parametrize("samples", [1600, 48 * 160 + 1, 120 * 160, 40 * 16000 + 159])
+def test_clips_of_any_length_are_those_of_qwen3_asr(samples, tokenizer, folder):
+    """A last frame that is begun is left out, and a clip may be longer than thirty seconds."""
+    from transformers.models.qwen3_asr.feature_extraction_qwen3_asr import Qwen3ASRFeatureExtractor
+
+    own = Qwen3ASRFeatureExtractor()
+    own.save_pretrained(folder / "asr")
+    soundfile.write(folder / "any.wav", tone(440, samples / RATE)[:, 0], RATE)
+    row = asked({"type": "audio", "path": "any.wav"}, text("?"))
+    (sample,) = load([row], tokenizer, folder, model="qwen3_asr")
+    clip = soundfile.read(folder / "any.wav", dtype="float32")[0]
+    assert len(clip) == samples
+    given = {"sampling_rate": RATE, "padding": True, "return_attention_mask": True, "return_tensors": "pt"}
+    right = own([clip], **given)
+    frames = int(right["attention_mask"].sum())
+    made = sample["images"].tensors()
+    assert torch.equal(made["input_features"], right["input_features"])
+    assert made["input_features_mask"].sum() == frames
+    (place,) = sample["images"].places
+    assert place.tokens == frames // 100 * 13 + -(-(frames % 100) // 8)
 
 
 def in_base64(folder):

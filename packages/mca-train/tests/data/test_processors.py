@@ -1,7 +1,7 @@
 """Conversations with images have the tokens that transformers' processors make of them, for every family."""
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ from transformers.models.cohere2_vision.image_processing_cohere2_vision import C
 from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
 from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
 from transformers.models.deepseek_vl.processing_deepseek_vl import DeepseekVLProcessor
+from transformers.models.exaone4_5.processing_exaone4_5 import Exaone4_5_Processor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
@@ -117,6 +118,10 @@ def omni(processor_class):
         processor,
         lambda ids: {names.get(name, f"{name}_id"): ids[name] for name in ids},
     )
+
+
+def media_ids(ids):
+    return {f"{name}_id": ids[name] for name in ("image_token", "video_token")}
 
 
 def glm(processor_class=Glm4vProcessor):
@@ -311,6 +316,7 @@ CASES = {
     "gemma4": gemma4(Gemma4Processor, Gemma4ImageProcessorPil),
     "gemma4_unified": gemma4(Gemma4UnifiedProcessor, Gemma4UnifiedImageProcessor),
     "llava": LLAVA,
+    "exaone4_5": replace(qwen(Exaone4_5_Processor), mark="<|image_pad|>", vision=media_ids),
     "deepseek_vl": DEEPSEEK,
     "llama4": LLAMA4,
     "kimi_k25": KIMI,

@@ -27,7 +27,8 @@ def test_every_published_tower_is_known(path: Path) -> None:
         assert tower is None
         return
     assert tower is not None
-    assert tower.depth > 10 and tower.hidden > 1000
+    assert tower.hidden >= 768
+    assert tower.depth > 10 or config.model_type == "gemma4_unified"  # which has no encoder
 
 
 @pytest.mark.parametrize(("name", "pixels"), [("gemma-3-27b", 896), ("internvl3-78b", 448)])

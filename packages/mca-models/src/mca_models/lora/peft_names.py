@@ -252,7 +252,10 @@ def _parts_left(config: McaModelConfig, adapted: Collection[str]) -> list[str]:
         "vision": f"(?!{joins}){sees}.*",
         "projector": f"{joins}.*",
     }
-    return [pattern for part, pattern in parts.items() if part not in adapted]
+    left = [pattern for part, pattern in parts.items() if part not in adapted]
+    if family.vision.fused_qkv and "vision" in adapted:  # three linears of PEFT's, one of mca's
+        left.append(rf"{sees}.*\.[qkv]_proj")
+    return left
 
 
 def _named(name: str) -> str:

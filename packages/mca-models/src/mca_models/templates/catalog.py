@@ -236,6 +236,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
     "aya_vision": ("`cohere2` with a SigLIP vision model", "as of the text part"),
     "llama4": ("`llama4_text` with a vision model", "as of the text part"),
     "deepseek_vl": ("`llama` with a SigLIP vision model", "as of the text part"),
+    "exaone4_5": ("`exaone4` with a vision model", "as of the text part"),
     "kimi_k25": (
         "Kimi K2.5: `kimi_k2` or `deepseek_v3` with a vision model whose q, k and v are one tensor in files",
         "as of the text part",
@@ -257,6 +258,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "`qwen3_omni_moe_thinker`, which is trained, and a talker, which is copied",
         "as of the thinker",
     ),
+    "qwen3_asr": ("`qwen3` with the audio encoder of `qwen3_omni_moe_thinker`", "as of the text part"),
     "qwen2_audio": ("`qwen2` with a Whisper encoder", "as of the text part"),
     "minimax_m3_vl": ("`minimax_m3_vl_text` with a vision model", "as of the text part"),
     "phimoe": (
@@ -316,11 +318,11 @@ _REASONS: Mapping[str, str] = {
     ),
     "audio": (
         "fun_asr_nano glmasr granite_speech granite_speech_plus inkling_mm_model kyutai_speech_to_text muse_spark "
-        "nemo_speechlm qwen3_asr "
+        "nemo_speechlm "
         "vibevoice_asr voxtral voxtral_realtime"
     ),
     "a vision model that mca does not know; its text part is of a supported type": (
-        "aria deepseek_vl_hybrid exaone4_5 fast_vlm hyperclovax_vision_v2 "
+        "aria deepseek_vl_hybrid fast_vlm hyperclovax_vision_v2 "
         "idefics2 idefics3 lfm2_vl lfm3_vl lighton_ocr llava_next llava_next_video llava_onevision "
         "minicpm_ocr minicpmv4_6 minicpmv4_7 nemotron_h_omni ovis2 perception_lm pp_chart2table qianfan_ocr smolvlm "
         "video_llama_3 video_llava vipllava"
@@ -335,8 +337,11 @@ _REASONS: Mapping[str, str] = {
     ),
     "images as tokens of a codebook": "chameleon janus",
     "cross-attention to the features of an image or a protein": "blip evolla idefics",
-    "an encoder-decoder model": ("florence2 pix2struct pp_formulanet t5gemma2 udop vision-encoder-decoder"),
-    "diffusion, or actions, in place of the next token": "cosmos3_omni diffusion_gemma pi0",
+    "an encoder-decoder model": (
+        "florence2 pix2struct pp_formulanet t5gemma2 udop vision-encoder-decoder canary cohere_asr dia moonshine "
+        "moonshine_streaming pop2piano seamless_m4t seamless_m4t_v2 speech-encoder-decoder speech_to_text speecht5"
+    ),
+    "diffusion, or actions, in place of the next token": "cosmos3_omni diffusion_gemma pi0 vibevoice",
     "Gemma 3 with scores of policies in place of text": "shieldgemma2",
     "a draft model that reads the keys and values of its target model": (
         "gemma4_assistant gemma4_unified_assistant"

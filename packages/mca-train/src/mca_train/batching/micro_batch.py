@@ -124,6 +124,12 @@ class StepBatch:
         """Image tokens on this data-parallel rank."""
         return sum(batch.image_tokens for batch in self.micro_batches)
 
+    def without_routed_experts(self) -> "StepBatch":
+        """Return a copy for a model with other routers, which then choose their experts."""
+        kl_batch = None if self.kl_batch is None else self.kl_batch.without_routed_experts()
+        micros = tuple(replace(micro, routed_experts=None) for micro in self.micro_batches)
+        return replace(self, micro_batches=micros, kl_batch=kl_batch)
+
     def pin_memory(self) -> "StepBatch":
         """Return a copy in pinned memory; data loaders call this."""
         kl_batch = None if self.kl_batch is None else self.kl_batch.pin_memory()

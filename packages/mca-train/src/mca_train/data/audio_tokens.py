@@ -87,8 +87,9 @@ class AudioTokens:
         )
 
     def _frames(self, samples: int) -> int:
-        """Return the frames of a clip that its mask marks."""
-        return -(-samples // int(self.extractor.hop_length))
+        """Return the frames of a clip that its mask marks; without padding, a last one that is begun is left out."""
+        hop, least = int(self.extractor.hop_length), int(getattr(self.extractor, "min_length", 0))
+        return max(samples, least) // hop if self._tower.unpadded else -(-samples // hop)
 
     def ids(self, grid: Grid) -> list[int]:
         """Return the tokens that replace one placeholder of the chat template."""

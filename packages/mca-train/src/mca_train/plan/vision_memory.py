@@ -48,6 +48,7 @@ _BLOCKS = {
     "qwen2_5_vl_vision": _GATED,
     "qwen2_5_omni_vision_encoder": _GATED,
     "glm4v_vision": _GATED,
+    "exaone4_5_vision": _GATED,
     "glm4v_moe_vision": _GATED,
     "qwen2_vl_vision": _Block(inner=3),  # an approximate GELU that saves its factors
     "clip_vision_model": _Block(attention=4, inner=3),  # as SigLIP, and a sigmoid in the activation

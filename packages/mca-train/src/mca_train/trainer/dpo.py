@@ -111,7 +111,7 @@ class DpoTrainer(McaTrainer):
     def _new_reference(self, model: "VirtualModels | None") -> ReferenceModel:
         chunk = self.args.loss_chunk_size
         if model is not None:
-            return ReferenceModel(model, chunk)
+            return ReferenceModel(model, chunk, trained=self.model)
 
         adapted = isinstance(self.model, PeftModels)
         if adapted or not self._precomputes:

@@ -77,7 +77,10 @@ class KtoTrainer(McaTrainer):
                 "train_sampling_strategy is sequential (as TRL requires)"
             )
         self._reference = ReferenceModel(
-            reference or self.model, args.loss_chunk_size, without_adapter=reference is None
+            reference or self.model,
+            args.loss_chunk_size,
+            without_adapter=reference is None,
+            trained=self.model,
         )
         self._policy = ReferenceModel(self.model, args.loss_chunk_size)
         self._reference_queue: deque[Tensor] = deque()

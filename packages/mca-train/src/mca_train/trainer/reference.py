@@ -14,6 +14,7 @@ from torch import Tensor
 from mca_config.errors import McaError, raise_problems
 from mca_config.model_config import McaModelConfig
 from mca_config.training import TrainingArguments
+from mca_models.megatron.features.router_replay import RoutedExperts
 from mca_models.megatron.peft import PeftModels
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
@@ -129,12 +130,21 @@ class ReferenceModel:
         model: Model with the same layout as the trained one.
         loss_chunk_size: As in the run's arguments.
         without_adapter: The model is the trained one; disable its adapter.
+        trained: The trained model, whose samples may have routed experts: a reference with the same routers takes
+            them too, so that equal weights have equal log-probabilities. None: ``model``.
     """
 
     def __init__(
-        self, model: "VirtualModels", loss_chunk_size: int | None, *, without_adapter: bool = False
+        self,
+        model: "VirtualModels",
+        loss_chunk_size: int | None,
+        *,
+        without_adapter: bool = False,
+        trained: "VirtualModels | None" = None,
     ) -> None:
         self._model, self._chunk_size = model, loss_chunk_size
+        shapes = [RoutedExperts.from_config(each.config) for each in (model, trained or model)]
+        self._replays = shapes[0] == shapes[1]
         with preserved_output(model.chunks):
             self._set_output()  # raises early if it is not supported
         self._pipeline = Pipeline(list(model.chunks), self._keep)
@@ -149,6 +159,7 @@ class ReferenceModel:
     def log_probs(self, batch: StepBatch) -> list[tuple[Tensor, MicroBatch]]:
         """Return the log-probability of every sequence, ``[sequences]`` per micro-batch; last stage only."""
         self._outputs = []
+        batch = batch if self._replays else batch.without_routed_experts()
         with (
             preserved_rng(),
             preserved_output(self._model.chunks),

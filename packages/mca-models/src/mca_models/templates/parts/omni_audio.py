@@ -30,7 +30,17 @@ POOLED = AudioTower(
 
 
 def strided_encoder(audio: VisionValues) -> Shapes:
-    """Return the tensors of Qwen 3 Omni's encoder, with convolutions over time and frequency."""
+    """Return the tensors of Qwen 3 Omni's encoder: strided layers and the projector of its features."""
+    width = audio.size("d_model", 1280)
+    return {
+        **strided_layers(audio),
+        **linear("proj1", width, width),
+        **linear("proj2", audio.size("output_dim", 3584), width),
+    }
+
+
+def strided_layers(audio: VisionValues) -> Shapes:
+    """Return the tensors of an encoder with convolutions over time and frequency."""
     width, inner = audio.size("d_model", 1280), audio.size("downsample_hidden_size", 480)
     return {
         **convolution("conv2d1", inner, 1, 3, 3),
@@ -39,8 +49,6 @@ def strided_encoder(audio: VisionValues) -> Shapes:
         **linear("conv_out", width, inner * -(-audio.size("num_mel_bins", 128) // 8), bias=False),
         **encoder_layers(audio, biased_keys=True),
         **norm("ln_post", width),
-        **linear("proj1", width, width),
-        **linear("proj2", audio.size("output_dim", 3584), width),
     }
 
 
