@@ -344,3 +344,11 @@ def test_wrong_keys_and_wrong_values_are_told_together(run, capsys):
 def test_flags_of_a_plan_are_told_from_keys(run, command, changes, flags, message, capsys):
     assert main([command, run(**changes), *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [[], ["--search", "--gpus", "2"]])
+def test_a_plan_needs_no_output_dir_and_no_data(run, flags, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "pretrain", run(output_dir=..., train_file=...), *flags]) == 0
+    assert "pretrain" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()

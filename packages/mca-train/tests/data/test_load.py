@@ -351,6 +351,13 @@ def test_a_template_that_fails_is_one_line(template):
         tokenize_chat(byte_tokenizer(template), TURNS)
 
 
+def test_the_line_of_a_wrong_template_is_named():
+    with pytest.raises(
+        McaError, match=r"cannot render them: line 2 of the template: .*; correct the template$"
+    ):
+        tokenize_chat(byte_tokenizer("{% for m in messages %}\n{{ m.role }: {% endfor %}"), TURNS)
+
+
 def test_an_end_mark_of_a_prompt_stays_and_that_of_its_tokenizer_goes():
     tokenizer = byte_tokenizer()
     for _ in range(2):  # a tokenizer that adds none, then one that does

@@ -78,7 +78,7 @@ def test_pairs_whose_answer_is_cut_off_are_left_out(tmp_path, caplog):
     [
         (
             {"prompt": "a", "chosen": "b"},
-            "no column 'rejected' (columns: prompt, chosen); set rejected_column",
+            "no column 'rejected' (columns: prompt, chosen); preference pairs have chosen and rejected, ",
         ),
         (
             {"prompt": None, "chosen": "b", "rejected": "c"},

@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from mca_config.errors import McaError
 from mca_config.types import JsonObject
@@ -172,6 +172,8 @@ class Conversation:
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             reason = " ".join(str(error).split())[:200]
+            if isinstance(error, TemplateSyntaxError):
+                reason = f"line {error.lineno} of the template: {reason}; correct the template"
             raise McaError(f"messages: the tokenizer's chat template cannot render them: {reason}") from error
         return self._with_image_text(str(rendered))
 

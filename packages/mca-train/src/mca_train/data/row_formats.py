@@ -119,7 +119,10 @@ def detect_pair_format(
     """
     for column in ("chosen_column", "rejected_column"):
         if (name := getattr(arguments, column)) not in names:
-            raise UsageError(f"{key}: no column '{name}' ({_describe_columns(names)}); set {column}")
+            raise UsageError(
+                f"{key}: no column '{name}' ({_describe_columns(names)}); preference pairs have chosen and rejected, "
+                f"and mca-train sft reads messages; set {column} if the column has another name"
+            )
     if _TOOLS in explicit_columns(arguments):
         require_named_column(_TOOLS, names, arguments, key)
     if arguments.data_format == "alpaca" or arguments.data_format == "sharegpt":

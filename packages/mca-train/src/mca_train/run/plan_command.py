@@ -55,6 +55,8 @@ _DEVICE_OPTIONS = (
     "masked_softmax_fusion",
 )
 """Keys with values that a GPU or Transformer Engine supports, but this machine may not."""
+_UNWRITTEN = "runs/plan"
+"""``output_dir`` of a plan without one; nothing is written there."""
 
 
 def print_plan(task: Task | None, config: Path | None, overrides: list[str], options: PlanOptions) -> int:
@@ -71,7 +73,7 @@ def print_plan(task: Task | None, config: Path | None, overrides: list[str], opt
     hardware = load_hardware(options.device, options.hardware) if options.device else None
     values, where = load_values(config, overrides)
     named, task = task is not None, task or infer_task(values)
-    values = with_directories(values, only="config")
+    values = {"output_dir": _UNWRITTEN, **with_directories(values, only="config")}
     settings = make_settings(task, values, where, [flag.name for flag in fields(options)])
     if options.search:
         with silent_arguments():
