@@ -60,15 +60,15 @@ def measure(folder: Path, layout: str, rounds: int) -> list[tuple[float, float]]
 
     from layouts import arguments
     from mca_models.megatron import AutoModel
-    from mca_models.megatron.features import image_features
+    from mca_models.megatron.features import media_features
 
     torch.set_num_threads(1)
     model = AutoModel.from_pretrained(folder, arguments(layout))
     model.train_parts({"language", "vision", "projector"})
-    deal = image_features._split_images
+    deal = media_features._split_images
 
     def turn(*, dealt: bool) -> float:
-        image_features._split_images = deal if dealt else lambda images, config: []
+        media_features._split_images = deal if dealt else lambda images, config: []
         torch.distributed.barrier()
         start = time.perf_counter()
         model.chunks[0](**batch()).sum().backward()

@@ -113,12 +113,12 @@ def test_references_are_not_trivial(case: str, tmp_path: Path) -> None:
 
 
 def _averaged() -> None:
-    from mca_models.megatron.features import images
+    from mca_models.megatron.features import media
 
     def average(parameter: Any, *, sequence_parallel: bool) -> None:
         parameter.average_gradients_across_tp_domain = True
 
-    images.mark_replicated_gradient = average
+    media.mark_replicated_gradient = average
 
 
 def _one_position() -> None:
@@ -134,10 +134,10 @@ def _one_position() -> None:
 
 
 def _features_in_a_closure() -> None:
-    from mca_models.megatron.features import images
+    from mca_models.megatron.features import media
 
     latest: dict[str, Any] = {}
-    before = images._ImageInputs.before_chunk
+    before = media._ImageInputs.before_chunk
 
     def remember(self: Any, model: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = before(self, model, args, kwargs)
@@ -151,22 +151,22 @@ def _features_in_a_closure() -> None:
 
         return add
 
-    images._ImageInputs.before_chunk, images._with_inner_features = remember, hook
+    media._ImageInputs.before_chunk, media._with_inner_features = remember, hook
 
 
 def _no_part_without_images() -> None:
-    from mca_models.megatron.features import images
+    from mca_models.megatron.features import media
 
-    images.empty_features = lambda vision, config, trained: None
+    media.empty_features = lambda vision, config, trained: None
 
 
 def _summed() -> None:
-    from mca_models.megatron.features import images
+    from mca_models.megatron.features import media
 
     def count_twice(parameter: Any, *, sequence_parallel: bool) -> None:
         parameter.sequence_parallel = True
 
-    images.mark_replicated_gradient = count_twice
+    media.mark_replicated_gradient = count_twice
 
 
 def _all_frames_count() -> None:
@@ -187,9 +187,9 @@ def _clips_exchanged() -> None:
 
 
 def _shared_gradients_stay_apart() -> None:
-    from mca_models.megatron.features import image_features
+    from mca_models.megatron.features import media_features
 
-    shared = image_features._GatherFeatures
+    shared = media_features._GatherFeatures
 
     def own_alone(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient[ctx.own], None, None
@@ -252,10 +252,10 @@ def _causal_placeholders() -> None:
 
 
 def _bidirectional_everywhere() -> None:
-    from mca_models.megatron.features import images
+    from mca_models.megatron.features import media
 
-    build = images.image_attention
-    images.image_attention = lambda reach, *, windowed: build(reach, windowed=False)  # type: ignore[assignment]
+    build = media.image_attention
+    media.image_attention = lambda reach, *, windowed: build(reach, windowed=False)  # type: ignore[assignment]
 
 
 def _own_ids_of_placeholders() -> None:
@@ -265,14 +265,14 @@ def _own_ids_of_placeholders() -> None:
 
 
 def _exchanged_images() -> None:
-    from mca_models.megatron.features import images
+    from mca_models.megatron.features import media
 
-    compute_features = images.compute_image_features
+    compute_features = media.compute_image_features
 
     def exchanged(vision: Any, inputs: Any, config: Any, trained: Any) -> Any:
         return compute_features(vision, {name: x.flip(0) for name, x in inputs.items()}, config, trained)
 
-    images.compute_image_features = exchanged
+    media.compute_image_features = exchanged
 
 
 def _all_frames_of_clips() -> None:
@@ -290,16 +290,16 @@ def _all_frames_of_clips() -> None:
 
 
 def _short_clips_padded() -> None:
-    from mca_models.megatron.features import audio_features, image_features
+    from mca_models.megatron.features import audio_features, media_features
 
     def together(model: Any, clips: Any, config: Any, audio: Any) -> torch.Tensor:
         return audio_features.run_audio(model, clips)
 
-    image_features.run_clips = together
+    media_features.run_clips = together
 
 
 def _with_times(change: Any) -> None:
-    from mca_models.megatron.features.images import _ImageInputs
+    from mca_models.megatron.features.media import _ImageInputs
 
     before = _ImageInputs.before_chunk
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from mca_models.images import ImageSpan
+from mca_models.media import ImageSpan
 
 OMNI = ("qwen2_5_omni", "qwen3_omni")
 """Begin the names of cases."""

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "mca-models" / "
 import tiny_vision
 
 import omni_reference
-from mca_models.images import ImageSpan, attention_ends, feature_rows_of_batch, positions
+from mca_models.media import ImageSpan, attention_ends, feature_rows_of_batch, positions
 
 LENGTH, IMAGE, VIDEO = 24, 65, 66
 SMALL, WIDE = (2, 2), (2, 4)

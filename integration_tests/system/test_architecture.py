@@ -97,7 +97,7 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "mca_models": (
         ("weights", "hub"),
-        ("templates", "images"),
+        ("templates", "media"),
         ("storage",),
         ("quantization",),
         ("checkpoint",),

@@ -27,7 +27,7 @@ UNKNOWN = ("images minimax_m3_vl-moe",)
 KNOWN: dict[str, frozenset[str]] = {
     # transformers' towers make lengths, places and windows of patches, layer by layer, of grids that are on the GPU
     "images ": frozenset(
-        f"{kind} in image_features.py:_computed" for kind in ("value", "size", "mask", "copy to the GPU")
+        f"{kind} in media_features.py:_computed" for kind in ("value", "size", "mask", "copy to the GPU")
     ),
     # and keep windows in the host's memory, by which gradients are put back
     "images qwen2_5_vl": frozenset({"mask in elsewhere"}),

@@ -39,8 +39,8 @@ ROOMS: Mapping[str, set[str]] = {
     "per_layer_embedding": {"features.per_layer_embedding"},
     "mrope": {"features.mrope"},
     "vision": {
-        "features.images",
-        "features.image_features",
+        "features.media",
+        "features.media_features",
         "features.vision_tower",
     },
 }

@@ -10,7 +10,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mca_models.images import ImageSpan, positions
+from mca_models.media import ImageSpan, positions
 
 KINDS = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 PER_SECOND = 25

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mca_config.errors import McaError
-from mca_models.images import ImageSpan, positions
+from mca_models.media import ImageSpan, positions
 from mca_train.batching.packing import PackedDataset, sequence_lengths
 from mca_train.clients.samples import SampleMaker, client_samples
 

@@ -11,8 +11,8 @@ from transformers import Gemma3Config
 
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
-from mca_models.megatron.features.image_features import assign_images, compute_image_features
-from mca_models.megatron.features.images import image_problems, image_reach
+from mca_models.megatron.features.media import image_problems, image_reach
+from mca_models.megatron.features.media_features import assign_images, compute_image_features
 from mca_models.megatron.features.mrope import mrope_axes
 from mca_models.megatron.features.vision_tower import model_part
 from mca_models.megatron.forward import require_no_images

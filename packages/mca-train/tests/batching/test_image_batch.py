@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from mca_models.images import ImageSpan
-from mca_train.batching.image_batch import ImageBatching
+from mca_models.media import ImageSpan
+from mca_train.batching.media_batch import ImageBatching
 from mca_train.data.sample_images import SampleImages
 
 

@@ -25,7 +25,7 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 
 from mca_config.errors import McaError, UsageError
 from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
-from mca_train.batching.image_batch import ImageBatching
+from mca_train.batching.media_batch import ImageBatching
 from mca_train.config.arguments import DataArguments
 from mca_train.data import image_processors
 from mca_train.data.image_processors import image_tokens

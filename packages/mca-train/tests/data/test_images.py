@@ -16,7 +16,7 @@ from PIL import Image
 
 from mca_config.errors import McaError
 from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
-from mca_train.batching.image_batch import ImageBatching
+from mca_train.batching.media_batch import ImageBatching
 from mca_train.batching.packing import PackedDataset
 from mca_train.config.arguments import DataArguments
 from mca_train.data.grids import Grid

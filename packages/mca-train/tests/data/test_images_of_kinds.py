@@ -10,8 +10,8 @@ from image_samples import ANSWER, asked, load, placed, streamed, text
 
 from mca_config.errors import McaError
 from mca_train.batching.collate import PadCollator, StepCollator
-from mca_train.batching.image_batch import ImageBatching
 from mca_train.batching.kto_kl_pairs import KtoKlPairs
+from mca_train.batching.media_batch import ImageBatching
 from mca_train.config.arguments import ClassifyArguments
 from mca_train.run.inputs import load_tokenizer
 

@@ -11,7 +11,7 @@ from image_samples import asked, text
 from PIL import Image
 
 from mca_config.errors import McaError
-from mca_models.images import positions
+from mca_models.media import positions
 from mca_train.config.renamed_options import RENAMED
 from mca_train.data.image_rows import ImageReader
 from mca_train.tasks.load import load_tokenized

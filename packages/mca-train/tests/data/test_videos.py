@@ -12,7 +12,7 @@ from drawn_images import MARKS, draw, processor
 from image_samples import ANSWER, asked, text
 
 from mca_config.errors import McaError
-from mca_models.images import positions
+from mca_models.media import positions
 from mca_train.data.image_rows import ImageReader
 from mca_train.data.row_paths import RowPaths
 from mca_train.data.video_files import VideoFile, open_video

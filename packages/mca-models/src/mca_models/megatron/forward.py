@@ -19,7 +19,7 @@ from mca_config.checks import (
 )
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
-from mca_models.images import placeholders
+from mca_models.media import placeholders
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.layers.rope import length_dependent_ropes, set_longest_sequence

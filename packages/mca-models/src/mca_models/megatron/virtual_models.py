@@ -20,7 +20,7 @@ from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import require_same_arguments
 from mca_models.megatron.factory.chunks import build_chunk, live_tensors
 from mca_models.megatron.factory.transformer_config import choose_implementation, transformer_config
-from mca_models.megatron.features.images import image_problems
+from mca_models.megatron.features.media import image_problems
 from mca_models.megatron.features.vision_tower import Part, model_part
 from mca_models.megatron.forward import model_logits
 from mca_models.megatron.layers.parameter_attributes import set_parameter_attributes

@@ -13,7 +13,7 @@ from mca_config.errors import McaError
 from mca_config.printable import counted
 from mca_config.types import JsonObject
 from mca_models.megatron.layers.zigzag import take_rank_tokens
-from mca_train.batching.image_batch import ImageBatching
+from mca_train.batching.media_batch import ImageBatching
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.packing import (
     Row,

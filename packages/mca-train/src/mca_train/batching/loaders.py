@@ -11,7 +11,7 @@ from mca_config.checks import fp8_token_multiple, length_multiple, sequence_mult
 from mca_config.errors import McaError, UsageError
 from mca_config.printable import counted
 from mca_train.batching.collate import Collator, CollatorFormat, CountedSamples, PadCollator, StepCollator
-from mca_train.batching.image_batch import ImageBatching
+from mca_train.batching.media_batch import ImageBatching
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.packing import PackedDataset, longest_sample
 from mca_train.batching.position import RunPosition

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
-from mca_models.images import ImageSpan, placeholders
+from mca_models.media import ImageSpan, placeholders
 from mca_models.templates import get_family
 from mca_train.data.sample_images import SampleImages
 

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
-from mca_models.images import positions
+from mca_models.media import positions
 from mca_train.batching.collate import Collator
 from mca_train.batching.packing import PackedDataset, PackingStats
 from mca_train.batching.step_stream import is_stream

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from mca_config.model_config import McaModelConfig
 from mca_models.lora import load_adapter_rules
-from mca_models.megatron.features.images import image_problems
+from mca_models.megatron.features.media import image_problems
 from mca_models.megatron.features.vision_tower import model_part
 from mca_train.config.arguments import LoraArguments
 

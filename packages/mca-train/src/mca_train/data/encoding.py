@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from mca_config.errors import McaError
 from mca_config.types import Values
-from mca_models.images import placeholders
+from mca_models.media import placeholders
 from mca_train.config.arguments import DataArguments
 from mca_train.data.chat import RESERVED_OPTIONS, Message, TemplateInputs, tokenize_chat
 from mca_train.data.files import require_column

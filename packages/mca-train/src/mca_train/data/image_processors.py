@@ -24,7 +24,7 @@ from torch import Tensor
 from mca_config.errors import McaError, UsageError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
-from mca_models.images import ImageSpan, placeholders
+from mca_models.media import ImageSpan, placeholders
 from mca_models.templates import get_family
 from mca_models.templates.parts.vision_tower import ImageTokenKind
 from mca_train.data.chat import with_image_text

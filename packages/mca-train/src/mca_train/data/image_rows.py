@@ -14,7 +14,7 @@ from mca_config.errors import McaError, UsageError
 from mca_config.model_config import McaModelConfig
 from mca_config.redaction import redacted
 from mca_config.types import JsonObject, Values
-from mca_models.images import placeholders
+from mca_models.media import placeholders
 from mca_train.config.arguments import DataArguments, PairArguments
 from mca_train.data.audio_tokens import AudioOptions, audio_tokens
 from mca_train.data.encoding import Encoded, RowEncoder, without_nulls

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from mca_config.errors import McaError
-from mca_models.images import ImageSpan
+from mca_models.media import ImageSpan
 from mca_train.data.grids import Grid
 from mca_train.types import ImageProcessor
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mca_config.errors import McaError
 from mca_config.printable import counted
-from mca_models.images import ImageSpan
+from mca_models.media import ImageSpan
 from mca_train.data.audio_files import AudioFile
 from mca_train.data.audio_tokens import AudioTokens
 from mca_train.data.grids import Grid

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
-from mca_models.images import placeholders
+from mca_models.media import placeholders
 from mca_models.templates import get_family
 from mca_train.data.long_texts import encode_in_pieces
 

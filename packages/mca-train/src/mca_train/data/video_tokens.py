@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mca_config.errors import McaError, UsageError
 from mca_config.model_config import McaModelConfig
-from mca_models.images import ImageSpan, placeholders
+from mca_models.media import ImageSpan, placeholders
 from mca_models.templates import get_family
 from mca_models.templates.parts.vision_tower import VideoRules
 from mca_train.data.grids import Grid

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from mca_config.types import JsonObject
-from mca_models.images import ImageSpan
+from mca_models.media import ImageSpan
 from mca_train.data.sample_images import SampleImages
 from mca_train.data.token_dataset import VALUES
 from mca_train.plan.vision_memory import Images

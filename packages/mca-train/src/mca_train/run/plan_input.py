@@ -8,7 +8,7 @@ from mca_config.layout import ParallelLayout
 from mca_config.model_config import training_dtype
 from mca_models.megatron import platform
 from mca_models.megatron.factory.transformer_config import transformer_config
-from mca_models.megatron.features.images import image_problems
+from mca_models.megatron.features.media import image_problems
 from mca_train.config.model import make_adapter
 from mca_train.config.model_parts import adapted_parts, trained_parts
 from mca_train.plan.chunks import Implementation

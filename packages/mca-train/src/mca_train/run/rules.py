@@ -22,7 +22,7 @@ from mca_config.types import Values
 from mca_models.checkpoint.side_files import side_files
 from mca_models.megatron import platform
 from mca_models.megatron.factory.transformer_config import transformer_config
-from mca_models.megatron.features.images import image_problems
+from mca_models.megatron.features.media import image_problems
 from mca_models.templates.classification_head import with_head
 from mca_train.checkpoint import output_dir_guard
 from mca_train.checkpoint.directory import resolve

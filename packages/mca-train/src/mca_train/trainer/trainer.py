@@ -21,8 +21,8 @@ from mca_config.files import naming_read_errors
 from mca_config.training import TrainingArguments
 from mca_train import groups
 from mca_train.batching.collate import Collator, CollatorFormat, PadCollator, pad_token
-from mca_train.batching.image_batch import image_batching
 from mca_train.batching.loaders import Loaders
+from mca_train.batching.media_batch import image_batching
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.routed_experts import ExpertBatching
 from mca_train.checkpoint import directory

@@ -45,10 +45,10 @@ from mca_models.megatron.features.heterogeneous_heads import (
     NARROW_VALUES,
 )
 from mca_models.megatron.features.identity_experts import IDENTITY_EXPERTS
-from mca_models.megatron.features.images import IMAGES
 from mca_models.megatron.features.kimi_delta_attention import KIMI_DELTA_ATTENTION
 from mca_models.megatron.features.latent_moe import LATENT_MOE
 from mca_models.megatron.features.mamba import MAMBA
+from mca_models.megatron.features.media import IMAGES
 from mca_models.megatron.features.mla import MLA
 from mca_models.megatron.features.mlp import MLP
 from mca_models.megatron.features.moe import BIASED_EXPERTS, MOE

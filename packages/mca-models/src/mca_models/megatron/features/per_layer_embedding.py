@@ -13,7 +13,7 @@ from torch import Tensor
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_models.images import placeholders
+from mca_models.media import placeholders
 from mca_models.megatron.features.feature import Feature
 from mca_models.megatron.features.norms import PostNorm
 from mca_models.megatron.layers.replicated import ReplicatedLinear

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mca_config.errors import McaError
 from mca_models.lora.rules import AdapterRules, LoraFactors, factors_by_weight
-from mca_models.megatron.features.images import mark_replicated_gradient
+from mca_models.megatron.features.media import mark_replicated_gradient
 from mca_models.megatron.names import LocalParam
 from mca_models.megatron.peft.linear import Axis, Cut, LoraExperts, LoraLinear, LoraPart, LoraWeight
 from mca_models.megatron.tensors import cast_finite

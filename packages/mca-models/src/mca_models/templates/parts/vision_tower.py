@@ -195,20 +195,20 @@ class VideoRules:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionModel:
-    """Vision model of a family, or what it hears with.
+    """Towers of a multimodal family, for images or audio, and their projectors.
 
     Args:
-        tensors: All of them, for a model.
-        spellings: How files may name things, that of published ones first, that of transformers' modules last.
-        projector: Beginnings of the names of what makes the text's features of the tower's.
-        unused: Beginnings of the names of what no feature depends on, or transformers never trains.
-        image_tokens: How an image in a row becomes tokens; None: the processor puts tokens around it that mca does not
+        tensors: All tensors of a model's towers and projectors.
+        spellings: Names of tensors in files: those of published ones first, those of transformers' modules last.
+        projector: Prefixes of the names of the projectors' tensors.
+        unused: Prefixes of the names of tensors that no feature depends on, or that transformers never trains.
+        image_tokens: Kind of the tokens of an image in a row; None: the processor puts tokens around it that mca does not
             write.
-        video_tokens: How a video in a row becomes tokens; None: mca does not write the tokens of its frames.
+        video_tokens: Kind of the tokens of a video in a row; None: mca does not write the tokens of its frames.
         tokens_per_second: Time positions of a second of video if ``vision_config`` does not say; None: a frame is one.
         video_rules: Rules for videos; None: those of the video processor, and time by the rate of the found frames.
         tokens_per_image: Features of an image, or of a tile, where all have the same number.
-        reach: How many later tokens an image token attends to at most; 0: attention is causal.
+        reach: Largest number of later tokens that an image token attends to; 0: attention is causal.
         windowed: Only layers with a sliding window have bidirectional attention inside images.
         audio: The audio tower; None: there is none.
         fused_qkv: Files have q, k and v of a tower's layer in one tensor, ``FUSED_QKV``, with the channels of a RoPE
@@ -281,7 +281,7 @@ class NestedTextConfig:
         text_ties: If ``tie_word_embeddings`` of the text part ties it ``too``, ``alone`` or ``never``; ``nothing``:
             transformers' class always has a separate head.
         rope: Sections of RoPE, where the family has any, if the file does not say; and whether they interleave.
-        deepstack: How many decoder layers get features, by the vision model's configuration.
+        deepstack: Number of decoder layers that get features, by the vision model's configuration.
         defaults: Default values of the keys outside of ``vision_config``.
         towers: Keys of the towers' configurations.
     """

@@ -9,7 +9,7 @@ import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mca_models.images import ImageSpan, attention_ends, feature_rows, feature_rows_of_batch, positions
+from mca_models.media import ImageSpan, attention_ends, feature_rows, feature_rows_of_batch, positions
 
 SECTIONED = (
     "qwen2_vl",

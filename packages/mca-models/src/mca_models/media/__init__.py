@@ -1,6 +1,6 @@
 """Positions of images and audio clips among tokens. No pixel is touched, and no model."""
 
-from mca_models.images.positions import (
+from mca_models.media.positions import (
     MEDIA,
     ImageSpan,
     attention_ends,

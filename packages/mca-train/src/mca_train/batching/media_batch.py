@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
-from mca_models.images import attention_ends, feature_rows_of_batch, positions
-from mca_models.megatron.features.images import image_reach
+from mca_models.media import attention_ends, feature_rows_of_batch, positions
+from mca_models.megatron.features.media import image_reach
 from mca_train.batching.micro_batch import MicroBatch
 from mca_train.data.joined_tensors import join_tensors
 from mca_train.types import Sample

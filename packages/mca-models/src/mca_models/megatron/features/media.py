@@ -19,7 +19,7 @@ from mca_config.pipeline import pipeline_plan
 from mca_config.printable import counted
 from mca_config.types import JsonObject
 from mca_models.megatron.features.feature import Context, Feature, SpecChanges
-from mca_models.megatron.features.image_features import compute_image_features, empty_features
+from mca_models.megatron.features.media_features import compute_image_features, empty_features
 from mca_models.megatron.features.mrope import MRope, position_problems
 from mca_models.megatron.features.per_layer_embedding import padding_problems
 from mca_models.megatron.layers.attention import CoreAttention, image_attention

@@ -22,12 +22,12 @@ class ImageSpan:
 
     Args:
         start: Its first placeholder.
-        rows: Of tokens, after patches are merged.
-        columns: The same.
-        frames: Of a video, after frames are merged.
+        rows: Rows of tokens, after patches are merged.
+        columns: Columns of tokens.
+        frames: Frames of a video, after they are merged.
         interval: Time positions from one frame to the next, or seconds; a frame's own position is rounded down.
         per_second: Time positions of one second, where ``interval`` is in seconds.
-        past_time: The text after it goes on behind the time of its last frame too.
+        past_time: The text after it also starts after the time of its last frame.
         exact: Time positions are not rounded down.
         medium: ``image`` for what the vision tower computes, or ``audio``.
     """
@@ -53,7 +53,7 @@ def positions(length: int, images: Sequence[ImageSpan]) -> NumpyArray:
 
     Args:
         length: Tokens of the sequence.
-        images: Those in it, in order; the tokens of audio count as text.
+        images: Images in the sequence, in order; the tokens of audio count as text.
     """
     import numpy as np
 
@@ -83,7 +83,7 @@ def feature_rows(length: int, images: Sequence[ImageSpan], first: int = 0) -> Nu
 
     Args:
         length: Tokens of the sequence.
-        images: Those in it, in the order of their features.
+        images: Images in the sequence, in the order of their features.
         first: The row of the first image's first feature: how many the images before it in the micro-batch have.
     """
     import numpy as np
@@ -119,7 +119,7 @@ def attention_ends(length: int, images: Sequence[ImageSpan]) -> NumpyArray:
 
     Args:
         length: Tokens of the sequence.
-        images: Those in it.
+        images: Images in the sequence.
     """
     import numpy as np
 
@@ -138,7 +138,7 @@ def placeholders(vision: Values | None) -> dict[str, int]:
     """The placeholder of each medium.
 
     Args:
-        vision: Of a model's configuration; None: it sees nothing.
+        vision: Fields of the vision section of a configuration; None: the model takes no media.
     """
     known = vision or {}
     found: dict[str, int] = {}
