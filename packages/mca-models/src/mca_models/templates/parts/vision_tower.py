@@ -202,8 +202,7 @@ class VisionModel:
         spellings: Names of tensors in files: those of published ones first, those of transformers' modules last.
         projector: Prefixes of the names of the projectors' tensors.
         unused: Prefixes of the names of tensors that no feature depends on, or that transformers never trains.
-        image_tokens: Kind of the tokens of an image in a row; None: the processor puts tokens around it that mca does not
-            write.
+        image_tokens: Kind of the tokens of an image in a row; None: its processor writes tokens that mca does not.
         video_tokens: Kind of the tokens of a video in a row; None: mca does not write the tokens of its frames.
         tokens_per_second: Time positions of a second of video if ``vision_config`` does not say; None: a frame is one.
         video_rules: Rules for videos; None: those of the video processor, and time by the rate of the found frames.
