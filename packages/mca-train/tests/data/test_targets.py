@@ -251,6 +251,19 @@ def test_calls_that_the_template_does_not_write_are_refused(caplog):
     assert caplog.text.count("the chat template does not write a row's tools") == 1
 
 
+@pytest.mark.parametrize("ending", ["", "<|im_end|>"])
+def test_a_template_that_writes_no_text_of_answers_is_refused(ending):
+    template = "{% for message in messages %}<|im_start|>{{ message.role }}" + ending + "{% endfor %}"
+    with pytest.raises(McaError, match="the chat template does not write the content of answers; correct"):
+        tokenize_chat(byte_tokenizer(template), TURNS)
+
+
+def test_a_template_that_changes_answers_is_accepted():
+    template = CHATML.replace("m['content']", "m['content'] | upper")
+    found = learnt(byte_tokenizer(template), tokenize_chat(byte_tokenizer(template), TURNS))
+    assert found[:2] == ["J", "A"]
+
+
 def test_calls_that_are_only_read_are_told_if_the_template_does_not_write_them(caplog):
     tokenizer = byte_tokenizer("{# read #}" + CHATML)
     encode = text_encoder(("messages",), tokenizer, ClassifyArguments(model_name_or_path="m"), "train_file")

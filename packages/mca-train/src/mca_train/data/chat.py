@@ -141,6 +141,18 @@ class Conversation:
             without[turn] = _without(without[turn], "tool_calls")
         return without != self._messages and self._try_render(without) == self.text
 
+    def _require_content(self, turns: Iterable[int]) -> None:
+        """Raise an error if the text stays the same with other words in all ``turns``."""
+        others = [*self._messages]
+        for turn in turns:
+            if others[turn].get("content") and not others[turn].get("tool_calls"):
+                others[turn] = {**others[turn], "content": _PLACEHOLDER}
+        if others != self._messages and self._try_render(others) == self.text:
+            raise McaError(
+                "messages: the chat template does not write the content of answers; correct the template "
+                "(mca-train data shows what it writes)"
+            )
+
     def context_text(self) -> str:
         """Return the text as context without targets."""
         self._warn_omitted_calls(range(len(self._messages)))
@@ -189,8 +201,8 @@ class Conversation:
             first: Assistant turns before this one are context.
 
         Raises:
-            McaError: A turn cannot be located in the full text, or the template does not render the tool calls of an
-                answer.
+            McaError: A turn cannot be located in the full text, or the template does not render the text or the tool
+                calls of an answer.
         """
         template = self._tokenizer.get_chat_template(None, self._inputs.tools)
         turns = [
@@ -215,6 +227,8 @@ class Conversation:
             ]
         spans = {turn: (self._turn_start(turn), self._turn_end(turn)) for turn in answers}
         closing = self._closing(turns[0]) if spans else None
+        if closing is None:
+            self._require_content(answers)
         if closing is None or closing.strip():
             return self.text, list(spans.values())
         return self._with_turn_ends(spans)
