@@ -68,7 +68,9 @@ def save_whole(kind: str, directory: Path, dtype: str = "float32") -> Path:
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**described(kind))
     model = transformers.AutoModelForMultimodalLM.from_config(config)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:  # transformers leaves those of the talker as they are in memory
+            parameter.data.normal_(std=0.02)
         parameter.data = parameter.data.to(getattr(torch, dtype))
     model.save_pretrained(directory)
     torch.save({"Chelsie": {"bos_token": 1}}, directory / SPEAKERS)

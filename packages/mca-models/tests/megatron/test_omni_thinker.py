@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,16 @@ import transformers
 from safetensors.torch import load_file
 
 from mca_models.megatron import AutoModel
+from mca_models.megatron.distributed import parallel
 from mca_models.templates import config_from_hf, get_family
 from mca_models.templates.parts.passthrough import without_passthrough
+
+
+@pytest.fixture(autouse=True)
+def no_process_groups() -> Iterator[None]:
+    """Leave none to other tests of this process."""
+    yield
+    parallel.stop()
 
 
 @pytest.mark.parametrize("kind", tiny_omni.WHOLE)
