@@ -9,6 +9,7 @@ from mca_config.errors import McaError
 from mca_train.config.arguments import PairArguments
 from mca_train.data.chat import tokenize_chat
 from mca_train.data.encoding import check_messages, tokenize_answer
+from mca_train.data.files import open_dataset
 from mca_train.tasks.load import load_stream, load_tokenized
 from mca_train.tasks.table import TASKS
 
@@ -282,6 +283,17 @@ def test_names_are_no_patterns(tmp_path, monkeypatch, name, streaming):
     for path in (str(tmp_path / name), f"../{name}"):
         samples = [*load(TASKS["sft"], [path], byte_tokenizer(), arguments())]
         assert [byte_tokenizer().decode(each["input_ids"]) for each in samples] == ["yes<|eos|>"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_reading_a_local_file_sends_no_request(tmp_path, monkeypatch, streaming):
+    requests = []
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.config.HF_UPDATE_DOWNLOAD_COUNTS", True)
+    monkeypatch.setattr("datasets.load.get_session", lambda: requests.append("session"))
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    open_dataset("json", str(tmp_path / "a.jsonl"), {}, streaming=streaming)
+    assert not requests
 
 
 def test_missing_file_is_named(tmp_path):

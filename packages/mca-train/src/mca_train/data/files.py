@@ -203,9 +203,13 @@ def open_dataset(
 def open_dataset(
     reader: str, path: str, options: JsonObject, *, streaming: bool
 ) -> "datasets.Dataset | datasets.IterableDataset":
-    """Open the dataset at ``path``; tool-call arguments in JSON keep their nulls."""
+    """Open the dataset at ``path``; tool-call arguments in JSON keep their nulls.
+
+    ``datasets`` would report each load to the Hub, also of local files, and wait for seconds where there is no network.
+    """
     import datasets
 
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     found = {"data_files": escape_pattern(path), "split": "train", "streaming": streaming, **options}
     rows = datasets.load_dataset(reader, **found)
     features = json_features(rows.features) if reader == "json" else None
