@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -367,3 +368,19 @@ def test_a_search_replaces_the_whole_layout_of_an_mca_checkpoint(run, held, tmp_
             assert planned["layout_sizes"] == layout["layout_sizes"]
             assert planned["global_batch"] == found["samples_per_step"]
     assert samples["4"] == 8 * 4 * 4 // config.layout.model_parallel_size
+
+
+def test_layouts_that_differ_in_vpp_alone_are_shown_only_to_fill_up():
+    def timed(total, pp, vpp=None):
+        layout = ParallelLayout(
+            pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=vpp,
+            tensor_model_parallel_size=1,
+        )
+        return SimpleNamespace(layout=layout, time=SimpleNamespace(total=total))
+
+    alike = [timed(number / 10, 4, 2 + number) for number in range(6)]
+    others = [timed(5 + pp, pp) for pp in (1, 2, 8)]
+    shown = layout_search._varied(alike + others)
+    assert [one.time.total for one in shown] == [0.0, 0.1, 6, 7, 13]
+    assert len(layout_search._varied(alike)) == 5

@@ -94,7 +94,18 @@ def best_layouts(
     found = (with_step_time(subject, one, gpus, hardware) for one in passing)
     for each in sorted(found, key=lambda each: each.time.total):
         best.setdefault(str(each.layout), each)
-    return Best([*best.values()][:_SHOWN], checked, refused, cut)
+    return Best(_varied([*best.values()]), checked, refused, cut)
+
+
+def _varied(layouts: list[TimedLayout]) -> list[TimedLayout]:
+    """Return the layouts to show of ``layouts``, the fastest first: those that differ in vpp alone only to fill up."""
+    chosen: dict[tuple[int, ...], TimedLayout] = {}
+    for each in layouts:
+        layout = each.layout
+        chosen.setdefault((layout.tp, layout.pp, layout.cp, layout.ep, layout.etp), each)
+    shown = [*chosen.values()][:_SHOWN]
+    shown += [each for each in layouts if each not in shown][: _SHOWN - len(shown)]
+    return sorted(shown, key=lambda each: each.time.total)
 
 
 def _attention_check(run: Run, target: "Target") -> Callable[[int, int], bool]:
