@@ -30,13 +30,15 @@ def judged_answers(said: str) -> dict[str, str]:
     return {"chosen": said, "rejected": f"not {said} at all"}
 
 
-def run_training(folder: Path, name: str, *words: str, kind: str = "sft") -> list[dict[str, float]]:
+def run_training(
+    folder: Path, name: str, *words: str, kind: str = "sft", seq_length: int = 256
+) -> list[dict[str, float]]:
     """Train the model of ``folder`` on its rows of ``kind``; return the logged steps."""
     run = {
         "model_name_or_path": str(folder / "model"),
         "train_file": str(folder / f"{kind}.jsonl"),
         "output_dir": str(folder / name),
-        "seq_length": 256,
+        "seq_length": seq_length,
         "max_steps": STEPS,
         "logging_steps": 1,
         "save_strategy": "no",

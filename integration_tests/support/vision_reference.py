@@ -263,7 +263,7 @@ def mixed(case: str, folder: Path) -> Mixed:
 def logits_of(
     model: Any, input_ids: torch.Tensor, images: tuple[dict[str, torch.Tensor], ...]
 ) -> torch.Tensor:
-    """Of each token of each row; in Qwen 3 Omni a clip depends on the padding that others give it."""
+    """Return the loss of each token of each row; in Qwen 3 Omni a clip depends on the padding of others."""
     if model.config.model_type.startswith("qwen3_omni") and len(images) > 1:
         rows = zip(input_ids, images, strict=True)
         return torch.cat([logits_of(model, ids[None], (each,)) for ids, each in rows])

@@ -122,7 +122,7 @@ HOWS = ("SIGTERM", "kill")
 
 
 def beginning_epochs_anew(checkpoint: Path, output: Path, stops: Sequence[int] = KILLS) -> list[str]:
-    """What changes in the length and rates of a run with ``ignore_data_skip`` that is killed at ``stops``."""
+    """Return the arguments of a run with ``ignore_data_skip`` that is killed at ``stops``."""
     changes = {"max_steps": -1, "num_train_epochs": len(stops) + 1, "save_strategy": "steps", "save_steps": 1}
     found: list[tuple[int, list[float]]] = []
     for name, kills in (("whole", ()), ("killed", stops)):

@@ -77,7 +77,7 @@ def _files() -> dict[str, list[dict[str, Any]]]:
 
 
 def _inputs(folder: Path, asked: str, clips: tuple[str, ...], said: str) -> Row:
-    """What transformers' own processor makes of a row."""
+    """Return the inputs that transformers' own processor makes of a row."""
     import soundfile
     from drawn_audio import AUDIO_MARKS, RATE, extractor
     from transformers.models.qwen2_audio.processing_qwen2_audio import Qwen2AudioProcessor

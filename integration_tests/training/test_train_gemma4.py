@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-import forked_cli
+from media_runs import RATE, STEPS, run_training
 
 pytest.importorskip("av")
 pytest.importorskip("torchvision")
@@ -21,7 +21,7 @@ import tiny_vision
 
 pytestmark = pytest.mark.ranks
 
-STEPS, RATE, FRAMES = 3, 1e-3, 3
+FRAMES = 3
 MODELS = ("gemma4-31b", "gemma4-e2b", "gemma4_unified")
 ROWS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], str], ...] = (
     ("<image>what, before <video>?", ("wide.png",), ("clip.mp4",), "red"),
@@ -89,7 +89,7 @@ def folder_of(model: str, root: Path) -> tuple[Path, Any]:
         audios = ["tone.wav"] * asked.count("<audio>")
         row = {"messages": turns, "images": images, "videos": videos, "audios": audios}
         lines.append(json.dumps(row) + "\n")
-    (folder / "rows.jsonl").write_text("".join(lines))
+    (folder / "sft.jsonl").write_text("".join(lines))
     return folder, own.whole
 
 
@@ -99,7 +99,7 @@ def rows_of(model: str) -> list[tuple[str, tuple[str, ...], tuple[str, ...], str
 
 
 def inputs(folder: Path, whole: Any, row: tuple[str, tuple[str, ...], tuple[str, ...], str]) -> Any:
-    """What transformers' processor makes of a row, with labels."""
+    """Return the inputs that transformers' processor makes of a row, with labels."""
     import av
     import numpy as np
     import soundfile
@@ -164,29 +164,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_images_videos_and_audio_train_as_in_transformers(model: str, layout: str, root: Path) -> None:
     folder, whole = folder_of(model, root)
     losses, trained = expected(folder, whole)
-    run = {
-        "model_name_or_path": str(folder / "model"),
-        "train_file": str(folder / "rows.jsonl"),
-        "output_dir": str(folder / layout),
-        "seq_length": 512,
-        "max_steps": STEPS,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "learning_rate": RATE,
-        "lr_scheduler_type": "constant",
-        "train_sampling_strategy": "sequential",
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "save_hf_model": True,
-        "freeze": [],
-        "video_max_frames": FRAMES,
-    }
-    (folder / f"{layout}.yaml").write_text(json.dumps(run))
-    command = [sys.executable, "-m", "mca_train", "sft", str(folder / f"{layout}.yaml"), *LAYOUTS[layout]]
-    done = forked_cli.launched(command)
-    assert done.returncode == 0, done.stderr
-    lines = (folder / layout / "train_log.jsonl").read_text().splitlines()
-    found = [log["loss"] for line in lines if "loss" in (log := json.loads(line))]
+    words = (*LAYOUTS[layout], "--video_max_frames", str(FRAMES))
+    found = [log["loss"] for log in run_training(folder, layout, *words, seq_length=512)]
     assert found == pytest.approx(losses, rel=1e-4)
     other = transformers.AutoModelForMultimodalLM.from_pretrained(folder / layout / "hf")
     theirs = dict(other.named_parameters())

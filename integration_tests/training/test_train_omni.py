@@ -14,8 +14,8 @@ import pytest
 import torch
 import transformers
 
-import forked_cli
 from cases import Case, as_params, product
+from media_runs import RATE, STEPS, run_training
 
 pytest.importorskip("av")
 pytest.importorskip("torchvision")
@@ -26,7 +26,6 @@ import tiny_omni
 
 pytestmark = pytest.mark.ranks
 
-STEPS, RATE = 3, 1e-3
 MODELS = ("qwen2_5_omni", "qwen3_omni_moe")
 MARKS = {
     "image": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
@@ -40,7 +39,7 @@ ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("<audio> or <image>", ("short.wav", "wide.png"), "blue"),
     ("<audio><audio>?", ("spoken.wav", "short.wav"), "green it is"),
 )
-"""What is asked, about which files, and the answer."""
+"""Question, its files, and the answer."""
 LAYOUTS = {
     "one": (),
     "cp2packed": (
@@ -92,7 +91,7 @@ def folder_of(kind: str, root: Path) -> Path:
     for name, seconds in SECONDS.items():
         soundfile.write(folder / f"{name}.wav", tone(seconds), 16000, subtype="FLOAT")
     media = {"images": ".png", "videos": ".mp4", "audios": ".wav"}
-    with (folder / "rows.jsonl").open("w") as lines:
+    with (folder / "sft.jsonl").open("w") as lines:
         for asked, files, said in ROWS:
             turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
             columns = {name: [file for file in files if file.endswith(end)] for name, end in media.items()}
@@ -106,7 +105,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _inputs(folder: Path, asked: str, files: tuple[str, ...], said: str) -> dict[str, torch.Tensor]:
-    """What transformers' own processor makes of a row; clips of Qwen 3 Omni one by one, without padding."""
+    """Return the inputs of transformers' own processor; clips of Qwen 3 Omni one by one, without padding."""
     from drawn_images import processor
     from drawn_omni import DEFAULT_FPS, PATCH, expected, tone
     from PIL import Image
@@ -168,40 +167,13 @@ def _expected(folder: Path) -> tuple[list[float], Any]:
     return losses, model
 
 
-def _trained(folder: Path, name: str, *words: str) -> list[float]:
-    run = {
-        "model_name_or_path": str(folder / "model"),
-        "train_file": str(folder / "rows.jsonl"),
-        "output_dir": str(folder / name),
-        "seq_length": 1024,
-        "max_steps": STEPS,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "learning_rate": RATE,
-        "vision_learning_rate": RATE,
-        "projector_learning_rate": RATE,
-        "freeze": [],
-        "lr_scheduler_type": "constant",
-        "train_sampling_strategy": "sequential",
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "save_hf_model": True,
-    }
-    (folder / f"{name}.yaml").write_text(json.dumps(run))
-    done = forked_cli.launched(
-        [sys.executable, "-m", "mca_train", "sft", str(folder / f"{name}.yaml"), *words]
-    )
-    assert done.returncode == 0, done.stderr
-    lines = (folder / name / "train_log.jsonl").read_text().splitlines()
-    return [log["loss"] for line in lines if "loss" in (log := json.loads(line))]
-
-
 @pytest.mark.cases(0, always=["qwen3_omni_moe-one"])
 @pytest.mark.parametrize("case", as_params(product(MODELS, tuple(LAYOUTS))))
 def test_every_medium_trains_as_in_transformers(case: Case, root: Path) -> None:
     folder = folder_of(case.model, root)
     losses, model = _expected(folder)
-    assert _trained(folder, case.layout, *LAYOUTS[case.layout]) == pytest.approx(losses, rel=1e-5)
+    logs = run_training(folder, case.layout, *LAYOUTS[case.layout], seq_length=1024)
+    assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
     assert abs(losses[-1] - losses[0]) > 0.05
     saved = transformers.AutoModelForMultimodalLM.from_pretrained(folder / case.layout / "hf")
     theirs = dict(saved.named_parameters())

@@ -98,7 +98,7 @@ def _frames(file: Path) -> tuple[Any, dict[str, float]]:
 
 
 def _inputs(folder: Path, asked: str, media: tuple[str, ...], said: str) -> Row:
-    """What transformers' own processor makes of a row."""
+    """Return the inputs that transformers' own processor makes of a row."""
     from drawn_images import MARKS
     from drawn_videos import VIDEO_MARK, whole_processor
     from PIL import Image

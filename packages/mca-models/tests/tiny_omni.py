@@ -58,7 +58,7 @@ SPEAKERS = "spk_dict.pt"
 
 
 def described(kind: str) -> dict[str, Any]:
-    """What ``config.json`` says."""
+    """Return the content of ``config.json``."""
     thinker = tiny_vision.described(f"{kind}_thinker")
     return {"model_type": kind, "thinker_config": thinker, **copy.deepcopy(WHOLE[kind])}
 

@@ -316,12 +316,12 @@ CASES: dict[str, Case] = {
 
 def described(case: str, **different: Any) -> dict[str, Any]:
     """What ``config.json`` of ``case`` would say, its text part with what is ``different``."""
-    model_type, text, vision, beside = CASES[case]
+    model_type, text, vision, others = CASES[case]
     return {
         "model_type": model_type,
         "text_config": {**tiny_hf.SIZE, **text, **different},
         **({"vision_config": dict(vision)} if vision else {}),
-        **{key: dict(value) if isinstance(value, dict) else value for key, value in beside.items()},
+        **{key: dict(value) if isinstance(value, dict) else value for key, value in others.items()},
     }
 
 

@@ -60,7 +60,7 @@ def whole_processor(kind, tokenizer, images):
 
 
 def expected(kind, tokenizer, said, files, images_processor=None, **options):
-    """What transformers' processor makes of ``said`` and all frames of ``files``, which it samples itself."""
+    """Return transformers' inputs for ``said`` and all frames of ``files``, which it samples itself."""
     import av
 
     videos, known = [], []

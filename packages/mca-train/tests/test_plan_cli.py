@@ -280,7 +280,9 @@ def test_a_search_keeps_to_what_the_run_does_not_exclude(run, kind, changes, lef
     assert layouts
     assert all([name for name in OVERLAP if name in found["changes"]] == left for found in layouts)
     times = [found["time"] for found in layouts]
-    assert all((time["beside"] > 0) == (kind in ("dpo", "kto")) for time in times), "a reference is run"
+    assert all((time["extra_forward"] > 0) == (kind in ("dpo", "kto")) for time in times), (
+        "a reference is run"
+    )
 
 
 def test_what_a_run_writes_down_has_the_images_of_the_plan(run, vision, capsys):

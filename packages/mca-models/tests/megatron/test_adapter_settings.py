@@ -1,4 +1,4 @@
-"""What a new adapter's configuration says of its base model."""
+"""Base model in the configuration of a new adapter."""
 
 from types import SimpleNamespace
 from typing import Any

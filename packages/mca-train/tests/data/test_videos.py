@@ -76,7 +76,7 @@ def load(rows, tokenizer, folder, model="qwen2_5_vl", kind="sft", vision=True, s
 
 
 def expected(model, tokenizer, files, said, fps=2, **options):
-    """What transformers' processor makes of ``said`` and all frames of ``files``, which it samples itself."""
+    """Return transformers' inputs for ``said`` and all frames of ``files``, which it samples itself."""
     videos, known = [], []
     for file in files:
         with av.open(str(file)) as container:
@@ -172,7 +172,7 @@ def test_frames_of_glm_are_images_in_front_of_their_times(model, folder):
 
 
 def numbered(folder, *parts, **others):
-    """What mca makes of a row of InternVL's, and what transformers does of the two media in it."""
+    """Return mca's sample of a row of InternVL, and transformers' inputs of the two media in it."""
     from tokenizers_for_tests import byte_tokenizer
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
     from transformers.models.internvl.processing_internvl import InternVLProcessor

@@ -86,10 +86,10 @@ def test_frozen_weights_have_no_gradients_and_a_reference_has_forward_passes(tmp
     adapted = step(tmp_path, config, adapter=ModelCounts(config, ()))
     assert 0.65 < adapted.passes / whole.passes < 0.85, "one of three products of each weight is left out"
     compared = step(tmp_path, config, forwards=1)
-    assert (compared.passes, whole.beside) == (whole.passes, 0.0)
-    assert compared.total == pytest.approx(whole.total + compared.beside)
-    assert 0.25 < compared.beside / compared.passes < 0.4, "a forward pass of three as long"
-    assert step(tmp_path, config, forwards=3).beside == pytest.approx(3 * compared.beside)
+    assert (compared.passes, whole.extra_forward) == (whole.passes, 0.0)
+    assert compared.total == pytest.approx(whole.total + compared.extra_forward)
+    assert 0.25 < compared.extra_forward / compared.passes < 0.4, "a forward pass of three as long"
+    assert step(tmp_path, config, forwards=3).extra_forward == pytest.approx(3 * compared.extra_forward)
 
 
 def test_images_take_the_time_of_their_tower(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_a_step_is_its_passes_the_bubble_the_reduction_and_the_optimizer(tmp_pat
     share = Count(2, 2)
     for roughly in (False, True):
         found = times.step([Count(10**9), Count(10**9)], share, forwards=1, roughly=roughly)
-        parts = (found.passes, found.waiting, found.gradients, found.optimizer, found.beside)
+        parts = (found.passes, found.waiting, found.gradients, found.optimizer, found.extra_forward)
         assert all(part > 0 for part in parts)
         assert found.total == pytest.approx(sum(parts))
     assert found.waiting == pytest.approx(found.passes * (2 - 1) / 4)

@@ -1,48 +1,18 @@
 """Aya Vision: HF ``AyaVisionForConditionalGeneration``: the states of a SigLIP tower and a Cohere 2 text model."""
 
-from dataclasses import replace
 from functools import partial
 
-from mca_config.model_config import McaModelConfig
-from mca_models.templates import get_family
-from mca_models.templates.parts.clip_tower import CLIP_SPELLINGS, shuffled_tokens, siglip_tower, unused_states
-from mca_models.templates.parts.multipliers import LOGIT_SCALE
+from mca_models.templates.parts.clip_tower import CLIP_SPELLINGS, shuffled_tokens, unused_states
+from mca_models.templates.parts.cohere_vision import cohere_tensors, unscaled_cohere2
 from mca_models.templates.parts.vision_language import vision_language_family
-from mca_models.templates.parts.vision_tower import (
-    PROJECTOR,
-    TOWER,
-    NestedTextConfig,
-    Shapes,
-    VisionModel,
-    linear,
-    norm,
-)
-from mca_models.templates.parts.vision_values import vision_values
-
-COHERE2 = get_family("cohere2")
-FACTS = tuple(fact for fact in COHERE2.table.facts if fact is not LOGIT_SCALE)
-"""Transformers' class does not scale the logits."""
-
-
-def tensors(config: McaModelConfig) -> Shapes:
-    """Return every tensor of tower and projector."""
-    about, vision = vision_values(config)
-    merged = vision.size("hidden_size", 768) * about.size("downsample_factor", 2) ** 2
-    between = about.size("alignment_intermediate_size", config.hidden_size)
-    return {
-        **{TOWER + name: shape for name, shape in siglip_tower(vision).items()},
-        **norm(f"{PROJECTOR}layernorm", merged),
-        **linear(f"{PROJECTOR}linear_1", between, merged),
-        **linear(f"{PROJECTOR}linear_2", config.hidden_size, between // 2),
-    }
-
+from mca_models.templates.parts.vision_tower import PROJECTOR, NestedTextConfig, VisionModel
 
 FAMILY = vision_language_family(
     "aya_vision",
     "AyaVisionForConditionalGeneration",
-    {"cohere2": replace(COHERE2, config=replace(COHERE2.table, facts=FACTS))},
+    {"cohere2": unscaled_cohere2()},
     VisionModel(
-        tensors=tensors,
+        tensors=partial(cohere_tensors, normed=True),
         spellings=CLIP_SPELLINGS,
         projector=(PROJECTOR,),
         unused=partial(unused_states, default=-1),

@@ -8,7 +8,7 @@ InternVL            each frame is an image, behind its number
 Gemma 4             each frame is between two marks, behind its minutes and seconds
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -168,20 +168,25 @@ class VideoTokens:
         per_second = self._tokens_per_second or 1.0
         return [replace(span, per_second=per_second, past_time=True, exact=self._rules.exact)]
 
+    def _processed(self, video: Video, grid: Grid) -> Mapping[str, Tensor]:
+        """Return the processor's inputs of the sampled frames of ``video``, whose placeholders ``grid`` counted."""
+        facts = video.facts()
+        require_unchanged(f"video {video.place}", grid, self.grid(facts))
+        inputs: Mapping[str, Tensor] = self.processor(
+            videos=[video.frames(self._sampled(facts))],
+            do_sample_frames=False,
+            input_data_format="channels_last",
+            return_tensors="pt",
+        )
+        return inputs
+
     def tensors(self, video: Video, grid: Grid) -> dict[str, Tensor]:
         """Return the inputs of the vision tower for ``video``: its frames, each a grid of one frame.
 
         Raises:
             McaError: The video cannot be read, or has changed since its placeholders were counted.
         """
-        facts = video.facts()
-        require_unchanged(f"video {video.place}", grid, self.grid(facts))
-        made = self.processor(
-            videos=[video.frames(self._sampled(facts))],
-            do_sample_frames=False,
-            input_data_format="channels_last",
-            return_tensors="pt",
-        )
+        made = self._processed(video, grid)
         ((frames, high, wide),) = made["video_grid_thw"].tolist()
         merge = self.processor.merge_size
         require_unchanged(
@@ -309,14 +314,7 @@ class PooledVideoTokens(TimedVideoTokens):
         Raises:
             McaError: The video cannot be read, or has changed since its placeholders were counted.
         """
-        facts = video.facts()
-        require_unchanged(f"video {video.place}", grid, self.grid(facts))
-        made = self.processor(
-            videos=[video.frames(self._sampled(facts))],
-            do_sample_frames=False,
-            input_data_format="channels_last",
-            return_tensors="pt",
-        )
+        made = self._processed(video, grid)
         positions = made["video_position_ids"]
         (first, *_) = grids_of_positions(positions[:1], [int(made["num_soft_tokens_per_video"][0])])
         require_unchanged(f"video {video.place}", grid, replace(first, frames=len(positions)))
@@ -384,14 +382,7 @@ class NumberedFrameTokens(FrameImageTokens):
         Raises:
             McaError: The video cannot be read, or has changed since its placeholders were counted.
         """
-        facts = video.facts()
-        require_unchanged(f"video {video.place}", grid, self.grid(facts))
-        made = self.processor(
-            videos=[video.frames(self._sampled(facts))],
-            do_sample_frames=False,
-            input_data_format="channels_last",
-            return_tensors="pt",
-        )
+        made = self._processed(video, grid)
         return {"pixel_values": made["pixel_values_videos"][0]}
 
 

@@ -253,7 +253,7 @@ def _stage_counts(plan_input: PlanInput, training: "TrainingArguments", grid: Ra
     none = [Count()] * layout.pp
     adapter = plan_input.adapter.by_stage(layout) if plan_input.adapter else none
     reference_counts = plan_input.reference.by_stage(layout) if plan_input.reference else none
-    beside_width = element_bytes(plan_input.reference.config, training) if plan_input.reference else 0
+    reference_width = element_bytes(plan_input.reference.config, training) if plan_input.reference else 0
     copies = _fp8_copies(plan_input, training)
     copied = plan_input.model.by_stage(layout, layers_only=True) if copies else none
     share = optimizer_shards(training.use_distributed_optimizer, grid)
@@ -270,7 +270,7 @@ def _stage_counts(plan_input: PlanInput, training: "TrainingArguments", grid: Ra
             held.total + added.total,
             trained.total,
             trained.dense // share.dense + trained.experts // share.experts,
-            reference.total * beside_width,
+            reference.total * reference_width,
             quantized.total * copies * EIGHTH,
         )
         for held, added, trained, reference, quantized in by_stage

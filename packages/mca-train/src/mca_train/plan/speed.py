@@ -50,7 +50,7 @@ class StepTime:
     optimizer: float
     of_messages: float
     """Part of `passes` spent in messages of tensor, expert and context parallelism."""
-    beside: float = 0.0
+    extra_forward: float = 0.0
     """Forward passes without training: of a reference model, and of KTO's KL pairs."""
 
 
@@ -110,7 +110,7 @@ class StepTimeModel:
             gradients=gradients,
             optimizer=optimizer,
             of_messages=messages,
-            beside=extra_forward,
+            extra_forward=extra_forward,
         )
 
     def _pipeline(self, order: Order, times: list[list[_Layer]]) -> float:

@@ -190,7 +190,7 @@ def _reason(one: TimedLayout, best: TimedLayout, usable: float) -> str:
         "computing": time.passes - time.of_messages,
         "messages within layers": time.of_messages,
         "waiting in the pipeline": time.waiting,
-        "forward passes of a reference": time.beside,
+        "forward passes of a reference": time.extra_forward,
         "gradients and weights": time.gradients,
         "optimizer": time.optimizer,
     }

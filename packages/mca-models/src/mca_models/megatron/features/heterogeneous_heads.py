@@ -17,7 +17,7 @@ from mca_models.megatron.features.feature import (
     SpecChanges,
     change_self_attention,
 )
-from mca_models.megatron.types import MegatronConfig, MegatronModule, Spec
+from mca_models.megatron.types import MegatronConfig, MegatronModule, Spec, Upstream
 
 _BY_LAYER = ("num_query_groups", "kv_channels", "softmax_type", "softmax_scale")
 
@@ -76,6 +76,53 @@ def heads_by_layer(config: McaModelConfig) -> tuple[HeadSettings, ...]:
     )
 
 
+class _SplitByHeads:
+    """Methods of an attention that splits its QKV projection by ``heads``, the settings of its layer."""
+
+    heads: HeadSettings
+    shared_kv: tuple[Tensor, Tensor] | None
+    reused_kv: tuple[Tensor, Tensor] | None
+    gate: Tensor | None
+    config: MegatronConfig
+    num_attention_heads_per_partition: int
+    num_query_groups_per_partition: int
+    linear_qkv: Upstream
+    q_layernorm: Upstream
+    k_layernorm: Upstream
+
+    def qkv_group_rows(self) -> list[int]:
+        """Return the rows of ``linear_qkv`` for each group, by what they project to."""
+        return self.heads.group_rows(
+            self.num_attention_heads_per_partition // self.num_query_groups_per_partition
+        )
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, ``[s, b, heads of this rank, channels]``."""
+        mixed, _ = self.linear_qkv(hidden_states)
+        groups, width = self.num_query_groups_per_partition, self.config.kv_channels
+        if self.heads.reuses_kv:
+            reused_kv, self.reused_kv = self.reused_kv, None
+            assert reused_kv is not None
+            return _normal(self.q_layernorm, mixed.unflatten(-1, (-1, width))), *reused_kv
+        query, key, *others = torch.split(mixed.unflatten(-1, (groups, -1)), self.qkv_group_rows(), -1)
+        self.gate = others.pop().flatten(-2) if self.heads.gate else None
+        value = others[0] if others else key
+        query = query.reshape(*query.shape[:2], -1, width)
+        key, value = _normal(self.k_layernorm, key), _normalize_values(value, self.heads)
+        self.shared_kv = (key, value) if self.heads.shares_kv else None
+        return _normal(self.q_layernorm, query), key, value
+
+    def _apply_gate(self, linear: MegatronModule, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Multiply the output of each head ``[s, b, heads * channels]`` by its gate."""
+        gate, self.gate = self.gate, None
+        assert gate is not None
+        heads = args[0].unflatten(-1, (gate.shape[-1], -1))
+        scaled = heads * gate.sigmoid().view(*heads.shape[:-1], 1)
+        return scaled.flatten(-2), *args[1:]
+
+
 @cache
 def with_heterogeneous_heads(attention: type, by_layer: tuple[HeadSettings, ...]) -> type:
     """Return an attention class with the heads of its layer.
@@ -85,7 +132,7 @@ def with_heterogeneous_heads(attention: type, by_layer: tuple[HeadSettings, ...]
         by_layer: The heads of each decoder layer.
     """
 
-    class HeterogeneousHeads(attention):  # type: ignore[misc]
+    class HeterogeneousHeads(_SplitByHeads, attention):  # type: ignore[misc]
         """Attention that splits its QKV projection by the layer's settings."""
 
         def __init__(
@@ -110,39 +157,6 @@ def with_heterogeneous_heads(attention: type, by_layer: tuple[HeadSettings, ...]
             self.gate: Tensor | None = None
             if heads.gate:
                 self.linear_proj.register_forward_pre_hook(self._apply_gate)
-
-        def qkv_group_rows(self) -> list[int]:
-            """Return the rows of ``linear_qkv`` for each group, by what they project to."""
-            heads: HeadSettings = self.heads
-            return heads.group_rows(
-                self.num_attention_heads_per_partition // self.num_query_groups_per_partition
-            )
-
-        def get_query_key_value_tensors(
-            self, hidden_states: Tensor, *args: object, **kwargs: object
-        ) -> tuple[Tensor, Tensor, Tensor]:
-            """Return queries, keys and values, ``[s, b, heads of this rank, channels]``."""
-            mixed, _ = self.linear_qkv(hidden_states)
-            groups, width = self.num_query_groups_per_partition, self.config.kv_channels
-            if self.heads.reuses_kv:
-                reused_kv, self.reused_kv = self.reused_kv, None
-                assert reused_kv is not None
-                return _normal(self.q_layernorm, mixed.unflatten(-1, (-1, width))), *reused_kv
-            query, key, *others = torch.split(mixed.unflatten(-1, (groups, -1)), self.qkv_group_rows(), -1)
-            self.gate = others.pop().flatten(-2) if self.heads.gate else None
-            value = others[0] if others else key
-            query = query.reshape(*query.shape[:2], -1, width)
-            key, value = _normal(self.k_layernorm, key), _normalize_values(value, self.heads)
-            self.shared_kv = (key, value) if self.heads.shares_kv else None
-            return _normal(self.q_layernorm, query), key, value
-
-        def _apply_gate(self, linear: MegatronModule, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            """Multiply the output of each head ``[s, b, heads * channels]`` by its gate."""
-            gate, self.gate = self.gate, None
-            assert gate is not None
-            heads = args[0].unflatten(-1, (gate.shape[-1], -1))
-            scaled = heads * gate.sigmoid().view(*heads.shape[:-1], 1)
-            return scaled.flatten(-2), *args[1:]
 
     return HeterogeneousHeads
 
