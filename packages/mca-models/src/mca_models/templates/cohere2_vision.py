@@ -2,15 +2,16 @@
 
 from functools import partial
 
+from mca_models.templates import get_family
 from mca_models.templates.parts.clip_tower import CLIP_SPELLINGS, shuffled_tokens
-from mca_models.templates.parts.cohere_vision import cohere_tensors, unscaled_cohere2
+from mca_models.templates.parts.cohere_vision import cohere_tensors, without_logit_scale
 from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import PROJECTOR, TOWER, NestedTextConfig, VisionModel
 
 FAMILY = vision_language_family(
     "cohere2_vision",
     "Cohere2VisionForConditionalGeneration",
-    {"cohere2": unscaled_cohere2()},
+    {"cohere2": without_logit_scale(get_family("cohere2"))},
     VisionModel(
         tensors=partial(cohere_tensors, default=36864),
         spellings=CLIP_SPELLINGS,

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates import get_family
 from mca_models.templates.family import Family
 from mca_models.templates.parts.clip_tower import siglip_tower
 from mca_models.templates.parts.multipliers import LOGIT_SCALE
@@ -11,11 +10,10 @@ from mca_models.templates.parts.vision_tower import PROJECTOR, TOWER, Shapes, li
 from mca_models.templates.parts.vision_values import vision_values
 
 
-def unscaled_cohere2() -> Family:
-    """Return Cohere 2 without the scale of its logits, which transformers' classes with images do not apply."""
-    cohere2 = get_family("cohere2")
-    facts = tuple(fact for fact in cohere2.table.facts if fact is not LOGIT_SCALE)
-    return replace(cohere2, config=replace(cohere2.table, facts=facts))
+def without_logit_scale(text: Family) -> Family:
+    """Return ``text`` without the scale of its logits, which transformers' classes with images do not apply."""
+    facts = tuple(fact for fact in text.table.facts if fact is not LOGIT_SCALE)
+    return replace(text, config=replace(text.table, facts=facts))
 
 
 def cohere_tensors(config: McaModelConfig, default: int | None = None, *, normed: bool = False) -> Shapes:
