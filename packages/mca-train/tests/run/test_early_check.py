@@ -40,7 +40,7 @@ USAGES = (
     (["reward", "RUN", "--loss_chunk_size", "8"], "loss_chunk_size is not supported with a sequence-class"),
     (
         ["classify", "RUN", "--num_labels", "2", "--metric_for_best_model", "margin"],
-        "mca-train classify evaluates loss",
+        "classify evaluates loss",
     ),
     (["plan", "sft", "RUN", "--seq_lenth", "64"], "did you mean 'seq_length'?"),
     (["data", "sft", "RUN", "--train_file", "none.jsonl"], "file none.jsonl does not exist"),
