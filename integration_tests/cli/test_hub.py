@@ -236,7 +236,7 @@ def test_ranks_of_a_machine_download_once(hub, folders, tmp_path):
 def test_a_download_that_is_cut_goes_on_where_it_ended(hub, folders, tmp_path, monkeypatch):
     from huggingface_hub import constants
 
-    from mca_train.config.values import with_directories
+    from mca_train.config.run_config import with_directories
 
     for name, value in _settings(str(tmp_path / "cache"), hub.address).items():
         monkeypatch.setattr(constants, name, value)

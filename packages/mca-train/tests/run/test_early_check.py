@@ -11,8 +11,8 @@ import yaml
 
 from mca_config.errors import McaError
 from mca_train.run.early_check import check_run
-from mca_train.run.key_rules import make_settings
 from mca_train.run.rules import check
+from mca_train.run.settings import make_settings
 from mca_train.tasks.table import TASKS
 
 HEAVY = ("torch", "transformers", "megatron", "datasets")

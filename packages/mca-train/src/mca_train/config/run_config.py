@@ -1,20 +1,31 @@
-"""`Settings`: the configuration file and the command line of a run, read once as typed arguments.
+"""`Settings`: the typed arguments of a run.
 
-`values` reads them, `mca_train.run.rules` checks their combination.
+`mca_train.run.settings` reads them from the configuration file and the command line, `mca_train.run.rules` checks their
+combination, and `mca_config.fields` converts values to the types of fields.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from mca_config.types import JsonObject, Values
+from mca_config import fields
+from mca_config.errors import UsageError
+from mca_config.suggestions import suggestion
+from mca_config.types import JsonObject, Typed, Values
+from mca_models.hub import Needed, is_hub_id, resolve_directory
 from mca_train.config.arguments import DataArguments, LaunchArguments, LoraArguments
-from mca_train.config.renamed_options import RENAMED
-from mca_train.config.values import build
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
+
+_DIRECTORIES: Mapping[str, Needed] = {
+    "model_name_or_path": "all",
+    "reference_model_name_or_path": "all",
+    "adapter_name_or_path": "all",
+    "tokenizer_name_or_path": "tokenizer",
+}
+"""Keys with a directory or the id of a Hub model, and the files of the model that they need."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,73 +51,62 @@ class Settings:
     where: str
 
 
-def parse(
-    values: Values,
-    where: str,
-    *,
-    kind: str,
-    data: type[DataArguments] = DataArguments,
-    own: type | None = None,
-    elsewhere: Mapping[str, str] = MappingProxyType({}),
-    flags: Iterable[str] = (),
-    early: bool = False,
-) -> Settings:
-    """Convert ``values`` to the arguments of a run.
+def has_hub_ids(values: Values) -> bool:
+    """Return True if a value is the id of a Hub model."""
+    return any(isinstance(values.get(key), str) and is_hub_id(values[key]) for key in _DIRECTORIES)
+
+
+def with_directories(values: Values, *, only: Needed = "all") -> JsonObject:
+    """Return ``values`` with local directories for Hub ids.
 
     Args:
-        values: Keys and values.
-        where: Origin of the values for error messages.
-        kind: The word after ``mca-train``, whose help lists the keys.
-        data: The class of model and files.
-        own: The class of the arguments of this kind of run.
-        elsewhere: Messages about the keys of other kinds, in addition to those of other programs.
-        flags: Names of the command's flags that are not keys.
-        early: Read ``training`` as `EarlyArguments`, for checks before transformers is imported.
+        values: Values of a configuration.
+        only: Files of models to download; with ``config`` the ids of tokenizers are kept.
 
     Raises:
-        UsageError: Keys or values are wrong.
+        UsageError: The Hub has no such model, denies access, or cannot be reached.
     """
-    classes: list[type] = [data, LaunchArguments, LoraArguments]
-    training, files, launch, lora, *others = build(
-        [_training_class(early=early), *classes, *([own] if own else [])],
-        _without_backend(values) if early else _for_this_machine(values),
-        where=where,
-        otherwise=f"mca-train {kind} --help lists the keys",
-        only=["output_dir"],
-        elsewhere={**RENAMED, **elsewhere},
-        flags=flags,
-    )
-    return Settings(
-        training=training,
-        data=files,
-        launch=launch,
-        lora=lora,
-        own=others[0] if others else None,
-        values=values,
-        where=where,
-    )
+    result = dict(values)
+    for key, needed in _DIRECTORIES.items():
+        name = values.get(key)
+        if not isinstance(name, str) or not is_hub_id(name) or (only == "config" and needed == "tokenizer"):
+            continue
+        try:
+            result[key] = str(resolve_directory(name, needed if only == "all" else only))
+        except ValueError as error:
+            raise UsageError(f"{key}: {error}") from error
+    return result
 
 
-def _for_this_machine(values: Values) -> JsonObject:
-    """Return the keys and values for Hugging Face's arguments on this machine.
+def build(
+    classes: Sequence[type],
+    values: Values,
+    *,
+    where: str,
+    otherwise: str,
+    only: Iterable[str] = (),
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
+    flags: Iterable[str] = (),
+) -> tuple[Typed, ...]:
+    """Return one instance of each of ``classes`` from ``values`` of a YAML file and the command line.
 
-    The backend is removed, because Megatron creates the process groups. Without a GPU ``use_cpu`` is on; otherwise
-    Hugging Face treats every rank as the only process.
+    Args:
+        classes: Dataclasses; a key that several classes have is passed to all of them.
+        values: Keys and values.
+        where: Origin of the values for error messages.
+        otherwise: Text about an unknown key that is similar to no other.
+        only: Names that need a value although a class has a default for them.
+        elsewhere: Messages about keys that are known from other kinds of run or programs.
+        flags: Names of the command's flags that are not keys, for suggestions.
+
+    Raises:
+        UsageError: All problems of keys and values.
     """
-    from mca_models.megatron import platform
 
-    return _without_backend(values) | ({"use_cpu": True} if platform.device_type() == "cpu" else {})
+    def unknown(key: str, known: Iterable[str]) -> str:
+        if key in elsewhere:
+            return f"{key}: {elsewhere[key]}"
+        words = [*known, *(f"--{flag}" for flag in flags)]
+        return f"unknown key '{key}'{suggestion(key, words, otherwise)}"
 
-
-def _without_backend(values: Values) -> JsonObject:
-    return {key: value for key, value in values.items() if key != "ddp_backend"}
-
-
-def _training_class(*, early: bool) -> type:
-    if early:
-        from mca_train.config.early_arguments import early_arguments
-
-        return early_arguments()
-    from mca_config.training import TrainingArguments
-
-    return TrainingArguments
+    return fields.build(classes, values, where=where, unknown=unknown, only=only)

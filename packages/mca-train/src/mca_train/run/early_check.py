@@ -12,12 +12,12 @@ from mca_config.checks import check_layout
 from mca_config.errors import McaError, UsageError, list_problems, raise_problems
 from mca_config.redaction import redacted
 from mca_train.config.model import resolve_layout
-from mca_train.config.run_config import Settings
-from mca_train.config.values import has_hub_ids, load_values
+from mca_train.config.run_config import Settings, has_hub_ids
 from mca_train.plan.options import PlanOptions
 from mca_train.run.architectures import read_architecture
 from mca_train.run.file_rules import FILE_RULES, data_files, directories
-from mca_train.run.key_rules import KEY_RULES, make_settings
+from mca_train.run.key_rules import KEY_RULES
+from mca_train.run.settings import load_values, make_settings
 from mca_train.tasks.table import TASKS, infer_task
 from mca_train.tasks.task import Task
 

@@ -1,53 +1,17 @@
-"""The arguments of a run from its keys, and rules about keys that no machine could follow. They import no torch.
+"""Rules of a run from its keys alone; no machine could follow what they report. They import no torch.
 
 Each rule yields messages. `mca_train.run.rules` has the rules that need transformers, a device or the model.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
 
-from mca_config.types import Values
 from mca_train.config.arguments import LoraArguments, PairArguments
-from mca_train.config.run_config import Settings, parse
+from mca_train.config.run_config import Settings
 from mca_train.data.row_formats import FORMAT_COLUMNS, ONE_ANSWER
-from mca_train.plan.options import PlanOptions
-from mca_train.tasks.table import other_task_keys
 from mca_train.tasks.task import Task
 
 TIMES = ("runtime", "samples_per_second", "steps_per_second")
 """Metrics of every evaluation in addition to the loss."""
-
-_PLAN_FLAGS = {
-    flag.name: f"is a flag of mca-train plan (--{flag.name}), no key of a run; remove it"
-    for flag in fields(PlanOptions)
-}
-
-
-def make_settings(
-    task: Task, values: Values, where: str, flags: Iterable[str] = (), *, early: bool = False
-) -> Settings:
-    """Convert ``values`` to the arguments of ``task``.
-
-    Args:
-        task: The kind of run.
-        values: Keys and values.
-        where: Origin of the values for error messages.
-        flags: Flags of the command, which are not keys.
-        early: Import neither torch nor transformers (`early_arguments`).
-
-    Raises:
-        UsageError: Keys or values are wrong.
-    """
-    return parse(
-        values,
-        where,
-        kind=task.name,
-        data=task.data_arguments,
-        own=task.task_arguments,
-        elsewhere=_PLAN_FLAGS | other_task_keys(task),
-        flags=flags,
-        early=early,
-    )
 
 
 def sources(task: Task, settings: Settings) -> Iterator[str]:

@@ -1,27 +1,29 @@
-"""Keys and values of a configuration file and of the command line, and their conversion to dataclasses.
+"""Reading of a run's configuration: the YAML file and the command line, as one `Settings`.
 
-Nothing here imports torch. `mca_config.fields` converts values to the types of fields.
+`mca_train.run.rules` checks their combination.
 """
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
-from types import MappingProxyType
 
-from mca_config import fields, yaml_text
+from mca_config import yaml_text
 from mca_config.errors import UsageError
-from mca_config.suggestions import suggestion
-from mca_config.types import JsonObject, Typed, Values
-from mca_models.hub import Needed, is_hub_id, resolve_directory
+from mca_config.types import JsonObject, Values
+from mca_train.config.arguments import LaunchArguments, LoraArguments
+from mca_train.config.early_arguments import early_arguments
+from mca_train.config.renamed_options import RENAMED
+from mca_train.config.run_config import Settings, build
+from mca_train.plan.options import PlanOptions
+from mca_train.tasks.table import other_task_keys
+from mca_train.tasks.task import Task
 
-_DIRECTORIES: Mapping[str, Needed] = {
-    "model_name_or_path": "all",
-    "reference_model_name_or_path": "all",
-    "adapter_name_or_path": "all",
-    "tokenizer_name_or_path": "tokenizer",
+_PLAN_FLAGS = {
+    flag.name: f"is a flag of mca-train plan (--{flag.name}), no key of a run; remove it"
+    for flag in fields(PlanOptions)
 }
-"""Keys with a directory or the id of a Hub model, and the files of the model that they need."""
 
 
 def load_values(config: Path | None, overrides: list[str]) -> tuple[JsonObject, str]:
@@ -106,62 +108,60 @@ def _mapping(word: str) -> object:
     return found
 
 
-def has_hub_ids(values: Values) -> bool:
-    """Return True if a value is the id of a Hub model."""
-    return any(isinstance(values.get(key), str) and is_hub_id(values[key]) for key in _DIRECTORIES)
-
-
-def with_directories(values: Values, *, only: Needed = "all") -> JsonObject:
-    """Return ``values`` with local directories for Hub ids.
+def make_settings(
+    task: Task, values: Values, where: str, flags: Iterable[str] = (), *, early: bool = False
+) -> Settings:
+    """Convert ``values`` to the arguments of ``task``.
 
     Args:
-        values: Values of a configuration.
-        only: Files of models to download; with ``config`` the ids of tokenizers are kept.
-
-    Raises:
-        UsageError: The Hub has no such model, denies access, or cannot be reached.
-    """
-    result = dict(values)
-    for key, needed in _DIRECTORIES.items():
-        name = values.get(key)
-        if not isinstance(name, str) or not is_hub_id(name) or (only == "config" and needed == "tokenizer"):
-            continue
-        try:
-            result[key] = str(resolve_directory(name, needed if only == "all" else only))
-        except ValueError as error:
-            raise UsageError(f"{key}: {error}") from error
-    return result
-
-
-def build(
-    classes: Sequence[type],
-    values: Values,
-    *,
-    where: str,
-    otherwise: str,
-    only: Iterable[str] = (),
-    elsewhere: Mapping[str, str] = MappingProxyType({}),
-    flags: Iterable[str] = (),
-) -> tuple[Typed, ...]:
-    """Return one instance of each of ``classes`` from ``values`` of a YAML file and the command line.
-
-    Args:
-        classes: Dataclasses; a key that several classes have is passed to all of them.
+        task: The kind of run.
         values: Keys and values.
         where: Origin of the values for error messages.
-        otherwise: Text about an unknown key that is similar to no other.
-        only: Names that need a value although a class has a default for them.
-        elsewhere: Messages about keys that are known from other kinds of run or programs.
-        flags: Names of the command's flags that are not keys, for suggestions.
+        flags: Names of the command's flags that are not keys.
+        early: Import neither torch nor transformers (`early_arguments`).
 
     Raises:
-        UsageError: All problems of keys and values.
+        UsageError: Keys or values are wrong.
     """
+    classes: list[type] = [task.data_arguments, LaunchArguments, LoraArguments]
+    training, data, launch, lora, *others = build(
+        [_training_class(early=early), *classes, *([task.task_arguments] if task.task_arguments else [])],
+        _without_backend(values) if early else _for_this_machine(values),
+        where=where,
+        otherwise=f"mca-train {task.name} --help lists the keys",
+        only=["output_dir"],
+        elsewhere={**RENAMED, **_PLAN_FLAGS, **other_task_keys(task)},
+        flags=flags,
+    )
+    return Settings(
+        training=training,
+        data=data,
+        launch=launch,
+        lora=lora,
+        own=others[0] if others else None,
+        values=values,
+        where=where,
+    )
 
-    def unknown(key: str, known: Iterable[str]) -> str:
-        if key in elsewhere:
-            return f"{key}: {elsewhere[key]}"
-        words = [*known, *(f"--{flag}" for flag in flags)]
-        return f"unknown key '{key}'{suggestion(key, words, otherwise)}"
 
-    return fields.build(classes, values, where=where, unknown=unknown, only=only)
+def _for_this_machine(values: Values) -> JsonObject:
+    """Return the keys and values for Hugging Face's arguments on this machine.
+
+    The backend is removed, because Megatron creates the process groups. Without a GPU ``use_cpu`` is on; otherwise
+    Hugging Face treats every rank as the only process.
+    """
+    from mca_models.megatron import platform
+
+    return _without_backend(values) | ({"use_cpu": True} if platform.device_type() == "cpu" else {})
+
+
+def _without_backend(values: Values) -> JsonObject:
+    return {key: value for key, value in values.items() if key != "ddp_backend"}
+
+
+def _training_class(*, early: bool) -> type:
+    if early:
+        return early_arguments()
+    from mca_config.training import TrainingArguments
+
+    return TrainingArguments
