@@ -4,6 +4,7 @@ The kinds themselves are in `patch_grids`, `image_tiles` and `pooled_patches`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,14 @@ from mca_models.media import placeholders
 from mca_models.templates import get_family
 from mca_models.templates.parts.vision_tower import ImageTokenKind
 from mca_train.data.chat import with_image_text
-from mca_train.data.image_tiles import FixedTokens, MarkedTileTokens, PlainTokens, TileRowTokens, TileTokens
+from mca_train.data.image_tiles import (
+    FixedTokens,
+    JoinedTileTokens,
+    MarkedTileTokens,
+    PlainTokens,
+    TileRowTokens,
+    TileTokens,
+)
 from mca_train.data.image_tokens import ImageTokens
 from mca_train.data.patch_grids import LineTokens, PaddedPatchTokens, PatchTokens
 from mca_train.data.placeholders import VIDEO_TAG
@@ -49,6 +57,8 @@ def image_tokens(
         return PlainTokens(processor, token, _tokens_per_image(config))
     if kind == "tile_rows":
         return TileRowTokens(processor, token, _tokens_per_image(config), _ids(tokenizer, *_TILE_ROW_MARKS))
+    if kind == "joined_tiles":
+        return JoinedTileTokens(processor, token, _tokens_of_size(config), vision.get("image_grid_pinpoints"))
     if kind in ("tile_breaks", "named_tiles"):
         return _cohere_tiles(processor, token, config, tokenizer)
     if kind == "pooled":
@@ -78,6 +88,12 @@ def _tokens_per_image(config: McaModelConfig) -> int:
     part = get_family(config.model_type).vision
     assert part is not None and part.tokens_per_image is not None, "plain image tokens have a fixed number"
     return part.tokens_per_image(config)
+
+
+def _tokens_of_size(config: McaModelConfig) -> Callable[[int, int], int]:
+    part = get_family(config.model_type).vision
+    assert part is not None and part.tokens_of_size is not None, "the size of an image gives its tokens"
+    return partial(part.tokens_of_size, config)
 
 
 def _kind(config: McaModelConfig) -> ImageTokenKind | None:

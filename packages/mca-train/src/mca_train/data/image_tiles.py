@@ -5,6 +5,7 @@ Gemma 3      the same between two marks and empty lines
 InternVL     several tiles between two marks
 Cohere       tiles with a mark behind each (Command A Vision), or behind their number in words (Aya Vision)
 Llama 4      tiles with marks between them, and the whole image behind them
+LLaVA-NeXT   tiles whose features are joined without their padding, behind those of the whole image
 """
 
 import sys
@@ -202,3 +203,38 @@ class TileRowTokens(PlainTokens):
     def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
         """Return one location per tile."""
         return [ImageSpan(int(start), 1, grid.columns) for start in where[:: grid.columns]]
+
+
+class JoinedTileTokens(ImageTokens):
+    """Image tokens of LLaVA-NeXT: placeholders without marks, whose number follows from the image's size.
+
+    Args:
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+        count: Function from the height and width of an image to its number of placeholders.
+        grids: Sizes of tiled images of the model; None: the processor's.
+    """
+
+    taken = ("pixel_values", "image_sizes")
+
+    def __init__(
+        self,
+        processor: ImageProcessor,
+        token: int,
+        count: Callable[[int, int], int],
+        grids: Sequence[Sequence[int]] | None,
+    ) -> None:
+        super().__init__(processor, token)
+        self._count = count
+        found = [list(each) for each in getattr(processor, "image_grid_pinpoints", None) or ()]
+        if found != (found if grids is None else [list(each) for each in grids]):
+            raise UsageError(
+                f"preprocessor_config.json: image_grid_pinpoints is {found}, but the model's in config.json is "
+                f"{grids}; use the processor of this model"
+            )
+
+    def _computed(self, height: int, width: int) -> Grid:
+        return Grid(1, self._count(height, width))
+
+    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
+        return [self._computed(height, width) for height, width in made["image_sizes"].tolist()]
