@@ -128,10 +128,10 @@ def _reports(report_to: Typed) -> Iterator[str]:
 
 
 _AT_LEAST_ONE = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
-_VISION_RATES = ("vision_learning_rate", "projector_learning_rate")
+_PART_RATES = ("vision_learning_rate", "audio_learning_rate", "projector_learning_rate")
 _RATES = (
     *("learning_rate", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "adam_epsilon"),
-    *_VISION_RATES,
+    *_PART_RATES,
 )
 _AT_LEAST_ZERO = (
     "max_grad_norm",
@@ -175,7 +175,7 @@ def _rates(args: HfArguments) -> Iterator[str]:
     """Report schedules whose end is above their start, and separate rates without a schedule to follow."""
     decoupled, min_lr = getattr(args, "decoupled_lr", None), getattr(args, "min_lr", None)
     decoupled_min_lr = getattr(args, "decoupled_min_lr", None)
-    for name in _VISION_RATES:
+    for name in _PART_RATES:
         if (rate := getattr(args, name, None)) is not None and min_lr is not None and min_lr > rate:
             yield f"min_lr {min_lr} is above {name} {rate}; lower it"
         if rate and not args.learning_rate:

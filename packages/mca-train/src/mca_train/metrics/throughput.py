@@ -152,7 +152,7 @@ class Throughput:
     """
 
     def __init__(self, args: TrainingArguments, model: VirtualModels, ranks: Ranks) -> None:
-        frozen = model.config.vision is not None and "language" not in trained_parts(args)
+        frozen = model.config.vision is not None and "language" not in trained_parts(args, model.config)
         self._flops = ModelFlops.from_config(model.config, getattr(model, "rules", None), frozen=frozen)
         self._peak = peak_flops(args, model.config.dtype, ranks.device)
         self._ranks = ranks

@@ -188,7 +188,7 @@ def make_plan(
         sequences=sequences,
         model=ModelCounts.for_model(config),
         adapter=ModelCounts.for_adapter(config, rules_for_training(config, adapter)) if adapter else None,
-        frozen=ModelCounts.for_frozen(config, trained_parts(training)),
+        frozen=ModelCounts.for_frozen(config, trained_parts(training, config)),
         reference=ModelCounts.for_model(replace(reference, layout=layout)) if reference else None,
         implementation=implementation,
         on_gpu=on_gpu,

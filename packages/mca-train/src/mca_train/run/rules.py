@@ -425,7 +425,7 @@ def _adapter(settings: Settings, config: McaModelConfig, *, new_head: bool) -> I
     if path is not None and not Path(path).is_dir():
         return  # reported with the other directories
     try:
-        adapter = make_adapter(lora, config, trained_parts(settings.training))
+        adapter = make_adapter(lora, config, trained_parts(settings.training, config))
     except McaError as error:
         yield from list_problems(error)
         return

@@ -257,7 +257,7 @@ def _with_adapter(model: "VirtualModels", settings: Settings) -> "VirtualModels"
                 model,
                 lora.config(peft_task(model.config)),
                 seed=settings.training.seed,
-                parts=trained_parts(settings.training),
+                parts=trained_parts(settings.training, model.config),
             )
     logger.info("%s", adapted.print_trainable_parameters())
     return adapted

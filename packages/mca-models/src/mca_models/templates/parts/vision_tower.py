@@ -234,13 +234,16 @@ class VisionModel:
     fused_qkv: bool = False
 
     def component(self, name: str, config: McaModelConfig) -> str:
-        """Return the component of a vision model's ``name``: ``vision``, ``projector``, or ``unused``.
-
-        An audio tower counts as ``vision``.
-        """
+        """Return the component of a tower's ``name``: ``vision``, ``audio``, ``projector``, or ``unused``."""
         if name.startswith(self.unused(config)):
             return "unused"
-        return "projector" if name.startswith(self.projector) else "vision"
+        if name.startswith(self.projector):
+            return "projector"
+        return "audio" if self.audio is not None and name.startswith(self.audio.names) else "vision"
+
+    def parts(self, config: McaModelConfig) -> frozenset[str]:
+        """Return the parts with tensors that are used: of ``vision``, ``audio`` and ``projector``."""
+        return frozenset(self.component(name, config) for name in self.tensors(config)) - {"unused"}
 
     def spelling(self, config: McaModelConfig) -> Spelling:
         """Return the spelling of the checkpoint of ``config``; the published one by default."""
