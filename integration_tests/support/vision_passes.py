@@ -24,6 +24,8 @@ DENSE = (
     "gemma4_unified",
     "llava",
     "llava_next",
+    "idefics3",
+    "smolvlm",
     "exaone4_5",
     "deepseek_vl",
     "glm46v",

@@ -36,12 +36,14 @@ ImageTokenKind = Literal[
     "tile_breaks",
     "named_tiles",
     "joined_tiles",
+    "row_column_tiles",
 ]
 """Division of an image into tokens: a grid of merged patches, the same of an image that is padded at its ends; tiles of
 equally many tokens, the same in rows with marks between them (``tile_rows``), each before a mark (``tile_breaks``), or
 behind its number (``named_tiles``); lines with a mark after each; a fixed number of tokens, with Gemma 3's marks around
-them (``fixed``) or alone (``plain``); a grid of pooled patches between Gemma 4's marks (``pooled``); or tiles whose
-features are joined without their padding (``joined_tiles``)."""
+them (``fixed``) or alone (``plain``); a grid of pooled patches between Gemma 4's marks (``pooled``); tiles whose
+features are joined without their padding (``joined_tiles``); or tiles behind their row and column
+(``row_column_tiles``)."""
 
 VideoTokenKind = Literal["together", "timestamps", "second_after", "seconds_after", "minutes", "numbered"]
 """Frames of a video one after the other; each between marks behind its time in words (``timestamps``), its minutes and
@@ -60,7 +62,7 @@ _KEYS = (
     *("audio_config", "audio_token_id", "audio_token_index"),
     *("audio_start_token_id", "audio_end_token_id", "position_id_per_seconds", "seconds_per_chunk"),
     "user_token_id",
-    *("image_grid_pinpoints", "vision_aspect_ratio"),
+    *("image_grid_pinpoints", "vision_aspect_ratio", "scale_factor"),
     *("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
 )
 _ROPES = ("rope_parameters", "rope_scaling")
@@ -248,6 +250,11 @@ class VisionModel:
     def spelling(self, config: McaModelConfig) -> Spelling:
         """Return the spelling of the checkpoint of ``config``; the published one by default."""
         return self.spellings[config.extra.get(SPELLING, 0)]
+
+    @property
+    def text_module(self) -> str:
+        """Return the name of the text model in transformers' class."""
+        return self.spellings[-1].text.split(".")[1]
 
     def params(self, config: McaModelConfig) -> list[Param]:
         """Every parameter of the vision model: whole on each tensor rank of the first stage."""
