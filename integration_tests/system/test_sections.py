@@ -19,6 +19,7 @@ ROOMS: Mapping[str, set[str]] = {
         "features.identity_experts",
         "features.latent_moe",
         "features.moe",
+        "features.moe_post_norm",
         "features.moe_with_dense_mlp",
         "features.shortcut_moe",
         "features.router_replay",

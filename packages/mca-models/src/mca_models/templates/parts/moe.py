@@ -42,6 +42,7 @@ SIGMOID_ROUTER: Values = {
 TRANSPOSED = "transposed_experts"
 """The fact in ``extra`` that stacked experts lie as ``[experts, in, out]``."""
 
+POST_NORM = ("mlp.post_layernorm.weight", "post_mlp_layernorm.weight")
 LATENT = ("mlp.fc1_latent_proj.weight", "mlp.fc2_latent_proj.weight")
 """The projections of what routed experts get and give."""
 
@@ -97,6 +98,7 @@ def expert_sizes(config: McaModelConfig) -> ExpertSizes | None:
         inner=moe.moe_ffn_hidden_size or config.mlp.ffn_hidden_size,
         shared=moe.moe_shared_expert_intermediate_size or 0,
         dense_mlp=moe.moe_parallel_dense_mlp,
+        post_norm=moe.moe_post_norm,
         shortcut=moe.moe_shortcut,
     )
 
@@ -174,8 +176,9 @@ def mlp_layers(config: McaModelConfig, names: MoeNames) -> Iterator[Param]:
 def moe_layers(config: McaModelConfig, names: MoeNames, layers: Sequence[int]) -> Iterator[Param]:
     """The expert layers ``layers``."""
     projections = [inner(name, name) for name in LATENT] if given(config.moe).moe_latent_size else []
+    after = [inner(*POST_NORM)] if given(config.moe).moe_post_norm else []
     yield from expand_rules(
-        [*router(config, names), *projections, *shared_experts(config, names)], layers=layers
+        [*router(config, names), *projections, *shared_experts(config, names), *after], layers=layers
     )
     yield from expand_rules(experts(config, names), layers=layers, experts=range(config.num_experts))
 
