@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mca_config.errors import McaError, UsageError
@@ -91,6 +93,10 @@ class AudioTokens:
         hop, least = int(self.extractor.hop_length), int(getattr(self.extractor, "min_length", 0))
         return max(samples, least) // hop if self._tower.unpadded else -(-samples // hop)
 
+    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the tokens before and after a clip."""
+        return self.before, self.after
+
     def ids(self, grid: Grid) -> list[int]:
         """Return the tokens that replace one placeholder of the chat template."""
         return [self.token] * grid.tokens
@@ -105,16 +111,23 @@ class AudioTokens:
         Raises:
             McaError: The clip cannot be read, or has changed since its placeholders were counted.
         """
+        return self.spectrogram(clip.samples(self.extractor.sampling_rate), grid, f"audio {clip.place}")
+
+    def spectrogram(self, samples: NDArray[np.float32], grid: Grid, place: str) -> dict[str, Tensor]:
+        """Return the inputs of the audio tower for ``samples`` at the rate of the feature extractor.
+
+        Raises:
+            McaError: The clip at ``place`` has changed since its placeholders were counted.
+        """
         rate = self.extractor.sampling_rate
-        samples = clip.samples(rate)
-        require_unchanged(f"audio {clip.place}", grid, self.grid(AudioFacts(len(samples), rate)))
+        require_unchanged(place, grid, self.grid(AudioFacts(len(samples), rate)))
         given = {"sampling_rate": rate, "return_attention_mask": True, "return_tensors": "pt"}
         if self._tower.unpadded:
             given |= {"padding": "longest", "truncation": False}
         made = self.extractor([samples], **given)
         mask: Tensor = made[self._made_mask]
         count = self._tower.tokens(self._config, int(mask.sum()))
-        require_unchanged(f"audio {clip.place}", grid, Grid.of_audio(count))
+        require_unchanged(place, grid, Grid.of_audio(count))
         found = {"input_features": torch.as_tensor(made["input_features"])}
         return found if self._tower.mask is None else {**found, self._tower.mask: mask.to(self._mask_dtype)}
 

@@ -448,8 +448,9 @@ def reference(run: Run, target: "Target | None") -> Iterator[str]:
 def images(run: Run, target: "Target | None") -> Iterator[str]:
     """Report keys of media for a model without a tower."""
     media = {"image_folder": "images", **dict.fromkeys(VIDEO_KEYS, "videos"), "audio_max_seconds": "audio"}
+    media |= {"use_audio_in_video": "videos"}
     for key, medium in media.items() if run.model.vision is None else ():
-        if getattr(run.settings.data, key) is not None:
+        if getattr(run.settings.data, key) not in (None, False):
             yield f"{key}: a {run.model.model_type} model takes no {medium}; remove the key"
 
 
