@@ -26,6 +26,7 @@ DENSE = (
     "llava_next",
     "idefics3",
     "smolvlm",
+    "lfm2_vl",
     "exaone4_5",
     "deepseek_vl",
     "glm46v",

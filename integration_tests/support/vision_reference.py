@@ -198,6 +198,14 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
     if case.startswith((*TILED, *ALONE)):
         alone = (1,) if case.startswith(ALONE) else ()
         return {"pixel_values": torch.randn(len(row), *alone, 3, 16, 16, generator=generator)}
+    if case.startswith("lfm2_vl"):
+        shapes = torch.tensor([(2 * each.rows, 2 * each.columns) for each in row])
+        most = int(shapes.prod(1).max()) + 3
+        return {
+            "pixel_values": torch.randn(len(row), most, 48, generator=generator),
+            "pixel_attention_mask": (torch.arange(most) < shapes.prod(1)[:, None]).int(),
+            "spatial_shapes": shapes,
+        }
     if case.startswith("mistral3"):
         sizes = torch.tensor([(each.rows * 8, each.columns * 8) for each in row])
         high, wide = sizes.max(0).values.tolist()
@@ -383,6 +391,9 @@ def _same_size(parts: list[torch.Tensor]) -> list[torch.Tensor]:
         return [
             torch.nn.functional.pad(part, (0, 0, 0, most - part.shape[1]), value=filled) for part in parts
         ]
+    if parts[0].dim() == 2:
+        most = max(part.shape[1] for part in parts)
+        return [torch.nn.functional.pad(part, (0, most - part.shape[1])) for part in parts]
     if parts[0].dim() == 5:
         most = max(part.shape[1] for part in parts)
         padding = (0,) * 7

@@ -107,6 +107,7 @@ _IN_ITS_FILE = (
     "kimi_linear",
     "lfm2",
     "lfm2_moe",
+    "lfm2_vl",
     "lfm3",
     "llama4_text",
     "longcat_flash",
