@@ -8,16 +8,19 @@ started=$SECONDS
 passed=() failed=()
 say() { printf '\n=== [%4ds] %s\n' "$((SECONDS - started))" "$*"; }
 
-# stage TITLE COMMAND...: the command runs in a subshell with `set -e`
+# stage TITLE COMMAND...: the command runs in a subshell with `set -e`; ONLY=words skips stages without these words in their title
+record() { :; } # TITLE RESULT SECONDS, called after each stage
 stage() {
-    local title=$1 code=0
+    local title=$1 code=0 began=$SECONDS
     shift
+    [[ $title == *"${ONLY:-}"* ]] || return 0
     say "$title"
     set +e
     (set -e; "$@")
     code=$?
     set -e
     if ((code)); then failed+=("$title"); say "FAILED ($code): $title"; else passed+=("$title"); fi
+    record "$title" "$( ((code)) && echo failed || echo passed)" "$((SECONDS - began))"
 }
 
 work=$(mktemp -d "${TMPDIR:-/tmp}/mca-ci.XXXXXX")

@@ -128,8 +128,7 @@ CONFIGURED = [
 
 @pytest.mark.parametrize("page", CONFIGURED, ids=lambda page: page.name)
 def test_configuration_files_are_accepted(page, tmp_path, monkeypatch):
-    from mca_train.config.run_config import load_values
-    from mca_train.run.rules import make_settings
+    from mca_train.run.settings import load_values, make_settings
     from mca_train.tasks.table import TASKS
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)

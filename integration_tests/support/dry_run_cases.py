@@ -116,7 +116,8 @@ def be_no_rank() -> None:
 
 def prepared(folder: Path, kind: str, changes: dict[str, Any], world_size: int) -> Any:
     """The checked run."""
-    from mca_train.run.rules import check, make_settings
+    from mca_train.run.rules import check
+    from mca_train.run.settings import make_settings
     from mca_train.tasks.table import TASKS
 
     values = {

@@ -264,7 +264,8 @@ def mca_trainer(folder: Path, name: str, layout: str, sizes: dict[str, Any]) -> 
     from mca_train.checkpoint.output_lock import OutputLock
     from mca_train.config.model import launcher_world_size
     from mca_train.run.inputs import read_inputs
-    from mca_train.run.rules import check, make_settings
+    from mca_train.run.rules import check
+    from mca_train.run.settings import make_settings
     from mca_train.run.train import make_trainer
     from mca_train.tasks.table import TASKS
 

@@ -23,6 +23,7 @@ DENSE = (
     "gemma4-e2b",
     "gemma4_unified",
     "llava",
+    "llava_next",
     "exaone4_5",
     "deepseek_vl",
     "glm46v",

@@ -41,6 +41,17 @@ VIDEO_ROWS: tuple[tuple[tuple[int, int], ...], ...] = (((3, 0), (9, 2)), (), ((2
 """Each row's media of the small size: where they begin, and how many frames a video has; 0: an image."""
 SECONDS = (1.5, 0.3)
 """From one frame to the next of each video."""
+JOINED = "llava_next"
+"""Begins the names of cases whose images are tiles, joined without their padding."""
+JOINED_ROWS: tuple[tuple[tuple[int, tuple[int, int]], ...], ...] = (
+    ((1, (16, 16)), (12, (16, 16))),
+    (),
+    ((5, (16, 32)),),
+    (),
+)
+"""Each row's images of such cases: where they begin, and their height and width."""
+JOINED_TOKENS = {(16, 16): (2, 10), (16, 32): (5, 14)}
+"""Tiles and tokens of the two sizes; the wide one fits into twice two tiles, half of which is padding."""
 TOKENS_PER_SECOND = 4  # the default of Qwen 2.5 VL
 
 
@@ -83,6 +94,10 @@ def places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
                 for start, size in row
             )
             for row in ROWS
+        )
+    if case.startswith(JOINED):
+        return tuple(
+            tuple(ImageSpan(start, 1, JOINED_TOKENS[size][1]) for start, size in row) for row in JOINED_ROWS
         )
     tiled = case.startswith(
         ("internvl", "gemma3", "llava", "deepseek_vl", "llama4", "cohere2_vision", "aya_vision")
@@ -176,6 +191,8 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
     if case.startswith("gemma4"):
         images, clips = ([each for each in row if each.medium == medium] for medium in ("image", "audio"))
         return _pooled(case, images, generator) | _framed(case, clips, generator)
+    if case.startswith(JOINED):
+        return _joined_tiles([size for _, size in JOINED_ROWS[number]], generator)
     if case.startswith(
         ("internvl", "gemma3", "llava", "deepseek_vl", "llama4", "cohere2_vision", "aya_vision")
     ):
@@ -195,6 +212,12 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
         "pixel_values": torch.randn(int(grid.prod(1).sum()), *patch, generator=generator),
         "image_grid_thw": grid,
     }
+
+
+def _joined_tiles(sizes: list[tuple[int, int]], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    counts = [JOINED_TOKENS[size][0] for size in sizes]
+    tiles = torch.randn(len(sizes), max(counts), 3, 16, 16, generator=generator)
+    return {"pixel_values": tiles, "image_sizes": torch.tensor(sizes)}
 
 
 def _clips(case: str, row: tuple[ImageSpan, ...], generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -359,6 +382,10 @@ def _same_size(parts: list[torch.Tensor]) -> list[torch.Tensor]:
         return [
             torch.nn.functional.pad(part, (0, 0, 0, most - part.shape[1]), value=filled) for part in parts
         ]
+    if parts[0].dim() == 5:
+        most = max(part.shape[1] for part in parts)
+        padding = (0,) * 7
+        return [torch.nn.functional.pad(part, (*padding, most - part.shape[1])) for part in parts]
     if parts[0].dim() != 4:
         return parts
     high, wide = (max(part.shape[axis] for part in parts) for axis in (2, 3))

@@ -177,7 +177,7 @@ ANY = {
 LAZY = {
     "mca_train.cli": "a command imports only what it runs",
     "mca_train.clients": "the client's own packages may be missing",
-    "mca_train.config.run_config": "TrainingArguments takes 9 s; a file that is missing is reported before",
+    "mca_train.run.settings": "TrainingArguments takes 9 s; a file that is missing is reported before",
     "mca_train.dry_run.stages": "it is imported once for all forks, after megatron is prepared",
     "mca_train.launch.rendezvous": "the launcher limits the threads before torch is imported, which takes 2 s",
     "mca_train.reference": "help and completion take 0.1 s",

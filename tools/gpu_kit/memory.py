@@ -69,7 +69,8 @@ def _one(kit: Kit, name: str, changes: dict[str, Any]) -> tuple[float, float]:
 
 def _run_of(kit: Kit, name: str, changes: dict[str, Any]) -> Any:
     """The checked run of a configuration."""
-    from mca_train.run.rules import check, make_settings
+    from mca_train.run.rules import check
+    from mca_train.run.settings import make_settings
     from mca_train.tasks.table import TASKS
 
     folder = kit.scratch / name.replace(" ", "-")

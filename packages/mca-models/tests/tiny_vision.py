@@ -232,6 +232,21 @@ CASES: dict[str, Case] = {
             "vision_feature_select_strategy": "full",
         },
     ),
+    "llava_next": (
+        "llava_next",
+        {"model_type": "mistral", "sliding_window": None},
+        {**_SIGLIP, "model_type": "clip_vision_model", "patch_size": 8},
+        {"image_token_index": 65, "image_grid_pinpoints": [[16, 16], [32, 32]]},
+    ),
+    "llava_next-granite": (
+        "llava_next",
+        {"model_type": "granite", **tiny_hf.ALL["granite"][1]},
+        {**_SIGLIP, "model_type": "siglip_vision_model", "patch_size": 8, "vision_use_head": False},
+        {
+            **{"image_token_index": 65, "image_grid_pinpoints": [[16, 16], [32, 32]]},
+            **{"vision_feature_layer": [-1, -2], "vision_feature_select_strategy": "full"},
+        },
+    ),
     "cohere2_vision": (
         "cohere2_vision",
         {**tiny_hf.ALL["cohere2"][1], "model_type": "cohere2"},

@@ -49,7 +49,7 @@ def test_help_of_a_kind_has_every_key_that_it_takes(kind, capsys):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("gpu", [False, True])
 def test_the_file_to_begin_with_is_a_run_with_and_without_its_marks(kind, gpu, tmp_path):
-    from mca_train.run.rules import make_settings
+    from mca_train.run.settings import make_settings
 
     text = starter(TASKS[kind], "org/model", gpu=gpu)
     assert f"`mca-train plan {kind} run.yaml`" in text

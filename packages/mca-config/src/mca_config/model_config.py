@@ -173,7 +173,7 @@ class McaModelConfig:
     @property
     def has_parallel_mamba(self) -> bool:
         """Return whether layers with attention have a parallel Mamba mixer."""
-        return self.mamba is not None and self.mamba.mamba_beside_attention
+        return self.mamba is not None and self.mamba.mamba_parallel_attention
 
     @property
     def attention_biases(self) -> bool:

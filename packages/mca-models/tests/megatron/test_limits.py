@@ -52,7 +52,7 @@ SHORTCUT = MOE.replace_fields(
     moe_router_enable_expert_bias=True,
     moe_router_pre_softmax=True,
 )
-BESIDE = MOE.replace_fields(experts_beside_mlp=True)
+WITH_DENSE_MLP = MOE.replace_fields(moe_parallel_dense_mlp=True)
 CHANCES = MOE.replace_fields(moe_router_pre_softmax=True)
 SINKHORN = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}
 INDEXED = MLA.replace_fields(q_lora_rank=8, index_topk=4, index_num_heads=2, index_head_dim=8)
@@ -155,7 +155,7 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
     (SHORTCUT, TP2, {"moe_expert_capacity_factor": 1.0}, "remove moe_expert_capacity_factor"),
     (SHORTCUT, TP2, ENGINE | {"moe_token_dispatcher_type": "flex"}, "same number of experts"),
     (
-        BESIDE,
+        WITH_DENSE_MLP,
         TP2,
         ENGINE | {"moe_token_dispatcher_type": "flex"},
         "may be negative; use alltoall or allgather",

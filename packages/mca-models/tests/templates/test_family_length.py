@@ -29,7 +29,6 @@ LONGER = {
         ),
     ),
     "keys of the text model that files leave out": ("gemma3", "qwen2_audio"),
-    "a tower of two kinds, whose last layers no feature depends on": ("llava",),
     "layers with a state beside those with attention, under keys and names of their own": (
         *("falcon_h1", "granitemoehybrid", "kimi_linear", "lfm3", "nemotron_h", "olmo_hybrid"),
         *("qwen3_5_moe_text", "qwen3_next"),

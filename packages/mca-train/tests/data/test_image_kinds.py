@@ -21,6 +21,8 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.kimi_k25.image_processing_kimi_k25 import Kimi_K25ImageProcessor
 from transformers.models.llama4.image_processing_llama4 import Llama4ImageProcessor
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from mca_config.errors import McaError, UsageError
@@ -152,6 +154,37 @@ def llava():
     return kind, expected
 
 
+def llava_next():
+    grids = [[16, 32], [32, 16], [32, 32]]
+    kind = Kind(
+        "llava_next",
+        ("<image>",),
+        LlavaNextImageProcessorPil(size={"shortest_edge": 16}, crop_size=SIDE, image_grid_pinpoints=grids),
+        lambda ids: {
+            "image_token_index": ids[0],
+            "image_grid_pinpoints": grids,
+            "vision_config": {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 4},
+        },
+        "<image>",
+    )
+    kind.tokenizer.image_token = "<image>"
+    kind.tokenizer.image_token_id = kind.tokenizer.convert_tokens_to_ids("<image>")
+    whole = LlavaNextProcessor(
+        kind.processor,
+        kind.tokenizer,
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+
+    def expected(text, images):
+        made = whole(images=images, text=[text.replace("@", "<image>")], return_tensors="pt")
+        pixels = {name: made[name] for name in ("pixel_values", "image_sizes")}
+        return made["input_ids"][0].tolist(), pixels
+
+    return kind, expected
+
+
 def llama4():
     marks = ("<|patch|>", "<|image|>", "<|image_start|>", "<|image_end|>")
     kind = Kind(
@@ -258,6 +291,7 @@ KINDS = {
     "mistral3": mistral3,
     "gemma3": gemma3,
     "llava": llava,
+    "llava_next": llava_next,
     "llama4": llama4,
     "kimi_k25": kimi,
     "deepseek_vl": deepseek,
@@ -304,6 +338,7 @@ def test_tokens_and_pixels_are_those_of_the_familys_own_processor(made):
             "gemma4": "<|image|>",
             "gemma4_unified": "<|image|>",
             "llava": "<image>",
+            "llava_next": "<image>",
             "llama4": "<|patch|>",
             "kimi_k25": "<|media_pad|>",
             "deepseek_vl": "<image_placeholder>",
@@ -356,6 +391,14 @@ def test_a_processor_is_found_where_transformers_exports_none_without_torchvisio
     PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size=4).save_pretrained(tmp_path)
     monkeypatch.setattr(transformers, "AutoImageProcessor", SimpleNamespace(from_pretrained=refuse))
     assert isinstance(image_processors._processor([tmp_path]), PixtralImageProcessorPil)
+
+
+def test_other_sizes_of_tiled_images_than_the_models_are_refused(tmp_path):
+    kind, _ = llava_next()
+    kind.processor.save_pretrained(tmp_path)
+    kind.config.vision_fields["image_grid_pinpoints"] = [[16, 32]]
+    with pytest.raises(UsageError, match=r"image_grid_pinpoints is .* but the model's .*\[\[16, 32\]\]"):
+        image_tokens(kind.config, (tmp_path,), kind.tokenizer)
 
 
 def test_images_whose_marks_are_not_known_are_refused_by_name():

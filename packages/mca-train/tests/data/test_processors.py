@@ -33,6 +33,8 @@ from transformers.models.kimi_k25.processing_kimi_k25 import Kimi_K25Processor
 from transformers.models.llama4.image_processing_llama4 import Llama4ImageProcessor
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import Qwen2_5OmniProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
@@ -219,6 +221,14 @@ LLAVA = Case(
     },
     {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
 )
+LLAVA_NEXT = replace(
+    LLAVA,
+    processor=lambda: LlavaNextProcessor,
+    images=lambda: LlavaNextImageProcessorPil(
+        size={"shortest_edge": 16}, crop_size=SIDE, image_grid_pinpoints=[[16, 32], [32, 32]]
+    ),
+    vision=lambda ids: {**LLAVA.vision(ids), "image_grid_pinpoints": [[16, 32], [32, 32]]},
+)
 LLAMA4 = Case(
     lambda: Llama4Processor,
     "<|image|>",
@@ -316,6 +326,7 @@ CASES = {
     "gemma4": gemma4(Gemma4Processor, Gemma4ImageProcessorPil),
     "gemma4_unified": gemma4(Gemma4UnifiedProcessor, Gemma4UnifiedImageProcessor),
     "llava": LLAVA,
+    "llava_next": LLAVA_NEXT,
     "exaone4_5": replace(qwen(Exaone4_5_Processor), mark="<|image_pad|>", vision=media_ids),
     "deepseek_vl": DEEPSEEK,
     "llama4": LLAMA4,

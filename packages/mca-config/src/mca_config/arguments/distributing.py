@@ -6,7 +6,6 @@
 import dataclasses
 import functools
 import logging
-from dataclasses import dataclass
 
 from mca_config.arguments import _additional, _constraints
 from mca_config.arguments._option import coerce_options
@@ -28,7 +27,6 @@ _SPLIT_FIELDS = (
 )
 
 
-@dataclass(kw_only=True)
 class DistributingParallelArguments(DistributingOptions):
     """Parallel layout and computation of one model. None: the value of the checkpoint, else Megatron's default."""
 

@@ -52,7 +52,7 @@ class Moe(Section):
     moe_shared_expert_gate: bool = False
     moe_shared_expert_mean: bool = False
     """The outputs of the shared expert and the routed experts are averaged instead of added."""
-    experts_beside_mlp: bool = False
+    moe_parallel_dense_mlp: bool = False
     """The shared expert is the layer's MLP: it and the routed experts have separate norms, and the router has learned
     factors."""
     moe_shortcut: bool = False

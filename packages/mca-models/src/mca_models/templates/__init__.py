@@ -119,6 +119,7 @@ _IN_ITS_FILE = (
     "kimi_k25",
     "llama4",
     "llava",
+    "llava_next",
     "minimax_m3_vl",
     "minimax_m3_vl_text",
     "mistral3",

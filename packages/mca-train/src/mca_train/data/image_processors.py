@@ -1,375 +1,36 @@
-"""Image tokens of the model families, computed from the image size and checked against the image processor.
+"""Image processor of a checkpoint, and the image tokens that belong to it, by the kind that the model's family has.
 
-Qwen, GLM    a grid of patches, several of which are merged into one token
-Kimi         the same grid, of an image that is padded at its ends
-Cohere       tiles with a mark behind each (Command A Vision), or behind their number in words (Aya Vision)
-InternVL     tiles with a fixed number of tokens, between two marks
-Mistral 3    rows of tokens, each ending with a mark
-Gemma 4      a grid of pooled patches, between two marks
-Gemma 3      a fixed number of tokens per image, between two marks and empty lines
-LLaVA        a fixed number of tokens per image
-Llama 4      tiles with marks between them, and the whole image behind them
+The kinds themselves are in `patch_grids`, `image_tiles` and `pooled_patches`.
 """
 
-import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from mca_config.errors import McaError, UsageError
+from mca_config.errors import UsageError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
-from mca_models.media import ImageSpan, placeholders
+from mca_models.media import placeholders
 from mca_models.templates import get_family
 from mca_models.templates.parts.vision_tower import ImageTokenKind
 from mca_train.data.chat import with_image_text
-from mca_train.data.grids import Grid
+from mca_train.data.image_tiles import (
+    FixedTokens,
+    JoinedTileTokens,
+    MarkedTileTokens,
+    PlainTokens,
+    TileRowTokens,
+    TileTokens,
+)
 from mca_train.data.image_tokens import ImageTokens
+from mca_train.data.patch_grids import LineTokens, PaddedPatchTokens, PatchTokens
 from mca_train.data.placeholders import VIDEO_TAG
 from mca_train.data.pooled_patches import PooledTokens
 from mca_train.types import ImageProcessor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-class PatchTokens(ImageTokens):
-    """Image tokens of Qwen and GLM.
-
-    Args:
-        processor: Hugging Face image processor.
-        token: Id of the placeholder token.
-
-    Raises:
-        UsageError: The processor is not supported.
-    """
-
-    taken = ("pixel_values", "image_grid_thw")
-
-    def __init__(self, processor: ImageProcessor, token: int) -> None:
-        super().__init__(processor, token)
-        self._sides = resized_sides(processor)
-
-    def _computed(self, height: int, width: int) -> Grid:
-        own = self.processor
-        try:
-            rows, columns = self._sides(height, width, own.temporal_patch_size)
-            patches = own.get_number_of_image_patches(height, width, {})
-        except ValueError as error:
-            raise McaError(f"an image of {width} x {height} pixels cannot be used: {error}") from error
-        if rows * columns * own.merge_size**2 != patches:
-            raise McaError(
-                f"{type(own).__name__} makes {patches} patches of {width} x {height} pixels, which are not "
-                f"{rows} x {columns} tokens; report it"
-            )
-        return Grid(rows, columns)
-
-    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
-        merge = self.processor.merge_size
-        return [Grid(rows // merge, columns // merge) for _, rows, columns in made["image_grid_thw"].tolist()]
-
-
-class PaddedPatchTokens(ImageTokens):
-    """Image tokens of Kimi: a grid of patches of an image that is padded at its ends.
-
-    Args:
-        processor: Hugging Face image processor.
-        token: Id of the placeholder token.
-        marks: Ids of the tokens before and after an image.
-    """
-
-    taken = PatchTokens.taken
-
-    def __init__(
-        self, processor: ImageProcessor, token: int, marks: tuple[Sequence[int], Sequence[int]]
-    ) -> None:
-        super().__init__(processor, token)
-        self.before, self.after = marks
-        resize = getattr(sys.modules[type(processor).__module__], "navit_resize", None)
-        if resize is None:
-            raise UsageError(
-                f"{type(processor).__name__}: this processor is not supported for Kimi; expected "
-                "Kimi_K25ImageProcessor in preprocessor_config.json"
-            )
-        self._resize: Callable[..., tuple[tuple[int, int], tuple[int, int]]] = resize
-
-    def _computed(self, height: int, width: int) -> Grid:
-        own = self.processor
-        largest = own.size["max_height"]
-        _, (high, wide) = self._resize(
-            height, width, own.patch_size, own.merge_size, own.max_patches, largest
-        )
-        return self._merged(high // own.patch_size, wide // own.patch_size)
-
-    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
-        return [self._merged(rows, columns) for _, rows, columns in made["image_grid_thw"].tolist()]
-
-    def _merged(self, rows: int, columns: int) -> Grid:
-        merge = self.processor.merge_size
-        return Grid(rows // merge, columns // merge)
-
-
-def resized_sides(processor: ImageProcessor) -> Callable[[int, int, int], tuple[int, int]]:
-    """Return the function from height, width and number of frames to the rows and columns of tokens.
-
-    Args:
-        processor: An image or video processor of patches.
-
-    Raises:
-        UsageError: The processor is not supported.
-    """
-    resize = getattr(sys.modules[type(processor).__module__], "smart_resize", None)
-    if resize is None or not hasattr(processor, "merge_size"):
-        raise UsageError(
-            f"{type(processor).__name__}: this processor is not supported; supported are those of "
-            "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4V, InternVL, Mistral 3, Gemma 3, LLaVA, Llama 4 and "
-            "Kimi K2.5"
-        )
-    taken = set(inspect.signature(resize).parameters)
-
-    def sides(height: int, width: int, frames: int) -> tuple[int, int]:
-        factor = processor.patch_size * processor.merge_size
-        known = {
-            "height": height,
-            "width": width,
-            "factor": factor,
-            "min_pixels": processor.size["shortest_edge"],
-            "max_pixels": processor.size["longest_edge"],
-            "num_frames": frames,
-            "temporal_factor": processor.temporal_patch_size,
-        }
-        high, wide = resize(**{key: value for key, value in known.items() if key in taken})
-        return high // factor, wide // factor
-
-    return sides
-
-
-class TileTokens(ImageTokens):
-    """Image tokens of InternVL.
-
-    Args:
-        processor: Hugging Face image processor.
-        token: Id of the placeholder token.
-        length: Placeholders per tile.
-        marks: Ids of the tokens before and after the placeholders of an image.
-    """
-
-    def __init__(self, processor: ImageProcessor, token: int, length: int, marks: tuple[int, int]) -> None:
-        # the option that InternVL's processor passes to its image processor
-        super().__init__(processor, token, crop_to_patches=True)
-        self._length, self._marks = length, marks
-
-    def _computed(self, height: int, width: int) -> Grid:
-        tiles = self.processor.get_number_of_image_patches(height, width, self.options)
-        return Grid(tiles, self._length)
-
-    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
-        return [Grid(int(tiles), self._length) for tiles in made["num_patches"]]
-
-    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the marks around an image."""
-        return self._marks[:1], self._marks[1:]
-
-    def ids(self, grid: Grid) -> list[int]:
-        """Return the tokens of an image, including its marks."""
-        return [self._marks[0], *super().ids(grid), self._marks[1]]
-
-
-class MarkedTileTokens(TileTokens):
-    """Image tokens of Command A Vision and Aya Vision: tiles with text before them, or a mark behind.
-
-    Args:
-        processor: Hugging Face image processor.
-        token: Id of the placeholder token.
-        length: Placeholders per tile.
-        marks: Ids of the tokens before and after the tiles of an image.
-        before: Function from the number of a tile and the number of tiles to the tokens before it.
-        behind: Tokens behind each tile.
-    """
-
-    def __init__(
-        self,
-        processor: ImageProcessor,
-        token: int,
-        length: int,
-        marks: tuple[int, int],
-        *,
-        before: Callable[[int, int], list[int]] = lambda tile, tiles: [],
-        behind: Sequence[int] = (),
-    ) -> None:
-        super().__init__(processor, token, length, marks)
-        self._before, self._behind = before, behind
-
-    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the marks around an image."""
-        ids = self.ids(grid)
-        return ids[: ids.index(self.token)], [*self._behind, self._marks[1]]
-
-    def ids(self, grid: Grid) -> list[int]:
-        """Return the tokens of an image, including its marks."""
-        ids = [self._marks[0]]
-        for tile in range(grid.rows):
-            ids += [*self._before(tile, grid.rows), *[self.token] * grid.columns, *self._behind]
-        return [*ids, self._marks[1]]
-
-    def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
-        """Return one location per tile."""
-        return [ImageSpan(int(start), 1, grid.columns) for start in where[:: grid.columns]]
-
-
-class LineTokens(ImageTokens):
-    """Image tokens of Mistral 3.
-
-    Args:
-        processor: Hugging Face image processor.
-        token: Id of the placeholder token.
-        side: Side of a token in pixels.
-        marks: Ids of the tokens at the end of a row, and of the last row.
-    """
-
-    taken = ("pixel_values", "image_sizes")
-
-    def __init__(self, processor: ImageProcessor, token: int, side: int, marks: tuple[int, int]) -> None:
-        super().__init__(processor, token, patch_size={"height": side, "width": side})
-        self._side, self._marks = side, marks
-
-    def _computed(self, height: int, width: int) -> Grid:
-        longest = self.processor.size["longest_edge"]
-        ratio = max(height / longest, width / longest, 1.0)
-        sides = (height, width) if ratio == 1 else (int(height / ratio), int(width / ratio))
-        if not min(sides):
-            raise McaError(f"an image of {width} x {height} pixels cannot be used: it is too narrow")
-        return Grid((sides[0] - 1) // self._side + 1, (sides[1] - 1) // self._side + 1)
-
-    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
-        return [
-            Grid(int(high) // self._side, int(wide) // self._side)
-            for high, wide in made["image_sizes"].tolist()
-        ]
-
-    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the mark after an image."""
-        return (), self._marks[1:]
-
-    def ids(self, grid: Grid) -> list[int]:
-        """Return the tokens of an image, including the marks at the ends of rows."""
-        ids = ([self.token] * grid.columns + [self._marks[0]]) * grid.rows
-        return [*ids[:-1], self._marks[1]]
-
-    def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
-        """Return one location per row of an image."""
-        return [ImageSpan(int(where[row * grid.columns]), 1, grid.columns) for row in range(grid.rows)]
-
-
-class PlainTokens(ImageTokens):
-    """Image tokens of LLaVA: a fixed number of placeholders without marks.
-
-    Args:
-        processor: Hugging Face image processor.
-        token: Id of the placeholder token.
-        length: Placeholders per image.
-        options: Options of the processor.
-    """
-
-    def __init__(self, processor: ImageProcessor, token: int, length: int, **options: object) -> None:
-        super().__init__(processor, token, **options)
-        self._length = length
-
-    def _computed(self, height: int, width: int) -> Grid:
-        return Grid(1, self._length)
-
-    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
-        return [Grid(1, self._length) for _ in made["pixel_values"]]
-
-
-class TileRowTokens(PlainTokens):
-    """Image tokens of Llama 4: tiles in rows, with marks between them and at the ends of rows, then the whole image.
-
-    Args:
-        processor: Hugging Face image processor.
-        token: Id of the placeholder token.
-        length: Placeholders per tile.
-        marks: Ids of the tokens before an image, between tiles, after a row of tiles, before the tile of the whole
-            image, and after it.
-    """
-
-    def __init__(self, processor: ImageProcessor, token: int, length: int, marks: Sequence[int]) -> None:
-        super().__init__(processor, token, length)
-        self._marks = marks
-        source = sys.modules[type(processor).__module__]
-        try:
-            canvases = source.find_supported_resolutions(processor.max_patches, processor.size)
-            self._best_fit = partial(
-                source.get_best_fit,
-                possible_resolutions=torch.tensor(canvases),
-                resize_to_max_canvas=processor.resize_to_max_canvas,
-            )
-        except AttributeError as error:
-            raise UsageError(
-                f"{type(processor).__name__}: this processor is not supported for Llama 4; expected "
-                "Llama4ImageProcessor in preprocessor_config.json"
-            ) from error
-
-    def _computed(self, height: int, width: int) -> Grid:
-        high, wide = self._best_fit((height, width)).tolist()
-        size = self.processor.size
-        return self._tiles(high // size["height"], wide // size["width"])
-
-    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
-        return [self._tiles(rows, columns) for rows, columns in made["aspect_ratios"].tolist()]
-
-    def _tiles(self, rows: int, columns: int) -> Grid:
-        """Return the grid of an image that is cut into ``rows`` times ``columns`` tiles."""
-        tiles = rows * columns
-        return Grid(tiles + (tiles > 1), self._length, tile_rows=rows)
-
-    def ids(self, grid: Grid) -> list[int]:
-        """Return the tokens of an image, including its marks."""
-        start, between, row_end, whole, end = self._marks
-        tile = [self.token] * grid.columns
-        ids = [start]
-        if grid.rows > 1:
-            columns = (grid.rows - 1) // grid.tile_rows
-            ids += [*([*tile, between] * (columns - 1)), *tile, row_end] * grid.tile_rows
-        return [*ids, whole, *tile, end]
-
-    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the marks around an image."""
-        ids = self.ids(grid)
-        return ids[: ids.index(self.token)], ids[-1:]
-
-    def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
-        """Return one location per tile."""
-        return [ImageSpan(int(start), 1, grid.columns) for start in where[:: grid.columns]]
-
-
-class FixedTokens(PlainTokens):
-    """Image tokens of Gemma 3.
-
-    Args:
-        processor: Hugging Face image processor.
-        token: Id of the placeholder token.
-        length: Placeholders per image.
-        marks: Ids of the tokens before and after the placeholders of an image.
-        written: Text that the processor writes for an image, with one placeholder.
-    """
-
-    def __init__(
-        self, processor: ImageProcessor, token: int, length: int, marks: tuple[int, int], written: str
-    ) -> None:
-        # the option that Gemma's processor passes to its image processor
-        super().__init__(processor, token, length, do_pan_and_scan=False)
-        self.before, self.after = marks[:1], marks[1:]
-        self._written = written
-
-    def mark(self, tokenizer: "PreTrainedTokenizerBase") -> str:
-        """Return the text that Gemma's processor writes for an image."""
-        return self._written
 
 
 def image_tokens(
@@ -396,6 +57,8 @@ def image_tokens(
         return PlainTokens(processor, token, _tokens_per_image(config))
     if kind == "tile_rows":
         return TileRowTokens(processor, token, _tokens_per_image(config), _ids(tokenizer, *_TILE_ROW_MARKS))
+    if kind == "joined_tiles":
+        return JoinedTileTokens(processor, token, _tokens_of_size(config), vision.get("image_grid_pinpoints"))
     if kind in ("tile_breaks", "named_tiles"):
         return _cohere_tiles(processor, token, config, tokenizer)
     if kind == "pooled":
@@ -425,6 +88,12 @@ def _tokens_per_image(config: McaModelConfig) -> int:
     part = get_family(config.model_type).vision
     assert part is not None and part.tokens_per_image is not None, "plain image tokens have a fixed number"
     return part.tokens_per_image(config)
+
+
+def _tokens_of_size(config: McaModelConfig) -> Callable[[int, int], int]:
+    part = get_family(config.model_type).vision
+    assert part is not None and part.tokens_of_size is not None, "the size of an image gives its tokens"
+    return partial(part.tokens_of_size, config)
 
 
 def _kind(config: McaModelConfig) -> ImageTokenKind | None:

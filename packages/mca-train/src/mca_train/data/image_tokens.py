@@ -1,6 +1,7 @@
 """Token counts and pixel tensors of images, from the image processor of the checkpoint.
 
-The differences between model families are in `image_processors`. `media_tokens` joins images and videos.
+Kinds of tokens are in `patch_grids`, `image_tiles` and `pooled_patches`; `image_processors` chooses one for a model.
+`media_tokens` joins images and videos.
 """
 
 from abc import ABC, abstractmethod

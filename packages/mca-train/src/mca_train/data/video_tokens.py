@@ -24,8 +24,9 @@ from mca_models.media import ImageSpan, placeholders
 from mca_models.templates import get_family
 from mca_models.templates.parts.vision_tower import VideoRules
 from mca_train.data.grids import Grid
-from mca_train.data.image_processors import frame_title, internvl_marks, pooled_marks, resized_sides
+from mca_train.data.image_processors import frame_title, internvl_marks, pooled_marks
 from mca_train.data.image_tokens import require_unchanged
+from mca_train.data.patch_grids import resized_sides
 from mca_train.data.placeholders import media_fields
 from mca_train.data.pooled_patches import grids_of_positions, pooled_sides, without_padding
 from mca_train.data.video_files import Video, VideoFacts, require_video_packages

@@ -43,7 +43,7 @@ def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = Fa
     halves = range(config.has_attention(number) + config.has_mlp(number))
     lines = [line for _ in halves for line in norm(sizes.split, hidden, sizes, module="layernorm")]
     if (
-        config.moe is not None and config.moe.experts_beside_mlp
+        config.moe is not None and config.moe.moe_parallel_dense_mlp
     ):  # each has a norm before and after it, and the router has one
         lines += [line for _ in range(3) for line in norm(sizes.split, hidden, sizes)]
         lines.append(SavedTensor("router: input", sizes.split * hidden * (SINGLE + 2 * sizes.width), _ROUTER))

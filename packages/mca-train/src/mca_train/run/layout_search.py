@@ -22,7 +22,8 @@ from mca_train.plan.hardware import Hardware
 from mca_train.plan.memory import GIB, PlanInput
 from mca_train.plan.remedies import with_changes
 from mca_train.plan.search import LAYOUT_KEYS, Fit, TimedLayout, fitting_layouts, with_step_time
-from mca_train.run.rules import Run, check, make_settings
+from mca_train.run.rules import Run, check
+from mca_train.run.settings import make_settings
 
 if TYPE_CHECKING:
     from mca_train.tasks.task import Task

@@ -17,7 +17,7 @@ from mca_models.megatron.factory.target import Target
 from mca_models.megatron.factory.transformer_config import choose_implementation
 from mca_train.config.arguments import LaunchArguments
 from mca_train.config.model import planned_ranks
-from mca_train.config.run_config import Settings, load_values, with_directories
+from mca_train.config.run_config import Settings, with_directories
 from mca_train.plan.chunks import Implementation
 from mca_train.plan.document import impossible_document, plan_document
 from mca_train.plan.hardware import Hardware, load_hardware
@@ -30,7 +30,8 @@ from mca_train.plan.vision_memory import Images
 from mca_train.run import layout_search
 from mca_train.run.logs import silent_arguments
 from mca_train.run.plan_input import make_image_check, make_plan_input, planned_images
-from mca_train.run.rules import Findings, Run, check, make_settings
+from mca_train.run.rules import Findings, Run, check
+from mca_train.run.settings import load_values, make_settings
 from mca_train.tasks.table import TASKS, infer_task
 from mca_train.tasks.task import Task
 

@@ -8,7 +8,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,6 @@ from mca_config.errors import McaError, UsageError, list_problems, raise_problem
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig, training_dtype
 from mca_config.redaction import redacted
-from mca_config.types import Values
 from mca_models.checkpoint.side_files import side_files
 from mca_models.megatron import platform
 from mca_models.megatron.factory.transformer_config import transformer_config
@@ -30,25 +29,19 @@ from mca_train.checkpoint.output_dir import require_usable
 from mca_train.config.arguments import VIDEO_KEYS, LaunchArguments, LoraArguments, PairArguments
 from mca_train.config.model import local_world_size, make_adapter, model_config, resolve_layout
 from mca_train.config.model_parts import part_problems, trained_parts
-from mca_train.config.run_config import Settings, parse
+from mca_train.config.run_config import Settings
 from mca_train.data.files import check_file
 from mca_train.data.row_formats import FORMAT_COLUMNS, ONE_ANSWER
 from mca_train.data.sources import parse_sources
 from mca_train.data.urls import is_url, require_client
 from mca_train.losses.preference import reference_problems
 from mca_train.lr_schedule import schedule_problems
-from mca_train.plan.options import PlanOptions
 from mca_train.run.vocabulary import tokenizer_problems, vocabulary_problems
-from mca_train.tasks.table import other_task_keys
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
     from mca_models.megatron.factory.target import Target
 
-_PLAN_FLAGS = {
-    flag.name: f"is a flag of mca-train plan (--{flag.name}), no key of a run; remove it"
-    for flag in fields(PlanOptions)
-}
 _REFERENCE = "reference_model_name_or_path"
 TIMES = ("runtime", "samples_per_second", "steps_per_second")
 """Metrics of every evaluation in addition to the loss."""
@@ -102,23 +95,6 @@ class Findings:
         raise_problems([*self.impossible, *self.missing], self.where, kind=UsageError)
         assert self.run is not None, "a run without an architecture has problems"
         return self.run
-
-
-def make_settings(task: Task, values: Values, where: str, flags: Iterable[str] = ()) -> Settings:
-    """Convert ``values`` to the arguments of ``task``; ``flags`` are flags of the command, which are not keys.
-
-    Raises:
-        UsageError: Keys or values are wrong.
-    """
-    return parse(
-        values,
-        where,
-        kind=task.name,
-        data=task.data_arguments,
-        own=task.task_arguments,
-        elsewhere=_PLAN_FLAGS | other_task_keys(task),
-        flags=flags,
-    )
 
 
 def check(

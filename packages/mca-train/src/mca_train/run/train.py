@@ -26,7 +26,7 @@ from mca_train.checkpoint.directory import PREFIX, STATE_FILE
 from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.config.model import launcher_world_size, peft_task
 from mca_train.config.model_parts import trained_parts
-from mca_train.config.run_config import Settings, has_hub_ids, load_values, with_directories
+from mca_train.config.run_config import Settings, has_hub_ids, with_directories
 from mca_train.data.scoring import padding_token
 from mca_train.launch import environment, failures, launcher
 from mca_train.launch.rendezvous import LISTENER, join
@@ -38,7 +38,8 @@ from mca_train.run.last_evaluation import LastEvaluation
 from mca_train.run.logs import quiet_libraries, set_log_levels, silent_arguments
 from mca_train.run.record import write_record
 from mca_train.run.restarts import StartRecorder, can_restart, resume_values
-from mca_train.run.rules import check, make_settings
+from mca_train.run.rules import check
+from mca_train.run.settings import load_values, make_settings
 from mca_train.run.summary import summary
 from mca_train.tasks.task import Task
 

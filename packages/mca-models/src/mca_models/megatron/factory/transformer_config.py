@@ -9,7 +9,7 @@ import warnings
 from importlib.util import find_spec
 
 from mca_config.arguments import DistributingParallelArguments
-from mca_config.arguments.options import TrainingOptions
+from mca_config.arguments.training_options import TrainingOptions
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig

@@ -182,7 +182,7 @@ def mamba_spec(implementation: Implementation, config: McaModelConfig) -> Spec:
     """Return the spec of a Mamba layer of ``config``, in place of attention or parallel to it."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    column, row = normed_linears(implementation, norm=not given(config.mamba).mamba_beside_attention)
+    column, row = normed_linears(implementation, norm=not given(config.mamba).mamba_parallel_attention)
     return ModuleSpec(module=_module(), params={"model": config, "column": column, "row": row})
 
 

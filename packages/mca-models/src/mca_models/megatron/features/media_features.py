@@ -153,9 +153,13 @@ def _split_images(images: JsonObject, config: McaModelConfig) -> list[_Image]:
             _Image({"pixel_values": part, "image_grid_thw": grid}, load, load // merged)
             for part, grid, load in parts
         ]
+    family = get_family(config.model_type).vision
+    assert family is not None, "a model with images has a vision model"
     if (sizes := images.get("image_sizes")) is not None:
-        side = vision["vision_config"].get("patch_size", 16) * vision.get("spatial_merge_size", 2)
-        rows = [(high // side) * (wide // side) for high, wide in sizes.tolist()]
+        assert family.tokens_of_size is not None, (
+            "the number of its features follows from the size of an image"
+        )
+        rows = [family.tokens_of_size(config, high, wide) for high, wide in sizes.tolist()]
         return [
             _Image({"pixel_values": part, "image_sizes": size}, count, count)
             for part, size, count in zip(pixels.split(1), sizes.split(1), rows, strict=True)
@@ -169,11 +173,8 @@ def _split_images(images: JsonObject, config: McaModelConfig) -> list[_Image]:
             _Image({"pixel_values": part, "image_position_ids": position}, pixels.shape[1], count)
             for part, position, count in zip(pixels.split(1), positions.split(1), rows, strict=True)
         ]
-    fixed = get_family(config.model_type).vision
-    assert fixed is not None and fixed.tokens_per_image is not None, (
-        "images have grids, sizes or a fixed number"
-    )
-    count = fixed.tokens_per_image(config)
+    assert family.tokens_per_image is not None, "images have grids, sizes or a fixed number"
+    count = family.tokens_per_image(config)
     return [_Image({"pixel_values": part}, 1, count) for part in pixels.split(1)]
 
 

@@ -1,0 +1,240 @@
+"""Image tokens of tiles, each with the same number of placeholders.
+
+LLaVA        one tile for each image
+Gemma 3      the same between two marks and empty lines
+InternVL     several tiles between two marks
+Cohere       tiles with a mark behind each (Command A Vision), or behind their number in words (Aya Vision)
+Llama 4      tiles with marks between them, and the whole image behind them
+LLaVA-NeXT   tiles whose features are joined without their padding, behind those of the whole image
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mca_config.errors import UsageError
+from mca_models.media import ImageSpan
+from mca_train.data.grids import Grid
+from mca_train.data.image_tokens import ImageTokens
+from mca_train.types import ImageProcessor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class PlainTokens(ImageTokens):
+    """Image tokens of LLaVA: a fixed number of placeholders without marks.
+
+    Args:
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+        length: Placeholders per image.
+        options: Options of the processor.
+    """
+
+    def __init__(self, processor: ImageProcessor, token: int, length: int, **options: object) -> None:
+        super().__init__(processor, token, **options)
+        self._length = length
+
+    def _computed(self, height: int, width: int) -> Grid:
+        return Grid(1, self._length)
+
+    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
+        return [Grid(1, self._length) for _ in made["pixel_values"]]
+
+
+class FixedTokens(PlainTokens):
+    """Image tokens of Gemma 3.
+
+    Args:
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+        length: Placeholders per image.
+        marks: Ids of the tokens before and after the placeholders of an image.
+        written: Text that the processor writes for an image, with one placeholder.
+    """
+
+    def __init__(
+        self, processor: ImageProcessor, token: int, length: int, marks: tuple[int, int], written: str
+    ) -> None:
+        # the option that Gemma's processor passes to its image processor
+        super().__init__(processor, token, length, do_pan_and_scan=False)
+        self.before, self.after = marks[:1], marks[1:]
+        self._written = written
+
+    def mark(self, tokenizer: "PreTrainedTokenizerBase") -> str:
+        """Return the text that Gemma's processor writes for an image."""
+        return self._written
+
+
+class TileTokens(ImageTokens):
+    """Image tokens of InternVL.
+
+    Args:
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+        length: Placeholders per tile.
+        marks: Ids of the tokens before and after the placeholders of an image.
+    """
+
+    def __init__(self, processor: ImageProcessor, token: int, length: int, marks: tuple[int, int]) -> None:
+        # the option that InternVL's processor passes to its image processor
+        super().__init__(processor, token, crop_to_patches=True)
+        self._length, self._marks = length, marks
+
+    def _computed(self, height: int, width: int) -> Grid:
+        tiles = self.processor.get_number_of_image_patches(height, width, self.options)
+        return Grid(tiles, self._length)
+
+    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
+        return [Grid(int(tiles), self._length) for tiles in made["num_patches"]]
+
+    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the marks around an image."""
+        return self._marks[:1], self._marks[1:]
+
+    def ids(self, grid: Grid) -> list[int]:
+        """Return the tokens of an image, including its marks."""
+        return [self._marks[0], *super().ids(grid), self._marks[1]]
+
+
+class MarkedTileTokens(TileTokens):
+    """Image tokens of Command A Vision and Aya Vision: tiles with text before them, or a mark behind.
+
+    Args:
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+        length: Placeholders per tile.
+        marks: Ids of the tokens before and after the tiles of an image.
+        before: Function from the number of a tile and the number of tiles to the tokens before it.
+        behind: Tokens behind each tile.
+    """
+
+    def __init__(
+        self,
+        processor: ImageProcessor,
+        token: int,
+        length: int,
+        marks: tuple[int, int],
+        *,
+        before: Callable[[int, int], list[int]] = lambda tile, tiles: [],
+        behind: Sequence[int] = (),
+    ) -> None:
+        super().__init__(processor, token, length, marks)
+        self._before, self._behind = before, behind
+
+    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the marks around an image."""
+        ids = self.ids(grid)
+        return ids[: ids.index(self.token)], [*self._behind, self._marks[1]]
+
+    def ids(self, grid: Grid) -> list[int]:
+        """Return the tokens of an image, including its marks."""
+        ids = [self._marks[0]]
+        for tile in range(grid.rows):
+            ids += [*self._before(tile, grid.rows), *[self.token] * grid.columns, *self._behind]
+        return [*ids, self._marks[1]]
+
+    def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
+        """Return one location per tile."""
+        return [ImageSpan(int(start), 1, grid.columns) for start in where[:: grid.columns]]
+
+
+class TileRowTokens(PlainTokens):
+    """Image tokens of Llama 4: tiles in rows, with marks between them and at the ends of rows, then the whole image.
+
+    Args:
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+        length: Placeholders per tile.
+        marks: Ids of the tokens before an image, between tiles, after a row of tiles, before the tile of the whole
+            image, and after it.
+    """
+
+    def __init__(self, processor: ImageProcessor, token: int, length: int, marks: Sequence[int]) -> None:
+        super().__init__(processor, token, length)
+        self._marks = marks
+        source = sys.modules[type(processor).__module__]
+        try:
+            canvases = source.find_supported_resolutions(processor.max_patches, processor.size)
+            self._best_fit = partial(
+                source.get_best_fit,
+                possible_resolutions=torch.tensor(canvases),
+                resize_to_max_canvas=processor.resize_to_max_canvas,
+            )
+        except AttributeError as error:
+            raise UsageError(
+                f"{type(processor).__name__}: this processor is not supported for Llama 4; expected "
+                "Llama4ImageProcessor in preprocessor_config.json"
+            ) from error
+
+    def _computed(self, height: int, width: int) -> Grid:
+        high, wide = self._best_fit((height, width)).tolist()
+        size = self.processor.size
+        return self._tiles(high // size["height"], wide // size["width"])
+
+    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
+        return [self._tiles(rows, columns) for rows, columns in made["aspect_ratios"].tolist()]
+
+    def _tiles(self, rows: int, columns: int) -> Grid:
+        """Return the grid of an image that is cut into ``rows`` times ``columns`` tiles."""
+        tiles = rows * columns
+        return Grid(tiles + (tiles > 1), self._length, tile_rows=rows)
+
+    def ids(self, grid: Grid) -> list[int]:
+        """Return the tokens of an image, including its marks."""
+        start, between, row_end, whole, end = self._marks
+        tile = [self.token] * grid.columns
+        ids = [start]
+        if grid.rows > 1:
+            columns = (grid.rows - 1) // grid.tile_rows
+            ids += [*([*tile, between] * (columns - 1)), *tile, row_end] * grid.tile_rows
+        return [*ids, whole, *tile, end]
+
+    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the marks around an image."""
+        ids = self.ids(grid)
+        return ids[: ids.index(self.token)], ids[-1:]
+
+    def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
+        """Return one location per tile."""
+        return [ImageSpan(int(start), 1, grid.columns) for start in where[:: grid.columns]]
+
+
+class JoinedTileTokens(ImageTokens):
+    """Image tokens of LLaVA-NeXT: placeholders without marks, whose number follows from the image's size.
+
+    Args:
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+        count: Function from the height and width of an image to its number of placeholders.
+        grids: Sizes of tiled images of the model; None: the processor's.
+    """
+
+    taken = ("pixel_values", "image_sizes")
+
+    def __init__(
+        self,
+        processor: ImageProcessor,
+        token: int,
+        count: Callable[[int, int], int],
+        grids: Sequence[Sequence[int]] | None,
+    ) -> None:
+        super().__init__(processor, token)
+        self._count = count
+        found = [list(each) for each in getattr(processor, "image_grid_pinpoints", None) or ()]
+        if found != (found if grids is None else [list(each) for each in grids]):
+            raise UsageError(
+                f"preprocessor_config.json: image_grid_pinpoints is {found}, but the model's in config.json is "
+                f"{grids}; use the processor of this model"
+            )
+
+    def _computed(self, height: int, width: int) -> Grid:
+        return Grid(1, self._count(height, width))
+
+    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
+        return [self._computed(height, width) for height, width in made["image_sizes"].tolist()]
