@@ -1,6 +1,6 @@
 """LLaMA-Factory 0.9.5 trains on mca through ``mcore_adapter`` with the losses of LLaMA-Factory's Hugging Face runs.
 
-The stage ``llamafactory`` of ``.ci/stages.sh`` makes the environment ``.venv-lf``. Then:
+The stage ``llamafactory`` of ``.ci/stages.sh`` makes the environment ``.venv-lf``, and ``.venv-lf-3.12``. Then:
 
     .venv-lf/bin/python -m pytest -n 0 --cases all integration_tests/cli/test_llamafactory.py
 """
@@ -176,7 +176,9 @@ def export(converter):
     """Convert a trained directory to Hugging Face's format."""
 
     def convert(source: Path) -> Path:
-        converter.convert_checkpoint_to_hf(source, target := source.with_name(f"{source.name}-exported"))
+        target = source.with_name(f"{source.name}-exported")
+        if not target.exists():  # by another test
+            converter.convert_checkpoint_to_hf(source, target)
         return target
 
     return convert
