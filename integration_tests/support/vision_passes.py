@@ -24,6 +24,8 @@ DENSE = (
     "gemma4_unified",
     "llava",
     "llava_next",
+    "idefics3",
+    "smolvlm",
     "exaone4_5",
     "deepseek_vl",
     "glm46v",
@@ -69,6 +71,7 @@ def sizes(layout: str) -> str:
 def of_all_parts(reference: Mixed, layout: str, **of_ddp: Any) -> tuple[Any, list[Any]]:
     """A model all of which trains, and its chunks in Megatron's wrapper."""
     from mca_models.megatron import AutoModel
+    from mca_models.megatron.features.vision_tower import model_parts
 
     settings: dict[str, Any] = {"calculate_per_token_loss": True, "moe_aux_loss_coeff": 0.0}
     settings["moe_router_bias_update_rate"] = 0.0  # transformers leaves the bias of experts as it is
@@ -79,7 +82,7 @@ def of_all_parts(reference: Mixed, layout: str, **of_ddp: Any) -> tuple[Any, lis
             "recompute_num_layers": 1,
         }
     model = AutoModel.from_pretrained(reference.path, arguments(sizes(layout), **settings))
-    model.train_parts({"language", "vision", "projector"})
+    model.train_parts(model_parts(model.config))
     return model, wrapped(model, layout, **of_ddp)
 
 

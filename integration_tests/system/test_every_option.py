@@ -155,6 +155,7 @@ ELSEWHERE: dict[str, str] = {
     "peak_tflops": "integration_tests/training/test_run_monitoring.py",
     "freeze": "integration_tests/training/test_train_images.py",
     "vision_learning_rate": "integration_tests/training/test_train_images.py",
+    "audio_learning_rate": "integration_tests/training/test_train_omni.py",
     "projector_learning_rate": "integration_tests/training/test_train_images.py",
     "profile": "packages/mca-train/tests/metrics/test_step_profile.py",
     "profile_step_start": "packages/mca-train/tests/metrics/test_step_profile.py",

@@ -232,6 +232,18 @@ CASES: dict[str, Case] = {
             "vision_feature_select_strategy": "full",
         },
     ),
+    "smolvlm": (
+        "smolvlm",
+        {"model_type": "llama"},
+        dict(_SIGLIP),
+        {"image_token_id": 65, "tie_word_embeddings": False},
+    ),
+    "idefics3": (
+        "idefics3",
+        {"model_type": "llama"},
+        dict(_SIGLIP),
+        {"image_token_id": 65, "tie_word_embeddings": False},
+    ),
     "llava_next": (
         "llava_next",
         {"model_type": "mistral", "sliding_window": None},

@@ -114,7 +114,7 @@ def test_the_options_are_those_of_the_reporting_callback():
 class Model:
     """A vision-language model that records which parts are trained."""
 
-    config = SimpleNamespace(vision=object())
+    config = config_from_hf(json.loads((CONFIGS / "qwen2.5-vl-72b.json").read_text()))
 
     def train_parts(self, parts):
         self.parts = set(parts)

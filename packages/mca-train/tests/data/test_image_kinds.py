@@ -1,5 +1,6 @@
 """Images that are not cut into one grid: tiles, rows with marks, as many tokens for every image; as processors do."""
 
+import itertools
 import json
 from functools import partial
 from types import SimpleNamespace
@@ -19,11 +20,15 @@ from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import Dee
 from transformers.models.deepseek_vl.processing_deepseek_vl import DeepseekVLProcessor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.kimi_k25.image_processing_kimi_k25 import Kimi_K25ImageProcessor
 from transformers.models.llama4.image_processing_llama4 import Llama4ImageProcessor
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.smolvlm import processing_smolvlm
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from mca_config.errors import McaError, UsageError
 from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
@@ -185,6 +190,39 @@ def llava_next():
     return kind, expected
 
 
+def idefics(model_type="idefics3"):
+    small = model_type == "smolvlm"
+    images = SmolVLMImageProcessorPil if small else Idefics3ImageProcessorPil
+    rows = [f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)]
+    kind = Kind(
+        model_type,
+        ("<image>", "<fake_token_around_image>", "<global-img>", *rows),
+        images(size={"longest_edge": 48}, max_image_size={"longest_edge": 16}),
+        lambda ids: {
+            "image_token_id": ids[0],
+            "scale_factor": 2,
+            "vision_config": {"image_size": 16, "patch_size": 4},
+        },
+        "<image>",
+    )
+    if small:
+        with pytest.MonkeyPatch.context() as patch:  # the package spells the number of a video's frames
+            patch.setattr(processing_smolvlm, "num2words", str)
+            patch.setattr(
+                processing_smolvlm.SmolVLMProcessor, "check_argument_for_proper_class", lambda *args: object
+            )
+            whole = processing_smolvlm.SmolVLMProcessor(kind.processor, kind.tokenizer, None, image_seq_len=4)
+    else:
+        whole = Idefics3Processor(kind.processor, kind.tokenizer, image_seq_len=4)
+
+    def expected(text, images):
+        made = whole(images=[images], text=[text.replace("@", "<image>")], return_tensors="pt")
+        assert made["pixel_attention_mask"].all()
+        return made["input_ids"][0].tolist(), {"pixel_values": made["pixel_values"][0][:, None]}
+
+    return kind, expected
+
+
 def llama4():
     marks = ("<|patch|>", "<|image|>", "<|image_start|>", "<|image_end|>")
     kind = Kind(
@@ -292,6 +330,8 @@ KINDS = {
     "gemma3": gemma3,
     "llava": llava,
     "llava_next": llava_next,
+    "idefics3": idefics,
+    "smolvlm": partial(idefics, "smolvlm"),
     "llama4": llama4,
     "kimi_k25": kimi,
     "deepseek_vl": deepseek,
@@ -339,6 +379,8 @@ def test_tokens_and_pixels_are_those_of_the_familys_own_processor(made):
             "gemma4_unified": "<|image|>",
             "llava": "<image>",
             "llava_next": "<image>",
+            "idefics3": "<image>",
+            "smolvlm": "<image>",
             "llama4": "<|patch|>",
             "kimi_k25": "<|media_pad|>",
             "deepseek_vl": "<image_placeholder>",
@@ -391,6 +433,19 @@ def test_a_processor_is_found_where_transformers_exports_none_without_torchvisio
     PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size=4).save_pretrained(tmp_path)
     monkeypatch.setattr(transformers, "AutoImageProcessor", SimpleNamespace(from_pretrained=refuse))
     assert isinstance(image_processors._processor([tmp_path]), PixtralImageProcessorPil)
+
+
+@pytest.mark.parametrize("resized", [True, False])
+def test_images_of_any_size_have_the_tiles_of_idefics(resized, tmp_path):
+    kind, _ = idefics()
+    kind.processor.do_resize = resized
+    kind.processor.save_pretrained(tmp_path)
+    tokens = image_tokens(kind.config, (tmp_path,), kind.tokenizer)
+    for height, width in itertools.product((5, 8, 16, 17, 31, 40, 48, 65), repeat=2):
+        made = kind.processor(images=[np.zeros((height, width, 3), np.uint8)], return_row_col_info=True)
+        grid = tokens.grid(height, width)
+        assert grid == tokens._made(made.data)[0], (height, width)
+        assert grid.rows == len(made["pixel_values"][0])
 
 
 def test_other_sizes_of_tiled_images_than_the_models_are_refused(tmp_path):

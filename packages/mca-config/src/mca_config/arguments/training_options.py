@@ -71,12 +71,13 @@ class TrainingOptions(DistributingOptions):
     )
     hysteresis: int | None = option("Overflows in a row before the dynamic loss scale is halved.")
 
-    freeze: list[Literal["vision", "projector", "language"]] | None = option(
-        "Parts of a multimodal model that are not trained; an audio tower is vision. Unset: vision and projector."
+    freeze: list[Literal["vision", "audio", "projector", "language"]] | None = option(
+        "Parts of a multimodal model that are not trained. Unset: all but language."
     )
     vision_learning_rate: float | None = option("Learning rate of the vision tower; unset: that of the rest.")
+    audio_learning_rate: float | None = option("Learning rate of the audio tower; unset: that of the rest.")
     projector_learning_rate: float | None = option(
-        "Learning rate of the projector between vision tower and text; unset: that of the rest."
+        "Learning rate of the projectors between towers and text; unset: that of the rest."
     )
 
     sequence_packing: bool = option(

@@ -63,7 +63,7 @@ _LENGTHS = "prompt and answer together have at most seq_length tokens; set that 
 _SOUND = (
     "the sound of a video is not read; remove the key, and give the sound as an audio clip next to the video"
 )
-_PARTS = "set freeze to a list of the parts that are not trained: vision, projector, language"
+_PARTS = "set freeze to a list of the parts that are not trained: vision, audio, projector, language"
 _ANOTHER_WAY = {
     "stage": "the kind of run is the word after mca-train, and mca-train --help lists the kinds; remove the key",
     "finetuning_type": "full fine-tuning is the default; set lora_rank for an adapter, or remove the key",

@@ -20,6 +20,7 @@ from mca_train.data.image_tiles import (
     JoinedTileTokens,
     MarkedTileTokens,
     PlainTokens,
+    RowColumnTokens,
     TileRowTokens,
     TileTokens,
 )
@@ -57,6 +58,9 @@ def image_tokens(
         return PlainTokens(processor, token, _tokens_per_image(config))
     if kind == "tile_rows":
         return TileRowTokens(processor, token, _tokens_per_image(config), _ids(tokenizer, *_TILE_ROW_MARKS))
+    if kind == "row_column_tiles":
+        length = _tokens_per_image(config)
+        return RowColumnTokens(processor, token, length, _row_column_writer(tokenizer, token, length))
     if kind == "joined_tiles":
         return JoinedTileTokens(processor, token, _tokens_of_size(config), vision.get("image_grid_pinpoints"))
     if kind in ("tile_breaks", "named_tiles"):
@@ -132,6 +136,26 @@ def internvl_marks(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, int]:
     """Return the ids of the tokens around an image of InternVL."""
     first, last = _ids(tokenizer, "<img>", "</img>")
     return first, last
+
+
+def _row_column_writer(
+    tokenizer: "PreTrainedTokenizerBase", token: int, length: int
+) -> Callable[[int, int], list[int]]:
+    edge = getattr(tokenizer, "fake_image_token", "<fake_token_around_image>")
+    whole = getattr(tokenizer, "global_image_token", "<global-img>")
+    _ids(tokenizer, edge)
+    tile = tokenizer.convert_ids_to_tokens(token) * length
+
+    def write(rows: int, columns: int) -> list[int]:
+        lines = [
+            "".join(f"{edge}<row_{row + 1}_col_{column + 1}>{tile}" for column in range(columns)) + "\n"
+            for row in range(rows)
+        ]
+        words = "".join(lines) + "\n" * bool(rows) + edge + whole + tile + edge
+        found: list[int] = tokenizer(words, add_special_tokens=False)["input_ids"]
+        return found
+
+    return write
 
 
 _COHERE_MARKS = ("<|START_OF_IMG|>", "<|END_OF_IMG|>")

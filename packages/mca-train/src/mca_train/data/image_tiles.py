@@ -5,12 +5,14 @@ Gemma 3      the same between two marks and empty lines
 InternVL     several tiles between two marks
 Cohere       tiles with a mark behind each (Command A Vision), or behind their number in words (Aya Vision)
 Llama 4      tiles with marks between them, and the whole image behind them
+Idefics 3    tiles behind their row and column (SmolVLM too), and the whole image behind them
 LLaVA-NeXT   tiles whose features are joined without their padding, behind those of the whole image
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from math import ceil
 from typing import TYPE_CHECKING
 
 import torch
@@ -203,6 +205,76 @@ class TileRowTokens(PlainTokens):
     def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
         """Return one location per tile."""
         return [ImageSpan(int(start), 1, grid.columns) for start in where[:: grid.columns]]
+
+
+class RowColumnTokens(PlainTokens):
+    """Image tokens of Idefics 3 and SmolVLM: tiles behind their row and column, then the whole image.
+
+    Args:
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+        length: Placeholders per tile.
+        write: Function from rows and columns of tiles, 0 of an image that is not cut, to the tokens of an image.
+    """
+
+    def __init__(
+        self, processor: ImageProcessor, token: int, length: int, write: Callable[[int, int], list[int]]
+    ) -> None:
+        super().__init__(processor, token, length, return_row_col_info=True)
+        self._write = lru_cache(write)
+        source = sys.modules[type(processor).__module__]
+        try:
+            self._rescale = source._resize_output_size_rescale_to_max_len
+            self._bound = partial(
+                source._resize_output_size_scale_below_upper_bound, max_len=source.MAX_IMAGE_SIZE
+            )
+            self._side = processor.max_image_size["longest_edge"]
+        except AttributeError as error:
+            raise UsageError(
+                f"{type(processor).__name__}: this processor is not supported for Idefics 3 and SmolVLM; expected "
+                "Idefics3ImageProcessor or SmolVLMImageProcessor in preprocessor_config.json"
+            ) from error
+
+    def _computed(self, height: int, width: int) -> Grid:
+        own, side = self.processor, self._side
+        if not own.do_image_splitting:
+            return self._tiles(0, 0)
+        if own.do_resize:
+            height, width = self._bound(*self._rescale(height, width, max_len=own.size["longest_edge"]))
+        ratio = width / height
+        if width >= height:
+            width = ceil(width / side) * side
+            height = ceil(int(width / ratio) / side) * side
+        else:
+            height = ceil(height / side) * side
+            width = ceil(int(height * ratio) / side) * side
+        is_cut = max(height, width) > side
+        return self._tiles(height // side * is_cut, width // side * is_cut)
+
+    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
+        (rows,), (columns,) = made["rows"], made["cols"]
+        return [self._tiles(int(row), int(column)) for row, column in zip(rows, columns, strict=True)]
+
+    def _tiles(self, rows: int, columns: int) -> Grid:
+        """Return the grid of an image that is cut into ``rows`` times ``columns`` tiles."""
+        return Grid(rows * columns + 1, self._length, tile_rows=rows)
+
+    def ids(self, grid: Grid) -> list[int]:
+        """Return the tokens of an image, including its marks."""
+        columns = (grid.rows - 1) // grid.tile_rows if grid.tile_rows else 0
+        return list(self._write(grid.tile_rows, columns))
+
+    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the marks around an image."""
+        ids = self.ids(grid)
+        return ids[: ids.index(self.token)], ids[-1:]
+
+    def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
+        """Return one location per tile."""
+        return [ImageSpan(int(start), 1, grid.columns) for start in where[:: grid.columns]]
+
+    def _taken(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"pixel_values": made["pixel_values"][0][:, None]}
 
 
 class JoinedTileTokens(ImageTokens):

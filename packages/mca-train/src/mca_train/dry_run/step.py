@@ -220,7 +220,7 @@ def build(
 
 def _with_adapter(model: "VirtualModels", settings: "Settings") -> "VirtualModels":
     """Return the model with an adapter whose values are not initialised."""
-    adapter = make_adapter(settings.lora, model.config, trained_parts(settings.training))
+    adapter = make_adapter(settings.lora, model.config, trained_parts(settings.training, model.config))
     return model if adapter is None else attach_adapter(model, *adapter)
 
 

@@ -35,7 +35,10 @@ class StepResult:
 
 
 _FIXED = ("freeze", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon")
-_PART_RATES = ("vision_learning_rate", "projector_learning_rate", "decoupled_lr", "decoupled_min_lr")
+_PART_RATES = (
+    *("vision_learning_rate", "audio_learning_rate", "projector_learning_rate"),
+    *("decoupled_lr", "decoupled_min_lr"),
+)
 _RUN_RATES = ("learning_rate", "min_lr")
 
 

@@ -18,7 +18,7 @@ from mca_models.templates.parts.layer_costs import SINGLE, SavedTensor
 from mca_train.plan.sizes import Sizes
 
 if TYPE_CHECKING:
-    from mca_train.config.model_parts import Part
+    from mca_models.megatron.features.vision_tower import Part
 
 PIXELS = 448
 """Default side of an image in a plan."""

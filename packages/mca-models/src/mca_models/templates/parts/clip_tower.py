@@ -29,9 +29,15 @@ CLIP_SPELLINGS = (
 """Names of files with such a tower: those of transformers 4 have ``vision_model.`` in them."""
 
 
-def encoder_layers(vision: VisionValues, layers: int) -> Shapes:
-    """Return the encoder layers, which both towers share; ``layers`` is the default of their number."""
-    width, inner = vision.size("hidden_size", 768), vision.size("intermediate_size", 3072)
+def encoder_layers(vision: VisionValues, layers: int, width: int = 768) -> Shapes:
+    """Return the encoder layers, which both towers share.
+
+    Args:
+        vision: Configuration of the tower.
+        layers: Default of their number.
+        width: Default of the hidden size.
+    """
+    width, inner = vision.size("hidden_size", width), vision.size("intermediate_size", 3072)
     layer = {
         **norm("layer_norm1", width),
         **norm("layer_norm2", width),

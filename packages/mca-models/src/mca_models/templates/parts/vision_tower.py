@@ -36,12 +36,14 @@ ImageTokenKind = Literal[
     "tile_breaks",
     "named_tiles",
     "joined_tiles",
+    "row_column_tiles",
 ]
 """Division of an image into tokens: a grid of merged patches, the same of an image that is padded at its ends; tiles of
 equally many tokens, the same in rows with marks between them (``tile_rows``), each before a mark (``tile_breaks``), or
 behind its number (``named_tiles``); lines with a mark after each; a fixed number of tokens, with Gemma 3's marks around
-them (``fixed``) or alone (``plain``); a grid of pooled patches between Gemma 4's marks (``pooled``); or tiles whose
-features are joined without their padding (``joined_tiles``)."""
+them (``fixed``) or alone (``plain``); a grid of pooled patches between Gemma 4's marks (``pooled``); tiles whose
+features are joined without their padding (``joined_tiles``); or tiles behind their row and column
+(``row_column_tiles``)."""
 
 VideoTokenKind = Literal["together", "timestamps", "second_after", "seconds_after", "minutes", "numbered"]
 """Frames of a video one after the other; each between marks behind its time in words (``timestamps``), its minutes and
@@ -60,7 +62,7 @@ _KEYS = (
     *("audio_config", "audio_token_id", "audio_token_index"),
     *("audio_start_token_id", "audio_end_token_id", "position_id_per_seconds", "seconds_per_chunk"),
     "user_token_id",
-    *("image_grid_pinpoints", "vision_aspect_ratio"),
+    *("image_grid_pinpoints", "vision_aspect_ratio", "scale_factor"),
     *("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
 )
 _ROPES = ("rope_parameters", "rope_scaling")
@@ -234,17 +236,25 @@ class VisionModel:
     fused_qkv: bool = False
 
     def component(self, name: str, config: McaModelConfig) -> str:
-        """Return the component of a vision model's ``name``: ``vision``, ``projector``, or ``unused``.
-
-        An audio tower counts as ``vision``.
-        """
+        """Return the component of a tower's ``name``: ``vision``, ``audio``, ``projector``, or ``unused``."""
         if name.startswith(self.unused(config)):
             return "unused"
-        return "projector" if name.startswith(self.projector) else "vision"
+        if name.startswith(self.projector):
+            return "projector"
+        return "audio" if self.audio is not None and name.startswith(self.audio.names) else "vision"
+
+    def parts(self, config: McaModelConfig) -> frozenset[str]:
+        """Return the parts with tensors that are used: of ``vision``, ``audio`` and ``projector``."""
+        return frozenset(self.component(name, config) for name in self.tensors(config)) - {"unused"}
 
     def spelling(self, config: McaModelConfig) -> Spelling:
         """Return the spelling of the checkpoint of ``config``; the published one by default."""
         return self.spellings[config.extra.get(SPELLING, 0)]
+
+    @property
+    def text_module(self) -> str:
+        """Return the name of the text model in transformers' class."""
+        return self.spellings[-1].text.split(".")[1]
 
     def params(self, config: McaModelConfig) -> list[Param]:
         """Every parameter of the vision model: whole on each tensor rank of the first stage."""
