@@ -116,6 +116,7 @@ KIND_OF = {
     "lora": "sft",
     "images": "sft",
     "clips": "sft",
+    "audio": "sft",
     "omni": "sft",
     "tokens": "pretrain",
     "indexed": "pretrain",

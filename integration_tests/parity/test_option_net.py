@@ -100,8 +100,7 @@ def test_what_was_found_before_is_right(name: str, small: dict[str, Verdict]) ->
 @pytest.mark.qualify
 def test_it_runs_by_itself() -> None:
     command = [sys.executable, "-m", "net", "0", "0"]
-    ran = subprocess.run(
-        command, cwd=Path(__file__).parents[1] / "support", capture_output=True, text=True, timeout=300
-    )
+    folder = Path(__file__).parents[1] / "support"
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
     assert "0 right" in ran.stdout

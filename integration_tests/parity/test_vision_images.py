@@ -338,7 +338,7 @@ FAULTS = {
         "tp1",
     ),
     "placeholders have per-layer embeddings": (_own_ids_of_placeholders, "gemma4-e2b", "tp2sp"),
-    "images are exchanged": (_exchanged_images, "gemma4_unified", "tp1"),
+    "images are exchanged": (_exchanged_images, "gemma4-31b", "tp1"),
     "frames are in another order": (_exchanged_images, "gemma4-e2b-video", "tp1"),
     "gradients of shared images stay apart": (_shared_gradients_stay_apart, "qwen2_5_vl", "cp2"),
     "gradients of shared frames stay apart": (_shared_gradients_stay_apart, "qwen2_5_vl-video", "tp2sp"),

@@ -41,6 +41,10 @@ VIDEO_ROWS: tuple[tuple[tuple[int, int], ...], ...] = (((3, 0), (9, 2)), (), ((2
 """Each row's media of the small size: where they begin, and how many frames a video has; 0: an image."""
 SECONDS = (1.5, 0.3)
 """From one frame to the next of each video."""
+TILED = ("internvl", "gemma3", "llava", "deepseek_vl", "llama4", "cohere2_vision", "aya_vision")
+"""Begin the names of cases whose images are all of one size."""
+ALONE = ("idefics3", "smolvlm")
+"""The same, where transformers takes a batch of tiles for each row; here each tile is one of its own."""
 JOINED = "llava_next"
 """Begins the names of cases whose images are tiles, joined without their padding."""
 JOINED_ROWS: tuple[tuple[tuple[int, tuple[int, int]], ...], ...] = (
@@ -99,9 +103,7 @@ def places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
         return tuple(
             tuple(ImageSpan(start, 1, JOINED_TOKENS[size][1]) for start, size in row) for row in JOINED_ROWS
         )
-    tiled = case.startswith(
-        ("internvl", "gemma3", "llava", "deepseek_vl", "llama4", "cohere2_vision", "aya_vision")
-    )
+    tiled = case.startswith((*TILED, *ALONE))
     return tuple(tuple(ImageSpan(start, *(SMALL if tiled else size)) for start, size in row) for row in ROWS)
 
 
@@ -193,10 +195,17 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
         return _pooled(case, images, generator) | _framed(case, clips, generator)
     if case.startswith(JOINED):
         return _joined_tiles([size for _, size in JOINED_ROWS[number]], generator)
-    if case.startswith(
-        ("internvl", "gemma3", "llava", "deepseek_vl", "llama4", "cohere2_vision", "aya_vision")
-    ):
-        return {"pixel_values": torch.randn(len(row), 3, 16, 16, generator=generator)}
+    if case.startswith((*TILED, *ALONE)):
+        alone = (1,) if case.startswith(ALONE) else ()
+        return {"pixel_values": torch.randn(len(row), *alone, 3, 16, 16, generator=generator)}
+    if case.startswith("lfm2_vl"):
+        shapes = torch.tensor([(2 * each.rows, 2 * each.columns) for each in row])
+        most = int(shapes.prod(1).max()) + 3
+        return {
+            "pixel_values": torch.randn(len(row), most, 48, generator=generator),
+            "pixel_attention_mask": (torch.arange(most) < shapes.prod(1)[:, None]).int(),
+            "spatial_shapes": shapes,
+        }
     if case.startswith("mistral3"):
         sizes = torch.tensor([(each.rows * 8, each.columns * 8) for each in row])
         high, wide = sizes.max(0).values.tolist()
@@ -382,6 +391,9 @@ def _same_size(parts: list[torch.Tensor]) -> list[torch.Tensor]:
         return [
             torch.nn.functional.pad(part, (0, 0, 0, most - part.shape[1]), value=filled) for part in parts
         ]
+    if parts[0].dim() == 2:
+        most = max(part.shape[1] for part in parts)
+        return [torch.nn.functional.pad(part, (0, most - part.shape[1])) for part in parts]
     if parts[0].dim() == 5:
         most = max(part.shape[1] for part in parts)
         padding = (0,) * 7

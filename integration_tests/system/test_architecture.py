@@ -31,7 +31,7 @@ IMPORT_NAMES = {
 }
 
 
-TRAINING = ("mca_config.training", "mca_config._hf_arguments")
+TRAINING = ("mca_config.training",)
 
 
 EXTRA_ONLY = (*TRAINING, "mca_config.yaml_text", "mca_models.megatron")
@@ -80,8 +80,8 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ),
         ("_documents", "_hf_arguments", "_roll", "layout", "parser"),
         ("arguments", "command_line", "pipeline", "program"),
-        ("model_config", "reference", "training"),
-        ("checks",),
+        ("model_config", "reference", "training_checks"),
+        ("checks", "training"),
     ),
     "mca_convert": (
         ("flags", "interrupts", "pool"),
@@ -177,7 +177,9 @@ ANY = {
 LAZY = {
     "mca_train.cli": "a command imports only what it runs",
     "mca_train.clients": "the client's own packages may be missing",
-    "mca_train.run.settings": "TrainingArguments takes 9 s; a file that is missing is reported before",
+    "mca_train.config.hf_fields": "only a source of another form needs the class itself, which takes 9 s",
+    "mca_train.config.model": "an architecture is read, and checked, before torch is imported",
+    "mca_train.run.settings": "TrainingArguments takes 9 s; wrong keys and missing files are reported before",
     "mca_train.dry_run.stages": "it is imported once for all forks, after megatron is prepared",
     "mca_train.launch.rendezvous": "the launcher limits the threads before torch is imported, which takes 2 s",
     "mca_train.reference": "help and completion take 0.1 s",

@@ -232,6 +232,27 @@ CASES: dict[str, Case] = {
             "vision_feature_select_strategy": "full",
         },
     ),
+    "smolvlm": (
+        "smolvlm",
+        {"model_type": "llama"},
+        dict(_SIGLIP),
+        {"image_token_id": 65, "tie_word_embeddings": False},
+    ),
+    "idefics3": (
+        "idefics3",
+        {"model_type": "llama"},
+        dict(_SIGLIP),
+        {"image_token_id": 65, "tie_word_embeddings": False},
+    ),
+    "lfm2_vl": (
+        "lfm2_vl",
+        {**tiny_hf.ALIKE["lfm2"][1], "model_type": "lfm2"},
+        {
+            **{key: value for key, value in _SIGLIP.items() if key != "image_size"},
+            **{"model_type": "siglip2_vision_model", "num_patches": 9, "vision_use_head": False},
+        },
+        {"image_token_id": 65, "projector_hidden_size": 20},
+    ),
     "llava_next": (
         "llava_next",
         {"model_type": "mistral", "sliding_window": None},

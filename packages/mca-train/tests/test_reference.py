@@ -10,9 +10,10 @@ import yaml
 
 from mca_config.page_tables import update_document
 from mca_train.cli import main
+from mca_train.config.hf_fields import read_hf_fields
 from mca_train.config.renamed_options import RENAMED
 from mca_train.reference.flags import format_default, value_placeholder
-from mca_train.reference.keys import REQUIRED, declared_keys, read_hf_arguments, task_keys
+from mca_train.reference.keys import REQUIRED, declared_keys, task_keys
 from mca_train.reference.pages import TABLES
 from mca_train.reference.schema import schema
 from mca_train.reference.starter import starter
@@ -29,7 +30,7 @@ def test_fields_read_from_the_source_are_those_of_the_class():
             key.name: (value_placeholder(key.hint), format_default(key.default), key.help)
             for key in declared_keys(cls, "")
         }
-        for cls in (read_hf_arguments(), transformers.TrainingArguments)
+        for cls in (read_hf_fields(), transformers.TrainingArguments)
     )
     assert read == real
 

@@ -215,6 +215,11 @@ class McaModelConfig:
         return self.mtp.mtp_num_layers
 
     @property
+    def per_layer_input_size(self) -> int:
+        """Channels of each layer's per-layer embedding; 0: the model has none."""
+        return 0 if self.per_layer_embedding is None else self.per_layer_embedding.per_layer_input_size
+
+    @property
     def takes_keys(self) -> bool:
         """Return whether this is the configuration of a layer with shared KV, which projects only queries."""
         return self.shared_kv is not None and self.shared_kv.takes_keys

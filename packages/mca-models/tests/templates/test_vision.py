@@ -30,8 +30,11 @@ PUBLISHED = {
     "glm-4.5v": 107_710_933_120,
     "glm-4.6v": pytest.approx(107.7e9, abs=0.1e9),
     "llava-1.5-7b": 7_063_427_072,
-    # written from memory, as the number that its page gives
+    # written from memory, as the numbers that their pages give
     "llava-1.6-mistral-7b": 7_566_747_648,
+    "idefics3-8b-llama3": pytest.approx(8.46e9, abs=0.01e9),
+    "lfm2-vl-450m": pytest.approx(0.451e9, abs=0.001e9),
+    "smolvlm2-2.2b": pytest.approx(2.25e9, abs=0.01e9),
     "llama-4-scout": pytest.approx(108.64e9, abs=0.01e9),
     "deepseek-vl-7b": pytest.approx(7.2e9, abs=0.2e9),
     "exaone-4.5-33b": pytest.approx(33e9, abs=2e9),

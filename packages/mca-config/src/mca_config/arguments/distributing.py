@@ -105,6 +105,11 @@ class DistributingParallelArguments(DistributingOptions):
         return values | extra
 
 
-@functools.cache
 def _log_sequence_parallel() -> None:
+    if _logger.isEnabledFor(logging.INFO):  # a check before logging is set up must not use the one message
+        _log_sequence_parallel_once()
+
+
+@functools.cache
+def _log_sequence_parallel_once() -> None:
     _logger.info("sequence_parallel is on: tensor and expert parallelism together need it")

@@ -8,7 +8,7 @@ from stat import S_ISDIR
 from mca_config.errors import McaError
 from mca_config.files import naming_read_errors
 from mca_config.model_config import FILE_NAME
-from mca_train.checkpoint.model import HF_FOLDER
+from mca_train.checkpoint.output_files import HF_FOLDER
 
 _WRITTEN = (
     "config.json",

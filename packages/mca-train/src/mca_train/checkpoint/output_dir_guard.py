@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mca_config.errors import UsageError
 from mca_models.storage.partial_folder import retire
-from mca_train.checkpoint.directory import checkpoint_step, checkpoints
+from mca_train.checkpoint.output_files import checkpoint_step, checkpoints
 
 logger = logging.getLogger(__name__)
 

@@ -5,12 +5,15 @@ Gemma 3      the same between two marks and empty lines
 InternVL     several tiles between two marks
 Cohere       tiles with a mark behind each (Command A Vision), or behind their number in words (Aya Vision)
 Llama 4      tiles with marks between them, and the whole image behind them
+Idefics 3    tiles behind their row and column (SmolVLM too), and the whole image behind them
+LFM2-VL      the same, with the whole image in its own proportions
 LLaVA-NeXT   tiles whose features are joined without their padding, behind those of the whole image
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from math import ceil
 from typing import TYPE_CHECKING
 
 import torch
@@ -205,6 +208,76 @@ class TileRowTokens(PlainTokens):
         return [ImageSpan(int(start), 1, grid.columns) for start in where[:: grid.columns]]
 
 
+class RowColumnTokens(PlainTokens):
+    """Image tokens of Idefics 3 and SmolVLM: tiles behind their row and column, then the whole image.
+
+    Args:
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+        length: Placeholders per tile.
+        write: Function from rows and columns of tiles, 0 of an image that is not cut, to the tokens of an image.
+    """
+
+    def __init__(
+        self, processor: ImageProcessor, token: int, length: int, write: Callable[[int, int], list[int]]
+    ) -> None:
+        super().__init__(processor, token, length, return_row_col_info=True)
+        self._write = lru_cache(write)
+        source = sys.modules[type(processor).__module__]
+        try:
+            self._rescale = source._resize_output_size_rescale_to_max_len
+            self._bound = partial(
+                source._resize_output_size_scale_below_upper_bound, max_len=source.MAX_IMAGE_SIZE
+            )
+            self._side = processor.max_image_size["longest_edge"]
+        except AttributeError as error:
+            raise UsageError(
+                f"{type(processor).__name__}: this processor is not supported for Idefics 3 and SmolVLM; expected "
+                "Idefics3ImageProcessor or SmolVLMImageProcessor in preprocessor_config.json"
+            ) from error
+
+    def _computed(self, height: int, width: int) -> Grid:
+        own, side = self.processor, self._side
+        if not own.do_image_splitting:
+            return self._tiles(0, 0)
+        if own.do_resize:
+            height, width = self._bound(*self._rescale(height, width, max_len=own.size["longest_edge"]))
+        ratio = width / height
+        if width >= height:
+            width = ceil(width / side) * side
+            height = ceil(int(width / ratio) / side) * side
+        else:
+            height = ceil(height / side) * side
+            width = ceil(int(height * ratio) / side) * side
+        is_cut = max(height, width) > side
+        return self._tiles(height // side * is_cut, width // side * is_cut)
+
+    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
+        (rows,), (columns,) = made["rows"], made["cols"]
+        return [self._tiles(int(row), int(column)) for row, column in zip(rows, columns, strict=True)]
+
+    def _tiles(self, rows: int, columns: int) -> Grid:
+        """Return the grid of an image that is cut into ``rows`` times ``columns`` tiles."""
+        return Grid(rows * columns + 1, self._length, tile_rows=rows)
+
+    def ids(self, grid: Grid) -> list[int]:
+        """Return the tokens of an image, including its marks."""
+        columns = (grid.rows - 1) // grid.tile_rows if grid.tile_rows else 0
+        return list(self._write(grid.tile_rows, columns))
+
+    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the marks around an image."""
+        ids = self.ids(grid)
+        return ids[: ids.index(self.token)], ids[-1:]
+
+    def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
+        """Return one location per tile."""
+        return [ImageSpan(int(start), 1, grid.columns) for start in where[:: grid.columns]]
+
+    def _taken(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"pixel_values": made["pixel_values"][0][:, None]}
+
+
 class JoinedTileTokens(ImageTokens):
     """Image tokens of LLaVA-NeXT: placeholders without marks, whose number follows from the image's size.
 
@@ -238,3 +311,73 @@ class JoinedTileTokens(ImageTokens):
 
     def _made(self, made: dict[str, Tensor]) -> list[Grid]:
         return [self._computed(height, width) for height, width in made["image_sizes"].tolist()]
+
+
+class ThumbnailTokens(ImageTokens):
+    """Image tokens of LFM2-VL: tiles behind their row and column, then the whole image in its own proportions.
+
+    Args:
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+        write: Function from rows and columns of tiles, and the placeholders of a tile and of the whole image, to the
+            tokens of an image.
+    """
+
+    taken = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
+
+    def __init__(
+        self, processor: ImageProcessor, token: int, write: Callable[[int, int, int, int], list[int]]
+    ) -> None:
+        super().__init__(processor, token, return_row_col_info=True)
+        self._write = lru_cache(write)
+        if not hasattr(processor, "encoder_patch_size"):
+            raise UsageError(
+                f"{type(processor).__name__}: this processor is not supported for LFM2-VL; expected "
+                "Lfm2VlImageProcessor in preprocessor_config.json"
+            )
+        self._side = processor.encoder_patch_size * processor.downsample_factor
+        self._tile = (processor.tile_size // self._side) ** 2
+
+    def _computed(self, height: int, width: int) -> Grid:
+        own = self.processor
+        patch, factor, most = own.encoder_patch_size, own.downsample_factor, own.max_image_tokens
+        wide, high = own.smart_resize(height, width, factor, own.min_image_tokens, most, patch)
+        whole = (high // self._side) * (wide // self._side)
+        is_large = own._is_image_too_large(height, width, most, patch, factor, own.max_pixels_tolerance)
+        if not (own.do_image_splitting and is_large and own.max_tiles > 1):
+            return Grid(1, whole)
+        columns, rows, *_ = own._get_grid_layout(height, width, own.min_tiles, own.max_tiles, own.tile_size)
+        tokens = rows * columns * self._tile + whole * own.use_thumbnail
+        return Grid(1, tokens, tile_rows=rows, tile_columns=columns)
+
+    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
+        left = (made["spatial_shapes"] // self.processor.downsample_factor).prod(1).tolist()
+        found = []
+        for rows, columns in zip(made["image_rows"], made["image_cols"], strict=True):
+            tiles = int(rows) * int(columns)
+            count = tiles + (tiles > 1 and self.processor.use_thumbnail)
+            found.append(Grid(1, sum(left[:count]), tile_rows=int(rows), tile_columns=int(columns)))
+            left = left[count:]
+        return found
+
+    def ids(self, grid: Grid) -> list[int]:
+        """Return the tokens of an image, including its marks."""
+        tiles = grid.tile_rows * grid.tile_columns
+        whole = grid.columns - tiles * self._tile if tiles > 1 else grid.columns
+        return list(self._write(grid.tile_rows, grid.tile_columns, self._tile, whole))
+
+    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the marks around an image."""
+        ids = self.ids(grid)
+        return ids[: ids.index(self.token)], ids[-1:]
+
+    def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
+        """Return one location per tile."""
+        starts = [index for index, previous in zip(where, [-2, *where], strict=False) if index > previous + 1]
+        ends = [index + 1 for index, later in zip(where, [*where[1:], -1], strict=True) if later != index + 1]
+        return [ImageSpan(int(start), 1, int(end - start)) for start, end in zip(starts, ends, strict=True)]
+
+    def _taken(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        most = int(made["pixel_attention_mask"].sum(1).max())
+        kept = {name: made[name][:, :most] for name in self.taken[:2]}
+        return {**kept, self.taken[2]: made[self.taken[2]]}

@@ -13,9 +13,9 @@ from mca_train.config.model import model_config
 from mca_train.config.run_config import Settings, with_directories
 from mca_train.data.encoding import WarningRecorder
 from mca_train.data.preview import render_preview
+from mca_train.run.file_rules import data_files
 from mca_train.run.inputs import image_reader, load_tokenizer
 from mca_train.run.logs import quiet_libraries
-from mca_train.run.rules import data_files
 from mca_train.run.settings import load_values, make_settings
 from mca_train.tasks.load import load_first, load_mixture, load_tokenized
 from mca_train.tasks.table import infer_task

@@ -12,8 +12,8 @@ from pathlib import Path
 from mca_config import yaml_text
 from mca_config.errors import UsageError
 from mca_config.types import JsonObject, Values
-from mca_models.megatron import platform
 from mca_train.config.arguments import LaunchArguments, LoraArguments
+from mca_train.config.early_arguments import early_arguments
 from mca_train.config.renamed_options import RENAMED
 from mca_train.config.run_config import Settings, build
 from mca_train.plan.options import PlanOptions
@@ -108,7 +108,9 @@ def _mapping(word: str) -> object:
     return found
 
 
-def make_settings(task: Task, values: Values, where: str, flags: Iterable[str] = ()) -> Settings:
+def make_settings(
+    task: Task, values: Values, where: str, flags: Iterable[str] = (), *, early: bool = False
+) -> Settings:
     """Convert ``values`` to the arguments of ``task``.
 
     Args:
@@ -116,16 +118,15 @@ def make_settings(task: Task, values: Values, where: str, flags: Iterable[str] =
         values: Keys and values.
         where: Origin of the values for error messages.
         flags: Names of the command's flags that are not keys.
+        early: Import neither torch nor transformers (`early_arguments`).
 
     Raises:
         UsageError: Keys or values are wrong.
     """
-    from mca_config.training import TrainingArguments
-
-    classes: list[type] = [TrainingArguments, task.data_arguments, LaunchArguments, LoraArguments]
+    classes: list[type] = [task.data_arguments, LaunchArguments, LoraArguments]
     training, data, launch, lora, *others = build(
-        [*classes, *([task.task_arguments] if task.task_arguments else [])],
-        _for_this_machine(values),
+        [_training_class(early=early), *classes, *([task.task_arguments] if task.task_arguments else [])],
+        _without_backend(values) if early else _for_this_machine(values),
         where=where,
         otherwise=f"mca-train {task.name} --help lists the keys",
         only=["output_dir"],
@@ -149,5 +150,18 @@ def _for_this_machine(values: Values) -> JsonObject:
     The backend is removed, because Megatron creates the process groups. Without a GPU ``use_cpu`` is on; otherwise
     Hugging Face treats every rank as the only process.
     """
-    arguments = {key: value for key, value in values.items() if key != "ddp_backend"}
-    return arguments | ({"use_cpu": True} if platform.device_type() == "cpu" else {})
+    from mca_models.megatron import platform
+
+    return _without_backend(values) | ({"use_cpu": True} if platform.device_type() == "cpu" else {})
+
+
+def _without_backend(values: Values) -> JsonObject:
+    return {key: value for key, value in values.items() if key != "ddp_backend"}
+
+
+def _training_class(*, early: bool) -> type:
+    if early:
+        return early_arguments()
+    from mca_config.training import TrainingArguments
+
+    return TrainingArguments

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mca_train.checkpoint.model import HF_FOLDER
+from mca_train.checkpoint.output_files import HF_FOLDER
 from mca_train.metrics.log_file import JsonlLog
 from mca_train.metrics.plot import NAME as PLOT
 

@@ -22,7 +22,7 @@ from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.peft import get_peft_model, load_adapter
 from mca_train import groups
-from mca_train.checkpoint.directory import PREFIX, STATE_FILE
+from mca_train.checkpoint.output_files import PREFIX, STATE_FILE
 from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.config.model import launcher_world_size, peft_task
 from mca_train.config.model_parts import trained_parts

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mca_train.losses import options
+
 if TYPE_CHECKING:
     from mca_train.config.run_config import Settings
 
@@ -24,9 +26,7 @@ def adapter_reference_problems(settings: "Settings", arguments: ReferenceArgumen
     """Yield an error for each setting that excludes the model without its adapter as the reference."""
     if arguments.reference_model_name_or_path is not None or not settings.lora.is_enabled:
         return
-    from mca_train.losses.preference import adapter_reference_problems
-
-    yield from adapter_reference_problems(settings.training)
+    yield from options.adapter_reference_problems(settings.training)
     if settings.lora.lora_modules_to_save:
         yield (
             "lora_modules_to_save trains parts of the base model, which then cannot be the reference; set "

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from mca_train.config.arguments import DataArguments
+from mca_train.losses.options import score_key_problems
 from mca_train.tasks.task import AnswerTask
 
 if TYPE_CHECKING:
@@ -25,9 +26,7 @@ class ScoreTask(AnswerTask):
 
     def problems(self, settings: "Settings") -> Iterator[str]:
         """Yield an error for each key that does not apply to sequence classification."""
-        from mca_train.losses.scores import key_problems
-
-        yield from key_problems(settings.training)
+        yield from score_key_problems(settings.training)
 
     def problems_in_megatron(self, settings: "Settings", megatron: "TransformerConfig") -> Iterator[str]:
         """Yield an error for each loss that Megatron adds per token."""

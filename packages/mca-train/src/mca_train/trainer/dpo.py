@@ -26,8 +26,8 @@ from mca_train.checkpoint.output_dir import require_usable
 from mca_train.checkpoint.output_dir_guard import require_free
 from mca_train.checkpoint.reference_log_probs import ReferenceLogProbs
 from mca_train.data.token_dataset import Samples
+from mca_train.losses.options import PAIR_METRICS
 from mca_train.losses.preference import (
-    METRIC_NAMES,
     PairLogps,
     PreferenceLoss,
     sequence_logps,
@@ -79,7 +79,7 @@ class DpoTrainer(McaTrainer):
     """
 
     run_kind = "dpo"
-    metric_names = METRIC_NAMES
+    metric_names = PAIR_METRICS
     _rules = (*RULES, pairs)
 
     def __init__(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from transformers import TrainerState
 
 from mca_models.megatron.distributed.collectives import run_on_first_rank, run_on_first_rank_unwrapped
-from mca_train.checkpoint import directory, output_dir_guard
+from mca_train.checkpoint import directory, output_dir_guard, output_files
 from mca_train.checkpoint.integrity import ARGUMENTS_FILE, Checksums
 from mca_train.checkpoint.loop_state import LoopState
 from mca_train.checkpoint.model import ModelWriter
@@ -118,7 +118,7 @@ class Saver:
         """Delete what killed runs left in ``output_dir``, and another run's files with ``overwrite_output_dir``."""
         if not self._hf.ranks.is_first:
             return
-        remove_unfinished(self._output_dir, directory.PREFIX)
+        remove_unfinished(self._output_dir, output_files.PREFIX)
         if self._hf.args.overwrite_output_dir and not self._replaces:
             output_dir_guard.remove_other_run(self._output_dir, checkpoint, self._hf.state.global_step)
 
@@ -133,14 +133,14 @@ class Saver:
         self.checkpoints.finish()
         written = [path.name for path in self.checkpoints.written]
         step = self._hf.state.global_step
-        if step != self._progress.started_at_step and f"{directory.PREFIX}-{step}" not in written:
+        if step != self._progress.started_at_step and f"{output_files.PREFIX}-{step}" not in written:
             self.save_checkpoint()
             self.checkpoints.finish()
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint of this step; with ``async_save`` it is complete some steps later."""
         current = self._hf.state
-        target = self._output_dir / f"{directory.PREFIX}-{current.global_step}"
+        target = self._output_dir / f"{output_files.PREFIX}-{current.global_step}"
         with self._runner.pipeline.params_gathered():
             require_finite_weights(current.global_step, self._model.trained_parameters())
         if current.best_global_step == current.global_step:
@@ -205,7 +205,7 @@ class Saver:
         if checkpoint is None:
             hf.state = TrainerState(stateful_callbacks=hf.exportable())
         else:
-            hf.state = TrainerState.load_from_json(str(checkpoint / directory.STATE_FILE))
+            hf.state = TrainerState.load_from_json(str(checkpoint / output_files.STATE_FILE))
             directory.locate_best(hf.state, checkpoint)
             restore_counters(callbacks, hf.state.stateful_callbacks)
             hf._load_callback_state()
@@ -223,7 +223,7 @@ class Saver:
             self.lock.verify()
         state = self._hf.state
         state.stateful_callbacks = self._hf.callback_states()
-        state.save_to_json(str(folder / directory.STATE_FILE))
+        state.save_to_json(str(folder / output_files.STATE_FILE))
         (folder / ARGUMENTS_FILE).write_text(self._hf.args.to_json_string())
 
     def training_state(self) -> TrainingState:

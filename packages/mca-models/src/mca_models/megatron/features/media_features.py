@@ -155,14 +155,14 @@ def _split_images(images: JsonObject, config: McaModelConfig) -> list[_Image]:
         ]
     family = get_family(config.model_type).vision
     assert family is not None, "a model with images has a vision model"
-    if (sizes := images.get("image_sizes")) is not None:
+    if (sizes := images.get("image_sizes", images.get("spatial_shapes"))) is not None:
         assert family.tokens_of_size is not None, (
             "the number of its features follows from the size of an image"
         )
-        rows = [family.tokens_of_size(config, high, wide) for high, wide in sizes.tolist()]
+        counts = [family.tokens_of_size(config, high, wide) for high, wide in sizes.tolist()]
         return [
-            _Image({"pixel_values": part, "image_sizes": size}, count, count)
-            for part, size, count in zip(pixels.split(1), sizes.split(1), rows, strict=True)
+            _Image({name: each[number : number + 1] for name, each in images.items()}, count, count)
+            for number, count in enumerate(counts)
         ]
     if (positions := images.get("image_position_ids")) is not None:
         sizes = vision["vision_config"]

@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from mca_config.errors import McaError
-from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.features.feature import Feature, Setup
 from mca_models.megatron.types import Settings
+from mca_models.templates.parts.moe import expert_sizes
 
 _TANH_GELU = functools.partial(functional.gelu, approximate="tanh")
 _ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = {
@@ -30,7 +30,8 @@ def has_fused_activation(config: McaModelConfig) -> bool:
         return False
     if config.mlp.hidden_act == "quick_gelu":  # fused for routed experts only
         dense = not all(config.is_moe_layer(i) for i in range(config.num_layers))
-        return not dense and given(config.moe).moe_shared_expert_intermediate_size is None
+        moe = expert_sizes(config)
+        return not dense and moe is not None and not moe.shared
     return config.mlp.hidden_act == "silu" and config.mlp.gated_linear_unit
 
 

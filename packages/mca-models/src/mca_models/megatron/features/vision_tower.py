@@ -62,9 +62,10 @@ def vision_model(config: McaModelConfig, dtype: torch.dtype) -> HfModel:
     )
     with no_init_weights():
         model: HfModel = transformers.AutoModel.from_config(config_without_text, dtype=dtype)
-    del model.language_model
     family = get_family(config.model_type).vision
-    if family is not None and family.fused_qkv:
+    assert family is not None, "a model with a vision configuration has a vision model"
+    delattr(model, family.text_module)
+    if family.fused_qkv:
         for layer in model.vision_tower.layers:
             _fuse_qkv(layer.attn)
     return model

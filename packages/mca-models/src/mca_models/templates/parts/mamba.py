@@ -187,6 +187,11 @@ def saved_tensors(config: McaModelConfig, sizes: LayerSizes) -> list[SavedTensor
     ]
 
 
+def num_heads(config: McaModelConfig) -> int:
+    """Return the heads of a Mamba layer; 0: the model has none."""
+    return 0 if config.mamba is None else config.mamba.mamba_num_heads
+
+
 def _weights(config: McaModelConfig, sizes: LayerSizes) -> float:
     mamba = given(config.mamba)
     inside, states = (

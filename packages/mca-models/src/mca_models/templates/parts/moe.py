@@ -25,6 +25,7 @@ from mca_models.templates.parts.common import (
     norms_around_mlp,
     up,
 )
+from mca_models.templates.parts.layer_costs import ExpertSizes
 from mca_models.templates.parts.mtp import mtp_params
 from mca_models.templates.parts.names import FUSED, HF, MoeNames
 from mca_models.templates.parts.sliding_window import write_window
@@ -81,6 +82,23 @@ def require_sigmoid_routing(hf: HfConfig) -> None:
             f"config.json: 'num_experts_per_tok' is {topk}, in groups of which a token may be sent to {allowed} "
             f"experts; supported: up to {allowed}, or a larger 'topk_group'"
         )
+
+
+def expert_sizes(config: McaModelConfig) -> ExpertSizes | None:
+    """Return the sizes of the MoE layers; None: the model has none."""
+    moe = config.moe
+    if moe is None:
+        return None
+    return ExpertSizes(
+        experts=moe.num_moe_experts,
+        choices=moe.num_router_choices,
+        topk=moe.moe_router_topk,
+        hidden=moe.moe_latent_size or config.hidden_size,
+        inner=moe.moe_ffn_hidden_size or config.mlp.ffn_hidden_size,
+        shared=moe.moe_shared_expert_intermediate_size or 0,
+        dense_mlp=moe.moe_parallel_dense_mlp,
+        shortcut=moe.moe_shortcut,
+    )
 
 
 def router(config: McaModelConfig, names: MoeNames) -> list[Param]:
