@@ -79,7 +79,7 @@ class AudioTokens:
         samples = facts.frames_at(self.extractor.sampling_rate)
         if (count := self._tower.tokens(self._config, self._frames(samples))) < 1:
             raise McaError(f"it lasts {facts.seconds:.3f} seconds, too short for one token; remove the row")
-        return Grid.of_audio(count)
+        return Grid.audio(count)
 
     @property
     def _heard(self) -> float | None:
@@ -127,7 +127,7 @@ class AudioTokens:
         made = self.extractor([samples], **given)
         mask: Tensor = made[self._made_mask]
         count = self._tower.tokens(self._config, int(mask.sum()))
-        require_unchanged(place, grid, Grid.of_audio(count))
+        require_unchanged(place, grid, Grid.audio(count))
         found = {"input_features": torch.as_tensor(made["input_features"])}
         return found if self._tower.mask is None else {**found, self._tower.mask: mask.to(self._mask_dtype)}
 

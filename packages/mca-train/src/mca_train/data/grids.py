@@ -46,7 +46,7 @@ class Grid:
         return [self.rows, self.columns, self.frames, self.interval, self.tile_rows, self.sound]
 
     @classmethod
-    def of_audio(cls, tokens: int) -> "Grid":
+    def audio(cls, tokens: int) -> "Grid":
         """Return the grid of an audio clip."""
         return cls(1, tokens, _AUDIO)
 

@@ -78,7 +78,7 @@ class VideoFile(EncodedFile):
                 raise McaError(f"video {self.place} has {lacking}; encode it again, or remove the row")
             sides = (first.height, first.width)
             height, width = sides if _quarter_turns(first) % 2 == 0 else sides[::-1]
-            heard = _sound_facts(container) if sound else None
+            heard = _read_sound_header(container) if sound else None
             return VideoFacts(max(frames, 1), float(rate), height, width, heard)
 
     def sound(self, rate: int) -> NDArray[np.float32]:
@@ -200,7 +200,7 @@ class FrameFiles:
 Video = VideoFile | FrameFiles
 
 
-def _sound_facts(container: Upstream) -> AudioFacts | None:
+def _read_sound_header(container: Upstream) -> AudioFacts | None:
     """Return the facts of the first audio stream; packets are counted where the container has no duration of it."""
     streams = container.streams.audio
     if not streams or not streams[0].rate:

@@ -117,7 +117,7 @@ class SoundingVideoTokens:
             return found
         assert isinstance(video, VideoFile), "a list of images has no sound"
         samples = video.sound(self._audio.extractor.sampling_rate)
-        sound = Grid.of_audio(grid.sound)
+        sound = Grid.audio(grid.sound)
         return found | self._audio.spectrogram(samples, sound, f"the sound of video {video.place}")
 
     def _runs(self, grid: Grid) -> list[Run]:
