@@ -24,6 +24,7 @@ DENSE = (
     "gemma4_unified",
     "llava",
     "llava_next",
+    "llava_onevision",
     "idefics3",
     "smolvlm",
     "lfm2_vl",

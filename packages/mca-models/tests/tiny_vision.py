@@ -268,6 +268,15 @@ CASES: dict[str, Case] = {
             **{"vision_feature_layer": [-1, -2], "vision_feature_select_strategy": "full"},
         },
     ),
+    "llava_onevision": (
+        "llava_onevision",
+        {"model_type": "qwen2", "head_dim": 8},
+        {**_SIGLIP, "model_type": "siglip_vision_model", "patch_size": 8, "vision_use_head": False},
+        {
+            **{"image_token_index": 65, "video_token_index": 66, "tie_word_embeddings": False},
+            **{"image_grid_pinpoints": [[16, 16], [32, 32]], "vision_aspect_ratio": "anyres_max_1"},
+        },
+    ),
     "cohere2_vision": (
         "cohere2_vision",
         {**tiny_hf.ALL["cohere2"][1], "model_type": "cohere2"},

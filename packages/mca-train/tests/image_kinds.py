@@ -4,6 +4,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 from gemma4_processors import gemma4_processors, gemma4_tokenizer, token_ids
 from tokenizers_for_tests import byte_tokenizer
 from transformers import AyaVisionProcessor, Gemma3Processor, Llama4Processor, LlavaProcessor
@@ -20,6 +21,10 @@ from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 from transformers.models.llama4.image_processing_llama4 import Llama4ImageProcessor
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+    LlavaOnevisionImageProcessorPil,
+)
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.smolvlm import processing_smolvlm
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
@@ -168,6 +173,39 @@ def llava_next():
         made = whole(images=images, text=[text.replace("@", "<image>")], return_tensors="pt")
         pixels = {name: made[name] for name in ("pixel_values", "image_sizes")}
         return made["input_ids"][0].tolist(), pixels
+
+    return kind, expected
+
+
+def llava_onevision():
+    grids = [[16, 32], [32, 16], [32, 32], [64, 64]]
+    kind = Kind(
+        "llava_onevision",
+        ("<image>",),
+        LlavaOnevisionImageProcessorPil(size=SIDE, image_grid_pinpoints=grids),
+        lambda ids: {
+            "image_token_index": ids[0],
+            "image_grid_pinpoints": grids,
+            "vision_aspect_ratio": "anyres_max_2",
+            "vision_config": {"image_size": 16, "patch_size": 4},
+        },
+        "<image>",
+    )
+    kind.tokenizer.image_token = "<image>"
+    kind.tokenizer.image_token_id = kind.tokenizer.convert_tokens_to_ids("<image>")
+    options = {"num_image_tokens": 16, "vision_aspect_ratio": "anyres_max_2"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LlavaOnevisionProcessor, "check_argument_for_proper_class", lambda *args: object)
+        whole = LlavaOnevisionProcessor(
+            kind.processor, kind.tokenizer, None, vision_feature_select_strategy="full", **options
+        )
+
+    def expected(text, images):
+        made = whole(images=[images], text=[text.replace("@", "<image>")], return_tensors="pt")
+        assert made["batch_num_images"].tolist() == [len(images)]
+        pixels = {name: made[name] for name in ("pixel_values", "image_sizes")}
+        company = {"batch_num_images": torch.full((len(images),), min(len(images), 2))}
+        return made["input_ids"][0].tolist(), pixels | company
 
     return kind, expected
 
@@ -335,6 +373,7 @@ KINDS = {
     "gemma3": gemma3,
     "llava": llava,
     "llava_next": llava_next,
+    "llava_onevision": llava_onevision,
     "idefics3": idefics,
     "smolvlm": partial(idefics, "smolvlm"),
     "lfm2_vl": lfm2_vl,

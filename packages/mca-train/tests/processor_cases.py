@@ -37,6 +37,10 @@ from transformers.models.llama4.processing_llama4 import Llama4Processor
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+    LlavaOnevisionImageProcessorPil,
+)
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import Qwen2_5OmniProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
@@ -221,6 +225,19 @@ LLAVA_NEXT = replace(
     ),
     vision=lambda ids: {**LLAVA.vision(ids), "image_grid_pinpoints": [[16, 32], [32, 32]]},
 )
+ONEVISION = Case(
+    lambda: LlavaOnevisionProcessor,
+    "<image>",
+    {"image_token": "<image>", "video_token": "<video>"},
+    lambda: LlavaOnevisionImageProcessorPil(size=SIDE, image_grid_pinpoints=[[16, 32], [32, 32]]),
+    lambda ids: {
+        "image_token_index": ids["image_token"],
+        "image_grid_pinpoints": [[16, 32], [32, 32]],
+        "vision_aspect_ratio": "anyres_max_9",
+        "vision_config": {"image_size": 16, "patch_size": 4},
+    },
+    {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
+)
 
 
 def smolvlm_processor():
@@ -374,6 +391,7 @@ CASES = {
     "gemma4_unified": gemma4(Gemma4UnifiedProcessor, Gemma4UnifiedImageProcessor),
     "llava": LLAVA,
     "llava_next": LLAVA_NEXT,
+    "llava_onevision": ONEVISION,
     "idefics3": IDEFICS,
     "lfm2_vl": LFM2,
     "smolvlm": replace(

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from drawn_images import draw
-from image_kinds import KINDS, SIZES, gemma4, idefics, lfm2_vl, llava_next, mistral3
+from image_kinds import KINDS, SIZES, gemma4, idefics, lfm2_vl, llava_next, llava_onevision, mistral3
 from PIL import Image
 from tokenizers_for_tests import byte_tokenizer
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
@@ -69,6 +69,7 @@ def test_tokens_and_pixels_are_those_of_the_familys_own_processor(made):
             "gemma4_unified": "<|image|>",
             "llava": "<image>",
             "llava_next": "<image>",
+            "llava_onevision": "<image>",
             "idefics3": "<image>",
             "smolvlm": "<image>",
             "lfm2_vl": "<image>",
@@ -106,6 +107,21 @@ def test_a_batch_joins_images_of_several_rows(made):
         assert batch.attention_ends[0, place.start : end].tolist() == [end] * place.tokens
         others = (rows[0] < 0).nonzero()[:, 0]
         assert torch.equal(batch.attention_ends[0, others], others + 1)
+
+
+@pytest.mark.parametrize("size", [(16, 16), (40, 16), (24, 50), (70, 70), (120, 30)])
+def test_the_only_image_of_a_row_is_cut_in_llava_onevision(size, tmp_path):
+    kind, expected = llava_onevision()
+    kind.processor.save_pretrained(tmp_path / "model")
+    draw(tmp_path / "one.png", *size)
+    sample = load(kind, tmp_path, row("<image>?", "one"))[0]
+    text = "<|im_start|>user\n@?<|im_end|>\n<|im_start|>assistant\nred<|im_end|>\n"
+    ids, pixels = expected(text, [Image.open(tmp_path / "one.png").convert("RGB")])
+    assert sample["input_ids"].tolist() == ids
+    found = sample["images"].tensors()
+    assert found.keys() == pixels.keys()
+    assert all(torch.equal(torch.as_tensor(found[name]), torch.as_tensor(pixels[name])) for name in pixels)
+    assert found["pixel_values"].shape[1] > 2
 
 
 def test_a_tokenizer_without_the_marks_is_told(tmp_path, monkeypatch):

@@ -122,6 +122,7 @@ _IN_ITS_FILE = (
     "llama4",
     "llava",
     "llava_next",
+    "llava_onevision",
     "minimax_m3_vl",
     "minimax_m3_vl_text",
     "mistral3",

@@ -19,6 +19,7 @@ from mca_train.data.chat import with_image_text
 from mca_train.data.image_tiles import (
     FixedTokens,
     JoinedTileTokens,
+    LoneTileTokens,
     MarkedTileTokens,
     PlainTokens,
     RowColumnTokens,
@@ -117,7 +118,10 @@ def _joined_tiles(
     processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> ImageTokens:
     grids = _vision(config).get("image_grid_pinpoints")
-    return JoinedTileTokens(processor, token, _tokens_of_size(config), grids)
+    count, part = _tokens_of_size(config), get_family(config.model_type).vision
+    if part is not None and part.tokens_together is not None:
+        return LoneTileTokens(processor, token, count, grids, part.tokens_together(config))
+    return JoinedTileTokens(processor, token, count, grids)
 
 
 def _patches(

@@ -7,7 +7,8 @@ Cohere       tiles with a mark behind each (Command A Vision), or behind their n
 Llama 4      tiles with marks between them, and the whole image behind them
 Idefics 3    tiles behind their row and column (SmolVLM too), and the whole image behind them
 LFM2-VL      the same, with the whole image in its own proportions
-LLaVA-NeXT   tiles whose features are joined without their padding, behind those of the whole image
+LLaVA-NeXT   tiles whose features are joined without their padding, behind those of the whole image; LLaVA-OneVision
+             does so with the only image of a sequence, and sees several as a whole
 """
 
 import sys
@@ -22,11 +23,14 @@ from torch import Tensor
 from mca_config.errors import UsageError
 from mca_models.media import ImageSpan
 from mca_train.data.grids import Grid
-from mca_train.data.image_tokens import ImageTokens
+from mca_train.data.image_tokens import ImageTokens, require_unchanged
+from mca_train.data.joined_tensors import join_tensors
 from mca_train.types import ImageProcessor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from mca_train.data.image_files import ImageFile
 
 
 class PlainTokens(ImageTokens):
@@ -288,7 +292,7 @@ class JoinedTileTokens(ImageTokens):
         grids: Sizes of tiled images of the model; None: the processor's.
     """
 
-    taken = ("pixel_values", "image_sizes")
+    taken: tuple[str, ...] = ("pixel_values", "image_sizes")
 
     def __init__(
         self,
@@ -381,3 +385,45 @@ class ThumbnailTokens(ImageTokens):
         most = int(made["pixel_attention_mask"].sum(1).max())
         kept = {name: made[name][:, :most] for name in self.taken[:2]}
         return {**kept, self.taken[2]: made[self.taken[2]]}
+
+
+class LoneTileTokens(JoinedTileTokens):
+    """Image tokens of LLaVA-OneVision, where only the image of a sequence with one is cut into tiles.
+
+    Args:
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+        count: Function from the height and width of a lone image to its number of placeholders.
+        grids: Sizes of tiled images of the model.
+        together: Placeholders of an image next to others.
+    """
+
+    taken = (*JoinedTileTokens.taken, "batch_num_images")
+
+    def __init__(
+        self,
+        processor: ImageProcessor,
+        token: int,
+        count: Callable[[int, int], int],
+        grids: Sequence[Sequence[int]] | None,
+        together: int,
+    ) -> None:
+        super().__init__(processor, token, count, grids)
+        self._together = Grid(1, together, tile_rows=0)
+
+    def in_sequence(self, grids: Sequence[Grid]) -> list[Grid]:
+        """Return the grids of the media of one sequence."""
+        if sum(grid.medium == "image" for grid in grids) < 2:
+            return list(grids)
+        return [self._together if grid.medium == "image" else grid for grid in grids]
+
+    def tensors(self, files: "Sequence[ImageFile]", grids: Sequence[Grid]) -> dict[str, Tensor]:
+        """Return the inputs of the vision tower for ``files``, whose placeholders are ``grids``."""
+        return join_tensors([self._one(file, grid) for file, grid in zip(files, grids, strict=True)])
+
+    def _one(self, file: "ImageFile", grid: Grid) -> dict[str, Tensor]:
+        copies = 1 if grid.tile_rows else 2  # the processor does not cut an image next to another
+        made = dict(self.processor(images=[[file.pixels()] * copies], return_tensors="pt").data)
+        require_unchanged(f"image {file.place}", grid, self._made(made)[0] if copies == 1 else self._together)
+        kept = {name: made[name][:1] for name in JoinedTileTokens.taken}
+        return {**kept, self.taken[-1]: torch.tensor([copies])}

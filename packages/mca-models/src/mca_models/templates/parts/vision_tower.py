@@ -216,6 +216,7 @@ class VisionModel:
         tokens_per_image: Features of an image, or of a tile, where all have the same number.
         tokens_of_size: Features of an image by its height and width, which the tower gets as ``image_sizes``, or as
             ``spatial_shapes`` in patches.
+        tokens_together: Features of an image that is not the only one of its sequence, where these are others.
         reach: Largest number of later tokens that an image token attends to; 0: attention is causal.
         windowed: Only layers with a sliding window have bidirectional attention inside images.
         audio: The audio tower; None: there is none.
@@ -233,6 +234,7 @@ class VisionModel:
     video_rules: VideoRules | None = None
     tokens_per_image: Callable[[McaModelConfig], int] | None = None
     tokens_of_size: Callable[[McaModelConfig, int, int], int] | None = None
+    tokens_together: Callable[[McaModelConfig], int] | None = None
     reach: Callable[[McaModelConfig], int] = lambda config: 0
     windowed: bool = False
     audio: AudioTower | None = None
