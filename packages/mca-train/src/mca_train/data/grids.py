@@ -17,6 +17,7 @@ class Grid:
         interval: Time positions from one frame of a video to the next.
         times: Seconds of the frames, which some families write in front of them; known while a row is read.
         tile_rows: Rows of the tiles of an image, for families with marks between tiles.
+        tile_columns: Columns of its tiles; known while a row is read.
     """
 
     rows: int
@@ -25,6 +26,7 @@ class Grid:
     interval: float = 1.0
     times: tuple[float, ...] = field(default=(), compare=False)
     tile_rows: int = 1
+    tile_columns: int = field(default=1, compare=False)
 
     @property
     def medium(self) -> str:
@@ -38,7 +40,7 @@ class Grid:
 
     @property
     def numbers(self) -> list[float]:
-        """Return the numbers from which ``from_numbers`` restores the grid, without ``times``."""
+        """Return the numbers from which ``from_numbers`` restores the grid, without what only a row knows."""
         return [self.rows, self.columns, self.frames, self.interval, self.tile_rows]
 
     @classmethod

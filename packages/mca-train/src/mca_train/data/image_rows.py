@@ -7,6 +7,7 @@ and `media_tokens` counts tokens.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -156,7 +157,7 @@ class ImageRows:
                 require_no_placeholders(tokens, self.vision)
             return sequences, [[] for _ in files]
         expand = self.tokens.expand
-        grids = [[self.grid(file, row_place) for file in of_side] for of_side in files]
+        grids = [self.grids(of_side, row_place) for of_side in files]
         sequences = encode(plain)
         for tokens, _ in sequences:
             require_no_placeholders(tokens, self.vision, media={grid.medium for own in grids for grid in own})
@@ -192,13 +193,15 @@ class ImageRows:
         marked = text.replace(IMAGE_TAG, self.tokens.mark(self.tokenizer))
         return marked, [open_image(each, self._reader.paths) for each in column_images]
 
-    def grid(self, file: MediaFile, row_place: str) -> Grid:
-        """Return the grid of an image or video from its header; ``row_place`` locates the row in warnings.
+    def grids(self, files: Sequence[MediaFile], row_place: str) -> list[Grid]:
+        """Return the grids of the media of a sequence from their headers; ``row_place`` locates the row in warnings.
 
         Raises:
             McaError: The file cannot be read, or the processor does not support its size.
         """
-        return self.tokens.grid(file, lambda: self._warn_several_frames(file, row_place))
+        return self.tokens.in_sequence(
+            [self.tokens.grid(file, partial(self._warn_several_frames, file, row_place)) for file in files]
+        )
 
     def _warn_several_frames(self, file: MediaFile, row_place: str) -> None:
         if not self._has_warned_of_frames:

@@ -88,6 +88,11 @@ class MediaTokens:
         with _naming(f"{VIDEO} {file.place}"):
             return videos.grid(facts)
 
+    def in_sequence(self, grids: Sequence[Grid]) -> list[Grid]:
+        """Return the grids of the media of one sequence, each of which was found for its medium alone."""
+        is_known = any(grid.medium == IMAGE for grid in grids)
+        return self._images.in_sequence(grids) if is_known else list(grids)
+
     def mark(self, tokenizer: "PreTrainedTokenizerBase") -> str:
         """Return the text of an image in plain text: a placeholder with the family's marks."""
         return self._images.mark(tokenizer)
