@@ -31,7 +31,7 @@ from mca_train.run.vocabulary import vocabulary_problems
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
-    from mca_models.megatron.factory.target import Target
+    from mca_models.megatron.factory.transformer_config import Target
 
 
 @dataclass(frozen=True, kw_only=True)
