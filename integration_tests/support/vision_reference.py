@@ -45,7 +45,7 @@ TILED = ("internvl", "gemma3", "llava", "deepseek_vl", "llama4", "cohere2_vision
 """Begin the names of cases whose images are all of one size."""
 ALONE = ("idefics3", "smolvlm")
 """The same, where transformers takes a batch of tiles for each row; here each tile is one of its own."""
-JOINED = "llava_next"
+JOINED = ("llava_next", "llava_onevision")
 """Begins the names of cases whose images are tiles, joined without their padding."""
 JOINED_ROWS: tuple[tuple[tuple[int, tuple[int, int]], ...], ...] = (
     ((1, (16, 16)), (12, (16, 16))),
@@ -101,7 +101,8 @@ def places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
         )
     if case.startswith(JOINED):
         return tuple(
-            tuple(ImageSpan(start, 1, JOINED_TOKENS[size][1]) for start, size in row) for row in JOINED_ROWS
+            tuple(ImageSpan(start, 1, joined_tokens(case, size, len(row))) for start, size in row)
+            for row in JOINED_ROWS
         )
     tiled = case.startswith((*TILED, *ALONE))
     return tuple(tuple(ImageSpan(start, *(SMALL if tiled else size)) for start, size in row) for row in ROWS)
@@ -194,10 +195,20 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
         images, clips = ([each for each in row if each.medium == medium] for medium in ("image", "audio"))
         return _pooled(case, images, generator) | _framed(case, clips, generator)
     if case.startswith(JOINED):
-        return _joined_tiles([size for _, size in JOINED_ROWS[number]], generator)
+        found = _joined_tiles([size for _, size in JOINED_ROWS[number]], generator)
+        company = {"batch_num_images": torch.tensor([len(row)] * len(row))}
+        return {**found, **company} if case.startswith("llava_onevision") else found
     if case.startswith((*TILED, *ALONE)):
         alone = (1,) if case.startswith(ALONE) else ()
         return {"pixel_values": torch.randn(len(row), *alone, 3, 16, 16, generator=generator)}
+    if case.startswith("lfm2_vl"):
+        shapes = torch.tensor([(2 * each.rows, 2 * each.columns) for each in row])
+        most = int(shapes.prod(1).max()) + 3
+        return {
+            "pixel_values": torch.randn(len(row), most, 48, generator=generator),
+            "pixel_attention_mask": (torch.arange(most) < shapes.prod(1)[:, None]).int(),
+            "spatial_shapes": shapes,
+        }
     if case.startswith("mistral3"):
         sizes = torch.tensor([(each.rows * 8, each.columns * 8) for each in row])
         high, wide = sizes.max(0).values.tolist()
@@ -213,6 +224,15 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
         "pixel_values": torch.randn(int(grid.prod(1).sum()), *patch, generator=generator),
         "image_grid_thw": grid,
     }
+
+
+def joined_tokens(case: str, size: tuple[int, int], images: int) -> int:
+    """Return the tokens of an image of ``size`` in a row with so many ``images``."""
+    if case.startswith("llava_onevision"):
+        return (
+            5 if images > 1 else 7
+        )  # one tile, or one for a picture that is shrunk to less than one, and ends
+    return JOINED_TOKENS[size][1]
 
 
 def _joined_tiles(sizes: list[tuple[int, int]], generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -328,6 +348,8 @@ def _for_transformers(
         found["mm_token_type_ids"] = 2 * (input_ids == IMAGE).int()
     elif "image_grid_thw" in found or model_type.startswith("gemma4"):
         found["mm_token_type_ids"] = (input_ids == IMAGE).int() + 2 * (input_ids == VIDEO).int()
+    elif "batch_num_images" in found:
+        found["batch_num_images"] = torch.tensor([len(each["image_sizes"]) for each in images if each])
     elif model_type.startswith("gemma"):
         found["token_type_ids"] = (input_ids == IMAGE).int()
     return found
@@ -383,6 +405,9 @@ def _same_size(parts: list[torch.Tensor]) -> list[torch.Tensor]:
         return [
             torch.nn.functional.pad(part, (0, 0, 0, most - part.shape[1]), value=filled) for part in parts
         ]
+    if parts[0].dim() == 2:
+        most = max(part.shape[1] for part in parts)
+        return [torch.nn.functional.pad(part, (0, most - part.shape[1])) for part in parts]
     if parts[0].dim() == 5:
         most = max(part.shape[1] for part in parts)
         padding = (0,) * 7

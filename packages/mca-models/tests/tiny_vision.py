@@ -244,6 +244,15 @@ CASES: dict[str, Case] = {
         dict(_SIGLIP),
         {"image_token_id": 65, "tie_word_embeddings": False},
     ),
+    "lfm2_vl": (
+        "lfm2_vl",
+        {**tiny_hf.ALIKE["lfm2"][1], "model_type": "lfm2"},
+        {
+            **{key: value for key, value in _SIGLIP.items() if key != "image_size"},
+            **{"model_type": "siglip2_vision_model", "num_patches": 9, "vision_use_head": False},
+        },
+        {"image_token_id": 65, "projector_hidden_size": 20},
+    ),
     "llava_next": (
         "llava_next",
         {"model_type": "mistral", "sliding_window": None},
@@ -257,6 +266,15 @@ CASES: dict[str, Case] = {
         {
             **{"image_token_index": 65, "image_grid_pinpoints": [[16, 16], [32, 32]]},
             **{"vision_feature_layer": [-1, -2], "vision_feature_select_strategy": "full"},
+        },
+    ),
+    "llava_onevision": (
+        "llava_onevision",
+        {"model_type": "qwen2", "head_dim": 8},
+        {**_SIGLIP, "model_type": "siglip_vision_model", "patch_size": 8, "vision_use_head": False},
+        {
+            **{"image_token_index": 65, "video_token_index": 66, "tie_word_embeddings": False},
+            **{"image_grid_pinpoints": [[16, 16], [32, 32]], "vision_aspect_ratio": "anyres_max_1"},
         },
     ),
     "cohere2_vision": (

@@ -33,6 +33,8 @@ PUBLISHED = {
     # written from memory, as the numbers that their pages give
     "llava-1.6-mistral-7b": 7_566_747_648,
     "idefics3-8b-llama3": pytest.approx(8.46e9, abs=0.01e9),
+    "llava-onevision-qwen2-7b": pytest.approx(8.03e9, abs=0.01e9),
+    "lfm2-vl-450m": pytest.approx(0.451e9, abs=0.001e9),
     "smolvlm2-2.2b": pytest.approx(2.25e9, abs=0.01e9),
     "llama-4-scout": pytest.approx(108.64e9, abs=0.01e9),
     "deepseek-vl-7b": pytest.approx(7.2e9, abs=0.2e9),

@@ -10,11 +10,13 @@ from dataclasses import replace
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
 from mca_models.templates import get_family
-from mca_models.templates.parts.mla import SIGMOID_MLA
-from mca_models.templates.parts.moe import POST_NORM, listed_moe_layers
-from mca_models.templates.parts.names import HF
+from mca_models.templates.parts.mla import SIGMOID_MLA, latent_attention
+from mca_models.templates.parts.moe import listed_moe_layers, moe_params
+from mca_models.templates.parts.names import HF, MoeNames
+from mca_models.weights import Param
 
 DEEPSEEK_V3 = get_family("deepseek_v3")
+NAMES = MoeNames(in_memory=(("post_mlp_layernorm", "mlp.post_mlp_layernorm"),))
 
 
 CONFIG = replace(
@@ -33,10 +35,15 @@ CONFIG = replace(
 )
 
 
+def params(config: McaModelConfig) -> list[Param]:
+    """Return every parameter of the model, in checkpoint order."""
+    return moe_params(config, NAMES, latent_attention(config))
+
+
 def unread_norms(config: McaModelConfig) -> frozenset[str]:
     """Return the names of the norms after dense layers."""
     dense = (layer for layer in range(config.num_layers) if not config.is_moe_layer(layer))
-    return frozenset(HF.format(layer=layer) + POST_NORM[1] for layer in dense)
+    return frozenset(HF.format(layer=layer) + NAMES.post_norm for layer in dense)
 
 
 def detect_biases(config: McaModelConfig, names: Collection[str]) -> Values:
@@ -51,6 +58,8 @@ FAMILY = replace(
     model_type="axk1",
     architecture="AXK1ForCausalLM",
     config=CONFIG,
+    params=params,
+    moe=NAMES,
     ignored_hf=unread_norms,
     detect_fields=detect_biases,
 )

@@ -250,8 +250,13 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "LLaVA 1.6, Granite Vision 3: the same on tiles; `llama`, `mistral`, `qwen2` or `granite`",
         "as of the text part",
     ),
+    "llava_onevision": (
+        "`qwen2` with a SigLIP vision model; the only image of a sequence is cut into tiles",
+        "as of the text part",
+    ),
     "idefics3": ("`llama` with a SigLIP vision model on tiles", "as of the text part"),
     "smolvlm": ("SmolVLM 2: `llama` with a SigLIP vision model on tiles", "as of the text part"),
+    "lfm2_vl": ("`lfm2` with a SigLIP 2 vision model on tiles", "as of the text part"),
     "qwen2_5_omni_thinker": ("`qwen2` with a vision model and an audio encoder", "as of the text part"),
     "qwen2_5_omni": (
         "`qwen2_5_omni_thinker`, which is trained, and a talker, which is copied",
@@ -329,7 +334,7 @@ _REASONS: Mapping[str, str] = {
     ),
     "a vision model that mca does not know; its text part is of a supported type": (
         "aria deepseek_vl_hybrid fast_vlm hyperclovax_vision_v2 "
-        "idefics2 lfm2_vl lfm3_vl lighton_ocr llava_next_video llava_onevision "
+        "idefics2 lfm3_vl lighton_ocr llava_next_video "
         "minicpm_ocr minicpmv4_6 minicpmv4_7 nemotron_h_omni ovis2 perception_lm pp_chart2table qianfan_ocr "
         "video_llama_3 video_llava vipllava"
     ),

@@ -5,7 +5,7 @@ from functools import partial
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import get_family
 from mca_models.templates.parts.clip_tower import CLIP_SPELLINGS, unused_states
-from mca_models.templates.parts.llava import llava_tensors, text_families, tokens_per_tile
+from mca_models.templates.parts.llava import is_clip, llava_tensors, text_families, tokens_per_tile
 from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import PROJECTOR, NestedTextConfig, VisionModel
 from mca_models.templates.parts.vision_values import vision_values
@@ -14,9 +14,8 @@ from mca_models.templates.parts.vision_values import vision_values
 def tokens_per_image(config: McaModelConfig) -> int:
     """Return the patches of an image, with ``default`` without the tower's first, the class token of CLIP."""
     about, vision = vision_values(config)
-    clip = vision.choice("model_type", "clip_vision_model", "siglip_vision_model") == "clip_vision_model"
     first = about.choice("vision_feature_select_strategy", "default", "full") == "full"
-    return tokens_per_tile(config) + clip - (not first)
+    return tokens_per_tile(config) + is_clip(vision) - (not first)
 
 
 FAMILY = vision_language_family(

@@ -108,7 +108,7 @@ def text_encoder(names: Sequence[str], read: ImageRows, arguments: DataArguments
             if not files:
                 return tokens, targets, []
             require_no_placeholders(tokens, read.vision, media={"image"})
-            grids = [read.grid(file, f"{key}, {place}") for file in files]
+            grids = read.grids(files, f"{key}, {place}")
             return *read.tokens.expand(tokens, targets, grids), grids
         except McaError as error:
             reason = str(error).removeprefix(f"{key}, {place}: ")

@@ -5,6 +5,7 @@ The kinds themselves are in `patch_grids`, `image_tiles` and `pooled_patches`.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,11 @@ from mca_train.data.chat import with_image_text
 from mca_train.data.image_tiles import (
     FixedTokens,
     JoinedTileTokens,
+    LoneTileTokens,
     MarkedTileTokens,
     PlainTokens,
     RowColumnTokens,
+    ThumbnailTokens,
     TileRowTokens,
     TileTokens,
 )
@@ -50,24 +53,12 @@ def image_tokens(
             f"images of {config.model_type} are not supported in rows: mca does not write the tokens that its "
             "processor puts around an image; remove the images from the rows of the dataset"
         )
-    vision, processor = config.vision_fields, _processor(directories)
-    token = placeholders(vision).get("image")
+    processor, token = _processor(directories), placeholders(config.vision_fields).get("image")
     if token is None:
         raise UsageError(f"config.json: image_token_id is missing, the placeholder of {config.model_type}")
-    if kind == "plain":
-        return PlainTokens(processor, token, _tokens_per_image(config))
-    if kind == "tile_rows":
-        return TileRowTokens(processor, token, _tokens_per_image(config), _ids(tokenizer, *_TILE_ROW_MARKS))
-    if kind == "row_column_tiles":
-        length = _tokens_per_image(config)
-        return RowColumnTokens(processor, token, length, _row_column_writer(tokenizer, token, length))
-    if kind == "joined_tiles":
-        return JoinedTileTokens(processor, token, _tokens_of_size(config), vision.get("image_grid_pinpoints"))
-    if kind in ("tile_breaks", "named_tiles"):
-        return _cohere_tiles(processor, token, config, tokenizer)
     if kind == "pooled":
         _require_window(config, processor)
-    return _MAKERS[kind](processor, token, vision, tokenizer)
+    return _MAKERS[kind](processor, token, config, tokenizer)
 
 
 def _require_window(config: McaModelConfig, processor: ImageProcessor) -> None:
@@ -106,10 +97,37 @@ def _kind(config: McaModelConfig) -> ImageTokenKind | None:
     return part.image_tokens if part is not None else None
 
 
-def _patches(
-    processor: ImageProcessor, token: int, vision: Values, tokenizer: "PreTrainedTokenizerBase"
+def _vision(config: McaModelConfig) -> Values:
+    assert config.vision_fields is not None, "a model with image tokens has a vision model"
+    return config.vision_fields
+
+
+def _plain(
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> ImageTokens:
-    made = PatchTokens(processor, token)
+    return PlainTokens(processor, token, _tokens_per_image(config))
+
+
+def _tile_rows(
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    return TileRowTokens(processor, token, _tokens_per_image(config), _ids(tokenizer, *_TILE_ROW_MARKS))
+
+
+def _joined_tiles(
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    grids = _vision(config).get("image_grid_pinpoints")
+    count, part = _tokens_of_size(config), get_family(config.model_type).vision
+    if part is not None and part.tokens_together is not None:
+        return LoneTileTokens(processor, token, count, grids, part.tokens_together(config))
+    return JoinedTileTokens(processor, token, count, grids)
+
+
+def _patches(
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    vision, made = _vision(config), PatchTokens(processor, token)
     made.before, made.after = (
         [vision[key] for key in (f"vision_{side}_token_id", f"image_{side}_token_id") if key in vision]
         for side in ("start", "end")
@@ -118,7 +136,7 @@ def _patches(
 
 
 def _padded_patches(
-    processor: ImageProcessor, token: int, vision: Values, tokenizer: "PreTrainedTokenizerBase"
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> ImageTokens:
     before, content, after = _ids(tokenizer, "<|media_begin|>", "<|media_content|>", "<|media_end|>")
     word = tokenizer("image", add_special_tokens=False)["input_ids"]
@@ -126,10 +144,11 @@ def _padded_patches(
 
 
 def _tiles(
-    processor: ImageProcessor, token: int, vision: Values, tokenizer: "PreTrainedTokenizerBase"
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> ImageTokens:
     first, last = internvl_marks(tokenizer)
-    return TileTokens(processor, token, vision.get("image_seq_length", 256), (first, last))
+    length = _vision(config).get("image_seq_length", 256)
+    return TileTokens(processor, token, length, (first, last))
 
 
 def internvl_marks(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, int]:
@@ -138,12 +157,13 @@ def internvl_marks(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, int]:
     return first, last
 
 
-def _row_column_writer(
-    tokenizer: "PreTrainedTokenizerBase", token: int, length: int
-) -> Callable[[int, int], list[int]]:
+def _row_column_tiles(
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
     edge = getattr(tokenizer, "fake_image_token", "<fake_token_around_image>")
     whole = getattr(tokenizer, "global_image_token", "<global-img>")
     _ids(tokenizer, edge)
+    length = _tokens_per_image(config)
     tile = tokenizer.convert_ids_to_tokens(token) * length
 
     def write(rows: int, columns: int) -> list[int]:
@@ -155,7 +175,26 @@ def _row_column_writer(
         found: list[int] = tokenizer(words, add_special_tokens=False)["input_ids"]
         return found
 
-    return write
+    return RowColumnTokens(processor, token, length, write)
+
+
+def _thumbnail_tiles(
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    names = ("image_start_token", "image_thumbnail_token", "image_end_token")
+    usual = ("<|image_start|>", "<|img_thumbnail|>", "<|image_end|>")
+    marks = [getattr(tokenizer, name, mark) for name, mark in zip(names, usual, strict=True)]
+    first, thumbnail, last = _ids(tokenizer, *marks)
+
+    def write(rows: int, columns: int, tile: int, whole: int) -> list[int]:
+        ids = [first]
+        if rows * columns > 1:
+            for row, column in product(range(1, rows + 1), range(1, columns + 1)):
+                ids += [*_ids(tokenizer, f"<|img_row_{row}_col_{column}|>"), *[token] * tile]
+            ids += [thumbnail] * bool(whole)
+        return [*ids, *[token] * whole, last]
+
+    return ThumbnailTokens(processor, token, write)
 
 
 _COHERE_MARKS = ("<|START_OF_IMG|>", "<|END_OF_IMG|>")
@@ -179,24 +218,26 @@ def _cohere_tiles(
 
 
 def _lines(
-    processor: ImageProcessor, token: int, vision: Values, tokenizer: "PreTrainedTokenizerBase"
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> ImageTokens:
+    vision = _vision(config)
     side = vision["vision_config"].get("patch_size", 16) * vision.get("spatial_merge_size", 2)
     row_end, last = _ids(tokenizer, "[IMG_BREAK]", "[IMG_END]")
     return LineTokens(processor, token, side, (row_end, last))
 
 
 def _fixed(
-    processor: ImageProcessor, token: int, vision: Values, tokenizer: "PreTrainedTokenizerBase"
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> ImageTokens:
+    vision = _vision(config)
     length, written = vision.get("mm_tokens_per_image", 256), _gemma_image_text(tokenizer, vision)[1]
     return FixedTokens(processor, token, length, _gemma_marks(vision), written)
 
 
 def _pooled(
-    processor: ImageProcessor, token: int, vision: Values, tokenizer: "PreTrainedTokenizerBase"
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> ImageTokens:
-    return PooledTokens(processor, token, pooled_marks(vision))
+    return PooledTokens(processor, token, pooled_marks(_vision(config)))
 
 
 def pooled_marks(vision: Values) -> tuple[int, int]:
@@ -204,7 +245,7 @@ def pooled_marks(vision: Values) -> tuple[int, int]:
     return vision["boi_token_id"], vision["eoi_token_id"]
 
 
-_Maker = Callable[[ImageProcessor, int, Values, "PreTrainedTokenizerBase"], ImageTokens]
+_Maker = Callable[[ImageProcessor, int, McaModelConfig, "PreTrainedTokenizerBase"], ImageTokens]
 _MAKERS: Mapping[str, _Maker] = {
     "patches": _patches,
     "padded_patches": _padded_patches,
@@ -212,6 +253,13 @@ _MAKERS: Mapping[str, _Maker] = {
     "lines": _lines,
     "fixed": _fixed,
     "pooled": _pooled,
+    "plain": _plain,
+    "tile_rows": _tile_rows,
+    "tile_breaks": _cohere_tiles,
+    "named_tiles": _cohere_tiles,
+    "joined_tiles": _joined_tiles,
+    "row_column_tiles": _row_column_tiles,
+    "thumbnail_tiles": _thumbnail_tiles,
 }
 
 

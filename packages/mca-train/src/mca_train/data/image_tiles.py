@@ -6,7 +6,9 @@ InternVL     several tiles between two marks
 Cohere       tiles with a mark behind each (Command A Vision), or behind their number in words (Aya Vision)
 Llama 4      tiles with marks between them, and the whole image behind them
 Idefics 3    tiles behind their row and column (SmolVLM too), and the whole image behind them
-LLaVA-NeXT   tiles whose features are joined without their padding, behind those of the whole image
+LFM2-VL      the same, with the whole image in its own proportions
+LLaVA-NeXT   tiles whose features are joined without their padding, behind those of the whole image; LLaVA-OneVision
+             does so with the only image of a sequence, and sees several as a whole
 """
 
 import sys
@@ -21,11 +23,14 @@ from torch import Tensor
 from mca_config.errors import UsageError
 from mca_models.media import ImageSpan
 from mca_train.data.grids import Grid
-from mca_train.data.image_tokens import ImageTokens
+from mca_train.data.image_tokens import ImageTokens, require_unchanged
+from mca_train.data.joined_tensors import join_tensors
 from mca_train.types import ImageProcessor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from mca_train.data.image_files import ImageFile
 
 
 class PlainTokens(ImageTokens):
@@ -287,7 +292,7 @@ class JoinedTileTokens(ImageTokens):
         grids: Sizes of tiled images of the model; None: the processor's.
     """
 
-    taken = ("pixel_values", "image_sizes")
+    taken: tuple[str, ...] = ("pixel_values", "image_sizes")
 
     def __init__(
         self,
@@ -310,3 +315,115 @@ class JoinedTileTokens(ImageTokens):
 
     def _made(self, made: dict[str, Tensor]) -> list[Grid]:
         return [self._computed(height, width) for height, width in made["image_sizes"].tolist()]
+
+
+class ThumbnailTokens(ImageTokens):
+    """Image tokens of LFM2-VL: tiles behind their row and column, then the whole image in its own proportions.
+
+    Args:
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+        write: Function from rows and columns of tiles, and the placeholders of a tile and of the whole image, to the
+            tokens of an image.
+    """
+
+    taken = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
+
+    def __init__(
+        self, processor: ImageProcessor, token: int, write: Callable[[int, int, int, int], list[int]]
+    ) -> None:
+        super().__init__(processor, token, return_row_col_info=True)
+        self._write = lru_cache(write)
+        if not hasattr(processor, "encoder_patch_size"):
+            raise UsageError(
+                f"{type(processor).__name__}: this processor is not supported for LFM2-VL; expected "
+                "Lfm2VlImageProcessor in preprocessor_config.json"
+            )
+        self._side = processor.encoder_patch_size * processor.downsample_factor
+        self._tile = (processor.tile_size // self._side) ** 2
+
+    def _computed(self, height: int, width: int) -> Grid:
+        own = self.processor
+        patch, factor, most = own.encoder_patch_size, own.downsample_factor, own.max_image_tokens
+        wide, high = own.smart_resize(height, width, factor, own.min_image_tokens, most, patch)
+        whole = (high // self._side) * (wide // self._side)
+        is_large = own._is_image_too_large(height, width, most, patch, factor, own.max_pixels_tolerance)
+        if not (own.do_image_splitting and is_large and own.max_tiles > 1):
+            return Grid(1, whole)
+        columns, rows, *_ = own._get_grid_layout(height, width, own.min_tiles, own.max_tiles, own.tile_size)
+        tokens = rows * columns * self._tile + whole * own.use_thumbnail
+        return Grid(1, tokens, tile_rows=rows, tile_columns=columns)
+
+    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
+        left = (made["spatial_shapes"] // self.processor.downsample_factor).prod(1).tolist()
+        found = []
+        for rows, columns in zip(made["image_rows"], made["image_cols"], strict=True):
+            tiles = int(rows) * int(columns)
+            count = tiles + (tiles > 1 and self.processor.use_thumbnail)
+            found.append(Grid(1, sum(left[:count]), tile_rows=int(rows), tile_columns=int(columns)))
+            left = left[count:]
+        return found
+
+    def ids(self, grid: Grid) -> list[int]:
+        """Return the tokens of an image, including its marks."""
+        tiles = grid.tile_rows * grid.tile_columns
+        whole = grid.columns - tiles * self._tile if tiles > 1 else grid.columns
+        return list(self._write(grid.tile_rows, grid.tile_columns, self._tile, whole))
+
+    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the marks around an image."""
+        ids = self.ids(grid)
+        return ids[: ids.index(self.token)], ids[-1:]
+
+    def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
+        """Return one location per tile."""
+        starts = [index for index, previous in zip(where, [-2, *where], strict=False) if index > previous + 1]
+        ends = [index + 1 for index, later in zip(where, [*where[1:], -1], strict=True) if later != index + 1]
+        return [ImageSpan(int(start), 1, int(end - start)) for start, end in zip(starts, ends, strict=True)]
+
+    def _taken(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        most = int(made["pixel_attention_mask"].sum(1).max())
+        kept = {name: made[name][:, :most] for name in self.taken[:2]}
+        return {**kept, self.taken[2]: made[self.taken[2]]}
+
+
+class LoneTileTokens(JoinedTileTokens):
+    """Image tokens of LLaVA-OneVision, where only the image of a sequence with one is cut into tiles.
+
+    Args:
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+        count: Function from the height and width of a lone image to its number of placeholders.
+        grids: Sizes of tiled images of the model.
+        together: Placeholders of an image next to others.
+    """
+
+    taken = (*JoinedTileTokens.taken, "batch_num_images")
+
+    def __init__(
+        self,
+        processor: ImageProcessor,
+        token: int,
+        count: Callable[[int, int], int],
+        grids: Sequence[Sequence[int]] | None,
+        together: int,
+    ) -> None:
+        super().__init__(processor, token, count, grids)
+        self._together = Grid(1, together, tile_rows=0)
+
+    def in_sequence(self, grids: Sequence[Grid]) -> list[Grid]:
+        """Return the grids of the media of one sequence."""
+        if sum(grid.medium == "image" for grid in grids) < 2:
+            return list(grids)
+        return [self._together if grid.medium == "image" else grid for grid in grids]
+
+    def tensors(self, files: "Sequence[ImageFile]", grids: Sequence[Grid]) -> dict[str, Tensor]:
+        """Return the inputs of the vision tower for ``files``, whose placeholders are ``grids``."""
+        return join_tensors([self._one(file, grid) for file, grid in zip(files, grids, strict=True)])
+
+    def _one(self, file: "ImageFile", grid: Grid) -> dict[str, Tensor]:
+        copies = 1 if grid.tile_rows else 2  # the processor does not cut an image next to another
+        made = dict(self.processor(images=[[file.pixels()] * copies], return_tensors="pt").data)
+        require_unchanged(f"image {file.place}", grid, self._made(made)[0] if copies == 1 else self._together)
+        kept = {name: made[name][:1] for name in JoinedTileTokens.taken}
+        return {**kept, self.taken[-1]: torch.tensor([copies])}

@@ -58,6 +58,10 @@ class ImageTokens(ABC):
     def _made(self, made: dict[str, Tensor]) -> list[Grid]:
         """Return the grids of images from the processor's outputs."""
 
+    def in_sequence(self, grids: Sequence[Grid]) -> list[Grid]:
+        """Return the grids of the media of one sequence, of which those of images may depend on each other."""
+        return list(grids)
+
     def ids(self, grid: Grid) -> list[int]:
         """Return the tokens that replace one placeholder of the chat template."""
         return [self.token] * grid.tokens

@@ -80,6 +80,19 @@ def siglip_tower(vision: VisionValues) -> Shapes:
     }
 
 
+def siglip2_tower(vision: VisionValues) -> Shapes:
+    """Return the tensors of ``siglip2_vision_model``, which takes patches of images of any proportions."""
+    width, values = vision.size("hidden_size", 768), vision.size("patch_size", 16) ** 2
+    head = pooling_head(width, vision.size("intermediate_size", 3072))
+    return {
+        **linear("embeddings.patch_embedding", width, vision.size("num_channels", 3) * values),
+        "embeddings.position_embedding.weight": (vision.size("num_patches", 256), width),
+        **encoder_layers(vision, 12),
+        **norm("post_layernorm", width),
+        **(head if vision.flag("vision_use_head", True) else {}),
+    }
+
+
 def unused_states(config: McaModelConfig, default: int) -> tuple[str, ...]:
     """Return the parts of the tower behind the last layer whose states the projector gets.
 

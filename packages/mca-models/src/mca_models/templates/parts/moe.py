@@ -42,7 +42,6 @@ SIGMOID_ROUTER: Values = {
 TRANSPOSED = "transposed_experts"
 """The fact in ``extra`` that stacked experts lie as ``[experts, in, out]``."""
 
-POST_NORM = ("mlp.post_layernorm.weight", "post_mlp_layernorm.weight")
 LATENT = ("mlp.fc1_latent_proj.weight", "mlp.fc2_latent_proj.weight")
 """The projections of what routed experts get and give."""
 
@@ -109,6 +108,9 @@ def router(config: McaModelConfig, names: MoeNames) -> list[Param]:
     if config.extra.get("fused_experts"):
         weight, bias = names.loaded(weight), names.loaded(bias)
     before, after = norms_around_mlp(config, "pre_mlp_layernorm.weight")
+    if given(config.moe).moe_post_norm:
+        output = names.loaded(names.post_norm) if config.extra.get("fused_experts") else names.post_norm
+        after = [inner("mlp.post_layernorm.weight", output)]
     rules = [*before, inner("mlp.router.weight", weight)]
     if given(config.moe).moe_router_enable_expert_bias:
         rules.append(inner("mlp.router.expert_bias", bias, hf_layout=names.bias_layout, keep_fp32=True))
@@ -176,9 +178,8 @@ def mlp_layers(config: McaModelConfig, names: MoeNames) -> Iterator[Param]:
 def moe_layers(config: McaModelConfig, names: MoeNames, layers: Sequence[int]) -> Iterator[Param]:
     """The expert layers ``layers``."""
     projections = [inner(name, name) for name in LATENT] if given(config.moe).moe_latent_size else []
-    after = [inner(*POST_NORM)] if given(config.moe).moe_post_norm else []
     yield from expand_rules(
-        [*router(config, names), *projections, *shared_experts(config, names), *after], layers=layers
+        [*router(config, names), *projections, *shared_experts(config, names)], layers=layers
     )
     yield from expand_rules(experts(config, names), layers=layers, experts=range(config.num_experts))
 
