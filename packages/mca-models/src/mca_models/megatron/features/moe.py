@@ -1,4 +1,4 @@
-"""Mixture of experts: Megatron's settings, and what it cannot compute of experts and routers; latent MoE; post-norms."""
+"""Mixture of experts: settings, what Megatron cannot compute of experts and routers, latent MoE, post-norms."""
 
 import sys
 from collections.abc import Iterator
