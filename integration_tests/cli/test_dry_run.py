@@ -100,10 +100,9 @@ def with_memory(folder: Path, names: list[str]) -> dict[str, StepNeeds]:
 
     from mca_models import AutoModel
     from mca_train.batching.loaders import iterate_steps
-    from mca_train.dry_run.modules import ModuleNames
-    from mca_train.dry_run.routing import route_evenly
+    from mca_train.dry_run.samples import route_evenly
     from mca_train.dry_run.step import Modes, build, measure
-    from mca_train.dry_run.tracker import Tracker
+    from mca_train.dry_run.tracker import ModuleNames, Tracker
 
     found = {}
     for name in names:

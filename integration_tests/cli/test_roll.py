@@ -267,17 +267,26 @@ def batch_of(step: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask, "response_mask": response}
 
 
+def shifted_labels(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the labels of ROLL's supervised collator: the next token of each, -100 outside of the response."""
+    labels = batch["input_ids"].masked_fill(batch["response_mask"] == 0, -100).roll(-1, 1)
+    labels[:, -1] = -100
+    return labels
+
+
 def worker_of_roll(path: Path, out: Path, options: dict[str, Any]) -> SimpleNamespace:
     """Return what ROLL's strategies read of a worker."""
     from roll.configs.worker_config import SequencePackingConfig
     from roll.distributed.executor.worker import RankInfo
+    from roll.models import model_providers
     from roll.platforms import current_platform
 
+    model_providers.download_model = str  # it asks a Ray actor for the path of a download
     for name in ("current_device", "synchronize", "empty_cache", "get_rng_state", "set_rng_state"):
         # ROLL names devices TYPE:NUMBER, and its CPU platform has no caches and no generator
         setattr(type(current_platform), name, staticmethod(lambda *_: 0))
     options = dict(options)
-    packing = options.pop("packing", False)
+    packing, frozen = options.pop("packing", False), options.pop("frozen", False)
     return SimpleNamespace(
         rank_info=RankInfo(),
         pipeline_config=SimpleNamespace(sequence_length=LENGTH, max_grad_norm=1.0),
@@ -292,7 +301,12 @@ def worker_of_roll(path: Path, out: Path, options: dict[str, Any]) -> SimpleName
             router_replay=SimpleNamespace(mode=None),
             apply_loss_scale=False,
             logits_in_fp32=True,
-            model_args=SimpleNamespace(model_name_or_path=str(path)),
+            model_args=SimpleNamespace(
+                model_name_or_path=str(path),
+                lora_target=None,
+                moe_aux_loss_coef=None,
+                freeze_module_prefix=["embedding"] if frozen else None,
+            ),
             strategy_args=SimpleNamespace(strategy_config=options),
             training_args=SimpleNamespace(
                 max_steps=STEPS,
@@ -304,23 +318,34 @@ def worker_of_roll(path: Path, out: Path, options: dict[str, Any]) -> SimpleName
 
 
 def train_strategy(path: Path, out: Path, options: dict[str, Any]) -> Any:
-    """Return ROLL's unmodified training strategy with a model."""
-    names = facade()
+    """Return ROLL's unmodified training strategy with the model of its own provider."""
+    facade()
     from roll.distributed.strategy.megatron_strategy import MegatronTrainStrategy
+    from roll.models.model_providers import default_actor_model_provider
 
     strategy = MegatronTrainStrategy(worker_of_roll(path, out, options))
-    strategy.initialize(lambda training_args, **_: names.AutoModel.from_pretrained(path, training_args))
+    strategy.initialize(default_actor_model_provider)
     return strategy
 
 
-def train_steps(strategy: Any, steps: range) -> list[float]:
-    """Train and return the loss of each step, the sum over its micro-batches; 0 where the last stage is elsewhere."""
+def train_steps(strategy: Any, steps: range, *, sft: bool = False) -> list[float]:
+    """Train and return the loss of each step, the sum over its micro-batches; 0 where the last stage is elsewhere.
+
+    Args:
+        strategy: ROLL's strategy.
+        steps: Numbers of the steps.
+        sft: Take the loss of ROLL's supervised worker, whose model computes the cross entropy of the labels.
+    """
     from roll.distributed.scheduler.protocol import DataProto
 
     seen: list[float] = []
 
     def loss(data: Any, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
         mask = data.batch["attention_mask"]
+        if sft:
+            value, metrics = strategy.op_compute_language_loss(logits, data.batch["labels"], 50)
+            seen.append(value.item())
+            return value, metrics
         log_probs = strategy.op_compute_log_probs(logits, data.batch["input_ids"], mask)
         value = -(log_probs * data.batch["response_mask"][:, 1:]).sum() / 50
         seen.append(value.item())
@@ -329,7 +354,10 @@ def train_steps(strategy: Any, steps: range) -> list[float]:
     losses = []
     for step in steps:
         info = {"loss_mask_keys": [], "is_offload_optimizer_states_in_train_step": False}
-        strategy.train_step(DataProto.from_dict(batch_of(step), meta_info=info), loss)
+        batch = batch_of(step)
+        if sft:
+            batch["labels"] = shifted_labels(batch)
+        strategy.train_step(DataProto.from_dict(batch, meta_info=info), loss)
         losses.append(sum(seen))
         seen.clear()
     return losses
@@ -337,8 +365,9 @@ def train_steps(strategy: Any, steps: range) -> list[float]:
 
 def train_with_roll(path: Path, out: Path, options: dict[str, Any]) -> list[float] | None:
     """Return the loss of each step of ROLL's strategy; None where the last stage is elsewhere."""
+    sft = options.pop("sft", False)
     strategy = train_strategy(path, out, options)
-    losses = train_steps(strategy, range(STEPS))
+    losses = train_steps(strategy, range(STEPS), sft=sft)
     saved = dict(strategy.model.model.export_weights())
     assert all(tensor.isfinite().all() for tensor in saved.values())
     return losses if strategy.worker.rank_info.is_pipeline_last_stage else None
@@ -377,9 +406,10 @@ def arguments_of_roll(out: Path) -> dict[str, Any]:
     }
 
 
-def reference_losses(path: Path) -> list[float]:
+def reference_losses(path: Path, *, frozen: bool = False) -> list[float]:
     """Return the losses of the same steps of the transformers model, each the sum over two micro-batches."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    model.get_input_embeddings().requires_grad_(not frozen)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     losses = []
     for step in range(STEPS):
@@ -403,22 +433,27 @@ LAYOUTS = {
     "packed": {"packing": True},
     "tp2_pp2": {TP: 2, PP: 2},
 }
+TRAINED = LAYOUTS | {
+    "sft_cp2": {CP: 2, "sft": True},
+    "sft_tp2_pp2": {TP: 2, PP: 2, "sft": True},
+    "frozen_embedding": {TP: 2, "frozen": True},
+}
 
 
 @needs_roll
 @pytest.mark.qualify
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", TRAINED)
 def test_rolls_strategy_has_the_losses_of_transformers(layout, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     from tokenizers_for_tests import byte_tokenizer
 
     path = tiny_hf.save("llama", tmp_path / "model")
     byte_tokenizer().save_pretrained(path)
-    options = dict(LAYOUTS[layout])
+    options = dict(TRAINED[layout])
     ranks = options.get(TP, 1) * options.get(CP, 1) * options.get(PP, 1)
     found = run_ranks(ranks, train_with_roll, path, tmp_path / "out", options, timeout=900)
-    wanted = reference_losses(path)
+    wanted = reference_losses(path, frozen=layout == "frozen_embedding")
     for losses in found:
         # 1e-5: the tolerance of losses between layouts; Adam with steps of 1e-2 amplifies rounding
         assert losses is None or losses == pytest.approx(wanted, rel=1e-5)
@@ -427,12 +462,13 @@ def test_rolls_strategy_has_the_losses_of_transformers(layout, tmp_path, monkeyp
 
 def infer_with_roll(path: Path, out: Path, options: dict[str, Any]) -> Any:
     """Return the log-probabilities of ROLL's inference strategy; None where it returns none."""
-    names = facade()
+    facade()
     from roll.distributed.scheduler.protocol import DataProto
     from roll.distributed.strategy.megatron_strategy import MegatronInferStrategy
+    from roll.models.model_providers import default_actor_model_provider
 
     strategy = MegatronInferStrategy(worker_of_roll(path, out, options))
-    strategy.initialize(lambda training_args, **_: names.AutoModel.from_pretrained(path, training_args))
+    strategy.initialize(default_actor_model_provider)
 
     def log_probs(data: Any, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         ids, mask = data.batch["input_ids"], data.batch["attention_mask"]
@@ -493,7 +529,8 @@ def test_a_loaded_checkpoint_of_roll_continues_with_the_same_bits(layout, tmp_pa
     case, options = SAVED[layout]
     path = tiny_hf.save(case, tmp_path / "model", **({"num_hidden_layers": 4} if VPP in options else {}))
     byte_tokenizer().save_pretrained(path)
-    options = options | {"save_hf_model": True}
+    decay = {"lr_scheduler_type": "inverse_sqrt", "lr_scheduler_kwargs": {"timescale": 1}}
+    options = options | decay | {"save_hf_model": True}
     first = run_ranks(2, train_and_save, path, tmp_path / "out", options, timeout=500)
     again = run_ranks(2, load_and_train, path, tmp_path / "out", options, timeout=500)
     for (losses, weights), (losses_again, weights_again) in zip(first, again, strict=True):
@@ -504,3 +541,21 @@ def test_a_loaded_checkpoint_of_roll_continues_with_the_same_bits(layout, tmp_pa
     after = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out/saved").state_dict()
     assert before.keys() == after.keys()
     assert not all(before[name].equal(after[name]) for name in before)
+
+
+@needs_roll
+@pytest.mark.qualify
+@pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
+def test_a_checkpoint_of_roll_continues_on_another_layout(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    from tokenizers_for_tests import byte_tokenizer
+
+    path = tiny_hf.save("llama", tmp_path / "model")
+    byte_tokenizer().save_pretrained(path)
+    first = run_ranks(2, train_and_save, path, tmp_path / "out", {TP: 2}, timeout=500)
+    again = run_ranks(2, load_and_train, path, tmp_path / "out", {PP: 2}, timeout=500)
+    losses, weights = first[0]
+    assert again[-1][0] == pytest.approx(losses, rel=1e-5)  # losses between layouts
+    for name, weight in again[-1][1].items():
+        torch.testing.assert_close(weight, weights[name], rtol=0, atol=1e-5)  # Adam's steps are 1e-2

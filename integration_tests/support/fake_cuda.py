@@ -187,9 +187,8 @@ def step_of(
     from mca_train.dry_run import step
     from mca_train.dry_run.fake_process_group import fake_process_group, replace_moved_parameters
     from mca_train.dry_run.fake_values import FakeValues
-    from mca_train.dry_run.modules import ModuleNames
-    from mca_train.dry_run.routing import convert_known_values, route_evenly
-    from mca_train.dry_run.tracker import Tracker
+    from mca_train.dry_run.samples import convert_known_values, route_evenly
+    from mca_train.dry_run.tracker import ModuleNames, Tracker
 
     class Watch(Tracker):
         """Notes what waits, once `restart` was called."""

@@ -26,7 +26,7 @@ def stopped_in_an_evaluation(
 ) -> None:
     from transformers import TrainerCallback
 
-    from mca_train.run.last_evaluation import LastEvaluation
+    from mca_train.run.train import LastEvaluation
 
     asked: list[int] = []
 

@@ -19,8 +19,8 @@ def moving(frames, height=16, width=24):
     return found
 
 
-def write(path, frames=12, rate=4, height=16, width=24, codec="libx264", **options):
-    """A clip of so many frames at ``path``, whose suffix names the container."""
+def write(path, frames=12, rate=4, height=16, width=24, codec="libx264", sound=None, **options):
+    """A clip of so many frames at ``path``, whose suffix names the container, with uncompressed ``sound`` at 16 kHz."""
     import av
 
     with av.open(str(path), "w") as container:
@@ -29,11 +29,17 @@ def write(path, frames=12, rate=4, height=16, width=24, codec="libx264", **optio
         stream.options = {"crf": "10"} if codec == "libx264" else {}
         for name, value in options.items():
             setattr(stream, name, value)
+        heard = None if sound is None else container.add_stream("pcm_f32le", rate=16000, layout="mono")
         for image in moving(frames, height, width):
             for packet in stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")):
                 container.mux(packet)
         for packet in stream.encode():
             container.mux(packet)
+        if heard is not None:
+            frame = av.AudioFrame.from_ndarray(sound[None], format="flt", layout="mono")
+            frame.sample_rate, frame.pts = 16000, 0
+            for packet in (*heard.encode(frame), *heard.encode()):
+                container.mux(packet)
     return path
 
 

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from mca_config.errors import McaError
-from mca_models.megatron.factory.kernel_choice import DETERMINISM, NAMES, kernel_choice
+from mca_models.megatron.factory.chunks import DETERMINISM, NAMES, kernel_choice
 
 
 @pytest.fixture(autouse=True)

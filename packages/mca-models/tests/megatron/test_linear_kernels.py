@@ -15,8 +15,8 @@ import torch
 from mca_models.megatron import platform
 from mca_models.megatron.features import kernels
 from mca_models.megatron.features.delta_rule import delta_rule
+from mca_models.megatron.features.mamba import state_space_layer
 from mca_models.megatron.features.recurrent_layers import CausalConvolution
-from mca_models.megatron.features.state_space import state_space_layer
 
 QWEN, KIMI = "qwen3_next", "kimi_linear"
 

@@ -5,8 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mca_train.dry_run.fake_values import FakeValues
-from mca_train.dry_run.modules import ModuleNames
-from mca_train.dry_run.tracker import Tracker
+from mca_train.dry_run.tracker import ModuleNames, Tracker
 
 
 def test_a_storage_is_counted_from_the_operation_that_makes_it_until_its_last_view_goes() -> None:

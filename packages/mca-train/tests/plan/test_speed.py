@@ -11,8 +11,7 @@ import pytest
 from mca_config import TrainingArguments
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig, training_dtype
-from mca_models.megatron.factory.target import Target
-from mca_models.megatron.factory.transformer_config import transformer_config
+from mca_models.megatron.factory.transformer_config import Target, transformer_config
 from mca_models.templates import config_from_hf
 from mca_models.templates.parts.layer_costs import ExpertSizes
 from mca_models.templates.parts.mamba import CHUNK, MAMBA_COSTS

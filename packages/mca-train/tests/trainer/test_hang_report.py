@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mca_train.trainer.hang_report import Heartbeat, current_call, describe_hang
+from mca_train.trainer.hang_detector import Heartbeat, current_call, describe_hang
 
 
 def sign(rank: int, place: str, *, waits: bool = True, step: int = 7) -> Heartbeat:

@@ -37,7 +37,8 @@ from mca_train.data.message_parts import MEDIA, media_type
 from mca_train.data.placeholders import media_fields, require_no_placeholders
 from mca_train.data.row_formats import detect_format
 from mca_train.data.row_paths import RowPaths
-from mca_train.data.video_tokens import DEFAULT_FPS, VideoOptions, video_tokens
+from mca_train.data.video_sound import sounding_video_tokens
+from mca_train.data.video_tokens import DEFAULT_FPS, VideoOptions
 from mca_train.types import Upstream
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class ImageReader:
             config, directories = self.config, self.directories
             made = MediaTokens(
                 lambda: image_tokens(config, directories, tokenizer),
-                lambda: video_tokens(config, directories, tokenizer, videos),
+                lambda: sounding_video_tokens(config, directories, tokenizer, videos, audio),
                 lambda: audio_tokens(config, directories, tokenizer, audio),
                 placeholders(media_fields(config, tokenizer)),
             )
@@ -131,7 +132,10 @@ class ImageRows:
         """Tokens of the model's media."""
         own = self.arguments
         videos = VideoOptions(
-            fps=own.video_fps, max_frames=own.video_max_frames, max_seconds=own.video_max_seconds
+            fps=own.video_fps,
+            max_frames=own.video_max_frames,
+            max_seconds=own.video_max_seconds,
+            sound=bool(own.use_audio_in_video),
         )
         audio = AudioOptions(max_seconds=own.audio_max_seconds)
         return self._reader.tokens(self.tokenizer, videos, audio)

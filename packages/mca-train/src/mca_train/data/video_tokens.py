@@ -46,6 +46,7 @@ class VideoOptions:
     fps: float | None = None
     max_frames: int | None = None
     max_seconds: float | None = None
+    sound: bool = False
 
 
 class VideoTokens:
@@ -61,6 +62,9 @@ class VideoTokens:
     Raises:
         UsageError: The options do not fit the processor.
     """
+
+    hears = False
+    """The sound of videos is used."""
 
     def __init__(
         self,
@@ -156,6 +160,10 @@ class VideoTokens:
             (padded[start] / facts.fps + padded[start + step - 1] / facts.fps) / 2
             for start in range(0, len(padded), step)
         )
+
+    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the tokens before and after a video."""
+        return self.before, self.after
 
     def ids(self, grid: Grid) -> list[int]:
         """Return the tokens that replace one placeholder of the chat template."""
@@ -473,25 +481,31 @@ def video_tokens(
     if part.video_tokens == "minutes":
         return PooledVideoTokens(processor, token, options, pooled_marks(vision), tokenizer)
     of_images = part.video_tokens in ("second_after", "seconds_after")
-    marks = _marks(config, "image" if of_images else "vision")
+    marks = media_marks(config, "image" if of_images else "vision")
     if of_images:
         image, whole = placeholders(vision)["image"], part.video_tokens == "second_after"
         return FrameImageTokens(processor, image, options, marks, tokenizer, whole=whole)
     if part.video_tokens == "timestamps":
         made: VideoTokens = TimedVideoTokens(processor, token, options, marks, tokenizer)
     else:
-        seconds = part.tokens_per_second
-        if seconds is not None:
-            seconds = vision.get("vision_config", {}).get("tokens_per_second", seconds)
-        if part.video_rules is not None:
-            seconds = vision.get("position_id_per_seconds", seconds)
+        seconds = positions_per_second(config)
         made = VideoTokens(processor, token, options, seconds, part.video_rules)
     made.before, made.after = marks[:1], marks[1:]
     return made
 
 
-def _marks(config: McaModelConfig, medium: str) -> tuple[int, int]:
-    """Return the ids of the tokens before and after a frame."""
+def positions_per_second(config: McaModelConfig) -> float | None:
+    """Return the time positions of a second of video; None: each frame has one."""
+    part, vision = get_family(config.model_type).vision, config.vision_fields or {}
+    if part is None or part.tokens_per_second is None:
+        return None
+    if part.video_rules is not None:
+        return float(vision.get("position_id_per_seconds", part.tokens_per_second))
+    return float(vision.get("vision_config", {}).get("tokens_per_second", part.tokens_per_second))
+
+
+def media_marks(config: McaModelConfig, medium: str) -> tuple[int, int]:
+    """Return the ids of the tokens before and after a frame, or a clip."""
     vision = config.vision_fields or {}
     keys = [f"{medium}_{side}_token_id" for side in ("start", "end")]
     if missing := [key for key in keys if key not in vision]:

@@ -10,7 +10,7 @@ from mca_train import groups
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.sample_consistency import combine_checksums
 from mca_train.losses.token_loss import StepLoss
-from mca_train.metrics.step_rows import StepRows
+from mca_train.metrics.metric_accumulator import StepRows
 
 
 @dataclass

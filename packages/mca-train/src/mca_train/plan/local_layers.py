@@ -179,7 +179,7 @@ def custom_activation(
         return [SavedTensor("gate times its factor", elements * sizes.width, scaled, module)]
     if config.mlp.hidden_act != "xielu":
         return []
-    source = "mca_models/megatron/features/xielu.py: forward"
+    source = "mca_models/megatron/features/mlp.py: forward"
     return [SavedTensor("both branches of xIELU", elements * (3 * sizes.width + 1), source, module)]
 
 

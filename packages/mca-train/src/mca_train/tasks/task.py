@@ -1,4 +1,4 @@
-"""`Task` describes a kind of run; `AnswerTask` is for kinds that train on rows with answers.
+"""`Task` describes a kind of run; `AnswerTask` is for kinds that train on rows with answers, `ScoreTask` for heads.
 
 A kind is a subclass in a module of this package and one line of `table`. ``data`` tokenizes rows, ``losses`` and
 ``trainer`` train; a kind selects among them.
@@ -6,11 +6,13 @@ A kind is a subclass in a module of this package and one line of `table`. ``data
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from mca_config.errors import UsageError
 from mca_train.config.arguments import DataArguments
+from mca_train.losses import options
+from mca_train.losses.options import score_key_problems
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -302,3 +304,47 @@ class AnswerTask(Task):
             numbers=numbers,
             images=reader,
         )
+
+
+@dataclass(kw_only=True)
+class ReferenceArguments:
+    """Reference model."""
+
+    reference_model_name_or_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "Directory of the reference; None: the initial model (with LoRA: without adapter)."
+        },
+    )
+
+
+def adapter_reference_problems(settings: "Settings", arguments: ReferenceArguments) -> Iterator[str]:
+    """Yield an error for each setting that excludes the model without its adapter as the reference."""
+    if arguments.reference_model_name_or_path is not None or not settings.lora.is_enabled:
+        return
+    yield from options.adapter_reference_problems(settings.training)
+    if settings.lora.lora_modules_to_save:
+        yield (
+            "lora_modules_to_save trains parts of the base model, which then cannot be the reference; set "
+            "reference_model_name_or_path, or remove it"
+        )
+
+
+class ScoreTask(AnswerTask):
+    """Kind whose model has a sequence-classification head."""
+
+    def surely_has_target(
+        self, tokenizer: "PreTrainedTokenizerBase", data: DataArguments
+    ) -> "Callable[[Row], bool]":
+        """Return False for every row: a text of one token has no target."""
+        return lambda row: False
+
+    def problems(self, settings: "Settings") -> Iterator[str]:
+        """Yield an error for each key that does not apply to sequence classification."""
+        yield from score_key_problems(settings.training)
+
+    def problems_in_megatron(self, settings: "Settings", megatron: "TransformerConfig") -> Iterator[str]:
+        """Yield an error for each loss that Megatron adds per token."""
+        from mca_train.losses.preference import model_problems
+
+        return model_problems(megatron)

@@ -195,11 +195,14 @@ class VideoRules:
         fps: Frames per second, where neither the run nor the checkpoint gives a number.
         pixels: Fewest and most pixels of a frame, also where the checkpoint's video processor has others.
         exact: Time positions are not rounded down.
+        sound: Order of the tokens of a video and its sound: ``chunks`` of ``seconds_per_chunk``, first those of the
+            frames, with the marks around both at one position; or by ``time``.
     """
 
     fps: float
     pixels: tuple[int, int]
     exact: bool = False
+    sound: Literal["chunks", "time"]
 
 
 @dataclass(frozen=True, kw_only=True)
