@@ -109,14 +109,14 @@ def places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
 
 
 def _video_places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
-    """A video of Qwen 2 VL is one span; later families put text between its frames."""
+    """A video of Qwen 2 VL and EXAONE is one span; later families put text between its frames."""
     seconds = iter(SECONDS)
     found = []
     for row in VIDEO_ROWS:
         spans: list[ImageSpan] = []
         for start, frames in row:
             interval = next(seconds) * TOKENS_PER_SECOND if frames and case.startswith("qwen2_5") else 1.0
-            if case.startswith("qwen2"):
+            if case.startswith(("qwen2", "exaone")):
                 spans.append(ImageSpan(start, *SMALL, max(frames, 1), interval))
             else:
                 spans += [ImageSpan(start + number * 5, *SMALL) for number in range(max(frames, 1))]
