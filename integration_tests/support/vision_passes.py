@@ -47,6 +47,7 @@ VIDEOS = tuple(
         "gemma4-31b",
         "gemma4-e2b",
         "gemma4_unified",
+        "llava_onevision",
     )
 )
 SPARSE_VIDEOS = ("qwen3_vl_moe-video", "qwen3_5_moe-video", "glm4v_moe-video")

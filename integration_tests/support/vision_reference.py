@@ -39,6 +39,8 @@ VIDEOS_ALONE = ("glm4v-", "glm4v_moe-")
 """Models whose videos have the placeholder of images, and which transformers runs with one of both alone."""
 VIDEO_ROWS: tuple[tuple[tuple[int, int], ...], ...] = (((3, 0), (9, 2)), (), ((2, 3), (18, 0)), ())
 """Each row's media of the small size: where they begin, and how many frames a video has; 0: an image."""
+LONE_VIDEO_ROWS: tuple[tuple[tuple[int, int], ...], ...] = (((1, 0), (14, 2)), (), ((2, 3), (10, 0)), ())
+"""The same of LLaVA-OneVision, whose images are the only ones of their rows and have more tokens."""
 SECONDS = (1.5, 0.3)
 """From one frame to the next of each video."""
 TILED = ("internvl", "gemma3", "llava", "deepseek_vl", "llama4", "cohere2_vision", "aya_vision")
@@ -110,6 +112,11 @@ def places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
 
 def _video_places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
     """A video of Qwen 2 VL and EXAONE is one span; later families put text between its frames."""
+    if case.startswith("llava_onevision"):
+        return tuple(
+            tuple(ImageSpan(start, 1, frames + 1 if frames else 10) for start, frames in row)
+            for row in LONE_VIDEO_ROWS
+        )
     seconds = iter(SECONDS)
     found = []
     for row in VIDEO_ROWS:
@@ -129,6 +136,8 @@ def _video_pixels(case: str, number: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(number)
     if case.startswith("gemma4"):
         return _pooled_videos(case, number, generator)
+    if case.startswith("llava_onevision"):
+        return _lone_media(number, generator)
     high, wide = 2 * SMALL[0], 2 * SMALL[1]
     found = {}
     of_images = [1 for _, frames in VIDEO_ROWS[number] if not frames]
@@ -226,6 +235,13 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
     }
 
 
+def _lone_media(number: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return LLaVA-OneVision's image and video of row ``number``."""
+    found = _joined_tiles([(16, 16)], generator) | {"batch_num_images": torch.ones(1, dtype=torch.int64)}
+    frames = max(frames for _, frames in LONE_VIDEO_ROWS[number])
+    return found | {"pixel_values_videos": torch.randn(1, frames, 3, 16, 16, generator=generator)}
+
+
 def joined_tokens(case: str, size: tuple[int, int], images: int) -> int:
     """Return the tokens of an image of ``size`` in a row with so many ``images``."""
     if case.startswith("llava_onevision"):
@@ -283,8 +299,8 @@ def mixed(case: str, folder: Path) -> Mixed:
     model.save_pretrained(path)
     generator = torch.Generator().manual_seed(3)
     input_ids = torch.randint(0, 64, (len(ROWS), LENGTH), generator=generator)
-    where = places(case)
-    for number, (ids, row, media) in enumerate(zip(input_ids, where, VIDEO_ROWS, strict=True)):
+    where, rows = places(case), LONE_VIDEO_ROWS if case.startswith("llava_onevision") else VIDEO_ROWS
+    for number, (ids, row, media) in enumerate(zip(input_ids, where, rows, strict=True)):
         if case.startswith(omni_reference.OMNI):
             omni_reference.write_tokens(ids, number)
             continue
@@ -307,8 +323,9 @@ def mixed(case: str, folder: Path) -> Mixed:
 def logits_of(
     model: Any, input_ids: torch.Tensor, images: tuple[dict[str, torch.Tensor], ...]
 ) -> torch.Tensor:
-    """Return the loss of each token of each row; in Qwen 3 Omni a clip depends on the padding of others."""
-    if model.config.model_type.startswith("qwen3_omni") and len(images) > 1:
+    """Return the loss of each token of each row; computed alone where padding by others counts."""
+    # a clip of Qwen 3 Omni depends on its padding, and transformers takes padding for frames of LLaVA-OneVision
+    if model.config.model_type.startswith(("qwen3_omni", "llava_onevision")) and len(images) > 1:
         rows = zip(input_ids, images, strict=True)
         return torch.cat([logits_of(model, ids[None], (each,)) for ids, each in rows])
     inputs = _for_transformers(model.config.model_type, input_ids, images)
@@ -370,6 +387,8 @@ def of_chunk(
     """Return a chunk's inputs for a row's images and videos: the frames of both, in the order of their tokens."""
     if "num_frames_per_video" in images:
         return _frames_of_chunk(images, ids, row)
+    if "pixel_values_videos" in images and "batch_num_images" in images:
+        return _lone_media_of_chunk(images, is_image_first=int(ids[row[0].start]) == IMAGE)
     if "video_grid_thw" not in images:
         return images
     videos = images["pixel_values_videos"]
@@ -381,6 +400,20 @@ def of_chunk(
         left[token] = left[token][4 * each.tokens :]
         grids += [(1, 2 * each.rows, 2 * each.columns)] * each.frames
     return {"pixel_values": torch.cat(found), "image_grid_thw": torch.tensor(grids)}
+
+
+def _lone_media_of_chunk(images: dict[str, torch.Tensor], *, is_image_first: bool) -> dict[str, torch.Tensor]:
+    """Return LLaVA-OneVision's image and video as media of one kind, in the order of their tokens."""
+    video = images["pixel_values_videos"]
+    media = [
+        {name: images[name] for name in ("pixel_values", "image_sizes", "batch_num_images")},
+        {
+            "pixel_values": video,
+            "image_sizes": torch.tensor([video.shape[-2:]]),
+            "batch_num_images": torch.tensor([-video.shape[1]]),
+        },
+    ]
+    return joined(tuple(media if is_image_first else reversed(media)))
 
 
 def _frames_of_chunk(

@@ -9,6 +9,7 @@ from mca_models.templates.parts.llava import (
     NEWLINE,
     ONEVISION_GRIDS,
     TILED_SPELLINGS,
+    patches_per_side,
     tiled_tensors,
     tiled_tokens,
     tokens_per_tile,
@@ -20,6 +21,11 @@ from mca_models.templates.parts.vision_tower import PROJECTOR, NestedTextConfig,
 def tokens_together(config: McaModelConfig) -> int:
     """Return the features of an image next to others: those of one tile, and the one at its end."""
     return tokens_per_tile(config, clip=False) + 1
+
+
+def tokens_per_frame(config: McaModelConfig) -> int:
+    """Return the features of a frame, whose patches are pooled by two and two."""
+    return int((patches_per_side(config, clip=False) + 1) // 2) ** 2
 
 
 FAMILY = vision_language_family(
@@ -35,6 +41,8 @@ FAMILY = vision_language_family(
         tokens_per_image=partial(tokens_per_tile, clip=False),
         tokens_of_size=partial(tiled_tokens, clip=False),
         tokens_together=tokens_together,
+        video_tokens="pooled",
+        tokens_per_frame=tokens_per_frame,
     ),
     NestedTextConfig(
         text_model_type="",

@@ -174,13 +174,17 @@ def _split_images(images: JsonObject, config: McaModelConfig) -> list[_Image]:
 def _split_sized(images: JsonObject, sizes: Tensor, config: McaModelConfig) -> list[_Image]:
     family = get_family(config.model_type).vision
     assert family is not None and family.tokens_of_size is not None, "the size of an image gives its features"
-    company = images.get("batch_num_images", torch.ones(len(sizes))).tolist()
     found = []
-    for number, ((high, wide), others) in enumerate(zip(sizes.tolist(), company, strict=True)):
-        count = family.tokens_of_size(config, high, wide)
-        if others > 1 and family.tokens_together is not None:
+    for number, (high, wide) in enumerate(sizes.tolist()):
+        own = {name: each[number : number + 1] for name, each in images.items()}
+        company = int(own["batch_num_images"]) if "batch_num_images" in own else 1
+        if company < 1 and family.tokens_per_frame is not None:
+            count = 1 - company * family.tokens_per_frame(config)
+        elif company > 1 and family.tokens_together is not None:
             count = family.tokens_together(config)
-        found.append(_Image({name: each[number : number + 1] for name, each in images.items()}, count, count))
+        else:
+            count = family.tokens_of_size(config, high, wide)
+        found.append(_Image(own, count, count))
     return found
 
 
@@ -216,9 +220,18 @@ def _run_vision(vision: HfModel, images: JsonObject) -> Tensor:
 
 
 def _run_alone_and_together(vision: HfModel, images: JsonObject) -> Tensor:
-    """Return the features of images of which some are the only one of their sequence, and others are not."""
-    alone, found = images["batch_num_images"] == 1, dict[int, Tensor]()
-    for group in (alone, ~alone):
+    """Return the features of images and videos, which ``batch_num_images`` tells apart.
+
+    1 is the only image of its sequence, a larger number one of several images, and a negative one the frames of a
+    video.
+    """
+    company, found = images["batch_num_images"], dict[int, Tensor]()
+    alone, pixels = company == 1, images["pixel_values"]
+    for number, frames in enumerate(company.tolist()):
+        if frames < 1:
+            output = vision.get_video_features(pixels[number : number + 1, :-frames], return_dict=True)
+            found[number] = output.pooler_output[0]
+    for group in (alone, company > 1):
         numbers = group.nonzero()[:, 0].tolist()
         if not numbers:
             continue

@@ -46,10 +46,12 @@ them (``fixed``) or alone (``plain``); a grid of pooled patches between Gemma 4'
 features are joined without their padding (``joined_tiles``); tiles behind their row and column
 (``row_column_tiles``); or the same before the whole image in its own proportions (``thumbnail_tiles``)."""
 
-VideoTokenKind = Literal["together", "timestamps", "second_after", "seconds_after", "minutes", "numbered"]
-"""Frames of a video one after the other; each between marks behind its time in words (``timestamps``), its minutes and
-seconds (``minutes``) or its number (``numbered``), or in front of its whole second (``second_after``) or its seconds
-(``seconds_after``), as an image."""
+VideoTokenKind = Literal[
+    "together", "timestamps", "second_after", "seconds_after", "minutes", "numbered", "pooled"
+]
+"""Frames of a video one after the other, or so with a feature at the end (``pooled``); each between marks behind its
+time in words (``timestamps``), its minutes and seconds (``minutes``) or its number (``numbered``), or in front of its
+whole second (``second_after``) or its seconds (``seconds_after``), as an image."""
 
 _TEXT, _HEAD = "model.", "lm_head."
 _KEYS = (
@@ -220,6 +222,7 @@ class VisionModel:
         tokens_of_size: Features of an image by its height and width, which the tower gets as ``image_sizes``, or as
             ``spatial_shapes`` in patches.
         tokens_together: Features of an image that is not the only one of its sequence, where these are others.
+        tokens_per_frame: Features of a frame of a video, behind whose last one is another.
         reach: Largest number of later tokens that an image token attends to; 0: attention is causal.
         windowed: Only layers with a sliding window have bidirectional attention inside images.
         audio: The audio tower; None: there is none.
@@ -238,6 +241,7 @@ class VisionModel:
     tokens_per_image: Callable[[McaModelConfig], int] | None = None
     tokens_of_size: Callable[[McaModelConfig, int, int], int] | None = None
     tokens_together: Callable[[McaModelConfig], int] | None = None
+    tokens_per_frame: Callable[[McaModelConfig], int] | None = None
     reach: Callable[[McaModelConfig], int] = lambda config: 0
     windowed: bool = False
     audio: AudioTower | None = None
