@@ -83,7 +83,7 @@ class Mixed:
 
 
 def places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
-    """Where the images of each row are; InternVL's tiles and Gemma's images are all of one size."""
+    """Return the positions of each row's images; InternVL's tiles and Gemma's images have one size."""
     if case.startswith(omni_reference.OMNI):
         return omni_reference.places(case)
     if case.endswith(WITH_VIDEOS):
@@ -336,7 +336,7 @@ def logits_of(
 def losses_of(
     model: Any, input_ids: torch.Tensor, images: tuple[dict[str, torch.Tensor], ...]
 ) -> torch.Tensor:
-    """Of each row, of each token but the last."""
+    """Return the losses of each row, of each token but the last."""
     logits = logits_of(model, input_ids, images)
     targets = input_ids[:, 1:].flatten()
     losses = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="none")
