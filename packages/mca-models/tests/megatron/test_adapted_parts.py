@@ -1,4 +1,4 @@
-"""Which modules of a vision-language model an adapter is on, by the parts that are adapted."""
+"""Adapted modules of a vision-language model, by the adapted parts."""
 
 import copy
 from itertools import chain, combinations

@@ -1,4 +1,4 @@
-"""What a step counts is kept where it is until a log is due."""
+"""Counts of a step stay on their device until a log is due."""
 
 import json
 from dataclasses import replace
