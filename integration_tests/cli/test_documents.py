@@ -34,7 +34,6 @@ PAGES = [
 ]
 ELSEWHERE = {
     "docs/reinforcement_learning.md": "test_reinforcement_learning.py runs it, on two ranks",
-    "docs/routing_replay.md": "test_reinforcement_learning.py runs it, on two ranks",
     "docs/weight_stream.md": "test_reinforcement_learning.py runs it, on two ranks",
     "docs/media.md": "test_quick_starts.py plans its runs, and the examples that it names are run",
     "docs/add_a_family.md": "its commands are tests, which run anyway, and its snippet is a line of tiny_hf.py",
