@@ -79,7 +79,7 @@ def model_of(name: str) -> str:
 
 
 def images_in(run: Any) -> Any:
-    """Of each sequence, if the model takes any."""
+    """Return the images of each sequence, if the model takes any."""
     from mca_train.run.plan_input import planned_images
 
     return planned_images(run, **OF_IMAGES) if run.model.vision else None

@@ -1,4 +1,4 @@
-"""What the process of a rank takes for a step, and what the dry run says of it."""
+"""Memory that a step adds to the process of a rank, and the prediction of the dry run."""
 
 import json
 from pathlib import Path

@@ -41,6 +41,7 @@ VIDEOS = tuple(
     for model in (
         "qwen2_vl",
         "qwen2_5_vl",
+        "exaone4_5",
         "qwen3_vl",
         "qwen3_5",
         "glm4v",

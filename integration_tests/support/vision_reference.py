@@ -73,7 +73,7 @@ class Mixed:
 
 
 def places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
-    """Where the images of each row are; InternVL's tiles and Gemma's images are all of one size."""
+    """Return the positions of each row's images; InternVL's tiles and Gemma's images have one size."""
     if case.startswith(omni_reference.OMNI):
         return omni_reference.places(case)
     if case.endswith(WITH_VIDEOS):
@@ -98,7 +98,7 @@ def places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
 
 
 def _video_places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
-    """A video of Qwen 2 VL is one span; later families put text between its frames."""
+    """A video of Qwen 2 VL and EXAONE is one span; later families put text between its frames."""
     if case.startswith("llava_onevision"):
         return tuple(
             tuple(ImageSpan(start, 1, frames + 1 if frames else 10) for start, frames in row)
@@ -110,7 +110,7 @@ def _video_places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
         spans: list[ImageSpan] = []
         for start, frames in row:
             interval = next(seconds) * TOKENS_PER_SECOND if frames and case.startswith("qwen2_5") else 1.0
-            if case.startswith("qwen2"):
+            if case.startswith(("qwen2", "exaone")):
                 spans.append(ImageSpan(start, *SMALL, max(frames, 1), interval))
             else:
                 spans += [ImageSpan(start + number * 5, *SMALL) for number in range(max(frames, 1))]
@@ -310,7 +310,7 @@ def logits_of(
 def losses_of(
     model: Any, input_ids: torch.Tensor, images: tuple[dict[str, torch.Tensor], ...]
 ) -> torch.Tensor:
-    """Of each row, of each token but the last."""
+    """Return the losses of each row, of each token but the last."""
     logits = logits_of(model, input_ids, images)
     targets = input_ids[:, 1:].flatten()
     losses = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="none")

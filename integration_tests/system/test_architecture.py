@@ -1,4 +1,4 @@
-"""Who may import whom in the four packages, checked on their source. Each check is shown to fail on planted source."""
+"""Imports between the four packages, checked on their source. Each check is shown to fail on planted source."""
 
 import ast
 import sys
@@ -201,7 +201,7 @@ def lazy_imports(source: Source) -> list[str]:
 
 
 def more_any(source: Source) -> list[str]:
-    """Whether a module that is no border has more `Any` than `ANY` allows it."""
+    """Report a module inside the borders with more `Any` than `ANY` allows."""
     if source.module in BORDER or "Any" not in source.text:
         return []
     nodes = list(ast.walk(ast.parse(source.text)))

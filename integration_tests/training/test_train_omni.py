@@ -227,6 +227,14 @@ def test_the_sound_of_videos_trains_as_in_transformers(case: Case, root: Path) -
     logs = run_training(folder, f"sound-{case.layout}", *words, *LAYOUTS[case.layout], seq_length=1024)
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
     assert abs(losses[-1] - losses[0]) > 0.05
+    assert [log["image_tokens"] for log in logs] == [_counted(folder, "image", "video")] * STEPS
+    assert [log["audio_tokens"] for log in logs] == [_counted(folder, "audio")] * STEPS
+
+
+def _counted(folder: Path, *media: str) -> int:
+    """Return the placeholders of ``media`` in the rows with sound."""
+    ids = torch.cat([_inputs(folder, *row)["input_ids"][0] for row in SOUND_ROWS])
+    return sum(int((ids == _tokenizer().convert_tokens_to_ids(MARKS[medium][1])).sum()) for medium in media)
 
 
 PARTS: dict[str, tuple[tuple[str, float], ...]] = {

@@ -1,4 +1,4 @@
-"""Where layers stand: laws that hold for every plan, and examples small enough to read."""
+"""Layers of pipeline stages: laws that hold for every plan, and small examples."""
 
 import pytest
 from hypothesis import assume, given

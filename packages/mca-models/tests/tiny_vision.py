@@ -370,7 +370,7 @@ CASES: dict[str, Case] = {
 
 
 def described(case: str, **different: Any) -> dict[str, Any]:
-    """What ``config.json`` of ``case`` would say, its text part with what is ``different``."""
+    """Return ``config.json`` of ``case``, with ``different`` values in its text part."""
     model_type, text, vision, others = CASES[case]
     return {
         "model_type": model_type,

@@ -56,7 +56,7 @@ def video_tokenizer():
 
 def video_processor(model_type="qwen2_5_vl", **different):
     """Frames of patches of 4 x 4 pixels, 2 x 2 of them a token."""
-    if model_type.startswith("qwen2"):
+    if model_type.startswith(("qwen2", "exaone")):
         from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor as Processor
     else:
         from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor as Processor
@@ -105,11 +105,16 @@ def glm_processors(model_type, tokenizer, **different):
 
 def whole_processor(model_type, tokenizer, **different):
     """The processor of transformers for text, images and videos, without torchvision's images."""
+    from transformers.models.exaone4_5.processing_exaone4_5 import Exaone4_5_Processor
     from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
     from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
     from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
-    kinds = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}
+    kinds = {
+        "qwen2_vl": Qwen2VLProcessor,
+        "qwen2_5_vl": Qwen2_5_VLProcessor,
+        "exaone4_5": Exaone4_5_Processor,
+    }
 
     class Processor(kinds.get(model_type, Qwen3VLProcessor)):
         def check_argument_for_proper_class(self, name, argument):

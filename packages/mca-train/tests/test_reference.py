@@ -1,4 +1,4 @@
-"""What tells of the keys: help, schema, the file to begin with, completion. All are held against the real parser."""
+"""Documentation of the keys (help, schema, starter file, completion), compared with the real parser."""
 
 import json
 import re

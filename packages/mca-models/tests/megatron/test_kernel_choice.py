@@ -1,4 +1,4 @@
-"""What Megatron writes to the environment for one model does not stand in another's way."""
+"""Environment variables that Megatron writes for one model do not affect another."""
 
 import os
 
@@ -15,7 +15,7 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def choose(**wanted: str) -> None:
-    """As Megatron's ``LanguageModule`` does."""
+    """Choose a kernel as Megatron's ``LanguageModule`` does."""
     for name, value in wanted.items():
         assert os.getenv(name) in (None, value), f"{name} set to {os.getenv(name)}, but expected {value}"
         os.environ[name] = value

@@ -1,4 +1,4 @@
-"""What would be computed wrongly is refused by name, on the versions and devices where it would be."""
+"""Errors about configurations that would be computed wrongly, on the affected versions and devices."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -64,7 +64,7 @@ _SILENT = (
 
 
 def lines_of_code(text: str) -> int:
-    """See `BOUND`."""
+    """Count lines of code, for `BOUND`."""
     tokens = (
         token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in _SILENT
     )

@@ -63,7 +63,7 @@ SEEING = {kind for kind, family in FAMILIES.items() if family.vision and not fam
 
 
 class Checkpoint:
-    """What transformers saved of one case, read once."""
+    """Saved files of transformers for one case, read once."""
 
     def __init__(self, case: str, directory: Path) -> None:
         self.case = case
@@ -219,7 +219,7 @@ def test_tensors_that_no_table_names_are_carried(tmp_path: Path, caplog: Any) ->
 
 @pytest.mark.parametrize("case", ["qwen2_vl", "qwen2_5_vl"])
 def test_flat_configurations_mean_the_same(case: str) -> None:
-    """As published: the text part's keys beside the vision model's, and a type of rope of its own."""
+    """Read the published form: keys of the text part next to those of the vision model, with another type of RoPE."""
     hf = tiny_vision.described(case)
     text = hf.pop("text_config")
     text["rope_scaling"] = {"type": "mrope", "mrope_section": text.pop("rope_parameters")["mrope_section"]}

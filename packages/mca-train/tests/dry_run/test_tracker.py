@@ -1,4 +1,4 @@
-"""What a dry run counts, and what values it knows."""
+"""Counts of a dry run, and its known values."""
 
 import pytest
 import torch

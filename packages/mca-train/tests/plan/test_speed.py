@@ -35,7 +35,7 @@ WIDE: dict[str, Any] = {"num_attention_heads": 64, "num_query_groups": 16, "kv_c
 
 
 def seconds(folder: Path, **changes: Any) -> float:
-    """Of the passes of a step through 4 layers on one rank."""
+    """Return the seconds of a step's passes through 4 layers on one rank."""
     config = config_from_hf(json.loads(QWEN3_8B.read_text()) | {"num_hidden_layers": 4})
     return step(folder, config.replace_fields(**changes)).passes
 

@@ -56,6 +56,7 @@ _IN_ITS_FILE = (
     "afmoe",
     "apertus",
     "aria_text",
+    "axk1",
     "aya_vision",
     "bamba",
     "bloom",

@@ -51,6 +51,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "Megatron's",
     ),
     "glm4_moe_lite": ("GLM 4.7 Flash: the same, dense layers anywhere", "Megatron's"),
+    "axk1": ("A.X K1: DeepSeek V3's layers, a norm after MoE layers", "Megatron's, our norms"),
     "deepseek_v2": (
         "V2, Lite: MLA; groups chosen by their best expert",
         "Megatron's, our router",
@@ -297,7 +298,6 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
 INDEXER = "DSA (lightning indexer)"
 
 _REASONS: Mapping[str, str] = {
-    "a norm after MoE layers only": "axk1",
     "norms with an input-dependent gate": "axk2",
     "an encoder with an optional causal mask; other head and positions": (
         "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert "

@@ -480,17 +480,18 @@ def video_tokens(
         return PooledFrameTokens(processor, token, options, part.tokens_per_frame(config))
     if part.video_tokens == "minutes":
         return PooledVideoTokens(processor, token, options, pooled_marks(vision), tokenizer)
-    of_images = part.video_tokens in ("second_after", "seconds_after")
-    marks = media_marks(config, "image" if of_images else "vision")
-    if of_images:
-        image, whole = placeholders(vision)["image"], part.video_tokens == "second_after"
-        return FrameImageTokens(processor, image, options, marks, tokenizer, whole=whole)
+    if part.video_tokens in ("second_after", "seconds_after"):
+        marks, whole = media_marks(config, "image"), part.video_tokens == "second_after"
+        return FrameImageTokens(
+            processor, placeholders(vision)["image"], options, marks, tokenizer, whole=whole
+        )
     if part.video_tokens == "timestamps":
+        marks = media_marks(config, "vision")
         made: VideoTokens = TimedVideoTokens(processor, token, options, marks, tokenizer)
     else:
-        seconds = positions_per_second(config)
-        made = VideoTokens(processor, token, options, seconds, part.video_rules)
-    made.before, made.after = marks[:1], marks[1:]
+        made = VideoTokens(processor, token, options, positions_per_second(config), part.video_rules)
+    keys = (f"vision_{side}_token_id" for side in ("start", "end"))
+    made.before, made.after = ([vision[key]] if key in vision else () for key in keys)
     return made
 
 

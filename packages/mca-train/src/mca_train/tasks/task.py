@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mca_train.data.file_rows import FileRows, Row
     from mca_train.data.image_rows import ImageReader, ImageRows
     from mca_train.data.preferences import PairDataset
+    from mca_train.data.samples import AnswerRows
     from mca_train.data.token_dataset import Sample, TokenDataset
     from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.trainer import McaTrainer
@@ -253,22 +254,14 @@ class AnswerTask(Task):
         images: "ImageReader | None" = None,
     ) -> "TokenDataset | PairDataset":
         """Return the tokenized samples, as `Task.samples`."""
-        from mca_train.data.image_rows import reject_images, without_decoding
+        from mca_train.data.image_rows import without_decoding
         from mca_train.data.preferences import PairDataset
         from mca_train.data.samples import answer_sequences
 
-        if images is None or not self.takes_images:
-            reject_images(rows.column_names, data, f"{key}: mca-train {self.name}")
-            encode = self.encoder(rows.column_names, tokenizer, data, key)
-            numbers = self.numbers(rows.column_names, data, key)
-            sequences = answer_sequences(rows, encode, data, key, self.required_content, numbers)
-            return PairDataset(sequences) if self.sides else sequences
-        reader = self.image_rows(rows.column_names, images, data, tokenizer, key)
-        encode = self.encoder(reader.names, reader.tokenizer, reader.arguments, key)
-        numbers = self.numbers(rows.column_names, data, key)  # read from the row itself, in any format
-        sequences = answer_sequences(
-            without_decoding(rows), encode, data, key, self.required_content, numbers, reader
-        )
+        answers = self._answer_rows(rows.column_names, tokenizer, data, key, images)
+        if answers.images is not None:
+            rows = without_decoding(rows)
+        sequences = answer_sequences(rows, answers, data.preprocessing_num_workers)
         return PairDataset(sequences) if self.sides else sequences
 
     def stream(
@@ -281,26 +274,35 @@ class AnswerTask(Task):
         images: "ImageReader | None" = None,
     ) -> "IterableDataset[Sample]":
         """Return the streamed samples, as `Task.stream`."""
-        from mca_train.data.image_rows import reject_images
         from mca_train.data.streams import AnswerStream
 
-        reader = None
-        numbers = self.numbers(names, data, key)
-        is_sure = self.surely_has_target(tokenizer, data)
-        if images is None or images.config.vision_fields is None or not self.takes_images:
+        seen = None if images is None or images.config.vision_fields is None else images
+        answers = self._answer_rows(names, tokenizer, data, key, seen)
+        return AnswerStream(rows, answers, self.surely_has_target(tokenizer, data), sides=self.sides)
+
+    def _answer_rows(
+        self,
+        names: Sequence[str],
+        tokenizer: "PreTrainedTokenizerBase",
+        data: DataArguments,
+        key: str,
+        images: "ImageReader | None",
+    ) -> "AnswerRows":
+        """Return the encoding of rows with the columns ``names``."""
+        from mca_train.data.image_rows import reject_images
+        from mca_train.data.samples import AnswerRows
+
+        reader, numbers = None, self.numbers(names, data, key)  # read from the row itself, in any format
+        if images is None or not self.takes_images:
             reject_images(names, data, f"{key}: mca-train {self.name}")
         else:
             reader = self.image_rows(names, images, data, tokenizer, key)
             names, tokenizer, data = reader.names, reader.tokenizer, reader.arguments
-        encode = self.encoder(names, tokenizer, data, key)
-        return AnswerStream(
-            rows,
-            encode,
-            lambda row: is_sure(row) and not (reader and reader.has_images(row)),  # images add tokens
-            data.seq_length,
-            key,
+        return AnswerRows(
+            encode=self.encoder(names, tokenizer, data, key),
+            length=data.seq_length,
+            key=key,
             wanted=self.required_content,
-            sides=self.sides,
             numbers=numbers,
             images=reader,
         )

@@ -50,7 +50,7 @@ from mca_models.megatron.features.mamba import MAMBA
 from mca_models.megatron.features.media import IMAGES
 from mca_models.megatron.features.mla import MLA
 from mca_models.megatron.features.mlp import MLP, XIELU
-from mca_models.megatron.features.moe import BIASED_EXPERTS, LATENT_MOE, MOE
+from mca_models.megatron.features.moe import BIASED_EXPERTS, LATENT_MOE, MOE, MOE_POST_NORM
 from mca_models.megatron.features.moe_with_dense_mlp import MOE_WITH_DENSE_MLP
 from mca_models.megatron.features.mrope import MROPE
 from mca_models.megatron.features.mtp import MTP, MTP_BEFORE_NORM, MTP_LOSS
@@ -102,6 +102,7 @@ FEATURES: tuple[Feature, ...] = (
     NOISY_EXPERTS,
     SHARED_EXPERT_MEAN,
     MOE_WITH_DENSE_MLP,
+    MOE_POST_NORM,
     IDENTITY_EXPERTS,
     SHORTCUT_MOE,
     GATED_DELTA_NET,

@@ -1,4 +1,4 @@
-"""Mixture of experts: Megatron's settings, and what it cannot compute of experts and routers; latent MoE."""
+"""Mixture of experts: settings, what Megatron cannot compute of experts and routers, latent MoE, post-norms."""
 
 import sys
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from mca_config.types import Values
 from mca_models.megatron.features.feature import Context, Feature, Setup
 from mca_models.megatron.features.group_router import has_custom_groups
 from mca_models.megatron.features.mlp import has_altered_glu
+from mca_models.megatron.features.norms import add_post_norm
 from mca_models.megatron.layers.sharded import ReplicatedLinear
 from mca_models.megatron.types import GptModel, MegatronConfig, MegatronModule, Settings, Upstream, WithBias
 
@@ -176,4 +177,17 @@ LATENT_MOE = Feature(
     settings=lambda config: {"moe_latent_size": given(config.moe).moe_latent_size},
     problems=_latent_problems,
     prepare=latent_projections,
+)
+
+
+def _add_post_norms(model: GptModel, config: McaModelConfig) -> None:
+    for layer in model.decoder.layers:
+        if config.is_moe_layer(layer.layer_number - 1):
+            add_post_norm(layer.mlp, model.config)
+
+
+MOE_POST_NORM = Feature(
+    name="norm after MoE layers",
+    enabled=lambda config: config.moe is not None and config.moe.moe_post_norm,
+    finish=_add_post_norms,
 )

@@ -251,8 +251,10 @@ class VisionModel:
 
     def component(self, name: str, config: McaModelConfig) -> str:
         """Return the component of a tower's ``name``: ``vision``, ``audio``, ``projector``, or ``unused``."""
-        if name.startswith(self.unused(config)):
-            return "unused"
+        return "unused" if name.startswith(self.unused(config)) else self.owner(name)
+
+    def owner(self, name: str) -> str:
+        """Return the part with the tensor ``name``, used or not: ``vision``, ``audio`` or ``projector``."""
         if name.startswith(self.projector):
             return "projector"
         return "audio" if self.audio is not None and name.startswith(self.audio.names) else "vision"
