@@ -270,7 +270,7 @@ class VisionModel:
     @property
     def text_module(self) -> str:
         """Return the name of the text model in transformers' class."""
-        return self.spellings[-1].text.split(".")[1]
+        return next(part for part in self.spellings[-1].text.split(".") if part.endswith("_model"))
 
     def params(self, config: McaModelConfig) -> list[Param]:
         """Every parameter of the vision model: whole on each tensor rank of the first stage."""
