@@ -1,4 +1,4 @@
-"""What a push to the Hub deletes there and when, what it needs, and models of which no headers can be fetched."""
+"""Pushes to the Hub: deleted files and their order, requirements, and models without headers."""
 
 import logging
 import sys

@@ -170,7 +170,7 @@ def test_a_load_balancing_loss_without_a_coefficient_has_transformers(kind: str)
 
 @pytest.mark.parametrize("kind", TEXT)
 def test_other_names_of_keys_win(kind: str) -> None:
-    """As in transformers, where a file has both."""
+    """Prefer the other names as transformers does, if a file has both."""
     its = transformers.CONFIG_MAPPING[kind] if kind in transformers.CONFIG_MAPPING else None
     full = transformers.AutoConfig.for_model(kind, **MUST_BE_SAID.get(kind, {})).to_dict() if its else {}
     for alias, name in (its.attribute_map if its else {}).items():

@@ -30,6 +30,12 @@ PUBLISHED = {
     "glm-4.5v": 107_710_933_120,
     "glm-4.6v": pytest.approx(107.7e9, abs=0.1e9),
     "llava-1.5-7b": 7_063_427_072,
+    # written from memory, as the numbers that their pages give
+    "llava-1.6-mistral-7b": 7_566_747_648,
+    "idefics3-8b-llama3": pytest.approx(8.46e9, abs=0.01e9),
+    "llava-onevision-qwen2-7b": pytest.approx(8.03e9, abs=0.01e9),
+    "lfm2-vl-450m": pytest.approx(0.451e9, abs=0.001e9),
+    "smolvlm2-2.2b": pytest.approx(2.25e9, abs=0.01e9),
     "llama-4-scout": pytest.approx(108.64e9, abs=0.01e9),
     "deepseek-vl-7b": pytest.approx(7.2e9, abs=0.2e9),
     "exaone-4.5-33b": pytest.approx(33e9, abs=2e9),
@@ -56,7 +62,7 @@ SEEING = {kind for kind, family in FAMILIES.items() if family.vision and not fam
 
 
 class Checkpoint:
-    """What transformers saved of one case, read once."""
+    """Saved files of transformers for one case, read once."""
 
     def __init__(self, case: str, directory: Path) -> None:
         self.case = case
@@ -212,7 +218,7 @@ def test_tensors_that_no_table_names_are_carried(tmp_path: Path, caplog: Any) ->
 
 @pytest.mark.parametrize("case", ["qwen2_vl", "qwen2_5_vl"])
 def test_flat_configurations_mean_the_same(case: str) -> None:
-    """As published: the text part's keys beside the vision model's, and a type of rope of its own."""
+    """Read the published form: keys of the text part next to those of the vision model, with another type of RoPE."""
     hf = tiny_vision.described(case)
     text = hf.pop("text_config")
     text["rope_scaling"] = {"type": "mrope", "mrope_section": text.pop("rope_parameters")["mrope_section"]}

@@ -30,7 +30,7 @@ def complete_peft_config(
     Args:
         document: Of ``adapter_config.json``; it is changed.
         config: Of the model.
-        adapted: Of ``language``, ``vision`` and ``projector``, those that get an adapter.
+        adapted: Of ``language``, ``vision``, ``audio`` and ``projector``, those that get an adapter.
 
     Returns:
         A line for the log if names were replaced, else None.
@@ -79,7 +79,7 @@ def exclude_unadapted(document: JsonObject, config: McaModelConfig, adapted: Col
     Args:
         document: Of ``adapter_config.json``; it is changed.
         config: Of the model; one of text alone has no parts.
-        adapted: Of ``language``, ``vision`` and ``projector``.
+        adapted: Of ``language``, ``vision``, ``audio`` and ``projector``.
     """
     unadaptable = (
         sorted(get_family(config.model_type).text(config).unadaptable) if _means_all(document) else ()
@@ -245,16 +245,21 @@ def _parts_left(config: McaModelConfig, adapted: Collection[str]) -> list[str]:
     if family.vision is None:
         return []
     spelling = family.vision.spelling(family.with_module_names(config))
-    sees = _beginning_with(spelling.vision.values())
-    joins = _beginning_with(map(spelling.vision_to_file, family.vision.projector))
-    parts = {
-        "language": f"(?!{sees}).*",
-        "vision": f"(?!{joins}){sees}.*",
-        "projector": f"{joins}.*",
+    audio = () if family.vision.audio is None else family.vision.audio.names
+    towers = _beginning_with(spelling.vision.values())
+    joins, hears = (
+        [*map(spelling.vision_to_file, prefixes)] for prefixes in (family.vision.projector, audio)
+    )
+    patterns = {
+        "language": f"(?!{towers}).*",
+        "vision": f"(?!{_beginning_with([*joins, *hears])}){towers}.*",
+        "audio": f"(?!{_beginning_with(joins)}){_beginning_with(hears)}.*",
+        "projector": f"{_beginning_with(joins)}.*",
     }
-    left = [pattern for part, pattern in parts.items() if part not in adapted]
+    found = {"language", *family.vision.parts(config)}
+    left = [pattern for part, pattern in patterns.items() if part in found and part not in adapted]
     if family.vision.fused_qkv and "vision" in adapted:  # three linears of PEFT's, one of mca's
-        left.append(rf"{sees}.*\.[qkv]_proj")
+        left.append(rf"{towers}.*\.[qkv]_proj")
     return left
 
 
@@ -263,4 +268,8 @@ def _named(name: str) -> str:
 
 
 def _beginning_with(names: Iterable[str]) -> str:
-    return f"(?:{'|'.join(map(re.escape, names))})"
+    """Return a pattern for names of modules; a name with a point at its end is that of a module with its parts."""
+    patterns = (
+        re.escape(name.removesuffix(".")) + (r"(?![^.])" if name.endswith(".") else "") for name in names
+    )
+    return f"(?:{'|'.join(patterns)})"

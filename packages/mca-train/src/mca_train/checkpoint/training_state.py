@@ -24,14 +24,13 @@ from mca_train.checkpoint import fp8_scales, optimizer_state
 from mca_train.checkpoint.integrity import ARGUMENTS_FILE
 from mca_train.checkpoint.loop_state import LoopState
 from mca_train.checkpoint.main_params import SavedWeights
+from mca_train.checkpoint.output_files import TRAINING
 from mca_train.engine.engine import Engine
 from mca_train.engine.rng import load_rng, matches_layout, save_rng
 from mca_train.groups import Ranks
 from mca_train.types import Upstream
 
 logger = logging.getLogger(__name__)
-
-TRAINING = "training"
 
 
 class Schedule(Protocol):

@@ -1,6 +1,7 @@
 """Token counts and pixel tensors of images, from the image processor of the checkpoint.
 
-The differences between model families are in `image_processors`. `media_tokens` joins images and videos.
+Kinds of tokens are in `patch_grids`, `image_tiles` and `pooled_patches`; `image_processors` chooses one for a model.
+`media_tokens` joins images and videos.
 """
 
 from abc import ABC, abstractmethod
@@ -56,6 +57,10 @@ class ImageTokens(ABC):
     @abstractmethod
     def _made(self, made: dict[str, Tensor]) -> list[Grid]:
         """Return the grids of images from the processor's outputs."""
+
+    def in_sequence(self, grids: Sequence[Grid]) -> list[Grid]:
+        """Return the grids of the media of one sequence, of which those of images may depend on each other."""
+        return list(grids)
 
     def ids(self, grid: Grid) -> list[int]:
         """Return the tokens that replace one placeholder of the chat template."""
