@@ -113,7 +113,7 @@ def restored(folder: Path) -> dict[str, Any]:
         parallel.seed_device(3, parallel.start(layout))
         here: Any = groups.current_ranks(layout)
         nothing: Any = None
-        TrainingState(nothing, nothing, here, RunPosition()).load_rng(folder / checkpoint)
+        TrainingState(nothing, nothing, here, RunPosition()).load_rng(folder / checkpoint, drops=True)
         return torch.rand(4).tolist(), own
 
     parallel.seed_device(3, parallel.start(one))

@@ -209,7 +209,7 @@ def test_tensors_that_no_table_names_are_carried(tmp_path: Path, caplog: Any) ->
     with caplog.at_level(logging.WARNING):
         found = saved.family.with_checkpoint_names(config_from_hf(saved.hf), shapes.keys(), shapes)
     assert (
-        "copies unchanged what is not known of the vision model: 1 tensor (vision_tower.head.probe)"
+        "because mca does not know them: 1 tensor of the vision model (vision_tower.head.probe)"
         in caplog.text
     )
     again = McaModelConfig.from_json(found.to_json())

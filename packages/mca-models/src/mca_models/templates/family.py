@@ -34,7 +34,7 @@ def count_mtp_layers(config: McaModelConfig, names: Collection[str], prefix: str
     mtp = prefix or f"model.layers.{config.num_layers}."
     if config.mtp_num_layers and not any(name.startswith(mtp) for name in names):
         logger.warning(
-            "config.json has %s, the checkpoint none; the model is built without",
+            "config.json counts %s, but the checkpoint has no such tensors; the model is built without",
             counted(config.mtp_num_layers, "MTP layer"),
         )
         return 0
@@ -176,7 +176,7 @@ class Family:
             extra["hf_duplicates"] = [spelling.text_to_file(name) for name in extra["hf_duplicates"]]
         if more := vision.more(config, spelling, names, shapes):
             logger.warning(
-                "copies unchanged what is not known of the vision model: %s (%s)",
+                "copied unchanged and not trained, because mca does not know them: %s of the vision model (%s)",
                 counted(len(more), "tensor"),
                 next(iter(more)),
             )

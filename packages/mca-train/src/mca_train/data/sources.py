@@ -223,8 +223,8 @@ def _reader_options(path: Path, source: Source, key: str) -> JsonObject:
     ]
     if left and builder.config.name == "default":
         logger.warning(
-            "%s: %s: leaves out %s (%s, ...), as the names of others say train, test or validation; name each file as "
-            "an entry, or rename them",
+            "%s: %s: %s not read (%s, ...), because other files are named as splits (train, test, validation); list "
+            "each file as an entry, or rename them",
             key,
             redacted(source.path),
             counted(len(left), "file"),

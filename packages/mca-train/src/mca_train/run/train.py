@@ -262,6 +262,7 @@ def make_trainer(inputs: Inputs) -> "McaTrainer":
     if (path := run.task.reference(settings)) is not None:
         assert run.reference is not None, "it has been read with the run"
         # the reference first, as building a model seeds the random states
+        logger.info("loading the reference model, then the trained model")
         reference = _base(settings, path, run.reference.vocab_size, len(inputs.tokenizer))
         reference.requires_grad_(False)
     path = settings.data.model_name_or_path
