@@ -368,7 +368,8 @@ WITHIN, OF_SAMPLE = 0.10, 0.05
 
 def checked(name: str, folder: str) -> Any:
     """The checked run of a case."""
-    from mca_train.run.rules import check, make_settings
+    from mca_train.run.rules import check
+    from mca_train.run.settings import make_settings
     from mca_train.tasks.table import TASKS
 
     _, kind, world_size, _ = CASES[name]

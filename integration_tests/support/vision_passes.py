@@ -23,6 +23,12 @@ DENSE = (
     "gemma4-e2b",
     "gemma4_unified",
     "llava",
+    "llava_next",
+    "llava_onevision",
+    "idefics3",
+    "smolvlm",
+    "lfm2_vl",
+    "ovis2",
     "exaone4_5",
     "deepseek_vl",
     "glm46v",
@@ -35,12 +41,14 @@ VIDEOS = tuple(
     for model in (
         "qwen2_vl",
         "qwen2_5_vl",
+        "exaone4_5",
         "qwen3_vl",
         "qwen3_5",
         "glm4v",
         "gemma4-31b",
         "gemma4-e2b",
         "gemma4_unified",
+        "llava_onevision",
     )
 )
 SPARSE_VIDEOS = ("qwen3_vl_moe-video", "qwen3_5_moe-video", "glm4v_moe-video")
@@ -68,6 +76,7 @@ def sizes(layout: str) -> str:
 def of_all_parts(reference: Mixed, layout: str, **of_ddp: Any) -> tuple[Any, list[Any]]:
     """A model all of which trains, and its chunks in Megatron's wrapper."""
     from mca_models.megatron import AutoModel
+    from mca_models.megatron.features.vision_tower import model_parts
 
     settings: dict[str, Any] = {"calculate_per_token_loss": True, "moe_aux_loss_coeff": 0.0}
     settings["moe_router_bias_update_rate"] = 0.0  # transformers leaves the bias of experts as it is
@@ -78,7 +87,7 @@ def of_all_parts(reference: Mixed, layout: str, **of_ddp: Any) -> tuple[Any, lis
             "recompute_num_layers": 1,
         }
     model = AutoModel.from_pretrained(reference.path, arguments(sizes(layout), **settings))
-    model.train_parts({"language", "vision", "projector"})
+    model.train_parts(model_parts(model.config))
     return model, wrapped(model, layout, **of_ddp)
 
 
