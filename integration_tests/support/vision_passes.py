@@ -29,6 +29,7 @@ DENSE = (
     "idefics3",
     "smolvlm",
     "lfm2_vl",
+    "ovis2",
     "exaone4_5",
     "deepseek_vl",
     "glm46v",
