@@ -193,7 +193,7 @@ DAMAGES = {"truncated": truncate, "flipped": flip, "lost": None}
 
 
 def find_all(folders: dict[str, Path]) -> dict[str, tuple[str, str]]:
-    """What ``auto`` finds in each folder, and what naming the spoilt checkpoint says."""
+    """Return the checkpoint that ``auto`` finds in each folder, and the error of naming the damaged one."""
     from mca_config.errors import McaError
     from mca_config.layout import ParallelLayout
     from mca_models.megatron.distributed import parallel

@@ -73,7 +73,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 
 @pytest.fixture(scope="module")
 def whole(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    """What comes of each kind without a fault; the saved one is resumed."""
+    """Return the outcome of each kind of run without a fault; the saved one is resumed."""
     cases = {kind: runs.case(kind) for kind in KINDS}
     cases["save"] |= {"folder": cases["resume"]["from"], "keep": True}
     found = dict(
@@ -86,7 +86,7 @@ def whole(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fou
 
 
 def fault_of(kind: str, found: Found, whole: Found, failed: str) -> str | None:
-    """What is wrong with the outcome of a run in which a call of rank ``failed`` has failed; None if nothing is."""
+    """Return the problem with a run in which a call of rank ``failed`` has failed; None: there is none."""
     ranks, tree = found["ranks"], dict(found["tree"])
     if any(LOCK in site for site in found["sites"][failed]):
         tree.pop(LOCK, None)  # it cannot be removed, and says so
@@ -108,7 +108,7 @@ def fault_of(kind: str, found: Found, whole: Found, failed: str) -> str | None:
 
 
 def by_chance(rank: str, fault: Fault) -> bool:
-    """Whether a call may be missing: how often a rank looks into a folder hangs on the others.
+    """Return True if a call may be missing: how often a rank looks into a folder depends on the others.
 
     Rank 0 makes the run's folder to try it and removes it again; another rank may look before, while or after, and
     looks for a log only in a folder.
@@ -150,7 +150,7 @@ KNOWN: dict[str, tuple[str, str, str, int]] = {
     "Megatron looks into its own": ("save", "readdir64", "/optimizer", 0),
     "Megatron makes its own again": ("save", "mkdir", "/optimizer", 1),
     "the log cannot take its place": ("save", "rename", "/.train_log.jsonl", 0),
-    "the directory cannot be listed when all is written": ("save", "opendir", "output_dir_guard.py", -1),
+    "the directory cannot be listed when all is written": ("save", "opendir", "output_dir.py", -1),
     "torch's reader of a random state": ("resume", "close", "/training/rng_", 0),
 }
 """What left the other rank waiting, a file behind, or a traceback.

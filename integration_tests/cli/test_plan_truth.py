@@ -90,9 +90,8 @@ def evaluations(folder: Path) -> list[tuple[int, int]]:
     from dataclasses import replace
 
     from mca_models import AutoModel
-    from mca_train.dry_run.modules import ModuleNames
     from mca_train.dry_run.step import Modes, build
-    from mca_train.dry_run.tracker import KEPT, STEP, Tracker
+    from mca_train.dry_run.tracker import KEPT, STEP, ModuleNames, Tracker
     from mca_train.plan.memory import plan_layout
     from mca_train.run.plan_input import make_plan_input
 

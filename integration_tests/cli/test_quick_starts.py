@@ -75,7 +75,7 @@ def commands(page: Path) -> list[list[str]]:
 
 def needs(kind: str, file: Path | None, flags: list[str], gpus: int) -> tuple[int, list[int]]:
     """Bytes of the fullest stage, and the stages that do not fit."""
-    from mca_models.megatron.factory.target import Target
+    from mca_models.megatron.factory.transformer_config import Target
     from mca_train.plan.hardware import load_hardware
     from mca_train.plan.memory import plan_layout
     from mca_train.plan.remedies import largest_stage, stages_over_limit

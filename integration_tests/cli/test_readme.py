@@ -1,4 +1,4 @@
-"""What the READMEs and docs say is true: links resolve, examples without a model run and give what they promise."""
+"""Truth of the READMEs and docs: links resolve, and examples without a model run and give the promised output."""
 
 import ast
 import re

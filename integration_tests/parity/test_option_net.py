@@ -69,7 +69,7 @@ def test_most_of_the_sample_is_trained(net: Net) -> None:
 
 @pytest.fixture(scope="module")
 def small(request: pytest.FixtureRequest) -> dict[str, Verdict]:
-    """Of the cases that faults spoil, without and with them, and of those that are known."""
+    """Return the verdicts of cases that faults break, without and with the faults, and of known cases."""
     names = needed(request, "name")
     faults = {name: case for name, (_, case, _) in FAULTS.items() if name in names}
     cases = [replace(case, fault=fault) for name, case in faults.items() for fault in ("", name)]

@@ -198,7 +198,7 @@ def _shared_gradients_stay_apart() -> None:
 
 
 def dealt_with_draws(reference: Mixed) -> tuple[list[int], torch.Tensor]:
-    """How many values this rank's vision model drew, and the random state after. Runs on every rank."""
+    """Return the number of draws of this rank's vision model, and the random state after them. Runs on every rank."""
     model, chunks = of_all_parts(reference, "tp2")
     drawn: list[int] = []
 
@@ -220,7 +220,7 @@ def test_dealt_images_leave_random_states_alike(tmp_path: Path) -> None:
 
 
 def moved_biases(reference: Mixed) -> list[bool]:
-    """Whether a step moves the biases of routers: with the text part frozen, and trained."""
+    """Return True if a step changes router biases, with the text part frozen and trained."""
     from mca_models.megatron import AutoModel
 
     found = []

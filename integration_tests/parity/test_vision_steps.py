@@ -140,7 +140,7 @@ def _frozen_in_python(model: Any, reported: Any) -> str:
 
 
 def refused(reference: Mixed) -> list[str]:
-    """What a trainer says of its arguments; of two stages only the first has the vision model. Runs on every rank."""
+    """Return the trainer's errors; of two stages only the first has the vision model. Runs on every rank."""
     from mca_config.errors import McaError
     from mca_models.megatron import AutoModel
     from mca_models.megatron.peft import get_peft_model

@@ -28,6 +28,7 @@ DENSE = (
     "idefics3",
     "smolvlm",
     "lfm2_vl",
+    "ovis2",
     "exaone4_5",
     "deepseek_vl",
     "glm46v",
@@ -40,12 +41,14 @@ VIDEOS = tuple(
     for model in (
         "qwen2_vl",
         "qwen2_5_vl",
+        "exaone4_5",
         "qwen3_vl",
         "qwen3_5",
         "glm4v",
         "gemma4-31b",
         "gemma4-e2b",
         "gemma4_unified",
+        "llava_onevision",
     )
 )
 SPARSE_VIDEOS = ("qwen3_vl_moe-video", "qwen3_5_moe-video", "glm4v_moe-video")

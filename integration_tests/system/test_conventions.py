@@ -87,7 +87,7 @@ def _beside_the_sources() -> list[list[Source]]:
 
 
 def missing_names(source: Source, modules: dict[str, set[str]]) -> list[str]:
-    """What `from module import name` would not find, wherever in the file it stands."""
+    """Return the names that `from module import name` would not find, anywhere in the file."""
     return [
         f"{source.module}:{node.lineno} {node.module} has no {alias.name}"
         for node in ast.walk(ast.parse(source.text))

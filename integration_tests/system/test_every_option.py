@@ -309,7 +309,7 @@ def without_effect(models: Path, output: Path) -> tuple[list[str], bool]:
 
 
 def is_steady(checkpoint: Path, output: Path, **changes: Any) -> bool:
-    """Whether log-probabilities are the same twice."""
+    """Return True if log-probabilities are the same twice."""
     from mca_models import AutoModel
 
     model = AutoModel.from_pretrained(checkpoint, arguments(output, **changes))

@@ -17,7 +17,6 @@ ROOMS: Mapping[str, set[str]] = {
         "features.biased_router",
         "features.group_router",
         "features.identity_experts",
-        "features.latent_moe",
         "features.moe",
         "features.moe_with_dense_mlp",
         "features.shortcut_moe",

@@ -40,6 +40,15 @@ ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("<audio><audio>?", ("spoken.wav", "short.wav"), "green it is"),
 )
 """Question, its files, and the answer."""
+SOUND_ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("<video>what, after <audio>?", ("sounding.mkv", "short.wav"), "red"),
+    ("nothing to see?", (), "no"),
+    ("<image> or <video>", ("wide.png", "sounding.mkv"), "blue"),
+    ("<audio>?", ("short.wav",), "green it is"),
+)
+"""Rows with the sound of videos."""
+SOUNDING = 2.3
+"""Seconds of the sound of a video."""
 LAYOUTS = {
     "one": (),
     "cp2packed": (
@@ -88,14 +97,18 @@ def folder_of(kind: str, root: Path) -> Path:
     video_processor("qwen2_5_omni", patch_size=PATCH[kind]).save_pretrained(folder / "model")
     draw(folder / "wide.png", 24, 16)
     write(folder / "clip.mp4", 8, 4, 16, 24)
+    write(folder / "sounding.mkv", 8, 4, 16, 24, sound=tone(SOUNDING))
     for name, seconds in SECONDS.items():
         soundfile.write(folder / f"{name}.wav", tone(seconds), 16000, subtype="FLOAT")
-    media = {"images": ".png", "videos": ".mp4", "audios": ".wav"}
-    with (folder / "sft.jsonl").open("w") as lines:
-        for asked, files, said in ROWS:
-            turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
-            columns = {name: [file for file in files if file.endswith(end)] for name, end in media.items()}
-            lines.write(json.dumps({"messages": turns, **columns}) + "\n")
+    media = {"images": (".png",), "videos": (".mp4", ".mkv"), "audios": (".wav",)}
+    for file, rows in (("sft", ROWS), ("sound", SOUND_ROWS)):
+        with (folder / f"{file}.jsonl").open("w") as lines:
+            for asked, files, said in rows:
+                turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+                columns = {
+                    name: [file for file in files if file.endswith(end)] for name, end in media.items()
+                }
+                lines.write(json.dumps({"messages": turns, **columns}) + "\n")
     return folder
 
 
@@ -119,9 +132,13 @@ def _inputs(folder: Path, asked: str, files: tuple[str, ...], said: str) -> dict
         "audio": [tone(SECONDS[file[:-4]]) for file in files if file.endswith(".wav")],
     }
     given = {name: some for name, some in given.items() if some}
-    clips = [folder / file for file in files if file.endswith(".mp4")]
+    clips = [folder / file for file in files if file.endswith((".mp4", ".mkv"))]
     if clips:
         given |= {"do_sample_frames": True, "fps": DEFAULT_FPS[kind]}
+    if sounding := any(clip.suffix == ".mkv" for clip in clips):
+        given["audio"] = [tone(SOUNDING), *given.get("audio", ())]
+        given |= {"load_audio_from_video": True, "position_id_per_seconds": 25}
+        given["audio_from_video_indices"] = [0, *[None] * (len(given["audio"]) - 1)]
     prompt = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
     images = processor(patch_size=PATCH[kind])
     found, whole = (
@@ -132,7 +149,7 @@ def _inputs(folder: Path, asked: str, files: tuple[str, ...], said: str) -> dict
     labels = ids.masked_fill(torch.arange(ids.shape[1]) < length, -100)
     if "video_second_per_grid" in whole:
         whole["video_second_per_grid"] = torch.as_tensor(whole["video_second_per_grid"])
-    return {**whole, "labels": labels}
+    return {**whole, "labels": labels, **({"use_audio_in_video": True} if sounding else {})}
 
 
 @cache
@@ -156,12 +173,14 @@ def _part(name: str) -> str:
 
 
 @cache
-def _expected(folder: Path, rates: tuple[tuple[str, float], ...] = ()) -> tuple[list[float], Any]:
+def _expected(
+    folder: Path, rates: tuple[tuple[str, float], ...] = (), rows_of: tuple[Any, ...] = ROWS
+) -> tuple[list[float], Any]:
     """The losses of fine-tuning the thinker in transformers, with a learning rate for each part, and the thinker."""
     whole = transformers.AutoModelForMultimodalLM.from_pretrained(
         folder / "model", attn_implementation="eager"
     )
-    model, rows = whole.thinker, [_inputs(folder, *row) for row in ROWS]
+    model, rows = whole.thinker, [_inputs(folder, *row) for row in rows_of]
     count = sum(int((row["labels"] != -100).sum()) for row in rows)
     rate_of = {"language": RATE, "vision": RATE, "audio": RATE, "projector": RATE, **dict(rates)}
     groups: dict[str, list[Any]] = {part: [] for part in rate_of}
@@ -196,6 +215,26 @@ def test_every_medium_trains_as_in_transformers(case: Case, root: Path) -> None:
         (float((theirs[name] - x).detach().abs().max()), name) for name, x in model.named_parameters()
     )
     assert worst[0] < 5e-5, worst
+
+
+@pytest.mark.cases(0, always=["qwen2_5_omni-cp2packed", "qwen3_omni_moe-tp2sp"])
+@pytest.mark.parametrize("case", as_params(product(MODELS, tuple(LAYOUTS))))
+def test_the_sound_of_videos_trains_as_in_transformers(case: Case, root: Path) -> None:
+    """The tokens of a video and its sound alternate, on both sides of the parts of ranks."""
+    folder = folder_of(case.model, root)
+    losses, _ = _expected(folder, rows_of=SOUND_ROWS)
+    words = ("--train_file", str(folder / "sound.jsonl"), "--use_audio_in_video", "--save_hf_model", "false")
+    logs = run_training(folder, f"sound-{case.layout}", *words, *LAYOUTS[case.layout], seq_length=1024)
+    assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
+    assert abs(losses[-1] - losses[0]) > 0.05
+    assert [log["image_tokens"] for log in logs] == [_counted(folder, "image", "video")] * STEPS
+    assert [log["audio_tokens"] for log in logs] == [_counted(folder, "audio")] * STEPS
+
+
+def _counted(folder: Path, *media: str) -> int:
+    """Return the placeholders of ``media`` in the rows with sound."""
+    ids = torch.cat([_inputs(folder, *row)["input_ids"][0] for row in SOUND_ROWS])
+    return sum(int((ids == _tokenizer().convert_tokens_to_ids(MARKS[medium][1])).sum()) for medium in media)
 
 
 PARTS: dict[str, tuple[tuple[str, float], ...]] = {

@@ -1,4 +1,4 @@
-"""What the package exports, and that it stays light."""
+"""Exports of the package, and its light import."""
 
 import subprocess
 import sys

@@ -253,6 +253,16 @@ CASES: dict[str, Case] = {
         },
         {"image_token_id": 65, "projector_hidden_size": 20},
     ),
+    "ovis2": (
+        "ovis2",
+        {"model_type": "qwen2", "head_dim": 8},
+        {**_SIGLIP, "hidden_stride": 2, "vocab_size": 21, "qkv_bias": True},
+        {
+            **{"image_token_id": 65, "visual_indicator_token_ids": [66, 67, 68, 69, 64]},
+            **{"hidden_size": tiny_hf.SIZE["hidden_size"], "vocab_size": tiny_hf.SIZE["vocab_size"]},
+            "tie_word_embeddings": False,
+        },
+    ),
     "llava_next": (
         "llava_next",
         {"model_type": "mistral", "sliding_window": None},
@@ -360,7 +370,7 @@ CASES: dict[str, Case] = {
 
 
 def described(case: str, **different: Any) -> dict[str, Any]:
-    """What ``config.json`` of ``case`` would say, its text part with what is ``different``."""
+    """Return ``config.json`` of ``case``, with ``different`` values in its text part."""
     model_type, text, vision, others = CASES[case]
     return {
         "model_type": model_type,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 from tokenizers_for_tests import byte_tokenizer
 
-from mca_config.metrics import GREATER_IS_BETTER
+from mca_config.training_checks import GREATER_IS_BETTER
 from mca_train.cli import main
 from mca_train.config.arguments import DataArguments
 from mca_train.data.encoding import tokenize_answer

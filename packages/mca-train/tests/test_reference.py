@@ -1,4 +1,4 @@
-"""What tells of the keys: help, schema, the file to begin with, completion. All are held against the real parser."""
+"""Documentation of the keys (help, schema, starter file, completion), compared with the real parser."""
 
 import json
 import re
@@ -12,11 +12,10 @@ from mca_config.page_tables import update_document
 from mca_train.cli import main
 from mca_train.config.hf_fields import read_hf_fields
 from mca_train.config.renamed_options import RENAMED
+from mca_train.reference.commands import schema, starter
 from mca_train.reference.flags import format_default, value_placeholder
 from mca_train.reference.keys import REQUIRED, declared_keys, task_keys
 from mca_train.reference.pages import TABLES
-from mca_train.reference.schema import schema
-from mca_train.reference.starter import starter
 from mca_train.tasks.table import TASKS
 
 KINDS = sorted(TASKS)

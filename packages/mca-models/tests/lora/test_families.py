@@ -196,7 +196,7 @@ def test_of_experts_that_are_modules_there_is_nothing_to_tell(caplog: pytest.Log
 
 
 def test_types_whose_experts_peft_turns() -> None:
-    """When this fails, PEFT or transformers has other ones: `FUSING_MODEL_TYPES` takes them over."""
+    """Compare `FUSING_MODEL_TYPES` with PEFT and transformers; a failure means that the list needs an update."""
     from peft.utils import transformers_weight_conversion as conversion
 
     bases = conversion._MODEL_TO_CONVERSION_PATTERN

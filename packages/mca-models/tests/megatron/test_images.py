@@ -1,4 +1,4 @@
-"""What keeps a model from taking images, which parts it has, and which channels follow which position."""
+"""Reasons why a model takes no images, its parts, and the channels of each position."""
 
 import re
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What would be computed wrongly is refused by name, on the versions and devices where it would be."""
+"""Errors about configurations that would be computed wrongly, on the affected versions and devices."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +14,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.megatron import platform
 from mca_models.megatron.factory.execution import layout_settings, pipeline_settings
 from mca_models.megatron.factory.limits import require_supported
-from mca_models.megatron.factory.target import Target
-from mca_models.megatron.factory.transformer_config import transformer_config
+from mca_models.megatron.factory.transformer_config import Target, transformer_config
 from mca_models.megatron.log_probs.forward import _require_packs
 
 V16, V17, V18, V19 = (0, 16, 1), (0, 17), (0, 18), (0, 19, 2)

@@ -25,6 +25,7 @@ LONGER = {
             "llama4",
             "minimax_m3_vl",
             "mistral3",
+            "ovis2",
             "qwen2_vl",
         ),
     ),
@@ -63,7 +64,7 @@ _SILENT = (
 
 
 def lines_of_code(text: str) -> int:
-    """See `BOUND`."""
+    """Count lines of code, for `BOUND`."""
     tokens = (
         token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in _SILENT
     )

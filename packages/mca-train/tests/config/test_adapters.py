@@ -1,4 +1,4 @@
-"""What of an adapter is known before there is a model that it could be on."""
+"""Checks of an adapter before its model is loaded."""
 
 import json
 from pathlib import Path

@@ -10,9 +10,21 @@ import pytest
 import torch
 import transformers
 from drawn_images import draw
-from image_kinds import KINDS, SIZES, gemma4, idefics, lfm2_vl, llava_next, llava_onevision, mistral3
+from image_kinds import (
+    KINDS,
+    SIDE,
+    SIZES,
+    gemma4,
+    idefics,
+    lfm2_vl,
+    llava_next,
+    llava_onevision,
+    mistral3,
+    ovis2,
+)
 from PIL import Image
 from tokenizers_for_tests import byte_tokenizer
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from mca_config.errors import McaError, UsageError
@@ -73,11 +85,16 @@ def test_tokens_and_pixels_are_those_of_the_familys_own_processor(made):
             "idefics3": "<image>",
             "smolvlm": "<image>",
             "lfm2_vl": "<image>",
+            "ovis2": "<IMG_ATOM>",
             "llama4": "<|patch|>",
             "kimi_k25": "<|media_pad|>",
             "deepseek_vl": "<image_placeholder>",
         }[kind.config.model_type]
     )
+    if kind.config.model_type == "ovis2":  # its marks have features too
+        placeholder |= torch.isin(
+            sample["input_ids"], torch.tensor(kind.config.vision_fields["visual_indicator_token_ids"])
+        )
     reported = torch.zeros_like(placeholder)
     for place in sample["images"].places:
         reported[place.start : place.start + place.tokens] = True
@@ -169,6 +186,24 @@ def test_images_of_any_size_have_the_tiles_of_idefics(resized, tmp_path):
         assert grid.rows == len(made["pixel_values"][0])
 
 
+@pytest.mark.parametrize("covering", [True, False])
+def test_images_of_any_size_have_the_tiles_of_ovis2(covering, tmp_path):
+    kind, _ = ovis2(use_covering_area_grid=covering)
+    kind.processor.save_pretrained(tmp_path)
+    tokens = image_tokens(kind.config, (tmp_path,), kind.tokenizer)
+    found = set()
+    for height, width in itertools.product((5, 16, 17, 31, 40, 48, 65), repeat=2):
+        made = kind.processor([np.zeros((height, width, 3), np.uint8)], return_tensors="pt")
+        grid = tokens.grid(height, width)
+        assert grid == tokens._made(made.data)[0], (height, width)
+        assert grid.rows == len(made["pixel_values"])
+        found.add(made["grids"].tolist()[0][0])
+    assert len(found) > 3
+    kind.config.vision_fields["visual_indicator_token_ids"] = [1, 2]
+    with pytest.raises(UsageError, match=r"visual_indicator_token_ids is \[1, 2\]; expected \[\d+, "):
+        image_tokens(kind.config, (tmp_path,), kind.tokenizer)
+
+
 def test_other_sizes_of_tiled_images_than_the_models_are_refused(tmp_path):
     kind, _ = llava_next()
     kind.processor.save_pretrained(tmp_path)
@@ -218,6 +253,62 @@ def test_frames_of_gemma4_are_behind_their_minutes_and_seconds(model_type, tmp_p
         assert torch.equal(found["pixel_values"][own, :most], right[f"pixel_values{suffix}"][:, :most])
         assert torch.equal(found["image_position_ids"][own, :most], positions[:, :most])
         assert (found["image_position_ids"][own, most:] == -1).all()
+
+
+@pytest.mark.parametrize("wanted", [4, None])
+def test_frames_of_llava_onevision_end_with_one_token(wanted, tmp_path, monkeypatch):
+    av = pytest.importorskip("av")
+    from drawn_videos import write
+    from transformers.models.llava_onevision.video_processing_llava_onevision import (
+        LlavaOnevisionVideoProcessor,
+    )
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    kind, _ = llava_onevision()
+    kind.tokenizer.add_tokens(["<video>"], special_tokens=True)
+    kind.config.vision_fields["video_token_index"] = kind.tokenizer.convert_tokens_to_ids("<video>")
+    kind.tokenizer.chat_template = kind.tokenizer.chat_template.replace(
+        "{% else %}{{ part['text'] }}",
+        "{% elif part['type'] == 'video' %}{{ '<video>' }}{% else %}{{ part['text'] }}",
+    )
+    videos = LlavaOnevisionVideoProcessor(size=SIDE, num_frames=wanted)
+    for processor in (kind.processor, videos):
+        processor.save_pretrained(tmp_path / "model")
+    write(tmp_path / "clip.mp4", 9, 4)
+    draw(tmp_path / "wide.png", *SIZES["wide"])
+    turns = [{"role": "user", "content": "<image>then <video>?"}, {"role": "assistant", "content": "red"}]
+    sample = load(kind, tmp_path, {"messages": turns, "images": ["wide.png"], "videos": ["clip.mp4"]})[0]
+    with av.open(str(tmp_path / "clip.mp4")) as container:
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    kind.tokenizer.video_token, kind.tokenizer.video_token_id = (
+        "<video>",
+        kind.config.vision_fields["video_token_index"],
+    )
+    whole = LlavaOnevisionProcessor(
+        kind.processor,
+        kind.tokenizer,
+        videos,
+        num_image_tokens=16,
+        vision_feature_select_strategy="full",
+        vision_aspect_ratio="anyres_max_2",
+    )
+    right = whole(
+        text=["<|im_start|>user\n<image>then <video>?<|im_end|>\n<|im_start|>assistant\nred<|im_end|>\n"],
+        images=[[Image.open(tmp_path / "wide.png").convert("RGB")]],
+        videos=[frames],
+        video_metadata=[{"total_num_frames": 9, "fps": 4.0}],
+        do_sample_frames=True,
+        **({} if wanted else {"fps": 2.0}),
+        return_tensors="pt",
+    )
+    assert sample["input_ids"].tolist() == right["input_ids"][0].tolist()
+    found, taken = sample["images"].tensors(), right["pixel_values_videos"].shape[1]
+    assert taken == 4
+    assert found["batch_num_images"].tolist() == [1, -taken]
+    assert torch.equal(found["pixel_values"][:1, : right["pixel_values"].shape[1]], right["pixel_values"])
+    assert torch.equal(found["pixel_values"][1:, :taken], right["pixel_values_videos"])
+    image, video = sample["images"].places
+    assert video.tokens == 4 * 4 + 1 and video.start == image.start + image.tokens + len("then ")
 
 
 def test_a_clip_with_fewer_frames_than_gemma4_takes_is_seen_as_a_whole():

@@ -159,7 +159,7 @@ def folder(tmp_path_factory):
 
 
 def encoded(family, chat, folder):
-    """What mca makes of a row."""
+    """Return mca's encoding of a row."""
     tokenizer, _, config = made(family)
     place = folder / family
     if not place.exists():
@@ -173,7 +173,7 @@ def encoded(family, chat, folder):
 
 
 def expected(family, chat, folder):
-    """What transformers makes of it, and which tokens the template says are the assistant's; None: it does not say."""
+    """Return transformers' encoding, and the assistant's tokens by the template; None: the template marks none."""
     _, whole, _ = made(family)
 
     def absolute(content):

@@ -1,4 +1,4 @@
-"""What fits on a device, what would make the rest fit, and the table of devices."""
+"""Runs that fit on a device, remedies for the others, and the table of devices."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -11,8 +11,7 @@ import pytest
 from mca_config import TrainingArguments
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig, training_dtype
-from mca_models.megatron.factory.target import Target
-from mca_models.megatron.factory.transformer_config import transformer_config
+from mca_models.megatron.factory.transformer_config import Target, transformer_config
 from mca_models.templates import config_from_hf
 from mca_models.templates.parts.layer_costs import ExpertSizes
 from mca_models.templates.parts.mamba import CHUNK, MAMBA_COSTS
@@ -36,7 +35,7 @@ WIDE: dict[str, Any] = {"num_attention_heads": 64, "num_query_groups": 16, "kv_c
 
 
 def seconds(folder: Path, **changes: Any) -> float:
-    """Of the passes of a step through 4 layers on one rank."""
+    """Return the seconds of a step's passes through 4 layers on one rank."""
     config = config_from_hf(json.loads(QWEN3_8B.read_text()) | {"num_hidden_layers": 4})
     return step(folder, config.replace_fields(**changes)).passes
 

@@ -1,4 +1,4 @@
-"""What a layer of Transformer Engine's keeps of a token, against sums by hand over what the sources save.
+"""Tensors that a Transformer Engine layer saves per token, compared with sums by hand from the sources.
 
 `integration_tests/parity/test_te_saved.py` looks at those sources.
 """

@@ -52,7 +52,7 @@ def test_a_run_and_its_plan_are_checked_once_and_parse_each_model_once(counted, 
 
 
 def refusals(path, capsys):
-    """What the run says, and the plan with what is missing."""
+    """Return the errors of the run, and of the plan with missing files."""
     assert main(["sft", path]) == 2
     reported = capsys.readouterr().err
     main(["plan", "sft", path])

@@ -8,8 +8,7 @@ import functools
 import logging
 
 from mca_config.arguments import _additional, _constraints
-from mca_config.arguments._option import coerce_options
-from mca_config.arguments.options import DistributingOptions
+from mca_config.arguments.options import DistributingOptions, coerce_options
 from mca_config.errors import McaError, raise_problems
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.types import JsonObject

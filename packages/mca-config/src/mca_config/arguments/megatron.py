@@ -4,8 +4,8 @@
 """
 
 from mca_config.arguments import _training_constraints
-from mca_config.arguments._option import coerce_options
 from mca_config.arguments.distributing import DistributingParallelArguments
+from mca_config.arguments.options import coerce_options
 from mca_config.arguments.training_options import TrainingOptions
 from mca_config.types import JsonObject
 

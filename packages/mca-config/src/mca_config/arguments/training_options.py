@@ -6,8 +6,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from mca_config.arguments._option import option, switch
-from mca_config.arguments.options import DistributingOptions
+from mca_config.arguments.options import DistributingOptions, option, switch
 
 
 @dataclass(kw_only=True)

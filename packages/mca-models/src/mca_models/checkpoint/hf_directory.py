@@ -166,8 +166,8 @@ def _plain(
         read = dequantize(plain, hf_config, dtype or config_dtype(hf_config))
     if all(isinstance(tensor, TensorInfo) for tensor in read.values()):
         logger.warning(
-            "%s: says that weights are quantised, but none is: they are read as they are stored; remove its "
-            "%s, which other readers believe",
+            "%s has %s, but no tensor is quantised; tensors are read as they are stored. Remove the key: other "
+            "programs would dequantise them",
             path / CONFIG,
             QUANTIZATION,
         )

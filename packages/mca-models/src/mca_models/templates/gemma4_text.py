@@ -239,8 +239,7 @@ def unused_keys(config: McaModelConfig, names: Collection[str], shapes: Mapping[
     left = sorted(known.intersection(names))
     if left:
         logger.warning(
-            "leaves out %s of keys and values (%s, ...): their layers take those of earlier ones, and an "
-            "export has none",
+            "not read or exported: %s of keys and values (%s, ...), whose layers use those of earlier layers",
             counted(len(left), "tensor"),
             left[0],
         )

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-from mca_config.model_config import McaModelConfig
 from mca_models.templates import get_family
 from mca_models.templates.parts.clip_tower import unused_states
 from mca_models.templates.parts.llava import (
@@ -11,16 +10,12 @@ from mca_models.templates.parts.llava import (
     TILED_SPELLINGS,
     tiled_tensors,
     tiled_tokens,
+    tokens_per_frame,
     tokens_per_tile,
+    tokens_together,
 )
 from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import PROJECTOR, NestedTextConfig, VisionModel
-
-
-def tokens_together(config: McaModelConfig) -> int:
-    """Return the features of an image next to others: those of one tile, and the one at its end."""
-    return tokens_per_tile(config, clip=False) + 1
-
 
 FAMILY = vision_language_family(
     "llava_onevision",
@@ -35,6 +30,8 @@ FAMILY = vision_language_family(
         tokens_per_image=partial(tokens_per_tile, clip=False),
         tokens_of_size=partial(tiled_tokens, clip=False),
         tokens_together=tokens_together,
+        video_tokens="pooled",
+        tokens_per_frame=tokens_per_frame,
     ),
     NestedTextConfig(
         text_model_type="",

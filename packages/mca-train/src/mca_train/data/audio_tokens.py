@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mca_config.errors import McaError, UsageError
@@ -77,7 +79,7 @@ class AudioTokens:
         samples = facts.frames_at(self.extractor.sampling_rate)
         if (count := self._tower.tokens(self._config, self._frames(samples))) < 1:
             raise McaError(f"it lasts {facts.seconds:.3f} seconds, too short for one token; remove the row")
-        return Grid.of_audio(count)
+        return Grid.audio(count)
 
     @property
     def _heard(self) -> float | None:
@@ -90,6 +92,10 @@ class AudioTokens:
         """Return the frames of a clip that its mask marks; without padding, a last one that is begun is left out."""
         hop, least = int(self.extractor.hop_length), int(getattr(self.extractor, "min_length", 0))
         return max(samples, least) // hop if self._tower.unpadded else -(-samples // hop)
+
+    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the tokens before and after a clip."""
+        return self.before, self.after
 
     def ids(self, grid: Grid) -> list[int]:
         """Return the tokens that replace one placeholder of the chat template."""
@@ -105,16 +111,23 @@ class AudioTokens:
         Raises:
             McaError: The clip cannot be read, or has changed since its placeholders were counted.
         """
+        return self.spectrogram(clip.samples(self.extractor.sampling_rate), grid, f"audio {clip.place}")
+
+    def spectrogram(self, samples: NDArray[np.float32], grid: Grid, place: str) -> dict[str, Tensor]:
+        """Return the inputs of the audio tower for ``samples`` at the rate of the feature extractor.
+
+        Raises:
+            McaError: The clip at ``place`` has changed since its placeholders were counted.
+        """
         rate = self.extractor.sampling_rate
-        samples = clip.samples(rate)
-        require_unchanged(f"audio {clip.place}", grid, self.grid(AudioFacts(len(samples), rate)))
+        require_unchanged(place, grid, self.grid(AudioFacts(len(samples), rate)))
         given = {"sampling_rate": rate, "return_attention_mask": True, "return_tensors": "pt"}
         if self._tower.unpadded:
             given |= {"padding": "longest", "truncation": False}
         made = self.extractor([samples], **given)
         mask: Tensor = made[self._made_mask]
         count = self._tower.tokens(self._config, int(mask.sum()))
-        require_unchanged(f"audio {clip.place}", grid, Grid.of_audio(count))
+        require_unchanged(place, grid, Grid.audio(count))
         found = {"input_features": torch.as_tensor(made["input_features"])}
         return found if self._tower.mask is None else {**found, self._tower.mask: mask.to(self._mask_dtype)}
 

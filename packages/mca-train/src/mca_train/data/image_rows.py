@@ -19,7 +19,7 @@ from mca_models.media import placeholders
 from mca_train.config.arguments import DataArguments, PairArguments
 from mca_train.data.audio_tokens import AudioOptions, audio_tokens
 from mca_train.data.encoding import Encoded, RowEncoder, without_nulls
-from mca_train.data.formats import COLUMN_KEYS, RowConverter, columns_by_medium, row_converter
+from mca_train.data.formats import COLUMN_KEYS, RowConverter, columns_by_medium, detect_format, row_converter
 from mca_train.data.grids import Grid
 from mca_train.data.image_files import open_image
 from mca_train.data.image_placement import (
@@ -30,14 +30,13 @@ from mca_train.data.image_placement import (
     require_equal_counts,
 )
 from mca_train.data.image_processors import image_tokens, with_image_marks
-from mca_train.data.image_tag import IMAGE_TAG, MediaTagCheck
 from mca_train.data.long_texts import TokenPrefix
 from mca_train.data.media_tokens import MediaTokens
 from mca_train.data.message_parts import MEDIA, media_type
-from mca_train.data.placeholders import media_fields, require_no_placeholders
-from mca_train.data.row_formats import detect_format
+from mca_train.data.placeholders import IMAGE_TAG, MediaTagCheck, media_fields, require_no_placeholders
 from mca_train.data.row_paths import RowPaths
-from mca_train.data.video_tokens import DEFAULT_FPS, VideoOptions, video_tokens
+from mca_train.data.video_sound import sounding_video_tokens
+from mca_train.data.video_tokens import DEFAULT_FPS, VideoOptions
 from mca_train.types import Upstream
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ class ImageReader:
             config, directories = self.config, self.directories
             made = MediaTokens(
                 lambda: image_tokens(config, directories, tokenizer),
-                lambda: video_tokens(config, directories, tokenizer, videos),
+                lambda: sounding_video_tokens(config, directories, tokenizer, videos, audio),
                 lambda: audio_tokens(config, directories, tokenizer, audio),
                 placeholders(media_fields(config, tokenizer)),
             )
@@ -131,7 +130,10 @@ class ImageRows:
         """Tokens of the model's media."""
         own = self.arguments
         videos = VideoOptions(
-            fps=own.video_fps, max_frames=own.video_max_frames, max_seconds=own.video_max_seconds
+            fps=own.video_fps,
+            max_frames=own.video_max_frames,
+            max_seconds=own.video_max_seconds,
+            sound=bool(own.use_audio_in_video),
         )
         audio = AudioOptions(max_seconds=own.audio_max_seconds)
         return self._reader.tokens(self.tokenizer, videos, audio)

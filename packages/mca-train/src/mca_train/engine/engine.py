@@ -18,8 +18,7 @@ from mca_train.engine.optimizer import build_optimizer
 from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import preserved_rng
 from mca_train.losses import moe_aux, mtp
-from mca_train.losses.step_counts import ItemCount, count_step
-from mca_train.losses.token_loss import LossFunction, StepLoss, num_targets
+from mca_train.losses.token_loss import ItemCount, LossFunction, StepLoss, count_step, num_targets
 from mca_train.types import Chunk, TrainingArguments, Upstream, Wrapper
 
 

@@ -5,10 +5,37 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from mca_config.errors import McaError
-from mca_train.losses.dpo_loss_types import REFUSED, LossType
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
+
+LossType = Literal[
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sigmoid_norm",
+    "simpo",
+    "orpo",
+]
+
+_SORTED = "it sorts the pairs of a micro-batch, so the loss would depend on the layout; set another dpo_loss"
+REFUSED = {
+    "aot": _SORTED,
+    "aot_unpaired": _SORTED,
+    "sft": "it is supervised fine-tuning; set rpo_alpha, which adds it to another loss, or run mca-train sft",
+    "kto": "it needs unpaired answers with a label; run mca-train kto",
+    "kto_pair": "it needs unpaired answers with a label; run mca-train kto",
+}
+"""Names of TRL losses that are not supported, with the reason."""
+
 
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 

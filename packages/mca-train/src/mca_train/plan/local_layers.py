@@ -53,6 +53,8 @@ def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = Fa
     if config.block.hidden_dropout:
         lines.append(SavedTensor("dropout mask", 2.0 * sizes.split * hidden, _DROP))
     if moe is not None and config.is_moe_layer(number):
+        if moe.post_norm:
+            lines += norm(sizes.split, hidden, sizes)
         return lines + experts(config, moe, sizes, worst=worst)
     if not config.has_mlp(number):
         return lines
@@ -179,7 +181,7 @@ def custom_activation(
         return [SavedTensor("gate times its factor", elements * sizes.width, scaled, module)]
     if config.mlp.hidden_act != "xielu":
         return []
-    source = "mca_models/megatron/features/xielu.py: forward"
+    source = "mca_models/megatron/features/mlp.py: forward"
     return [SavedTensor("both branches of xIELU", elements * (3 * sizes.width + 1), source, module)]
 
 

@@ -57,6 +57,8 @@ def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = Fa
         lines += attention(config, sizes, number)
     if sizes.moe is not None and config.is_moe_layer(number):
         before = norm(sizes.split, hidden, sizes, module="layernorm")
+        if sizes.moe.post_norm:
+            before += norm(sizes.split, hidden, sizes)
         return [*lines, *before, *experts(config, sizes.moe, sizes, worst=worst)]
     if not config.has_mlp(number):
         return lines

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from mca_config.errors import McaError, list_problems
 from mca_models.checkpoint.side_files import side_files
-from mca_train.checkpoint import output_dir_guard
-from mca_train.checkpoint.output_dir import require_usable
+from mca_train.checkpoint.output_dir import require_free, require_usable
 from mca_train.checkpoint.output_files import resolve
 from mca_train.config.run_config import Settings
 from mca_train.data.files import check_file
@@ -65,7 +64,7 @@ def require_start(settings: Settings) -> None:
     """
     args, folder = settings.training, Path(settings.training.output_dir)
     checkpoint = resolve(args.resume_from_checkpoint, folder)
-    output_dir_guard.require_free(folder, checkpoint, overwrite=args.overwrite_output_dir)
+    require_free(folder, checkpoint, overwrite=args.overwrite_output_dir)
 
 
 def require_writable(folder: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from mca_train.config.arguments import LoraArguments, PairArguments
 from mca_train.config.run_config import Settings
-from mca_train.data.row_formats import FORMAT_COLUMNS, ONE_ANSWER
+from mca_train.data.formats import FORMAT_COLUMNS, ONE_ANSWER
 from mca_train.tasks.task import Task
 
 TIMES = ("runtime", "samples_per_second", "steps_per_second")

@@ -14,8 +14,7 @@ from mca_config.layout import SIZE_FIELDS, ParallelLayout
 from mca_config.model_config import McaModelConfig, training_dtype
 from mca_config.printable import counted
 from mca_config.types import JsonObject, Values
-from mca_models.megatron.factory.target import Target
-from mca_models.megatron.factory.transformer_config import transformer_config
+from mca_models.megatron.factory.transformer_config import Target, transformer_config
 from mca_train.config.model import resolve_layout
 from mca_train.config.run_config import Settings
 from mca_train.plan.hardware import Hardware

@@ -19,7 +19,7 @@ from mca_train.plan.vision_memory import Images, plan_images
 from mca_train.run.rules import Run
 
 if TYPE_CHECKING:
-    from mca_models.megatron.factory.target import Target
+    from mca_models.megatron.factory.transformer_config import Target
 
 
 def planned_images(run: Run, count: int | None = None, pixels: int | None = None) -> Images | None:

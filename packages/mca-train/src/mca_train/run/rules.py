@@ -31,7 +31,7 @@ from mca_train.run.vocabulary import vocabulary_problems
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
-    from mca_models.megatron.factory.target import Target
+    from mca_models.megatron.factory.transformer_config import Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,8 +223,9 @@ def reference(run: Run, target: "Target | None") -> Iterator[str]:
 def images(run: Run, target: "Target | None") -> Iterator[str]:
     """Report keys of media for a model without a tower."""
     media = {"image_folder": "images", **dict.fromkeys(VIDEO_KEYS, "videos"), "audio_max_seconds": "audio"}
+    media |= {"use_audio_in_video": "videos"}
     for key, medium in media.items() if run.model.vision is None else ():
-        if getattr(run.settings.data, key) is not None:
+        if getattr(run.settings.data, key) not in (None, False):
             yield f"{key}: a {run.model.model_type} model takes no {medium}; remove the key"
 
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from mca_config.errors import McaError
 from mca_train.config.arguments import VIDEO_KEYS, ClassifyArguments, DataArguments
 from mca_train.losses.options import SCORE_METRICS
-from mca_train.tasks.scores import ScoreTask
-from mca_train.tasks.task import Example, data_format_problems
+from mca_train.tasks.task import Example, ScoreTask, data_format_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, cast
 
 from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments, PairArguments
-from mca_train.losses.dpo_loss_types import REFUSED, LossType
-from mca_train.losses.options import PAIR_METRICS, PreferenceOptions, pair_key_problems
-from mca_train.tasks.reference import ReferenceArguments, adapter_reference_problems
-from mca_train.tasks.task import AnswerTask, Example, pair_format_problems
+from mca_train.losses.options import PAIR_METRICS, REFUSED, LossType, PreferenceOptions, pair_key_problems
+from mca_train.tasks.task import (
+    AnswerTask,
+    Example,
+    ReferenceArguments,
+    adapter_reference_problems,
+    pair_format_problems,
+)
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, cast
 from mca_config.errors import McaError, UsageError
 from mca_train.config.arguments import ClassifyArguments, DataArguments
 from mca_train.losses.options import KtoOptions, kto_key_problems
-from mca_train.tasks.reference import ReferenceArguments, adapter_reference_problems
 from mca_train.tasks.sft import Sft
-from mca_train.tasks.task import Example
+from mca_train.tasks.task import Example, ReferenceArguments, adapter_reference_problems
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

@@ -22,8 +22,7 @@ from mca_models.megatron.peft import PeftModels
 from mca_train.batching.extra_columns import ExtraColumns, RowSubset
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.step_stream import is_stream
-from mca_train.checkpoint.output_dir import require_usable
-from mca_train.checkpoint.output_dir_guard import require_free
+from mca_train.checkpoint.output_dir import require_free, require_usable
 from mca_train.checkpoint.reference_log_probs import ReferenceLogProbs
 from mca_train.data.token_dataset import Samples
 from mca_train.losses.options import PAIR_METRICS

@@ -20,6 +20,7 @@ from mca_config.errors import McaError
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
+from mca_models.media import tile_order
 from mca_models.megatron.features.audio_features import run_clips
 from mca_models.megatron.types import HfModel, Upstream
 from mca_models.templates import get_family
@@ -157,6 +158,8 @@ def _split_images(images: JsonObject, config: McaModelConfig) -> list[_Image]:
     assert family is not None, "a model with images has a vision model"
     if (sizes := images.get("image_sizes", images.get("spatial_shapes"))) is not None:
         return _split_sized(images, sizes, config)
+    if (tiled := images.get("grids")) is not None:
+        return _split_marked(images, tiled, config)
     if (positions := images.get("image_position_ids")) is not None:
         sizes = vision["vision_config"]
         token = 3 * (sizes.get("patch_size", 16) * sizes.get("pooling_kernel_size", 3)) ** 2
@@ -174,14 +177,31 @@ def _split_images(images: JsonObject, config: McaModelConfig) -> list[_Image]:
 def _split_sized(images: JsonObject, sizes: Tensor, config: McaModelConfig) -> list[_Image]:
     family = get_family(config.model_type).vision
     assert family is not None and family.tokens_of_size is not None, "the size of an image gives its features"
-    company = images.get("batch_num_images", torch.ones(len(sizes))).tolist()
     found = []
-    for number, ((high, wide), others) in enumerate(zip(sizes.tolist(), company, strict=True)):
-        count = family.tokens_of_size(config, high, wide)
-        if others > 1 and family.tokens_together is not None:
+    for number, (high, wide) in enumerate(sizes.tolist()):
+        own = {name: each[number : number + 1] for name, each in images.items()}
+        company = int(own["batch_num_images"]) if "batch_num_images" in own else 1
+        if company < 1 and family.tokens_per_frame is not None:
+            count = 1 - company * family.tokens_per_frame(config)
+        elif company > 1 and family.tokens_together is not None:
             count = family.tokens_together(config)
-        found.append(_Image({name: each[number : number + 1] for name, each in images.items()}, count, count))
+        else:
+            count = family.tokens_of_size(config, high, wide)
+        found.append(_Image(own, count, count))
     return found
+
+
+def _split_marked(images: JsonObject, grids: Tensor, config: McaModelConfig) -> list[_Image]:
+    family = get_family(config.model_type).vision
+    assert family is not None and family.tokens_per_image is not None, "tiles have a fixed number of features"
+    orders = [tile_order(rows, columns) for rows, columns in grids.tolist()]
+    tiles = [order.count(None) for order in orders]
+    per_tile = family.tokens_per_image(config)
+    parts = zip(images["pixel_values"].split(tiles), grids.split(1), orders, tiles, strict=True)
+    return [
+        _Image({"pixel_values": part, "grids": grid}, count, len(order) + count * (per_tile - 1))
+        for part, grid, order, count in parts
+    ]
 
 
 def _split_clips(clips: JsonObject, config: McaModelConfig) -> list[_Image]:
@@ -205,6 +225,8 @@ def _concatenate(arguments: Sequence[JsonObject]) -> JsonObject:
 
 def _run_vision(vision: HfModel, images: JsonObject) -> Tensor:
     """Return ``[rows, hidden * (1 + inner layers)]``."""
+    if "grids" in images:
+        return _run_marked(vision, images)
     if "batch_num_images" in images:
         return _run_alone_and_together(vision, images)
     output = vision.get_image_features(**images, return_dict=True)
@@ -215,10 +237,29 @@ def _run_vision(vision: HfModel, images: JsonObject) -> Tensor:
     return torch.cat([_flatten(each) for each in (features, *inner)], 1)
 
 
+def _run_marked(vision: HfModel, images: JsonObject) -> Tensor:
+    """Return the features of tiles and of the marks between them, in the order of their tokens."""
+    output = vision.get_image_features(images["pixel_values"], return_dict=True)
+    tiles, marks = iter(output.pooler_output), output.visual_indicator_features
+    orders = [tile_order(rows, columns) for rows, columns in images["grids"].tolist()]
+    return torch.cat(
+        [next(tiles) if mark is None else marks[mark : mark + 1] for order in orders for mark in order]
+    )
+
+
 def _run_alone_and_together(vision: HfModel, images: JsonObject) -> Tensor:
-    """Return the features of images of which some are the only one of their sequence, and others are not."""
-    alone, found = images["batch_num_images"] == 1, dict[int, Tensor]()
-    for group in (alone, ~alone):
+    """Return the features of images and videos, which ``batch_num_images`` tells apart.
+
+    1 is the only image of its sequence, a larger number one of several images, and a negative one the frames of a
+    video.
+    """
+    company, found = images["batch_num_images"], dict[int, Tensor]()
+    alone, pixels = company == 1, images["pixel_values"]
+    for number, frames in enumerate(company.tolist()):
+        if frames < 1:
+            output = vision.get_video_features(pixels[number : number + 1, :-frames], return_dict=True)
+            found[number] = output.pooler_output[0]
+    for group in (alone, company > 1):
         numbers = group.nonzero()[:, 0].tolist()
         if not numbers:
             continue

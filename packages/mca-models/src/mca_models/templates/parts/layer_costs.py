@@ -51,6 +51,8 @@ class ExpertSizes:
     """Channels between the linear layers of the shared expert; 0: there is none."""
     dense_mlp: bool
     """The shared expert is the layer's MLP, in parallel to the routed experts and with separate norms."""
+    post_norm: bool
+    """The output of an MoE layer is normalized."""
     shortcut: bool
     """Layers form pairs: routed outputs of the first layer are added after the second."""
 

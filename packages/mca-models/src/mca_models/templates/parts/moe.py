@@ -97,6 +97,7 @@ def expert_sizes(config: McaModelConfig) -> ExpertSizes | None:
         inner=moe.moe_ffn_hidden_size or config.mlp.ffn_hidden_size,
         shared=moe.moe_shared_expert_intermediate_size or 0,
         dense_mlp=moe.moe_parallel_dense_mlp,
+        post_norm=moe.moe_post_norm,
         shortcut=moe.moe_shortcut,
     )
 
@@ -107,6 +108,9 @@ def router(config: McaModelConfig, names: MoeNames) -> list[Param]:
     if config.extra.get("fused_experts"):
         weight, bias = names.loaded(weight), names.loaded(bias)
     before, after = norms_around_mlp(config, "pre_mlp_layernorm.weight")
+    if given(config.moe).moe_post_norm:
+        output = names.loaded(names.post_norm) if config.extra.get("fused_experts") else names.post_norm
+        after = [inner("mlp.post_layernorm.weight", output)]
     rules = [*before, inner("mlp.router.weight", weight)]
     if given(config.moe).moe_router_enable_expert_bias:
         rules.append(inner("mlp.router.expert_bias", bias, hf_layout=names.bias_layout, keep_fp32=True))
