@@ -2,6 +2,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mca_convert.fills import Chunking, Fill, split
+from mca_convert.pool import Limits
 from mca_models.storage.byte_ranges import Gather, Move, clip
 from mca_models.weights import Param
 
@@ -86,3 +87,9 @@ def test_two_checkpoints_are_compared_in_the_same_stretches(tiny, convert, monke
         monkeypatch.setattr(Limits, "buffer_bytes", property(lambda self, nbytes=nbytes: nbytes))
         for one, two in ((source, first), (first, second)):
             assert main(["verify", str(one), str(two)]) == 0
+
+
+def test_buffers_share_the_memory_and_are_whole_pages() -> None:
+    assert Limits(workers=2, memory=6_000_000).buffer_bytes == 1_000_000 // 4096 * 4096
+    assert Limits(workers=2, memory=1).buffer_bytes == 64 << 10
+    assert Limits(workers=2, memory=1 << 40).buffer_bytes == 8 << 20

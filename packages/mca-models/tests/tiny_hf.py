@@ -328,7 +328,10 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon_h1-norm": (
         "falcon_h1",
-        {**BAMBA, "mamba_d_ssm": 48, "mamba_d_head": 6, "mamba_rms_norm": True},
+        {
+            **{**BAMBA, "mamba_d_ssm": 48, "mamba_d_head": 6, "mamba_rms_norm": True},
+            **{"ssm_multipliers": [0.9, 0.7, 1.1, 1.2, 0.6], "ssm_out_multiplier": 0.5},
+        },
     ),
     **LATEST,
 }

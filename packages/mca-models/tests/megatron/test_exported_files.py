@@ -22,6 +22,6 @@ def test_no_checksum_is_made_of_what_no_manifest_names(tmp_path: Path) -> None:
 
 
 def test_a_bucket_has_the_tensors_that_its_limit_allows() -> None:
-    tensors = [(str(size), torch.zeros(size, dtype=torch.uint8)) for size in (512, 256, 512, 2048, 256)]
+    tensors = [(str(size), torch.zeros(size, dtype=torch.uint8)) for size in (512, 512, 256, 512, 2048, 256)]
     found = [[entry.name for entry in bucket.entries] for bucket in packed_buckets(tensors, 1024)]
-    assert found == [["512", "256"], ["512"], ["2048"], ["256"]]
+    assert found == [["512", "512"], ["256", "512"], ["2048"], ["256"]]

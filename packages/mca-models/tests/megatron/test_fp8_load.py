@@ -1,7 +1,9 @@
 """Scales of fp8 weights that come in pieces."""
 
+import pytest
 import torch
 
+from mca_models.megatron.state import fp8_export
 from mca_models.megatron.state.fp8_load import DequantizedWeights
 
 WEIGHT = torch.ones(256, 128).to(torch.float8_e4m3fn)
@@ -31,3 +33,15 @@ def test_scales_that_come_twice_are_reported_however_few_rows():
             "w_scale_inv came twice",
             "w is fp8, and w_scale_inv is missing or incomplete",
         ]
+
+
+@pytest.mark.parametrize("elements", [1, 1 << 22])
+def test_a_tensor_in_fp8_does_not_depend_on_the_rows_converted_at_a_time(
+    elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(3, 300, 200)
+    values, scales = fp8_export.quantised("name", weight)
+    monkeypatch.setattr(fp8_export, "_STEP", elements)
+    again = fp8_export.quantised("name", weight)
+    assert torch.equal(again[0].float(), values.float()) and torch.equal(again[1], scales)

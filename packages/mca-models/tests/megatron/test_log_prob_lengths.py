@@ -3,9 +3,11 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from mca_models.megatron.log_probs.forward import _Rows
+from mca_models.megatron.state import fingerprint
 from mca_models.megatron.state.fingerprint import _sum
 
 
@@ -19,3 +21,20 @@ def test_the_sum_of_a_parameter_has_64_bits():
     found = [int(_sum(torch.rand(10))) for _ in range(20)]
     assert max(map(abs, found)) > 2**60
     assert len(set(found)) == 20
+
+
+@pytest.mark.parametrize(("rank", "rows"), [(0, 4), (1, 4), (2, 2), (3, 0)])
+def test_a_fingerprint_leaves_out_padded_rows_of_the_vocabulary(
+    rank: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "shard_rank_and_size", lambda *_: (rank, 4))
+    models: Any = SimpleNamespace(
+        config=SimpleNamespace(vocab_size=10, layout=None), rank_context=SimpleNamespace(coordinates=None)
+    )
+    tensor = torch.zeros(4, 2)
+
+    def param(vocab: bool) -> Any:
+        return SimpleNamespace(vocab=vocab)
+
+    assert len(fingerprint._true_rows(param(True), tensor, models)) == rows
+    assert len(fingerprint._true_rows(param(False), tensor, models)) == 4

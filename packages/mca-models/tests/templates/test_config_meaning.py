@@ -322,7 +322,8 @@ def test_falcon_h1_divides_logits_by_the_inverse_of_their_factor() -> None:
 
 
 def test_falcon_h1_without_state_factors_has_five_of_one() -> None:
-    written = config_to_hf(replace(config_from_hf(described("falcon_h1-norm")), hf_config={}))
+    hf = described("falcon_h1-norm", ssm_multipliers=[1.0] * 5, ssm_out_multiplier=1.0)
+    written = config_to_hf(replace(config_from_hf(hf), hf_config={}))
     assert [*written["ssm_multipliers"], written["ssm_out_multiplier"]] == [1.0] * 6
 
 

@@ -4,7 +4,13 @@ import torch
 
 from mca_config.errors import McaError
 from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
-from mca_train.batching.packing import PackedDataset, Row, first_fit, sequence_lengths
+from mca_train.batching.packing import (
+    PackedDataset,
+    Row,
+    first_fit,
+    require_plain_sample,
+    sequence_lengths,
+)
 from mca_train.batching.step_stream import PackedStream
 from mca_train.data.preferences import PairDataset
 from mca_train.data.token_dataset import TokenDataset
@@ -156,3 +162,9 @@ def test_padding_of_a_row_is_one_more_sequence_that_does_not_count(values):
     assert [each.tolist() for each in padded.labels] == [[1, 2], [3, 4], [-100, -100, -100]]
     assert padded.num_tokens == [2, 1, 0]
     assert [each.tolist() for each in padded.values] == ([[1, 2], [3, 4], [0, 0]] if values else [])
+
+
+def test_a_sample_may_be_padded_at_its_end_alone():
+    require_plain_sample({"input_ids": [1, 2, 3, 0], "attention_mask": [1, 1, 1, 0], "labels": [1, 2, 3, 0]})
+    with pytest.raises(McaError, match="has padding before tokens"):
+        require_plain_sample({"input_ids": [1, 0, 2], "attention_mask": [1, 0, 1], "labels": [1, 0, 2]})

@@ -27,13 +27,42 @@ def test_scales_of_modules_that_have_run_are_written_with_the_next_maximum(
 ) -> None:
     monkeypatch.setattr(fp8_scales, "_delayed_recipe", lambda chunks: "delayed")
     monkeypatch.setattr(groups, "is_stage_leader", lambda: True)
-    monkeypatch.setattr(groups, "max_over_stage", lambda values: values + 5)
+    monkeypatch.setattr(groups, "max_over_stage", lambda values: lengths.append(len(values)) or values + 5)
+    lengths: list[int] = []
     chunk: Any = torch.nn.Module()
     chunk.used, chunk.unused = Fp8("scaling_fwd", "scaling_bwd"), Fp8()
+    del chunk.unused.num_gemms  # one product
     found = fp8_scales.collect([chunk])
+    assert lengths == [6], "as many on each rank"
     assert found.keys() == {
         f"used.{key}.{name}" for key in ("scaling_fwd", "scaling_bwd") for name in ("scale", "amax_history")
     }
     assert found["used.scaling_fwd.amax_history"].tolist() == [[6.0] * 3, *[[1.0] * 3] * 3]
     assert found["used.scaling_bwd.amax_history"].tolist() == [[1.0] * 3] * 4
     assert found["used.scaling_fwd.scale"].tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("gemms", [1, 2])
+def test_a_module_takes_scales_of_as_many_products(gemms: int) -> None:
+    recipe = SimpleNamespace()
+    module: Any = Fp8()
+    module.num_gemms = 2
+
+    def begin(_: object) -> None:
+        for key in ("scaling_fwd", "scaling_bwd"):
+            module.fp8_meta[key] = Fp8("of").fp8_meta["of"]
+            module.fp8_meta[key].scale = torch.zeros(6)
+            module.fp8_meta[key].amax_history = torch.zeros(4, 6)
+
+    module.init_fp8_meta_tensors = begin
+    numbers = {"scale": torch.arange(3.0 * gemms), "amax_history": torch.ones(2, 3 * gemms)}
+    saved: Any = {
+        f"name.{key}.{what}": SimpleNamespace(shape=value.shape, read=value.numpy)
+        for key in ("scaling_fwd", "scaling_bwd")
+        for what, value in numbers.items()
+    }
+    assert fp8_scales._restore("name", module, recipe, saved) == (gemms == 2)
+    if gemms == 2:
+        assert module.fp8_meta["num_gemms"] == 2
+        assert module.fp8_meta["scaling_bwd"].scale.tolist() == [0, 1, 2, 3, 4, 5]
+        assert module.fp8_meta["scaling_fwd"].amax_history[:, 0].tolist() == [1, 1, 0, 0]

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from mca_train.checkpoint.model import _install_hf, _move_up
+import pytest
+
+from mca_train.checkpoint.model import _LATEST, _install_hf, _move_up
 
 
 def write(folder: Path, text: str, *names: str) -> Path:
@@ -28,3 +30,11 @@ def test_a_model_leaves_nothing_of_an_earlier_adapter(tmp_path: Path) -> None:
     assert set(contents(tmp_path)) == {adapter[0], "config.json"}
     _move_up(write(tmp_path / ".model", "second", "config.json"), tmp_path)
     assert contents(tmp_path) == {"config.json": "second"}
+
+
+def test_the_file_that_completes_a_model_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    replace = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda path, to: (order.append(path.name), replace(path, to))[1])
+    _move_up(write(tmp_path / ".model", "first", _LATEST, "a.json", "z.json"), tmp_path)
+    assert sorted(order[:2]) == ["a.json", "z.json"] and order[2:] == [_LATEST]

@@ -2,6 +2,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -167,3 +168,12 @@ def test_a_process_has_one_start_however_much_memory_it_takes():
     assert output_lock._start_time(child) != before
     killed(child)
     assert output_lock._start_time(child) == ""
+
+
+def test_a_process_may_have_brackets_in_its_name():
+    child = forked(lambda: Path("/proc/self/comm").write_text("a) b) S 1"))
+    plain = forked(lambda: None)
+    found, expected = (output_lock._start_time(each) for each in (child, plain))
+    assert found.isdigit() and 0 <= int(expected) - int(found) < 6000  # a minute
+    for each in (child, plain):
+        killed(each)

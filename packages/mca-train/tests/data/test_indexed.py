@@ -152,3 +152,12 @@ def test_answers_are_not_learnt_from_tokens(tmp_path):
         UsageError, match="is an indexed dataset, which only mca-train pretrain reads, not sft"
     ):
         load_mixture(TASKS["sft"], byte_tokenizer(), arguments, seed=0)
+
+
+@pytest.mark.parametrize("name", ["tokens", "tokens.v2"])
+def test_a_prefix_may_have_a_dot_and_either_file_names_it(name, tmp_path):
+    prefix = tmp_path / name
+    for end in (".bin", ".idx"):
+        Path(f"{prefix}{end}").touch()
+    assert {indexed.find_prefix(f"{prefix}{end}") for end in ("", ".bin", ".idx")} == {prefix}
+    assert indexed.find_prefix(str(tmp_path / "others.v2")) is None

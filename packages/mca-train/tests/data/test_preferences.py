@@ -7,6 +7,7 @@ from tokenizers_for_tests import byte_tokenizer
 
 from mca_config.errors import McaError
 from mca_train.config.arguments import PairArguments
+from mca_train.data import preferences
 from mca_train.losses.preference import PairLogps, PreferenceLoss
 from mca_train.tasks.load import load_tokenized
 from mca_train.tasks.table import TASKS
@@ -131,3 +132,15 @@ def test_label_smoothing_is_the_mean_over_both_ways_round():
 def test_settings_that_mean_nothing_are_refused(options):
     with pytest.raises(McaError, match=r"dpo_|rpo_alpha"):
         PreferenceLoss(**options)
+
+
+def test_conversations_without_a_prompt_begin_with_the_same_message():
+    chosen, rejected = (
+        [{"role": "user", "content": question}, {"role": "user", "content": "more"}, *answer]
+        for question, answer in (
+            ("one", [{"role": "assistant", "content": "good"}]),
+            ("two", [{"role": "assistant", "content": "bad"}]),
+        )
+    )
+    with pytest.raises(McaError, match="no common beginning"):
+        preferences._split_messages(None, chosen, rejected)

@@ -1,6 +1,7 @@
 """``train_log.jsonl``: what a run says of itself, which no run fails for."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 from mca_train.metrics.log_file import JsonlLog
@@ -56,3 +57,12 @@ def test_a_resumed_run_takes_out_lines_that_are_not_whole_or_of_no_checkpoint(tm
     assert path.read_bytes().splitlines() == whole[:2]
     (reported,) = [record.getMessage() for record in caplog.records]
     assert reported == f"{path}: removed 3 incomplete lines (was a run killed?)"
+
+
+def test_a_log_makes_a_folder_that_was_deleted(tmp_path):
+    log, folder = JsonlLog(), tmp_path / "of" / "a" / "run"
+    run(folder, log=log)
+    shutil.rmtree(tmp_path / "of")
+    state = SimpleNamespace(is_world_process_zero=True, global_step=4)
+    log.on_log(SimpleNamespace(output_dir=str(folder)), state, None, logs={"loss": 4.0})
+    assert json.loads((folder / "train_log.jsonl").read_text())["step"] == 4

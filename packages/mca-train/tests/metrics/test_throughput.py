@@ -1,5 +1,6 @@
 """Model FLOP by the formula in the module, counted by hand."""
 
+import resource
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from mca_models.templates import config_from_hf
-from mca_train.metrics.throughput import PEAK_TFLOPS, peak_flops
+from mca_train.metrics.throughput import PEAK_TFLOPS, peak_flops, peak_memory
 from mca_train.plan.hardware import load_hardware
 
 SIZE = {
@@ -172,3 +173,8 @@ def test_the_peak_is_what_is_given_or_unknown():
     assert peak_flops(Arguments, "bfloat16", torch.device("cpu")) == 2.5e12
     Arguments.peak_tflops = None
     assert peak_flops(Arguments, "bfloat16", torch.device("cpu")) is None
+
+
+def test_the_peak_without_a_gpu_is_that_of_the_process():
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert peak_memory(torch.device("cpu")) * 2**30 == pytest.approx(most, rel=0.05)

@@ -277,3 +277,9 @@ def test_the_plans_own_words_are_told_from_the_runs() -> None:
     ]:
         with pytest.raises(UsageError, match=said):
             from_namespace(PlanOptions, parser.read_known(words)[0])
+
+
+def test_an_image_of_one_pixel_is_the_smallest() -> None:
+    assert PlanOptions(image_size=1).image_size == 1
+    with pytest.raises(UsageError, match="--image_size 0: expected at least 1"):
+        PlanOptions(image_size=0)

@@ -1,5 +1,6 @@
 """Means over the pairs of a batch, of which some only fill it up."""
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from mca_train.losses.options import PAIR_METRICS
 from mca_train.losses.preference import PairLogps
+from mca_train.trainer import kto
 from mca_train.trainer.dpo import DpoTrainer
 from mca_train.trainer.kto import KtoTrainer
 
@@ -61,3 +63,21 @@ def test_good_and_bad_answers_have_separate_means_on_all_context_ranks(ranks: in
         "logps/chosen": -5.0,
         "logps/rejected": -8.0,
     }
+
+
+def test_an_answer_is_good_if_its_value_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums, counts = torch.tensor([-4.0, -6.0, -8.0]), torch.tensor([2, 2, 0])
+    monkeypatch.setattr(kto, "sequence_logps", lambda output, batch: (sums, counts))
+    monkeypatch.setattr(kto, "sequence_loss", lambda losses, real, ranks: (losses, real))
+    added: list[Any] = []
+    trainer: Any = SimpleNamespace(
+        _kl=torch.tensor(0.25),
+        _reference_queue=deque([torch.tensor([-5.0, -9.0, -8.0])]),
+        _add_metrics=lambda *values: added.extend(values[2:]),
+        kto=lambda gain, good, kl: torch.where(good, gain, 10 * gain) + kl,
+        ranks=None,
+    )
+    batch: Any = SimpleNamespace(values=torch.tensor([[1.0], [0.0], [0.0]]))
+    losses, real = KtoTrainer.compute_loss(trainer, sums, batch)
+    assert losses.tolist() == [1.25, 30.25, 0.25] and real.tolist() == [1, 1, 0]
+    assert [each.tolist() for each in added] == [[1, 0, 0], [0, 1, 0]], "the last one fills the batch up"
