@@ -7,6 +7,7 @@ from tokenizers_for_tests import byte_tokenizer
 
 from mca_config.errors import McaError
 from mca_train.config.arguments import RewardArguments
+from mca_train.data import scoring
 from mca_train.tasks.classify import Labels
 from mca_train.tasks.load import load_stream, load_tokenized
 from mca_train.tasks.table import TASKS
@@ -111,3 +112,11 @@ def test_padding_at_the_end_is_not_read(tmp_path):
     data = RewardArguments(model_name_or_path="m", seq_length=16)
     pair = load_tokenized(TASKS["reward"], [str(path)], tokenizer, data)[0]
     assert tokenizer.eos_token_id not in pair["chosen_input_ids"].tolist()
+
+
+def test_labels_are_numbered_from_0():
+    names = ("good", "bad", "ugly")
+    assert [scoring._class(label, names, "label") for label in (0, 2, "good", "ugly")] == [0, 2, 0, 2]
+    for label in (-1, 3):
+        with pytest.raises(McaError, match="expected one of good, bad, ugly, or its number from 0"):
+            scoring._class(label, names, "label")

@@ -10,6 +10,7 @@ import torch
 from mca_config import TrainingArguments
 from mca_models.megatron import platform
 from mca_train.engine import optimizer
+from mca_train.engine.engine import _fixed_arguments
 from mca_train.engine.optimizer import _set_muon_qkv_shapes, optimizer_settings
 
 
@@ -78,3 +79,25 @@ def test_heads_are_split_for_muon_alone(name: str, split: bool, monkeypatch: pyt
     args: Any = SimpleNamespace(optimizer=name)
     optimizer.build_optimizer([chunk], args, torch.float32)
     assert hasattr(chunk[0].linear_qkv.weight, "is_qkv") is split
+
+
+@pytest.mark.parametrize(
+    ("trained", "kept"), [((True, True), 2), ((False, True), 1), ((True, False), 1), ((False, False), 2)]
+)
+def test_an_optimizer_without_parameters_is_dropped_unless_all_are(
+    trained: tuple[bool, ...], kept: int
+) -> None:
+    chain: Any = SimpleNamespace(
+        chained_optimizers=[SimpleNamespace(is_stub_optimizer=not each) for each in trained]
+    )
+    optimizer._drop_stub_optimizers(chain)
+    assert len(chain.chained_optimizers) == kept
+    assert kept == 2 or not chain.chained_optimizers[0].is_stub_optimizer
+
+
+@pytest.mark.parametrize("rate", [None, 1e-4])
+def test_rates_of_a_run_are_fixed_if_a_part_has_its_own(rate: float | None, tmp_path: Path) -> None:
+    args = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", projector_learning_rate=rate
+    )
+    assert ("learning_rate" in _fixed_arguments(args)) == (rate is not None)

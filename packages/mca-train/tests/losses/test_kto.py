@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mca_config.errors import McaError
 from mca_train.losses.kto import KtoLoss, divergence, model_problems
+from mca_train.losses.preference import PreferenceLoss
 
 
 @pytest.mark.parametrize(("gains", "kl"), [((3.0, 2.0), 1.5), ((-3.0, 2.0), 0.0), ((0.0, 0.0), 0.0)])
@@ -34,3 +36,10 @@ def test_answers_are_measured_from_the_divergence() -> None:
     loss = KtoLoss(beta=0.5, desirable_weight=2.0, undesirable_weight=3.0)
     found = loss(torch.tensor([1.0, -0.5]), torch.tensor([True, False]), torch.tensor(0.4))
     assert found.tolist() == pytest.approx([2 / (1 + exp(0.5 * 0.6)), 3 / (1 + exp(0.5 * 0.9))])
+
+
+@pytest.mark.parametrize("beta", [0.0, -0.1])
+def test_a_penalty_of_no_strength_is_refused(beta: float) -> None:
+    for loss in (KtoLoss, PreferenceLoss):
+        with pytest.raises(McaError, match=f"_beta is {beta}; expected a positive number"):
+            loss(beta=beta)

@@ -148,13 +148,14 @@ def test_a_backward_pass_repeats_the_modules_that_are_recomputed(tmp_path: Path)
     assert mlp - plain > 2 * (scores - plain) > 0
 
 
-def test_mla_multiplies_hidden_states_by_every_projection(tmp_path: Path) -> None:
-    config = model_of("deepseek-v3", num_hidden_layers=4)
+@pytest.mark.parametrize("rank", [1536, None])
+def test_mla_multiplies_hidden_states_by_every_projection(rank: int | None, tmp_path: Path) -> None:
+    config = model_of("deepseek-v3", num_hidden_layers=4, q_lora_rank=rank)
     args = TrainingArguments(output_dir=str(tmp_path), bf16=True, use_cpu=True, report_to="none")
     model = ChunkSpec(config, args, Sizes.for_training(config, args, 8192), "transformer_engine", True)
     times = StepTimeModel(model, RankGrid(config.layout, 1), load_hardware("h100-80"))
-    down, heads = 1536 + 512 + 64, 128
-    up = 1536 * (128 + 64) + 512 * (128 + 128)
+    down, heads = (rank or 0) + 512 + 64, 128
+    up = (rank or 7168) * (128 + 64) + 512 * (128 + 128)
     assert times._attention(0)[0] == 7168 * down + heads * (up + 128 * 7168)
 
 
