@@ -56,6 +56,7 @@ _IN_ITS_FILE = (
     "afmoe",
     "apertus",
     "aria_text",
+    "audioflamingo3",
     "aya_vision",
     "bamba",
     "bloom",
@@ -87,6 +88,7 @@ _IN_ITS_FILE = (
     "glm4_moe_lite",
     "glm4v",
     "glm_moe_dsa",
+    "glmasr",
     "gpt2",
     "gpt_bigcode",
     "gpt_neox",
@@ -152,6 +154,7 @@ _IN_ITS_FILE = (
     "solar_open",
     "starcoder2",
     "vaultgemma",
+    "voxtral",
     "youtu",
 )
 """Types whose family is ``FAMILY`` of the module of their name."""

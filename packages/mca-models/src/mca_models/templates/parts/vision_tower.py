@@ -57,7 +57,7 @@ _KEYS = (
     *("downsample_factor", "alignment_intermediate_size", "adapter_layer_norm_eps"),
     *("audio_config", "audio_token_id", "audio_token_index"),
     *("audio_start_token_id", "audio_end_token_id", "position_id_per_seconds", "seconds_per_chunk"),
-    "user_token_id",
+    *("user_token_id", "projector_bias"),
     *("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
 )
 _ROPES = ("rope_parameters", "rope_scaling")
@@ -161,6 +161,7 @@ class AudioTower:
             such clips are computed alone.
         marks: Keys of the tokens around a clip that the processor writes; None: chat templates write them.
         unpadded: The processor takes clips of any length, without padding.
+        windows: Most windows of the feature extractor that the processor makes of a longer clip; None: any number.
     """
 
     names: tuple[str, ...]
@@ -169,6 +170,7 @@ class AudioTower:
     chunk: Callable[[McaModelConfig], int] | None = None
     marks: tuple[str, str] | None = None
     unpadded: bool = False
+    windows: int | None = 1
 
     @property
     def inputs(self) -> tuple[str, ...]:
