@@ -42,6 +42,7 @@ def folder_of(root: Path, model: str = "qwen2_audio") -> Path:
     """A checkpoint with tokenizer and feature extractor, clips, and the rows about them."""
     from drawn_audio import AUDIO_MARKS, audio_tokenizer, write
 
+    root.mkdir(exist_ok=True)
     tokenizer = audio_tokenizer()
     config = tiny_vision.described(model, vocab_size=len(tokenizer), max_position_embeddings=512)
     token = "audio_token_index" if model == "qwen2_audio" else "audio_token_id"
@@ -190,7 +191,7 @@ def test_clips_train_as_in_transformers(case: Case, folder: Path) -> None:
 def test_windows_of_clips_train_as_in_transformers(
     case: Case, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    folder = folder_of(_root(tmp_path_factory, case.model), case.model)
+    folder = folder_of(tmp_path_factory.getbasetemp() / case.model, case.model)
     losses, model = _expected(folder)
     logs = run_training(folder, case.layout, *LAYOUTS[case.layout])
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
@@ -199,11 +200,6 @@ def test_windows_of_clips_train_as_in_transformers(
         (float((theirs[name] - x).detach().abs().max()), name) for name, x in model.named_parameters()
     )
     assert worst[0] < 5e-5, worst  # a twentieth of a step, as above
-
-
-@cache
-def _root(factory: pytest.TempPathFactory, model: str) -> Path:
-    return factory.mktemp(model)
 
 
 @pytest.mark.qualify
