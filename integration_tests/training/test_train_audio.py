@@ -7,7 +7,6 @@ import json
 import sys
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,19 @@ import torch
 import transformers
 
 from cases import Case, as_params, product
-from media_runs import LAYOUTS, Row, adamw_losses, answer_log_prob, judged_answers, load_model, run_training
+from harness import run_ranks
+from media_runs import (
+    LAYOUTS,
+    RATE,
+    STEPS,
+    Row,
+    adamw_losses,
+    answer_log_prob,
+    judged_answers,
+    load_model,
+    run_training,
+)
+from train_cases import history, make_trainer, quietly
 
 pytest.importorskip("soundfile")
 pytest.importorskip("soxr")
@@ -33,41 +44,27 @@ ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("first <audio>then <audio>", ("high", "low"), "green it is"),
 )
 GOOD = (True, False, True, True)
-WINDOWS = ("voxtral", "audioflamingo3", "glmasr")
-"""Models that take a long clip as several windows; here a window is one second."""
 
 
 @cache
-def folder_of(root: Path, model: str = "qwen2_audio") -> Path:
+def folder_of(root: Path) -> Path:
     """A checkpoint with tokenizer and feature extractor, clips, and the rows about them."""
-    from drawn_audio import AUDIO_MARKS, audio_tokenizer, write
+    from drawn_audio import AUDIO_MARKS, audio_tokenizer, extractor, write
 
-    root.mkdir(exist_ok=True)
     tokenizer = audio_tokenizer()
-    config = tiny_vision.described(model, vocab_size=len(tokenizer), max_position_embeddings=512)
-    token = "audio_token_index" if model == "qwen2_audio" else "audio_token_id"
-    config[token] = tokenizer.convert_tokens_to_ids(AUDIO_MARKS[1])
-    if model == "voxtral":
-        config["audio_config"] |= {"intermediate_size": 32}
-    if model != "glmasr":
-        config["audio_config"] |= {"max_source_positions": 50 if model in WINDOWS else 100}
+    config = tiny_vision.described("qwen2_audio", vocab_size=len(tokenizer), max_position_embeddings=512)
+    config["audio_token_index"] = tokenizer.convert_tokens_to_ids(AUDIO_MARKS[1])
+    config["audio_config"] |= {"max_source_positions": 100}
     torch.manual_seed(0)
     made = transformers.AutoModelForMultimodalLM.from_config(transformers.AutoConfig.for_model(**config))
     made.save_pretrained(root / "model")
     tokenizer.save_pretrained(root / "model")
-    _extractor(root / "model").save_pretrained(root / "model")
+    extractor().save_pretrained(root / "model")
     for name, (pitch, seconds) in CLIPS.items():
         write(root / f"{name}.wav", pitch, seconds)
     for kind, rows in _files().items():
         (root / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return root
-
-
-def _extractor(path: Path) -> Any:
-    from drawn_audio import extractor
-
-    windowed = json.loads((path / "config.json").read_text())["model_type"] in WINDOWS
-    return extractor(seconds=1 if windowed else 2)
 
 
 @pytest.fixture(scope="module")
@@ -94,71 +91,29 @@ def _files() -> dict[str, list[dict[str, Any]]]:
 def _inputs(folder: Path, asked: str, clips: tuple[str, ...], said: str) -> Row:
     """Return the inputs that transformers' own processor makes of a row."""
     import soundfile
-    from drawn_audio import AUDIO_MARKS, RATE
+    from drawn_audio import AUDIO_MARKS, RATE, extractor
+    from transformers.models.qwen2_audio.processing_qwen2_audio import Qwen2AudioProcessor
 
-    model = json.loads((folder / "model/config.json").read_text())["model_type"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
-    heard = [soundfile.read(folder / f"{name}.wav", dtype="float32")[0] for name in clips]
-    mark = "".join(AUDIO_MARKS)
-    if model in WINDOWS:
-        processor = _Windows(model, _extractor(folder / "model"))
-        for clip in heard:
-            expanded = mark.replace(AUDIO_MARKS[1], AUDIO_MARKS[1] * processor.add(clip))
-            asked = asked.replace("<audio>", expanded, 1)
-    asked = asked.replace("<audio>", mark)
+    processor = Qwen2AudioProcessor(extractor(), tokenizer, chat_template=tokenizer.chat_template)
+    asked = asked.replace("<audio>", "".join(AUDIO_MARKS))
+    given: dict[str, Any] = {}
+    if clips:
+        heard = [soundfile.read(folder / f"{name}.wav", dtype="float32")[0] for name in clips]
+        given = {"audio": heard, "sampling_rate": RATE}
     prompt = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
-    texts = (prompt, f"{prompt}{said}<|im_end|>\n")
-    if model in WINDOWS:
-        found, whole = (dict(tokenizer(text, return_tensors="pt")) | processor.inputs() for text in texts)
-    else:
-        own = transformers.Qwen2AudioProcessor(
-            _extractor(folder / "model"), tokenizer, chat_template=tokenizer.chat_template
-        )
-        given: dict[str, Any] = {"audio": heard, "sampling_rate": RATE} if clips else {}
-        found, whole = (dict(own(text=[text], **given, return_tensors="pt")) for text in texts)
+    found, whole = (
+        dict(processor(text=[text], **given, return_tensors="pt"))
+        for text in (prompt, f"{prompt}{said}<|im_end|>\n")
+    )
     length, ids = found["input_ids"].shape[1], whole["input_ids"]
     return {**whole, "labels": ids.masked_fill(torch.arange(ids.shape[1]) < length, -100)}
-
-
-class _Windows:
-    """Inputs that the processors of `WINDOWS` make of clips, of which theirs take one for each text."""
-
-    def __init__(self, model: str, extractor: Any) -> None:
-        self._model, self._extractor = model, extractor
-        self._found: list[dict[str, torch.Tensor]] = []
-
-    def add(self, clip: Any) -> int:
-        """Add a clip; return the number of its tokens."""
-        from drawn_audio import RATE
-        from transformers.models.audioflamingo3.processing_audioflamingo3 import AudioFlamingo3Processor
-        from transformers.models.glmasr.processing_glmasr import GlmAsrProcessor
-        from transformers.models.voxtral.processing_voxtral import VoxtralProcessor
-
-        if self._model == "voxtral":
-            given = VoxtralProcessor.audio_kwargs | {"pad_to_multiple_of": RATE, "max_source_positions": 100}
-            made = VoxtralProcessor._retrieve_input_features(
-                SimpleNamespace(feature_extractor=self._extractor), [clip], **given
-            )
-            self._found.append({"input_features": made})
-            return len(made) * 25
-        kind = {"audioflamingo3": AudioFlamingo3Processor, "glmasr": GlmAsrProcessor}[self._model]
-        processor = kind.__new__(kind)
-        vars(processor).update(feature_extractor=self._extractor, max_audio_len=600, audio_token="")
-        inputs, _ = processor._process_audio([clip], **kind.audio_kwargs)
-        self._found.append({name: inputs[name] for name in ("input_features", "input_features_mask")})
-        return int(inputs["num_audio_tokens"])
-
-    def inputs(self) -> dict[str, torch.Tensor]:
-        """Return the inputs of all clips together."""
-        names = self._found[0] if self._found else {}
-        return {name: torch.cat([each[name] for each in self._found]) for name in names}
 
 
 def _load(path: Path) -> Any:
     """Return transformers' model; loading lets its table of positions train, which the class itself freezes."""
     model = load_model(path)
-    if hasattr(model.model.audio_tower, "embed_positions"):
-        model.model.audio_tower.embed_positions.requires_grad_(False)
+    model.model.audio_tower.embed_positions.requires_grad_(False)
     return model
 
 
@@ -186,29 +141,87 @@ def test_clips_train_as_in_transformers(case: Case, folder: Path) -> None:
     assert worst[0] < 5e-5, worst
 
 
-@pytest.mark.cases(0, always=["voxtral-tp2sp"])
-@pytest.mark.parametrize("case", as_params(product(WINDOWS, tuple(LAYOUTS))))
-def test_windows_of_clips_train_as_in_transformers(
-    case: Case, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = folder_of(tmp_path_factory.getbasetemp() / case.model, case.model)
-    losses, model = _expected(folder)
-    logs = run_training(folder, case.layout, *LAYOUTS[case.layout])
-    assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
-    theirs = dict(_load(folder / case.layout / "hf").named_parameters())
-    worst = max(
-        (float((theirs[name] - x).detach().abs().max()), name) for name, x in model.named_parameters()
+def _log_probs_and_stream(
+    folder: Path, layout: dict[str, Any]
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of training on log-probabilities of answers to clips, and a stream of the weights. Runs on every rank."""
+    from mca_models import TokenValues
+    from mca_models.templates import config_from_hf
+    from mca_train import McaTrainer
+    from mca_train.data.image_rows import ImageReader
+    from mca_train.tasks.load import load_tokenized
+    from mca_train.tasks.table import TASKS
+
+    class OfLogProbs(McaTrainer):
+        token_values = TokenValues()
+
+        def compute_loss(self, output: Any, batch: Any, **_: object) -> tuple[Any, Any]:
+            return -(output * batch.loss_mask).sum(), batch.loss_mask.sum().int()
+
+    model = folder / "model"
+    config = config_from_hf(json.loads((model / "config.json").read_text()))
+    given = TASKS["sft"].data_arguments(model_name_or_path=str(model), seq_length=256)
+    reader = ImageReader(config=config, directories=(model,))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    rows = load_tokenized(TASKS["sft"], [str(folder / "sft.jsonl")], tokenizer, given, images=reader)
+    trainer = make_trainer(
+        model,
+        folder / "log-probs",
+        kind=OfLogProbs,
+        train_dataset=rows,
+        freeze=[],
+        learning_rate=RATE,
+        max_steps=STEPS,
+        logging_steps=1,
+        max_grad_norm=1.0,
+        weight_decay=0.0,
+        lr_scheduler_type="constant",
+        train_sampling_strategy="sequential",
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        **layout,
     )
-    assert worst[0] < 5e-5, worst  # a twentieth of a step, as above
+    quietly(trainer.train)
+    sent = {name: tensor.clone() for name, tensor in trainer.model.export_weights()}
+    return history(trainer, "loss"), sent
+
+
+@pytest.mark.cases(0, always=["tp2sp"])
+@pytest.mark.parametrize("layout", ["tp2sp", "pp2"])
+def test_log_probabilities_of_answers_to_clips_and_the_stream_of_weights(layout: str, folder: Path) -> None:
+    losses, model = _expected(folder)
+    sizes = {
+        "tp2sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        "pp2": {"pipeline_model_parallel_size": 2},
+    }
+    theirs = dict(model.named_parameters())
+    for found, sent in run_ranks(2, _log_probs_and_stream, folder, sizes[layout]):
+        assert found == pytest.approx(losses, rel=1e-5)
+        named = {name: sent[_file_name(name)] for name in theirs}
+        assert len(named) == len(sent)
+        # a twentieth of a step: where a gradient is next to nothing, Adam makes a step of its rounding errors
+        worst = max((float((named[name] - x).detach().abs().max()), name) for name, x in theirs.items())
+        assert worst[0] < 5e-5, worst
+
+
+def _file_name(name: str) -> str:
+    """Return the name in files of a parameter of transformers' module."""
+    for before, after in (
+        ("model.language_model.", "language_model.model."),
+        ("lm_head.", "language_model.lm_head."),
+    ):
+        if name.startswith(before):
+            return after + name.removeprefix(before)
+    return name.removeprefix("model.")
 
 
 @pytest.mark.qualify
 def test_an_adapter_and_frozen_parts_hear_clips(folder: Path) -> None:
     """The first loss is that of the model, and the tower stays as it was."""
     losses, _ = _expected(folder)
-    words = ("--freeze", "[vision, projector]", "--vision_learning_rate", "null", *LAYOUTS["tp2sp"])
+    words = ("--freeze", "[audio, projector]", *LAYOUTS["tp2sp"])
     for name, more in (("lora", ("--lora_rank", "4")), ("frozen", ())):
-        logs = run_training(folder, name, *words, "--projector_learning_rate", "null", *more)
+        logs = run_training(folder, name, *words, *more)
         assert logs[0]["loss"] == pytest.approx(losses[0], rel=1e-5)
         assert logs[-1]["loss"] < losses[0] - 1e-4
     before, after = (dict(_load(folder / each).named_parameters()) for each in ("model", "frozen/hf"))
