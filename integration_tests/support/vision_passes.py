@@ -28,6 +28,7 @@ DENSE = (
     "idefics3",
     "smolvlm",
     "lfm2_vl",
+    "ovis2",
     "exaone4_5",
     "deepseek_vl",
     "glm46v",

@@ -253,6 +253,16 @@ CASES: dict[str, Case] = {
         },
         {"image_token_id": 65, "projector_hidden_size": 20},
     ),
+    "ovis2": (
+        "ovis2",
+        {"model_type": "qwen2", "head_dim": 8},
+        {**_SIGLIP, "hidden_stride": 2, "vocab_size": 21, "qkv_bias": True},
+        {
+            **{"image_token_id": 65, "visual_indicator_token_ids": [66, 67, 68, 69, 64]},
+            **{"hidden_size": tiny_hf.SIZE["hidden_size"], "vocab_size": tiny_hf.SIZE["vocab_size"]},
+            "tie_word_embeddings": False,
+        },
+    ),
     "llava_next": (
         "llava_next",
         {"model_type": "mistral", "sliding_window": None},

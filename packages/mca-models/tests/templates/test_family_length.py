@@ -25,6 +25,7 @@ LONGER = {
             "llama4",
             "minimax_m3_vl",
             "mistral3",
+            "ovis2",
             "qwen2_vl",
         ),
     ),

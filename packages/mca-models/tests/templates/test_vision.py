@@ -34,6 +34,7 @@ PUBLISHED = {
     "llava-1.6-mistral-7b": 7_566_747_648,
     "idefics3-8b-llama3": pytest.approx(8.46e9, abs=0.01e9),
     "llava-onevision-qwen2-7b": pytest.approx(8.03e9, abs=0.01e9),
+    "ovis2-1b": pytest.approx(1.131e9, abs=0.001e9),  # 1.27e9 with a copy of the embedding as head
     "lfm2-vl-450m": pytest.approx(0.451e9, abs=0.001e9),
     "smolvlm2-2.2b": pytest.approx(2.25e9, abs=0.01e9),
     "llama-4-scout": pytest.approx(108.64e9, abs=0.01e9),
@@ -239,6 +240,7 @@ def test_absent_keys_mean_what_transformers_says(kind: str) -> None:
         "internvl": {"model_type": "qwen2"},
         "mistral3": {"model_type": "mistral"},
         "exaone4_5": {"model_type": "exaone4"},
+        "ovis2": {"hidden_size": 1536, "vocab_size": 151643},  # defaults of transformers at the top
         "glm4v_moe": {"head_dim": 128},  # of the default, 42, transformers rotates an odd number of channels
     }.get(kind, {})
     towers = ["audio_config"] if kind in ("qwen2_audio", "qwen3_asr") else ["vision_config"]
@@ -324,6 +326,7 @@ def test_published_models_have_transformers_tensors(name: str) -> None:
             "'rope_type' is 'dynamic' with mrope_section",
         ),
         ("qwen2_audio", {"audio_config": None}, "'audio_config' must be an object"),
+        ("ovis2", {"vocab_size": 5}, "'vocab_size' is 5, but 70 in text_config; they must be equal"),
         ("qwen3_vl", {"is_causal": False}, "'is_causal' is False"),
         ("qwen3_vl", {"text_config": {"is_causal": False}}, "'is_causal' is False"),
     ],

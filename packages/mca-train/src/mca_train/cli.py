@@ -73,7 +73,7 @@ def _run(known: Program, words: list[str]) -> int:
 
         return print_data(kind, config, overrides)
     if command == "plan" or kind is None:
-        from mca_config.command_line import from_namespace
+        from mca_config.parser import from_namespace
         from mca_train.plan.options import PlanOptions
         from mca_train.run.plan_command import print_plan
 
@@ -161,7 +161,7 @@ def _print_client_path(words: list[str]) -> int:
 
 
 def _report(options: "Namespace") -> int:
-    from mca_train.report.report_command import write_report
+    from mca_train.report.page import write_report
 
     if len(options.operands) != 1:
         raise UsageError(

@@ -135,6 +135,7 @@ _IN_ITS_FILE = (
     "olmo_hybrid",
     "olmoe",
     "opt",
+    "ovis2",
     "persimmon",
     "phi",
     "phi3",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mca_config.fields import TypeHint
-from mca_config.suggestions import suggestion
+from mca_config.printable import suggestion
 from mca_config.types import Typed
 from mca_train.config.arguments import LaunchArguments, LoraArguments
 from mca_train.config.hf_fields import hf_fields
